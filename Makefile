@@ -24,7 +24,7 @@ demo: $(VENV)/.runtime
 test: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm
 	$(PYTEST) -m "not rare"
 
-# Also TPU programs of large models, Slurm under kills, SkyPilot, the package, the image, benchmarks.
+# Also TPU programs of large models, SkyPilot, the package, the image, benchmarks.
 test-all: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm $(VENV)/skypilot/.done
 	$(PYTEST)
 

@@ -122,7 +122,7 @@ def run(config: Config) -> int:
         leave(host)
     if nothing_stored:
         raise RunError(
-            f"no token was stored: no sample has a token that is kept ({job.text.choice})",
+            f"no token was stored: no sample has a token that is kept ({job.text.form.choice})",
             remedy="start anew with another choice and --overwrite",
         )
     if config.repair and complete:
@@ -161,24 +161,38 @@ def start_together(job: Job, overwrite: bool, watchdog: Watchdog) -> tuple[Step,
     to the same output while this one was compiling.
     """
     failure: Exception | None = None
-    storage = job.storage
-    progress = storage.cursor, storage.complete
     try:
         step = compile_step(job.forward)
-        if overwrite:
-            job.folders.remove_others()
-        storage.open()
-        if (storage.cursor, storage.complete) != progress:
-            log.info(
-                "another process has written to %s in the meantime; stored there: %s",
-                job.where,
-                counted(storage.plan.samples, "sample"),
-            )
-            job = job.with_text_reopened(watchdog)
     except Exception as error:  # the other hosts must not wait for this one
         failure = error
+    for firsts_turn in (
+        True,
+        False,
+    ):  # if two pods begin here, the first hosts decide which goes on
+        raise_together(job.host, failure)
+        try:
+            if (job.host.id == 0) == firsts_turn:
+                job = open_output(job, overwrite, watchdog)
+        except Exception as error:
+            failure = error
     raise_together(job.host, failure)
     return step, job
+
+
+def open_output(job: Job, overwrite: bool, watchdog: Watchdog) -> Job:
+    """Takes over the output; returns the job with the batches that are still not stored."""
+    before = job.storage.plan
+    if overwrite:
+        job.folders.remove_totals()
+    job.storage.open()
+    if job.storage.plan.commits == before.commits:
+        return job
+    log.info(
+        "another process has written to %s in the meantime; stored there: %s",
+        job.where,
+        counted(job.storage.totals.samples, "sample"),
+    )
+    return job.with_text_reopened(watchdog)
 
 
 def extract(
@@ -210,11 +224,10 @@ def extract(
                     on_host = job.forward.receive(activations)
                 try:
                     with clock.measure("store"):
-                        added = job.storage.add_batch(batch, on_host)
-                    new = batch.samples[len(batch.samples) - added :]
-                    kept = sum(placed.sample.num_kept for placed in new)
+                        job.storage.add_batch(batch, on_host)
+                    kept = sum(placed.sample.num_kept for placed in batch.samples)
                     flops = job.forward.model.flops(batch.lengths)
-                    progress.advance(added, batch.num_tokens, flops, kept)
+                    progress.advance(len(batch.samples), batch.num_tokens, flops, kept)
                     log.debug("step %d: %d samples", progress.steps, len(batch.samples))
                 except Exception as error:  # it is raised once all hosts have stopped
                     steps.fail(error)

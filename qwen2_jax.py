@@ -29,7 +29,7 @@ from flax.traverse_util import unflatten_dict
 from jax import Array
 
 from activation_extraction.model.attention import Attention, attention_pattern
-from activation_extraction.model.decoder import Decoder, Path
+from activation_extraction.model.decoder import Decoder, ParamPath
 from activation_extraction.model.delta_net import GatedDeltaNet
 from activation_extraction.model.experts import Experts, GroupedExperts, route, scattered
 from activation_extraction.model.kernels import Kernels
@@ -117,7 +117,7 @@ class SelfAttention(nn.Module):
         k = out["rot_k"] = rotate(k, rotary, self.config).astype(self.dtype)
         q = (q * self.config.head_dim**-0.5).astype(self.dtype)
         with jax.named_scope("attention"):
-            attend = partial(_attend, self.layout, self.config.sliding_window, slides)
+            attend = partial(_attend_with_window, self.layout, self.config.sliding_window, slides)
             out["pattern"] = partial(attend, attention_pattern, q, k, k, segment_ids)
             heads = attend(self.attention, q, k, v, segment_ids)
         if self.config.q_gate:
@@ -128,7 +128,7 @@ class SelfAttention(nn.Module):
         return out["out"], out
 
 
-def _attend(
+def _attend_with_window(
     layout: Layout, window: int | None, slides: Array | None, attention: Attention, *inputs: Array
 ) -> Array:
     """Attends with or without the window.
@@ -271,7 +271,7 @@ class Qwen2(nn.Module):
         return Linear(self.config, "D->V", dtype=self.dtype, name="lm_head")(x)
 
 
-def weight_table(model: nn.Module, tensors: Iterable[str] = ()) -> dict[Path, WeightSpec]:
+def weight_table(model: nn.Module, tensors: Iterable[str] = ()) -> dict[ParamPath, WeightSpec]:
     """Returns parameter path -> shape, logical axes and checkpoint tensors of all weights.
 
     It works for any module that follows this file's naming, and computes and allocates nothing.
@@ -289,7 +289,7 @@ def weight_table(model: nn.Module, tensors: Iterable[str] = ()) -> dict[Path, We
 
 
 def _weight(
-    path: Path,
+    path: ParamPath,
     shape: tuple[int, ...],
     axes: tuple[str, ...],
     model: nn.Module,

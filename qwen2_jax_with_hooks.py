@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from activation_extraction.common.encodings import FLOAT8
-from activation_extraction.model.capture import Buffers, Capture, Plan
-from activation_extraction.model.decoder import Decoder, Layers, Path, stage_length
+from activation_extraction.model.capture import Buffers, Capture, Writes
+from activation_extraction.model.decoder import Decoder, Layers, ParamPath, stage_length
 from activation_extraction.model.family import Families, ModelFamily
+from activation_extraction.model.hooks import HOOK_KINDS, Form, Hook, HookKind
 from activation_extraction.model.hooks import HOOKS as HOOKS
-from activation_extraction.model.hooks import KINDS, Form, Hook, HookKind
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import (
     STREAM,
@@ -43,8 +43,8 @@ from activation_extraction.model.predictions import predictions
 from qwen2_jax import Embedding, Qwen2, decoder, weight_table
 
 # A layer computes these before its attention, or before the recurrence in its place.
-VALUES = [value for _, _, _, value, _, _ in KINDS]
-BEFORE_ATTENTION = frozenset(VALUES[: VALUES.index("attn.pattern")])
+IN_ORDER = [value for _, _, _, value, _, _ in HOOK_KINDS]
+BEFORE_ATTENTION = frozenset(IN_ORDER[: IN_ORDER.index("attn.pattern")])
 BEFORE_ATTENTION -= {f"linear_attn.{name}" for name in ("recurrence_out", "gated", "out")}
 
 # Computes the bits of the hooks after the last layer from the stream that leaves it.
@@ -85,11 +85,10 @@ class HookedQwen2(nn.Module):
 
     @property
     def whole_layers(self) -> int:
-        """Returns how many layers run in the loop."""
         return self.num_layers - (self.last_layer is not None)
 
     @property
-    def last_layer(self) -> frozenset[Path] | None:
+    def last_layer(self) -> frozenset[ParamPath] | None:
         """Returns the parameters of the layer after the loop; None if there is no such layer."""
         if self.stages > 1:
             return None
@@ -104,12 +103,10 @@ class HookedQwen2(nn.Module):
 
     @property
     def runs_to_the_end(self) -> bool:
-        """Returns whether any hook comes after the last layer."""
         return self.hooks[-1].kind.at_end
 
     @property
     def predicts(self) -> bool:
-        """Returns whether any hook needs the logits."""
         return any(map(_is_predicted, self.hooks))
 
     @property
@@ -232,7 +229,7 @@ class HookedQwen2(nn.Module):
         self,
         capture: Capture,
         layers: Layers,
-        plan: Plan,
+        plan: Writes,
         carry: tuple[Array, Buffers],
         keep: Callable[[Out], list[Array]],
         rotary: tuple[Array, Array],
@@ -310,7 +307,7 @@ def _is_predicted(hook: Hook) -> bool:
 @cache
 def _last_layer(
     config: QwenConfig, number: int, values: frozenset[str], separate: bool
-) -> frozenset[Path] | None:
+) -> frozenset[ParamPath] | None:
     """Returns the parameters of this layer that these values need; None if it runs in the loop.
 
     separate: whether it must follow the loop even if all of it is needed.
@@ -322,7 +319,7 @@ def _last_layer(
 
 
 @cache
-def _weights_of_a_token(config: QwenConfig, number: int, paths: frozenset[Path] | None) -> int:
+def _weights_of_a_token(config: QwenConfig, number: int, paths: frozenset[ParamPath] | None) -> int:
     """Returns how many weights of this layer's matrices a token is multiplied by.
 
     paths: the parameters that the layer has; None for all.

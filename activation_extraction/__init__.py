@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from activation_extraction.common.choices import ROLES
     from activation_extraction.dataset.batches import Batches
-    from activation_extraction.dataset.dataset import ActivationDataset
-    from activation_extraction.dataset.paired import paired
+    from activation_extraction.dataset.dataset import ActivationDataset, paired
     from activation_extraction.dataset.sample_activations import SampleActivations
     from activation_extraction.dataset.token_batch import TokenBatch
     from activation_extraction.store.identity import StorageOptions
@@ -45,7 +44,7 @@ HOMES = {
     "SampleActivations": "dataset.sample_activations",
     "StorageOptions": "store.identity",
     "TokenBatch": "dataset.token_batch",
-    "paired": "dataset.paired",
+    "paired": "dataset.dataset",
 }
 __version__ = "0.1.0"  # of the package, too: pyproject.toml reads it here
 

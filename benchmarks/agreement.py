@@ -137,7 +137,9 @@ def stored(folder: Path) -> Iterator[tuple[int, np.ndarray, Values]]:
     """(document, token ids, values) of all that is in the shards of a folder."""
     for path in sorted(folder.glob("shard_*.pkl.gz")):
         found: dict[int, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
-        for key, records in read_records(path, SHARD_LIMIT).items():
+        with open(path, "rb") as file:
+            every = read_records(file, path.name, SHARD_LIMIT)
+        for key, records in every.items():
             hook = RESIDUAL.format(key) if isinstance(key, int) else str(key)
             for record in records:
                 ids = record["token_ids"]

@@ -1,10 +1,10 @@
 """How fast the input side alone is: reading, rendering, tokenising and packing, without a model.
 
 `python -m benchmarks.feeding [--tokenizer FOLDER]` prints tokens per second of plain text, of the
-same text as conversations, of a mixture of two files, in shuffled order, and split, one after the
-other in every round; as its last line, JSON with the medians and their ratio to plain text, and how
-much of the batches is padding for documents of FineWeb-Edu's lengths. The tokenizer is a small one,
-unless FOLDER has another, such as the real one of Qwen2.
+same text as conversations, of a mixture of two files, in shuffled order, split, and of given token
+ids, one after the other in every round. Its last line is JSON with the medians and their ratio to
+plain text, and how much of the batches is padding for documents of FineWeb-Edu's lengths. The
+tokenizer is a small one, unless FOLDER has another, such as the real one of Qwen2.
 """
 
 import argparse
@@ -46,13 +46,18 @@ def demo_text() -> str:
 
 
 def make_rows(folder: Path, count: int) -> None:
-    """Writes documents of random words, and each as a conversation; half of them in each file."""
+    """Writes documents of random words, each also as a conversation and as token ids, half of them
+    in each file."""
     chance = np.random.default_rng(0)
     words = demo_text().split()
     lengths = chance.lognormal(np.log(MEDIAN_WORDS), SPREAD, count).astype(int) + 8
     texts = [" ".join(chance.choice(words, n)) for n in lengths]
+    every = [
+        {"text": text, "messages": turns_of(text), "ids": chance.integers(0, 2048, n).tolist()}
+        for text, n in zip(texts, lengths, strict=True)
+    ]
     for number in range(2):
-        rows = [{"text": text, "messages": turns_of(text)} for text in texts[number::2]]
+        rows = every[number::2]
         path = folder / f"{number}.parquet"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=500)
 
@@ -75,7 +80,7 @@ def make_tokenizer(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
 
 
-def measure(asked: TextRequest, tokenizer: Tokenizer, template: Any, split: bool) -> float:
+def measure(asked: TextRequest, tokenizer: Tokenizer | None, template: Any, split: bool) -> float:
     """Tokens per second."""
     form = row_form(asked, template, 2**20)
     data = open_dataset(asked, form.columns, [])
@@ -118,11 +123,13 @@ def main() -> None:
             "mixture": (replace(text, dataset_path=None, mix=both), None, False),
             "shuffled": (replace(text, shuffle_documents=1), None, False),
             "split": (text, None, True),
+            "ids": (replace(text, ids_column="ids"), None, False),
         }
         found: dict[str, list[float]] = {kind: [] for kind in kinds}
         for _ in range(asked.rounds):
             for kind, (flags, own_template, split) in kinds.items():
-                found[kind].append(measure(flags, tokenizer, own_template, split))
+                own_tokenizer = None if flags.ids_column else tokenizer
+                found[kind].append(measure(flags, own_tokenizer, own_template, split))
                 print(f"{kind}: {found[kind][-1]:,.0f} tokens/s", flush=True)
         medians = {kind: statistics.median(each) for kind, each in found.items()}
         ratios = {kind: round(each / medians["text"], 2) for kind, each in medians.items()}

@@ -32,7 +32,7 @@ from activation_extraction.common.errors import one_line
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.forward import build_model
 from activation_extraction.model.hooks import Form
-from activation_extraction.model.kernels import ON_GPU
+from activation_extraction.model.kernels import candidates_for
 from activation_extraction.model.mesh import HostRows
 from activation_extraction.run.prepare import model_request
 from benchmarks.peak import CPU_PRODUCTS, GPU_PRODUCTS, measure
@@ -41,7 +41,7 @@ from benchmarks.shapes import SHAPES, evenly_spaced
 from qwen2_jax_with_hooks import FAMILIES
 
 HOOKS = 8
-ATTENTIONS = ON_GPU["attention"]
+ATTENTIONS = candidates_for("gpu")["attention"]
 Row = dict[str, Any]
 
 

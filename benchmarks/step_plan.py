@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.automatic_mesh import StepMemory, link_speed
+from activation_extraction.model.automatic_mesh import link_speed
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.devices import Chip
-from activation_extraction.model.forward import Program, memory_of_step
+from activation_extraction.model.forward import Program
 from activation_extraction.model.mesh import RULES, Layout
 from benchmarks.program_text import ProgramText
 
@@ -50,7 +50,6 @@ class StepPlan:
     kernel: float
     hbm: float
     sent: tuple[Sent, ...]
-    memory: StepMemory
 
 
 class StepTimes(NamedTuple):
@@ -104,7 +103,6 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
         _flops_of_delta_rule(program),
         sum(move.hbm for move in moves),
         tuple(Sent(axes, *found) for axes, found in sent.items()),
-        memory_of_step(compiled),
     )
 
 

@@ -123,7 +123,9 @@ def main() -> None:
     found = times(compiled)
     step = {f"{name}_ms": 1e3 * seconds for name, seconds in found._asdict().items()}
     step["busy"] = found.products / found.device
-    print(json.dumps(step | {"memory_gb": sum(compiled.step.memory) / 1e9}))
+    memory = compiled.memory
+    given = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    print(json.dumps(step | {"memory_gb": (given + 2 * memory.output_size_in_bytes) / 1e9}))
 
 
 if __name__ == "__main__":

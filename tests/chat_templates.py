@@ -1,9 +1,14 @@
 """Chat templates, written for these tests after those of Qwen2.5, Qwen3, Qwen3.5 and the distilled
-DeepSeek-R1, and one with generation tags; and a tokenizer that knows their markers."""
+DeepSeek-R1, and one with generation tags; and a model whose tokenizer knows their markers."""
 
 import json
 
+from conftest import inputs_with
 from tokenizers import AddedToken, Tokenizer
+
+from activation_extraction.run import demo
+
+VOCABULARY = 2064  # tokens of the demo's model and the markers
 
 TOOLS = """\
 {{ '<|im_start|>system\n' }}
@@ -140,3 +145,15 @@ def add_markers(model, template=None):
     if template is not None:
         settings["chat_template"] = template
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def chat_model(demo_inputs, folder, template=None):
+    """Makes a copy of the demo's model whose tokenizer knows the markers, with this template."""
+    if not (folder / "model").exists():
+        inputs_with({**demo.MODEL_CONFIG, "vocab_size": VOCABULARY}, demo_inputs, folder)
+    add_markers(folder / "model", template)
+    return folder / "model"
+
+
+def talk(question="a question", answer="an answer"):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

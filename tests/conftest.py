@@ -43,7 +43,7 @@ FLAGS_OF_THE_CALLER = os.environ.get("XLA_FLAGS", "").removeprefix(QUICK_TO_COMP
 SESSION_FOLDER = tempfile.mkdtemp(prefix="test-session-")
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
-    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # as stores.py; tests import gcsfs before it
+    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # tests import gcsfs before the product
     "HF_HOME": f"{SESSION_FOLDER}/hf-home",
     "JAX_COMPILATION_CACHE_DIR": f"{SESSION_FOLDER}/jax",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
@@ -64,6 +64,7 @@ XLA_FLAGS_OF_A_RUN = {  # for this one, which has read its variables
 }
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -81,7 +82,6 @@ from tiny_models import OPTIMIZED, QUICK_REFERENCE, TINY
 from tokenizers import Tokenizer
 
 from activation_extraction.common.choices import DEFAULT_TOP_LOGITS
-from activation_extraction.common.log import take_over_gcsfs_log
 from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.hooks import hook_table
@@ -263,7 +263,7 @@ def make_reference(folder: Path, max_shard_size: str = "1GB", **changes: Any) ->
     return Reference(model, folder)
 
 
-take_over_gcsfs_log()  # as the command line does when it starts
+logging.getLogger("gcsfs").setLevel(logging.CRITICAL + 1)  # as start_logging
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import gzip
 import hashlib
-import json
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -10,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 from storages import open_storage
 
-from activation_extraction.store.commit import names_beside
-from activation_extraction.store.folder import Folder
+from activation_extraction.store.commit import seal, unseal
+from activation_extraction.store.folder import ANY, Folder
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.sealed_json import seal, unseal
+from activation_extraction.store.pickle_file import read_records
+from activation_extraction.store.sample_table import pack_table, rows_of
+from activation_extraction.store.shard import SampleRow
 from activation_extraction.store.statistics import Statistics, sums_of
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Cursor, Sample, Worker
@@ -99,6 +101,24 @@ def edit(path: Path, change: Callable[[dict], object]) -> None:
     path.write_bytes(seal(content))
 
 
+def agree(path: Path, **changes: Any) -> None:
+    """Makes the JSON of a shard agree to a file that was changed. changes: of its other fields."""
+    data = path.read_bytes()
+    facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+    def change(content: dict) -> None:
+        content.update(changes)
+        content["files"].setdefault(path.name, {"version": None, "crc32c": []}).update(facts)
+
+    edit(path.with_name(f"{path.name.split('.')[0]}.json"), change)
+
+
+def records_in(path: Path, limit: int = 10**8) -> Any:
+    """The records of a pickled shard, which may unpack to so many bytes."""
+    with open(path, "rb") as file:
+        return read_records(file, path.name, limit)
+
+
 def load(folder: Path, number: int) -> Any:
     with gzip.open(folder / f"shard_{number:04d}.pkl.gz") as file:
         return pickle.load(file)
@@ -113,11 +133,7 @@ def replace_shard(folder: Path, number: int, data: bytes, unpacked: int | None =
     path = folder / f"shard_{number:04d}.pkl.gz"
     more = len(data) - path.stat().st_size
     path.write_bytes(data)
-    digest = hashlib.sha256(data).hexdigest()
-    edit(
-        folder / f"shard_{number:04d}.json",
-        lambda content: content.update(sha256=digest, bytes=len(data), unpacked=unpacked),
-    )
+    agree(path, unpacked=unpacked)
     edit(folder / "metadata.json", lambda content: content.update(bytes=content["bytes"] + more))
 
 
@@ -144,15 +160,17 @@ def change_shard(folder: Path, number: int, change: Callable[[Any], object]) -> 
 
 def change_table(folder: Path, number: int, change: Callable[[list[dict]], object]) -> None:
     """Changes the rows of a shard's table of samples; its JSON agrees."""
-    path = folder / names_beside(number)[1]
-    rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    path = folder / f"shard_{number:04d}.samples.parquet"
+    rows = [dict(vars(row)) for row in rows_of(pyarrow.parquet.read_table(path))]
     change(rows)
-    data = gzip.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    numbers = [row["sample_idx"] for row in rows]
+    data = pack_table(
+        [SampleRow(token_ids=None, positions=np.arange(r.pop("tokens")), **r) for r in rows]
+    )
     path.write_bytes(data)
     cuts = [row["cut"] for row in rows if row["cut"] > 0]
-    told: dict[str, Any] = {"table": hashlib.sha256(data).hexdigest()}
-    told |= {"cut_samples": len(cuts), "cut_tokens": sum(cuts)}
-    edit(folder / f"shard_{number:04d}.json", lambda content: content.update(told))
+    span = {"first": numbers[0], "last": numbers[-1], "count": len(numbers)}
+    agree(path, samples=span, cut_samples=len(cuts), cut_tokens=sum(cuts))
 
 
 def statistics_of(activation: np.ndarray) -> Statistics:
@@ -172,4 +190,4 @@ def upload(root: Path, url: str) -> None:
     """Copies all files of a run into a bucket."""
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         folder = Folder(url).child(str(path.parent.relative_to(root)).strip("."))
-        folder.write(path.name, path.read_bytes())
+        folder.write(path.name, path.read_bytes(), ANY)

@@ -1,14 +1,12 @@
-"""A Google Cloud Storage that misbehaves: the emulator of gcp-storage-emulator behind a proxy.
+"""An object store in memory that misbehaves: Google's and S3's XML API, and Google's JSON reads.
 
-The proxy forwards each request, or fails it in one of the ways in which networks and stores fail.
-It adds what the emulator lacks: generation preconditions, also of the XML API's uploads, and
-listings in pages of 1,000 names.
-`Bucket` is one bucket behind it and what a client needs in its environment to reach it.
+obstore speaks XML, with conditions on generations (Google) or ETags (S3); gcsfs reads models and
+data sets by the JSON API. `Bucket` is its one bucket and what a client needs to reach it.
 """
 
+import base64
 import hashlib
 import http
-import http.client
 import json
 import os
 import random
@@ -17,81 +15,83 @@ import socket
 import struct
 import threading
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
-from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape, unescape
 
-os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # as store/folder.py
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # as folder.py
 
-import fsspec
 import gcsfs
 import pytest
-from gcp_storage_emulator.handlers import objects
-from gcp_storage_emulator.server import RequestHandler, create_server
 
-# A number is the HTTP status of the answer; the others are what networks do.
+# A number is the HTTP status of the answer; the others are what networks do. Another one is
+# "half", after which nothing arrives.
 FAULTS = ("503", "429", "reset", "stall", "truncated", "lost")
 STALL_SECONDS = 3.0
 CHUNK = 65536
-PAGE = 1000  # names in one answer to a listing, as in the real store
+PAGE = 1000  # names in one answer to a listing, as in the real stores
 MUTATIONS = {"POST", "PUT", "DELETE", "PATCH"}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object. generation: grows with every write to the bucket."""
+
+    data: bytes
+    generation: int
+
+    @property
+    def tag(self) -> str:
+        return f'"{hashlib.md5(self.data).hexdigest()}"'
+
+    @property
+    def about(self) -> dict[str, str]:
+        """What an answer of the XML API says of it in its headers."""
+        generation = {"x-goog-generation": str(self.generation)}
+        return {"ETag": self.tag, "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT", **generation}
 
 
 class Bucket:
     """The bucket `name`. Set `rate` to have that share of the requests fail in one of `faults`;
     `bytes_per_second` slows uploads down, all together. `failed` counts what was done, `served` the
     bytes of objects in answers. `asked` lists the requests: (method, name of the object). `before`
-    is called with each one before it is served, `after` also with its status. `door` opens another
-    way into the same bucket."""
+    is called with each one before it is served, `after` also with its status."""
 
     name = "bucket"
 
-    def __init__(self, emulator_port: int, writing: Any = None) -> None:
+    def __init__(self) -> None:
         self.rate = 0.0
         self.faults: tuple[str, ...] = FAULTS
         self.bytes_per_second: float | None = None
         self.failed: Counter[str] = Counter()
-        self.requests = 0
         self.served = 0
         self.asked: list[tuple[str, str]] = []
         self.before: Callable[[str, str], None] = lambda method, name: None
-        self.pages: dict[str, dict[str, Any]] = {}
-        self.uploads: dict[str, str] = {}  # id of a resumable upload -> name of its object
         self.after: Callable[[str, str, int], None] = lambda method, name, status: None
-        self.writing = writing or threading.Lock()  # a precondition and its write are one step
         self.chance = random.Random(0)
-        self.emulator_port = emulator_port
-        self.storage: Any = None  # the emulator's
         self.lock = threading.Lock()
-        self._server = _Server(self)
+        self.writing = threading.Lock()  # a condition and its write are one step
+        self.stored: dict[str, Stored] = {}
+        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server.bucket = self
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-
-    @contextmanager
-    def door(self) -> Iterator["Bucket"]:
-        """The same bucket at another address, so that requests of two clients are told apart."""
-        another = Bucket(self.emulator_port, self.writing)
-        try:
-            yield another
-        finally:
-            another.close()
 
     @property
     def environment(self) -> dict[str, str]:
-        """For a client, in this process or another one. Requests time out after a second."""
-        return {
-            "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{self._server.server_port}",
-            "FSSPEC_GCS": json.dumps({"requests_timeout": 1.0 if self.rate else 30.0}),
-        }
+        """For a client of gs://bucket or s3://bucket, in this process or another one."""
+        address = f"http://127.0.0.1:{self._server.server_port}"
+        keys = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "test")
+        return {"STORAGE_EMULATOR_HOST": address, "AWS_ENDPOINT_URL": address, **keys}
 
     def choose_fault(self) -> str | None:
         """What shall happen to the next request."""
         with self.lock:
-            self.requests += 1
             if self.chance.random() >= self.rate:
                 return None
             fault = self.chance.choice(self.faults)
@@ -99,35 +99,15 @@ class Bucket:
             return fault
 
     def objects(self) -> dict[str, bytes]:
-        """Name -> content of everything in the bucket, straight from the emulator."""
-        listing = json.loads(self._ask(f"/storage/v1/b/{self.name}/o"))
-        names = [item["name"] for item in listing.get("items", [])]
-        return {name: self._ask(f"{self._path(name)}?alt=media") for name in names}
+        """Name -> content of everything in the bucket."""
+        return {name: stored.data for name, stored in sorted(dict(self.stored).items())}
 
     def put(self, name: str, data: bytes) -> None:
         """Writes an object behind everybody's back."""
-        query = urlencode({"uploadType": "media", "name": name})
-        self._ask(f"/upload/storage/v1/b/{self.name}/o?{query}", "POST", data)
-
-    def fill(self, files: Mapping[str, bytes]) -> None:
-        """As `put`, for thousands of objects."""
-        for name, data in files.items():
-            about = objects._make_object_resource("", self.name, name, "", str(len(data)))
-            self.storage.create_file(self.name, name, data, objects._checksums(data, about))
+        self.stored[name] = Stored(data, time.time_ns())
 
     def delete(self, name: str) -> None:
-        """Deletes an object behind everybody's back."""
-        self._ask(self._path(name), "DELETE")
-
-    def generation(self, name: str) -> str:
-        """That of the object; "0" when there is none."""
-        return json.loads(self._ask(self._path(name)) or b"{}").get("generation", "0")
-
-    def _path(self, name: str) -> str:
-        return f"/storage/v1/b/{self.name}/o/{quote(name, safe='')}"
-
-    def _ask(self, path: str, method: str = "GET", data: bytes | None = None) -> bytes:
-        return _answer_of(self.emulator_port, method, path, data)[1]
+        del self.stored[name]
 
     def close(self) -> None:
         self._server.shutdown()
@@ -136,126 +116,157 @@ class Bucket:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-
-    def __init__(self, bucket: Bucket) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.bucket = bucket
+    request_queue_size = 128
+    bucket: Bucket
 
     def handle_error(self, *_: Any) -> None:
         """Clients that went away are part of the game."""
 
 
+Answer = tuple[int, dict[str, str], bytes]  # status, headers, content
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # or the body of an answer waits 40 ms for its headers
+    server: _Server
 
     def log_message(self, *_: Any) -> None:
         pass
 
     def _serve(self) -> None:
-        assert isinstance(self.server, _Server)
         bucket = self.server.bucket
         fault = bucket.choose_fault()
         body = self._body(bucket)
-        if body is None:  # the client is gone
-            self.close_connection = True
-            return
+        url = urlsplit(self.path)
+        self.query = {key: values[0] for key, values in parse_qs(url.query, True).items()}
+        self.json = url.path.startswith(("/storage/", "/download/"))
+        if body is None or fault in ("reset", "stall"):  # None: the client is gone
+            time.sleep(STALL_SECONDS if fault == "stall" else 0)
+            return self._reset()
         if fault is not None and fault.isdigit():
-            self._answer(int(fault), [], self._error(int(fault), "no"))
-            return
-        if fault == "reset":
-            self._reset()
-            return
-        if fault == "stall":
-            time.sleep(STALL_SECONDS)
-            self._reset()
-            return
-        query = parse_qs(urlsplit(self.path).query)
-        session = query.get("upload_id", [""])[0]
-        name = bucket.uploads[session] if session else _object(self.path, body)
+            return self._send(self._error(int(fault), "no"))
+        where = re.sub(r"^/(download/)?storage/v1/b/([^/]+)(/o/?)?", r"/\2/", url.path)
+        place, _, name = unquote(where).lstrip("/").partition("/")
         bucket.asked.append((self.command, name))
         bucket.before(self.command, name)
-        with bucket.writing if self.command in MUTATIONS else nullcontext():
-            expected = query.get("ifGenerationMatch", [None])[0]
-            expected = self.headers.get("x-goog-if-generation-match", expected)
-            kept: list[tuple[str, str]] = []
-            if expected is not None and bucket.generation(name) != expected:
-                status, content = 412, self._error(412, "changed")
-            else:
-                status, kept, content = self._forward(bucket, body)
-                if self._xml and status == 200:
-                    tag = f'"{hashlib.md5(body).hexdigest()}"'
-                    kept += [("ETag", tag), ("x-goog-generation", bucket.generation(name))]
-                elif self._xml:
-                    content = self._error(status, "no such bucket")
-            bucket.after(self.command, name, status)
-        for location in (value for key, value in kept if key == "Location"):
-            bucket.uploads[parse_qs(urlsplit(location).query)["upload_id"][0]] = name
+        if place != bucket.name:
+            answer = self._error(404, "no such bucket", "NoSuchBucket")
+        elif self.command in MUTATIONS:
+            with bucket.writing:
+                answer = self._change(bucket, name, body)
+        else:
+            answer = self._object(bucket, name) if name else self._listing(bucket)
+        bucket.after(self.command, name, answer[0])
         if fault == "lost":
             self._reset()
-            return
-        if self.command == "GET" and not name and status == 200:
-            content = _page(bucket.pages, content, query.get("pageToken", [None])[0])
-        if "alt=media" in self.path:
-            with bucket.lock:
-                bucket.served += len(content)
-        self._answer(status, kept, content, cut=fault == "truncated")
-
-    def _forward(self, bucket: Bucket, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        """Status, headers and content of the emulator's answer."""
-        if "pageToken=" in self.path:  # a later page is kept here
-            return 200, [], b"{}"
-        headers = {k: v for k, v in self.headers.items() if k.lower() != "transfer-encoding"}
-        given = self.command, self.path, body, headers
-        response, content = _answer_of(bucket.emulator_port, *given)
-        skipped = {"content-length", "transfer-encoding", "connection", "date", "server"}
-        kept = [(k, v) for k, v in response.getheaders() if k.lower() not in skipped]
-        return response.status, kept, content
-
-    @property
-    def _xml(self) -> bool:
-        return _names_object(self.path)
-
-    def _error(self, status: int, message: str) -> bytes:
-        """The body of an answer, in the language of the API that the request belongs to."""
-        if not self._xml:
-            return json.dumps({"error": {"code": status, "message": message}}).encode()
-        code = http.HTTPStatus(status).phrase.replace(" ", "")
-        return f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+        else:
+            self._send(answer, fault)
 
     do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = _serve
 
+    def _change(self, bucket: Bucket, name: str, body: bytes) -> Answer:
+        found, headers = bucket.stored.get(name), self.headers
+        tag, generation = (found.tag, str(found.generation)) if found else (None, "0")
+        if "If-Match" in headers and found is None:  # so S3 answers
+            return self._error(404, "no such object", "NoSuchKey")
+        if (
+            headers.get("If-Match", tag) != tag
+            or (headers.get("If-None-Match") == "*" and found is not None)
+            or headers.get("x-goog-if-generation-match", generation) != generation
+        ):
+            return self._error(412, "changed", "PreconditionFailed")
+        if self.command == "PUT":
+            bucket.put(name, body)
+            return 200, bucket.stored[name].about, b""
+        if self.command == "DELETE":
+            return (204, {}, b"") if bucket.stored.pop(name, None) else self._error(404, "none")
+        deleted = b""
+        for key in re.findall(rb"<Key>(.*?)</Key>", body):  # S3 deletes many at a time
+            bucket.stored.pop(unescape(key.decode()), None)
+            deleted += b"<Deleted><Key>%s</Key></Deleted>" % key
+        return 200, {}, b"<DeleteResult>%s</DeleteResult>" % deleted
+
+    def _object(self, bucket: Bucket, name: str) -> Answer:
+        found = bucket.stored.get(name)
+        if found is None:
+            return self._error(404, "no such object", "NoSuchKey")
+        if self.json and self.query.get("alt") != "media" and "/download/" not in self.path:
+            return 200, {}, json.dumps(_resource(name, found)).encode()
+        if self.headers.get("If-Match", found.tag) != found.tag:
+            return self._error(412, "changed", "PreconditionFailed")
+        status, content, about = 200, found.data, found.about
+        if wanted := re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", "")):
+            size, start, stop = len(content), wanted[1], wanted[2]
+            first = int(start) if start else max(0, size - int(stop))
+            last = min(int(stop) + 1, size) if start and stop else size
+            if first >= size:
+                return self._error(416, "out of range", "InvalidRange")
+            status, content = 206, content[first:last]
+            about["Content-Range"] = f"bytes {first}-{last - 1}/{size}"
+        with bucket.lock:
+            bucket.served += len(content) * (self.command == "GET")
+        return status, about, content
+
+    def _listing(self, bucket: Bucket) -> Answer:
+        prefix, delimiter = (self.query.get(key, "") for key in ("prefix", "delimiter"))
+        after = self.query.get("pageToken") or self.query.get("continuation-token") or ""
+        entries: dict[str, Stored | None] = {}  # None is a folder
+        for name, stored in sorted(dict(bucket.stored).items()):
+            folder, found, _ = name[len(prefix) :].partition(delimiter or "\0")
+            if name.startswith(prefix):
+                key = prefix + folder + delimiter if delimiter and found else name
+                entries[key] = None if key != name else stored
+        names = [name for name in entries if name > after]
+        page = {name: entries[name] for name in names[:PAGE]}
+        token = names[PAGE - 1] if len(names) > PAGE else ""
+        files = {name: stored for name, stored in page.items() if stored}
+        folders = [name for name, stored in page.items() if not stored]
+        if self.json:
+            items = [_resource(name, stored) for name, stored in files.items()]
+            more = {"nextPageToken": token} if token else {}
+            return 200, {}, json.dumps({"items": items, "prefixes": folders, **more}).encode()
+        text = "".join(
+            f"<Contents><Key>{escape(name)}</Key><Size>{len(stored.data)}</Size><ETag>{stored.tag}"
+            "</ETag><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+            for name, stored in files.items()
+        )
+        for name in folders:
+            text += f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+        text += f"<NextContinuationToken>{escape(token)}</NextContinuationToken>" if token else ""
+        return 200, {}, f"<ListBucketResult>{text}</ListBucketResult>".encode()
+
+    def _error(self, status: int, message: str, code: str = "") -> Answer:
+        """An answer in the language of the API that the request belongs to."""
+        if self.json:
+            return status, {}, json.dumps({"error": {"code": status, "message": message}}).encode()
+        code = code or http.HTTPStatus(status).phrase.replace(" ", "")
+        text = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
+        return status, {}, text.encode()
+
     def _body(self, bucket: Bucket) -> bytes | None:
-        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
-            parts = []
-            while size := int(self.rfile.readline().split(b";")[0], 16):
-                parts.append(self.rfile.read(size))
-                self.rfile.readline()
-            self.rfile.readline()
-            return b"".join(parts)
         left, parts = int(self.headers.get("Content-Length") or 0), []
-        while left:
-            part = self.rfile.read(min(left, CHUNK))
-            if not part:
-                return None
+        while left and (part := self.rfile.read(min(left, CHUNK))):
             if bucket.bytes_per_second is not None:
                 with bucket.lock:
                     time.sleep(len(part) / bucket.bytes_per_second)
             left -= len(part)
             parts.append(part)
-        return b"".join(parts)
+        return None if left else b"".join(parts)
 
-    def _answer(
-        self, status: int, headers: list[tuple[str, str]], content: bytes, cut: bool = False
-    ) -> None:
+    def _send(self, answer: Answer, fault: str | None = None) -> None:
+        status, headers, content = answer
+        cut = fault in ("truncated", "half")
         self.send_response(status)
-        for name, value in headers:
+        for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content[: len(content) // 2] if cut else content)
         if cut:
+            self.wfile.flush()
+            time.sleep(STALL_SECONDS if fault == "half" else 0)
             self._reset()
 
     def _reset(self) -> None:
@@ -266,84 +277,32 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
 
-def _answer_of(
-    port: int,
-    method: str,
-    path: str,
-    body: bytes | None = None,
-    headers: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[http.client.HTTPResponse, bytes]:
-    """The emulator's answer to a request, and its content. It may be stopped meanwhile."""
-    with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
-        connection.request(method, path, body, headers)
-        response = connection.getresponse()
-        return response, response.read()
-
-
-def _names_object(path: str) -> bool:
-    """Whether a path is one of the XML API, /bucket/object."""
-    return not path.startswith(("/storage/", "/upload/", "/download/", "/batch/"))
-
-
-def _object(path: str, body: bytes) -> str:
-    """The name of the object that a request is about; "" for a bucket and for listings."""
-    url = urlsplit(path)
-    if _names_object(path):
-        return unquote(url.path.lstrip("/").partition("/")[2])
-    query = parse_qs(url.query)
-    if "name" in query:
-        return query["name"][0]
-    if url.path.startswith("/upload/"):  # the name is in the first part of the body
-        found = re.search(rb'"name": ?("(?:[^"\\\\]|\\\\.)*")', body[:4096])
-        return json.loads(found[1]) if found else ""
-    return unquote(url.path.partition("/o/")[2])
-
-
-def _page(pages: dict[str, dict[str, Any]], content: bytes, token: str | None) -> bytes:
-    """One page of a listing; the rest of it waits for the token that the page carries."""
-    listing = json.loads(content) if token is None else pages.pop(token)
-    if "items" not in listing:
-        return content
-    page = {**listing, "items": listing["items"][:PAGE]}
-    if rest := listing["items"][PAGE:]:
-        page["nextPageToken"] = uuid.uuid4().hex
-        pages[page["nextPageToken"]] = {**listing, "items": rest, "prefixes": []}
-    return json.dumps(page).encode()
+def _resource(name: str, stored: Stored) -> dict[str, Any]:
+    """What the JSON API says of an object."""
+    return {
+        "name": name,
+        "bucket": Bucket.name,
+        "size": str(len(stored.data)),
+        "generation": str(stored.generation),
+        "md5Hash": base64.b64encode(hashlib.md5(stored.data).digest()).decode(),
+        **dict.fromkeys(("timeCreated", "updated"), "2026-01-01T00:00:00.000Z"),
+    }
 
 
 @contextmanager
 def gcs() -> Iterator[Bucket]:
     """A running store with one empty bucket."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    RequestHandler.disable_nagle_algorithm = True
-    emulator = create_server("127.0.0.1", port, in_memory=True, default_bucket=Bucket.name)
-    emulator._storage._write_config_to_file = lambda: None  # all of it, at every write
-    emulator.start()
-    bucket = Bucket(port)
-    bucket.storage = emulator._storage
-    try:
+    with closing(Bucket()) as bucket:
         yield bucket
-    finally:
-        bucket.close()
-        threading.Thread(target=emulator.stop).start()  # which takes half a second
 
 
 @pytest.fixture
 def bucket(monkeypatch):
-    """An empty bucket; this process and its children reach it as gs://bucket."""
+    """An empty bucket; this process and its children reach it as gs://bucket or s3://bucket."""
     with gcs() as found:
-
-        def reach():
-            for name, value in found.environment.items():
-                monkeypatch.setenv(name, value)
-            monkeypatch.setattr(fsspec.config, "conf", {})
-            fsspec.config.set_conf_env(fsspec.config.conf)
-            gcsfs.GCSFileSystem.clear_instance_cache()
-
-        reach()
-        found.reach = reach
+        for name, value in found.environment.items():
+            monkeypatch.setenv(name, value)
+        gcsfs.GCSFileSystem.clear_instance_cache()
         # In this process gcsfs does not wait between its own attempts.
         monkeypatch.setattr(gcsfs.retry, "random", SimpleNamespace(random=lambda: -100.0))
         yield found

@@ -28,6 +28,14 @@ def row_of(row):
     )
 
 
+def out_of_order(count):
+    """The numbers from 0 on as packing may order samples: those of several shards interleave."""
+    numbers = np.arange(count)
+    for group in np.split(numbers, range(16, count, 16)):
+        np.random.default_rng(0).shuffle(group)
+    return numbers.tolist()
+
+
 @dataclass
 class Run:
     """What a run stores. rows: in its order. kept: row -> which positions. shards: how large."""
@@ -87,8 +95,9 @@ class Run:
                 hook_facts={key: {"width": WIDTHS[hook]} for key, hook in self.hooks.items()},
                 metadata={"data_files": self.data_files},
             ) as storage:
-                for index, row in enumerate(self.rows[number :: len(workers)]):
-                    self._add(storage, index, worker.sample_idx(index), row)
+                rows = self.rows[number :: len(workers)]
+                for index in out_of_order(len(rows)):
+                    self._add(storage, index, worker.sample_idx(index), rows[index])
                 storage.finalize()
         return root
 
@@ -99,13 +108,18 @@ class Run:
         known = sample_idx, ids, f"text {row}", f"id-{row}", Cursor(index), Cursor(index + 1)
         labels = {"role": roles, "turn": roles + 1}
         sample = Sample(*known, row_of(row), columns={"even": row % 2 == 0}, labels=labels)
-        kept = np.zeros((1, LENGTH), bool)
-        kept[0, self.positions(row)] = True
-        blank = np.zeros((1, LENGTH), np.int32)
-        cursors = sample.cursor, sample.next_cursor
-        batch = Batch(blank, blank, blank, (Placed(sample, 0, 0),), *cursors, kept)
-        values = {k: self.values(row, hook)[self.positions(row)] for k, hook in self.hooks.items()}
-        storage.add_batch(batch, values)
+        kept = self.positions(row)
+        values = {key: self.values(row, hook)[kept] for key, hook in self.hooks.items()}
+        storage.add_batch(batch_of(sample, kept, LENGTH), values)
+
+
+def batch_of(sample, kept, length):
+    """Returns a batch with one sample, of which these positions are stored."""
+    mask = np.zeros((1, length), bool)
+    mask[0, kept] = True
+    blank = np.zeros((1, length), np.int32)
+    placed = (Placed(sample, 0, 0, sample.next_cursor),)
+    return Batch(blank, blank, blank, placed, mask)
 
 
 def found_in(batch):

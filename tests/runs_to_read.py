@@ -1,13 +1,12 @@
 """Small runs to read back. A test can compute every stored value again from its `sample_idx`."""
 
-import hashlib
 import zlib
 from dataclasses import replace
 from types import SimpleNamespace
 
 import ml_dtypes  # noqa: F401  # gives NumPy its bfloat16
 import numpy as np
-from extractions import edit, identity_of
+from extractions import identity_of
 from storages import open_storage
 
 from activation_extraction.common.choices import SHARD_FORMATS
@@ -77,16 +76,6 @@ def store(
     else:
         storage._writer.wait()
         storage.close()
-
-
-def agree(path):
-    """Makes the JSON of a shard name this file, with its size and sha256."""
-    data = path.read_bytes()
-    digest = hashlib.sha256(data).hexdigest()
-    edit(
-        path.with_name(path.name.split(".")[0] + ".json"),
-        lambda content: content.update(file=path.name, bytes=len(data), sha256=digest),
-    )
 
 
 def make_run(root, shard_format, dtype="float32", count=20, machines=(1,), **options):

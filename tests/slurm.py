@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from cloud import REPOSITORY, free_port
@@ -92,25 +92,6 @@ class Slurm:
         asked = ("squeue", "--noheader", f"--job={job}", "--format=%r")
         self.wait(lambda: self.command(*asked).strip() == "BeginTime")
         self.command("scontrol", "update", f"JobId={job}", "StartTime=now+2")
-
-    def skip_delays(self) -> None:
-        """Starts every job that waits for those two minutes.
-
-        But not while the script of its last start still runs, on a node that was said to be down:
-        Slurm would take the end of that script for the end of the new one. The delay is for that.
-        """
-        running = {path.parent.name for path in map(Path, self._scripts())}
-        jobs = self.command("squeue", "--noheader", "--array", "--format=%i %A %r").splitlines()
-        for name, job, reason in (line.split(maxsplit=2) for line in jobs):
-            if reason.strip() == "BeginTime" and f"job{int(job):05d}" not in running:
-                self.command("scontrol", "update", f"JobId={name}", "StartTime=now")
-
-    def _scripts(self) -> Iterator[str]:
-        """The copies of scripts that run."""
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with suppress(OSError):  # it has ended meanwhile
-                words = path.read_text().split("\0")
-                yield from (word for word in words if word.endswith("/slurm_script"))
 
     def logs(self) -> str:
         return "\n".join(f"{p.name}:\n{p.read_text()}" for p in self.folder.glob("*_*.log"))

@@ -2,22 +2,18 @@
 
 import json
 import random
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from storages import open_storage
 
 from activation_extraction.common.choices import SHARD_FORMATS
-from activation_extraction.common.errors import RunError, StorageError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import demo
+from activation_extraction.store.commit import seal
 from activation_extraction.store.formats import chosen_format
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.sealed_json import seal
-from activation_extraction.text.batch import Batch
 from activation_extraction.text.documents import DocumentStream, RowCounts
 from activation_extraction.text.packing import pack
 from activation_extraction.text.rows import RowForm, TextColumn
@@ -38,34 +34,14 @@ def stream_of(path, worker=None, skip=False, form=TEXT):
 
 
 def activations(batch):
+    """Values that do not depend on how the samples are packed."""
     values = {key: np.zeros((*batch.token_ids.shape, HIDDEN), np.float32) for key in HOOKS}
-    for sample, row, start in batch.samples:
-        stop = start + len(sample.token_ids)
-        ramp = np.arange(stop - start, dtype=np.float32)[:, None]
+    for placed in batch.samples:
+        ramp = np.arange(placed.stop - placed.start, dtype=np.float32)[:, None]
         for number, value in enumerate(values.values()):
-            value[row, start:stop] = sample.sample_idx + ramp / 64 + np.arange(HIDDEN) + number
-            value[row, start:stop] += row / 4 + batch.samples[0].sample.sample_idx / 1024
-    if batch.kept is None:
-        return values
-    return {key: value[batch.kept] for key, value in values.items()}
-
-
-class Source(NamedTuple):
-    """What a run reads: `documents()` from the beginning, and what makes samples of them.
-
-    hooks, values: the names by key, and the values of a batch.
-    """
-
-    documents: Callable[[], Any]
-    tokenizer: Any
-    form: SampleForm
-    identity: Identity = Identity(model_digest="tiny")
-    hooks: Mapping[Any, str] = HOOKS
-    values: Callable[[Batch], dict[Any, np.ndarray]] = activations
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing of the run goes on."""
+            own = placed.sample.sample_idx + ramp / 64 + np.arange(HIDDEN) + number
+            value[placed.row, placed.start : placed.stop] = own
+    return values
 
 
 @pytest.fixture(scope="module")
@@ -103,55 +79,34 @@ def shard_name(number, shard_format="pickle"):
 
 
 @pytest.fixture
-def source(byte_tokenizer, rows):
-    """What `run` reads; a test may replace it."""
-    return Source(lambda: stream_of(rows), byte_tokenizer, SampleForm(24))
+def run(byte_tokenizer, rows, shard_format):
+    """Runs all but the model; with `interrupt_after`, up to the batch with that sample."""
 
-
-@pytest.fixture
-def run(source, shard_format):
-    """Runs all but the model; what is stored depends on how samples are packed, too."""
-
-    def run(folder, *, kill_after=None, interrupt_after=None, values=source.values, **options):
-        place = open_storage(
-            folder,
-            source.hooks,
-            identity=source.identity,
-            **({"shard_size_gb": 1.5e-6, "shard_format": shard_format} | options),
-        )
+    def run(folder, *, interrupt_after=None, **options):
+        usual = {"shard_size_gb": 1.5e-6, "shard_format": shard_format}
+        identity = Identity(model_digest="tiny")
+        place = open_storage(folder, HOOKS, **({"identity": identity} | usual | options))
         try:
+            place.open()
             if place.complete:
                 place.finalize()
                 return place
             found = samples(
-                source.documents(),
-                source.tokenizer,
-                source.form,
-                start=place.cursor,
+                stream_of(rows),
+                byte_tokenizer,
+                SampleForm(24),
+                start=place.mark,
+                stored=place.stored_after_mark,
                 **place.limits,
             )
-            batches = pack(found, 2, 32, () if place.cursor is None else place.cursor.taken)
-            place.open()
-            place.record({"found": place.plan.samples})
-            original = place._cutter.add
-
-            def add(sample, slices):
-                if kill_after is not None and sample.sample_idx >= kill_after:
-                    raise Killed
-                original(sample, slices)
-
-            place._cutter.add = add
-            for batch in batches:
-                place.add_batch(batch, values(batch))
-                if interrupt_after is not None and place._cutter.last_sample >= interrupt_after:
-                    place.finalize(complete=False)
-                    return place
-            place.finalize()
-        except StorageError:
-            raise
-        except RunError:  # of the data, as in an extraction
-            place.finalize(complete=False)
-            raise
+            complete = True
+            for batch in pack(found, 2, 32):
+                place.add_batch(batch, activations(batch))
+                last = max(placed.sample.sample_idx for placed in batch.samples)
+                if interrupt_after is not None and last >= interrupt_after:
+                    complete = False
+                    break
+            place.finalize(complete)
         finally:
             place.close(patient=True)
         return place
@@ -160,7 +115,7 @@ def run(source, shard_format):
 
 
 def content(folder: Path) -> dict[str, object]:
-    """Shards as bytes, commits without their times."""
+    """Shards as bytes, commits without what differs between two runs."""
     found: dict[str, object] = {}
     for path in sorted(folder.iterdir()):
         if path.name.startswith("shard") and path.suffix == ".json":
@@ -168,23 +123,11 @@ def content(folder: Path) -> dict[str, object]:
             found[path.name] = {
                 key: value
                 for key, value in commit.items()
-                if key not in ("committed", "began", "checksum")
+                if key not in ("committed", "began", "checksum", "run", "owner", "url", "files")
             }
         elif path.is_file() and path.name not in ("metadata.json", "metrics.jsonl"):
             found[path.name] = path.read_bytes()
     return found
-
-
-def shards_of(found):
-    """The number of shards in what `content` has found."""
-    return sum(name.endswith(".json") for name in found)
-
-
-@pytest.fixture
-def whole(run, tmp_path):
-    """What an uninterrupted run stores."""
-    run(tmp_path / "whole")
-    return content(tmp_path / "whole")
 
 
 def status(folder):

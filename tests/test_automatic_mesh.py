@@ -96,8 +96,7 @@ def test_weights_of_a_device_are_those_of_its_shards():
         held = 0
         for spec in step.weights.values():
             held += 2 * np.prod(layout.sharding(spec.axes, spec.shape).shard_shape(spec.shape))
-        assert held == memory.weights and held < sum(memory) < 1.2 * held + 20e9
-    least = [sum(memory) for memory in least]
+        assert held < memory < 1.2 * held + 20e9
     assert least[0] > 60e9 and max(least[1:]) < 0.6 * least[0]
 
 
@@ -153,7 +152,7 @@ def test_the_head_counts_where_logits_are_computed():
     for names in (["ln_final.hook_out"], ["ln_final.hook_out", "loss"]):
         hooks = [*hook_table(config).matching(names, 28).values()]
         model = create_model_with_hooks(config, hooks, jax.numpy.dtype("bfloat16"))
-        found.append(sum(StepSizes(model, weight_table(model), 16, 2048).memory(layout)))
+        found.append(StepSizes(model, weight_table(model), 16, 2048).memory(layout))
     head = 2 * config.vocab_size * config.hidden_size
     assert head < found[1] - found[0] < 2 * head  # gathered, and the logits of a block
 

@@ -49,6 +49,17 @@ BAD_REQUESTS = """\
 --layers_to_extract 2,3 | invalid layers value: '2,3'; put spaces between values: 2 3 (see --help)
 --layers_to_extract 1 2-3,5 | put spaces between values: 2-3 5 (see --help)
 --drop_token_ids 4,5 | invalid token id value: '4,5'; put spaces between values: 4 5 (see --help)
+--positions first | argument --positions: 'first' is no choice of positions; expected all, last, first:N
+--positions first:0 | expected numbers from 1
+--positions every:0 | expected numbers from 1
+--positions=::0 | expected numbers from 1
+--positions=::-1 | no choice of positions
+--positions 5 | no choice of positions
+--positions random:0 | the share is not between 0 and 1
+--positions random:1 | the share is not between 0 and 1
+--positions random:0.5:x | no choice of positions
+--positions 99999999999: | to 1000000000
+--drop_token_ids 3 2048 | --drop_token_ids 2048: the model has token ids 0 to 2047
 --messages_column m --roles user,tool | put spaces between values: user tool (see --help)
 --drop_token_ids '<|im_end|>' --ids_column ids | \
  --drop_token_ids <|im_end|>: with --ids_column no tokenizer is read
@@ -124,8 +135,8 @@ BAD_REQUESTS = """\
 --report --output_dir {}/nothing | nothing: holds no extraction
 --gcs_bucket b | --gcs_bucket: needs --upload_to_gcs
 --upload_to_gcs | --upload_to_gcs: needs --gcs_bucket
---upload_to_gcs --gcs_bucket memory://b | \
- --gcs_bucket memory://b: is not a bucket that lasts
+--upload_to_gcs --gcs_bucket memory://b | --gcs_bucket memory://b: is not the URL of a bucket
+--upload_to_gcs --gcs_bucket s3:// | --gcs_bucket s3://: is not the URL of a bucket; expected a name
 --upload_to_gcs --gcs_bucket b/c | --gcs_bucket b/c: is a path
 --upload_to_gcs --gcs_bucket b --gcs_prefix 'run*' | \
  --gcs_prefix 'run*': contains a space, a wildcard
@@ -142,9 +153,7 @@ BAD_REQUESTS = """\
 --report ~nobody.known/x --output_dir {}/o | --report ~nobody.known/x: no home folder is known
 --export memmap --export_dir ~nobody.known/x --output_dir {}/o | \
  --export_dir ~nobody.known/x: no home folder is known
---upload_to_gcs --gcs_bucket s3://b --output_dir {}/o | --gcs_bucket s3://b: Install s3fs
---upload_to_gcs --gcs_bucket nope://b | --gcs_bucket nope://b: Protocol not known: nope
---upload_to_gcs --gcs_bucket ftp://127.0.0.1:1 | --upload_to_gcs: ftp://127.0.0.1:1
+--upload_to_gcs --gcs_bucket ftp://127.0.0.1:1 | --gcs_bucket ftp://127.0.0.1:1: is not the URL
 """  # noqa: E501
 FILES = {
     "file": "",

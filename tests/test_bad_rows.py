@@ -1,10 +1,7 @@
 """Rows that cannot be used: each is named with its place and ends the run, or is skipped and
 counted, whatever interrupts the run. Rows without text are no samples and are not counted."""
 
-import gzip
 import json
-import random
-import shutil
 import uuid
 
 import datasets
@@ -12,14 +9,14 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
+from command_line import main
 from pods import flags_for
-from small_runs import TEXT, content, set_status, stream_of
+from row_files import packed, write_lines, write_parquet
+from small_runs import TEXT, stream_of
 
-import extract_activations
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError, RunError
-from activation_extraction.text import documents
-from activation_extraction.text import samples as text_samples
+from activation_extraction.text import documents, file_rows
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.documents import DocumentStream, check_dataset
 from activation_extraction.text.rows import RowForm, TextColumn
@@ -31,18 +28,20 @@ BODY = RowForm(TextColumn("body"))
 NOT_UTF8 = pyarrow.array([b"good", b"\xff", b"good"]).view(pyarrow.string())
 
 
-def write_lines(path, lines, end="\n"):
-    data = end.join([*lines, ""]).encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-    return path
+def arrow(**columns):
+    sink, table = pyarrow.BufferOutputStream(), pyarrow.table(columns)
+    with pyarrow.ipc.new_file(sink, table.schema) as file:
+        file.write_table(table)
+    return sink.getvalue().to_pybytes()
 
 
-def write_parquet(path, row_group_size=2, **columns):
-    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=row_group_size)
-    return path
+def parquet(**columns):
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table(columns), sink, row_group_size=2)
+    return sink.getvalue().to_pybytes()
 
 
-JSON_LINES = {
+LINES = {
     "not JSON": ('{"text": "cut', "not JSON: Unterminated string starting at, column 10"),
     "no object": ("[1, 2]", "expected a JSON object, found list"),
     "a number": ('{"text": 5}', "--text_column text: expected text, found int 5"),
@@ -57,47 +56,64 @@ JSON_LINES = {
     ),
     "not UTF-8": ('{"text": "\udcff"}', "not JSON: "),
 }
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-@pytest.mark.parametrize("case", JSON_LINES)
-def test_a_line_is_named_or_skipped(tmp_path, name, case):
-    line, why = JSON_LINES[case]
-    whole = "\n".join([GOOD, "", line, GOOD]).encode(errors="surrogateescape")
-    path = tmp_path / name
-    path.write_bytes(gzip.compress(whole) if name.endswith(".gz") else whole)
-    check_both_ways(path, f"{path} line 3: {why}", good=2, bad=1)
-
-
-PARQUET = {
-    "not text": ({"text": pyarrow.array([1, None, 3])}, 0, 0, "expected text, found int 1", 2),
-    "bytes": ({"text": pyarrow.array([None, None, b"x"])}, 1, 0, "expected text, found bytes", 1),
-    "no column": (
-        {"body": ["a"] * 3, "id": [1] * 3},
-        0,
-        0,
-        "no such column; the columns are body (text), id",
-        3,
+ROW = "row 1 (from 0): "
+GROUP = "row group {} row {} (both from 0): "
+# The name of a file, its content, the row that is named and why, the good rows and the bad ones.
+BAD = {
+    **{
+        f"{case}, {name}": (name, "\n".join([GOOD, "", line, GOOD]), f"line 3: {why}", 2, 1)
+        for case, (line, why) in LINES.items()
+        for name in ("a.jsonl", "a.jsonl.gz")
+    },
+    "too few fields": ("a.csv", "text,id\ngood,1\nbad\n\ngood,2\n", f"{ROW}expected 2 ", 2, 1),
+    "too many": ("a.csv", 'text\ngood\n"bad\n",1\ngood', f"{ROW}expected 1 field", 2, 1),
+    "csv not UTF-8": ("a.csv", b"text\r\ngood\r\nbad\xff\r\ngood", f"{ROW}not UTF-8", 2, 1),
+    "array with a list": ("a.json", f'[{GOOD}, ["bad"], {GOOD}]', f"{ROW}expected a", 2, 1),
+    "array with a number": ("a.json", f"[{GOOD},23,{GOOD}]", f"{ROW}expected a", 2, 1),
+    "array not UTF-8": (
+        "a.json",
+        b'[{"text": "good"}, {"text": "\xff"}, {"text": "good"}]',
+        f"{ROW}not UTF-8",
+        *(2, 1),
     ),
-    "not UTF-8": ({"text": NOT_UTF8}, 0, 1, "not UTF-8: ", 1),
+    "arrow not UTF-8": ("a.arrow", arrow(text=NOT_UTF8), f"{ROW}not UTF-8", 2, 1),
+    "parquet not UTF-8": ("a.parquet", parquet(text=NOT_UTF8), GROUP.format(0, 1), 2, 1),
+    "parquet of numbers": (
+        "a.parquet",
+        parquet(text=pyarrow.array([1, None, 3])),
+        GROUP.format(0, 0) + "--text_column text: expected text, found int 1",
+        *(0, 2),
+    ),
+    "parquet of bytes": (
+        "a.parquet",
+        parquet(text=pyarrow.array([None, None, b"x"])),
+        GROUP.format(1, 0) + "--text_column text: expected text, found bytes",
+        *(0, 1),
+    ),
+    "parquet without the column": (
+        "a.parquet",
+        parquet(body=["a"] * 3, id=[1] * 3),
+        GROUP.format(0, 0) + "--text_column text: no such column; the columns are body (text), id",
+        *(0, 3),
+    ),
 }
 
 
-@pytest.mark.parametrize("case", PARQUET)
-def test_a_row_of_a_parquet_file_is_named_or_skipped(tmp_path, case):
-    columns, group, row, why, bad = PARQUET[case]
-    write_parquet(tmp_path / "a.parquet", text=["good", "good"])
-    path = write_parquet(tmp_path / "b.parquet", **columns)
-    good = 4 if case == "not UTF-8" else 2
-    place = f"{path} row group {group} row {row} (both from 0): "
-    check_both_ways(tmp_path, place, why, good=good, bad=bad)
+@pytest.mark.parametrize("piece", [3, 2**16])
+@pytest.mark.parametrize("case", BAD)
+def test_a_row_is_named_or_skipped(tmp_path, monkeypatch, case, piece):
+    monkeypatch.setattr(file_rows, "PIECE", piece)
+    name, data, told, good, bad = BAD[case]
+    data = data if isinstance(data, bytes) else data.encode(errors="surrogateescape")
+    (tmp_path / name).write_bytes(packed(name, data))
+    check_both_ways(tmp_path, f"{tmp_path / name} {told}", good=good, bad=bad)
 
 
 def check_both_ways(path, *told, good=2, bad=1):
     with pytest.raises(RunError) as caught:
         list(stream_of(path))
     assert str(caught.value).startswith("a row cannot be used: ")
-    assert all(part in str(caught.value) for part in told)
+    assert all(part in str(caught.value) for part in told), caught.value
     assert "--skip_bad_rows" in caught.value.remedy
     stream = stream_of(path, skip=True)
     texts = [document.content.text for document in stream if document]
@@ -119,12 +135,8 @@ HUGE = {  # such as milliseconds that were taken for seconds
 def test_a_date_beyond_the_year_9999_is_a_bad_row(tmp_path, case, end):
     """The rows beside it are read, and so are all where nobody asks for the column."""
     path = tmp_path / f"a.{end}"
-    table = pyarrow.table({"text": ["one", "two", "three"], "created": HUGE[case]})
-    if end == "parquet":
-        pyarrow.parquet.write_table(table, path)
-    else:
-        with pyarrow.ipc.new_file(str(path), table.schema) as writer:
-            writer.write_table(table)
+    form_of = {"parquet": parquet, "arrow": arrow}[end]
+    path.write_bytes(form_of(text=["one", "two", "three"], created=HUGE[case]))
     texts = TextColumn("text")
     for form in (RowForm(texts, keep_columns=("created",)), RowForm(texts, id_column="created")):
         with pytest.raises(RunError, match=r"a\.\w+ row .*1 \(.*from 0\): column created: "):
@@ -165,7 +177,7 @@ def test_the_longest_id_and_columns_are_stored(demo_inputs, tmp_path):
     row = {"text": "\U0001f600" * 300, "id": "x" * 262_142, "other": "y" * 524_000}
     path = write_lines(tmp_path / f"{'n' * 200}.jsonl", [json.dumps(row)])
     flags = flags_for(demo_inputs, tmp_path / "out", "--dataset_path", path)
-    assert extract_activations.main([*map(str, flags), "--keep_columns", "other"]) == 0
+    assert main(*flags, "--keep_columns", "other") == 0
     (sample,) = ActivationDataset(tmp_path / "out")
     assert (sample.doc_id, sample.columns["other"]) == (row["id"], row["other"])
 
@@ -180,25 +192,6 @@ def test_a_row_of_a_hub_data_set_is_named_by_its_number_and_id(tmp_path):
             assert document
 
 
-def test_a_file_that_cannot_be_read_on_is_not_a_bad_row(tmp_path):
-    """Skipping rows does not pass over the rest of a file."""
-    whole = gzip.compress("".join(f'{{"text": "{n}"}}\n' for n in range(5000)).encode())
-    (tmp_path / "x.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(RunError, match="data set failed: .*x.jsonl.gz: Compressed file") as caught:
-        list(stream_of(tmp_path, skip=True))
-    assert "replace the damaged file" in caught.value.remedy
-
-
-def test_rows_without_text_are_no_samples_and_not_bad(tmp_path):
-    path = write_lines(
-        tmp_path / "a.jsonl",
-        ['{"text": null}', '{"text": ""}', r'{"text": " \n\t　"}', GOOD],
-    )
-    assert [document and document.content.text for document in stream_of(path)] == [None] * 3 + [
-        "good"
-    ]
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_line_ends_blank_lines_and_a_last_line_cut_short(tmp_path, name, end):
@@ -208,53 +201,16 @@ def test_line_ends_blank_lines_and_a_last_line_cut_short(tmp_path, name, end):
     assert [document.content.text for document in stream_of(path)] == ["good", "good"]
 
 
-def write_many(folder, chance):
-    """Files with bad rows among good ones; the number of bad ones."""
-    folder.mkdir()
-    bad = 0
-    for number in range(chance.randint(1, 4)):
-        lines = [chance.choice([GOOD, GOOD, '{"text": ""}', "{", "[]"]) for _ in range(40)]
-        bad += sum(line in ("{", "[]") for line in lines)
-        write_lines(folder / f"{number}.jsonl", lines)
-    return bad
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_workers_count_every_bad_row_once(tmp_path, seed):
-    chance = random.Random(seed)
-    bad = write_many(tmp_path / "data", chance)
+def test_workers_count_every_bad_row_once(tmp_path):
+    for name in "abc":
+        write_lines(tmp_path / f"{name}.jsonl", [GOOD, "{", '{"text": ""}', "[]", GOOD] * 8)
     counted = 0
-    for machine in range(3):
-        hosts = chance.randint(1, 4)
+    for machine, hosts in enumerate((1, 4, 3)):
         for host in range(hosts):
-            stream = stream_of(tmp_path / "data", Worker(machine, 3, host, hosts), skip=True)
-            for _ in stream:
-                pass
+            stream = stream_of(tmp_path, Worker(machine, 3, host, hosts), skip=True)
+            list(stream)
             counted += stream.counts.skipped
-    assert counted == bad
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_count_continues_at_every_sample(tmp_path, tokenizer, monkeypatch, seed):
-    """Whatever a chunk reads again is not counted again; with a limit, nothing behind it is."""
-    monkeypatch.setattr(text_samples, "CHUNK_ROWS", 7)
-    write_many(tmp_path / "data", random.Random(seed))
-
-    def run(start=None, most=None):
-        stream = stream_of(tmp_path / "data", skip=True)
-        found = list(samples(stream, tokenizer, SampleForm(8), most, start))
-        return found, stream.counts.skipped
-
-    full, skipped = run()
-    assert 0 < skipped and full[-1].next_cursor.skipped_rows <= skipped
-    for n, sample in enumerate(full):
-        for start, at in ((sample.cursor, n), (sample.next_cursor, n + 1)):
-            again, count = run(start)
-            assert count == skipped
-            assert [s.next_cursor.skipped_rows for s in again] == [
-                s.next_cursor.skipped_rows for s in full[at:]
-            ]
-        assert run(most=n + 1)[1] == sample.next_cursor.skipped_rows
+    assert counted == 3 * 16
 
 
 def test_the_first_rows_are_checked_before_anything_starts(tmp_path, monkeypatch):
@@ -268,82 +224,32 @@ def test_the_first_rows_are_checked_before_anything_starts(tmp_path, monkeypatch
         check_dataset(rows, BODY, skip_bad_rows=True)
 
 
-@pytest.fixture(scope="module")
-def stopped(demo_inputs, tmp_path_factory):
-    """Data with three bad lines, the last one at its end; flags; the output of a run that stopped
-    at the first one, and of one that skipped them all."""
-    folder = tmp_path_factory.mktemp("stopped")
-    lines = [json.dumps({"text": f"a text with number {n}", "id": n}) for n in range(160)]
-    lines[90:90] = ["{", '{"text": 5}']
-    path = write_lines(folder / "rows.jsonl", [*lines, '{"text": "cu'])
-    small = (
-        "--dataset_path",
-        path,
-        "--batch_size",
-        1,
-        "--no_data_parallel",
-        "--shard_size_gb",
-        0.0001,
-    )
-
-    def flags(output, *more):
-        return [str(flag) for flag in flags_for(demo_inputs, output, *small, *more)]
-
-    assert extract_activations.main(flags(folder / "all", "--skip_bad_rows")) == 0
-    assert extract_activations.main(flags(folder / "some")) == 1
-    return folder, flags
-
-
 def metadata_of(folder):
     return json.loads((folder / "metadata.json").read_text())
 
 
 @pytest.mark.long
-def test_a_run_that_stopped_at_a_bad_row_goes_on_and_skips(stopped, tmp_path, capsys):
-    """The bytes are those of a run that skipped from the beginning; so is the count."""
-    folder, flags = stopped
-    shutil.copytree(folder / "some", tmp_path / "out")
-    before = metadata_of(tmp_path / "out")
+def test_a_run_that_stopped_at_a_bad_row_goes_on_and_skips(demo_inputs, tmp_path, capsys):
+    """All other rows are stored once, whatever was skipped before and after the stop."""
+    lines = [json.dumps({"text": f"a text with number {n}", "id": n}) for n in range(160)]
+    lines[90:90] = ["{", '{"text": 5}']
+    path, out = write_lines(tmp_path / "rows.jsonl", [*lines, '{"text": "cu']), tmp_path / "out"
+    flags = flags_for(demo_inputs, out, "--dataset_path", path, "--batch_size", 1)
+    flags += ["--no_data_parallel", "--shard_size_gb", 1e-4]
+    assert main(*flags) == 1
+    assert f"{path} line 91: not JSON" in capsys.readouterr().err
+    before = metadata_of(out)
     assert (before["status"], before["skipped_rows"]) == ("interrupted", 0)
-    assert 0 < before["samples"] < 90
-    assert extract_activations.main(flags(tmp_path / "out")) == 1
-    assert f"{folder}/rows.jsonl line 91: not JSON" in capsys.readouterr().err
+    assert 0 < before["samples"] <= 90
+    assert main(*flags, "--skip_bad_rows", "--max_samples", 100) == 0
+    assert metadata_of(out)["skipped_rows"] == 2  # not the one behind the last sample
     for _ in range(2):  # the second one finds that all is done
-        assert extract_activations.main(flags(tmp_path / "out", "--skip_bad_rows")) == 0
-        expected = "\nskipped: 3 rows that could not be used (--skip_bad_rows)\n"
-        assert expected in capsys.readouterr().out
-        assert metadata_of(tmp_path / "out")["skipped_rows"] == 3
-    assert content(tmp_path / "out") == content(folder / "all")
-    assert extract_activations.main(flags(tmp_path / "out")) == 2
-    told = "already holds an extraction that differs in skip_bad_rows: True, now False"
-    assert told in capsys.readouterr().err
-    assert extract_activations.main(["--verify", "--output_dir", str(tmp_path / "out")]) == 0
-
-
-def test_the_count_survives_a_kill(stopped, tmp_path):
-    folder, flags = stopped
-    shards = len(list((folder / "all").glob("shard_*.json")))
-    counts = []
-    for kept in (shards // 2, shards - 2):  # before the first bad row and behind it
-        out = tmp_path / str(kept)
-        shutil.copytree(folder / "all", out)
-        for path in out.glob("shard_*"):
-            if int(path.name[6:10]) > kept:
-                path.unlink()
-        set_status(out, "running")
-        assert extract_activations.main(flags(out, "--skip_bad_rows")) == 0
-        assert content(out) == content(folder / "all")
-        counts.append(metadata_of(out)["skipped_rows"])
-    assert counts == [3, 3]
-
-
-def test_a_limit_counts_only_rows_before_it(stopped, tmp_path):
-    _, flags = stopped
-    for most, expected in ((100, 2), (170, 3)):
-        limit = ("--skip_bad_rows", "--max_samples", str(most))
-        assert extract_activations.main(flags(tmp_path / "out", *limit)) == 0
-        metadata = metadata_of(tmp_path / "out")
-        assert (metadata["samples"], metadata["skipped_rows"]) == (min(most, 160), expected)
+        assert main(*flags, "--skip_bad_rows") == 0
+        told = "\nskipped: 3 rows that could not be used (--skip_bad_rows)\n"
+        assert told in capsys.readouterr().out
+        assert metadata_of(out)["skipped_rows"] == 3
+    assert [sample.doc_id for sample in ActivationDataset(out)] == [*range(160)]
+    assert main("--verify", "--output_dir", out) == 0
 
 
 @pytest.mark.long
@@ -353,12 +259,12 @@ def test_a_machine_without_any_row_to_use_counts_its_rows(demo_inputs, tmp_path,
     write_lines(tmp_path / "data/a.jsonl", [GOOD] * 3)
     write_lines(tmp_path / "data/b.jsonl", ["{"] * 4)
     flags = flags_for(demo_inputs, tmp_path / "out", "--dataset_path", tmp_path / "data")
-    flags = [str(flag) for flag in (*flags, "--total_machines", 2)]
+    flags += ["--total_machines", 2]
     for _ in range(2):
-        assert extract_activations.main([*flags, "--machine_id", "1", "--skip_bad_rows"]) == 0
+        assert main(*flags, "--machine_id", 1, "--skip_bad_rows") == 0
         metadata = metadata_of(tmp_path / "out/machine_001")
         assert (metadata["samples"], metadata["skipped_rows"]) == (0, 4)
-    assert extract_activations.main([*flags, "--machine_id", "0"]) == 0
+    assert main(*flags, "--machine_id", 0) == 0
     assert check(tmp_path / "out") == []
 
 

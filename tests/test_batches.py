@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from functools import partial
 
 import jax
 import numpy as np
@@ -24,11 +23,10 @@ from runs_to_read import (
     make_run,
     stored_tokens,
 )
-from torch.utils.data import DataLoader
 
 from activation_extraction import ActivationDataset
-from activation_extraction.dataset import token_source
-from activation_extraction.dataset.token_batch import ByHook, TokenBatch
+from activation_extraction.dataset.options import default_buffer
+from activation_extraction.dataset.token_batch import TokenBatch
 from activation_extraction.dataset.token_source import TokenSource
 
 FIRST, SECOND, THIRD = WIDTHS
@@ -64,27 +62,6 @@ def test_a_seed_is_an_order(run):
     orders = [joined(dataset.batches(50, shuffle=seed))["sample_idx"] for seed in (0, 0, 1)]
     np.testing.assert_array_equal(orders[0], orders[1])
     assert not np.array_equal(orders[0], orders[2])
-
-
-@pytest.mark.parametrize("skip_first", [0, 2])
-def test_a_seed_stays_the_same_order(run, skip_first):
-    """States that were stored depend on it."""
-    dataset = ActivationDataset(run.root)
-    tokens = joined(dataset.batches(50))
-    batches = dataset.batches(16, shuffle=4, buffer=100, skip_first=skip_first)
-    starts = np.cumsum([0, *(commit.tokens for commit in dataset._commits)])
-    chunks = batches.source.plan(batches.options, 0, 1).chunks
-    rows = [starts[chunk.shard] + np.arange(chunk.start, chunk.stop) for chunk in chunks]
-    wanted = np.concatenate(rows)
-    wanted = wanted[tokens["position"][wanted] >= skip_first]
-    windows = [wanted[start : start + 48] for start in range(0, len(wanted), 48)]
-    assert len(windows) > 5 and len(windows[-1]) < 48
-    orders = [
-        window[np.random.default_rng([4, number]).permutation(len(window))]
-        for number, window in enumerate(windows)
-    ]
-    order = np.concatenate(orders)
-    assert_same(joined(batches), {name: values[order] for name, values in tokens.items()})
 
 
 @pytest.mark.parametrize("shard_format", FORMATS)
@@ -206,21 +183,6 @@ def test_filters_that_leave_nothing_are_told(run, options, told, caplog):
     assert f"in the share of worker 1 of 2, no token passes these filters: {told}" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX has threads in this process
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_workers_of_a_data_loader_divide_a_share(run):
-    """Two processes read the first of two shares; this process reads the other one."""
-    dataset = ActivationDataset(run.root)
-    found = list(dataset.batches(16, shuffle=0, worker=1, workers=2))
-    batches = dataset.batches(16, shuffle=0, worker=0, workers=2).torch()
-    loader = DataLoader(batches, batch_size=None, num_workers=2, multiprocessing_context="fork")
-    for _ in range(2):  # another epoch begins anew
-        read = [batch.map(to_numpy) for batch in loader]
-        assert_same(in_order(joined(found + read)), in_order(stored_tokens(run)))
-    copy = pickle.loads(pickle.dumps(batches))  # where processes are spawned
-    assert_equal_batches([b.map(to_numpy) for b in copy], [b.map(to_numpy) for b in batches])
-
-
 def to_numpy(values):
     if values.dtype == torch.bfloat16:
         return values.view(torch.int16).numpy().view("bfloat16")
@@ -249,7 +211,6 @@ def test_torch_and_jax_share_the_memory(dtype, tmp_path):
 
 
 def test_a_batch_is_like_a_dict_of_its_hooks_and_goes_to_a_device(run):
-    torch = pytest.importorskip("torch")
     batch = next(ActivationDataset(run.root).batches(10))
     assert [*batch] == [*batch.keys()] == list(ActivationDataset(run.root).hooks)
     for moved in (batch.to("cpu"), batch.torch().to("cpu")):
@@ -258,42 +219,22 @@ def test_a_batch_is_like_a_dict_of_its_hooks_and_goes_to_a_device(run):
     assert batch.to("meta").token_ids.device.type == "meta"
 
 
-def test_a_loop_over_tensors_can_be_continued(run):
-    batches = ActivationDataset(run.root).batches(20, shuffle=0)
-    for _ in zip(range(3), batches.torch(), strict=False):
-        pass
-    state = batches.state()
-    rest = list(batches)
-    batches.restore(state)
-    assert_equal_batches(list(batches), rest)
-    assert len(rest) > 3
-
-
-def test_a_batch_is_the_callers(run):
+@pytest.mark.parametrize("keep", [TokenBatch.map, TokenBatch.torch, TokenBatch.jax])
+def test_a_batch_is_the_callers(run, keep):
     """It may be changed, and does not change while the reading goes on."""
     dataset = ActivationDataset(run.root)
-    expected = stored_tokens(run)
-    kept = []
-    for batch in dataset.batches(16, buffer=32):
-        kept.append(batch.map(np.copy))
-        for values in batch_arrays(batch).values():
+    arguments = (lambda values: values[:],) if keep is TokenBatch.map else ()
+    kept, spoilt = [], []
+    for number, batch in enumerate(dataset.batches(16, shuffle=0, buffer=64)):
+        if number % 2:
+            kept.append(keep(batch, *arguments))
+        else:
+            kept.append(batch.map(np.copy))
+            spoilt += batch_arrays(batch).values()
+        for values in spoilt:
             values[...] = 0
-    assert_same(joined(kept), expected)
-    assert_same(joined(dataset.batches(16, buffer=32)), expected)
-
-
-@pytest.mark.parametrize("kept_as", ["numpy", "torch", "jax", "view"])
-def test_batches_that_are_kept_do_not_change(run, kept_as):
-    keep = {
-        "numpy": lambda batch: batch,
-        "torch": TokenBatch.torch,
-        "jax": TokenBatch.jax,
-        "view": lambda batch: batch.map(lambda values: values[:]),
-    }[kept_as]
-    dataset = ActivationDataset(run.root)
-    kept = [keep(batch) for batch in dataset.batches(16, shuffle=0, buffer=64)]
     assert len(kept) > 20
-    kept = [b.map(to_numpy if kept_as == "torch" else np.asarray) for b in kept]
+    kept = [b.map(to_numpy if isinstance(b[FIRST], torch.Tensor) else np.asarray) for b in kept]
     assert_same(in_order(joined(kept)), in_order(stored_tokens(run)))
 
 
@@ -330,30 +271,15 @@ def test_memory_stays_within_the_buffer(large_run, place, hooks, skip_first):
     assert 0.9 * buffer * row < peak < 1.2 * buffer * row + 3 * size * row
 
 
-def test_chunks_and_the_default_buffer_follow_from_bytes(run, monkeypatch):
-    """However wide the hooks are; a buffer that was asked for decides the size of chunks."""
-    dataset = ActivationDataset(run.root)
-    assert dataset.batches(100).options.buffer == 6400
-    monkeypatch.setattr("activation_extraction.dataset.token_source.BUFFER_BYTES", 32 * 500)
-    assert dataset.batches(100, hooks=FIRST).options.buffer == 500
-    assert dataset.batches(400, hooks=FIRST).options.buffer == 800
-    batches = dataset.batches(8, buffer=640)
-
-    def largest():
-        chunks = batches.source.plan(batches.options, 0, 1).chunks
-        return max(len(chunk) for chunk in chunks)
-
-    assert largest() == 40
-    monkeypatch.setattr(token_source, "LEAST_CHUNK_BYTES", 0)
-    assert largest() == 10
-    monkeypatch.setattr(token_source, "CHUNK_BYTES", 3 * sum(WIDTHS.values()) * 2)
-    assert largest() == 3
+def test_the_default_buffer_has_64_batches_or_a_gigabyte_and_room_for_two():
+    found = [default_buffer(*each) for each in ((100, 16), (100, 2**22), (1000, 2**22))]
+    assert found == [6400, 256, 2000]
 
 
 @pytest.mark.parametrize(
     "options,named",
     [
-        (dict(size=0), "buffer 0: it must hold two batches of 0 tokens"),
+        (dict(size=0), "size 0: expected 1 or more"),
         (dict(size=8, buffer=15), "buffer 15: it must hold two batches of 8 tokens"),
         (dict(size=8, worker=2, workers=2), "worker 2: expected 0 to 1, of 2 workers"),
         (dict(size=8, shuffle=True), "shuffle True: expected a seed"),
@@ -377,10 +303,10 @@ def test_an_error_in_the_background_reaches_the_loop(run, monkeypatch, error):
     """At the batch that could not be read, and every time one is asked for."""
     original = TokenSource._read
 
-    def fail(source, options, opened, chunk):
+    def fail(source, chunk):
         if chunk.shard == 3:
             raise error("the network is gone")
-        return original(source, options, opened, chunk)
+        return original(source, chunk)
 
     monkeypatch.setattr(TokenSource, "_read", fail)
     batches = ActivationDataset(run.root).batches(8, buffer=16)
@@ -403,45 +329,34 @@ def test_closing_ends_the_reading_ahead(run):
     assert_equal_batches(list(batches), [first, *rest])
 
 
-def leave_by_del(batches):
-    next(batches)
-    del batches
-
-
-def leave_by_break(batches):
+def by_break(batches):
     for _ in batches.torch():
         break
 
 
-def leave_by_closing(batches):
-    next(batches)
-    batches.close()
-
-
-def leave_by_an_exception(batches):
+def by_an_exception(batches):
     with pytest.raises(ZeroDivisionError):
         for batch in batches:
             len(batch) / 0
 
 
-@pytest.mark.parametrize(
-    "leave", [leave_by_del, leave_by_break, leave_by_closing, leave_by_an_exception]
-)
-def test_leaving_a_loop_ends_its_threads(run, monkeypatch, leave):
+LEAVING = {"del": next, "break": by_break, "exception": by_an_exception}
+LEAVING["close"] = lambda batches: (next(batches), batches.close())
+
+
+@pytest.mark.parametrize("how", LEAVING)
+def test_leaving_a_loop_ends_its_threads(run, monkeypatch, how):
     """They stop within the window that they are filling: after the chunk in hand."""
     original, left, read = TokenSource._read, threading.Event(), []
 
-    def wait(source, options, opened, chunk):
+    def wait(source, chunk):
         read.append(chunk)
         if len(read) == 11:  # a window has 8 chunks or more
             assert left.wait(600)
-        return original(source, options, opened, chunk)
+        return original(source, chunk)
 
     monkeypatch.setattr(TokenSource, "_read", wait)
-    batches = [ActivationDataset(run.root).batches(8, shuffle=0, buffer=256)]
-    chunks = batches[0].source.plan(batches[0].options, 0, 1).chunks
-    assert len(chunks) > 20 and max(map(len, chunks)) == 16
-    leave(batches.pop())
+    LEAVING[how](ActivationDataset(run.root).batches(8, shuffle=0, buffer=256))
     left.set()
     for thread in threading.enumerate():
         if thread.name.startswith("read-ahead"):
@@ -478,11 +393,3 @@ def test_the_program_may_end_in_the_middle_of_a_loop(run, how):
     command = [sys.executable, "-c", LEAVE + how, str(run.root)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_map_reaches_every_array():
-    values = partial(np.arange, 3)
-    batch = TokenBatch(ByHook({"a": values(), "b": values()}), values(), values(), values())
-    doubled = batch.map(lambda each: 2 * each)
-    for each in batch_arrays(doubled).values():
-        np.testing.assert_array_equal(each, [0, 2, 4])

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,16 +22,7 @@ def test_side_by_side(capsys, monkeypatch):
 
     It has experts, whose numbers all of them store.
     """
-    flags = [
-        "--shape",
-        "tiny-moe",
-        "--documents",
-        "9",
-        "--max_seq_length",
-        "64",
-        "--batch_size",
-        "2",
-    ]
+    flags = "--shape tiny-moe --documents 9 --max_seq_length 64 --batch_size 2".split()
     flags += ["--only", "ours", "alone", "padded", "--dtypes", "float32", "--whole"]
     monkeypatch.setattr(end_to_end, "measure_peaks", lambda _: {"float32": 1e12})  # takes long
     end_to_end.main([*flags, "--competitors", sys.executable])
@@ -73,34 +63,21 @@ def test_what_others_batch():
     assert mask.tolist() == [[1, 0], [1, 1]]
 
 
-def store(
-    folder: Path,
-    activations: list[np.ndarray],
-    tokens: list[list[int]],
-    chosen: list[np.ndarray] | None = None,
-) -> Path:
+def store(folder, activations, tokens, chosen=None):
     """One layer's residual stream of each document, and perhaps its chosen experts."""
     folder.mkdir()
-    found: dict[Any, Any] = {3: records(activations, tokens)}
+    found: dict[Any, Any] = {3: activations}
     if chosen is not None:
-        found["blocks.3.mlp.hook_expert_indices"] = records(chosen, tokens)
+        found["blocks.3.mlp.hook_expert_indices"] = chosen
+    facts = {"hook": "blocks.3.hook_resid_post", "text_preview": "", "doc_id": None}
+    for key, values in found.items():
+        found[key] = [
+            {"sample_idx": n, "activation": each, "shape": each.shape, **facts}
+            | {"token_ids": np.array(ids, np.int32)}
+            for n, (each, ids) in enumerate(zip(values, tokens, strict=True))
+        ]
     write_records(folder / "shard_0001.pkl.gz", found)
     return folder
-
-
-def records(activations: list[np.ndarray], tokens: list[list[int]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "sample_idx": number,
-            "hook": "blocks.3.hook_resid_post",
-            "activation": activation,
-            "shape": activation.shape,
-            "text_preview": "",
-            "token_ids": np.array(ids, np.int32),
-            "doc_id": None,
-        }
-        for number, (activation, ids) in enumerate(zip(activations, tokens, strict=True))
-    ]
 
 
 def test_other_values_or_tokens_are_noticed(tmp_path):
@@ -150,7 +127,6 @@ def test_tokens_with_other_experts_are_counted_and_not_compared(tmp_path):
         agreement.check(store(tmp_path / "bare", [np.full((100, 4), 9.0)], ids), "float32", 100)
 
 
-@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # by gcsfs
 def test_writing(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(writing, "LENGTH", 64)
     flags = ["--dtypes", "float32", "--rounds", "1", "--batches", "1"]
@@ -158,7 +134,7 @@ def test_writing(capsys, monkeypatch, tmp_path):
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     for name in writing.FORMATS:
         measured = found[f"float32 {name}"]
-        assert "safetensors.save_file + gcsfs" in measured["peers_mb_per_second"]
+        assert "safetensors.save_file + obstore" in measured["peers_mb_per_second"]
         for place in ("server", "files"):
             for rate in ("mb_per_second", "limit_mb_per_second", "one_core_mb_per_second"):
                 assert measured[place][rate] > 1

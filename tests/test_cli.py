@@ -37,6 +37,16 @@ def test_demo_in_a_new_process_reads_back_as_it_says(shard_format, tmp_path):
 
 
 @pytest.mark.long
+def test_demo_inputs_are_the_same_bytes_every_time(demo_inputs, tmp_path):
+    assert main("--demo", "--max_samples", 1, "--output_dir", tmp_path) == 0
+    again = tmp_path / "demo_inputs"
+    names = sorted(path.relative_to(again) for path in again.rglob("*") if path.is_file())
+    assert len(names) == 5
+    for name in names:
+        assert (again / name).read_bytes() == (demo_inputs / name).read_bytes(), name
+
+
+@pytest.mark.long
 def test_ctrl_c_commits_what_is_complete(inputs, texts, tmp_path):
     path = texts([{"text": f"text number {n} " * 20} for n in range(20_000)])
     out = tmp_path / "out"

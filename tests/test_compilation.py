@@ -58,14 +58,7 @@ def test_the_second_start_does_not_compile(extract, tmp_path):
         status, log = extract()
         assert status == 0 and ("from the cache" in log) == expected, log
         assert list(cache.glob("jit_apply-*"))
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "metadata.json",
-        "metrics.jsonl",
-        "shard_0001.json",
-        "shard_0001.npz",
-        "shard_0001.pkl.gz",
-        "shard_0001.samples.jsonl.gz",
-    ]
+    assert not list((tmp_path / "out").rglob("jit_*"))
 
 
 def test_a_damaged_cache_is_one_warning(extract, tmp_path):

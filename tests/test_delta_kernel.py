@@ -12,11 +12,12 @@ from conftest import make_reference
 from delta_reference import QWEN3_5
 from jax.experimental import pallas as pl
 from jax.extend.core import jaxpr_as_fun
-from test_gated_delta import each_alone, inputs, segments
-from test_mesh import run_on
-from test_model import TOLERANCE, error_of, load, rows, run
+from test_families import released
+from test_gated_delta import by_transformers, each_alone, inputs, segments
+from test_mesh import SHAPES, run_on
+from test_model import TOLERANCE, error_of, load, packed, run
 from test_model import by_hook as values_of
-from test_qwen3_5 import MESHES, MOE_TEXT, TEXT, released
+from tiny_models import MOE_TEXT, TEXT
 
 from activation_extraction.model import delta_kernel
 from activation_extraction.model.delta_kernel import CHUNK, pallas_delta_rule
@@ -29,6 +30,7 @@ from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 interpreted = partial(pallas_delta_rule, interpret=True)
+in_chunks = partial(by_transformers, "torch_chunk_gated_delta_rule")
 # Documents that end at the edges of chunks and blocks and within them; the last ones not whole.
 LENGTHS = [[CHUNK, 3, CHUNK - 3, 1, CHUNK, CHUNK - 2, 20], [3 * CHUNK + 7, 1, 2]]
 HOOKS = [
@@ -44,16 +46,6 @@ def sizes_of(delta):
 
 TINY = {sizes_of(FAMILIES.config(raw).delta) for raw in (TEXT, MOE_TEXT, *QWEN3_5.values())}
 TINY_AND_RELEASED = [*sorted(TINY), (1, 2, 128, 128)]
-
-
-def in_chunks(q, k, v, log_decay, beta):
-    """Computes the rule as transformers does."""
-    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
-
-    of_values = (x.flatten(2, 3) for x in (v, log_decay, beta))
-    arguments = dict(zip(("value", "g", "beta"), of_values, strict=True))
-    out = torch_chunk_gated_delta_rule(q, k, **arguments, use_qk_l2norm_in_kernel=True)[0]
-    return out.unflatten(2, v.shape[2:4])
 
 
 def errors(found, exact):
@@ -137,22 +129,21 @@ def test_several_stages_of_a_pipeline_at_once():
 def test_a_model_on_a_mesh(tmp_path, mesh):
     """It has both types of layer; its heads or layers are split."""
     reference = make_reference(tmp_path, **TEXT)
-    token_ids, segment_ids, positions = rows(reference.config.vocab_size, (8, 64))
-    segment_ids[:, 40:] = 2
-    positions = np.where(segment_ids == 2, positions - 40, positions).astype(np.int32)
-    batch = token_ids, segment_ids, positions
+    batch = packed(reference.config.vocab_size, ends=(40, 64))
     hooks = hook_table(reference.config).matching(HOOKS, 4).values()
     alone = create_model_with_hooks(reference.config, [*hooks])
     expected = run(alone, load(alone, tmp_path), *batch)
     kernels = Kernels(delta_rule=interpreted)
-    found, model = run_on(reference, batch, [*hooks], MESHES[mesh], hosts=2, kernels=kernels)
+    found, model = run_on(reference, batch, [*hooks], SHAPES[mesh], hosts=2, kernels=kernels)
     for hook, value in values_of(model, found).items():
         assert error_of(value, expected[hook]) < TOLERANCE, hook.name
 
 
 def shapes_of(name, dtype, parts, rows=8, length=2048, sharding=None):
     """What a device has of some rows of a released model whose heads are split in `parts`."""
-    keys, of_each, key_size, value_size = sizes_of(FAMILIES.config(released(name)).delta)
+    keys, of_each, key_size, value_size = sizes_of(
+        FAMILIES.config(released(f"Qwen3.5-{name}")).delta
+    )
     tokens, heads = (rows, length), (keys // parts, of_each)
     shapes = [((*tokens, heads[0], key_size), dtype)] * 2 + [((*tokens, *heads, value_size), dtype)]
     shapes += [((*tokens, *heads), FLOAT32)] * 2 + [(tokens, jnp.int32)]

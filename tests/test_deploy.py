@@ -13,6 +13,7 @@ import sys
 import pytest
 from cloud import DEPLOY, LAUNCH, ODD, REPOSITORY, Cloud
 from pods import stored
+from test_readme import PODS, blocks, section
 
 pytestmark = pytest.mark.long
 
@@ -142,17 +143,6 @@ def test_bad_input_is_one_line(cloud, arguments, variables, message):
     assert text.startswith(f"error: {message}") and text.count("\n") == 1
 
 
-# ---- README
-
-
-def readme_commands():
-    """The shell blocks of the section about pods, in order."""
-    section = (REPOSITORY / "README.md").read_text().split("\n## Pods and many machines\n")[1]
-    section = re.split(r"\n## ", section)[0]
-    blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", section, flags=re.M)
-    return [re.sub(r"^    ", "", block.strip("\n"), flags=re.M) for block in blocks]
-
-
 def test_the_commands_of_the_readme(cloud):
     """As written, in one shell and one folder; the answers of the cloud are stand-ins."""
     names = ["deploy", "launch_v5e64.sh", *(p.name for p in REPOSITORY.glob("*.py"))]
@@ -161,7 +151,7 @@ def test_the_commands_of_the_readme(cloud):
     (cloud.laptop / ".venv/bin").mkdir(parents=True)
     (cloud.laptop / ".venv/bin/python").symlink_to(cloud.root / "image_bin/python")
     cloud.finish()
-    script = "set -eux\n" + "\n".join(readme_commands())
+    script = "set -eux\n" + "\n".join(blocks(section(PODS)))
     environment = {"PATH": f"{cloud.root}/bin:{os.environ['PATH']}", "HOME": str(cloud.laptop)}
     environment |= {"IMAGE": "registry.example/extraction:1", "BUCKET": "my-bucket"}
     result = subprocess.run(
@@ -175,7 +165,6 @@ def test_the_commands_of_the_readme(cloud):
     assert len(cloud.lines("jobs")) == 2 + 2  # the pod; the rehearsal
     for variable in re.findall(r"^([A-Z_]{4,})=", script, flags=re.M):
         assert f" {variable}" in LAUNCH.read_text() or variable in DEPLOY.read_text()
-    section = (REPOSITORY / "README.md").read_text().split("\n## Pods and many machines\n")[1]
-    files = re.findall(r"deploy/[\w.]+", re.split(r"\n## ", section)[0])
+    files = re.findall(r"deploy/[\w.]+", section(PODS))
     assert {"deploy/deploy.sh", "deploy/slurm.sbatch", "deploy/job.yaml"} < set(files)
     assert all((REPOSITORY / file).is_file() for file in files)

@@ -4,7 +4,7 @@ import fsspec
 import numpy as np
 import pytest
 from extractions import extract
-from runs_to_read import DTYPES, FORMATS, WIDTHS, activation_of, make_run, store, stored_tokens
+from runs_to_read import DTYPES, FORMATS, WIDTHS, make_run, store, stored_tokens
 
 from activation_extraction import ActivationDataset
 from activation_extraction.dataset import open_shards
@@ -70,7 +70,7 @@ def test_while_a_run_goes_on_and_where_it_is_too_small_for_sinks_alone(tmp_path)
     sums = Sums.zeros(3)
     sums.add([np.ones((1, 3), np.float32)], [np.zeros(1, np.int32)])
     data = pack_sums({"h": sums})
-    assert unpack_sums(data, [("h", 3)], "")["h"].counts.sum() == 1
+    assert unpack_sums(data, ["h"])["h"].counts.sum() == 1
 
 
 def test_sums_of_two_halves_add_up():
@@ -90,33 +90,14 @@ def test_sums_of_two_halves_add_up():
     np.testing.assert_array_equal(whole.sums[0], values[0])
 
 
-DAMAGE = {
-    "missing": (lambda path: path.unlink(), "shard_0002.npz: is missing"),
-    "flipped": (
-        lambda path: path.write_bytes(path.read_bytes().replace(b"hook", b"Hook", 1)),
-        "shard_0002.npz: is damaged: its sha256",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_verify_finds_what_is_damaged(kind, tmp_path, check):
+def test_damaged_sums_are_found(tmp_path, check):
+    """Activations are read nevertheless."""
     extract(tmp_path)
-    damage, told = DAMAGE[kind]
-    damage(tmp_path / "shard_0002.npz")
-    found = check(tmp_path)
-    assert all(problem.startswith("shard_0002.pkl.gz: ") for problem in found)
-    assert told in found[0]
+    path = tmp_path / "shard_0002.npz"
+    path.write_bytes(path.read_bytes().replace(b"hook", b"Hook", 1))
+    (found,) = check(tmp_path)
+    assert "shard_0002.npz: is damaged: its sha256" in found
     dataset = ActivationDataset(tmp_path)
     assert len(dataset[5].token_ids) == 10
-    with pytest.raises(OSError, match=told):
+    with pytest.raises(OSError, match="shard_0002.npz: is damaged: its sha256"):
         print(dataset.statistics["blocks.3.hook_resid_post"].all_tokens)
-
-
-def test_the_json_files_stay_small(tmp_path):
-    """14 hooks, as the default flags store them."""
-    hooks = {n: f"blocks.{n}.hook_resid_post" for n in range(14)}
-    store(tmp_path, count=2, hooks=hooks, shard_size_gb=1)
-    assert (tmp_path / "shard_0001.json").stat().st_size < 6000
-    assert activation_of(0, hooks[0], "float32").shape[1] == 256
-    assert (tmp_path / "shard_0001.npz").stat().st_size < 14 * (256 * 32 + 3000)

@@ -3,8 +3,6 @@
 import gzip
 import json
 import pickle
-import re
-import shutil
 from dataclasses import replace
 
 import ml_dtypes
@@ -12,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 from command_line import main
-from extractions import edit, statistics_of
-from runs_to_read import agree, identity_of
+from runs_to_read import identity_of
 from safetensors.torch import load_file
-from small_runs import Killed, content, shards_of
 from storages import open_storage
 
 from activation_extraction import ActivationDataset
@@ -23,13 +19,11 @@ from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.encodings import decode, encode, relative_errors
 from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.inspect.verify import verify
-from activation_extraction.store import encode_shard
 from activation_extraction.store import shard as shard_module
-from activation_extraction.store.commit import Commit, Outline
+from activation_extraction.store.commit import Commit, unseal
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.safetensors_file import header
-from activation_extraction.store.sealed_json import unseal
+from activation_extraction.store.metadata import read_stored
 from activation_extraction.store.shard_reader import read_shard
 
 HOOKS = {3: "blocks.3.hook_resid_post", "wide": "blocks.4.mlp.hook_post", 5: "choices"}
@@ -112,48 +106,13 @@ def test_what_is_read_is_what_was_decoded(tmp_path, shard_format):
     assert sum(map(len, few)) == expected < dataset.tokens
 
 
-@each_format
-def test_shards_say_how_they_are_encoded(tmp_path, shard_format):
-    store(tmp_path, shard_format)
-    commits = [json.loads(p.read_text()) for p in sorted(tmp_path.glob("shard_*.json"))]
-    assert len(commits) > 2
-    for commit in commits:
-        indices = range(commit["samples"]["first"], commit["samples"]["last"] + 1)
-        for key, hook in zip(WIDTHS, commit["hooks"], strict=False):
-            width = WIDTHS[key]
-            assert (hook["dtype"], hook["scale"], hook["width"]) == ("float8_e4m3fn", width, width)
-            errors = [stored_of(n, key)[1] for n in indices]
-            for kind, of_kind in (
-                ("sinks", np.array([each[0] for each in errors])),
-                ("others", np.concatenate([each[1:] for each in errors])),
-            ):
-                assert hook["error"][kind]["tokens"] == len(of_kind)
-                if len(of_kind):
-                    assert hook["error"][kind]["mean"] == pytest.approx(of_kind.mean(), rel=1e-6)
-                    assert hook["error"][kind]["worst"] == of_kind.max()
-            decoded = np.concatenate([stored_of(n, key)[0] for n in indices])
-            expected = statistics_of(decoded)
-            assert hook["mean_norm"] == pytest.approx(expected.mean_norm)
-            assert hook["variance"] == pytest.approx(expected.variance)
-        assert (commit["hooks"][2]["dtype"], commit["hooks"][2]["scale"]) == ("int32", None)
-        assert "error" not in commit["hooks"][2]
-    error = ActivationDataset(tmp_path).statistics[HOOKS[3]].error
-    every = np.concatenate([stored_of(n, 3)[1][1:] for n in range(12)])
-    assert error.others.tokens == len(every) and error.sinks.tokens == 12
-    assert error.others.mean == pytest.approx(every.mean(), rel=1e-6)
-    recorded = json.loads((tmp_path / "metadata.json").read_text())["hooks"][0]["error"]
-    assert recorded == error.to_json() and error.others.worst == every.max()
-
-
 def test_what_a_reader_finds_without_this_program(tmp_path):
     store(tmp_path / "s", shard_size_gb=1.0)
     store(tmp_path / "p", "pickle", shard_size_gb=1.0)
     tensors = tensors_of(tmp_path / "s/shard_0001.safetensors")
     records = pickle.loads(gzip.open(tmp_path / "p/shard_0001.pkl.gz").read())
-    names = list(tensors)
     for key in WIDTHS:
         values, scale = tensors[HOOKS[key]], tensors[f"{HOOKS[key]}.scale"]
-        assert names.index(f"{HOOKS[key]}.scale") >= 0
         assert values.dtype.name == "float8_e4m3fn" and scale.dtype == "float32"
         pickled = [record["activation"] for record in records[key]]
         assert {each.dtype.name for each in pickled} == {"uint8"}
@@ -187,25 +146,6 @@ def test_exports_decode(tmp_path):
     np.testing.assert_array_equal(values, expected)
 
 
-def test_runs_with_and_without_an_encoding_are_joined(tmp_path):
-    store(tmp_path / "float8")
-    other = replace(identity_of(), max_seq_length=32, shard_format="safetensors")
-    with open_storage(
-        tmp_path / "f32", {7: "other"}, identity=other, shard_format="safetensors"
-    ) as s:
-        for index in range(12):
-            values = activation_of(index, 3)
-            ids = np.arange(len(values), dtype=np.int32)
-            s.add_activation(7, values, index, "text", ids, f"id-{index}", {"row": index})
-    first = ActivationDataset(tmp_path / "float8", hooks=[HOOKS[3]])
-    both = first.join(tmp_path / "f32")
-    batch = next(both.batches(1000, dtype="float32"))
-    expected = [np.concatenate([activation_of(n, 3) for n in range(12)])]
-    expected.append(np.concatenate([stored_of(n, 3)[0] for n in range(12)]))
-    np.testing.assert_array_equal(batch["other"], expected[0])
-    np.testing.assert_array_equal(batch[HOOKS[3]], expected[1])
-
-
 def test_nan_stops_the_run_and_names_the_sample(tmp_path):
     bad = np.ones((3, 40), np.float32)
     bad[1, 35] = np.nan
@@ -214,67 +154,7 @@ def test_nan_stops_the_run_and_names_the_sample(tmp_path):
         with open_storage(tmp_path, {0: "h"}, identity=identity) as storage:
             for index, values in enumerate((np.ones((3, 40), np.float32), bad)):
                 storage.add_activation(0, values, index, "text", np.zeros(3, np.int32))
-    assert not list(tmp_path.glob("shard_*.json"))
-
-
-@pytest.fixture
-def source(source):
-    """The identity of the run that is killed, which encodes its activations."""
-    return source._replace(identity=Identity(model_digest="tiny", activation_dtype="float8"))
-
-
-def test_runs_that_were_killed_continue_with_the_same_bytes(run, tmp_path):
-    run(tmp_path / "whole", shard_size_gb=5e-7)
-    whole = content(tmp_path / "whole")
-    assert shards_of(whole) > 5
-    for kill_after in (1, 9, 20):
-        out = tmp_path / f"killed_{kill_after}"
-        with pytest.raises(Killed):
-            run(out, kill_after=kill_after, shard_size_gb=5e-7)
-        run(out, shard_size_gb=5e-7)
-        assert content(out) == whole
-
-
-def change_json(folder, change):
-    edit(folder / "shard_0001.json", lambda commit: change(commit["hooks"][0]))
-
-
-def change_tensors(folder, change):
-    """Changes the tensors of the first shard; its JSON agrees."""
-    path = folder / "shard_0001.safetensors"
-    tensors = dict(tensors_of(path))
-    order = list(json.loads(path.read_bytes()[8:].split(b"}}")[0] + b"}}"))[1:]
-    tensors = {name: tensors[name] for name in order}
-    change(tensors)
-    layout = {name: (each.dtype, each.shape) for name, each in tensors.items()}
-    data = b"".join(np.ascontiguousarray(each).tobytes() for each in tensors.values())
-    path.write_bytes(header(layout, {"format": "2"}) + data)
-    agree(path)
-
-
-SCALE = f"{HOOKS[3]}.scale"
-TENSORS = {
-    "missing": lambda tensors: tensors.pop(SCALE),
-    "narrow": lambda tensors: tensors.update({SCALE: tensors[SCALE][:, :0]}),
-    "wide": lambda tensors: tensors.update({SCALE: np.repeat(tensors[SCALE], 5, axis=1)}),
-    "float64": lambda tensors: tensors.update({SCALE: tensors[SCALE].astype(np.float64)}),
-    "plain values": lambda tensors: tensors.update(
-        {HOOKS[3]: tensors[HOOKS[3]].astype(np.float32)}
-    ),
-}
-
-
-@pytest.mark.parametrize("change", TENSORS.values(), ids=list(TENSORS))
-def test_tensors_that_do_not_belong_together_are_refused(tmp_path, capsys, change):
-    store(tmp_path)
-    change_tensors(tmp_path, lambda tensors: None)
-    assert ActivationDataset(tmp_path)[0][HOOKS[3]].shape == (1, 33)
-    change_tensors(tmp_path, change)
-    with pytest.raises((OSError, ValueError), match=HOOKS[3]):
-        ActivationDataset(tmp_path)[0]
-    target = tmp_path / "copy"
-    assert main("--export", "memmap", "--export_dir", target, "--output_dir", tmp_path) != 0
-    assert "Traceback" not in capsys.readouterr().err
+    assert not read_stored(Folder(str(tmp_path))).commits
 
 
 @each_format
@@ -291,31 +171,11 @@ def test_samples_that_keep_no_token(tmp_path, shard_format):
     assert (error.sinks.tokens, error.others.tokens) == (1, 1)
 
 
-def test_the_outline_of_a_run_in_a_bucket_has_the_errors(tmp_path):
-    store(tmp_path)
-    paths = sorted(tmp_path.glob("shard_*.json"))
-    outline = Outline()
-    for path in paths[:-1]:
-        outline.add(Commit.from_json(unseal(path.read_bytes(), ""), ""))
-    again = Outline.from_json(json.loads(json.dumps(outline.to_json())), "")
-    errors = [each.totals.statistics[3].error for each in (outline, again)]
-    assert errors[0] == errors[1] and errors[0].others.tokens > 0
-
-
-def test_a_run_without_an_encoding_has_nothing_of_it(tmp_path):
-    identity = replace(identity_of(), max_seq_length=32)
-    with open_storage(tmp_path, {0: "h"}, identity=identity) as storage:
-        storage.add_activation(0, np.ones((2, 4), np.float32), 0, "text", np.zeros(2, np.int32))
-    hook = json.loads((tmp_path / "shard_0001.json").read_text())["hooks"][0]
-    assert hook["scale"] is None and "error" not in hook
-    assert ActivationDataset(tmp_path).statistics["h"].error is None
-    shutil.rmtree(tmp_path)
-
-
 def test_some_tokens_are_measured_of_a_shard_that_has_many(tmp_path, monkeypatch):
-    monkeypatch.setattr(encode_shard, "MEASURED", 5)
+    monkeypatch.setattr(shard_module, "MEASURED", 5)
     store(tmp_path, shard_size_gb=1.0)
-    hook = json.loads((tmp_path / "shard_0001.json").read_text())["hooks"][0]
+    hook, _, integers = json.loads((tmp_path / "shard_0001.json").read_text())["hooks"]
+    assert (hook["scale"], integers["scale"], "error" in integers) == (33, None, False)
     errors = [stored_of(n, 3)[1] for n in range(12)]
     for kind, of_kind in (
         ("sinks", np.array([each[0] for each in errors])),
@@ -340,20 +200,6 @@ def test_groups_that_threads_encode_change_nothing(tmp_path, monkeypatch):
     assert errors[0] == errors[1]
 
 
-def test_a_run_of_int8_is_refused_in_one_line(tmp_path, capsys):
-    """Earlier versions stored such runs, with a scale for every 32 values."""
-    store(tmp_path)
-    edit(tmp_path / "metadata.json", lambda c: c["identity"].update(activation_dtype="int8"))
-    change_json(tmp_path, lambda hook: hook.update(dtype="int8", scale=32))
-    why = f"{tmp_path}/metadata.json: its activations are stored as int8, which this version"
-    with pytest.raises(ValueError, match=re.escape(why)):
-        ActivationDataset(tmp_path)
-    for action in (["--status"], ["--verify"], ["--export", "memmap", "--export_dir", tmp_path]):
-        assert main(*action, "--output_dir", tmp_path) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: {why}")
-
-
 def test_a_hook_may_be_called_as_the_scales_of_another_only_if_that_is_not_encoded(tmp_path):
     hooks = {1: "stream", 2: "stream.scale"}
 
@@ -369,5 +215,5 @@ def test_a_hook_may_be_called_as_the_scales_of_another_only_if_that_is_not_encod
             storage.add_activation(key, values, 0, "", np.arange(3, dtype=np.int32))
     folder = Folder(str(tmp_path / "plain"))
     commit = Commit.from_json(unseal((tmp_path / "plain/shard_0001.json").read_bytes(), ""), "")
-    shard = read_shard(folder, commit, tmp_path)
+    shard = read_shard(folder, commit)
     assert [slices[0].shape for slices in shard.slices.values()] == [(3, 4), (3, 8)]

@@ -10,15 +10,14 @@ import pytest
 from command_line import main, records_of
 from conftest import Reference, make_reference
 from datasets import load_from_disk
-from extractions import change_shard, edit, load
+from extractions import change_shard, load
 from pods import first_documents
 from safetensors import safe_open
 from tiny_models import SHARED
 
 from activation_extraction import ActivationDataset, ActivationStorage
 from activation_extraction.inspect.verify import OTHER_NUMBERS
-from activation_extraction.model import hooks as hooks_module
-from activation_extraction.store.sealed_json import unseal
+from activation_extraction.store.commit import unseal
 
 CHOICES = ["blocks.1.mlp.hook_expert_indices", "blocks.3.mlp.hook_expert_indices"]
 ALIKE, STREAM = "blocks.1.mlp.shared_expert.hook_pre", "blocks.3.hook_resid_post"
@@ -225,46 +224,6 @@ def test_bytes_are_those_of_integers(reference, extract, tmp_path, capsys):
     assert extract(tmp_path, "--max_samples", 2, "--activation_dtype", "bfloat16") == 0
     told = capsys.readouterr().err
     assert "widths [8, 8, 8, 64], in int32 and bfloat16: 208 bytes per token" in told
-
-
-def test_a_run_whose_choices_are_no_integers_is_read_but_not_continued(
-    extract, reference, tmp_path, capsys, monkeypatch
-):
-    """An older version began it. The refusal is one line, and nothing is written."""
-    out, flags = tmp_path / "out", MESHES["one"]
-    with monkeypatch.context() as older:
-        older.setattr(hooks_module, "OWN_DTYPES", {})
-        assert extract(out, *flags, "--max_samples", 6) == 0
-        two = ["--total_machines", 2]
-        assert extract(tmp_path / "two", *flags, *two, "--max_samples", 6) == 0
-    for path in tmp_path.rglob("metadata.json"):
-        edit(path, lambda content: content["identity"].pop("integer_hooks"))
-    assert ActivationDataset(out).dtypes == dict.fromkeys(HOOKS, "float32")
-    again = ["--verify", "--output_dir", out, "--model_path", reference.folder]
-    assert main(*again) == 0
-    capsys.readouterr()
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    second = tmp_path / "two", [*two, "--machine_id", 1]
-    for folder, more in ((out, []), (out, ["--repair"]), second):
-        assert extract(folder, *flags, *more) == 2
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert "by another version, which does not store blocks." in error
-        assert "in integers; continue it with the version that began it, give another" in error
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    assert extract(out, *flags, "--overwrite") == 0
-    assert ActivationDataset(out).dtypes[CHOICES[0]] == "int32"
-
-
-def test_a_run_with_integers_continues(stored, extract, tmp_path):
-    out = shutil.copytree(stored(), tmp_path / "out")
-    names = sorted(path.name for path in out.glob("shard_*"))
-    assert len(names) > 8
-    for name in names[len(names) // 2 :]:
-        (out / name).unlink()
-    edit(out / "metadata.json", lambda content: content.update(status="running", shards=0))
-    assert extract(out, "--dtype", "bfloat16", "--shard_size_gb", 1e-4, *MESHES["one"]) == 0
-    for path in stored().glob("shard_*.pkl.gz"):
-        assert (out / path.name).read_bytes() == path.read_bytes()
 
 
 def test_integers_of_other_programs_are_activations_as_before(tmp_path):

@@ -9,19 +9,16 @@ import pytest
 from conftest import Reference, make_reference
 from rounding import assert_rounded_alike, assert_within_rounding
 from safetensors.numpy import save_file
-from test_mesh import run_on
+from test_mesh import SHAPES, SMALL, WITH_EXPERTS
 from test_model import (
     INDICES,
-    assert_same_but_for_rounding,
-    by_hook,
     every_hook,
     flops_of,
     load,
     rounding_of,
-    rows,
     run,
 )
-from tiny_models import MOE, SHARED
+from tiny_models import MOE
 from watched import Watched
 
 from activation_extraction.common.errors import InputError
@@ -38,49 +35,17 @@ from activation_extraction.model.weights import check_tensors, load_params
 from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
-MESHES = {
-    "expert": {"expert": 2, "model": 4},
-    "data": {"data": 2, "expert": 2, "model": 2},
-    "pipeline": {"pipeline": 2, "expert": 2, "model": 2},
-    "fsdp": {"fsdp": 2, "data": 2, "expert": 2},
-    "model": {"model": 8},
-}
-
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Reference:
     """Every second layer has experts, and a shared one."""
     folder = tmp_path_factory.mktemp("small")
-    changes = dict(num_key_value_heads=2, num_hidden_layers=4, decoder_sparse_step=2)
-    return make_reference(folder, **SHARED | changes)
-
-
-@pytest.fixture(scope="module")
-def packed(small):
-    """A batch of rows with two samples and padding; the values on one device; their rounding."""
-    token_ids, segment_ids, positions = rows(small.config.vocab_size, (8, 64))
-    segment_ids = np.where(np.arange(64) < 20, 1, np.where(np.arange(64) < 60, 2, 0))
-    segment_ids = np.broadcast_to(segment_ids.astype(np.int32), (8, 64))
-    batch = token_ids, segment_ids, np.where(segment_ids == 2, positions - 20, positions)
-    model = create_model_with_hooks(small.config, every_hook(small.config))
-    params = load(model, small.folder)
-    return batch, run(model, params, *batch), rounding_of(model, params, *batch)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", MESHES)
-def test_every_mesh_gives_the_values_of_one_device(small, packed, name):
-    batch, expected, allowed = packed
-    found, model = run_on(small, batch, every_hook(small.config), MESHES[name], hosts=2)
-    real = batch[1] > 0
-    values = {hook: value[real] for hook, value in by_hook(model, found).items()}
-    expected = {hook: value[real] for hook, value in expected.items()}
-    assert_same_but_for_rounding(values, expected, allowed)
+    return make_reference(folder, **SMALL["experts"])
 
 
 def test_experts_are_split_and_each_device_reads_its_own(small):
     checkpoint = Watched(small.folder)
-    layout = build_layout(usable_devices(every=True), MESHES["data"], 2)
+    layout = build_layout(usable_devices(every=True), WITH_EXPERTS["data"], 2)
     model = create_model_with_hooks(small.config, every_hook(small.config), layout=layout)
     params = load_params(weight_table(model), checkpoint, np.float32, layout)
     gate = params["layers"]["sparse"]["mlp"]["experts"]["gate_proj"]["weight"]
@@ -189,17 +154,6 @@ def test_the_operations_of_a_token_are_those_of_its_experts(small):
     assert flops("blocks.1.hook_resid_post") == flops_of(config, 2, [10])
 
 
-def test_only_what_a_routers_hook_needs_is_loaded(small):
-    table = hook_table(small.config)
-    needs = {}
-    for name in ("gate.hook_out", "hook_expert_weights", "shared_expert.hook_out", "hook_out"):
-        (hook,) = table.matching([f"blocks.1.mlp.{name}"], 4).values()
-        last = create_model_with_hooks(small.config, [hook]).last_layer
-        needs[name] = last and {path[1] for path in last if path[0] == "mlp"}
-    assert needs["gate.hook_out"] == needs["hook_expert_weights"] == {"gate"}
-    assert needs["shared_expert.hook_out"] == {"shared_expert"} and needs["hook_out"] is None
-
-
 def test_names_mean_what_the_layer_has(small):
     table = hook_table(small.config)
     for pattern, name, layers in (
@@ -233,8 +187,8 @@ def test_what_cannot_be_computed_is_refused(change, named):
 
 def test_what_does_not_divide_among_devices_is_refused(small):
     sizes, devices = small.config.sizes, usable_devices(every=True)
-    check_divisibility(build_layout(devices, MESHES["data"], 2), 8, 64, sizes)
-    check_divisibility(build_layout(devices, MESHES["model"], 2), 8, 64, sizes)  # of 6 experts
+    check_divisibility(build_layout(devices, WITH_EXPERTS["data"], 2), 8, 64, sizes)
+    check_divisibility(build_layout(devices, SHAPES["1d"], 2), 8, 64, sizes)  # of 6 experts
     with pytest.raises(InputError, match="num_experts: 6 does not divide among 4 devices .expert"):
         check_divisibility(build_layout(devices, {"expert": 4, "model": 2}, 2), 8, 64, sizes)
     with pytest.raises(InputError, match="moe_intermediate_size: 20 does not divide among 8"):

@@ -1,10 +1,8 @@
 """--export: what trainers find in the files is what the run stored, whatever happened meanwhile."""
 
 import json
-import shutil
 import tracemalloc
 from collections import namedtuple
-from contextlib import suppress
 from pathlib import Path
 
 import extractions
@@ -15,13 +13,10 @@ import pytest
 import torch
 from command_line import main
 from datasets import Array2D, load_from_disk
-from extractions import HIDDEN, HOOKS, activations_of, batches, edit, extract, open_part
+from extractions import HIDDEN, HOOKS, activations_of, batches, extract, open_part
 from safetensors.torch import load_file
-from small_runs import Killed
-from test_killed import killed_at
 
 from activation_extraction import ActivationStorage
-from activation_extraction.cli.flags import FLAGS
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.inspect import export as exporting
@@ -164,13 +159,18 @@ def test_trainers_find_what_the_run_stored(form, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_all_hosts_are_exported_and_nothing_else_is_left(form, run, tmp_path):
+def test_all_hosts_are_exported_and_nothing_else_is_left(form, run, tmp_path, capsys):
     target = save(run, form, tmp_path / "deep/export")
     equal(READ[form](target), stored(run, form))
     beside = ["sequence_ranges.pt", "tokens.pt"] if form == "memmap" else []
     assert sorted(path.name for path in target.iterdir()) == [FIRST, SECOND, *beside]
+    assert [path.name for path in target.parent.iterdir()] == ["export"]
     lengths = {len(data) for name, data in files(target).items() if "/shard_0." in name}
     assert form != "memmap" or PER_CHUNK * 16 * 4 in lengths
+    out = capsys.readouterr().out
+    assert out.startswith(f"exported: {198 if form == 'sae_lens' else 200} tokens, 2 hooks, ")
+    left_out = "left out: the last 2 tokens of the run, too few for a row of 3\n"
+    assert (left_out in out) == (form == "sae_lens")
 
 
 def test_hooks_are_chosen_by_glob(run, tmp_path):
@@ -179,44 +179,14 @@ def test_hooks_are_chosen_by_glob(run, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_killed_export_leaves_no_folder_of_its_name(form, run, tmp_path, monkeypatch):
-    """The next one names what is left and leaves it alone, since its process may be running."""
-    expected = files(save(run, form, tmp_path / "expected"))
-    target, left = tmp_path / "export", tmp_path / "export.unfinished"
-    event, finished = 0, False
-    while not finished:
-        event += 4
-        with killed_at(event, tmp_path, monkeypatch), suppress(Killed):
-            save(run, form, target)
-            finished = True
-        if not finished:
-            assert not target.exists()
-        if left.exists():
-            before = files(left)
-            with pytest.raises(InputError, match=f"^--export_dir {target}: {left} exists, so"):
-                save(run, form, target)
-            assert files(left) == before
-            shutil.rmtree(left)
-    assert event > 10
-    assert files(target) == expected
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_the_summary_counts_what_is_left_out(form, run, tmp_path, capsys):
-    save(run, form, tmp_path / "export")
-    out = capsys.readouterr().out
-    assert out.startswith(f"exported: {198 if form == 'sae_lens' else 200} tokens, 2 hooks, ")
-    left_out = "left out: the last 2 tokens of the run, too few for a row of 3\n"
-    assert (left_out in out) == (form == "sae_lens")
-
-
-@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_an_export_that_fails_leaves_nothing(form, error, run, tmp_path, monkeypatch):
+    """Until all is written, no folder has its name."""
     chunks = exporting._chunks
 
     def failing(*arguments):
         yield next(chunks(*arguments))
+        assert not (tmp_path / "export").exists()
         raise error
 
     monkeypatch.setattr(exporting, "_chunks", failing)
@@ -227,47 +197,38 @@ def test_an_export_that_fails_leaves_nothing(form, error, run, tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_shard_that_is_damaged_is_named(form, tmp_path):
-    root = make(tmp_path / "run", "float32")
-    path = root / "shard_0003.pkl.gz"
-    path.write_bytes(path.read_bytes()[:-9] + bytes(9))
-    with pytest.raises(RunError, match="shard_0003.pkl.gz"):
-        save(root, form, tmp_path / "export")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def other_files(run, target):
+def other_files(target):
     target.mkdir()
     (target / "notes.txt").write_text("mine")
 
 
-def a_file(run, target):
-    target.write_text("mine")
+EXISTS = ": exists; expected the name of a"
+TARGETS = {  # what is there already -> why it is refused
+    "files": (other_files, EXISTS),
+    "a file": (Path.touch, EXISTS),
+    "a link": (lambda target: target.symlink_to("nowhere"), EXISTS),
+    "an empty folder": (Path.mkdir, EXISTS),
+    "a file above": (
+        lambda target: target.parent.touch(),
+        ": cannot be written to: Not a directory",
+    ),
+    "an export that was killed": (
+        lambda target: other_files(target.with_suffix(".unfinished")),
+        ".unfinished exists, so another export is running or was killed; delete it",
+    ),
+}
 
 
-def a_link(run, target):
-    target.symlink_to(target.parent / "nowhere")
-
-
-def an_export(run, target):
-    save(run, "memmap", target)
-
-
-@pytest.mark.parametrize("prepare", [other_files, a_file, a_link, an_export, Path.mkdir])
-def test_a_target_that_exists_is_refused(prepare, run, tmp_path):
-    target = tmp_path / "export"
-    prepare(*([] if prepare is Path.mkdir else [run]), target)
+@pytest.mark.parametrize("case", TARGETS)
+def test_a_target_that_cannot_be_made_is_refused(case, run, tmp_path):
+    """What is there is left alone."""
+    prepare, why = TARGETS[case]
+    target = (tmp_path / "file" if case == "a file above" else tmp_path) / "export"
+    prepare(target)
     before = files(tmp_path)
-    with pytest.raises(InputError, match="^--export_dir .*export: exists; expected the name of a"):
+    with pytest.raises(InputError, match=f"^--export_dir {target}.*{why}"):
         save(run, "memmap", f"{target}/")
     assert files(tmp_path) == before
-
-
-def test_a_target_that_cannot_be_made_is_refused(run, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="^--export_dir .*: cannot be written to: Not a directory"):
-        save(run, "memmap", tmp_path / "file/export")
 
 
 def test_a_disk_with_too_little_room_is_refused(run, tmp_path, monkeypatch):
@@ -276,6 +237,19 @@ def test_a_disk_with_too_little_room_is_refused(run, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="has 0.0 GB free, needs 0.0 GB$"):
         save(run, "memmap", tmp_path / "export")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form,row", [("memmap", 1), ("sae_lens", 20)])
+def test_a_run_with_too_few_tokens_is_refused(form, row, tmp_path, monkeypatch):
+    for tokens in (row - 1, row):
+        with ActivationStorage(str(tmp_path / f"{tokens}"), {3: FIRST}) as storage:
+            values, ids = np.zeros((tokens, 2), np.float32), np.zeros(tokens, np.int32)
+            storage.add_activation(3, values, 0, "", ids)
+    monkeypatch.setitem(EXPORT_FORMS, form, EXPORT_FORMS[form]._replace(row=row))
+    message = f"{tmp_path}/{row - 1} holds {row - 1} tokens; expected at least {row}$"
+    with pytest.raises(InputError, match=message):
+        save(tmp_path / f"{row - 1}", form, tmp_path / "export")
+    save(tmp_path / f"{row}", form, tmp_path / "export")
 
 
 def test_memory_is_bounded_by_the_chunks(tmp_path, monkeypatch):
@@ -318,20 +292,6 @@ def test_the_cache_of_dictionary_learning_has_statistics_of_every_dimension(run,
             np.testing.assert_allclose(found[name].numpy(), each, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_of_sae_lens_need_enough_tokens(run, tmp_path, monkeypatch):
-    form = EXPORT_FORMS["sae_lens"]
-    monkeypatch.setitem(EXPORT_FORMS, "sae_lens", form._replace(row=201))
-    with pytest.raises(InputError, match=f"{run} holds 200 tokens; expected at least 201$"):
-        save(run, "sae_lens", tmp_path / "export")
-    monkeypatch.setitem(EXPORT_FORMS, "sae_lens", form._replace(row=200))
-    save(run, "sae_lens", tmp_path / "export")
-    assert len(load_from_disk(str(tmp_path / "export" / FIRST))) == 1
-
-
-def test_the_flag_offers_every_form():
-    assert FLAGS["export"].options["choices"] == tuple(EXPORT_FORMS) == FORMATS
-
-
 @pytest.mark.parametrize(
     "form,library", [("sae_lens", "datasets"), ("memmap", "torch"), ("llamascopium", "safetensors")]
 )
@@ -342,57 +302,38 @@ def test_a_form_needs_its_library(form, library, run, tmp_path, monkeypatch):
         save(run, form, tmp_path / "export")
 
 
-def test_a_run_without_tokens_is_refused(tmp_path):
-    with ActivationStorage(str(tmp_path / "run"), {3: FIRST}) as storage:
-        storage.add_activation(3, np.zeros((0, 2), np.float32), 0, "", np.zeros(0, np.int32))
-    with pytest.raises(InputError, match="run holds 0 tokens; expected at least 1$"):
-        save(tmp_path / "run", "memmap", tmp_path / "export")
-
-
 def test_a_run_is_exported_from_a_bucket(run, tmp_path):
     url = f"memory:/{tmp_path}/bucket"
     fsspec.filesystem("memory").put(f"{run}/", url, recursive=True)
     equal(read_llamascopium(save(url, "llamascopium", tmp_path / "export")), stored(run))
 
 
-def started(root):
-    make(root, "float32")
-    edit(root / "metadata.json", lambda content: content.update(status="interrupted"))
+EXPORT = "--export memmap --export_dir"
+REFUSED = [
+    ("--export memmap", "--export: needs --export_dir"),
+    ("--export_dir x", "--export_dir: needs --export"),
+    ("--export safetensors --export_dir x", "invalid choice: 'safetensors'"),
+    (f"{EXPORT} gs://b/x", "gs://b/x: is a URL"),
+    (
+        f"{EXPORT} x --hook_names blocks.4.*",
+        f"--hook_names blocks.4.*: no such hook; the run has {FIRST}, {SECOND}",
+    ),
+    (f"{EXPORT} x --status", "--status and --export cannot be used together"),
+    (f"{EXPORT} x --output_dir none", "none: holds no extraction"),
+    (f"{EXPORT} x --output_dir started", "started is interrupted; expected a finished run"),
+]
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--export", "memmap"], "--export: needs --export_dir"),
-        (["--export_dir", "x"], "--export_dir: needs --export"),
-        (["--export", "safetensors", "--export_dir", "x"], "invalid choice: 'safetensors'"),
-        (["--export", "memmap", "--export_dir", "gs://b/x"], "gs://b/x: is a URL"),
-        (
-            ["--export", "memmap", "--export_dir", "x", "--hook_names", "blocks.4.*"],
-            f"--hook_names blocks.4.*: no such hook; the run has {FIRST}, {SECOND}",
-        ),
-        (
-            ["--export", "memmap", "--export_dir", "x", "--status"],
-            "--status and --export cannot be used together",
-        ),
-        (
-            ["--export", "memmap", "--export_dir", "x", "--output_dir", "none"],
-            "none: holds no extraction",
-        ),
-        (
-            ["--export", "memmap", "--export_dir", "x", "--output_dir", "started"],
-            "started is interrupted; expected a finished run",
-        ),
-    ],
-)
-def test_bad_requests_are_refused_in_one_line(flags, message, run, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("typed,why", REFUSED)
+def test_bad_requests_are_refused_in_one_line(typed, why, run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    if "started" in flags:
-        started(tmp_path / "started")
-    output = [] if "--output_dir" in flags else ["--output_dir", str(run)]
-    assert main(*flags, *output) == 2
+    if "started" in typed:
+        with open_part(tmp_path / "started") as storage:
+            storage.finalize(complete=False)
+    output = [] if "--output_dir" in typed else ["--output_dir", str(run)]
+    assert main(*typed.split(), *output) == 2
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert why in error and error.count("\n") == 1
     assert not (tmp_path / "x").exists()
 
 

@@ -1,8 +1,6 @@
 """What a run that fails says: what has to change, and the traceback of what nobody expected."""
 
 import shutil
-from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import jax
 import numpy as np
@@ -11,14 +9,11 @@ from command_line import main
 from pods import flags_for
 from safetensors.numpy import load_file, save_file
 
-from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.console import Progress
 from activation_extraction.common.errors import RunError
 from activation_extraction.model.devices import device_errors
-from activation_extraction.run import hosts, prepare
-from activation_extraction.run.hosts import Host, Watchdog, raise_together
 from activation_extraction.store.formats import ShardFormat
-from qwen2_jax_with_hooks import FAMILIES, HookedQwen2
+from qwen2_jax_with_hooks import HookedQwen2
 
 
 @pytest.fixture
@@ -33,40 +28,10 @@ def failing(demo_inputs, tmp_path, capsys):
     return run
 
 
-def test_an_error_in_the_comparison_of_hosts_is_told_to_the_others(monkeypatch):
-    """They wait in `require_agreement`, which therefore has to be called whatever happens."""
-    told = []
-
-    def agree(host, fields, problem):
-        told.append((fields, problem))
-        if problem is not None:
-            raise problem
-
-    def vanished(*_):
-        raise FileNotFoundError("a source file")
-
-    monkeypatch.setattr(hosts, "require_agreement", agree)
-    phases = {"prepare_output": 0, "settings_of": 0, "own_memory": 1}
-    phases |= {"prepare_forward": 2, "step_of": 2, "prepare": 3}
-    for defect, phase in phases.items():
-        told.clear()
-        output = SimpleNamespace(commit=None, own=[], earlier=[])
-        monkeypatch.setattr(prepare, "prepare_output", lambda *_, output=output: output)
-        monkeypatch.setattr(prepare, "agree_on_commit", lambda *_: None)
-        monkeypatch.setattr(prepare, "prepare_forward", lambda config, *_: (config, None, None))
-        monkeypatch.setattr(prepare, "own_memory", lambda _: 1e9)
-        monkeypatch.setattr(prepare, "settings_of", lambda *_: {})
-        monkeypatch.setattr(prepare, "step_of", lambda *_: {})
-        monkeypatch.setattr(prepare, "prepare", MagicMock())
-        monkeypatch.setattr(prepare, defect, vanished)
-        with pytest.raises(FileNotFoundError):
-            prepare.prepare_together(parse_args([]), Host(0, 2), FAMILIES, Watchdog(600))
-        assert len(told) == phase + 1 and type(told[-1][1]) is FileNotFoundError
+DEFECTS = (Progress, "advance"), (HookedQwen2, "flops"), (Progress, "close"), (ShardFormat, "pack")
 
 
-@pytest.mark.parametrize(
-    "defect", [(Progress, "advance"), (HookedQwen2, "flops"), (Progress, "close")]
-)
+@pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_has_its_traceback_and_is_no_failure_of_the_storage(failing, monkeypatch, defect):
     def broken(*_):
         return 1 // 0
@@ -77,16 +42,6 @@ def test_a_defect_has_its_traceback_and_is_no_failure_of_the_storage(failing, mo
     last = printed.splitlines()[-1]
     assert last.startswith("error: unexpected ZeroDivisionError: ") and ". Stored in " in last
     assert last.endswith("; this is a bug in this program; its traceback is above")
-
-
-def test_a_defect_in_the_background_has_its_traceback(failing, monkeypatch):
-    def broken(*_):
-        return 1 // 0
-
-    monkeypatch.setattr(ShardFormat, "write", broken)
-    printed = failing()
-    assert "in broken" in printed
-    assert "error: unexpected ZeroDivisionError: " in printed.splitlines()[-1]
 
 
 def test_weights_of_nan_are_to_be_changed(failing, demo_inputs, tmp_path):
@@ -110,13 +65,6 @@ def test_what_does_not_fit_in_memory_asks_for_a_smaller_batch():
         with device_errors():
             raise jax.errors.JaxRuntimeError("INTERNAL: a cosmic ray")
     assert raised.value.remedy is None
-
-
-def test_a_host_without_a_problem_points_to_the_one_that_has_it(monkeypatch):
-    monkeypatch.setattr("activation_extraction.run.hosts.any_host", lambda host, flags: [True])
-    with pytest.raises(RunError, match="another host failed") as raised:
-        raise_together(Host(), None)
-    assert raised.value.remedy and "its message says" in raised.value.remedy
 
 
 def test_a_platform_that_jax_does_not_have_is_bad_input(demo_inputs, tmp_path, monkeypatch, capsys):

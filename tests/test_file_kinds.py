@@ -1,6 +1,6 @@
 """Every kind of file gives the same rows: all of them once, and exactly from any of them on.
 
-A row that cannot be used is named, or skipped; so is a file that is damaged, which ends the run.
+A file that is damaged is named, and ends the run.
 """
 
 import bz2
@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
-from small_runs import Killed, content, stream_of
+from small_runs import stream_of
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.text import file_rows
@@ -150,59 +150,6 @@ def test_two_machines_with_two_hosts_have_every_row_once(place, kind, files):
     assert sorted(ids) == sorted(row["id"] for row in rows_of(range(9 * files)))
 
 
-class TestKilled:
-    """Runs of all but the model, killed after a few samples."""
-
-    @pytest.fixture(params=["zstd", "array", "csv", "arrow"])
-    def rows(self, request, tmp_path):
-        end, content_of = KINDS[request.param]
-        path = tmp_path / f"rows{end}"
-        path.write_bytes(content_of([{"text": "x" * (n % 17), "id": n} for n in range(40)]))
-        return path
-
-    def test_the_bytes_are_those_of_a_whole_run(self, run, whole, tmp_path):
-        for first in range(1, 30, 4):
-            folder = tmp_path / f"killed_{first}"
-            with pytest.raises(Killed):
-                run(folder, kill_after=first)
-            run(folder)
-            assert content(folder) == whole
-
-
-BAD_ROWS = {
-    "too few fields": ("a.csv", b"text,id\ngood,1\nbad\n\ngood,2\n", "row 1 (from 0): expected 2 "),
-    "too many": ("a.csv", b'text\ngood\n"bad\n",1\ngood', "fields as in the header, found 2"),
-    "csv not UTF-8": ("a.csv", b"text\r\ngood\r\nbad\xff\r\ngood", "row 1 (from 0): not UTF-8"),
-    "no object": ("a.json", b'[{"text": "good"}, ["bad"], {"text": "good"}]', "found list"),
-    "a number": ("a.json", b'[{"text": "good"},23,{"text": "good"}]', "found int"),
-    "array not UTF-8": (
-        "a.json",
-        b'[{"text": "good"}, {"text": "\xff"}, {"text": "good"}]',
-        "row 1 (from 0): not UTF-8",
-    ),
-    "arrow not UTF-8": (
-        "a.arrow",
-        as_arrow([{"text": "good"}, {"text": "bad"}, {"text": "good"}]).replace(b"bad", b"b\xffd"),
-        "row 1 (from 0): not UTF-8",
-    ),
-}
-
-
-@pytest.mark.parametrize("piece", [3, 2**16])
-@pytest.mark.parametrize("case", BAD_ROWS)
-def test_a_row_that_cannot_be_used_is_named_or_skipped(tmp_path, monkeypatch, case, piece):
-    monkeypatch.setattr(file_rows, "PIECE", piece)
-    name, data, told = BAD_ROWS[case]
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(RunError) as caught:
-        list(stream_of(tmp_path))
-    assert f"a row cannot be used: {tmp_path / name} row 1 (from 0): " in str(caught.value)
-    assert told in str(caught.value)
-    stream = stream_of(tmp_path, skip=True)
-    assert [document.content.text for document in stream if document] == ["good", "good"]
-    assert stream.counts.skipped == 1
-
-
 ROWS = rows_of(range(3000))
 BEHIND = "; the last row before: "
 DAMAGED = {
@@ -315,37 +262,24 @@ def test_memory_does_not_grow_with_the_file(tmp_path, kind):
     assert peak < 1e6  # the file has 5 MB
 
 
-@pytest.fixture
-def saved(tmp_path):
-    """Writes what `datasets` writes: each split, or one alone."""
-
-    def write(*splits):
-        made = {name: datasets.Dataset.from_list(rows_of(range(5))) for name in splits}
-        whole = datasets.DatasetDict(made) if splits else datasets.Dataset.from_list(rows_of([7]))
-        whole.save_to_disk(tmp_path / "data")
-        return tmp_path / "data"
-
-    return write
-
-
-def test_folders_that_datasets_has_saved(saved, place):
-    folder = saved()
-    (folder / "cache-1f.arrow").write_bytes(as_arrow(rows_of([8])))  # of a `map` over them
+def test_folders_that_datasets_has_saved(place, tmp_path):
+    """What a `map` over them has left is no data, and splits are not mixed."""
+    datasets.Dataset.from_list(rows_of([7])).save_to_disk(tmp_path / "data")
+    (tmp_path / "data/cache-1f.arrow").write_bytes(as_arrow(rows_of([8])))
     if "memory:" in place:
-        fsspec.filesystem("memory").put(str(folder), place, recursive=True)
+        fsspec.filesystem("memory").put(str(tmp_path / "data"), place, recursive=True)
     assert [doc_id for _, doc_id, _ in found(stream_of(place))] == ["id 7"]
-
-
-def test_splits_are_not_mixed(saved):
-    folder = saved("train", "test")
+    one, two = (
+        {name: datasets.Dataset.from_list(rows_of([7])) for name in s}
+        for s in (["train"], ["train", "test"])
+    )
+    datasets.DatasetDict(one).save_to_disk(tmp_path / "one")
+    assert len(found(stream_of(tmp_path / "one"))) == 1
+    datasets.DatasetDict(two).save_to_disk(folder := tmp_path / "two")
     told = rf"splits of a data set \(test, train\); choose one of them, such as {folder}/test$"
     with pytest.raises(InputError, match=told):
         list_files(str(folder))
-    assert len(found(stream_of(folder / "train"))) == 5
-
-
-def test_one_split_is_a_data_set(saved):
-    assert len(found(stream_of(saved("train")))) == 5
+    assert len(found(stream_of(folder / "train"))) == 1
 
 
 def test_json_beside_other_data_is_none(tmp_path):

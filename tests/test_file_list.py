@@ -1,6 +1,5 @@
 """Which files of a folder are data: each once; what is left out is counted and said."""
 
-import json
 import os
 import socket
 
@@ -34,12 +33,6 @@ def said(monkeypatch):
         lambda text, *values: lines.append(text % values),
     )
     return lines
-
-
-@pytest.fixture
-def model(inputs):
-    """Flags that name a model."""
-    return inputs[:2]
 
 
 def put(place, *names, content=b'{"text": "x"}\n'):
@@ -134,12 +127,6 @@ def test_what_is_left_out_is_counted_and_said(tmp_path, said):
     }
 
 
-def test_a_folder_without_any_data_says_what_it_has(tmp_path, model, capsys):
-    put(tmp_path / "data", "_a.jsonl", "b.txt", "c.txt")
-    told = "left out: 1 file (name or folder begins with . or _), 2 files (.txt)"
-    assert_refused(capsys, tmp_path, [*model, "--dataset_path", tmp_path / "data"], told)
-
-
 def test_json_that_is_packed_is_data_beside_other_files(place):
     """The names of C4 and Dolma; a plain .json beside lines holds settings more often."""
     put(place, "a.jsonl", "b.json.zst", "config.json", content=b"")
@@ -148,60 +135,70 @@ def test_json_that_is_packed_is_data_beside_other_files(place):
     assert listed(f"{place}/all") == ["b.json", "c4-train.00000-of-01024.json.gz"]
 
 
-@pytest.mark.parametrize("asked", ["", "/*.parquet", "/", "/.."])
-def test_a_delta_table_is_refused_by_its_name(tmp_path, model, capsys, asked):
-    """Its folder has files with rows that were deleted from it."""
+@pytest.fixture
+def odd(tmp_path, monkeypatch):
+    """Makes a folder with what is no data, is data twice, or would never end."""
+    put(tmp_path, "none/_a.jsonl", "none/b.txt", "none/c.txt", "data/a.jsonl", "two/a.jsonl")
     put_parquet(tmp_path, "d/table/part-0.parquet", "one")
     put_parquet(tmp_path, "d/table/_delta_log/00000000000000000010.checkpoint.parquet", "x")
-    told = f"{tmp_path}/d/table is a Delta table"
-    assert_refused(capsys, tmp_path, [*model, "--dataset_path", f"{tmp_path}/d/table{asked}"], told)
-    assert listed(tmp_path / "d/table/part-0.parquet") == ["part-0.parquet"]
-
-
-def test_pipes_sockets_and_devices_are_refused_unopened(tmp_path, model, capsys, monkeypatch):
-    """To open a pipe waits for whoever writes to it."""
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    (tmp_path / "link.jsonl").symlink_to(tmp_path / "pipe.jsonl")
-    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "two/b.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "link").symlink_to("data")
+    (tmp_path / "out/part.jsonl").mkdir(parents=True)
+    devices = tmp_path / "devices"
+    devices.mkdir()
+    os.mkfifo(devices / "pipe.jsonl")
+    (devices / "link.jsonl").symlink_to(devices / "pipe.jsonl")
+    (devices / "zero.jsonl").symlink_to("/dev/zero")
+    monkeypatch.chdir(devices)  # the path of a socket is short
     with socket.socket(socket.AF_UNIX) as server:
-        monkeypatch.chdir(tmp_path)  # the path of a socket is short
         server.bind("socket.jsonl")
-    for asked in ("", "/pipe.jsonl", "/link.jsonl", "/zero.jsonl", "/socket.jsonl", "/p*.jsonl"):
-        flags = [*model, "--dataset_path", f"{tmp_path}{asked}"]
-        assert_refused(capsys, tmp_path, flags, "is a named pipe, a socket or a device; expected a")
-    flags = [*model, "--dataset_path", "/dev/null"]
-    assert_refused(capsys, tmp_path, flags, "/dev/null: is a named pipe")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def test_one_file_under_two_names_is_refused(tmp_path, model, capsys):
-    put(tmp_path, "data/a.jsonl")
-    (tmp_path / "data/b.jsonl").symlink_to("a.jsonl")
-    for asked in ("", "/*.jsonl"):
-        told = f"{tmp_path}/data/b.jsonl: is given twice, also as {tmp_path}/data/a.jsonl; each"
-        assert_refused(
-            capsys, tmp_path, [*model, "--dataset_path", f"{tmp_path}/data{asked}"], told
-        )
-    assert listed(tmp_path / "data/b.jsonl") == ["b.jsonl"]
+NO_FILE = "is a named pipe, a socket or a device; expected a"
+REFUSED = [  # {} stands for that folder
+    ("{}/none", "left out: 1 file (name or folder begins with . or _), 2 files (.txt)"),
+    ("{}/out/*.jsonl", "--dataset_path {}/out/*.jsonl: matches only folders; add /* to it"),
+    # A Delta table's folder has files with rows that were deleted from it.
+    *((f"{{}}/d/table{end}", "{}/d/table is a Delta table") for end in ("", "/*.parquet", "/..")),
+    *(
+        (f"{{}}/two{end}", "{0}/two/b.jsonl: is given twice, also as {0}/two/a.jsonl; each")
+        for end in ("", "/*.jsonl")
+    ),
+    # To open a pipe waits for whoever writes to it.
+    *(
+        (f"{{}}/devices/{name}", NO_FILE)
+        for name in ("", "pipe.jsonl", "link.jsonl", "zero.jsonl", "socket.jsonl", "p*.jsonl")
+    ),
+    ("/dev/null", f"/dev/null: {NO_FILE}"),
+]
+
+
+@pytest.mark.parametrize("path,told", REFUSED)
+def test_what_cannot_be_read_once_is_refused(path, told, odd, inputs, capsys):
+    flags = [*inputs[:2], "--dataset_path", path.format(odd)]
+    assert_refused(capsys, odd, flags, told.format(odd))
 
 
 @pytest.mark.parametrize(
     "other", ["{}/data/", "{}/./data", "file://{}/data", "data", "./data", "{}/link", "{}/d*/a.*"]
 )
-def test_one_file_in_two_sources_of_a_mixture_is_refused(
-    tmp_path, model, capsys, monkeypatch, other
-):
-    monkeypatch.chdir(tmp_path)
-    put(tmp_path, "data/a.jsonl")
-    (tmp_path / "link").symlink_to("data")
-    flags = [*model, "--mix", f"{tmp_path}/data/a.jsonl=1", f"{other.format(tmp_path)}=2"]
-    assert_refused(capsys, tmp_path, flags, "a.jsonl: is given twice")
+def test_one_file_in_two_sources_of_a_mixture_is_refused(other, odd, inputs, capsys):
+    flags = [*inputs[:2], "--mix", f"{odd}/data/a.jsonl=1", f"{other.format(odd)}=2"]
+    assert_refused(capsys, odd, flags, "a.jsonl: is given twice")
+
+
+def test_a_file_that_is_named_is_read(odd):
+    assert listed(odd / "two/b.jsonl") == ["b.jsonl"]
+    assert listed(odd / "d/table/part-0.parquet") == ["part-0.parquet"]
 
 
 def test_one_object_under_two_urls_is_refused(bucket):
-    put("gs://bucket/data", "a.jsonl")
+    bucket.put("data/a.jsonl", b"{}")
     mixed = parse_args(["--mix", "gs://bucket/data=1", "gcs://bucket/data/a.jsonl=1"])
     with pytest.raises(InputError, match=r"--mix gs://bucket/data/a.jsonl: is given twice;"):
-        open_dataset(mixed.part(TextRequest), Columns(("text",)), [])
+        open_dataset(mixed.part(TextRequest), Columns(("text",)))
 
 
 @pytest.mark.parametrize("name", ["a::b.jsonl", "zip::a.jsonl", "a[1]::x.jsonl", "::.csv.gz"])
@@ -220,12 +217,6 @@ def test_two_colons_in_a_local_path_are_part_of_a_name(tmp_path, name):
     assert [document.content.text for document in stream_of(folder / "c::d.parquet")] == ["x"]
 
 
-def test_a_glob_of_folders_alone_says_so(tmp_path, model, capsys):
-    (tmp_path / "out/part.jsonl").mkdir(parents=True)
-    told = f"--dataset_path {tmp_path}/out/*.jsonl: matches only folders; add /* to it"
-    assert_refused(capsys, tmp_path, [*model, "--dataset_path", tmp_path / "out/*.jsonl"], told)
-
-
 def test_a_file_at_the_top_has_a_name():
     put("memory://", "top.jsonl")
     try:
@@ -235,12 +226,3 @@ def test_a_file_at_the_top_has_a_name():
         fsspec.filesystem("memory").rm("/top.jsonl")
     with pytest.raises(InputError, match=r"--dataset_path /no_such.jsonl: no such file or folder"):
         list_files("/no_such.jsonl")
-
-
-def test_rows_of_files_with_odd_names_are_read(tmp_path):
-    rows = {"A.JSONL": "a", "b.ndjson": "b", "c.Json.GZ": "c"}
-    for name, text in rows.items():
-        line = json.dumps({"text": text}).encode()
-        packed = pyarrow.compress(line, "gzip", asbytes=True) if name.endswith("GZ") else line
-        (tmp_path / name).write_bytes(packed)
-    assert [document.content.text for document in stream_of(tmp_path)] == ["a", "b", "c"]

@@ -18,10 +18,12 @@ from test_model import (
     run,
 )
 
+from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.mesh import build_layout
-from qwen2_jax import weight_table
-from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
+from activation_extraction.run import demo
+from qwen2_jax import Qwen2, weight_table
+from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
 
 DEPTH = 4
 HALF = {"input_layernorm", "q_proj", "k_proj", "v_proj", "o_proj"}  # a layer without its MLP
@@ -93,6 +95,7 @@ def test_a_name_that_no_hook_has_is_refused(name):
         (["blocks.2.attn.hook_q"], 2, {"input_layernorm", "q_proj"}),
         (["blocks.0.attn.hook_rot_k"], 0, {"input_layernorm", "k_proj"}),
         (["blocks.2.attn.hook_z"], 2, {"input_layernorm", "q_proj", "k_proj", "v_proj"}),
+        (["blocks.2.attn.hook_pattern"], 2, {"input_layernorm", "q_proj", "k_proj"}),
         (["blocks.2.hook_resid_mid", "blocks.0.mlp.hook_post"], 2, HALF),
         (["blocks.2.hook_mlp_out"], 3, None),
         (["blocks.2.hook_mlp_out", "blocks.2.ln2.hook_out", "blocks.1.attn.hook_z"], 3, None),
@@ -139,7 +142,6 @@ def test_any_set_of_hooks_gives_the_values_of_all_hooks(tiny):
 
 @pytest.mark.long
 def test_what_comes_after_the_last_hook_does_not_run(tiny):
-    """The compiled program has a layer twice: for a group of rows, and for half of one."""
     one_cpu = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=2)
 
     def products(name):
@@ -150,8 +152,8 @@ def test_what_comes_after_the_last_hook_does_not_run(tiny):
         return program.compile().as_text().count(" dot(")
 
     before_attention, before_mlp = products("hook_resid_pre"), products("hook_resid_mid")
-    assert products("attn.hook_q") == before_attention + 2
-    assert products("mlp.hook_pre") == before_mlp + 2 > before_attention + 10
+    assert products("attn.hook_q") == before_attention + 1
+    assert products("mlp.hook_pre") == before_mlp + 1 > before_attention + 5
 
 
 def test_operations_are_counted_as_far_as_layers_run(tiny):
@@ -185,6 +187,7 @@ def test_a_run_stores_hooks_of_any_width_under_the_names_that_were_asked_for(
     assert {key: records[0]["activation"].shape[1] for key, records in shard.items()} == dict(
         zip(asked, (128, 128, 64, 384), strict=True)
     )
+    assert shard[asked[0]][1]["hook"] == "blocks.1.ln2.hook_out"  # the canonical name
     hooks = json.loads((tmp_path / "metadata.json").read_text())["hooks"]
     facts = [
         {name: hook.get(name) for name in ("key", "name", "module", "width")} for hook in hooks
@@ -218,3 +221,28 @@ def test_list_hooks_needs_nothing_but_the_configuration(demo_inputs, tmp_path, c
     assert lines[-1] == "K is the layer, from 0 to 11"
     assert not list(tmp_path.glob("shard*"))
     assert main("--list_hooks", "--status") == 2
+
+
+@pytest.mark.long
+def test_clipped_default_layers_are_told(texts, tmp_path, capsys):
+    """A model of six layers has none of the default ones: its last layer is taken."""
+    config = {**demo.MODEL_CONFIG, "num_hidden_layers": 6}
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    demo.write_tokenizer(model, [])
+    weights = weight_table(Qwen2(FAMILIES.config(config))).values()
+    demo.write_weights(model / "model.safetensors", weights)
+    flags = ["--model_path", model, "--dataset_path", texts([{"text": "one"}])]
+    flags += ["--output_dir", tmp_path / "out", "--max_seq_length", 16]
+    assert main(*flags) == 0
+    log = capsys.readouterr().err
+    assert "the default layers, 10 to 23, are clipped: the model has layers 0 to 5\n" in log
+    assert "hooks: blocks.5.hook_resid_post; width 128" in log
+    for typed, layers in ((["all"], range(6)), (["4-5", "0"], (0, 4, 5))):
+        out = tmp_path / typed[0]
+        flags[flags.index("--output_dir") + 1] = out
+        more = [*map(str, flags), "--layers_to_extract", *typed]
+        assert main(*more) == 0
+        names = [f"blocks.{layer}.hook_resid_post" for layer in layers]
+        assert list(ActivationDataset(out).hooks) == names

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from command_line import main
@@ -71,24 +70,16 @@ def test_a_host_that_cannot_fill_its_share_is_named_on_all(demo_inputs, texts, t
                 assert line == f"short: the data of host 1 ended after {told}"
 
 
-def test_leftovers_of_another_number_of_hosts_are_refused_or_replaced(demo_inputs, tmp_path):
-    out = tmp_path / "out"
-    flags = flags_for(demo_inputs, out, "--max_samples", 6)
-    assert Pod(tmp_path, 2, 2, *flags).wait() == [0, 0]
-    assert main(*flags) == 2
-    assert len(list(out.glob("machine_*/shard_*.json"))) == 2
-    assert main(*flags, "--overwrite") == 0
-    assert not list(out.glob("machine_*/shard_*")) and (out / "shard_0001.json").exists()
-    assert Pod(tmp_path, 2, 2, *flags).wait() == [2, 2]
-
-
-def test_every_host_clears_its_own_disk_of_another_number_of_hosts(demo_inputs, tmp_path):
-    """What was host 1 of 2 is host 0 now, and the other way round, as after a pod was made anew."""
+def test_folders_of_another_number_of_hosts_are_refused_and_named(demo_inputs, tmp_path, capsys):
+    """Also with --overwrite, and where host 1 of 2 finds them on its own disk."""
     disks = [flags_for(demo_inputs, tmp_path / f"disk_{i}", "--max_samples", 6) for i in range(2)]
     assert Pod(tmp_path, 3, 2, disks[0], disks[1], disks[1]).wait() == [0] * 3
-    assert Pod(tmp_path, 2, 2, *disks).wait() == [2, 2]
-    anew = [[*flags, "--overwrite"] for flags in disks]
-    assert Pod(tmp_path, 2, 2, *anew).wait() == [0, 0]
-    left = {path.parent.relative_to(tmp_path) for path in tmp_path.glob("disk_*/*/shard_*.json")}
-    assert left == {Path(f"disk_{i}/machine_000_host_0{i}") for i in range(2)}
-    assert Pod(tmp_path, 2, 2, *disks).wait() == [0, 0]
+    stored = sorted(tmp_path.glob("disk_*/*/shard_*"))
+    assert Pod(tmp_path, 2, 2, *([*flags, "--overwrite"] for flags in disks)).wait() == [2, 2]
+    for more, remedy in (("", "give the same number, or delete it"), ("--overwrite", "delete it")):
+        assert main(*disks[0], *filter(None, [more])) == 2
+        folder, told = f"{tmp_path}/disk_0/machine_000_host_00", capsys.readouterr().err
+        assert told.endswith(
+            f"{folder}: holds an extraction with another number of hosts or machines; {remedy}\n"
+        )
+    assert sorted(tmp_path.glob("disk_*/*/shard_*")) == stored

@@ -18,7 +18,7 @@ from hub_server import serve_hub
 import extract_activations
 from activation_extraction import ActivationDataset
 from activation_extraction.model.checkpoint import INDEX_FILE, SINGLE_FILE, TOKENIZER_FILES
-from activation_extraction.run import demo, digests
+from activation_extraction.run import demo
 
 pytestmark = pytest.mark.long
 
@@ -75,6 +75,9 @@ def test_model_and_streamed_data_set_from_the_hub(hub, tmp_path):
     assert len(shard[10]) == 50
     assert len({record["doc_id"] for record in shard[10]}) == 50
     assert any(path.startswith("/datasets/org/texts/resolve/") for _, path in hub.requests)
+    stored = json.loads((tmp_path / "out/machine_001/metadata.json").read_text())
+    (snapshot,) = (tmp_path / "home/hub/models--org--tiny/snapshots").iterdir()
+    assert stored["identity"]["model_digest"] == f"commit {snapshot.name}"
 
 
 def test_a_mixture_of_the_hub_and_files_in_a_random_order(hub, tmp_path):
@@ -147,19 +150,19 @@ def test_adapters_and_other_weights_of_the_hub_are_named(hub, tmp_path):
         assert done.stderr.startswith(f"error: --model_path org/{name}: {said}")
 
 
-def test_the_hub_says_what_is_in_its_weights(hub, tmp_path, monkeypatch):
-    """They are not read for their digest, which is that of the same files in a local folder."""
-    done = run(hub, tmp_path, "--model_path", "org/tiny", *TEXTS, "--max_samples", "1")
+def test_files_of_the_hub_are_known_by_its_digests(hub, tmp_path):
+    """A file of the same size that takes the place of one is refused."""
+    flags = ["--model_path", "org/tiny", "--dataset_path", "hf://datasets/org/texts/sample"]
+    flags += ["--layers_to_extract", "1", "--max_samples"]
+    done = run(hub, tmp_path, *flags, "5")
     assert done.returncode == 0, done.stderr
-    stored = json.loads((tmp_path / "out/metadata.json").read_text())["identity"]["model_digest"]
-    names = ("config.json", "model.safetensors")
-    assert stored == digests.digest_files([tmp_path / "hub/models/org/tiny" / n for n in names])
-    (snapshot,) = (tmp_path / "home/hub/models--org--tiny/snapshots").iterdir()
-    original = digests._read
-    read = []
-    monkeypatch.setattr(digests, "_read", lambda path: read.append(path.name) or original(path))
-    assert digests.digest_files([snapshot / name for name in names]) == stored
-    assert read == ["config.json"]
+    path = tmp_path / "hub/datasets/org/texts/sample/1.parquet"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    done = run(hub, tmp_path, *flags, "10")
+    assert done.returncode == 2, done.stderr
+    assert "sample/1.parquet is not the file that the run began with;" in done.stderr
 
 
 def test_a_revision_is_read_with_the_token_and_then_offline(hub, tmp_path, demo_inputs):
@@ -232,22 +235,14 @@ def test_the_hubs_templates_are_there_at_the_first_start(hub, tmp_path):
 @pytest.mark.parametrize(
     "flags,named",
     [
-        (["--model_path", "org/none", "--dataset_name", "org/texts"], "--model_path org/none"),
-        (["--model_path", "org/tiny", "--dataset_name", "org/none"], "--dataset_name org/none"),
-        (
-            ["--model_path", "org/tiny", "--dataset_name", "org/texts"]
-            + ["--dataset_config", "big"],
-            "big",
-        ),
-        (
-            ["--model_path", "org/tiny", "--dataset_name", "org/texts"]
-            + ["--dataset_config", "small", "--dataset_split", "test"],
-            "test",
-        ),
+        ("--model_path org/none --dataset_name org/texts", "--model_path org/none"),
+        ("--model_path org/tiny --dataset_name org/none", "--dataset_name org/none"),
+        ("--model_path org/tiny --dataset_name org/texts --dataset_config big", "big"),
+        (f"--model_path org/tiny {' '.join(TEXTS)} --dataset_split test", "test"),
     ],
 )
 def test_what_the_hub_does_not_have_exits_2_with_one_line(hub, tmp_path, flags, named):
-    done = run(hub, tmp_path, *flags)
+    done = run(hub, tmp_path, *flags.split())
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()
     assert len(last) == 1 and last[0].startswith("error: ") and named in last[0], done.stderr

@@ -1,220 +1,211 @@
-"""Runs killed before each single change to the disk or the bucket: the same command continues.
+"""Real processes that are killed, stopped or refused by the disk: the same command continues.
 
-An audit hook sees every file that is opened for writing, renamed or deleted, whoever does it.
+What may happen at each single request, test_exactly_once.py sweeps.
 """
 
-import fnmatch
 import json
-import os
-import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from functools import partial
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-import fsspec
 import pytest
-from small_runs import Killed, content, shard_name, status
+from command_line import main
+from pods import Pod
 
-from activation_extraction.common.errors import InputError, StorageError
-from activation_extraction.inspect.status import show_status
-from activation_extraction.run.run_folders import RunFolders
-from activation_extraction.store import ownership, run_record
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.metadata import AGGREGATE
-from activation_extraction.store.sealed_json import unseal
-from activation_extraction.text.batch import Worker
+from activation_extraction.store.metadata import read_stored
+from benchmarks.kill_and_resume import LOST, Extraction, deviation, samples_in
 
-PLACES = ["local", "bucket", "bucket, local kept"]
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-watch: Callable[[str], None] | None = None
+pytestmark = pytest.mark.long
+URL = "gs://bucket/run/machine_000"
 
 
-def audit(event: str, arguments: tuple) -> None:
-    """Tells `watch` of every change of the disk; whatever that raises prevents the change."""
-    if watch is None or event not in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"):
-        return
-    if event != "open" or arguments[2] & WRITING:
-        watch(f"{event} {arguments[0]}")
+@pytest.fixture(scope="module")
+def flags(demo_inputs):
+    return [
+        *("--model_path", str(demo_inputs / "model"), "--layers_to_extract", "1", "3"),
+        *("--dataset_path", str(demo_inputs / "documents.parquet"), "--max_seq_length", "64"),
+        *("--batch_size", "4", "--max_samples", "200", "--shard_size_gb", "0.0005"),
+        "--no_data_parallel",
+    ]
 
 
-sys.addaudithook(audit)
+@pytest.fixture(scope="module")
+def undisturbed(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert main(*flags, "--output_dir", folder) == 0
+    return samples_in(folder)
 
 
-def forget(*places: Path) -> None:
-    """Deletes what a round has stored: fsspec searches all of its memory for each file."""
-    fsspec.filesystem("memory").store.clear()
-    for place in places:
-        shutil.rmtree(place, ignore_errors=True)
+@pytest.fixture
+def is_whole(undisturbed, check):
+    """Checks what is stored: every sample once, the same bits, and nothing beside the shards but
+    what a process leaves that is killed while it looks whether a bucket obeys conditions."""
+
+    def is_whole(url: object) -> None:
+        folder = Folder(str(url))
+        stored = read_stored(folder)
+        expected = {"metadata.json", "metrics.jsonl"}
+        for commit in stored.in_order:
+            expected |= {commit.name, *commit.files}
+            found = {name for name in folder.files() if not name.startswith(".write_test_")}
+        assert found == expected
+        assert deviation(samples_in(url), undisturbed) == 0 and check(url) == []
+
+    return is_whole
 
 
-@contextmanager
-def killed_at(event: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Kills the run before its event-th change below `folder` or in the bucket, and all later ones.
-
-    The list has the changes so far.
-    """
-    events: list[str] = []
-
-    def change(what: str) -> None:
-        events.append(what)
-        if len(events) >= event:
-            raise Killed
-
-    def deadly(patch: pytest.MonkeyPatch, name: str) -> None:
-        memory = type(fsspec.filesystem("memory"))
-        original = getattr(memory, name)
-
-        def changes(*arguments, **options):
-            change(f"{name} {arguments[1:]}")
-            return original(*arguments, **options)
-
-        patch.setattr(memory, name, changes)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run_record, "METRICS_SECONDS", 0)  # they are uploaded after every shard
-        for name in ("pipe_file", "rm_file"):
-            deadly(patch, name)
-        patch.setattr(
-            sys.modules[__name__],
-            "watch",
-            lambda what: change(what) if str(folder) in what else None,
-        )
-        yield events
+def upload_flags(flags, output, *more):
+    where = "--output_dir", output, "--upload_to_gcs", "--gcs_bucket", "bucket"
+    return [str(flag) for flag in (*flags, *where, "--gcs_prefix", "run", *more)]
 
 
-def options_of(place: str, url: str) -> dict:
-    if place == "local":
-        return {}
-    return {"remote": Folder(url), "delete_local_after_upload": place == "bucket"}
+def wait_for(bucket, name: str, running: Callable[[], int | None]) -> None:
+    """Until the bucket has an object."""
+    while name not in bucket.objects():
+        assert running() is None
+        time.sleep(0.02)
 
 
-def result(place: str, folder: Path, url: str) -> Path:
-    """A local copy of what counts."""
-    if place == "local":
-        return folder
-    copy = folder.with_name(f"{folder.name}_bucket")
-    shutil.rmtree(copy, ignore_errors=True)
-    fsspec.filesystem("memory").get(f"{url}/", str(copy), recursive=True)
-    return copy
+def test_runs_killed_at_random_moments(flags, is_whole, tmp_path):
+    out = tmp_path / "out"
+    extraction = Extraction(tmp_path, [*flags, "--output_dir", str(out)])
+    assert extraction.kill(lambda: len([*out.glob("*.json")]), 8) == 8
+    is_whole(out)
 
 
-def shards_of(folder: Path) -> dict[str, object]:
-    """The content of a folder and nothing that a run may not leave there."""
-    found = content(folder)
-    found.pop(AGGREGATE, None)
-    assert not fnmatch.filter(found, ".*"), found.keys()
-    return found
+def test_uploading_runs_killed_at_random_moments(flags, is_whole, bucket, tmp_path):
+    """And a fifth of the requests fail."""
+    bucket.bytes_per_second, bucket.rate = 2e6, 0.2  # so that kills find uploads under way
+    extraction = Extraction(tmp_path, upload_flags(flags, tmp_path / "out"), bucket.environment)
+    assert extraction.kill(lambda: len(bucket.objects()), 5) == 5
+    assert sum(bucket.failed.values()) > 10, bucket.failed
+    bucket.rate = 0
+    is_whole(URL)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "metadata.json",
+        "metrics.jsonl",
+    }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "place,before,shard_format",
-    [
-        *((place, before, "pickle") for place in PLACES for before in ("nothing", "interrupted")),
-        *((place, "interrupted, disk lost", "pickle") for place in PLACES[1:]),
-        ("bucket, local kept", "interrupted", "safetensors"),
-    ],
-)
-def test_killed_before_every_change(
-    run, shard_format, tmp_path, monkeypatch, capsys, place, before
+def test_of_two_writers_the_later_one_goes_on(flags, is_whole, bucket, tmp_path):
+    """The earlier one sleeps meanwhile, says that it has lost, and ends with status 2."""
+    extraction = Extraction(tmp_path, upload_flags(flags, tmp_path / "a"), bucket.environment)
+    earlier = extraction.start()
+    wait_for(bucket, "run/machine_000/shard_0002.json", earlier.process.poll)
+    earlier.process.send_signal(signal.SIGSTOP)
+    later = extraction.start("--output_dir", str(tmp_path / "b"))
+    wait_for(bucket, "run/machine_000/shard_0004.json", later.process.poll)
+    earlier.process.send_signal(signal.SIGCONT)
+    assert earlier.end() == "lost" and later.end() == "done"
+    (error,) = (line for line in earlier.log.read_text().splitlines() if LOST in line)
+    assert error.startswith(f"error: {URL}: ") and "what it has committed is safe" in error
+    is_whole(URL)
+
+
+def test_what_is_complete_is_in_the_bucket_after_sigterm(
+    flags, undisturbed, is_whole, bucket, tmp_path
 ):
-    """Exhaustive: before the first change, the second, ... until a run is not killed any more."""
-    run = partial(run, shard_size_gb=6e-6)
-    run(tmp_path / "whole")
-    whole = content(tmp_path / "whole")
-    event, finished = 0, False
-    while not finished:
-        event += 1
-        folder, url = tmp_path / f"{event}", f"memory://{tmp_path}/{event}"
-        options = options_of(place, url)
-        root = Folder(str(folder)) if place == "local" else options["remote"]
-        if before != "nothing":
-            run(folder, interrupt_after=20, **options)
-        if "lost" in before:
-            shutil.rmtree(folder)
-        with killed_at(event, folder, monkeypatch) as events, suppress(Killed, StorageError):
-            run(folder, **options)
-            show_status(root, write=True)
-            finished = True
-        run(folder, **options)
-        show_status(root, write=True)
-        stored = result(place, folder, url)
-        assert shards_of(stored) == whole and status(stored) == "complete", (event, events)
-        assert unseal((stored / AGGREGATE).read_bytes(), "")["status"] == "complete"
-        metrics = [json.loads(line) for line in (stored / "metrics.jsonl").read_text().splitlines()]
-        assert metrics[0] == {"found": 0} and (before == "nothing" or {"found": 0} != metrics[-1])
-        if place == "bucket":
-            assert not list(folder.glob("shard_*")), (event, events)
-        elif "lost" not in before:
-            assert shards_of(folder) == whole
-        forget(folder, stored)
-    assert shard_name(3, shard_format) in whole and event > 20
+    """An engine sends SIGTERM some seconds before it kills. The last shard is short."""
+    bucket.bytes_per_second = 4e5  # so that shards wait for their upload, and the run for them
+    given = upload_flags(flags, tmp_path, "--waiting_shards_gb", "0.001")
+    extraction = Extraction(tmp_path, given, bucket.environment)
+    started = extraction.start()
+    wait_for(bucket, "run/machine_000/shard_0002.json", started.process.poll)
+    started.process.send_signal(signal.SIGTERM)
+    assert started.process.wait(600) == 128 + signal.SIGTERM
+    stored = read_stored(Folder(URL))
+    assert stored.metadata["status"] == "interrupted" and not any(stored.missing())
+    found = samples_in(URL)
+    assert f"interrupted: {len(found):,} samples" in started.log.read_text()
+    assert 0 < len(found) < 200 and found.keys() <= undisturbed.keys()
+    *full, last = (commit.tokens for commit in stored.in_order)
+    assert last < min(full) and not list(tmp_path.glob("shard_*"))
+    bucket.bytes_per_second = None
+    assert main(*given) == 0
+    is_whole(URL)
 
 
-class Backwards(ThreadPoolExecutor):
-    """Takes what it is given from the end: a thread pool may take it in any order."""
-
-    def map(self, function, items):
-        return [function(item) for item in reversed(list(items))][::-1]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("place", PLACES)
-def test_overwriting_killed_before_every_deletion(run, source, tmp_path, monkeypatch, place):
-    """With --overwrite the same command begins anew. Without it, it never continues what is half
-    deleted: all is as before, or new, or refused."""
-    monkeypatch.setattr(ownership, "ThreadPoolExecutor", Backwards)
-    run = partial(run, shard_size_gb=6e-6)
-    run(tmp_path / "new")
-    new, original = content(tmp_path / "new"), source.values
-
-    def other(batch):
-        return {key: values + 1 for key, values in original(batch).items()}
-
-    outcomes: list[str] = []
-    while outcomes[-3:] != ["new"] * 3:  # its own writing is killed in the test above
-        event = 1 + len(outcomes)
-        assert event < 200
-        folder, url = tmp_path / f"{event}", f"memory://{tmp_path}/{event}"
-        options = options_of(place, url)
-        run(folder, values=other, **options)
-        old = shards_of(result(place, folder, url))
-        assert old != new
-        with killed_at(event, folder, monkeypatch) as events, suppress(Killed, StorageError):
-            run(folder, overwrite=True, **options)
-        try:
-            run(folder, **options)
-            (folder / ".metadata.json.tmp").unlink(missing_ok=True)  # nothing was written since
-            found = shards_of(result(place, folder, url))
-            assert found in (old, new), (event, events)
-            outcomes.append("old" if found == old else "new")
-        except InputError as error:
-            assert "--overwrite has begun to delete what is here" in str(error), (event, events)
-            outcomes.append("refused")
-            run(folder, overwrite=True, **options)
-            assert shards_of(result(place, folder, url)) == new
-        forget(folder)
-    assert set(outcomes) == {"old", "refused", "new"}
+def test_a_full_disk_ends_the_run_and_the_next_one_completes(flags, is_whole, tmp_path):
+    """A real refusal by the kernel, from a limit on the size of files."""
+    out = tmp_path / "out"
+    command = [*flags, "--output_dir", str(out)]
+    assert main(*command, "--max_samples", 60) == 0
+    script = (
+        "import resource, signal, sys, extract_activations as tool\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
+        "sys.exit(tool.main(sys.argv[1:]))"
+    )
+    run = [sys.executable, "-c", script, *command, "--compilation_cache", "off"]
+    done = subprocess.run(run, capture_output=True, text=True)
+    shards, error = len([*out.glob("shard_*.json")]), done.stderr.splitlines()[-1]
+    assert done.returncode == 1, done.stderr
+    assert f"writing shard_{shards:04d}.pkl.gz: File too large" in error  # its JSON reserves it
+    assert f"Stored in {out}: {shards - 1} shards, 60 samples; to continue" in error
+    assert len(samples_in(out)) == 60
+    assert main(*command) == 0
+    is_whole(out)
 
 
-@pytest.mark.long
-def test_other_folders_are_replaced_also_after_a_kill(run, tmp_path, monkeypatch):
-    """--overwrite with another number of machines: without it refused while any is left."""
-    places = RunFolders(Worker(), tmp_path / "out")
-    event, finished = 0, False
-    while not finished:
-        event += 1
-        for machine in range(2):
-            run(tmp_path / f"out/machine_{machine:03d}", shard_size_gb=6e-6)
-        (tmp_path / "out" / AGGREGATE).write_text("{}")
-        with killed_at(event, tmp_path, monkeypatch), suppress(Killed):
-            places.remove_others()
-            finished = True
-        left = {path.parent for path in (tmp_path / "out").glob("*/*")}
-        assert {Path(store.url) for store in places.stale_folders()} == left
-        places.remove_others()
-        assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert event > 8
+@pytest.fixture(scope="module")
+def two_hosts(demo_inputs, tmp_path_factory):
+    """Flags, and what two hosts store that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("two_hosts")
+    flags = [
+        *("--model_path", demo_inputs / "model", "--layers_to_extract", 1),
+        *("--dataset_path", demo_inputs / "documents.parquet", "--max_seq_length", 64),
+        *("--batch_size", 4, "--shard_size_gb", 2e-4, "--heartbeat_timeout", 10),
+    ]
+    assert Pod(folder, 2, 2, *flags, "--output_dir", folder / "whole").wait() == [0, 0]
+    return flags, samples_in(*(folder / "whole").glob("machine_*"))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_either_of_two_hosts_killed(two_hosts, bucket, tmp_path, check, victim):
+    """Both start again, and each continues its own part."""
+    flags, whole = two_hosts
+    folders = [f"machine_000_host_{host:02d}" for host in range(2)]
+    where = upload_flags(flags, tmp_path / "out")
+    bucket.bytes_per_second = 4e5
+    pod = Pod(tmp_path, 2, 2, *where, **bucket.environment)
+    wait_for(bucket, f"run/{folders[victim]}/shard_0002.json", pod.processes[victim].poll)
+    pod.processes[victim].send_signal(signal.SIGKILL)
+    assert all(pod.wait())
+    pod.wait_for_words(1 - victim, "start all hosts again")  # a helper writes them afterwards
+    bucket.bytes_per_second = None
+    pod = Pod(tmp_path, 2, 2, *where, **bucket.environment)
+    assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
+    found = samples_in(*(f"gs://bucket/run/{name}" for name in folders))
+    assert deviation(found, whole) < 1e-5
+    assert check("gs://bucket/run") == []
+    metadata = json.loads(bucket.objects()[f"run/{folders[victim]}/metadata.json"])
+    assert metadata["status"] == "complete"
+
+
+def test_a_host_that_is_done_helps_the_others(demo_inputs, bucket, tmp_path):
+    """The bucket has lost all that host 1 stored, which is computed again: its local files do not
+    count. Host 0, which coordinates, has nothing to do but to wait for it."""
+    flags = [
+        *("--model_path", demo_inputs / "model", "--layers_to_extract", 1, "--max_samples", 60),
+        *("--dataset_path", demo_inputs / "documents.parquet", "--max_seq_length", 64),
+        *("--shard_size_gb", 2e-4, "--keep_local"),
+    ]
+    where = upload_flags(flags, tmp_path / "out")
+    assert Pod(tmp_path, 2, 2, *where, **bucket.environment).wait() == [0, 0]
+    urls = [f"gs://bucket/run/machine_000_host_{host:02d}" for host in range(2)]
+    before = samples_in(*urls)
+    for name in [name for name in bucket.objects() if "host_01" in name]:
+        bucket.delete(name)
+    bucket.asked.clear()
+    pod = Pod(tmp_path, 2, 2, *where, **bucket.environment)
+    assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
+    assert deviation(samples_in(*urls), before) == 0
+    local = [tmp_path / "out" / Path(url).name for url in urls]
+    assert deviation(samples_in(*local), before) == 0
+    assert not [
+        name for method, name in bucket.asked if method == "PUT" and "host_00/shard" in name
+    ]

@@ -17,15 +17,13 @@ from activation_extraction.cli.config import parse_args
 
 JOB, JOBSET = REPOSITORY / "deploy/job.yaml", REPOSITORY / "deploy/jobset.yaml"
 KINDS = {"Job": models.IoK8sApiBatchV1Job, "JobSet": models.JobsetV1alpha2JobSet}
-SLICES = [  # accelerator, topology, hosts, chips of each
+SHAPES = [  # accelerator, topology, hosts, chips of each
+    ("tpu-v5-lite-podslice", "2x4", 1, 8),
+    ("tpu-v6e-slice", "2x4", 1, 8),
+    ("tpu-v5-lite-podslice", "1x1", 1, 1),
     ("tpu-v5-lite-podslice", "8x8", 16, 4),
     ("tpu-v6e-slice", "4x4", 4, 4),
     ("tpu-v4-podslice", "2x2x4", 4, 4),
-]
-SINGLE = [
-    ("tpu-v5-lite-podslice", "2x4", 8),
-    ("tpu-v6e-slice", "2x4", 8),
-    ("tpu-v5-lite-podslice", "1x1", 1),
 ]
 
 
@@ -42,71 +40,60 @@ def render(path, **variables):
     return yaml.safe_load(string.Template(manifest).substitute(values))
 
 
-def check_types(manifest):
-    """Nothing is missing, of another type, or unknown: what is unknown would not come back."""
-    read = KINDS[manifest["kind"]].from_dict(manifest)
-    assert read.to_dict() == manifest
-
-
-def flags_of(pod):
+def config_of(pod):
     (container,) = pod["containers"]
     assert container["name"] == "extraction"  # as podFailurePolicy calls it
-    return container["args"]
+    return parse_args(container["args"])
 
 
-@pytest.mark.parametrize(("accelerator", "topology", "chips"), SINGLE)
-def test_machines_of_one_host(monkeypatch, accelerator, topology, chips):
-    job = render(JOB, MACHINES=256, ACCELERATOR=accelerator, TOPOLOGY=topology, CHIPS=chips)
-    check_types(job)
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    assert math.prod(map(int, topology.split("x"))) == chips
+@pytest.mark.parametrize(("accelerator", "topology", "hosts", "chips"), SHAPES)
+def test_machines_of_one_host_and_of_several(monkeypatch, accelerator, topology, hosts, chips):
+    """No field is missing, of another type, or unknown, and only bad input ends a machine."""
+    shape = {"TOPOLOGY": topology, "HOSTS": hosts, "CHIPS": chips, "ACCELERATOR": accelerator}
+    manifest = render(JOB if hosts == 1 else JOBSET, MACHINE=3, MACHINES=256, **shape)
+    assert KINDS[manifest["kind"]].from_dict(manifest).to_dict() == manifest  # the unknown is lost
+    spec = (check_job if hosts == 1 else check_jobset)(manifest["spec"], hosts)
+    pod = spec["template"]["spec"]
+    assert math.prod(map(int, topology.split("x"))) == hosts * chips
     assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": chips}
     assert pod["nodeSelector"] == {
         "cloud.google.com/gke-tpu-accelerator": accelerator,
         "cloud.google.com/gke-tpu-topology": topology,
         "cloud.google.com/gke-spot": "true",
     }
-    assert spec["completionMode"] == "Indexed" and spec["completions"] == 256
-    assert spec["podReplacementPolicy"] == "Failed" and pod["restartPolicy"] == "Never"
-    assert spec["backoffLimitPerIndex"] > 0 and spec["maxFailedIndexes"] == 256
-    ignore, fail = spec["podFailurePolicy"]["rules"]
-    assert ignore["action"] == "Ignore"
-    assert ignore["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
-    assert fail["action"] == "FailIndex" and fail["onExitCodes"]["values"] == [2]
-    monkeypatch.setenv("JOB_COMPLETION_INDEX", "255")
-    config = parse_args(flags_of(pod))
-    assert (config.machine_id, config.total_machines) == (255, 256)
-    assert config.bucket_url == "gs://my-bucket/run-1" and not config.multihost
-
-
-@pytest.mark.parametrize(("accelerator", "topology", "hosts", "chips"), SLICES)
-def test_machines_of_several_hosts(monkeypatch, accelerator, topology, hosts, chips):
-    shape = {"TOPOLOGY": topology, "HOSTS": hosts, "CHIPS": chips}
-    jobset = render(JOBSET, MACHINE=3, MACHINES=4, ACCELERATOR=accelerator, **shape)
-    check_types(jobset)
-    (slices,) = jobset["spec"]["replicatedJobs"]
-    job, pod = slices["template"]["spec"], slices["template"]["spec"]["template"]["spec"]
-    assert slices["replicas"] == 1  # several would become one run of all slices
-    assert math.prod(map(int, topology.split("x"))) == hosts * chips
-    assert job["parallelism"] == job["completions"] == hosts and job["backoffLimit"] == 0
-    assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": chips}
-    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"] == accelerator
-    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == topology
-    assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
-    assert pod["hostNetwork"] and pod["dnsPolicy"] == "ClusterFirstWithHostNet"
-    assert jobset["metadata"]["annotations"] == {
-        "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
-    }
-    policy = jobset["spec"]["failurePolicy"]
-    (final,) = policy["rules"]
-    assert policy["maxRestarts"] == 100 and final["action"] == "FailJobSet"
-    assert final["onJobFailureReasons"] == ["PodFailurePolicy"]
-    (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [2]
-    monkeypatch.setenv("JOB_COMPLETION_INDEX", str(hosts - 1))  # here the host's number
-    config = parse_args(flags_of(pod))
-    assert config.multihost and (config.machine_id, config.total_machines) == (3, 4)
+    assert spec["podFailurePolicy"]["rules"][-1]["onExitCodes"]["values"] == [2]
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")  # of the machine, or of the host of a slice
+    config = config_of(pod)
+    assert config.multihost == (hosts > 1)
+    assert (config.machine_id, config.total_machines) == (3, 256)
     assert config.bucket_url == "gs://my-bucket/run-1"
+    if hosts > 1:
+        topology = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+        assert manifest["metadata"]["annotations"] == topology
+        assert pod["hostNetwork"] and pod["dnsPolicy"] == "ClusterFirstWithHostNet"
+
+
+def check_job(spec, _):
+    """Machines are the indices of the job; those that were preempted or failed start again."""
+    assert spec["completionMode"] == "Indexed" and spec["completions"] == 256
+    assert spec["podReplacementPolicy"] == "Failed" and spec["maxFailedIndexes"] == 256
+    assert spec["backoffLimitPerIndex"] > 0 and spec["template"]["spec"]["restartPolicy"] == "Never"
+    ignore, fail = spec["podFailurePolicy"]["rules"]
+    assert ignore["action"] == "Ignore" and fail["action"] == "FailIndex"
+    assert ignore["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    return spec
+
+
+def check_jobset(spec, hosts):
+    """A machine is one slice, all of whose hosts start again together."""
+    (slices,), (final,) = spec["replicatedJobs"], spec["failurePolicy"]["rules"]
+    assert slices["replicas"] == 1  # several would become one run of all slices
+    assert spec["failurePolicy"]["maxRestarts"] == 100 and final["action"] == "FailJobSet"
+    assert final["onJobFailureReasons"] == ["PodFailurePolicy"]
+    job = slices["template"]["spec"]
+    assert job["parallelism"] == job["completions"] == hosts and job["backoffLimit"] == 0
+    assert job["podFailurePolicy"]["rules"][0]["action"] == "FailJob"
+    return job
 
 
 @pytest.mark.parametrize("path", [JOB, JOBSET], ids=["job", "jobset"])

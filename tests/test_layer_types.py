@@ -120,11 +120,6 @@ def test_stages_have_only_the_layers_up_to_the_last_hook(sixteen, stages, last, 
         assert not np.asarray(value[last + 1 :]).any()  # to make the last stage as long
 
 
-def test_stages_that_cannot_be_alike_are_refused():
-    with pytest.raises(InputError, match="layers 0 to 3 are 1 a, 3 b; choose another number"):
-        stage_length("abbb", 2)
-
-
 @pytest.mark.long
 def test_stages_that_would_differ_are_refused(five):
     layout = build_layout(usable_devices(every=True)[:2], {"pipeline": 2}, 2)

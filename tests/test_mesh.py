@@ -1,6 +1,7 @@
 """Meshes of eight devices: the numbers of one device, split weights, and refusals."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,17 @@ from conftest import make_reference
 from jax import lax
 from jax.sharding import Mesh
 from test_model import (
+    TOLERANCE,
     assert_same_but_for_rounding,
     by_hook,
     every_hook,
     load,
+    packed,
+    rms,
     rounding_of,
-    rows,
     run,
 )
+from tiny_models import MOE_TEXT, SHARED, TEXT
 from watched import Watched
 
 from activation_extraction.common.errors import InputError
@@ -44,6 +48,12 @@ SHAPES = {
     "all": {"pipeline": 2, "fsdp": 2, "model": 2},
     "model first": {"model": 2, "data": 4},
 }
+WITH_EXPERTS = {
+    "expert": {"expert": 2, "model": 4},
+    "data": {"data": 2, "expert": 2, "model": 2},
+    "pipeline": {"pipeline": 2, "expert": 2, "model": 2},
+    "fsdp": {"fsdp": 2, "data": 2, "expert": 2},
+}
 ODD_HOOKS = [  # several widths, none of layer 1, and of the last layer only a part
     "blocks.0.hook_mlp_out",
     "blocks.0.attn.hook_k",
@@ -52,30 +62,31 @@ ODD_HOOKS = [  # several widths, none of layer 1, and of the last layer only a p
     "blocks.3.mlp.hook_pre",
     "blocks.3.ln2.hook_out",
 ]
-
-
+ODD_HOOKS_OF_DELTA_NETS = [
+    "blocks.0.linear_attn.hook_recurrence_out",
+    "blocks.1.attn.hook_z",
+    "blocks.2.linear_attn.hook_k",
+    "blocks.3.hook_resid_post",
+]
 WINDOWS = dict(use_sliding_window=True, sliding_window=11, max_window_layers=2)
-SMALL = {
-    "1 kv head": dict(num_key_value_heads=1),
-    "2 kv heads": dict(num_key_value_heads=2),
-    "4 kv heads": dict(num_key_value_heads=4),
-    "qwen3 with windows": dict(
-        model_type="qwen3", head_dim=32, num_key_value_heads=2, attention_bias=True, **WINDOWS
-    ),
+QWEN3 = dict(model_type="qwen3", head_dim=32, attention_bias=True)
+FIVE = dict(num_hidden_layers=5, intermediate_size=128, num_key_value_heads=2)
+SMALL: dict[str, dict[str, Any]] = {
+    "1 kv head": FIVE | dict(num_key_value_heads=1),
+    "2 kv heads": FIVE,
+    "4 kv heads": FIVE | dict(num_key_value_heads=4),
+    "qwen3 with windows": FIVE | QWEN3 | WINDOWS,
+    "experts": SHARED | dict(num_key_value_heads=2, num_hidden_layers=4, decoder_sparse_step=2),
+    "delta nets": TEXT,
+    "delta nets and experts": MOE_TEXT,
 }
 
 
 @pytest.fixture(scope="module", params=["2 kv heads"])
 def small(request, tmp_path_factory):
-    """A model of five layers, and its hooks' values on one device for packed rows."""
-    folder = tmp_path_factory.mktemp("small")
-    reference = make_reference(
-        folder, num_hidden_layers=5, intermediate_size=128, **SMALL[request.param]
-    )
-    batch = rows(reference.config.vocab_size, (8, 64))
-    batch[1][:, 40:] = 2
-    batch = batch[0], batch[1], np.where(batch[1] == 2, batch[2] - 40, batch[2]).astype(np.int32)
-    return reference, batch, {}
+    """A model, packed rows, and its hooks' values on one device for them."""
+    reference = make_reference(tmp_path_factory.mktemp("small"), **SMALL[request.param])
+    return reference, packed(reference.config.vocab_size), {}
 
 
 def run_on(reference, batch, hooks, shape, hosts=1, kernels=None):
@@ -95,12 +106,11 @@ def run_on(reference, batch, hooks, shape, hosts=1, kernels=None):
 
 # One model on every mesh, and the others on those that split their heads or their layers.
 CASES = [("2 kv heads", name, hooks) for name in SHAPES for hooks in ("every", "odd")]
-CASES += [
-    (model, name, "odd")
-    for model in SMALL
-    for name in ("1d", "2d", "3d pipeline")
-    if model != "2 kv heads"
-]
+OTHERS = "1 kv head", "4 kv heads", "qwen3 with windows"
+CASES += [(model, name, "odd") for model in OTHERS for name in ("1d", "2d", "3d pipeline")]
+CASES += [("experts", name, "every") for name in (*WITH_EXPERTS, "1d")]
+CASES += [("delta nets", name, "odd") for name in ("1d", "3d fsdp", "3d pipeline")]
+CASES += [("delta nets", "2d", "every"), ("delta nets and experts", "data", "odd")]
 QUICK = [("2 kv heads", name, "odd") for name in ("2d", "3d pipeline")]
 
 
@@ -112,17 +122,25 @@ QUICK = [("2 kv heads", name, "odd") for name in ("2d", "3d pipeline")]
 def test_every_mesh_gives_the_values_of_one_device(small, name, hooks):
     reference, batch, expected = small
     chosen = every_hook(reference.config)
+    delta_nets = reference.config.delta is not None
     if hooks == "odd":
-        chosen = [hook for hook in chosen if hook.name in ODD_HOOKS]
-        assert len(chosen) == len(ODD_HOOKS)
+        odd = ODD_HOOKS_OF_DELTA_NETS if delta_nets else ODD_HOOKS
+        chosen = [hook for hook in chosen if hook.name in odd]
+        assert len(chosen) == len(odd)
+    real = batch[1] > 0
     if hooks not in expected:
         alone = create_model_with_hooks(reference.config, chosen)
         params = load(alone, reference.folder)
-        expected[hooks] = run(alone, params, *batch), rounding_of(alone, params, *batch)
-    found, model = run_on(reference, batch, chosen, SHAPES[name], hosts=2)
+        values = {hook: value[real] for hook, value in run(alone, params, *batch).items()}
+        allowed = {hook.name: TOLERANCE * rms(value) for hook, value in values.items()}
+        if not delta_nets:
+            allowed = rounding_of(alone, params, *batch)
+        expected[hooks] = values, allowed
+    found, model = run_on(reference, batch, chosen, (SHAPES | WITH_EXPERTS)[name], hosts=2)
     for got in found.values():
         assert len({str(shard.index) for shard in got.addressable_shards}) == 8
-    assert_same_but_for_rounding(by_hook(model, found), *expected[hooks])
+    values = {hook: value[real] for hook, value in by_hook(model, found).items()}
+    assert_same_but_for_rounding(values, *expected[hooks])
 
 
 @pytest.mark.long

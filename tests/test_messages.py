@@ -9,6 +9,8 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 from chat_templates import QWEN2_5, QWEN3, QWEN3_5, R1, TEMPLATES
+from chat_templates import talk as exchange
+from row_files import write_rows
 from small_runs import stream_of
 
 from activation_extraction.common.errors import RunError
@@ -96,8 +98,7 @@ def part(text):
 
 def write(folder, rows, schema=None):
     """The same rows in files of several kinds; the objects of the last three have the same keys."""
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "a.jsonl").write_text(lines)
+    write_rows(folder / "a.jsonl", rows)
     table = pyarrow.Table.from_pylist(rows, schema)
     pyarrow.parquet.write_table(table, folder / "b.parquet")
     with pyarrow.ipc.new_stream(folder / "c.arrow", table.schema) as stream:
@@ -138,9 +139,7 @@ def test_a_null_that_is_written_as_json_is_a_value(texts_of, tokenizer, tmp_path
     bare = {"messages": messages, "tools": [tool("find", days=schema)]}
     messages = [{"name": None, **message} for message in messages]
     messages[1]["tool_calls"] = [{"id": None, **call} for call in messages[1]["tool_calls"]]
-    (tmp_path / "a.jsonl").write_text(
-        json.dumps(bare) + "\n" + json.dumps({**bare, "messages": messages})
-    )
+    write_rows(tmp_path / "a.jsonl", [bare, {**bare, "messages": messages}])
     shown = QWEN3 + "{% for m in messages %}{{ m.keys() | list }}{{ m.tool_calls }}{% endfor %}"
     found = texts_of(tmp_path / "a.jsonl", shown)
     assert (
@@ -164,24 +163,22 @@ def test_parts_of_text_out_of_arrow_are_no_images(texts_of, tmp_path):
             assert "<|im_start|>user\na question<|im_end|>" in text
 
 
-@pytest.mark.parametrize("source", [*TEMPLATES.values(), IMAGES], ids=[*TEMPLATES, "images"])
+every_template = pytest.mark.parametrize(
+    "source",
+    [*TEMPLATES.values(), R1, IMAGES, PARTS_ALONE],
+    ids=[*TEMPLATES, "r1", "images", "parts alone"],
+)
+
+
+@every_template
 def test_text_and_parts_of_text_are_rendered_alike(source, texts_of, tmp_path):
     said = {"user": "a question", "assistant": "<think>\nhm\n</think>\n\nso", "tool": "sunny"}
     rows = [
         {"messages": talk(**{role: form(text) for role, text in said.items()})}
         for form in (str, lambda text: [part(text)], lambda text: [part(text[:2]), part(text[2:])])
     ]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    whole, *others = texts_of(tmp_path / "a.jsonl", source)
+    whole, *others = texts_of(write_rows(tmp_path / "a.jsonl", rows), source)
     assert others == [whole] * 2 and all(text in whole for text in ("a question", "so", "sunny"))
-
-
-def test_a_template_for_parts_alone_gets_parts(texts_of, tmp_path):
-    rows = [
-        {"messages": [{"role": "user", "content": content}]} for content in ("why", [part("why")])
-    ]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert texts_of(tmp_path / "a.jsonl", PARTS_ALONE) == ["<|im_start|>user\nwhy<|im_end|>\n"] * 2
 
 
 SAME = [
@@ -195,26 +192,17 @@ LOST = {
     "a system's text": (WITHOUT_SYSTEM, SAME, "system: 'again'"),
     "text before thinking": (
         QWEN3,
-        [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "first <think>x</think> then"},
-        ],
+        exchange("q", "first <think>x</think> then"),
         "assistant: 'first'",
     ),
     "text between thoughts": (
         QWEN3,
-        [
-            {"role": "user", "content": "then"},
-            {"role": "assistant", "content": "<think>x</think>first<think>y</think>then"},
-        ],
+        exchange("then", "<think>x</think>first<think>y</think>then"),
         "assistant: 'first<think>y</think>then'",
     ),
     "an answer that is in the thinking": (
         QWEN3.replace("+ content.lstrip", "+ ''.lstrip"),
-        [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "<think>\nanswer\n</think>\n\nanswer"},
-        ],
+        exchange("q", "<think>\nanswer\n</think>\n\nanswer"),
         "assistant: 'answer'",
     ),
     "the second of two tools": (
@@ -230,32 +218,23 @@ LOST = {
 def test_a_text_that_the_template_leaves_out_makes_a_bad_row(case, texts_of, tmp_path):
     source, messages, why = LOST[case]
     rows = [{"messages": messages}, {"messages": [{"role": "user", "content": " "}]}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_rows(tmp_path / "a.jsonl", rows)
     with pytest.raises(RunError, match=r"a\.jsonl line 1: the chat template leaves out") as caught:
         texts_of(tmp_path / "a.jsonl", source)
     assert str(caught.value).endswith(f"text of the role {why}")
     assert len(texts_of(tmp_path / "a.jsonl", source, skip=True)) == 1
 
 
-@pytest.mark.parametrize("source", [*TEMPLATES.values(), R1], ids=[*TEMPLATES, "r1"])
+@every_template
 def test_no_text_counts_as_left_out_that_is_there(source, texts_of, tmp_path):
     """Trimmed, several times the same, as JSON, or thinking that the template leaves out."""
-    thinking = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "<think>\nold\n</think>\n\nfirst"},
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "without a beginning</think>second", "tool_calls": None},
-    ]
+    thinking = exchange("q", "<think>\nold\n</think>\n\nfirst")
+    thinking += exchange("q", "without a beginning</think>second")
     rows = [{"messages": SAME}, {"messages": thinking}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    again, thought = texts_of(tmp_path / "a.jsonl", source)
+    again, thought = texts_of(write_rows(tmp_path / "a.jsonl", rows), source)
     assert again.count("again") == 5 and "first" in thought and "second" in thought
-
-
-def test_a_template_may_write_text_as_json(texts_of, tmp_path):
-    row = {"messages": talk(tool='a "quoted"\nline é')}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    (text,) = texts_of(tmp_path / "a.jsonl", TOOL_AS_JSON)
+    rows = [{"messages": talk(tool='a "quoted"\nline é')}]
+    (text,) = texts_of(write_rows(tmp_path / "a.jsonl", rows), TOOL_AS_JSON)
     assert '{"output": "a \\"quoted\\"\\nline é"}' in text
 
 
@@ -284,7 +263,7 @@ def test_columns_of_json_are_decoded(texts_of, tokenizer, tmp_path):
         type=pyarrow.array(["function"]),
         function=struct(name=pyarrow.array(["find"]), arguments=as_json([{"city": None}])),
     )
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages, "tools": tools}))
+    write_rows(tmp_path / "a.jsonl", [{"messages": messages, "tools": tools}])
     expected = texts_of(tmp_path / "a.jsonl", QWEN2_5)
     kept = {"x": [1, None, {"y": None}]}
     for column in (
@@ -309,7 +288,7 @@ def test_columns_of_json_are_decoded(texts_of, tokenizer, tmp_path):
 def test_the_hub_decodes_columns_of_json(tokenizer, texts_of, tmp_path):
     tools = [tool("find", days={"type": "integer", "default": None})]
     row = {"messages": talk("find", {"city": "Lima", "street": None}), "tools": tools}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    write_rows(tmp_path / "a.jsonl", [row])
     message = {key: datasets.Value("string") for key in ("role", "content")}
     message["tool_calls"] = datasets.List(datasets.Json())
     features = {"messages": datasets.List(message), "tools": datasets.List(datasets.Json())}
@@ -337,10 +316,7 @@ def test_a_column_of_json_that_is_no_json_makes_a_bad_row(texts_of, tmp_path):
 
 def test_kept_columns_keep_their_nulls(tokenizer, tmp_path):
     """Also the column of messages itself."""
-    rows = [
-        {"messages": [{"role": "user", "content": "q"}]},
-        {"messages": talk(arguments={"x": 1})},
-    ]
+    rows = [{"messages": exchange("q")[:1]}, {"messages": talk(arguments={"x": 1})}]
     _, *files = write(tmp_path, rows)
     form = form_of(tokenizer, QWEN3, keep_columns=("messages",))
     for file in files:
@@ -358,14 +334,11 @@ def test_arguments_as_json_text_are_objects_for_every_template(source, texts_of,
         {"messages": talk("find", json.dumps(arguments))},
         {"messages": talk("find", '{"city":"Lima",\n"\\u00e9":[1,null]}')},
     ]
-    for row in rows[:2]:
-        calls = row["messages"][1]["tool_calls"]
-        rows.append({"messages": [*row["messages"]]})
-        rows[-1]["messages"][1] = {
-            **row["messages"][1],
-            "tool_calls": [call["function"] for call in calls],
-        }
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for row in rows[:2]:  # a call may also come without the object around it
+        asked, answer, *rest = row["messages"]
+        calls = [call["function"] for call in answer["tool_calls"]]
+        rows.append({"messages": [asked, {**answer, "tool_calls": calls}, *rest]})
+    write_rows(tmp_path / "a.jsonl", rows)
     whole, *others = texts_of(tmp_path / "a.jsonl", source)
     assert others == [whole] * 4
     assert source == QWEN3_5 or '{"city": "Lima", "é": [1, null]}' in whole
@@ -374,7 +347,7 @@ def test_arguments_as_json_text_are_objects_for_every_template(source, texts_of,
 @pytest.mark.parametrize("arguments", ['{"city": "Li', "[1]", '"x"', "plain", None])
 def test_other_arguments_are_what_transformers_renders(arguments, texts_of, tokenizer, tmp_path):
     messages = talk("find", arguments)
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))
+    write_rows(tmp_path / "a.jsonl", [{"messages": messages}])
     for source in (QWEN2_5, QWEN3):
         expected = tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False)
         assert texts_of(tmp_path / "a.jsonl", source) == [expected]

@@ -6,12 +6,14 @@ import time
 
 import pytest
 from extractions import edit, folder_name, open_part
-from test_status import NOW, begin, kill, parts_at
+from test_status import begin, kill, parts_at
 
 from activation_extraction.dataset import folders as folders_module
 from activation_extraction.inspect.status import show_status
 from activation_extraction.store import local_files
 from activation_extraction.store.folder import Folder
+
+NOW = 1_800_000_000.0
 
 
 def set_times(folder, started, commits, began=None):

@@ -40,13 +40,12 @@ def test_restored_and_by_workers(bucket, tmp_path):
     again = paired(*(run.url for run in pair.runs)).batches(16, **options)
     again.restore(state)
     assert list(map(contents, again)) == list(map(contents, after))
-    loader = DataLoader(
-        pair.batches(16, **options).torch(),
-        batch_size=None,
-        num_workers=2,
-        multiprocessing_context="fork",
-    )
+    tensors = pair.batches(16, **options).torch()
+    usual = dict(batch_size=None, num_workers=2)
+    loader = DataLoader(tensors, multiprocessing_context="spawn", **usual)
     check([tuple(batch.map(torch.Tensor.numpy) for batch in read) for read in loader], runs)
+    with pytest.raises(OSError, match="forked from one that had used a bucket"):
+        next(iter(DataLoader(tensors, multiprocessing_context="fork", **usual)))
 
 
 @pytest.mark.parametrize("shard_format", FORMATS)

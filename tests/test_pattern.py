@@ -10,7 +10,7 @@ from command_line import main, records_of
 from conftest import make_reference
 from jax.sharding import Mesh
 from rounding import assert_rounded_alike
-from test_model import TOLERANCE, error_of, load
+from test_model import TOLERANCE, error_of
 
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.hooks import Form
@@ -110,24 +110,6 @@ def test_bfloat16_patterns_are_as_close_as_those_of_transformers(tiny, batch, tm
     rounded = attentions(low, placed.sample.token_ids, torch.bfloat16).transpose(0, 2, 1, 3)
     own = got[:, placed.row, placed.start : placed.stop, :, :tokens]
     assert_rounded_alike(own, rounded, exact)
-
-
-def test_only_what_the_pattern_needs_is_loaded(tiny):
-    hooks = list(HOOKS.matching(["blocks.2.attn.hook_pattern"], 4).values())
-    table = weight_table(create_model_with_hooks(tiny.config, hooks))
-    assert {path[-2] for path in table if path[0] == "last_layer"} == {
-        "input_layernorm",
-        "q_proj",
-        "k_proj",
-    }
-    assert load(create_model_with_hooks(tiny.config, hooks), tiny.folder)
-
-
-def test_it_is_asked_for_by_name():
-    for glob in ("*", "blocks.*", "blocks.1.attn.*"):
-        names = {hook.name for hook in HOOKS.matching([glob], 4).values()}
-        assert not [name for name in names if "pattern" in name]
-    assert len(HOOKS.matching(["blocks.*.attn.hook_pattern"], 4)) == 4
 
 
 @pytest.mark.long

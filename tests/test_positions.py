@@ -1,16 +1,15 @@
-"""Which tokens are kept: the rules of --positions, and what is left of a sample or a batch."""
+"""Which tokens are kept: the rules of --positions, and what is left of a sample."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from command_line import main
+from conftest import tokenizer_of
 
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
-from activation_extraction.text.packing import pack, samples_of
 from activation_extraction.text.token_choice import TokenChoice
 
 SLICES = {
@@ -25,19 +24,6 @@ SLICES = {
     "-5:-1": slice(-5, -1),
     "::2": slice(None, None, 2),
 }
-BAD = {
-    "first": "'first' is no choice of positions; expected all, last, first:N",
-    "first:0": "expected numbers from 1",
-    "every:0": "expected numbers from 1",
-    "::0": "expected numbers from 1",
-    "::-1": "no choice of positions",
-    "5": "no choice of positions",
-    "random:0": "the share is not between 0 and 1",
-    "random:1": "the share is not between 0 and 1",
-    "random:0.5:x": "no choice of positions",
-    "99999999999:": "to 1000000000",
-}
-
 FIRST = [4, 8, 18, 31, 39, 42, 76, 83]  # of sample 0
 
 
@@ -92,61 +78,22 @@ def test_token_ids_are_dropped_after_positions_are_counted():
     assert choice_of("--positions", "last", "--drop_token_ids", "7").kept(0, ids).tolist() == []
 
 
-def test_kept_tokens_are_found_in_a_batch_and_in_what_is_left_of_it():
-    chance = np.random.default_rng(0)
-    documents = [chance.integers(0, 9, n, np.int32) for n in chance.integers(1, 30, 40)]
-    choice = choice_of("--positions", "1::2", "--drop_token_ids", "3", "4")
-    found = []
-    samples = [
-        replace(sample, kept=choice.kept(sample.sample_idx, sample.token_ids))
-        for sample in samples_of(documents)
-    ]
-    for batch in pack(iter(samples), rows=4, length=32):
-        left = batch.token_ids[batch.kept]
-        for placed, (where, positions) in zip(batch.samples, batch.kept_tokens(), strict=True):
-            number = placed.sample.sample_idx
-            expected = choice.kept(number, documents[number])
-            np.testing.assert_array_equal(positions, expected)
-            np.testing.assert_array_equal(left[where], documents[number][expected])
-            found.append(number)
-    assert sorted(found) == list(range(40))
-
-
-@pytest.mark.parametrize("rule", BAD)
-def test_bad_rules_end_with_one_line(rule, capsys):
-    assert main("--demo", f"--positions={rule}") == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: argument --positions: ") and BAD[rule] in line
-
-
-def test_a_token_id_that_the_model_lacks_is_refused(inputs, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert main(*inputs, "--drop_token_ids", 3, 2048, "--output_dir", out) == 2
-    (line,) = capsys.readouterr().err.splitlines()[-1:]
-    assert line == "error: --drop_token_ids 2048: the model has token ids 0 to 2047"
-    assert not out.exists()
-
-
 def test_tokens_may_be_dropped_by_their_names(inputs, tmp_path, capsys):
     """What is recorded are ids, so a run that began with these continues with names."""
-    out, folder = tmp_path / "out", Path(inputs[inputs.index("--model_path") + 1])
-    vocabulary = json.loads((folder / "tokenizer.json").read_text())
-    known = vocabulary["model"]["vocab"] | {
-        token["content"]: token["id"] for token in vocabulary["added_tokens"]
-    }
+    tokenizer = tokenizer_of(Path(inputs[1]), 2048)
     names = "<|endoftext|>", "\u0120", "e"  # added; byte-level for a space; a letter
-    ids = sorted(known[name] for name in names)
-    more = "--max_samples", 9, "--output_dir", out
+    ids = sorted(map(tokenizer.token_to_id, names))
+    more = "--max_samples", 9, "--output_dir", tmp_path
     assert main(*inputs, "--drop_token_ids", *ids, *more) == 0
     assert main(*inputs, "--drop_token_ids", *names, *more) == 0
     assert "everything has been computed already" in capsys.readouterr().err
     assert main(*inputs, "--drop_token_ids", ids[0], *names, *more, "--overwrite") == 0
-    metadata = json.loads((out / "metadata.json").read_text())
-    assert metadata["identity"]["drop_token_ids"] == ids
-    assert metadata["configuration"]["drop_token_ids"] == ids
-    stored = np.concatenate([sample.token_ids for sample in ActivationDataset(out)])
+    metadata = json.loads((tmp_path / "metadata.json").read_text())
+    for part in ("identity", "configuration"):
+        assert metadata[part]["drop_token_ids"] == ids
+    stored = np.concatenate([sample.token_ids for sample in ActivationDataset(tmp_path)])
     assert len(stored) and not np.isin(stored, ids).any()
-    assert main("--verify", "--output_dir", out, "--model_path", folder) == 0
+    assert main("--verify", "--output_dir", tmp_path, "--model_path", inputs[1]) == 0
 
 
 def test_list_hooks_says_how_many_tokens_are_kept(inputs, capsys):

@@ -1,7 +1,6 @@
 """Qwen3.5: its configurations and checkpoints, meshes, and a run with layers of both types."""
 
 import dataclasses
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -9,10 +8,9 @@ import pytest
 from conftest import Reference, make_reference
 from delta_reference import QWEN3_5, VISION
 from safetensors.numpy import load_file, save_file
-from test_families import check_tensors_of
-from test_mesh import run_on
-from test_model import TOLERANCE, error_of, every_hook, flops_of, load, rows, run
-from test_model import by_hook as values_of
+from test_mesh import SHAPES
+from test_model import every_hook, flops_of
+from tiny_models import MOE_TEXT, TEXT
 from watched import Watched
 
 from activation_extraction.common.errors import InputError
@@ -23,30 +21,7 @@ from activation_extraction.model.weights import check_tensors, load_params
 from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
-TEXT: dict[str, Any] = {
-    "model_type": "qwen3_5_text",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "full_attention_interval": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 211,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "rms_norm_eps": 1e-2,
-}
 LINEAR, FULL = "linear_attention", "full_attention"
-MOE_TEXT = TEXT | dict(
-    model_type="qwen3_5_moe_text",
-    num_experts=6,
-    num_experts_per_tok=2,
-    moe_intermediate_size=40,
-    shared_expert_intermediate_size=64,
-)
 
 
 def test_what_a_configuration_says():
@@ -157,126 +132,15 @@ def test_operations_of_a_model_with_both_types():
         assert model.flops(lengths) == linear + full + 2 * tokens * last
 
 
-SIZES = {  # hidden, layers, heads, KV heads, value heads of the delta nets, tied; 10**9; MLP
-    "0.8B": (1024, 24, 8, 2, 16, True, 0.75, 3584),
-    "2B": (2048, 24, 8, 2, 16, True, 1.88, 6144),
-    "4B": (2560, 32, 16, 4, 32, True, 4.2, 9216),
-    "9B": (4096, 32, 16, 4, 32, False, 8.95, 12288),
-    "27B": (5120, 64, 24, 4, 48, False, 26.9, 17408),
-    # The width is an expert's; how many there are, how many a token has, 10**9 that it uses.
-    "35B-A3B": (2048, 40, 16, 2, 32, False, 34.7, 512, 256, 8, 3),
-    "122B-A10B": (3072, 48, 32, 2, 64, False, 122, 1024, 256, 8, 10),
-    "397B-A17B": (4096, 60, 32, 2, 64, False, 397, 1024, 512, 10, 17),
-}
-
-
-def released(name: str) -> dict[str, Any]:
-    """A config.json."""
-    hidden, layers, heads, kv_heads, values, tied, _, width, *experts = SIZES[name]
-    text = dict(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        linear_num_value_heads=values,
-        max_position_embeddings=262144,
-        rope_parameters=dict(
-            rope_type="default",
-            rope_theta=1e7,
-            partial_rotary_factor=0.25,
-            mrope_section=[11, 11, 10],
-            mrope_interleaved=True,
-        ),
-        tie_word_embeddings=tied,
-    )
-    if experts:
-        text |= dict(num_experts=experts[0], num_experts_per_tok=experts[1])
-        text |= dict(moe_intermediate_size=width, shared_expert_intermediate_size=width)
-    else:
-        text["intermediate_size"] = width
-    model_type = "qwen3_5_moe" if experts else "qwen3_5"
-    raw = dict(model_type=model_type, text_config=text, vision_config=VISION)
-    return raw | {"tie_word_embeddings": tied}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", SIZES)
-def test_released_sizes_have_exactly_the_tensors_of_transformers(name):
-    """Those of the vision part and of the prediction of several tokens are not loaded."""
-    beside = check_tensors_of(released(name), SIZES[name][6])
-    assert all(key.startswith("model.visual.") for key in beside) and beside
-
-
-@pytest.mark.parametrize("name", [name for name in SIZES if "-A" in name])
-def test_operations_are_those_of_the_active_parameters(name):
-    """As published, which is in whole billions. Of the embeddings, one counts."""
-    config = FAMILIES.config(released(name))
-    weights = flops_of(config, config.num_hidden_layers, [1]) / 2
-    weights += config.vocab_size * config.hidden_size
-    assert weights / 1e9 == pytest.approx(SIZES[name][-1], rel=0.1)
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Reference:
     return make_reference(tmp_path_factory.mktemp("small"), **TEXT)
 
 
-MESHES = {
-    "2d": {"data": 2, "model": 4},
-    "1d, more devices than key heads": {"model": 8},
-    "3d fsdp": {"data": 2, "fsdp": 2, "model": 2},
-    "3d pipeline": {"pipeline": 2, "data": 2, "model": 2},
-}
-ODD_HOOKS = [
-    "blocks.0.linear_attn.hook_recurrence_out",
-    "blocks.1.attn.hook_z",
-    "blocks.2.linear_attn.hook_k",
-    "blocks.3.hook_resid_post",
-]
-
-
-@pytest.fixture(scope="module")
-def on_one_device(small):
-    """Two segments in each row, and the values of every hook."""
-    token_ids, segment_ids, positions = rows(small.config.vocab_size, (8, 64))
-    segment_ids[:, 40:] = 2
-    positions = np.where(segment_ids == 2, positions - 40, positions).astype(np.int32)
-    batch = token_ids, segment_ids, positions
-    model = create_model_with_hooks(small.config, every_hook(small.config))
-    found = run(model, load(model, small.folder), *batch)
-    return batch, {hook.name: value for hook, value in found.items()}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", MESHES)
-def test_every_mesh_gives_the_values_of_one_device(small, on_one_device, name):
-    batch, expected = on_one_device
-    chosen = every_hook(small.config)
-    if name != "2d":
-        chosen = [hook for hook in chosen if hook.name in ODD_HOOKS]
-    found, model = run_on(small, batch, chosen, MESHES[name], hosts=2)
-    for hook, value in values_of(model, found).items():
-        assert error_of(value, expected[hook.name]) < TOLERANCE, hook.name
-
-
-@pytest.mark.long
-def test_experts_after_delta_nets_are_split_over_a_mesh(on_one_device, tmp_path):
-    """Six of them over two devices; each is split over two more."""
-    batch, reference = on_one_device[0], make_reference(tmp_path, **MOE_TEXT)
-    config = reference.config
-    hooks = hook_table(config).matching([*ODD_HOOKS, "*.mlp.hook_expert_weights"], 4).values()
-    alone = create_model_with_hooks(config, [*hooks])
-    expected = run(alone, load(alone, tmp_path), *batch)
-    mesh = {"data": 2, "expert": 2, "model": 2}
-    found, model = run_on(reference, batch, [*hooks], mesh, hosts=2)
-    for hook, value in values_of(model, found).items():
-        assert error_of(value, expected[hook]) < TOLERANCE, hook.name
-
-
 def test_key_heads_are_split_with_their_value_heads(small):
     """And of the tensor that queries, keys and values share, every byte is read once."""
     checkpoint = Watched(small.folder)
-    layout = build_layout(usable_devices(every=True), MESHES["2d"], kv_heads=2)
+    layout = build_layout(usable_devices(every=True), SHAPES["2d"], kv_heads=2)
     hooks = hook_table(small.config).of_layers([3], "residual", 4)
     table = weight_table(create_model_with_hooks(small.config, hooks, layout=layout))
     params = load_params(table, checkpoint, np.float32, layout)

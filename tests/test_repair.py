@@ -1,132 +1,124 @@
-"""--repair: damaged and missing shards get the bytes that they had, and nothing else changes."""
+"""--repair: whatever was damaged, what is stored afterwards is what an undisturbed run stores."""
 
 import shutil
 
+import numpy as np
 import pytest
 from command_line import main
 from extractions import shard_file
 from pods import Pod, flags_for
-from test_upload import uploaded
+from small_runs import set_status
 
-from activation_extraction.common.choices import SHARD_FORMATS
-from activation_extraction.store.formats import format_of
-from activation_extraction.store.local_files import AtomicFile
-from activation_extraction.store.sealed_json import unseal
-from benchmarks.kill_and_resume import shards_in
-
-SHARDS = 10
+from activation_extraction import ActivationDataset
 
 
-@pytest.fixture(scope="module", params=SHARD_FORMATS)
-def flags(request, demo_inputs):
+def flip(data):
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :]
+
+
+@pytest.fixture(scope="module")
+def flags(demo_inputs):
     return [
-        *("--shard_format", request.param),
         *("--model_path", demo_inputs / "model", "--layers_to_extract", 1, 3),
         *("--dataset_path", demo_inputs / "documents.parquet", "--max_seq_length", 64),
-        *("--batch_size", 4, "--max_samples", 120, "--shard_size_gb", 0.0008),
-        "--no_data_parallel",
+        *("--max_samples", 120, "--shard_size_gb", 0.0008, "--no_data_parallel"),
     ]
 
 
 @pytest.fixture(scope="module")
-def whole(flags, tmp_path_factory):
+def undisturbed(flags, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     assert main(*flags, "--output_dir", folder) == 0
-    assert len(shards_in(folder)) == SHARDS
     return folder
 
 
-@pytest.fixture
-def out(whole, tmp_path):
-    return shutil.copytree(whole, tmp_path / "out")
+def values_in(output):
+    """The values at a hook, in the order of the samples, and the numbers of these."""
+    dataset = ActivationDataset(str(output))
+    hook, tokens = next(iter(dataset.hooks)), dataset.tokens
+    (batch,) = dataset.batches(tokens, [hook], shuffle=None)
+    order = np.lexsort((batch.position, batch.sample_idx))
+    return batch.sample_idx[order], batch[hook][order]
 
 
-def described(folder):
-    """The JSONs, without times and owners."""
-    found = {}
-    for path in sorted(folder.glob("*.json")):
-        content = unseal(path.read_bytes(), path.name)
-        passing = ("committed", "began", "written", "owner", "seconds")
-        found[path.name] = {key: value for key, value in content.items() if key not in passing}
-    return found
+def same_values(output, whole):
+    (numbers, values), (expected, due) = values_in(output), values_in(whole)
+    np.testing.assert_array_equal(numbers, expected)
+    np.testing.assert_array_equal(values, due)
 
 
-def same(folder, whole):
-    return shards_in(folder) == shards_in(whole) and described(folder) == described(whole)
+def harm(folder, number):
+    path = shard_file(folder, number)
+    path.write_bytes(flip(path.read_bytes()))
 
 
-def name(number):
-    return f"shard_{number:04d}.json"
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
-
-
-def lose(out, *numbers):
-    for number in numbers:
-        for path in out.glob(f"shard_{number:04d}.*"):
-            path.unlink()
-
-
-def harm(out):
-    """Every kind of damage; the numbers of the shards that are damaged."""
-    flip(shard_file(out, 1))
-    shard_file(out, 3).write_bytes(b"\x1f\x8b")
-    (out / name(4)).unlink()
-    flip(out / name(6))
-    lose(out, 7, SHARDS)
-    return {1, 3, 4, 6, 7, SHARDS}
-
-
-DAMAGE = {
-    "many kinds": harm,
-    "all": lambda out: lose(out, *range(1, SHARDS + 1)) or set(range(1, SHARDS + 1)),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_the_bytes_are_those_of_an_undisturbed_run(kind, flags, whole, out, monkeypatch, capsys):
-    damaged = DAMAGE[kind](out)
-    written = []
-    original = AtomicFile.publish
-
-    def spy(file):
-        written.append(file._path.name)
-        original(file)
-
-    monkeypatch.setattr(AtomicFile, "publish", spy)
-    assert main("--verify", "--output_dir", out) == 1
+def test_the_command_repairs_a_folder(flags, undisturbed, tmp_path, capsys):
+    out = shutil.copytree(undisturbed, tmp_path / "out")
+    (out / "shard_0004.json").unlink()
+    for number in (1, 6, 7):
+        harm(out, number)
+    repair = [*flags, "--output_dir", out, "--repair", "--batch_size", 3]
+    assert main(*repair) == 0
+    *_, told, verdict = capsys.readouterr().out.splitlines()
+    assert told == f"repaired: shards stored in {out}: 1, 4, 6-7"
+    assert verdict.startswith("in order: 1 folder, 10 shards, 120 samples")
+    same_values(out, undisturbed)
+    assert main(*repair) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith(": none")
+    for number in (3, 10):
+        harm(out, number)
+    assert main(*repair) == 0
+    same_values(out, undisturbed)
+    set_status(out, "interrupted")  # what comes after the mark of its shards is left to the run
+    for number in (3, 10):
+        harm(out, number)
     capsys.readouterr()
-    assert main(*flags, "--output_dir", out, "--repair") == 0
-    assert same(out, whole)
-    shards = {name for name in written if format_of(name)}
-    assert shards == {shard_file(out, n).name for n in damaged}
-    *_, repaired, verdict = capsys.readouterr().out.splitlines()
-    assert repaired.endswith(": " + ", ".join(map(str, sorted(damaged))))
-    assert verdict.startswith(f"in order: 1 folder, {SHARDS} shards, 120 samples")
-    assert main(*flags, "--output_dir", out) == 0 and same(out, whole)
+    assert main(*repair) == 1
+    told, left, *_, verdict = capsys.readouterr().out.splitlines()
+    assert told.startswith("repaired: ") and verdict.startswith("FAILED")
+    assert left == "the run is not complete: the same command continues it"
+    assert main(*repair) == 0
+    same_values(out, undisturbed)
 
 
-@pytest.mark.long
-def test_in_a_bucket(flags, whole, bucket, tmp_path, capsys):
+def test_in_a_bucket(flags, undisturbed, bucket, tmp_path, capsys):
     there = [*flags, "--upload_to_gcs", "--gcs_bucket", "bucket", "--gcs_prefix", "run"]
     local = tmp_path / "local"
     assert main(*there, "--output_dir", local) == 0
-    for lost in (shard_file(whole, 2).name, name(3), name(SHARDS), shard_file(whole, SHARDS).name):
-        bucket.delete(f"run/machine_000/{lost}")
-    assert main("--verify", "--output_dir", "gs://bucket/run") == 1
-    for output in (local, tmp_path / "fresh disk"):
-        assert main(*there, "--output_dir", output, "--repair") == 0
-        assert uploaded(bucket) == shards_in(whole)
-        assert not shards_in(local)
-        assert main("--verify", "--output_dir", "gs://bucket/run") == 0
-        bucket.delete(f"run/machine_000/{shard_file(whole, 5).name}")
+    for name in ("shard_0002.pkl.gz", "shard_0003.json", "shard_0010.json"):
+        bucket.delete(f"run/machine_000/{name}")
+    (local / "metadata.json").write_text("{")
+    assert main(*there, "--output_dir", local, "--repair") == 0
+    assert main(*there, "--output_dir", tmp_path / "fresh disk", "--repair") == 0
+    same_values("gs://bucket/run", undisturbed)
+    assert main("--verify", "--output_dir", "gs://bucket/run") == 0
     assert main(*flags, "--output_dir", tmp_path / "elsewhere", "--repair") == 2
     assert "holds no extraction" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_each_machine_repairs_its_own_folder(flags, tmp_path, capsys):
+    out = tmp_path / "out"
+    of_machine = [
+        [*flags, "--total_machines", 2, "--machine_id", n, "--max_samples", 60, "--output_dir", out]
+        for n in range(2)
+    ]
+    for each in of_machine:
+        assert main(*each) == 0
+    whole = shutil.copytree(out, tmp_path / "whole")
+    for machine, number in ((0, 2), (1, 1)):
+        harm(out / f"machine_{machine:03d}", number)
+    (out / "machine_001/metadata.json").unlink()
+    for each in of_machine:
+        assert main(*each, "--repair") in (0, 1)
+    assert main(*of_machine[1], "--repair") == 0
+    assert main("--verify", "--output_dir", out) == 0
+    same_values(out, whole)
+    other = [*of_machine[0], "--layers_to_extract", 2]
+    harm(out / "machine_000", 1)
+    capsys.readouterr()
+    assert main(*other, "--repair") == 2
+    assert "differs in hooks" in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -134,38 +126,12 @@ def test_each_host_of_a_pod_repairs_its_own_folder(demo_inputs, tmp_path):
     out = tmp_path / "out"
     flags = flags_for(demo_inputs, out, "--shard_size_gb", 0.0008, "--max_samples", 120)
     assert Pod(tmp_path, 2, 1, *flags).wait() == [0, 0]
-    folders = [out / f"machine_000_host_{host:02d}" for host in range(2)]
-    before = [(shards_in(folder), described(folder)) for folder in folders]
-    assert len(before[1][0]) > 2
+    whole = shutil.copytree(out, tmp_path / "whole")
     for number in (1, 3):
-        flip(shard_file(folders[1], number))
+        harm(out / "machine_000_host_01", number)
     pod = Pod(tmp_path, 2, 1, *flags, "--repair", "--verbose")
     assert pod.wait() == [0, 0], pod.text(1)
-    assert [(shards_in(folder), described(folder)) for folder in folders] == before
-    assert f"shards made again in {folders[0]}: none" in pod.text(0)
-    assert f"shards made again in {folders[1]}: 1, 3" in pod.text(1)
-    assert all("in order: 1 folder," in pod.text(host) for host in range(2))
-
-
-@pytest.mark.parametrize("kept", ["metadata", "nothing"])
-def test_what_is_lost_at_the_beginning_is_named_and_made_again(flags, whole, out, kept, capsys):
-    lose(out, 1, 2, 3, 4, 5)
-    if kept == "nothing":
-        (out / "metadata.json").unlink()
-    assert main("--verify", "--output_dir", out) == 1
-    told = capsys.readouterr()
-    assert "shard_0001.json to shard_0005.json: are missing" in told.out, told
-    # Without metadata nothing says whether the run had reached the end of its data: it finds out.
-    assert main(*flags, "--output_dir", out, "--repair") == (1 if kept == "nothing" else 0)
-    if kept == "nothing":
-        assert main(*flags, "--output_dir", out) == 0
-    assert main("--verify", "--output_dir", out) == 0
-    assert shards_in(out) == shards_in(whole)
-    assert kept == "nothing" or same(out, whole)
-
-
-def test_it_takes_the_rows_of_the_run_unless_others_are_asked_for(flags, whole, out):
-    at = flags.index("--batch_size")
-    lose(out, 3)
-    assert main(*flags[:at], *flags[at + 2 :], "--output_dir", out, "--repair") == 0
-    assert same(out, whole)
+    same_values(out, whole)
+    for host, made in enumerate(("none", "1, 3")):
+        folder = out / f"machine_000_host_{host:02d}"
+        assert f"shards stored in {folder}: {made}" in pod.text(host)

@@ -2,17 +2,19 @@
 
 import gzip
 import html
+import json
 import pickle
 import re
 import shutil
 import subprocess
 import sys
+from base64 import b64decode
+from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import fsspec
 import numpy as np
 import pytest
-from browser import CHROMIUM, chromium
 from cloud import REPOSITORY
 from command_line import main
 from extractions import (
@@ -20,6 +22,7 @@ from extractions import (
     HOOKS,
     TOKENS,
     VOCABULARY,
+    change_shard,
     change_table,
     edit,
     extract,
@@ -30,7 +33,6 @@ from tokenizers import Tokenizer, decoders, models
 
 from activation_extraction import ActivationStorage
 from activation_extraction.dataset.dataset import ActivationDataset
-from activation_extraction.dataset.folders import read_folders
 from activation_extraction.inspect import report, report_numbers
 from activation_extraction.inspect.report_numbers import (
     HookReport,
@@ -41,6 +43,7 @@ from activation_extraction.inspect.report_numbers import (
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.statistics import sums_of
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SECTIONS = ["glance", "norms", "tokens", "speed"]
 WIDTHS = {key: {"width": HIDDEN} for key in HOOKS}
 
@@ -50,11 +53,6 @@ def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("run")
     extract(root, hook_facts=WIDTHS)
     return root
-
-
-def commits_of(root):
-    folders = read_folders(Folder(str(root)))
-    return [commit for stored in folders.values() for commit in stored.in_order]
 
 
 def page_of(root, target):
@@ -101,7 +99,8 @@ def sample_of(vectors, token_ids=None, position=None):
 
 @pytest.mark.parametrize("firsts", [False, True])
 def test_outliers_are_found_among_tokens_and_dimensions(firsts):
-    """First tokens of documents would hide the dimensions of others, unless there are no others."""
+    """First tokens of documents would hide the dimensions of others, unless there are no others.
+    Where most dimensions are zero, none is an outlier."""
     vectors = np.random.default_rng(0).standard_normal((500, 8)).astype(np.float32)
     vectors[:, 5] *= 20
     vectors[:, 2] -= 50
@@ -109,6 +108,8 @@ def test_outliers_are_found_among_tokens_and_dimensions(firsts):
     vectors[0, 4] = 1e5
     vectors[9] *= 6  # no outlier
     position = np.zeros(500, np.int32) if firsts else None
+    for mostly_zero in (vectors * 0, vectors * (np.arange(8) == 1)):
+        assert HookReport(sample_of(mostly_zero), 0, "h").dimensions == []
     found = HookReport(sample_of(vectors, position=position), 0, "h")
     assert found.outlier.nonzero()[0].tolist() == [0]
     size = np.sqrt(np.square(vectors[0 if firsts else 1 :].astype(np.float64)).mean(axis=0))
@@ -116,13 +117,6 @@ def test_outliers_are_found_among_tokens_and_dimensions(firsts):
     assert [number for number, _ in found.dimensions] == order
     ratios = [ratio for _, ratio in found.dimensions]
     np.testing.assert_allclose(ratios, (size / np.median(size))[order])
-
-
-def test_hooks_of_which_most_dimensions_are_zero_have_no_outliers():
-    vectors = np.zeros((9, 4), np.float32)
-    assert HookReport(sample_of(vectors), 0, "h").dimensions == []
-    vectors[:, 1] = 1
-    assert HookReport(sample_of(vectors), 0, "h").dimensions == []
 
 
 def test_the_largest_tokens_are_grouped_by_id_and_position():
@@ -179,13 +173,8 @@ def test_the_page_is_one_file_with_every_section(run, capsys):
     assert len(images) == len(re.findall("src=", page)) == 4
     assert all(image.startswith("data:image/svg+xml;base64,") for image in images)
     assert "100 tokens of 10 documents in 4 of 4 shards" in text_of(page)
+    assert "0.00 GB" not in page  # a small run is told in kB
     assert main("--verify", "--output_dir", run) == 0  # the report is in nobody's way
-
-
-def test_totals_of_a_small_run_are_not_zero(run, tmp_path):
-    stored = sum(commit.bytes for commit in commits_of(run))
-    text = text_of(page_of(run, tmp_path))
-    assert f"stored{stored / 1000:.1f} kB" in text and "0.00 GB" not in text
 
 
 def with_model(run, root, model):
@@ -194,13 +183,6 @@ def with_model(run, root, model):
     content = {"model_path": str(model), "dataset_path": "/data/of/somebody.jsonl"}
     edit(root / "metadata.json", lambda told: told.update(configuration=content))
     return root
-
-
-def test_a_path_may_break_after_its_slashes_alone(run, tmp_path):
-    page = page_of(with_model(run, tmp_path / "run", "/models/Qwen2.5-0.5B"), tmp_path)
-    assert "/<wbr>models/<wbr>Qwen2.5-0.5B<wbr>" in page
-    assert "/<wbr>data/<wbr>of/<wbr>somebody.jsonl<wbr>" in page
-    assert "Activations of /models/Qwen2.5-0.5B" in text_of(page)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -235,30 +217,29 @@ def test_cut_documents_are_found_whatever_is_kept_of_them(run, tmp_path, positio
     assert "were cut" not in text_of(page_of(run, tmp_path))
 
 
+def page_about(folder, hooks):
+    """Returns what the page says of hooks: name -> activations (samples, tokens, width)."""
+    with ActivationStorage(str(folder / "run"), {name: name for name in hooks}) as s:
+        for number, values in enumerate(zip(*hooks.values(), strict=True)):
+            for name, each in zip(hooks, values, strict=True):
+                s.add_activation(name, each, number, "", np.arange(len(each)), None)
+    return text_of(page_of(folder / "run", folder))
+
+
+NORMAL = np.random.default_rng(0).standard_normal((2, 5, 7, 8)).astype(np.float32)
+
+
 @pytest.mark.parametrize("value", [0, 1, 1e-30])
 def test_hooks_without_a_layer_and_hooks_that_do_not_vary_are_shown(value, tmp_path):
-    chance = np.random.default_rng(0)
-    names = {"still": "модель.слой.$x^{$", "varying": "my.layers.3.output"}
-    with ActivationStorage(str(tmp_path / "run"), names) as storage:
-        for number in range(5):
-            values = np.full((7, 4), value, np.float32)
-            token_ids = np.arange(7, dtype=np.int32)
-            storage.add_activation("still", values, number, "", token_ids, None)
-            values = chance.standard_normal((7, 4)).astype(np.float32)
-            storage.add_activation("varying", values, number, "", token_ids, None)
-    text = text_of(page_of(tmp_path / "run", tmp_path))
-    assert "other hooks" in text and all(name in text for name in names.values())
+    still = np.full((5, 7, 4), value, np.float32)
+    hooks = {"модель.слой.$x^{$": still, "my.layers.3.output": NORMAL[0]}
+    text = page_about(tmp_path, hooks)
+    assert "other hooks" in text and all(name in text for name in hooks)
 
 
 def test_an_outlier_dimension_is_named(tmp_path):
-    chance = np.random.default_rng(0)
-    with ActivationStorage(str(tmp_path / "run"), {0: "blocks.0.a", 1: "blocks.1.a"}) as storage:
-        for number in range(5):
-            values = chance.standard_normal((2, 7, 8)).astype(np.float32)
-            values[1, :, 3] = 200
-            for layer in range(2):
-                storage.add_activation(layer, values[layer], number, "", np.arange(7), None)
-    text = text_of(page_of(tmp_path / "run", tmp_path))
+    high = np.where(np.arange(8) == 3, np.float32(200), NORMAL[1])
+    text = page_about(tmp_path, {"blocks.0.a": NORMAL[0], "blocks.1.a": high})
     named = (
         r"1 of 2 hooks has dimensions with .* at most \d\d\d times \(dimension 3 of blocks.1.a\)"
     )
@@ -288,19 +269,14 @@ def test_activations_whose_norms_are_no_usable_numbers_are_refused(value, run, t
 
 
 def test_a_run_that_goes_on_is_read_from_a_bucket(tmp_path, run, monkeypatch):
-    fs = fsspec.filesystem("memory")
-    for path in run.iterdir():
-        fs.pipe(f"/report-run/{path.name}", path.read_bytes())
-    fs.rm("/report-run/shard_0004.json")
-    copied = tmp_path / "metadata.json"
-    copied.write_bytes((run / "metadata.json").read_bytes())
-    edit(copied, lambda content: content.update(status="running", shards=3))
-    fs.pipe("/report-run/metadata.json", copied.read_bytes())
+    copy = shutil.copytree(run, tmp_path / "copy")
+    (copy / "shard_0004.json").unlink()
+    edit(copy / "metadata.json", lambda content: content.update(status="running", shards=3))
+    fsspec.filesystem("memory").put(f"{copy}/", f"memory:/{tmp_path}", recursive=True)
     monkeypatch.chdir(tmp_path)
-    assert main("--report", "--output_dir", "memory://report-run") == 0
-    assert "90 tokens of 9 documents in 3 of 3 shards" in text_of(
-        (tmp_path / "report.html").read_text()
-    )
+    assert main("--report", "--output_dir", f"memory:/{tmp_path}") == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "90 tokens of 9 documents in 3 of 3 shards" in text_of(page)
 
 
 def test_refusals_are_one_line(tmp_path, run, capsys, monkeypatch):
@@ -330,6 +306,83 @@ def test_neither_jax_nor_torch_is_needed(tmp_path, run):
     command = [sys.executable, "-c", code, str(run), str(tmp_path / "a.html")]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.returncode, (tmp_path / "a.html").exists()) == (0, True), done.stderr
+
+
+HOSTILE = "\"><script>evil()</script><img/src=x/onerror=evil()>'<b onclick=evil()>&lt;evil>"
+HOSTILE += "\x1b[31m\u202e$x^{$ {{ 7 * 7 }} {% evil %}"
+NAMES = {key: f"blocks.{key}.hook{HOSTILE}" for key in HOOKS}
+
+
+class Page(HTMLParser):
+    """Collects elements and attributes."""
+
+    def __init__(self, html):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.attributes, self.text = set[str](), [], ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def spoil(value):
+    """Every text inside, hostile."""
+    if isinstance(value, dict):
+        return {name: spoil(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [spoil(inner) for inner in value]
+    return HOSTILE if isinstance(value, str) else value
+
+
+def spoil_metadata(content):
+    kept = ("identity", "format_version", "hooks")
+    more = {
+        "configuration": {"model_path": "m", "dataset_path": "d", "bucket_url": "b"},
+        "model_commit": "c", "mesh": {"x": "1"}, "attention": {"name": "n"},
+        "versions": {HOSTILE: "1"},
+    }  # fmt: skip
+    content |= {name: spoil(v) for name, v in (content | more).items() if name not in kept}
+    content["identity"] |= dict.fromkeys(("text_column", "data", "dtype"), HOSTILE)
+    for hook in content["hooks"]:
+        hook["name"] = NAMES[hook["key"]]
+    content["remote"] = None
+
+
+def test_nothing_that_was_stored_becomes_a_part_of_the_page(tmp_path):
+    """Every text of a run is shown as text and nothing else."""
+    plain, hostile = tmp_path / "plain", tmp_path / "hostile"
+    for root in (plain, hostile):
+        extract(root, hook_facts=WIDTHS)
+    edit(hostile / "metadata.json", spoil_metadata)
+
+    def rename(content):
+        content["run"] = json.loads((hostile / "metadata.json").read_bytes())["run"]
+        for hook in content["hooks"]:
+            hook["name"] = NAMES[hook["key"]]
+
+    def rename_in_records(shard):
+        for key, records in shard.items():
+            for record in records:
+                record["hook"] = NAMES[key]
+
+    for number, path in enumerate(sorted(hostile.glob("shard_*.json")), 1):
+        change_shard(hostile, number, rename_in_records)
+        edit(path, rename)
+    expected, found = (Page(page_of(root, tmp_path)) for root in (plain, hostile))
+    assert "evil()" in found.text and "{{ 7 * 7 }}" in found.text
+    assert all(character.isprintable() or character == "\n" for character in found.text)
+    assert found.tags <= expected.tags
+    assert "script" not in found.tags
+    assert {n for n, _ in found.attributes} <= {n for n, _ in expected.attributes}
+    images = [value for name, value in found.attributes if name == "src"]
+    assert len(images) == [name for name, _ in expected.attributes].count("src")
+    for image in images:  # they show numbers alone
+        start, _, data = image.partition(",")
+        assert start == "data:image/svg+xml;base64" and b"evil" not in b64decode(data)
 
 
 # Text whose contrast with its background is below 4.5 (WCAG AA), with the contrast.
@@ -371,25 +424,41 @@ LOOSE = """(() => {
   return [charts.length, tables.length, broken]; })()"""
 
 
+MEASURES = f"""({{document, innerWidth, performance}}) => ({{
+  low: {CONTRASTS}, loose: {LOOSE}, width: document.documentElement.scrollWidth,
+  shown: [...document.images].every(image => image.naturalWidth > 100),
+  background: getComputedStyle(document.body).backgroundColor,
+  requests: performance.getEntriesByType('resource').map(each => each.name).filter(
+    url => !url.startsWith('data:'))}})"""
+SCREENS = (390, 1280)  # CSS pixels: a phone, a desk
+
+
+def shown_by_chromium(page, folder, dark):
+    """Returns what MEASURES says of the page on each screen."""
+    frame = '<iframe style="width:{}px;height:844px;border:0" srcdoc="{}"></iframe>'
+    script = "onload = () => document.body.textContent = JSON.stringify("
+    script += f"[...document.querySelectorAll('iframe')].map(f => ({MEASURES})(f.contentWindow)))"
+    frames = "".join(frame.format(width, html.escape(page)) for width in SCREENS)
+    (folder / "frames.html").write_text(f"<!doctype html>{frames}<script>{script}</script>")
+    flags = "--headless --no-sandbox --disable-gpu --dump-dom --no-first-run".split()
+    flags += [f"--user-data-dir={folder}", f"--blink-settings=preferredColorScheme={int(not dark)}"]
+    done = subprocess.run(
+        [str(CHROMIUM), *flags, (folder / "frames.html").as_uri()], capture_output=True, text=True
+    )
+    (found,) = re.findall("<body>(.*)</body>", done.stdout)
+    return json.loads(html.unescape(found))
+
+
 @pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 def test_chromium_shows_it_well_on_phones_and_desks_in_light_and_dark(tmp_path, run):
     model = "/somebody/folder_of_a_project/models_we_trained/Qwen2.5_0.5B_of_today"
-    root, path = with_model(run, tmp_path / "run", model), tmp_path / "report.html"
-    page_of(root, tmp_path)
-    with chromium() as browser:
-        backgrounds = set()
-        for width, dark in ((390, False), (390, True), (1280, False), (1280, True)):
-            browser.open(path, width, dark)
-            assert browser.evaluate("document.documentElement.scrollWidth") <= width
-            assert browser.evaluate(CONTRASTS) == []
-            assert browser.evaluate(LOOSE) == [0, 0, []]
-            images = "[...document.images].every(image => image.naturalWidth > 100)"
-            assert browser.evaluate(images)
-            backgrounds.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
-            said = [event["method"] for event in browser.events]
-            assert "Log.entryAdded" not in said and "Runtime.consoleAPICalled" not in said
-            sent = [e for e in browser.events if e["method"] == "Network.requestWillBeSent"]
-            urls = [event["params"]["request"]["url"] for event in sent]
-            assert [url for url in urls if not url.startswith("data:")] == [path.as_uri()]
-        assert len(backgrounds) == 2
+    page = page_of(with_model(run, tmp_path / "run", model), tmp_path)
+    backgrounds = set()
+    for dark in (False, True):
+        found = shown_by_chromium(page, tmp_path, dark)
+        for screen, measures in zip(SCREENS, found, strict=True):
+            backgrounds.add(measures.pop("background"))
+            assert measures.pop("width") <= screen
+            assert measures == {"low": [], "loose": [0, 0, []], "shown": True, "requests": []}
+    assert len(backgrounds) == 2

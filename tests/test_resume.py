@@ -1,172 +1,72 @@
-"""An interrupted run, continued: every sample once and the bytes of an uninterrupted run."""
+"""What an output folder or a bucket holds already: what is continued, refused or replaced.
+
+test_exactly_once.py shows that whatever is continued holds every sample once.
+"""
 
 import json
 import os
-import random
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from extractions import edit
-from small_runs import (
-    DOCUMENTS,
-    HIDDEN,
-    HOOKS,
-    Killed,
-    both_formats,
-    content,
-    set_status,
-    shards_of,
-    status,
-    stream_of,
-)
+from memory_bucket import MemoryBucket, MemoryFolder, Process
+from small_runs import HIDDEN, HOOKS, content, status, stream_of
 from storages import open_storage
 
-from activation_extraction.common.errors import InputError, RunError, StorageError
-from activation_extraction.store import pickle_file
+from activation_extraction.common.errors import InputError
+from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
-from activation_extraction.text import file_forms, packing, sources
+from activation_extraction.store.metadata import read_stored
+from activation_extraction.text import file_forms
 
 
-@pytest.fixture(params=[5, packing.WINDOW])
-def window(request, monkeypatch):
-    """The window has a few samples, or more than there are."""
-    monkeypatch.setattr(packing, "WINDOW", request.param)
+@pytest.fixture
+def whole(run, tmp_path):
+    run(tmp_path / "whole")
+    return tmp_path / "whole"
 
 
-@both_formats
-def test_killed_after_every_sample_and_once_more(window, run, whole, tmp_path):
-    total = json.loads((tmp_path / "whole/metadata.json").read_bytes())["samples"]
-    assert total > 30 and len(whole) > 8
-    chance = random.Random(2)
-    for first in range(total):
-        folder = tmp_path / f"killed_{first}"
-        with pytest.raises(Killed):
-            run(folder, kill_after=first)
-        assert status(folder) == "running"
-        with pytest.raises(Killed):
-            run(folder, kill_after=chance.randint(first, total - 1))
-        run(folder)
-        assert content(folder) == whole, first
-        assert status(folder) == "complete"
+@pytest.fixture
+def bucket():
+    return MemoryFolder(MemoryBucket(), Process())
 
 
-@pytest.mark.long
-def test_resumed_at_every_sample_that_was_committed(window, run, tmp_path):
-    """Shards of one sample each: a cursor for every sample of the data set."""
-    run(tmp_path / "whole", shard_size_gb=1e-9)
-    whole = content(tmp_path / "whole")
-    total = shards_of(whole)
-    assert any("taken" in whole[f"shard_{n:04d}.json"]["cursor"] for n in range(1, total + 1))
-    for stored in range(total + 1):
-        folder = tmp_path / f"stored_{stored}"
-        shutil.copytree(tmp_path / "whole", folder)
-        for path in folder.glob("shard_*"):
-            if int(path.name[6:10]) > stored:
-                path.unlink()
-        if stored < total:
-            set_status(folder, "running")
-        run(folder, shard_size_gb=1e-9)
-        assert content(folder) == whole, stored
+def files_in(folder):
+    return {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()}
 
 
-@both_formats
-def test_interrupted_anywhere_a_partial_shard_is_made_whole(run, whole, tmp_path):
-    total = json.loads((tmp_path / "whole/metadata.json").read_bytes())["samples"]
-    for first in range(0, total, 3):
-        folder = tmp_path / f"interrupted_{first}"
-        run(folder, interrupt_after=first)
-        assert status(folder) == "interrupted"
-        stored = json.loads((folder / "metadata.json").read_bytes())["samples"]
-        assert stored > first  # the whole batch, in a partial shard
-        run(folder, interrupt_after=first + 2)
-        run(folder)
-        assert content(folder) == whole, first
+def samples_in(folder):
+    stored = read_stored(folder if isinstance(folder, Folder) else Folder(str(folder)))
+    assert not stored.damaged and not any(stored.missing())
+    return stored.totals.samples
 
 
-def test_a_complete_run_is_left_alone(run, whole, tmp_path):
-    folder = tmp_path / "whole"
-    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
-    assert run(folder).complete
-    assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()} == before
-
-
-def test_a_complete_host_stays_so_while_others_go_on(run, whole, tmp_path):
-    """It takes part in their steps, so its storage is opened and finalized like theirs."""
-    folder = tmp_path / "whole"
+def test_a_complete_run_is_left_alone(run, whole):
+    """Also if its storage is opened because other hosts go on."""
+    before = files_in(whole)
+    assert run(whole).complete and files_in(whole) == before
     for complete in (True, False):
-        place = open_storage(
-            folder, HOOKS, identity=Identity(model_digest="tiny"), shard_size_gb=1.5e-6
-        )
-        with place:
-            with pytest.raises(ValueError, match="holds a complete extraction"):
+        identity = Identity(model_digest="tiny")
+        with open_storage(whole, HOOKS, identity=identity, shard_size_gb=1.5e-6) as place:
+            with pytest.raises(ValueError, match="holds a complete extraction of 36 samples"):
                 place.add_activation(1, np.zeros((3, HIDDEN), np.float32), 1000, "")
             place.finalize(complete)
-        assert status(folder) == "complete" and content(folder) == whole
+        assert status(whole) == "complete"
+    assert files_in(whole) == before
 
 
-def first_shards_alone(folder, count, change):
-    """Makes of a folder what a run leaves there that was killed, but with another cursor."""
-    for path in folder.glob("shard_*"):
-        if int(path.name[6:10]) > count:
-            path.unlink()
-    set_status(folder, "running")
-    edit(folder / f"shard_{count:04d}.json", lambda commit: change(commit["cursor"]))
+def test_limits_may_grow_and_not_shrink(run, tmp_path):
+    for most in (7, 20):
+        assert run(tmp_path, max_samples=most).totals.samples == most == samples_in(tmp_path)
+    with pytest.raises(InputError, match="--max_samples: .* already holds 20 samples, more than t"):
+        run(tmp_path, max_samples=19)
+    run(tmp_path)
+    assert samples_in(tmp_path) == 36
 
 
-def test_a_run_whose_batches_were_consecutive_samples_is_continued(run, whole, tmp_path):
-    """The cursors of earlier versions have no samples that are taken."""
-    folder = tmp_path / "whole"
-    names = sorted(name for name in whole if name.endswith(".json"))
-    count = next(n for n, name in enumerate(names, 1) if "taken" in whole[name]["cursor"])
-    first_shards_alone(folder, count, lambda cursor: cursor.pop("taken"))
-    run(folder)
-    tables = [name for name in whole if name.endswith(".samples.jsonl.gz")]
-    assert len(tables) > 8 and all(content(folder)[name] == whole[name] for name in tables)
-    assert status(folder) == "complete"
-
-
-@pytest.mark.parametrize(
-    "left_out,change",
-    [
-        (1, lambda first: {"taken": [first + 1]}),
-        (0, lambda first: {"taken": list(range(first, first + 60))}),  # all that is left
-        (1, lambda first: {"samples": first + 2}),
-    ],
-)
-def test_a_cursor_that_leaves_out_a_sample_is_refused(left_out, change, run, whole, tmp_path):
-    """Nothing is stored after the gap."""
-    folder, stored = tmp_path / "whole", whole["shard_0001.json"]["samples"]["count"]
-    first_shards_alone(folder, 1, lambda cursor: cursor.update(change(stored)))
-    why = f"sample {stored + left_out} is missing: the cursor of shard 1 leaves it out"
-    with pytest.raises(StorageError, match=why):
-        run(folder)
-    assert [path.name for path in folder.glob("shard_*.json")] == ["shard_0001.json"]
-
-
-@both_formats
-def test_max_samples_may_grow_and_not_shrink(run, whole, tmp_path):
-    """Each sample is there once. The batches in front of a former end are other ones, for which
-    the activations of small_runs differ by much, and those of a model by rounding."""
-    folder = tmp_path / "grown"
-    run(folder, max_samples=7)
-    run(folder, max_samples=20)
-    with pytest.raises(InputError, match="already holds 20 samples, more than the 19"):
-        run(folder, max_samples=19)
-    run(folder)
-    grown = content(folder)
-    assert grown.keys() == whole.keys()
-    for name, before in whole.items():
-        if name.endswith(".samples.jsonl.gz"):
-            assert grown[name] == before
-        elif name.endswith(".json"):
-            facts = "samples", "tokens", "partial", "unpacked"
-            assert [grown[name][each] for each in facts] == [before[each] for each in facts]
-
-
-def test_only_the_current_piece_of_the_data_is_read_again(run, tmp_path, monkeypatch, rows):
-    """One file per ten rows: those before the cursor's are not opened."""
+def test_only_the_current_piece_of_the_data_is_read_again(tmp_path, monkeypatch, rows):
+    """One file per ten rows: those before the mark's are not opened."""
     lines = rows.read_text().splitlines(keepends=True)
     pieces = tmp_path / "pieces"
     pieces.mkdir()
@@ -178,10 +78,7 @@ def test_only_the_current_piece_of_the_data_is_read_again(run, tmp_path, monkeyp
         file_forms, "open_file", lambda url: opened.append(Path(url).name) or original(url)
     )
     stream = stream_of(pieces)
-    state = None
-    for number, _ in enumerate(stream):
-        if number == 24:
-            state = stream.state()
+    state = [stream.state() for _ in stream][24]
     opened.clear()
     again = stream_of(pieces)
     again.restore(json.loads(json.dumps(state)))
@@ -189,86 +86,99 @@ def test_only_the_current_piece_of_the_data_is_read_again(run, tmp_path, monkeyp
     assert opened == ["2.jsonl", "3.jsonl"]
 
 
-def test_what_cannot_be_continued_is_refused_and_left_alone(run, whole, tmp_path):
-    def broken(name, change):
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+REFUSED = {
+    "gap": ("shard_0002.json", Path.unlink, "shard 2 is missing although a later one is there"),
+    "no last JSON": ("shard_{last}.json", Path.unlink, "shard .* is missing although .* complete"),
+    "no file": (
+        "shard_0002.pkl.gz",
+        Path.unlink,
+        "shard 2 has a JSON, but one of its files is mis",
+    ),
+    "short file": ("shard_0002.npz", lambda path: os.truncate(path, 10), "or has another size"),
+    "no metadata": ("metadata.json", Path.unlink, "already holds shards, but no metadata.json"),
+    "damaged JSON": ("shard_0002.json", flip, "shard_0002.json: is damaged"),
+    "damaged metadata": ("metadata.json", flip, "metadata.json: is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_continued_is_refused_and_left_alone(name, run, whole):
+    file, change, told = REFUSED[name]
+    last = max(path.name[6:10] for path in whole.glob("shard_*"))
+    change(whole / file.format(last=last))
+    before = files_in(whole)
+    with pytest.raises(InputError, match=f"{told}.*--repair"):
+        run(whole)
+    assert files_in(whole) == before
+    run(whole, overwrite=True)
+    assert samples_in(whole) == 36
+
+
+def test_a_damaged_table_is_refused_where_it_is_needed(run, tmp_path):
+    """The samples after the mark are found in it."""
+    run(tmp_path, interrupt_after=20)
+    for path in tmp_path.glob("*.parquet"):
+        flip(path)
+    with pytest.raises(InputError, match=r"samples.parquet: is damaged.*--repair"):
+        run(tmp_path)
+
+
+def test_files_of_others_are_not_overwritten(run, tmp_path):
+    for name in ("shard_0001.safetensors", "shard_0007.json", "metadata.json"):
         folder = tmp_path / name
-        shutil.copytree(tmp_path / "whole", folder)
-        change(folder)
-        return folder
-
-    def remove(*names):
-        return lambda folder: [(folder / name).unlink() for name in names]
-
-    def flip(name):
-        def change(folder):
-            data = bytearray((folder / name).read_bytes())
-            data[len(data) // 2] ^= 1
-            (folder / name).write_bytes(data)
-
-        return change
-
-    def from_another_run(folder):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Identity, "run", "0" * 64)
-            run(tmp_path / "other")
-        shutil.copy(tmp_path / "other/shard_0002.json", folder)
-
-    def truncate(folder):
-        os.truncate(folder / "shard_0002.pkl.gz", 10)
-
-    for name, change, message in (
-        ("gap", remove("shard_0002.json", "shard_0002.pkl.gz"), "shard 2 is missing, but shard 3"),
-        ("no file", remove("shard_0002.pkl.gz"), "shard 2 has a JSON, but its file is missing"),
-        ("short", truncate, "shard 2 has a JSON, but its file is missing or has another size"),
-        ("no metadata", remove("metadata.json"), "already holds shards, but no metadata.json"),
-        ("damaged commit", flip("shard_0002.json"), "shard_0002.json: is damaged"),
-        ("damaged metadata", flip("metadata.json"), "metadata.json: is damaged"),
-        ("other run", from_another_run, "shard_0002.json belongs to another run"),
-    ):
-        folder = broken(name, change)
-        before = {path.name: path.read_bytes() for path in folder.iterdir()}
-        with pytest.raises(InputError, match=message):
-            run(folder)
-        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-        run(folder, overwrite=True)
-        assert content(folder) == whole
+        folder.mkdir()
+        (folder / name).write_bytes(b"{}")
+        with pytest.raises(InputError, match=f"{name} may not be of this program"):
+            run(folder, overwrite=True)
+        assert [path.name for path in folder.iterdir()] == [name]
 
 
-@pytest.mark.long
-def test_a_read_that_failed_changes_no_bytes(run, whole, tmp_path, monkeypatch):
-    """The batch in which it failed is not packed differently for that."""
-    original = sources.json_rows
-    for bad in range(1, DOCUMENTS):
-        folder = tmp_path / f"bad_{bad}"
-
-        def fails(urls, names, bad=bad):
-            for number, row in enumerate(original(urls, names)):
-                if number == bad:
-                    raise ConnectionError("gone")
-                yield row
-
-        with monkeypatch.context() as patch:
-            patch.setattr(sources, "json_rows", fails)
-            with pytest.raises(RunError, match="gone"):
-                run(folder)
-        assert status(folder) == "interrupted"
-        run(folder)
-        assert content(folder) == whole
+def test_the_bucket_is_what_counts(run, bucket, tmp_path):
+    """The local disk is lost, then the bucket is: what is not in it is stored again."""
+    folder = tmp_path / "local"
+    run(folder, interrupt_after=20, remote=bucket)
+    assert {path.name for path in folder.iterdir()} <= {"metadata.json", "metrics.jsonl"}
+    shutil.rmtree(folder)
+    last = run(folder, remote=bucket)
+    assert last.totals.shards > len(last.made) > 0 and samples_in(bucket) == 36
+    shutil.rmtree(folder)
+    assert run(folder, remote=bucket).complete and not list(tmp_path.glob("local/shard*"))
+    bucket.bucket.objects.clear()
+    run(folder, remote=bucket)
+    assert samples_in(bucket) == 36
 
 
-def test_a_partial_shard_stays_while_the_one_that_replaces_it_cannot_be_written(
-    run, tmp_path, monkeypatch
-):
-    run(tmp_path, max_samples=10)
-    before = content(tmp_path)
-    last = sorted(tmp_path.glob("shard_*.json"))[-1]
-    assert json.loads(last.read_bytes())["partial"]
+def test_with_a_local_copy_both_have_every_shard(run, bucket, tmp_path):
+    """Also if the copy is lost, or damaged."""
+    options = {"remote": bucket, "delete_local_after_upload": False}
+    run(tmp_path, interrupt_after=20, **options)
+    run(tmp_path, **options)
+    for name, (data, _) in bucket.bucket.objects.items():
+        path = tmp_path / name.removeprefix("mem://bucket/")
+        if path.suffix != ".json":
+            assert path.read_bytes() == data
+    assert samples_in(bucket) == 36
 
-    def full(*_):
-        raise OSError(28, "")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(pickle_file, "records_of", full)
-        with pytest.raises(StorageError, match="shard_00.*the disk is full"):
-            run(tmp_path)
-    assert content(tmp_path) == before
+def test_nothing_is_overwritten_that_is_nowhere_else(run, bucket, tmp_path):
+    """Shards of a local run, or the only word on which bucket has the shards."""
+    local, moved = tmp_path / "local", tmp_path / "moved"
+    run(local, interrupt_after=20)
+    before = content(local)
+    for delete in (True, False):
+        with pytest.raises(InputError, match=r"holds . shards not in the bucket; continue without"):
+            run(local, remote=bucket, delete_local_after_upload=delete)
+    assert content(local) == before and not bucket.files()
+    run(moved, interrupt_after=20, remote=bucket)
+    with pytest.raises(InputError, match="were uploaded to mem://bucket; .*give --upload_to_gcs"):
+        run(moved)
+    with pytest.raises(InputError, match="were uploaded to mem://bucket, not to mem://bucket/oth"):
+        run(moved, remote=bucket.child("other"))
+    run(moved, remote=bucket)
+    assert samples_in(bucket) == 36

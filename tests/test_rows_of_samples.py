@@ -52,7 +52,7 @@ def test_a_sample_knows_its_row_and_rows_without_text_are_counted(
     assert extract("out", *small) == 0  # goes on
     assert "\nempty: 3 rows without text, which gave no sample\n" in capsys.readouterr().out
     dataset = ActivationDataset(tmp_path / "out")
-    assert [s.row["line"] for s in dataset] == [*range(1, 6), *range(9, 34)]
+    assert sorted(s.row["line"] for s in dataset) == [*range(1, 6), *range(9, 34)]
     assert all(json.loads(every[s.row["line"] - 1])["id"] == s.doc_id for s in dataset)
     assert {s.row["file"] for s in dataset} == {"rows.jsonl"}
     assert dataset.metadata["empty_rows"] == 3 and dataset.metadata["skipped_rows"] == 0
@@ -178,7 +178,7 @@ def test_ten_million_spaces(extract, tmp_path, capfd):
     """The real tokenizer gives up; the run names the row, or passes over it."""
     spaces = json.dumps({"text": "a" + " " * 10**7 + "b"})
     write_lines(tmp_path / "rows.jsonl", [*lines(3), spaces, *lines(3)])
-    assert extract("out", "--max_seq_length", 512) == 2
+    assert extract("out", "--max_seq_length", 512) == 1  # once what is before it is stored
     where = f"{tmp_path}/rows.jsonl line 4: the tokenizer cannot take it: "
     assert where in capfd.readouterr().err
     assert extract("out", "--max_seq_length", 512, "--skip_bad_rows") == 0

@@ -16,7 +16,7 @@ from activation_extraction.run.open_data import TextRequest
 from activation_extraction.run.prepare import model_request
 from activation_extraction.run.recompute import load_for_recomputing
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.identity import ADDED, Identity, StorageOptions
+from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.store.metadata import read_metadata
 from qwen2_jax_with_hooks import FAMILIES
 
@@ -24,7 +24,7 @@ ABOUT_CONTENT = {"model", "what to extract", "which tokens to keep", "text"}  # 
 AS_HOOKS = {"layers_to_extract", "activation_type", "hook_names"}  # the identity has the hooks
 NOT_CONTENT = {"list_hooks", "max_samples", "max_tokens"}
 # Fields of the identity that neither are flags nor say by what an input is known.
-FOUND = {"hooks", "integer_hooks", "float32_hooks", "keyed_by", "attention_mask"}
+FOUND = {"hooks", "integer_hooks", "float32_hooks", "keyed_by"}
 FOUND |= {"machine", "host"}
 OF_INPUTS = {field: each.name for each in INPUTS for field in each.fields}
 
@@ -44,15 +44,6 @@ def test_every_field_of_the_identity_has_its_source():
     names = {each.name for each in fields(Identity)}
     assert names - {*FLAGS, *OF_INPUTS} == FOUND
     assert {*OF_INPUTS} < names
-
-
-def test_a_new_field_of_the_identity_leaves_earlier_runs_as_they_were():
-    """They lack it, and have its default in what is compared."""
-    first = {"model_digest", "tokenizer_digest", "data", "data_revision", "text_column"}
-    first |= {"skip_bad_rows", "max_seq_length", "hooks", "keyed_by", "dtype", "activation_dtype"}
-    first |= {"shard_size_gb", "shard_format", "compress_shards", "positions", "drop_token_ids"}
-    first |= {"total_machines", "num_hosts", "machine", "host"}
-    assert {each.name for each in fields(Identity)} - ADDED == first
 
 
 def test_what_names_an_input_is_asked_for():
@@ -89,11 +80,6 @@ def test_a_part_of_the_configuration_has_the_names_and_values_of_flags(part):
 def test_a_recorded_configuration_is_read_back(flags):
     config = parse_args(flags.split())
     assert Config.from_json(json.loads(json.dumps(config.to_json()))) == config
-
-
-def test_an_earlier_version_had_other_flags():
-    recorded = {"text_column": "body", "a_flag_that_is_gone": 1}
-    assert Config.from_json(recorded) == Config(text_column="body")
 
 
 @pytest.fixture(scope="module")

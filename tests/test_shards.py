@@ -12,15 +12,13 @@ from collections import deque
 import ml_dtypes
 import numpy as np
 import pytest
-from extractions import HOOKS, extract, replace_shard, write_records
+from extractions import HOOKS, extract, records_in, replace_shard, write_records
 from storages import open_storage
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import RunError
-from activation_extraction.store.formats import BLOCK_BYTES, Threads, blocks_of, gzipped
-from activation_extraction.store.local_files import AtomicFile
-from activation_extraction.store.pickle_file import pieces_of, read_records
-from activation_extraction.store.safe_unpickler import UnsafeError
+from activation_extraction.store.formats import Threads, gzipped
+from activation_extraction.store.pickle_file import UnsafeError, pieces_of
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 
@@ -33,16 +31,6 @@ def peak_of(action):
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-
-
-def test_writing_is_atomic(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"before")
-
-    with pytest.raises(OSError), AtomicFile(path) as file:
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-    assert path.read_bytes() == b"before" and os.listdir(tmp_path) == ["file"]
 
 
 def shard_of(values):
@@ -82,21 +70,13 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads():
     assert len(found) == 1 and gzip.decompress(*found) == b"".join(pieces_of(shard))
 
 
-def test_blocks_have_one_size_but_for_the_last():
-    pieces = [memoryview(bytes([n]) * n * 10**5) for n in range(60)]
-    blocks = list(blocks_of(pieces))
-    sizes = [sum(piece.nbytes for piece in block) for block in blocks]
-    assert sizes[:-1] == [BLOCK_BYTES] * (len(sizes) - 1) and 0 < sizes[-1] <= BLOCK_BYTES
-    assert b"".join(piece for block in blocks for piece in block) == b"".join(pieces)
-
-
 @pytest.mark.parametrize("shape", [(0, 8), (5, 8)])
 def test_arrays_of_any_layout_in_memory_are_stored(shape, tmp_path):
     values = np.arange(40.0).reshape(5, 8)[: shape[0]]
     layouts = [values, values.copy("F"), np.repeat(values, 2, axis=1)[:, ::2], values[::-1][::-1]]
     layouts.append(np.broadcast_to(values, shape))
     write_records(tmp_path / "shard.pkl", {3: [{"activation": each} for each in layouts]}, False)
-    for record in read_records(tmp_path / "shard.pkl", 10**5)[3]:
+    for record in records_in(tmp_path / "shard.pkl", 10**5)[3]:
         np.testing.assert_array_equal(record["activation"], values)
 
 
@@ -112,7 +92,7 @@ def test_what_we_write_is_read_back(dtype, doc_id, compress, tmp_path):
                 text = "Grüße, 世界 \u2028\n\0 𝄞" * sample.bit_length()
                 storage.add_activation(key, values[:tokens] + key, sample, text, token_ids, doc_id)
     (path,) = tmp_path.glob("shard_0001.pkl*")
-    found = read_records(path, 10**6)
+    found = records_in(path, 10**6)
     expected = pickle.loads(gzip.decompress(path.read_bytes()) if compress else path.read_bytes())
     assert list(found) == list(expected) == list(HOOKS)
     for key in HOOKS:
@@ -168,7 +148,7 @@ def test_pickles_that_run_code_are_refused_and_do_not_run(name, protocol, tmp_pa
             data = pickle.dumps({3: [{"doc_id": gadgets(ran)[name]}]}, protocol)
         path.write_bytes(data)
         with pytest.raises(UnsafeError, match=r"^shard_0001.pkl: refused: ") as refused:
-            read_records(path, 10**6)
+            records_in(path, 10**6)
         assert "\n" not in str(refused.value)
     assert not ran.exists()
 
@@ -215,27 +195,51 @@ def test_pickles_made_by_hand_are_refused(name, tmp_path, monkeypatch, request):
     path = tmp_path / "shard_0001.pkl"
     path.write_bytes(BY_HAND[name])
     with pytest.raises(RunError, match="^shard_0001.pkl: (refused|cannot be read): ") as refused:
-        read_records(path, 10**6)
+        records_in(path, 10**6)
     message = str(refused.value)
     assert message.isprintable() and len(message) < 200
     assert not (tmp_path / "ran").exists()
     # Nothing has changed for who comes next.
     write_records(path, {0: [{"activation": np.ones((2, 2), ml_dtypes.bfloat16)}]}, False)
-    assert read_records(path, 10**6)[0][0]["activation"].dtype == ml_dtypes.bfloat16
+    assert records_in(path, 10**6)[0][0]["activation"].dtype == ml_dtypes.bfloat16
     assert np.frombuffer(b"\0\0\x80?", "f4") == 1
+
+
+def array(shape, data):
+    """An array in a list, in a dict."""
+    state = b"(K\x01" + shape + FLOAT32 + b"\x89C" + bytes([len(data)]) + data + b"tb"
+    return b"\x80\x04" + EMPTY + state + b"."
+
+
+def long(number):
+    return b"\x8a\x08" + struct.pack("<q", number)
 
 
 HUGE = {
     "bytes": b"\x80\x04\x8e" + struct.pack("<Q", 2**40),
-    "32-bit bytes": b"\x80\x04B" + struct.pack("<I", 2**32 - 1),
-    "text": b"\x80\x04\x8d" + struct.pack("<Q", 2**40),
     "bytearray": b"\x80\x05\x96" + struct.pack("<Q", 2**28),
     "frame": b"\x80\x04\x95" + struct.pack("<Q", 2**40),
     "integer": b"\x80\x04\x8b" + struct.pack("<i", 2**31 - 1),
     "memo": b"\x80\x04]r" + struct.pack("<I", 2**24) + b".",  # in C: 256 MB, or 64 GB
-    "memo in text": b"}p16777216\n.",
-    "array": b"\x80\x04" + EMPTY + b"(K\x01\x8a\x06\0\0\0\0\0\x01\x85" + FLOAT32 + b"\x89C\0tb.",
     "line": b"I" + b"1" * 2_000_000,
+    "a key that is an array": b"\x80\x04}" + EMPTY + b"Ns.",
+    "(5e9, 0)": array(long(5 * 10**9) + b"K\x00\x86", b""),
+    "(0, 5e9), again and again": b"\x80\x04]("
+    + (EMPTY + b"(K\x01K\x00" + long(5 * 10**8) + b"\x86" + FLOAT32 + b"\x89C\x00tb") * 500
+    + b"e.",
+    "two negative sizes": array(long(-1) + long(-1) + b"\x86", b"abcd"),
+    "a product of sizes that overflows": array(long(2**62) + b"K\x08\x86", b""),
+    "more values than bytes": array(long(10**9) + b"\x85", b"abcd"),
+    "the same bytes in every array": b"\x80\x04](B"
+    + struct.pack("<I", 1000)
+    + bytes(1000)
+    + b"\x94"
+    + (EMPTY + b"(K\x01K\xfa\x85" + FLOAT32 + b"\x89h\x00tb") * 20_000
+    + b"e.",
+    "a list in itself": b"\x80\x04}K\x03]\x94h\x00as.",
+    "items of an array": b"\x80\x04" + EMPTY + b"K\x00K\x01s.",
+    "a new array of a huge size": b"\x80\x04" + ARRAY + long(10**12) + b"\x85\x81.",
+    "a call of the array type": b"\x80\x04" + ARRAY + long(10**12) + b"\x85\x85R.",
 }
 
 
@@ -247,9 +251,9 @@ def test_huge_claims_take_little_memory(name, compress, tmp_path):
 
     def refused():
         with pytest.raises(RunError, match="^shard_0001.pkl"):
-            read_records(path, 10**6)
+            records_in(path, 10**6)
 
-    assert peak_of(refused) < 6 * 10**6
+    assert peak_of(refused) < 2 * 10**7
 
 
 def test_a_decompression_bomb_takes_little_memory(tmp_path):
@@ -266,7 +270,7 @@ def test_a_decompression_bomb_takes_little_memory(tmp_path):
 
 def read_records_fails(folder):
     with pytest.raises(UnsafeError, match="unpacks to more"):
-        read_records(folder / "shard_0002.pkl.gz", 10**6)
+        records_in(folder / "shard_0002.pkl.gz", 10**6)
 
 
 def test_what_is_cut_short_or_no_pickle_is_told(tmp_path):
@@ -276,25 +280,8 @@ def test_what_is_cut_short_or_no_pickle_is_told(tmp_path):
     for length in (*range(0, len(whole), 97), len(whole) - 1):
         path.write_bytes(whole[:length])
         with pytest.raises(RunError, match="^shard_0001.pkl.gz: cannot be read: "):
-            read_records(path, 10**6)
+            records_in(path, 10**6)
     for data in (b"", b"garbage", gzip.compress(b""), gzip.compress(b"."), whole[::-1]):
         path.write_bytes(data)
         with pytest.raises(RunError, match="^shard_0001.pkl.gz: "):
-            read_records(path, 10**6)
-
-
-def test_random_pickles_end_in_one_way(tmp_path):
-    """Mutated shards: read, or refused with RunError; no other exception, nothing run."""
-    extract(tmp_path, count=2)
-    whole = gzip.decompress((tmp_path / "shard_0001.pkl.gz").read_bytes())
-    path = tmp_path / "shard_0001.pkl"
-    chance = np.random.default_rng(0)
-    for _ in range(2000):
-        data = bytearray(whole)
-        for position in chance.integers(0, 500, chance.integers(1, 5)):
-            data[position] = chance.integers(256)
-        path.write_bytes(data)
-        try:
-            read_records(path, 10**6)
-        except RunError:
-            pass
+            records_in(path, 10**6)

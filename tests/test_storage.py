@@ -1,32 +1,24 @@
 """Shards, their commits and metadata; statistics; failing disks."""
 
 import gzip
-import hashlib
 import json
-import os
 import pickle
 import re
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from extractions import merge_all, statistics_of
+from memory_bucket import MemoryBucket, MemoryFolder, Process
 from storages import open_storage
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import InputError, StorageError
-from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.local_files import AtomicFile
-from activation_extraction.store.statistics import Statistics
-from activation_extraction.text import packing
 from activation_extraction.text.packing import pack, samples_of
 
 HOOKS = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
@@ -58,7 +50,8 @@ def fill(folder, count=10, **options):
 
 
 def commits(folder):
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("shard_*.json"))]
+    found = (json.loads(path.read_text()) for path in sorted(folder.glob("shard_*.json")))
+    return [content for content in found if "reserved" not in content]
 
 
 def test_shards_hold_every_record_in_order(tmp_path):
@@ -89,9 +82,6 @@ def test_commits_describe_their_shards_and_metadata_their_sum(tmp_path):
     storage = fill(tmp_path, metadata={"model": "tiny"})
     parts = commits(tmp_path)
     for part in parts:
-        data = (tmp_path / part["file"]).read_bytes()
-        assert part["bytes"] == len(data)
-        assert part["sha256"] == hashlib.sha256(data).hexdigest()
         assert [hook["name"] for hook in part["hooks"]] == list(HOOKS.values())
     assert [part["samples"] for part in parts] == [
         {"first": 0, "last": 2, "count": 3},
@@ -102,7 +92,8 @@ def test_commits_describe_their_shards_and_metadata_their_sum(tmp_path):
     total = json.loads((tmp_path / "metadata.json").read_text())
     assert total["status"] == "complete" and total["model"] == "tiny"
     assert (total["shards"], total["samples"], total["tokens"]) == (4, 10, 100)
-    assert total["bytes"] == sum(part["bytes"] for part in parts) == storage.totals.bytes
+    sizes = [part["files"][part["file"]]["bytes"] for part in parts]
+    assert total["bytes"] == sum(sizes) == storage.totals.bytes
     everything = np.concatenate([activation(sample, 5, 10) for sample in range(10)])
     norms = np.linalg.norm(everything, axis=1)
     found = total["hooks"][1]
@@ -114,82 +105,29 @@ def test_commits_describe_their_shards_and_metadata_their_sum(tmp_path):
     )
 
 
-def test_a_shard_is_read_without_jax(tmp_path):
-    """In a process that cannot import jax, with the two lines that the README gives."""
-    dtype = ml_dtypes.bfloat16
-    with open_storage(tmp_path, HOOKS) as storage:
-        add(storage, 0, dtype=dtype)
-    script = (
-        "import sys; sys.modules['jax'] = sys.modules['jaxlib'] = None\n"
-        "import gzip, pickle\n"
-        f"records = pickle.load(gzip.open({str(tmp_path / 'shard_0001.pkl.gz')!r}))\n"
-        "a = records[5][0]['activation']\n"
-        "print(a.dtype, a.shape, float(a.astype('float32').sum()))\n"
-    )
-    out = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
-    ).stdout.split()
-    expected = activation(0, 5, 10, dtype).astype(np.float32)
-    assert out[:3] == [np.dtype(dtype).name, "(10,", f"{HIDDEN})"]
-    assert float(out[3]) == pytest.approx(float(expected.sum()), abs=1e-5)
-
-
 def test_a_shard_exists_only_with_its_json(tmp_path, monkeypatch):
     """The JSON is the commit: when it cannot be written, the run fails and totals do not count."""
     order = []
     original = AtomicFile.publish
 
-    def spy(file):
+    def spy(file, create):
         order.append(file._path.name)
         if order[-1] == "shard_0002.json":
             raise OSError(28, "No space left on device")
-        original(file)
+        original(file, create)
 
     monkeypatch.setattr(AtomicFile, "publish", spy)
     with pytest.raises(StorageError, match=r"shard_0002.*the disk is full"):
         fill(tmp_path)
+    order.remove("shard_0001.json")  # which reserves the number
     for number in (1, 2):
         own = [name for name in order if name.startswith(f"shard_{number:04d}")]
-        ends = ("pkl.gz", "npz", "samples.jsonl.gz", "json")
+        ends = ("pkl.gz", "npz", "samples.parquet", "json")
         assert own == [f"shard_{number:04d}.{end}" for end in ends]
     assert order.index("shard_0001.json") < order.index("shard_0002.json")
     assert "shard_0003.json" not in order
     assert [part["file"] for part in commits(tmp_path)] == ["shard_0001.pkl.gz"]
     assert json.loads((tmp_path / "metadata.json").read_text())["status"] == "failed"
-
-
-def test_a_full_disk_stops_the_run_and_keeps_what_is_committed(tmp_path):
-    """A real refusal by the kernel, from a limit on the size of files."""
-    script = f"""
-import resource, signal, sys
-import numpy as np
-from storages import open_storage
-from activation_extraction.store.identity import Identity
-from activation_extraction.common.errors import StorageError
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-storage = open_storage({str(tmp_path)!r}, {{0: "h"}}, shard_size_gb=1e-5, compress_shards=False)
-try:
-    with storage:
-        storage.add_activation(0, np.ones((100, 16), np.float32), 0, "")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        for n in (1, 2):  # shards 2 and 3; the next call would raise the first failure so far
-            storage.add_activation(0, np.ones((4000, 16), np.float32), n, "")
-except StorageError as error:
-    print(error, storage.totals.shards)
-    sys.exit(1)
-"""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 1, done.stderr
-    assert "shard_0002.pkl: File too large 1" in done.stdout
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "metadata.json",
-        "shard_0001.json",
-        "shard_0001.npz",
-        "shard_0001.pkl",
-        "shard_0001.samples.jsonl.gz",
-    ]
 
 
 def test_an_exception_commits_what_is_complete(tmp_path):
@@ -199,7 +137,7 @@ def test_an_exception_commits_what_is_complete(tmp_path):
             storage.add_activation(3, activation(1, 3, 10), 1, "only one of two hooks")
             raise RuntimeError("elsewhere")
     (part,) = commits(tmp_path)
-    assert part["samples"] == {"first": 0, "last": 0, "count": 1} and part["partial"]
+    assert part["samples"] == {"first": 0, "last": 0, "count": 1}
     assert json.loads((tmp_path / "metadata.json").read_text())["status"] == "interrupted"
 
 
@@ -220,10 +158,10 @@ def test_ctrl_c_while_waiting_for_the_writer_loses_nothing(tmp_path, monkeypatch
 
 
 def test_the_arrays_of_samples_that_wait_are_counted_and_then_released(tmp_path):
-    """What is in memory is at most what counts, and no batch is kept for longer than a window."""
+    """All that is in memory counts, and no batch is kept for longer than its samples' shards."""
     lengths = np.random.default_rng(0).integers(1, 65, 400)
     arrays: list[weakref.ref[np.ndarray]] = []
-    most = 0
+    most = []
     with open_storage(tmp_path, HOOKS, shard_size_gb=2e-5) as storage:
         for batch in pack(samples_of(np.zeros(n, int) for n in lengths), 1, 64):
             values = {key: np.zeros((1, 64, HIDDEN), np.float32) for key in HOOKS}
@@ -232,22 +170,10 @@ def test_the_arrays_of_samples_that_wait_are_counted_and_then_released(tmp_path)
             storage.add_batch(batch, values)
             storage._writer.wait()
             del values
-            alive = sum(array() is not None for array in arrays) / len(HOOKS)
-            assert alive * size <= storage.bytes_waiting <= (packing.WINDOW + 4) * size
-            most = max(most, int(alive))
-    assert most > 4 and storage.totals.samples == 400
-
-
-def test_a_sample_without_those_before_it_is_an_error(tmp_path):
-    storage = open_storage(tmp_path, HOOKS)
-    batch, *_ = pack(samples_of(np.zeros(n, int) for n in (6, 6, 4)), 1, 10)
-    values = {key: np.zeros((1, 10, HIDDEN), np.float32) for key in HOOKS}
-    storage.add_batch(batch, values)
-    with pytest.raises(ValueError, match="given twice"):
-        storage.add_batch(batch, values)
-    with pytest.raises(ValueError, match="sample 2 has come before others; it is not stored"):
-        storage.finalize()
-    assert storage.totals.samples == 1
+            alive = sum(array() is not None for array in arrays) // len(HOOKS)
+            assert alive * size <= storage.bytes_waiting
+            most.append(alive)
+    assert 2 <= max(most) <= 5 and len(most) > 100 and storage.totals.samples == 400
 
 
 def test_an_incomplete_sample_of_a_complete_run_is_an_error(tmp_path):
@@ -360,13 +286,13 @@ def test_safetensors_take_no_dtype_that_they_cannot_give_back(tmp_path):
 
 
 def test_a_sample_of_another_width_or_dtype_is_named(tmp_path):
-    """Also by the run that continues, in a bucket as well, where not all JSONs are read."""
+    """Also by the run that continues, and in a bucket."""
 
     def wrong(storage, values, told):
         with pytest.raises(ValueError, match=re.escape(f"sample 9, hook 0: {told}")):
             storage.add_activation(0, values, 9, "", np.zeros(len(values), np.int32))
 
-    for remote in (None, Folder(f"memory:/{tmp_path}/bucket")):
+    for remote in (None, MemoryFolder(MemoryBucket(), Process())):
         folder = tmp_path / ("local" if remote is None else "remote")
         for _ in range(2):
             storage = open_storage(folder, {0: "h", 1: "i"}, remote=remote, shard_size_gb=1e-9)
@@ -418,20 +344,6 @@ def test_an_existing_extraction_is_kept_unless_overwritten(tmp_path):
         "shard_0001.npz",
         "shard_0001.pkl.bak",
         "shard_0001.pkl.gz",
-        "shard_0001.samples.jsonl.gz",
+        "shard_0001.samples.parquet",
         "shard_notes.json",
     ]
-
-
-def test_statistics_merge_to_those_of_the_whole():
-    whole = np.random.default_rng(0).normal(3.0, 2.0, (997, 8)).astype(np.float32)
-    parts = np.split(whole, [1, 5, 300, 301, 640])
-    merged = merge_all(statistics_of(part) for part in parts)
-    direct = statistics_of(whole)
-    for field, value in direct.to_json().items():
-        assert merged.to_json()[field] == pytest.approx(value, rel=1e-9), field
-    norms = np.linalg.norm(whole.astype(np.float64), axis=1)
-    expected = [997, whole.size, whole.mean(dtype=np.float64), whole.var(dtype=np.float64)]
-    expected += [norms.mean(), norms.max()]
-    assert list(direct.to_json().values()) == pytest.approx(expected, rel=1e-9)
-    assert merge_all([]) == Statistics()

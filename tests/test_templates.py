@@ -1,22 +1,19 @@
 """Which chat template renders a row; and templates that hang, fill the memory, or show no roles."""
 
-import hashlib
-import json
 import threading
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from chat_templates import QWEN2_5, QWEN3, R1, add_markers
+from chat_templates import QWEN2_5, QWEN3, R1, VOCABULARY, chat_model, talk
 from command_line import assert_refused, main
-from conftest import inputs_with
+from row_files import write_rows
 
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.activity import activity
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.run import demo, hosts
+from activation_extraction.run import hosts
 from activation_extraction.run.host_text import load_text_files, row_form
 from activation_extraction.run.hosts import Watchdog
 from activation_extraction.run.open_data import TextRequest
@@ -24,7 +21,6 @@ from activation_extraction.text import samples as text_samples
 from activation_extraction.text.chat import ChatTemplate
 from activation_extraction.text.rows import UnusableRowError
 
-VOCABULARY = 2064
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 ASKED = parse_args(["--messages_column", "messages"]).part(TextRequest)
 PLAIN = """\
@@ -37,31 +33,21 @@ NAMED = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template"
 
 @pytest.fixture
 def model(demo_inputs, tmp_path):
-    """The demo's, with a template."""
+    """The demo's, with a template in its settings, in a file beside them, and for tools."""
 
     def make(template=None, beside=None, tool_use=None):
         text_samples.pretrained.cache_clear()  # a run is a process of its own
-        folder = tmp_path / "inputs"
-        if not folder.exists():
-            inputs_with({**demo.MODEL_CONFIG, "vocab_size": VOCABULARY}, demo_inputs, folder)
-        add_markers(folder / "model", template)
-        if beside is not None:
-            (folder / "model/chat_template.jinja").write_text(beside)
-        if tool_use is not None:
-            (folder / "model/additional_chat_templates").mkdir(exist_ok=True)
-            (folder / "model/additional_chat_templates/tool_use.jinja").write_text(tool_use)
-        return folder / "model"
+        folder = chat_model(demo_inputs, tmp_path / "inputs", template)
+        for name, source in (
+            ("chat_template", beside),
+            ("additional_chat_templates/tool_use", tool_use),
+        ):
+            if source is not None:
+                (folder / f"{name}.jinja").parent.mkdir(exist_ok=True)
+                (folder / f"{name}.jinja").write_text(source)
+        return folder
 
     return make
-
-
-def talk(question="a question", answer="an answer"):
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def load(folder):
@@ -73,10 +59,15 @@ def load(folder):
 
 @pytest.mark.parametrize(
     "where",
-    [{"template": NAMED}, {"beside": PLAIN, "tool_use": QWEN2_5}, {"tool_use": QWEN2_5}],
+    [
+        {"template": NAMED},
+        {"template": QWEN3, "beside": PLAIN, "tool_use": QWEN2_5},
+        {"tool_use": QWEN2_5},
+    ],
     ids=["named", "beside", "for tools alone"],
 )
 def test_a_row_with_tools_takes_the_template_for_tools(where, model):
+    """A file beside the settings goes before the template in them."""
     template = load(model(**where))
     for tools in (TOOLS, [], None):
         row = {"messages": talk(), "tools": tools}
@@ -112,15 +103,13 @@ def test_a_file_with_a_template_is_for_all_rows(model, tmp_path):
 
 
 def test_the_digest_covers_every_template(model):
-    """That of a single one is what earlier runs have recorded."""
     single = load(model(QWEN3)).digest
-    assert single == hashlib.sha256(json.dumps([QWEN3, {}]).encode()).hexdigest()
     digests = [load(model(beside=QWEN3, tool_use=tool_use)).digest for tool_use in (PLAIN, QWEN2_5)]
     assert len({single, *digests}) == 3
 
 
 def test_a_run_keeps_its_template_for_tools(model, tmp_path, capsys):
-    rows = write(tmp_path / "rows.jsonl", [{"messages": talk(), "tools": TOOLS}] * 3)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": talk(), "tools": TOOLS}] * 3)
     flags = ["--dataset_path", rows, "--messages_column", "messages", "--layers_to_extract", 1]
     flags += ["--positions", "every:2", "--output_dir", tmp_path / "out", "--batch_size", 1]
     verify = "--verify", "--output_dir", tmp_path / "out", "--verify_samples", 2
@@ -154,7 +143,7 @@ def test_a_template_without_blocks_gives_text_without_roles(model, tmp_path, cap
     folder = model(R1)
     rows = [{"messages": talk(f"why {n}", f"<think>hm</think>so {n}"), "id": n} for n in range(5)]
     rows[2] = {"messages": [{"role": "narrator", "content": "x"}], "id": 2}
-    path, out = write(tmp_path / "rows.jsonl", rows), tmp_path / "out"
+    path, out = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out"
     flags = ["--model_path", folder, "--dataset_path", path, "--messages_column", "messages"]
     needs = f"--model_path {folder} writes no turns between <|im_start|> and <|im_end|>"
     for more, named in (
@@ -186,7 +175,7 @@ def test_a_template_without_blocks_gives_text_without_roles(model, tmp_path, cap
 def test_a_template_that_hangs_is_named_with_its_row(line, model, tmp_path, monkeypatch):
     """From the first conversation of all on, which is no row."""
     rows = [{"messages": talk(f"row {n}")} for n in range(1, 200)]
-    path, folder = write(tmp_path / "rows.jsonl", rows), model(QWEN3)
+    path, folder = write_rows(tmp_path / "rows.jsonl", rows), model(QWEN3)
     where = f"{path} line {line}" if line else f"--model_path {folder}"
     said, go_on, rendered = [], threading.Event(), ChatTemplate._rendered
 
@@ -223,4 +212,4 @@ def test_a_row_that_fills_the_memory_is_named(monkeypatch):
         assert ended.wait(600)
     told = "rendering the chat template of x.jsonl line 3: meanwhile the process has taken 280.0 GB"
     assert said[0].startswith(f"error: {told}")
-    assert np.all(["line 3" in each for each in said])
+    assert all("line 3" in each for each in said)

@@ -1,12 +1,13 @@
 """Documents and samples: formats, splitting between machines, continuing from a cursor."""
 
 import datetime
-import gzip
 import json
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 
+import datasets
 import fsspec
 import pyarrow
 import pyarrow.parquet
@@ -18,101 +19,19 @@ from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, trainers
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.log import start_logging
 from activation_extraction.run.host_text import Prefetch
-from activation_extraction.text import packing
 from activation_extraction.text import samples as text_samples
-from activation_extraction.text.batch import Cursor, Worker
+from activation_extraction.text.batch import Worker
+from activation_extraction.text.documents import DocumentStream
 from activation_extraction.text.file_list import list_files
+from activation_extraction.text.messages import MessagesColumn
 from activation_extraction.text.packing import pack
 from activation_extraction.text.rows import Content, RowForm, TextColumn, arc_prompt
 from activation_extraction.text.samples import SampleForm, pretrained, samples
 
 
-def write_files(folder, count, kind, rows_per_file=13):
-    """Files of different sizes; some rows have no text. Returns the texts that are documents."""
-    folder.mkdir()
-    expected = []
-    for number in range(count):
-        rows = [
-            {"text": "" if r % 5 == 3 else f"file {number} row {r}", "id": f"{number}-{r}"}
-            for r in range(rows_per_file + number)
-        ]
-        expected += [row["text"] for row in rows if row["text"]]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        if kind == "parquet":
-            table = pyarrow.Table.from_pylist(rows)
-            pyarrow.parquet.write_table(table, folder / f"{number:02d}.parquet", row_group_size=6)
-        elif kind == "jsonl.gz":
-            (folder / f"{number:02d}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-        else:
-            (folder / f"{number:02d}.jsonl").write_text(lines)
-    return expected
-
-
 def texts_of(path, rank=0, world=1, column="text"):
     stream = stream_of(path, Worker(rank, world), form=RowForm(TextColumn(column)))
     return [document.content.text for document in stream if document is not None]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
-@pytest.mark.parametrize("files", [1, 3, 10])
-@pytest.mark.parametrize("machines", [1, 2, 3, 7])
-def test_machines_share_the_data_without_overlap_or_gaps(tmp_path, kind, files, machines):
-    expected = write_files(tmp_path / "data", files, kind)
-    parts = [texts_of(tmp_path / "data", rank, machines) for rank in range(machines)]
-    assert sorted(text for part in parts for text in part) == sorted(expected)
-    if machines == 1:
-        assert parts[0] == expected
-
-
-def test_sample_indices_are_unique_over_machines_and_ids_are_kept(tmp_path, tokenizer):
-    write_files(tmp_path / "data", 3, "parquet")
-    found = {}
-    for rank in range(7):
-        stream = stream_of(tmp_path / "data", Worker(rank, 7))
-        for sample in samples(stream, tokenizer, SampleForm(64)):
-            assert sample.sample_idx not in found and sample.sample_idx % 7 == rank
-            found[sample.sample_idx] = sample
-    for sample in found.values():
-        _, number, _, row = sample.text_preview.split()
-        assert sample.doc_id == f"{number}-{row}"
-
-
-def identity(sample):
-    return sample.sample_idx, sample.doc_id, sample.text_preview, sample.token_ids.tolist()
-
-
-@pytest.mark.parametrize("kind", ["jsonl.gz", "parquet"])
-@pytest.mark.parametrize("world", [1, 3, 30])
-def test_continuing_at_every_sample_twice_in_a_row(tmp_path, tokenizer, kind, world, monkeypatch):
-    monkeypatch.setattr(text_samples, "CHUNK_ROWS", 8)
-    write_files(tmp_path / "data", 2, kind)
-    rank = min(world - 1, 2)
-
-    def part(start=None):
-        stream = stream_of(tmp_path / "data", Worker(rank, world))
-        if start is not None:
-            start = Cursor.from_json(json.loads(json.dumps(start.to_json())))
-        return list(samples(stream, tokenizer, SampleForm(64), start=start))
-
-    full = part()
-    assert full
-    for n, sample in enumerate(full):
-        again = part(sample.cursor)
-        assert [*map(identity, again)] == [*map(identity, full[n:])]
-        middle = len(again) // 2
-        assert [*map(identity, part(again[middle].cursor))] == [*map(identity, again[middle:])]
-        assert [*map(identity, part(sample.next_cursor))] == [*map(identity, full[n + 1 :])]
-
-
-def test_samples_are_cut_counted_and_limited(texts, tokenizer):
-    path = texts([{"text": f"{n} " * 50} for n in range(20)])
-    stream = stream_of(path)
-    found = list(samples(stream, tokenizer, SampleForm(30), max_samples=7))
-    assert [sample.sample_idx for sample in found] == list(range(7))
-    for n, sample in enumerate(found):
-        full = tokenizer.encode(f"{n} " * 50).ids
-        assert sample.token_ids.tolist() == full[:30]
-        assert sample.doc_id is None and len(sample.text_preview) <= 200
 
 
 def test_rows_need_not_have_equal_columns_or_types(texts):
@@ -131,15 +50,6 @@ def test_rows_need_not_have_equal_columns_or_types(texts):
         ("b", 2.5),
         ("c", None),
     ]
-
-
-def test_other_text_columns_globs_and_urls(texts, tmp_path):
-    texts([{"body": "one"}], "a.jsonl")
-    texts([{"body": "two"}], "b.jsonl")
-    assert texts_of(tmp_path / "*.jsonl", column="body") == ["one", "two"]
-    assert texts_of(f"file://{tmp_path}", column="body") == ["one", "two"]
-    fsspec.filesystem("memory").pipe("/bucket/data/x.jsonl", b'{"body": "three"}\n')
-    assert texts_of("memory://bucket/data", column="body") == ["three"]
 
 
 def test_names_of_files_do_not_depend_on_where_they_lie(texts, tmp_path):
@@ -289,30 +199,17 @@ def test_prefetch_ends_when_stopped_while_the_source_hangs():
     assert next(items, "ended") == "ended"
 
 
-@pytest.mark.parametrize("bad_line", [2, 21, 65, 130])
-def test_full_batches_before_a_bad_row_are_kept(texts, tokenizer, monkeypatch, bad_line):
-    """Those of a stream that reads on; what is left of one would be packed otherwise there."""
-    monkeypatch.setattr(packing, "WINDOW", 4)
+@pytest.mark.parametrize("bad_line", [1, 2, 21, 65, 130])
+def test_all_samples_before_a_bad_row_come_before_its_error(texts, tokenizer, bad_line):
     lines = [json.dumps({"text": f"text {n}"}) for n in range(200)]
     path = texts([])
     path.write_text("\n".join([*lines[: bad_line - 1], "{", *lines[bad_line - 1 :]]))
 
-    def batches(path, max_samples=None):
-        stream = stream_of(path)
-        return pack(samples(stream, tokenizer, SampleForm(32), max_samples), rows=2, length=32)
-
-    def contents(batch):
-        return [placed.sample.sample_idx for placed in batch.samples], batch.token_ids.tolist()
-
     got = []
     with pytest.raises(RunError, match=f"line {bad_line}: not JSON"):
-        for batch in batches(path):
-            got.append(contents(batch))
-    whole = [contents(batch) for batch in batches(texts(map(json.loads, lines), "whole.jsonl"))]
-    assert got == whole[: len(got)]
-    assert whole[len(got)][0][-1] >= bad_line - 2 - 4  # all whose window ends before the bad row
-    before = sum(len(batch.samples) for batch in batches(path, max_samples=bad_line - 1))
-    assert before == bad_line - 1  # and a limit before it never meets it
+        for batch in pack(samples(stream_of(path), tokenizer, SampleForm(32)), 2, 32):
+            got += [placed.sample.number for placed in batch.samples]
+    assert sorted(got) == [*range(bad_line - 1)]
 
 
 def test_odd_parquet_files_are_read_as_they_are(tmp_path):
@@ -371,8 +268,25 @@ def test_a_marker_that_a_cut_goes_through(tokenizer):
             assert tokens.ids.tolist() == ids[:most]
 
 
-def test_few_pieces_are_read_by_few_workers(tmp_path):
+def test_few_pieces_are_read_by_few_workers(texts, tmp_path):
     """Seven workers on three files: a worker touches one file, not all."""
-    write_files(tmp_path / "data", 3, "jsonl")
+    for number in range(3):
+        texts([{"body": f"{number}"}] * 14, f"{number}.jsonl")
     for rank in range(7):
-        assert len({text.split()[1] for text in texts_of(tmp_path / "data", rank, 7)}) == 1
+        assert len({*texts_of(tmp_path / "*.jsonl", rank, 7, column="body")}) == 1
+
+
+def test_shuffled_rows_of_the_hub_are_those_in_order():
+    """Objects out of Arrow have null for keys that they lack, which a template must not see."""
+    talks = [
+        [{"role": "user", "content": "x", "more": {name: 1}} for name in names]
+        for names in ("ab", "cd")
+    ]
+    rows = datasets.Dataset.from_dict({"talk": talks}).to_iterable_dataset()
+    template = SimpleNamespace(content=lambda messages, tools: Content(json.dumps(messages)))
+    form = RowForm(MessagesColumn("talk", template))
+    in_order, shuffled = (
+        [document.content.text for document in DocumentStream(rows, form, shuffle=seed)]
+        for seed in (None, 1)
+    )
+    assert sorted(shuffled) == in_order and "null" not in in_order[0]

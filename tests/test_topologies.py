@@ -1,14 +1,12 @@
 """The names of machines, the sizes of released models, and what the TPU compiler knows of both."""
 
-import math
 from collections import Counter
 
 import pytest
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.released import SIZES, released_config
-from activation_extraction.run.topologies import KINDS, topology_of
-from qwen2_jax_with_hooks import FAMILIES
+from activation_extraction.model.released import released_config
+from activation_extraction.run.topologies import MACHINES, topology_of
 
 
 @pytest.mark.parametrize(
@@ -53,20 +51,15 @@ def test_chips_of_a_host(name, per_host, hosts):
     "name,words",
     [
         ("v5e", "there are v5e-1 (v5e:1x1), v5e-4 (v5e:2x2)"),
-        ("v5litepod", "there are v5e-1 (v5e:1x1)"),
         ("v5e-63", "v5e-16 (v5e:4x4), v5e-32 (v5e:4x8)"),
         ("v4-63", "there are v4-8 (v4:2x2x1), v4-16 (v4:2x2x2)"),
         ("v5e:8x8x8", "there are v5e-1 (v5e:1x1)"),
         ("v4:2x2", "there are v4-8 (v4:2x2x1)"),
-        ("v5e:0x8", "there are v5e-1"),
         ("v5e:99999x99999", "there are v5e-1"),
         ("tpu7-16", "v6e, tpu7x, a100, h100, h200, such as v5e:8x8, v5litepod-64, v4-32 or h100-8"),
-        ("here", "there are machines of v4, v5e"),
-        ("v5e:64", "there are machines of v4, v5e"),
         ("v5e-8x8", "there are machines of v4, v5e"),
         ("h100:2x4", "there are machines of v4, v5e"),
         ("", "there are machines of v4, v5e"),
-        ("v5e:8x8\n", "there are machines of v4, v5e"),
         ("h100-0", "its chips divide among hosts of no number"),
         ("h100-12", "--chips_per_host 8: its chips divide among hosts of 1, 2, 3, 4, 6, 12"),
         ("v5p:3x3x3", "--chips_per_host 4: its chips divide among hosts of no number"),
@@ -90,7 +83,7 @@ def test_hosts_that_there_are_not(name, per_host):
 def test_the_compiler_knows_every_machine_alike():
     """Devices, hosts and kinds are those that libtpu gives; the largest machines are left out."""
     pytest.importorskip("libtpu")
-    for key, kind in KINDS.items():
+    for key, kind in MACHINES.items():
         for shape in kind.shapes.split():
             topology = topology_of(f"{key}:{shape}")
             if topology.chips <= 256:
@@ -100,19 +93,6 @@ def test_the_compiler_knows_every_machine_alike():
                 )
                 assert {device.platform for device in real} == {"tpu"}
                 assert all(kind.chip in device.device_kind for device in real)
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_released_models_have_the_size_of_their_name(name):
-    """The vocabulary counts twice where the head is the embedding: the weights are listed so."""
-    config = FAMILIES.config(released_config(f"Qwen/{name}-Instruct-2507"))
-    family = FAMILIES.by_model_type(config.model_type)
-    total = sum(math.prod(spec.shape) for spec in family.weights_of(config))
-    total -= config.tie_word_embeddings * config.vocab_size * config.hidden_size
-    billions = float(name.split("-")[1].removesuffix("B"))
-    assert abs(total / 1e9 / billions - 1) < 0.16  # 7B has 7.6, 0.5B has 0.49
-    active = name.partition("-A")[2]
-    assert (config.experts is not None) == bool(active)
 
 
 def test_other_models_are_not_known():

@@ -17,17 +17,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from test_delta_kernel import shapes_of as delta_shapes
-from test_qwen3_5 import released
+from test_families import released
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.family import HookedModel
-from activation_extraction.model.forward import Program, build_model, bytes_of_step
+from activation_extraction.model.forward import build_model
 from activation_extraction.model.kept import take
 from activation_extraction.model.mesh import RULES
 from activation_extraction.run.estimate import compile_elsewhere, planned_run
-from activation_extraction.run.prepare import model_request
 from benchmarks.program_text import ARRAY, COLLECTIVE, groups
 from benchmarks.shapes import SHAPES
 from benchmarks.tpu_plan import Compiled, chips, compile_for, main, times
@@ -54,7 +53,7 @@ QWEN3_8B = SHAPES["7B"] | dict(
     vocab_size=151936,
 )
 QWEN3_30B = FAMILIES.config(SHAPES["30B-A3B"])
-QWEN3_5_35B = FAMILIES.config(released("35B-A3B"))
+QWEN3_5_35B = FAMILIES.config(released("Qwen3.5-35B-A3B"))
 DELTA_KERNEL = "%gated_delta_rule"
 TOPOLOGIES: dict[str, tuple[str, int, dict[str, int]]] = {  # with the 2d mesh to expect
     "v5e-64, 16 hosts": ("v5e:8x8", 4, {"data": 16, "model": 4}),
@@ -69,7 +68,6 @@ FLAGS_72B = (
     "--mesh_shape {} --mesh_axes {} --batch_size 4 --layers_to_extract 9 19 29 39 49 59 69 79"
 )
 FSDP_72B = FLAGS_72B.format("16,4,4", "data,fsdp,model")
-PAIR = "mlp.hook_post", "hook_mlp_out"  # of the widest kind and the narrowest
 PIPELINE_72B = FLAGS_72B.format("4,16,4", "pipeline,data,model")
 
 LITTLE, USUAL = -1.0, 0.0
@@ -131,6 +129,13 @@ def weights_per_chip(model: HookedModel) -> float:
     return total
 
 
+def most_memory(compiled: Compiled) -> float:
+    """Bytes of a chip: of all arrays together, or at the peak."""
+    memory = compiled.memory
+    given = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return max(given + memory.temp_size_in_bytes, memory.peak_memory_in_bytes)
+
+
 def over_ideal(compiled: Compiled) -> float:
     """Returns the bytes of HBM that a dense layer moves, over what it cannot do without.
 
@@ -178,19 +183,17 @@ def test_7b_is_split_within_hosts_and_its_layers_reduce_twice_there(name):
     [
         pytest.param(QWEN3_8B, "3 7 12 16 21 26 30 35", "v5e:4x4", 16e9, USUAL, id="8B"),
         pytest.param(SHAPES["32B"], "7 15 23 31 39 47 55 63", "v6e:4x4", 32e9, LITTLE, id="32B"),
-        pytest.param(released("27B"), "7 31 63", "v6e:4x4", 32e9, LITTLE, id="3.5-27B"),
+        pytest.param(released("Qwen3.5-27B"), "7 31 63", "v6e:4x4", 32e9, LITTLE, id="3.5-27B"),
     ],
 )
 def test_dense_models_fit_sixteen_chips(shape, layers, topology, memory_of_a_chip, effort):
     """Nothing is sent between hosts in the loop over layers, and few weights are copied for it."""
     flags = f"{SPLIT_2D} --layers_to_extract {layers}"
     compiled = compile_for(FAMILIES.config(shape), flags, topology, effort)
-    model, memory = compiled.model, compiled.memory
+    model, arguments = compiled.model, compiled.memory.argument_size_in_bytes
     assert model.layout.shape == {"data": 4, "model": 4} and model.config.qk_norm
-    assert memory.argument_size_in_bytes == pytest.approx(weights_per_chip(model), rel=0.1)
-    arguments = memory.argument_size_in_bytes
-    needed = arguments + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    assert max(needed, memory.peak_memory_in_bytes) < memory_of_a_chip
+    assert arguments == pytest.approx(weights_per_chip(model), rel=0.1)
+    assert most_memory(compiled) < memory_of_a_chip
     assert copied_weights(compiled) < 0.02 * arguments
     assert not [kind for kind, crosses in collectives(compiled) if crosses]
 
@@ -274,7 +277,9 @@ def test_the_instrument_prints_the_moves_of_a_layer_and_the_times_of_a_step(
         pytest.param(QWEN_7B, "v6e:2x4", 2, id="v6e"),
         pytest.param(QWEN_7B, "v5p:2x2x4", 4, id="v5p"),
         pytest.param(QWEN_7B, "v4:2x2x4", 4, id="v4"),
-        pytest.param(FAMILIES.config(released("9B")), "v6e:2x4", 2, id="layers of two types"),
+        pytest.param(
+            FAMILIES.config(released("Qwen3.5-9B")), "v6e:2x4", 2, id="layers of two types"
+        ),
     ],
 )
 def test_fsdp_gathers_every_weight_beside_products(config, topology, data):
@@ -311,10 +316,8 @@ def test_models_with_experts_fit_and_tokens_stay_with_them(config, topology, axe
     layers = f"3 31 {config.num_hidden_layers - 1}"
     flags = f"--mesh_shape {axes} --layers_to_extract {layers}"
     compiled = compile_for(config, flags, topology, effort)
-    memory = compiled.memory
-    arguments = memory.argument_size_in_bytes
-    assert arguments + memory.output_size_in_bytes + memory.temp_size_in_bytes < most
-    assert memory.peak_memory_in_bytes < most
+    arguments = compiled.memory.argument_size_in_bytes
+    assert most_memory(compiled) < most
     found = collectives(compiled)
     assert found and not [kind for kind, crosses in found if crosses]
     kernels = [i.name for i in compiled.plan.layer_loop() if "tpu_custom_call" in i.line]
@@ -367,7 +370,7 @@ def assert_one_delta_kernel(instructions):
 )
 def test_a_layer_with_a_delta_net_moves_little_more_than_one_with_attention(name, topology, flags):
     flags = f"{flags} --layers_to_extract 3 15 31"
-    compiled = compile_quickly(FAMILIES.config(released(name)), flags, topology)
+    compiled = compile_quickly(FAMILIES.config(released(f"Qwen3.5-{name}")), flags, topology)
     assert_one_delta_kernel(compiled.plan.layer_loop())
     (layer,) = (i for i in compiled.plan.layer() if i.branches)
     hbm = [sum(m.hbm for m in compiled.plan.moves(branch)) for branch in layer.branches]
@@ -376,20 +379,12 @@ def test_a_layer_with_a_delta_net_moves_little_more_than_one_with_attention(name
 
 
 @rare
-def test_a_stage_of_a_pipeline_has_one_delta_kernel():
-    flags = "--mesh_shape 2,4 --mesh_axes pipeline,data --layers_to_extract 3 15 31"
-    compiled = compile_quickly(FAMILIES.config(released("9B")), flags, "v6e:2x4")
-    assert_one_delta_kernel([*compiled.plan.instructions.values()])
-
-
-@rare
 @pytest.mark.parametrize("flags", [FSDP_72B, PIPELINE_72B], ids=["fsdp", "pipeline"])
 def test_72b_fits_chips_of_16_gb(flags):
     compiled = compile_quickly(QWEN_72B, flags, "v5e:16x16")
-    memory, arguments = compiled.memory, compiled.memory.argument_size_in_bytes
+    arguments = compiled.memory.argument_size_in_bytes
     assert arguments == pytest.approx(weights_per_chip(compiled.model), rel=0.1)
-    assert arguments + memory.output_size_in_bytes + memory.temp_size_in_bytes < 16e9
-    assert memory.peak_memory_in_bytes < 16e9
+    assert most_memory(compiled) < 16e9
     if flags == FSDP_72B:
         assert not [kind for kind, crosses in collectives(compiled) if crosses]
 
@@ -464,6 +459,7 @@ def test_7b_with_a_hook_of_each_kind_keeps_apart_what_hosts_compute():
     memory, mesh = compiled.memory, compiled.model.layout.mesh
     assert len(compiled.model.hooks) == 21 and mesh is not None
     found = [line for line in compiled.plan.text.splitlines() if COLLECTIVE.search(line)]
+    found = [line for line in found if " = s32[3]" not in line]  # the votes of all hosts
     assert len(found) >= 10
     for line in found:
         data = np.unravel_index(groups(line), mesh.devices.shape)[mesh.axis_names.index("data")]
@@ -474,35 +470,6 @@ def test_7b_with_a_hook_of_each_kind_keeps_apart_what_hosts_compute():
     assert memory.output_size_in_bytes == pytest.approx(captured, rel=0.01)
     assert memory.argument_size_in_bytes == pytest.approx(weights_per_chip(compiled.model), rel=0.1)
     assert memory.peak_memory_in_bytes < 16e9
-
-
-@rare
-def test_memory_of_hooks_of_any_width_grows_with_them_and_not_with_the_depth():
-    def beyond_arguments(*layers: int) -> int:
-        names = [f"blocks.{layer}.{kind}" for layer in layers for kind in PAIR]
-        flags = f"{SPLIT_2D} --batch_size 4 --hook_names {' '.join(names)}"
-        memory = compile_quickly(QWEN_7B, flags, "v5e:2x4", chips_per_host=4).memory
-        return memory.output_size_in_bytes + memory.temp_size_in_bytes
-
-    deep, sizes = beyond_arguments(5, 23), QWEN_7B.sizes
-    a_pair = 8 * 2048 * (sizes["F"] + sizes["D"]) * 2 / 8  # rows, tokens, widths, bytes each; chips
-    assert abs(deep - beyond_arguments(5, 11)) < 0.1 * a_pair
-    more = beyond_arguments(5, 11, 17, 23) - deep
-    assert 2 * a_pair <= more < 2.5 * 2 * a_pair  # the loop's buffers, and the result
-
-
-@rare
-def test_memory_grows_with_the_hooks_and_not_with_the_depth():
-    def beyond_arguments(*layers: int) -> int:
-        # Rows so long that no (B, T, F) array fits a chip's fast memory, which holds it by chance.
-        flags = f"{SPLIT_2D} --layers_to_extract {' '.join(map(str, layers))}"
-        memory = compile_quickly(QWEN_7B, flags, "v5e:2x4", chips_per_host=8).memory
-        return memory.output_size_in_bytes + memory.temp_size_in_bytes
-
-    deep = beyond_arguments(5, 23)
-    a_hook = 8 * 2048 * QWEN_7B.hidden_size * 2 / 8  # rows, tokens, width, bytes each; chips
-    assert abs(deep - beyond_arguments(5, 11)) < 0.1 * a_hook
-    assert beyond_arguments(2, 5, 8, 11, 14, 17, 20, 23) - deep == pytest.approx(6 * a_hook, 0.1)
 
 
 def test_kept_tokens_are_gathered_without_copies_of_the_others():
@@ -516,23 +483,3 @@ def test_kept_tokens_are_gathered_without_copies_of_the_others():
     assert not COLLECTIVE.search(compiled.as_text() or "")
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 1e6 < memory.output_size_in_bytes < 2e7
-
-
-@rare
-def test_the_plan_says_which_step_of_auto_rows_fits():
-    """The compiler refuses what is much too large, and counts what is less."""
-
-    def planned(rows: int) -> float:
-        flags = f"--dtype bfloat16 --mesh_shape 4,1 --layers_to_extract 12 23 --batch_size {rows}"
-        request = model_request(parse_args(flags.split()))
-        request = replace(request, devices=chips("v5e:2x2"))
-        model, host_rows = build_model(QWEN2, request, QWEN_HALF_B)
-        weights = QWEN2.weight_table(model)
-        return bytes_of_step(Program(model, weights, host_rows, request.shape))
-
-    weights = 4.94e8 * 2
-    a_row = 2048 * QWEN_HALF_B.hidden_size * 2
-    assert planned(4) > weights + 2 * 2 * a_row  # two hooks of two steps, a row for each chip
-    assert weights < planned(64) < 0.9 * 16e9
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        planned(8192)

@@ -15,7 +15,6 @@ import pytest
 from cloud import REPOSITORY
 from storages import open_storage
 
-from activation_extraction import ActivationDataset
 from activation_extraction.inspect.export import export
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
@@ -25,7 +24,6 @@ PYTHON = Path(os.environ.get("TRAINERS_PYTHON", f"{sys.prefix}/trainers/bin/pyth
 HOOKS: dict = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 ROWS, TOKENS, WIDTH, FEATURES, SAMPLES = 16, 128, 32, 64, 1600
 EXPORTED = {  # trainer -> the format that it reads; the others read the run itself
-    "memmap": "memmap",
     "sae_lens_cached": "sae_lens",
     "llamascopium": "llamascopium",
     "llamascopium_transcoder": "llamascopium",
@@ -63,12 +61,6 @@ def folder(tmp_path_factory):
             rounded = {key: each.astype(ml_dtypes.bfloat16) for key, each in values.items()}
             storage.add_batch(batch, rounded)
     return folder
-
-
-def test_their_run_can_be_read(folder):
-    """Also where the trainers are not installed."""
-    dataset = ActivationDataset(folder / "activations")
-    assert len(dataset) == SAMPLES and dataset.hooks == dict.fromkeys(HOOKS.values(), WIDTH)
 
 
 @pytest.mark.long

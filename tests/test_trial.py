@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 from command_line import main
 from pods import flags_for
-from test_qwen3_5 import TEXT, released
+from test_families import released
+from tiny_models import TEXT
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.model import trial
@@ -56,14 +58,21 @@ def trials_of_experts(sizes, dtype):
     """Trials of so many experts, of tokens and experts of these widths."""
     count, hidden, width = sizes
     config = SimpleNamespace(experts=SimpleNamespace(count=count, width=width), hidden_size=hidden)
-    return expert_trials(config, Layout(), 64, dtype)
+    return expert_trials(config, Layout(), dtype)
 
 
 def trials_of_delta(sizes, dtype):
     """Trials of so many key heads, value heads of each, and of keys and values of these sizes."""
     names = "key_heads", "values_per_key", "key_size", "value_size"
     delta = SimpleNamespace(**dict(zip(names, sizes, strict=True)))
-    return delta_trials(SimpleNamespace(delta=delta), Layout(), 64, dtype)
+    return delta_trials(SimpleNamespace(delta=delta), Layout(), dtype)
+
+
+def trials_of(name, dtype):
+    """Trials of attention by the name of a run, and others by their sizes."""
+    if name in RUNS:
+        return attention_trials(*RUNS[name], dtype)
+    return (trials_of_experts if len(name) == 3 else trials_of_delta)(name, dtype)
 
 
 def shapes_of(trials):
@@ -75,45 +84,98 @@ def broken(*_):
     raise NotImplementedError("no such\ninstruction")
 
 
-def ignores_the_window(*arrays):
-    return dense_attention(*arrays[:6])
+def changed(kernel, place, change):
+    """The kernel, one of whose arguments is another; or, where place is None, its result."""
+
+    def wrong(*arrays):
+        if place is None:
+            return change(kernel(*arrays))
+        return kernel(*arrays[:place], change(arrays[place]), *arrays[place + 1 :])
+
+    return wrong
 
 
-def sees_one_key_more_than_the_window(*arrays):
-    return dense_attention(*arrays[:6], *(window + 1 for window in arrays[6:]))
+def without(*places):
+    """Attention that takes no notice of segments."""
+    return lambda *arrays: dense_attention(
+        *(array * 0 if place in places else array for place, array in enumerate(arrays))
+    )
 
 
-def all_in_one_segment(q, k, v, q_segments, k_segments, first):
-    return dense_attention(q, k, v, q_segments * 0, k_segments * 0, first)
+def low(kernel, count):
+    """The kernel with its first arguments in bfloat16."""
+
+    def rounds(*arrays):
+        rounded = (array.astype(jnp.bfloat16) for array in arrays[:count])
+        return kernel(*rounded, *arrays[count:]).astype(arrays[0].dtype)
+
+    return rounds
 
 
-def sees_the_next_token(q, k, v, q_segments, k_segments, first):
-    return dense_attention(q, k, v, q_segments, k_segments, first + 1)
+def pallas(*arrays):
+    return pallas_delta_rule(*arrays, interpret=True)
 
 
-def misses_the_first_token(q, k, v, q_segments, k_segments, first):
-    return dense_attention(q, k, v, q_segments, k_segments.at[:, 0].set(-1), first)
+ATTENTIONS, EXPERTS = ("0.5B", "short"), [(8, 256, 96), (3, 72, 40), (1, 64, 32)]
+DELTA = [(2, 2, 128, 128), (1, 4, 32, 16)]
+RIGHT = [
+    *((dense_attention, run, BFLOAT16) for run in RUNS),
+    *((blocked_attention, run, BFLOAT16) for run in RUNS),
+    (blocked_attention, "7B split", FLOAT32),
+    *product((tiled_experts, ragged_experts), EXPERTS, (BFLOAT16, FLOAT32)),
+    *product((gated_delta_rule, pallas), DELTA, (BFLOAT16, FLOAT32)),
+]
+SEES_THE_NEXT_TOKEN = changed(dense_attention, 5, lambda first: first + 1)
+NOT_A_NUMBER = changed(dense_attention, None, lambda x: x.at[0, 0, 0, 0].set(jnp.nan))
+FORGETS_THE_GATE = changed(tiled_experts, 2, jnp.ones_like)
+FORGETS_SEGMENTS = changed(gated_delta_rule, 5, jnp.ones_like)
+WRONG = {
+    "all in one segment": (without(3, 4), *ATTENTIONS),
+    "sees the next token": (SEES_THE_NEXT_TOKEN, *ATTENTIONS),
+    "misses the first token": (
+        *(changed(dense_attention, 4, lambda x: x.at[:, 0].set(-1)), *ATTENTIONS),
+    ),
+    "scales again": (changed(dense_attention, 0, lambda q: q * q.shape[-1] ** -0.5), *ATTENTIONS),
+    "wrong in one head": (
+        *(changed(dense_attention, None, lambda x: x.at[:, 5:9, -1].multiply(1.1)), *ATTENTIONS),
+    ),
+    "not a number": (NOT_A_NUMBER, *ATTENTIONS),
+    "a row of the next expert": (
+        *(changed(tiled_experts, 1, lambda x: x.at[0].add(1).at[1].add(-1)), EXPERTS[0]),
+    ),
+    "forgets the gate": (FORGETS_THE_GATE, EXPERTS[0]),
+    "forgets segments": (FORGETS_SEGMENTS, DELTA[0]),
+    "forgets nothing": (changed(gated_delta_rule, 3, lambda x: x * 0), DELTA[0]),
+    "reads the next head": (
+        *(changed(gated_delta_rule, 0, lambda q: jnp.roll(q, 1, axis=2)), DELTA[0]),
+    ),
+}
+ROUNDS = [
+    *((low(dense_attention, 3), "0.5B"), (low(tiled_experts, 1), EXPERTS[0])),
+    (changed(gated_delta_rule, 2, lambda v: v.astype(jnp.bfloat16)), DELTA[0]),
+]
 
 
-def scales_again(q, *others):
-    return dense_attention(q * q.shape[-1] ** -0.5, *others)
+@pytest.mark.long
+@pytest.mark.parametrize("kernel,name,dtype", RIGHT, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_right_kernels_stay_well_below_the_tolerance(kernel, name, dtype):
+    error = largest_error(kernel, trials_of(name, dtype))
+    assert dtype == FLOAT32 or error > 0
+    assert error < TOLERANCE[dtype.name] / 1.5
 
 
-def wrong_in_one_head(q, *others):
-    return dense_attention(q, *others).at[:, 5:9, -1].multiply(1.1)
+@pytest.mark.long
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_kernels_are_found_out(wrong):
+    kernel, *names = WRONG[wrong]
+    for name in names:
+        error = largest_error(kernel, trials_of(name, BFLOAT16))
+        assert not error <= 1.5 * TOLERANCE["bfloat16"]
 
 
-def not_a_number(q, *others):
-    return dense_attention(q, *others).at[0, 0, 0, 0].set(jnp.nan)
-
-
-def rounds_float32(q, k, v, *others):
-    low = (x.astype(jnp.bfloat16) for x in (q, k, v))
-    return dense_attention(*low, *others).astype(q.dtype)
-
-
-WRONG = [all_in_one_segment, sees_the_next_token, misses_the_first_token, scales_again]
-WRONG += [wrong_in_one_head, not_a_number]
+@pytest.mark.parametrize("kernel,name", ROUNDS, ids=["attention", "experts", "delta rule"])
+def test_float32_may_not_be_rounded(kernel, name):
+    assert largest_error(kernel, trials_of(name, FLOAT32)) > 10 * TOLERANCE["float32"]
 
 
 def test_a_run_is_tried_at_its_own_sizes():
@@ -130,22 +192,6 @@ def test_a_run_is_tried_at_its_own_sizes():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("attention", [dense_attention, blocked_attention])
-def test_right_attentions_stay_well_below_the_tolerance(attention, run):
-    error = largest_error(attention, attention_trials(*RUNS[run], BFLOAT16))
-    assert 0 < error < TOLERANCE["bfloat16"] / 1.5
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("run", ["0.5B", "short"])
-@pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_attentions_are_found_out(wrong, run):
-    error = largest_error(wrong, attention_trials(*RUNS[run], BFLOAT16))
-    assert not error <= 1.5 * TOLERANCE["bfloat16"]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("length", [1000, 20])
 def test_a_window_is_tried_too(length):
     run = run_of("0.5B", length, model=4, sliding_window=4096)
@@ -155,21 +201,17 @@ def test_a_window_is_tried_too(length):
     assert len(whole[0]) == 6 and windowed[6] == windowed[1].shape[1] // 6
     for right in (dense_attention, blocked_attention):
         assert largest_error(right, trials()) < most / 1.5
-    for wrong in (ignores_the_window, sees_one_key_more_than_the_window):
+    for more in (10**6, 1):  # no window, and one key too many
+        wrong = partial(sees_more_than_the_window, more)
         assert not largest_error(wrong, trials()) <= 1.5 * most
-        assert choose_kernel("x", {"a": wrong, "b": dense_attention}, trials, most).name == "b"
 
 
-@pytest.mark.long
-def test_float32_may_not_be_rounded():
-    most = TOLERANCE["float32"]
-    split = attention_trials(*RUNS["7B split"], FLOAT32)
-    assert largest_error(blocked_attention, split) < most / 4
-    assert largest_error(rounds_float32, attention_trials(*RUNS["0.5B"], FLOAT32)) > 10 * most
+def sees_more_than_the_window(more, *arrays):
+    return dense_attention(*arrays[:6], *(window + more for window in arrays[6:]))
 
 
 def test_the_first_right_one_is_chosen_and_the_others_are_explained():
-    candidates = {"broken": broken, "wrong": sees_the_next_token, "right": dense_attention}
+    candidates = {"broken": broken, "wrong": SEES_THE_NEXT_TOKEN, "right": dense_attention}
     trials, most = partial(attention_trials, *RUNS["short"], BFLOAT16), TOLERANCE["bfloat16"]
     chosen = choose_kernel("attention", candidates | {"last": broken}, trials, most)
     assert (chosen.name, chosen.function) == ("right", dense_attention)
@@ -180,7 +222,7 @@ def test_the_first_right_one_is_chosen_and_the_others_are_explained():
     assert (preferred.name, preferred.passed_over) == ("right", {})
     message = "no kernel for attention is right on this device: broken: it fails: .*; wrong: it "
     with pytest.raises(RunError, match=message):
-        choose_kernel("attention", {"broken": broken, "wrong": not_a_number}, trials, most)
+        choose_kernel("attention", {"broken": broken, "wrong": NOT_A_NUMBER}, trials, most)
 
 
 def test_other_names_of_platforms():
@@ -214,123 +256,44 @@ def test_a_run_and_its_verification_use_the_choice_and_the_metadata_have_it(
         assert "attention: blocked, which agrees" in capsys.readouterr().err
 
 
-EXPERTS = [(8, 256, 96), (3, 72, 40), (1, 64, 32)]
-
-
-def takes_a_row_of_the_next_expert(x, sizes, *parameters):
-    return tiled_experts(x, sizes.at[0].add(1).at[1].add(-1), *parameters)
-
-
-def forgets_the_gate(x, sizes, gate, up, down):
-    return tiled_experts(x, sizes, jnp.ones_like(gate), up, down)
-
-
-def rounds_what_experts_get(x, sizes, *parameters):
-    low = (array.astype(jnp.bfloat16) for array in parameters)
-    return tiled_experts(x.astype(jnp.bfloat16), sizes, *low).astype(x.dtype)
-
-
-@pytest.mark.parametrize("sizes", EXPERTS, ids=str)
-@pytest.mark.parametrize("grouped", [tiled_experts, ragged_experts])
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
-def test_right_experts_stay_well_below_the_tolerance(grouped, sizes, dtype):
-    assert largest_error(grouped, trials_of_experts(sizes, dtype)) < TOLERANCE[dtype.name] / 2
-
-
-def test_wrong_experts_are_found_out():
-    for wrong in (takes_a_row_of_the_next_expert, forgets_the_gate):
-        error = largest_error(wrong, trials_of_experts(EXPERTS[0], BFLOAT16))
-        assert error > 10 * TOLERANCE["bfloat16"]
-    error = largest_error(rounds_what_experts_get, trials_of_experts(EXPERTS[0], FLOAT32))
-    assert error > 10 * TOLERANCE["float32"]
-
-
-def test_experts_are_tried_at_the_sizes_of_one_device():
+def test_others_are_tried_at_the_sizes_of_one_device():
+    eight = usable_devices(every=True)
     _, config = FAMILIES.parse_config(SHAPES["qwen3-moe"])
-    gate = shapes_of(expert_trials(config, Layout(), 64, BFLOAT16))[2]
-    assert gate == (8, 1024, 512)
-    layout = build_layout(usable_devices(every=True), {"expert": 4, "model": 2}, 8)
     few = dataclasses.replace(config, experts=dataclasses.replace(config.experts, count=12))
-    gate = shapes_of(expert_trials(few, layout, 64, BFLOAT16))[2]
-    assert gate == (3, 1024, 256)
+    layout = build_layout(eight, {"expert": 4, "model": 2}, 8)
+    for each, mesh, gate in ((config, Layout(), (8, 1024, 512)), (few, layout, (3, 1024, 256))):
+        assert shapes_of(expert_trials(each, mesh, BFLOAT16))[2] == gate
+    split = build_layout(eight[:4], {"model": 4}, 2)
+    large = [FAMILIES.config(released(f"Qwen3.5-{name}")) for name in ("9B", "35B-A3B")]
+    for config, mesh, keys, values in (
+        *((each, Layout(), (2, 128), (2, 2, 128)) for each in large),
+        *((each, build_layout(eight, {"model": 8}, 4), (2, 128), (2, 2, 128)) for each in large),
+        (FAMILIES.config(TEXT), split, (1, 16), (1, 2, 16)),
+    ):
+        q, _, v, *_ = shapes_of(delta_trials(config, mesh, BFLOAT16))
+        assert (q[2:], v[2:]) == (keys, values)
 
 
-@pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
-def test_experts_are_tried_where_a_model_has_some(shape, monkeypatch):
-    config = FAMILIES.parse_config(SHAPES[shape])[1]
+@pytest.mark.parametrize("raw,kind", [("tiny", ""), ("tiny-moe", "experts"), (TEXT, "delta_rule")])
+def test_kernels_are_tried_where_a_model_needs_them(raw, kind, monkeypatch):
+    """One that fails, as one for TPUs does here, and one that is wrong are passed over."""
     candidates = {
         "attention": {"blocked": blocked_attention},
-        "experts": {"absent": broken, "wrong": forgets_the_gate, "tiled": tiled_experts},
-    }
-    monkeypatch.setattr(trial, "candidates_for", lambda platform: candidates)
-    chosen = try_kernels(config, Layout(), 64, FLOAT32)
-    assert chosen["attention"].function is blocked_attention
-    assert ("experts" in chosen) == (shape == "tiny-moe")
-    if "experts" in chosen:
-        assert chosen["experts"].function is tiled_experts
-        assert list(chosen["experts"].passed_over) == ["absent", "wrong"]
-
-
-DELTA = [(2, 2, 128, 128), (1, 4, 32, 16)]
-
-
-def forgets_segments(*arrays):
-    return gated_delta_rule(*arrays[:-1], jnp.ones_like(arrays[-1]))
-
-
-def forgets_nothing(q, k, v, log_decay, *others):
-    return gated_delta_rule(q, k, v, log_decay * 0, *others)
-
-
-def reads_the_next_head(q, *others):
-    return gated_delta_rule(jnp.roll(q, 1, axis=2), *others)
-
-
-def rounds_the_values(q, k, v, *others):
-    return gated_delta_rule(q, k, v.astype(jnp.bfloat16), *others).astype(v.dtype)
-
-
-@pytest.mark.parametrize("sizes", DELTA, ids=str)
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
-@pytest.mark.parametrize("rule", [gated_delta_rule, partial(pallas_delta_rule, interpret=True)])
-def test_right_delta_rules_stay_well_below_the_tolerance(rule, sizes, dtype):
-    assert 0 < largest_error(rule, trials_of_delta(sizes, dtype)) < TOLERANCE[dtype.name] / 2
-
-
-def test_wrong_delta_rules_are_found_out():
-    for wrong in (forgets_segments, forgets_nothing, reads_the_next_head):
-        error = largest_error(wrong, trials_of_delta(DELTA[0], BFLOAT16))
-        assert error > 10 * TOLERANCE["bfloat16"]
-    error = largest_error(rounds_the_values, trials_of_delta(DELTA[0], FLOAT32))
-    assert error > 10 * TOLERANCE["float32"]
-
-
-def test_delta_rules_are_tried_at_the_sizes_of_one_device_where_a_model_has_some(monkeypatch):
-    """A kernel that fails, as one for TPUs does here, and one that is wrong are passed over."""
-    config = FAMILIES.config(released("9B"))
-    layout = build_layout(usable_devices(every=True), {"model": 8}, kv_heads=4)
-    for large in (config, FAMILIES.config(released("35B-A3B"))):
-        for each in (layout, Layout()):
-            q, _, v, *_ = shapes_of(delta_trials(large, each, 64, BFLOAT16))
-            assert (q[2:], v[2:]) == ((2, 128), (2, 2, 128))
-    small = FAMILIES.config(TEXT)
-    layout = build_layout(usable_devices(every=True)[:4], {"model": 4}, kv_heads=2)
-    q, _, v, *_ = shapes_of(delta_trials(small, layout, 64, BFLOAT16))
-    assert (q[2:], v[2:]) == ((1, 16), (1, 2, 16))
-    candidates = {
-        "attention": {"blocked": blocked_attention},
+        "experts": {"absent": broken, "wrong": FORGETS_THE_GATE, "right": tiled_experts},
         "delta_rule": {
-            "pallas": pallas_delta_rule,
-            "wrong": forgets_segments,
-            "chunked": gated_delta_rule,
+            **{"absent": pallas_delta_rule, "wrong": FORGETS_SEGMENTS, "right": gated_delta_rule}
         },
     }
     monkeypatch.setattr(trial, "candidates_for", lambda platform: candidates)
-    chosen = try_kernels(small, layout, 64, FLOAT32)["delta_rule"]
-    assert chosen.function is gated_delta_rule
-    assert list(chosen.passed_over) == ["pallas", "wrong"]
-    assert chosen.passed_over["pallas"].startswith("it fails: ")
-    assert chosen.passed_over["wrong"].startswith("it differs from the definition by ")
+    config = FAMILIES.config(SHAPES.get(raw) if isinstance(raw, str) else raw)
+    chosen = try_kernels(config, Layout(), 64, FLOAT32)
+    assert chosen.pop("attention").function is blocked_attention
+    assert [*chosen] == [kind] * bool(kind)
+    for choice in chosen.values():
+        assert choice.function is candidates[kind]["right"]
+        assert list(choice.passed_over) == ["absent", "wrong"]
+        assert choice.passed_over["absent"].startswith("it fails: ")
+        assert choice.passed_over["wrong"].startswith("it differs from the definition by ")
 
 
 def test_an_unknown_platform_is_refused_in_one_line(demo_inputs, tmp_path, monkeypatch, capsys):

@@ -23,7 +23,7 @@ from activation_extraction.model.checkpoint import INDEX_FILE, Checkpoint
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.model_config import as_stored
-from activation_extraction.model.weights import READERS, WeightSpec, load_params
+from activation_extraction.model.weights import WEIGHT_READERS, WeightSpec, load_params
 from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import create_model_with_hooks
 
@@ -61,7 +61,7 @@ def test_every_tensor_is_read_once_however_many_devices_hold_it(reference: Refer
     tied = reference.config.tie_word_embeddings
     again = {f"{reference.config.prefix}embed_tokens.weight"} if tied else set()
     assert {name for (name, _), count in checkpoint.parts.items() if count > 1} <= again
-    assert 1 <= len(checkpoint.threads) <= READERS
+    assert 1 <= len(checkpoint.threads) <= WEIGHT_READERS
     assert sum(loaded) == sum(array.nbytes for array in jax.tree.leaves(params))
 
 

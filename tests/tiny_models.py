@@ -108,3 +108,27 @@ OPTIMIZED = {
     *("qwen3_tied", "qwen3_moe"),
     *("qwen3_5_more_values", "qwen3_5_moe"),
 }
+
+TEXT: dict[str, Any] = {  # Qwen3.5, every second layer with a gated delta net
+    "model_type": "qwen3_5_text",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 211,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rms_norm_eps": 1e-2,
+}
+MOE_TEXT = TEXT | dict(
+    model_type="qwen3_5_moe_text",
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=40,
+    shared_expert_intermediate_size=64,
+)

@@ -22,7 +22,7 @@ from activation_extraction.cli.flags import (
     Config,
 )
 from activation_extraction.cli.parser import build_parser
-from activation_extraction.common.choices import MAX_COLUMNS, SAMPLE_COLUMNS
+from activation_extraction.common.choices import BUCKET_PROTOCOLS, MAX_COLUMNS, SAMPLE_COLUMNS
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.home import expand_home
 from activation_extraction.common.visible import counted, make_streams_safe, plain_url, say_error
@@ -57,10 +57,10 @@ def _fill_from_environment(given: Given) -> None:
             usable = "mesh_shape" in given
         variables = [variable for variable in flag.variables if os.environ.get(variable)]
         if usable and variables and name not in given:
-            _fill(given, name, variables[0])
+            _take_variable(given, name, variables[0])
 
 
-def _fill(given: Given, name: str, variable: str) -> None:
+def _take_variable(given: Given, name: str, variable: str) -> None:
     """Sets a flag to the value of an environment variable, which must exist."""
     try:
         given |= vars(build_parser().parse_args([f"--{name}", os.environ[variable]]))
@@ -78,7 +78,7 @@ def _fill_from_scheduler(given: Given) -> str | None:
     if count is not None and "total_machines" not in given:
         if count == SLURM_COUNT:
             check_array(os.environ)
-        _fill(given, "total_machines", count)
+        _take_variable(given, "total_machines", count)
     if "machine_id" in given:
         return "--machine_id"
     if number is not None:
@@ -87,7 +87,7 @@ def _fill_from_scheduler(given: Given) -> str | None:
                 f"--total_machines: is missing; {number} says which machine this is, but not how "
                 "many there are"
             )
-        _fill(given, "machine_id", number)
+        _take_variable(given, "machine_id", number)
     return number
 
 
@@ -147,7 +147,6 @@ def _check_hosts(given: Given) -> None:
 
 
 def _check_bucket(given: Given) -> None:
-    """Checks the names of the bucket and of the folder in it."""
     bucket, prefix = given.get("gcs_bucket", ""), given.get("gcs_prefix", "")
     for name, value, path in (
         ("gcs_bucket", bucket, bucket.partition("://")[2]),
@@ -165,10 +164,11 @@ def _check_bucket(given: Given) -> None:
                 f"--{name} {value}: has a folder without a name, or called . or ..; expected names "
                 "with one / between them"
             )
-    if bucket.startswith("memory:") or bucket.endswith("://"):
+    protocol, is_url, name = bucket.partition("://")
+    if is_url and (protocol not in BUCKET_PROTOCOLS or not name):
         raise InputError(
-            f"--gcs_bucket {bucket}: is not a bucket that lasts; give its name, or a URL such as "
-            "s3://bucket"
+            f"--gcs_bucket {bucket}: is not the URL of a bucket; expected a name, or a URL such as "
+            f"s3://bucket, which begins with one of {', '.join(BUCKET_PROTOCOLS)}"
         )
     if "://" not in bucket and "/" in bucket.rstrip("/"):
         raise InputError(
@@ -184,7 +184,9 @@ def _depending(given: Given) -> Given:
         "verify_samples": given.get("verify_samples", Config.verify_samples) if recompute else 0,
         "compress_shards": given.get("compress_shards", True)
         and given.get("shard_format", Config.shard_format) == "pickle",
-        "drop_token_ids": tuple(sorted(set(given.get("drop_token_ids", ())), key=_ids_first)),
+        "drop_token_ids": tuple(
+            sorted(set(given.get("drop_token_ids", ())), key=lambda x: (isinstance(x, str), x))
+        ),
     }
     for name in ("output_dir", "export_dir", "compilation_cache", "report"):
         if name in given:
@@ -211,10 +213,6 @@ def _depending(given: Given) -> Given:
     return values
 
 
-def _ids_first(token: int | str) -> tuple[bool, int | str]:
-    return isinstance(token, str), token
-
-
 def _check_protocols(config: Config) -> None:
     """Raises InputError for a URL whose protocol fsspec does not know, or has no library for.
 
@@ -224,7 +222,7 @@ def _check_protocols(config: Config) -> None:
         return
     import fsspec
 
-    names = ("model_path", "dataset_path", "output_dir", "gcs_bucket")
+    names = ("model_path", "dataset_path", "output_dir")
     values = [(name, getattr(config, name) or "") for name in names]
     for name, value in [*values, *(("mix", source) for source, _ in config.mix)]:
         for protocol in re.findall(r"(?:^|::)([\w+.-]+)://", value):

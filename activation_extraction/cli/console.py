@@ -58,7 +58,6 @@ class Clock:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
         return time.perf_counter() - self._began
 
 
@@ -152,14 +151,13 @@ class Progress:
             )
 
     def close(self) -> None:
-        """Makes the last report and ends the bar."""
         if self._reported[1] < self.tokens:
             self._report()
         self._bar.close()
 
 
 def _storing(metrics: Mapping[str, Any]) -> str:
-    """What a line of progress says of shards; nothing before there is one."""
+    """Returns what a line of progress says of shards; nothing before there is one."""
     shards, writing = metrics["shards_stored"], metrics["shards_writing"]
     retries, told = metrics["upload_retries"], []
     if shards:

@@ -12,26 +12,25 @@ from typing import Any
 
 from activation_extraction.common.choices import MESH_AXES
 
-LARGEST = 10**9  # whole number that any flag takes; more is a typo
+MOST = 10**9  # the largest whole number that any flag takes; more is a typo
 MOST_LAYERS = 10_000
 
 
 def text(typed: str) -> str:
-    """Returns any text that is not blank."""
     if not typed.strip():
         raise argparse.ArgumentTypeError("is empty (an unset variable?)")
     return typed
 
 
 def integer(least: int) -> Callable[[str], int]:
-    """Returns a parser of whole numbers from `least` to LARGEST."""
+    """Returns a parser of whole numbers from `least` to MOST."""
 
     def parse(typed: str) -> int:
         value = int(typed)
         if value < least:
             raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-        if value > LARGEST:
-            raise argparse.ArgumentTypeError(f"{value} is more than {LARGEST}")
+        if value > MOST:
+            raise argparse.ArgumentTypeError(f"{value} is more than {MOST}")
         return value
 
     parse.__name__ = "integer"
@@ -47,7 +46,6 @@ rows.__name__ = "integer or auto"  # in messages of argparse
 
 
 def token(typed: str) -> int | str:
-    """Returns the id or the name of a token."""
     numbers = re.fullmatch("[-+]?[0-9]+(,[0-9]+)*", typed)
     return integer(0)(typed) if numbers else text(typed)
 
@@ -86,7 +84,7 @@ def axes(typed: str) -> tuple[str, ...]:
     return names
 
 
-def gigabytes(typed: str) -> float:
+def size_in_gb(typed: str) -> float:
     """Returns a positive size in 10^9 bytes."""
     value = float(typed)
     if not 0 < value < float("inf"):
@@ -94,9 +92,9 @@ def gigabytes(typed: str) -> float:
     return value
 
 
-def free_gigabytes(typed: str) -> float:
+def free_size_in_gb(typed: str) -> float:
     """Returns a size in 10^9 bytes, which may be 0."""
-    return gigabytes(typed) if float(typed) else 0.0
+    return size_in_gb(typed) if float(typed) else 0.0
 
 
 def dollars(typed: str) -> tuple[float, ...]:
@@ -142,7 +140,7 @@ def weighted(typed: str) -> tuple[str, float]:
     return source, value
 
 
-gigabytes.__name__ = free_gigabytes.__name__ = "size in GB"
+size_in_gb.__name__ = free_size_in_gb.__name__ = "size in GB"
 
 
 @dataclass(frozen=True)
@@ -184,7 +182,7 @@ def flag(
     if alternatives:
         help += f" (default: {', else '.join(alternatives)})"
     if "choices" not in options:
-        options["type"] = parse
+        options = {"type": parse, "metavar": "NAME", **options}
     declared = Flag({"help": help, **options}, needs, excludes, variables)
     return field(default=default, metadata={"flag": declared})
 
@@ -202,6 +200,26 @@ def pair(help: str, opposite: str, opposite_help: str) -> Any:
     return field(default=True, metadata={"flag": declared})
 
 
+def several(
+    help: str, parse: Callable[[str], Any] = text, *, default_is: str = "none", **options: Any
+) -> Any:
+    """Declares a flag that takes one or more values; its default is an empty tuple."""
+    return flag(help, (), parse, default_is=default_is, nargs="+", **options)
+
+
+def number(
+    help: str, default: int | None = None, *, least: int = 1, metavar: str = "N", **options: Any
+) -> Any:
+    """Declares a flag that takes a whole number from `least` on."""
+    return flag(help, default, integer(least), metavar=metavar, **options)
+
+
 def seconds(help: str, default: int) -> Any:
     """Declares a flag that takes a number of seconds, at least 1."""
-    return flag(help, default, integer(1), unit=" s", metavar="SECONDS")
+    return number(help, default, unit=" s", metavar="SECONDS")
+
+
+def gigabytes(help: str, default: float | None = None, **options: Any) -> Any:
+    """Declares a flag that takes a size in GB."""
+    help, options = f"{help}; in units of 10^9 bytes", {"parse": size_in_gb} | options
+    return flag(help, default, unit=" GB", metavar="GB", **options)

@@ -16,7 +16,7 @@ KUBERNETES_ID = "JOB_COMPLETION_INDEX"
 def machine_variables(
     environment: Mapping[str, str], multihost: bool
 ) -> tuple[str | None, str | None]:
-    """The names of the variables with this machine's number and with the number of machines.
+    """Returns the names of the variables that hold this machine's number and how many there are.
 
     Kubernetes has no variable for the number of machines. If the hosts of a pod are an indexed Job,
     its index is the number of the host instead.

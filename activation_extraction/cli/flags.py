@@ -15,13 +15,14 @@ from activation_extraction.cli.declare import (
     axes,
     dollars,
     flag,
-    free_gigabytes,
+    free_size_in_gb,
     gigabytes,
-    integer,
     layers,
+    number,
     pair,
     rows,
     seconds,
+    several,
     sizes,
     switch,
     token,
@@ -91,7 +92,7 @@ class Config:
     """
 
     model_path: str = flag(
-        "a folder with config.json, safetensors and tokenizer: a local one, one in a bucket "
+        "a folder with config.json, safetensors and tokenizer, local or in a bucket "
         "(gs://BUCKET/FOLDER), or the name of a hub model",
         "Qwen/Qwen2.5-0.5B",
         metavar="PATH",
@@ -99,7 +100,6 @@ class Config:
     model_revision: str | None = flag(
         "a branch, tag or commit of a hub model",
         default_is="the commit that the extraction began with; the newest one for a new extraction",
-        metavar="NAME",
     )
     dtype: str = flag(
         "the type of weights and matrix products; sums are float32",
@@ -121,8 +121,8 @@ class Config:
         choices=("residual", "mlp", "attn"),
     )
     hook_names: tuple[str, ...] | None = flag(
-        "instead of the two flags above: TransformerLens names, or inputs and outputs of Hugging "
-        "Face modules; globs are allowed, such as 'blocks.*.mlp.hook_in' or "
+        "instead of the two flags above: names or globs of TransformerLens's hooks, such as "
+        "'blocks.*.mlp.hook_in', or of inputs and outputs of Hugging Face modules, such as "
         "'model.layers.20.mlp.output'; large ones, such as logits, only if they are named. Also "
         "loss, of each token given those before it, and entropy, logits.top_ids and "
         "logits.top_logprobs, of the prediction of the token after it",
@@ -130,11 +130,9 @@ class Config:
         nargs="+",
         metavar="GLOB",
     )
-    top_logits: int = flag(
-        "how many of the most likely next tokens the hooks logits.top_ids and logits.top_logprobs "
-        "have",
+    top_logits: int = number(
+        "how many of the most likely next tokens logits.top_ids and logits.top_logprobs have",
         DEFAULT_TOP_LOGITS,
-        parse=integer(1),
         needs="hook_names",
         metavar="K",
     )
@@ -144,77 +142,64 @@ class Config:
     )
     positions: Positions = flag(
         "all, last, first:N, last:N, every:N (0, N, 2N, ...), a slice as in Python, such as 4:-1, "
-        "random:P, which keeps every token with probability P (or random:P:SEED, instead of SEED "
-        "0), or last_of_turn, the last token of every turn of a conversation. "
-        "Records then say the positions of their tokens",
+        "random:P or random:P:SEED, which keep every token with probability P (SEED is 0 if none "
+        "is given), or last_of_turn, the last token of every turn of a conversation. Records then "
+        "say the positions of their tokens",
         Positions(),
         parse=parse_positions,
         metavar="RULE",
     )
-    roles: tuple[str, ...] = flag(
-        "keep only the tokens of these roles of a conversation; --positions then counts only these "
-        "tokens. A turn is one message with its header. Its <|im_end|> has the message's role, and "
-        "</think> is thinking. The role template is that of headers and of text between turns",
-        (),
+    roles: tuple[str, ...] = several(
+        "keep only the tokens of these roles of a conversation; --positions then counts only "
+        "these. A turn is one message with its header, and its <|im_end|> has the message's role; "
+        "</think> is thinking; headers and text between turns are template",
         default_is="all",
         needs="messages_column",
         choices=ROLES,
-        nargs="+",
         metavar="ROLE",
     )
-    drop_token_ids: tuple[Any, ...] = flag(
+    drop_token_ids: tuple[Any, ...] = several(
         "of the tokens that --positions keeps, leave out these: ids, or names as in "
         "tokenizer.json, such as '<|im_end|>'; a number is an id",
-        (),
-        default_is="none",
-        parse=token,
-        nargs="+",
+        token,
         metavar="ID|NAME",
     )
     dataset_name: str | None = flag(
-        "a data set on the hub, which is streamed", default_is=DATASET[0], metavar="NAME"
+        "a data set on the hub, which is streamed", default_is=DATASET[0]
     )
     dataset_config: str | None = flag(
         "its configuration",
         default_is=f"{DATASET[1]} for the default data set, else its own default",
-        metavar="NAME",
     )
-    dataset_split: str = flag("its split", DATASET[2], metavar="NAME")
+    dataset_split: str = flag("its split", DATASET[2])
     dataset_path: str | None = flag(
-        "your own files instead of a hub data set: .jsonl, .ndjson, .json (an array of objects or "
-        "lines), .csv (with a header), each also packed (.gz, .zst, .bz2, .xz), .parquet, .arrow "
-        "or what save_to_disk of `datasets` has written; a file, a folder or a glob; a local path "
-        "or a URL such as gs://bucket/folder. Names that begin with . or _ are left out",
+        "your own files instead: .jsonl, .ndjson, .json (an array of objects, or lines), .csv "
+        "(with a header), each also packed (.gz, .zst, .bz2, .xz), .parquet, .arrow or what "
+        "save_to_disk of `datasets` has written; a file, a folder or a glob, local or a URL such "
+        "as gs://bucket/folder. Names that begin with . or _ are left out",
         excludes=("dataset_name", "dataset_config", "dataset_split"),
         metavar="PATH",
     )
-    mix: tuple[tuple[str, float], ...] = flag(
+    mix: tuple[tuple[str, float], ...] = several(
         "several sources instead, each with its share of the documents: a path as for "
         "--dataset_path, or NAME:CONFIG:SPLIT of a hub data set; when a source runs out, the "
         "others continue",
-        (),
-        default_is="none",
-        parse=weighted,
+        weighted,
         excludes=("dataset_name", "dataset_config", "dataset_split", "dataset_path"),
-        nargs="+",
         metavar="SOURCE=WEIGHT",
     )
     text_column: str = flag(
         "the column that holds the text; in rows without it, ARC-AGI's columns train and test "
         "become a prompt, see below",
         "text",
-        metavar="NAME",
     )
     messages_column: str | None = flag(
-        "the column that holds a conversation: messages with role and content, or from and value; "
-        "the chat template makes them one text, with the tools of a column tools. Every token "
-        "then has a role and the number of its turn, if the template writes turns between "
-        "<|im_start|> and <|im_end|>, as Qwen's do; with other templates, such as "
-        "DeepSeek-R1-Distill-Qwen's, the text is stored without roles, and neither --roles nor "
-        "--positions last_of_turn can be used. A row is bad if the template leaves out text of a "
-        "message, apart from thinking",
+        "the column that holds a conversation: messages with role and content, or from and value. "
+        "The chat template makes them one text, with the tools of a column tools; a row is bad if "
+        "it leaves out text of a message, apart from thinking. Tokens have a role and the number "
+        "of a turn, for --roles and --positions last_of_turn, only if the template writes turns "
+        "between <|im_start|> and <|im_end|>, as Qwen's do and DeepSeek-R1-Distill-Qwen's does not",
         excludes=("text_column",),
-        metavar="NAME",
     )
     chat_template: str | None = flag(
         "a file with a chat template for all rows",
@@ -222,96 +207,77 @@ class Config:
         needs="messages_column",
         metavar="FILE",
     )
-    chat_template_args: tuple[tuple[str, Any], ...] = flag(
+    chat_template_args: tuple[tuple[str, Any], ...] = several(
         "extra variables for the template, such as enable_thinking=false or "
         "add_generation_prompt=true",
-        (),
+        argument,
         default_is="nothing",
-        parse=argument,
         needs="messages_column",
-        nargs="+",
         metavar="NAME=VALUE",
     )
     ids_column: str | None = flag(
         "the column that holds token ids, which are taken as they are; no tokenizer is needed",
         excludes=("text_column", "messages_column"),
-        metavar="NAME",
     )
     mask_column: str | None = flag(
         "a column with 0 or 1 for each of these token ids; those with 0 are context, and are not "
-        "stored; if it is called attention_mask, those with 0 are padding, which the model does "
-        "not read",
+        "stored; in a column called attention_mask they are padding, which the model does not read",
         default_is="all are stored",
         needs="ids_column",
-        metavar="NAME",
     )
     id_column: str | None = flag(
         "the column that holds the id of a row, which is stored as doc_id",
         default_is="id, or task_id of ARC-AGI, where rows have it",
-        metavar="NAME",
     )
-    keep_columns: tuple[str, ...] = flag(
-        "columns to store with each sample, such as a label",
-        (),
-        default_is="none",
-        nargs="+",
-        metavar="NAME",
-    )
+    keep_columns: tuple[str, ...] = several("columns to store with each sample, such as a label")
     long_documents: str = flag(
         "what to do with documents longer than --max_seq_length. cut: leave out the rest; split: "
         "make several samples, of which --max_samples and --positions count each",
         "cut",
         choices=("cut", "split"),
     )
-    overlap: int = flag(
+    overlap: int = number(
         "with --long_documents split: how many tokens of the previous piece each piece repeats, "
         "only as context; every token is stored once",
         0,
+        least=0,
         unit=" tokens",
-        parse=integer(0),
         needs="long_documents",
-        metavar="N",
     )
-    shuffle_documents: int | None = flag(
+    shuffle_documents: int | None = number(
         "shuffle the documents with this seed: files and row groups, and rows within blocks of "
         "1,024",
+        least=0,
         default_is="the order of the data set",
-        parse=integer(0),
         metavar="SEED",
     )
     skip_bad_rows: bool = switch(
         "skip and count rows that cannot be used: not JSON, no such column, no text in it; may "
         "also be added when a run is continued (default: such a row ends the run)"
     )
-    max_samples: int | None = flag(
+    max_samples: int | None = number(
         "store at most N samples on this machine. Its hosts have equal shares of N; a host that "
         "runs out of rows stores fewer, and is named at the end",
         default_is="all",
-        parse=integer(1),
-        metavar="N",
     )
-    max_tokens: int | None = flag(
+    max_tokens: int | None = number(
         "store at most N tokens on this machine, shared like --max_samples; the last sample is "
         "cut, so that a share is exact unless the host runs out of rows",
         default_is="all",
-        parse=integer(1),
-        metavar="N",
     )
-    machine_id: int = flag(
+    machine_id: int = number(
         "the number of this machine, from 0; each machine extracts its own share of the data",
         0,
+        least=0,
         default_is="SLURM_ARRAY_TASK_ID, SKYPILOT_JOB_RANK or, without --multihost, "
         "JOB_COMPLETION_INDEX; else 0",
-        parse=integer(0),
         metavar="I",
     )
-    total_machines: int = flag(
+    total_machines: int = number(
         "the number of independent machines that share the data; it may be much larger than the "
         "number that runs at a time",
         1,
         default_is="SLURM_ARRAY_TASK_COUNT or SKYPILOT_NUM_JOBS, else 1",
-        parse=integer(1),
-        metavar="N",
     )
     batch_size: int | str | None = flag(
         "rows per host and step; several samples share a row. auto: the most, up to 512, that the "
@@ -320,11 +286,10 @@ class Config:
         parse=rows,
         metavar="ROWS|auto",
     )
-    max_seq_length: int = flag(
+    max_seq_length: int = number(
         "tokens per row; longer documents are cut, see --long_documents",
         2048,
         default_is=f"2048 tokens; {DEMO_MAX_SEQ_LENGTH} with --demo",
-        parse=integer(1),
         metavar="TOKENS",
     )
     mesh_type: str | None = flag(
@@ -368,19 +333,15 @@ class Config:
         needs="multihost",
         metavar="HOST:PORT",
     )
-    host_id: int | None = flag(
+    host_id: int | None = number(
         "the number of this host, from 0",
+        least=0,
         variables=("JAX_PROCESS_INDEX", "HOST_ID"),
         needs="multihost",
-        parse=integer(0),
         metavar="I",
     )
-    num_hosts: int | None = flag(
-        "the number of hosts",
-        variables=("JAX_PROCESS_COUNT", "NUM_HOSTS"),
-        needs="multihost",
-        parse=integer(1),
-        metavar="N",
+    num_hosts: int | None = number(
+        "the number of hosts", variables=("JAX_PROCESS_COUNT", "NUM_HOSTS"), needs="multihost"
     )
     connect_timeout: int = seconds("how long to wait for the other hosts at the start", 300)
     heartbeat_timeout: int = seconds("how long a host may be silent before it counts as dead", 100)
@@ -390,13 +351,10 @@ class Config:
         "activations",
         metavar="FOLDER",
     )
-    min_free_gb: float = flag(
-        "refuse to start if the disk of --output_dir has less than this free, in units of 10^9 "
-        "bytes",
+    min_free_gb: float = gigabytes(
+        "refuse to start if the disk of --output_dir has less than this free",
         0.0,
-        unit=" GB",
-        parse=free_gigabytes,
-        metavar="GB",
+        parse=free_size_in_gb,
     )
     activation_dtype: str = flag(
         "the type of the stored activations; float8 takes half of bfloat16 plus 4 bytes per token "
@@ -406,17 +364,11 @@ class Config:
         default_is="auto = as --dtype",
         choices=("auto", "float32", "float16", "bfloat16", "float8"),
     )
-    shard_size_gb: float = flag(
-        "activations per shard before compression, in units of 10^9 bytes",
-        1.0,
-        unit=" GB",
-        parse=gigabytes,
-        metavar="GB",
-    )
+    shard_size_gb: float = gigabytes("activations per shard before compression", 1.0)
     shard_format: str = flag(
         "pickle: a dict that Python reads without this program; safetensors: one contiguous tensor "
-        "per hook, so that one hook is read without the others, from a disk or a bucket. Only "
-        "--verify checks their sha256; that of a pickle is also checked whenever it is read",
+        "per hook, so that one hook is read without the others. Only --verify checks their sha256; "
+        "that of a pickle is also checked whenever it is read",
         "pickle",
         choices=SHARD_FORMATS,
     )
@@ -425,26 +377,23 @@ class Config:
         "no_compress_shards",
         "write plain .pkl files",
     )
-    writer_threads: int | None = flag(
+    writer_threads: int | None = number(
         "the threads that compress shards and add up their statistics",
         default_is="as many as there are cores",
-        parse=integer(1),
-        metavar="N",
     )
-    waiting_shards_gb: float | None = flag(
-        "the most memory for activations that wait to be stored, in units of 10^9 bytes; beyond "
-        "it, computing waits; room for two shards is the least",
+    waiting_shards_gb: float | None = gigabytes(
+        "the most memory for activations that wait to be stored; beyond it, computing waits; room "
+        "for two shards is the least",
         default_is="a quarter of the memory at hand, at most 16, or two shards",
-        parse=gigabytes,
-        metavar="GB",
     )
     overwrite: bool = switch(
-        "at every start, delete the extraction that --output_dir and the bucket hold (default: "
-        "continue it)"
+        "at every start, begin anew in place of the extraction that --output_dir and the bucket "
+        "hold, of which nothing is left at the end (default: continue it)"
     )
     repair: bool = switch(
-        "with the flags of a run: recompute the shards that --verify finds damaged or missing, and "
-        "no others; then verify again and exit with that status"
+        "with the flags of a run: compute the samples of damaged and missing shards again, verify "
+        "the folder, and exit with that status; if the end of the run is missing, the same command "
+        "continues it"
     )
     upload_to_gcs: bool = switch(
         "store the shards in a bucket, from memory; a shard counts as stored only once the bucket "
@@ -452,9 +401,8 @@ class Config:
         needs="gcs_bucket",
     )
     gcs_bucket: str | None = flag(
-        "the bucket, or a URL that fsspec knows, such as s3://bucket (with s3fs installed)",
+        "the name of a bucket of Google Cloud, or a URL: gs://, s3://, s3a://, az:// or abfs://",
         needs="upload_to_gcs",
-        metavar="NAME",
     )
     gcs_prefix: str = flag(
         "a folder in the bucket; it gets one folder for each machine and host",
@@ -477,12 +425,10 @@ class Config:
         "package libtpu is installed, the TPU compiler also says whether the program fits",
         metavar="TOPOLOGY",
     )
-    chips_per_host: int | None = flag(
+    chips_per_host: int | None = number(
         "with --plan: how many chips each host has",
         default_is="4; all of v5e-1, v5e-8, v6e-1 and v6e-8; up to 8 GPUs",
-        parse=integer(1),
         needs="plan",
-        metavar="N",
     )
     chip_hour_dollars: tuple[float, ...] | None = flag(
         "with --plan: what a chip costs per hour, on demand and, after a comma, on a spot machine",
@@ -510,13 +456,7 @@ class Config:
         "there once; with --model_path, also recompute some samples; lists every problem and exits "
         "with status 1 if there is any"
     )
-    verify_samples: int = flag(
-        "how many random samples --verify recomputes",
-        8,
-        needs="verify",
-        parse=integer(1),
-        metavar="N",
-    )
+    verify_samples: int = number("how many random samples --verify recomputes", 8, needs="verify")
     report: str | None = flag(
         "write an HTML page about the activations: norms by layer and position, outlier tokens and "
         "dimensions, lengths of documents, throughput; also works during a run",
@@ -555,12 +495,12 @@ class Config:
 
     @property
     def looking(self) -> bool:
-        """Whether to look at what is stored instead of extracting."""
+        """Returns whether to look at what is stored instead of extracting."""
         return any(getattr(self, mode) not in (None, False) for mode in LOOKING)
 
     @property
     def bucket_url(self) -> str | None:
-        """The folder in the bucket for those of machines and hosts; None without upload."""
+        """Returns the folder in the bucket for those of machines and hosts; None without upload."""
         if not self.upload_to_gcs or self.gcs_bucket is None:
             return None
         bucket = self.gcs_bucket.rstrip("/")
@@ -568,7 +508,6 @@ class Config:
 
     @property
     def location(self) -> str:
-        """Where the output of all machines and hosts is, for flags that look at it."""
         return self.bucket_url or self.output_dir
 
     def part(self, kind: type[T]) -> T:

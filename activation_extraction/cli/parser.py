@@ -110,9 +110,9 @@ what is written, to --output_dir or to gs://BUCKET/PREFIX/machine_000:
   shard_0001.pkl.gz  a gzipped pickle: {layer or hook name: [record, ...]}, one record per sample,
                      with sample_idx, hook, activation (tokens, width), shape, text_preview,
                      token_ids and doc_id; or shard_0001.safetensors (--shard_format)
-  shard_0001.json    its checksum, samples and statistics, and where in the data to continue
+  shard_0001.samples.parquet  its samples: doc_id, row of the data set, what was cut off, preview
   shard_0001.npz     sums for the statistics of every dimension
-  shard_0001.samples.jsonl.gz  its samples: doc_id, row of the data set, what was cut off, preview
+  shard_0001.json    commits these files: checksums, statistics, and where in the data to continue
   metadata.json      the status, totals, configuration, model and versions of the run
   metrics.jsonl      speed and queues over time
   Each of several machines or hosts has its own folder: machine_000, machine_000_host_00, ...

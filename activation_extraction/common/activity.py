@@ -18,5 +18,4 @@ def activity(words: str) -> Iterator[None]:
 
 
 def activities() -> list[str]:
-    """Returns what the threads are doing at the moment."""
     return list(_activities.values())

@@ -1,5 +1,6 @@
 """This module lists the values that flags offer and that other folders know by the same names."""
 
+ATTENTION_MASK = "attention_mask"  # the name of a column of masks whose zeros are padding
 DEFAULT_LAYERS = range(10, 24)  # clipped to the model's depth
 DEFAULT_TOP_LOGITS = 10  # how many of the most likely next tokens `logits.top_ids` has
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "model")
@@ -10,3 +11,4 @@ MAX_COLUMNS = 64
 # What a token of a conversation belongs to; "template" is what the chat template adds between the
 # turns. A role is stored as its index here, so the order stays.
 ROLES = ("template", "system", "user", "assistant", "thinking", "tool")
+BUCKET_PROTOCOLS = ("gs", "gcs", "s3", "s3a", "az", "abfs", "abfss")  # of URLs that are written to

@@ -15,7 +15,7 @@ import numpy as np
 
 FLOAT8 = "float8"  # the name of the encoding, which is used where a dtype's name might be
 VALUES, SCALES = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.float32)
-LARGEST = 448
+LARGEST_E4M3 = 448
 TINY = np.finfo(np.float32).tiny  # the smallest normal number, and the smallest scale
 AT_ONCE = 2**17  # values, which stay in a core's caches
 
@@ -37,16 +37,16 @@ def encode(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     values, scales = np.empty(x.shape, np.uint8), np.empty((len(x), 1), SCALES)
     with np.errstate(invalid="ignore", over="ignore"):  # for NaN and infinity
-        for rows in _blocks(x):
+        for rows in _blocks_of_rows(x):
             scaled = np.array(x[rows], np.float32, order="C")
             largest = np.abs(scaled).max(axis=1, keepdims=True, initial=0)
-            scales[rows] = np.maximum(largest * np.float32(1 / LARGEST), TINY)
+            scales[rows] = np.maximum(largest * np.float32(1 / LARGEST_E4M3), TINY)
             scaled /= scales[rows]
             values[rows] = _to_e4m3(scaled)
     return values.view(VALUES), scales
 
 
-def _blocks(x: np.ndarray) -> Iterator[slice]:
+def _blocks_of_rows(x: np.ndarray) -> Iterator[slice]:
     """Yields the rows of x in pieces of about AT_ONCE values, all but the last an even number."""
     step = max(AT_ONCE // max(x.shape[1], 1) // 2, 1) * 2
     for start in range(0, len(x), step):
@@ -85,7 +85,7 @@ def decode(values: np.ndarray, scales: np.ndarray, dtype: Any = np.float32) -> n
     to `dtype`."""
     decoded = np.empty(values.shape, dtype)
     with np.errstate(invalid="ignore", over="ignore"):
-        for rows in _blocks(values):
+        for rows in _blocks_of_rows(values):
             direct = dtype == np.float32
             block = decoded[rows] if direct else np.empty(values[rows].shape, np.float32)
             _copy_e4m3(values[rows], block)

@@ -10,7 +10,6 @@ CONTAINER = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.curre
 
 
 def host_memory() -> int:
-    """Returns the bytes of memory of this host."""
     most, _ = _container()
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return machine if most is None else min(machine, most)

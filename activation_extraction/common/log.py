@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from activation_extraction.common.visible import visible
@@ -30,7 +29,8 @@ def start_logging(verbose: bool, machine: int, host: int | None) -> None:
     for other in filter(None, (logging.lastResort, *others)):
         other.setFormatter(VisibleFormatter())
     log.propagate = False
-    take_over_gcsfs_log()
+    # gcsfs prints a traceback when it gives a request up, which our caller says in one line.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL + 1)
     log.setLevel(logging.DEBUG if verbose else logging.WARNING if host else logging.INFO)
 
 
@@ -47,29 +47,3 @@ class VisibleFormatter(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:
         return "\n".join(map(visible, super().formatException(ei).splitlines()))
-
-
-class _GcsfsLog(logging.Handler):
-    """Passes on why gcsfs retries a request, which it does for half a minute before it fails.
-
-    Everything else is dropped, including the tracebacks of requests that gcsfs gives up: our caller
-    tries again and says so in one line.
-    """
-
-    def emit(self, record: logging.LogRecord) -> None:
-        _, retried, reason = record.getMessage().partition(" retrying after exception: ")
-        for listener in gcsfs_listeners[-1:] if retried else []:
-            listener(" ".join(reason.split()))
-
-
-gcsfs_listeners: list[Callable[[str], None]] = []  # only the latest one is called
-
-
-def take_over_gcsfs_log() -> None:
-    """Sends what gcsfs logs to the listeners and to nobody else.
-
-    Only the command line calls this: a program that uses the library keeps its own logging.
-    """
-    gcsfs = logging.getLogger("gcsfs")
-    gcsfs.handlers, gcsfs.propagate = [_GcsfsLog()], False
-    gcsfs.setLevel(logging.DEBUG)

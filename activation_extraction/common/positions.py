@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 ALL = "all"
-LARGEST = 10**9
+MOST_NUMBER = 10**9
 SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(\d+)?)?")
 RANDOM = re.compile(r"random:(\d*\.?\d+(?:[eE]-?\d+)?)(?::(\d+))?")
 NAMED = re.compile(r"(first|last|every):(\d+)")
@@ -78,7 +78,7 @@ def parse_positions(typed: str) -> Positions:
     if typed == LAST_OF_TURN:
         return Positions(last_of_turn=True)
     if match := NAMED.fullmatch(typed):
-        count = _checked(typed, match[2], least=1)
+        count = _in_range(typed, match[2], least=1)
         slices = {
             "first": (None, count, 1),
             "last": (-count, None, 1),
@@ -88,16 +88,16 @@ def parse_positions(typed: str) -> Positions:
     if match := RANDOM.fullmatch(typed):
         if not 0 < (share := float(match[1])) < 1:
             raise argparse.ArgumentTypeError(f"{typed}: the share is not between 0 and 1")
-        return Positions(share=share, seed=_checked(typed, match[2] or "0"))
+        return Positions(share=share, seed=_in_range(typed, match[2] or "0"))
     if match := SLICE.fullmatch(typed):
-        start = _checked(typed, match[1] or "0")
-        stop = None if match[2] is None else _checked(typed, match[2])
-        return Positions(start or None, stop, _checked(typed, match[3] or "1", least=1))
+        start = _in_range(typed, match[1] or "0")
+        stop = None if match[2] is None else _in_range(typed, match[2])
+        return Positions(start or None, stop, _in_range(typed, match[3] or "1", least=1))
     raise argparse.ArgumentTypeError(f"{typed!r} is no choice of positions; {EXPECTED}")
 
 
-def _checked(typed: str, digits: str, least: int = -LARGEST) -> int:
+def _in_range(typed: str, digits: str, least: int = -MOST_NUMBER) -> int:
     number = int(digits)
-    if not least <= number <= LARGEST:
-        raise argparse.ArgumentTypeError(f"{typed}: expected numbers from {least} to {LARGEST}")
+    if not least <= number <= MOST_NUMBER:
+        raise argparse.ArgumentTypeError(f"{typed}: expected numbers from {least} to {MOST_NUMBER}")
     return number

@@ -64,12 +64,10 @@ def counted(number: int, noun: str) -> str:
 
 
 def say(*lines: object) -> None:
-    """Prints lines to stdout."""
     print(*map(visible, lines), sep="\n")
 
 
 def say_error(*lines: object) -> None:
-    """Prints lines to stderr."""
     print(*map(visible, lines), sep="\n", file=sys.stderr, flush=True)
 
 

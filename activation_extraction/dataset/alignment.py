@@ -7,34 +7,27 @@ the others have the same tokens, which are then read wherever they lie.
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial, reduce
+from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import pyarrow
+import pyarrow.compute
 
 from activation_extraction.common.visible import without_secrets
 from activation_extraction.dataset.open_shards import OpenShards
+from activation_extraction.dataset.options import BatchOptions
 from activation_extraction.dataset.token_batch import ByHook, TokenBatch, copy_rows, empty_batch
-from activation_extraction.dataset.token_source import (
-    BatchOptions,
-    ChunkTokens,
-    TokenSource,
-    are_small,
-    plan_of,
-)
+from activation_extraction.dataset.token_source import ChunkTokens, TokenSource, plan_of
 from activation_extraction.dataset.windows import Block, Chunk, Plan
-from activation_extraction.store.shard import TableRow
-from activation_extraction.store.shard_reader import ShardReader
 
 DIGEST = 16  # bytes of the SHA-256 of a row that stand for it
 
 T = TypeVar("T")
-# A run that is read: its tokens, what is asked of it, and what opens its shards.
-Opened = tuple[TokenSource, BatchOptions, Callable[[int], ShardReader]]
 # Tokens of the first run, the numbers of those that all runs have, and these in each other run.
 Aligned = tuple[ChunkTokens, np.ndarray, list[Block]]
 
@@ -46,28 +39,35 @@ def samples_in_all(runs: Sequence[OpenShards]) -> tuple[np.ndarray, list[np.ndar
     order of the first one. Raises ValueError where two samples of a run come from the same row, or
     no row is in all runs; OSError for a table that is damaged.
     """
-    every, tokens = [], []
-    for shards in runs:
-        rows = shards.rows()
-        tokens.append(np.array([row.tokens for row in rows], np.int64))
-        with_row = np.array([n for n, row in enumerate(rows) if row.row is not None], np.int64)
-        digests = np.array([_digest(rows[n]) for n in with_row], f"S{DIGEST}")
-        digests, first = np.unique(digests, return_index=True)
-        if (again := np.delete(with_row, first)).size:
-            where = without_secrets(shards.url)
-            raise ValueError(f"{where}: sample {again[0]} has the row of another sample")
-        every.append((digests, with_row[first]))
-    common = reduce(np.intersect1d, [digests for digests, _ in every])
-    if not len(common):
+    names = [f"run{number}" for number, _ in enumerate(runs)]
+    tables = [_numbers_by_row(shards, name) for shards, name in zip(runs, names, strict=True)]
+    every = reduce(lambda a, b: a.join(b, "row", join_type="inner", use_threads=False), tables)
+    if not len(every):
         urls = " and ".join(without_secrets(shards.url) for shards in runs)
         raise ValueError(f"{urls}: no row of the data set has a sample in each of them")
-    numbers = np.stack([found[np.searchsorted(digests, common)] for digests, found in every])
-    return numbers[:, np.argsort(numbers[0])], tokens
+    every = every.sort_by(names[0])
+    tokens = [shards.columns(["tokens"])["tokens"].astype(np.int64) for shards in runs]
+    return np.stack([every[name].to_numpy() for name in names]), tokens
 
 
-def _digest(row: TableRow) -> bytes:
+def _numbers_by_row(shards: OpenShards, name: str) -> pyarrow.Table:
+    """The number of every sample that has a row, in a column of this name, beside its row."""
+    rows = [None if row is None else _digest(row) for row in shards.columns(["row"])["row"]]
+    columns = {"row": pyarrow.array(rows, pyarrow.binary()), name: np.arange(len(rows))}
+    table = pyarrow.table(columns).drop_null()
+    found = table.group_by("row", use_threads=False).aggregate([(name, "min"), (name, "max")])
+    again = found.filter(pyarrow.compute.not_equal(found[f"{name}_min"], found[f"{name}_max"]))
+    if len(again):
+        number = pyarrow.compute.min(again[f"{name}_max"])
+        raise ValueError(
+            f"{without_secrets(shards.url)}: sample {number} has the row of another sample"
+        )
+    return table
+
+
+def _digest(row: Mapping[str, Any]) -> bytes:
     """A digest of the row of the data set, with the piece and start of a piece of a document."""
-    return hashlib.sha256(json.dumps(row.row, sort_keys=True).encode()).digest()[:DIGEST]
+    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).digest()[:DIGEST]
 
 
 @dataclass(frozen=True)
@@ -81,33 +81,44 @@ class AlignedSource(Generic[T]):
     numbers: np.ndarray
     form: Callable[[Sequence[TokenBatch]], T]
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """A digest of what is stored in all runs."""
-        each = "\n".join(source.fingerprint for source in self.sources)
-        return hashlib.sha256(each.encode()).hexdigest()
+    @property
+    def options(self) -> BatchOptions:
+        """Those of the first run."""
+        return self.sources[0].options
 
-    def plan(self, options: BatchOptions, part: int, parts: int) -> Plan:
+    @property
+    def setting(self) -> dict[str, Any]:
+        """All that the order of the tokens depends on."""
+        each = "\n".join(source.fingerprint for source in self.sources)
+        others = [source.options.setting for source in self.sources[1:]]
+        data = hashlib.sha256(each.encode()).hexdigest()
+        return {**self.sources[0].setting, "data": data, "others": others}
+
+    @property
+    def filters(self) -> list[str]:
+        """The arguments that leave out tokens in any of the runs."""
+        return list(dict.fromkeys(text for source in self.sources for text in source.filters))
+
+    def plan(self, part: int, parts: int) -> Plan:
         """What one of a DataLoader's workers reads; (0, 1) stands for a process without them.
 
         If any run but the first has pickles, tokens are aligned by whole shards of the first, since
         every alignment unpacks all pickles that it needs.
         """
         whole = not all(source.by_ranges for source in self.sources[1:])
-        each = zip(self.sources, options.of_runs, strict=True)
-        runs = [(source, own, source.readers(own)) for source, own in each]
-        align = lru_cache(1 if whole else 0)(partial(self._align, runs))
+        align = lru_cache(1)(self._align) if whole else self._align
 
         def read(chunk: Chunk) -> tuple[Block, ...]:
-            aligned = align(self.sources[0].whole(chunk.shard) if whole else chunk)
-            return _blocks(runs, aligned, chunk)
+            return self._blocks(
+                align(self.sources[0].whole(chunk.shard) if whole else chunk), chunk
+            )
 
-        return plan_of(self.sources, options, part, parts, read)
+        return plan_of(self.sources, part, parts, read)
 
-    def take(self, memory: tuple[TokenBatch, ...], rows: np.ndarray, options: BatchOptions) -> T:
+    def take(self, memory: tuple[TokenBatch, ...], rows: np.ndarray) -> T:
         """Returns the tokens with these numbers, of all runs. Raises OSError."""
-        runs = zip(self.sources, memory, options.of_runs, strict=True)
-        return self.form([source.take((tokens,), rows, own) for source, tokens, own in runs])
+        runs = zip(self.sources, memory, strict=True)
+        return self.form([source.take((tokens,), rows) for source, tokens in runs])
 
     @cached_property
     def _partner(self) -> np.ndarray:
@@ -119,50 +130,60 @@ class AlignedSource(Generic[T]):
             partner[:, ~mask] = -1
         return partner
 
-    def _align(self, runs: Sequence[Opened], chunk: Chunk) -> Aligned:
+    def _align(self, chunk: Chunk) -> Aligned:
         """The tokens of a chunk of the first run that pass the filters in every run."""
-        source, own, opened = runs[0]
-        found = source.tokens(own, opened, chunk)
-        partners = [self._partners(n, found, run) for n, run in enumerate(runs[1:], 1)]
+        found = self.sources[0].tokens(chunk)
+        partners = [self._partners(run, found) for run in range(1, len(self.sources))]
         rows = reduce(np.intersect1d, [at for at, _ in partners], np.flatnonzero(found.wanted))
         others = [Block(b.tokens, b.rows[np.searchsorted(at, rows)]) for at, b in partners]
         return found, rows, others
 
-    def _partners(self, run: int, found: ChunkTokens, other: Opened) -> tuple[np.ndarray, Block]:
+    def _partners(self, run: int, found: ChunkTokens) -> tuple[np.ndarray, Block]:
         """Returns which tokens of a chunk another run has and lets through, and its block of them.
 
         They are read in that run's order, samples that lie next to each other there at once.
         Raises ValueError if the id of a token differs.
         """
-        source, own, opened = other
+        source = self.sources[run]
         first = self.sources[0].firsts[found.chunk.shard]
         partner = self._partner[run - 1][first + found.samples]
-        known = np.argsort(partner, kind="stable")[np.count_nonzero(partner < 0) :]
-        theirs, ordinal = np.unique(partner[known], return_inverse=True)
-        ours = _keys(ordinal, found.tokens.position[known])
+        keys = _keys(partner, found.tokens.position)  # negative without a partner
+        order = np.argsort(keys)
+        theirs = np.unique(partner[partner >= 0])
         shards = np.searchsorted(source.firsts, theirs, "right") - 1
         apart = (np.diff(theirs, prepend=-2) != 1) | (np.diff(shards, prepend=-1) != 0)
         parts: list[tuple[np.ndarray, Block]] = []
         for begin, end in pairwise([*np.flatnonzero(apart).tolist(), len(theirs)]):
             shard = int(shards[begin])
             number = int(theirs[begin]) - source.firsts[shard]
-            span = opened(shard).offsets[[number, number + end - begin]]
-            stretch = source.tokens(own, opened, Chunk(shard, *map(int, span)))
-            here = slice(*np.searchsorted(ordinal, [begin, end]))
-            keys = _keys(stretch.samples - number + begin, stretch.tokens.position)
-            _, at, rows = np.intersect1d(ours[here], keys, return_indices=True)
-            at = known[here][at]
+            span = source.shards.get(shard).offsets[[number, number + end - begin]]
+            stretch = source.tokens(Chunk(shard, *map(int, span)))
+            sought = _keys(source.firsts[shard] + stretch.samples, stretch.tokens.position)
+            place = np.searchsorted(keys, sought, sorter=order).clip(max=len(keys) - 1)
+            rows = np.flatnonzero(keys[order[place]] == sought)
+            at = order[place[rows]]
             self._compare(run, found.tokens, at, stretch.tokens, rows)
             wanted = found.wanted[at] & stretch.wanted[rows]
-            block = source.with_activations(own, stretch, rows[wanted])
-            small = are_small(block, own.max_norm)
-            if small.any():
+            block = source.with_activations(stretch, rows[wanted])
+            if (small := source.are_small(block)).any():
                 parts.append((at[wanted][small], Block(block.tokens, block.rows[small])))
         if not parts:
-            return known[:0], Block(found.tokens, known[:0])
+            return order[:0], Block(found.tokens, order[:0])
         at, block = np.concatenate([at for at, _ in parts]), _concatenated([b for _, b in parts])
         order = np.argsort(at)
         return at[order], Block(block.tokens, block.rows[order])
+
+    def _blocks(self, aligned: Aligned, chunk: Chunk) -> tuple[Block, ...]:
+        """The tokens of a chunk, of every run, with their activations."""
+        found, rows, others = aligned
+        start, source = found.chunk.start, self.sources[0]
+        here = slice(*np.searchsorted(rows, [chunk.start - start, chunk.stop - start]))
+        if not len(rows[here]):
+            return tuple(Block(found.tokens, rows[:0]) for _ in self.sources)
+        first = source.with_activations(found, rows[here])
+        small = source.are_small(first)
+        blocks = [first, *(Block(tokens, rows[here]) for tokens, rows in others)]
+        return tuple(Block(tokens, rows[small]) for tokens, rows in blocks)
 
     def _compare(
         self, run: int, ours: TokenBatch, at: np.ndarray, theirs: TokenBatch, row: np.ndarray
@@ -177,20 +198,6 @@ class AlignedSource(Generic[T]):
                 f"{theirs.token_ids[j]} in the other"
             )
             raise ValueError(without_secrets(told))
-
-
-def _blocks(runs: Sequence[Opened], aligned: Aligned, chunk: Chunk) -> tuple[Block, ...]:
-    """The tokens of a chunk, of every run, with their activations."""
-    found, rows, others = aligned
-    start = found.chunk.start
-    here = slice(*np.searchsorted(rows, [chunk.start - start, chunk.stop - start]))
-    if not len(rows[here]):
-        return tuple(Block(found.tokens, rows[:0]) for _ in runs)
-    source, own, _ = runs[0]
-    first = source.with_activations(own, found, rows[here])
-    small = are_small(first, own.max_norm)
-    blocks = [first, *(Block(tokens, rows[here]) for tokens, rows in others)]
-    return tuple(Block(tokens, rows[small]) for tokens, rows in blocks)
 
 
 def _keys(sample: np.ndarray, position: np.ndarray) -> np.ndarray:

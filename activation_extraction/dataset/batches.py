@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from activation_extraction.common.log import log
+from activation_extraction.dataset.options import BatchOptions
 from activation_extraction.dataset.token_batch import TokenBatch, TokenPair
-from activation_extraction.dataset.token_source import BatchOptions
 from activation_extraction.dataset.windows import Plan, Position, Window, Windows
 
 
@@ -29,12 +29,19 @@ T_co = TypeVar("T_co", TokenBatch, TokenPair, covariant=True)
 
 
 class Source(Protocol[T_co]):
-    """What Batches are made of: one run, or several that are read as one."""
+    """What Batches are made of: one run, or several that are read as one.
+
+    options: those of the first run. setting: all that the order of the tokens depends on.
+    """
 
     @property
-    def fingerprint(self) -> str: ...
-    def plan(self, options: BatchOptions, part: int, parts: int) -> Plan: ...
-    def take(self, memory: tuple[TokenBatch, ...], rows: np.ndarray, options: BatchOptions) -> T_co:
+    def options(self) -> BatchOptions: ...
+    @property
+    def setting(self) -> dict[str, Any]: ...
+    @property
+    def filters(self) -> list[str]: ...
+    def plan(self, part: int, parts: int) -> Plan: ...
+    def take(self, memory: tuple[TokenBatch, ...], rows: np.ndarray) -> T_co:
         """Returns the tokens with these numbers as a batch of its own."""
 
 
@@ -44,13 +51,12 @@ class Batches(Iterator[T_co]):
     They are of type TokenBatch, or pairs of these where two runs are read side by side. It goes
     over the data once. A copy in another process starts where this one stands; in a worker of a
     DataLoader, which reads a share of its own, only a copy that stands at the start can be read.
-    `source` is what they are read from, and `options` are the arguments with which they were asked
-    for. Asking for a batch raises ValueError if no token of the run passes the filters.
+    Asking for a batch raises ValueError if no token of the run passes the filters.
     """
 
-    def __init__(self, source: Source[T_co], options: BatchOptions) -> None:
+    def __init__(self, source: Source[T_co]) -> None:
         self.source: Source[T_co] = source
-        self.options: BatchOptions = options
+        self.options: BatchOptions = source.options
         self._position = Position()
         self._loader_worker: LoaderWorker | None = None  # whose share the position is in
         self._looped = False  # whether a loop over tensors has begun here since `restore`
@@ -84,14 +90,12 @@ class Batches(Iterator[T_co]):
     def _setting(self) -> dict[str, Any]:
         """Everything on which the order of the tokens depends."""
         part, parts = _loader_worker() or ALONE
-        options: dict[str, Any] = json.loads(json.dumps(asdict(self.options)))
-        for each in (options, *(options["others"] or ())):
-            del each["columns"]
-        return {"data": self.source.fingerprint, **options, "part": part, "parts": parts}
+        setting: dict[str, Any] = json.loads(json.dumps(self.source.setting))
+        return {**setting, "part": part, "parts": parts}
 
     def again(self) -> "Batches[T_co]":
         """Returns the same batches from the start."""
-        return Batches(self.source, self.options)
+        return Batches(self.source)
 
     def close(self) -> None:
         """Ends the reading ahead and frees the buffer."""
@@ -104,7 +108,8 @@ class Batches(Iterator[T_co]):
         loop.
 
         The first loop goes on where the batches stand, and every later one begins anew, unless
-        `restore` was called before it. Give a DataLoader `batch_size=None`. Each of its workers
+        `restore` was called before it. Give a DataLoader `batch_size=None`, and for a run in a
+        bucket `multiprocessing_context="spawn"`, if it has workers. Each of its workers
         reads its own share of the data, of which `state` and `restore` know nothing here, so a loop
         with workers raises ValueError after `restore`. The result has `state_dict` and
         `load_state_dict`, by which torchdata's StatefulDataLoader continues its workers, if there
@@ -154,7 +159,7 @@ class Batches(Iterator[T_co]):
             self._window = self._next_window()
         window, taken = self._window, self._position.taken
         rows = window.order[taken : taken + self.options.size]
-        batch = self.source.take(window.memory, rows, self.options)
+        batch = self.source.take(window.memory, rows)
         taken += len(rows)
         if taken < len(window.order):
             self._position = replace(self._position, taken=taken)
@@ -166,7 +171,7 @@ class Batches(Iterator[T_co]):
         """Returns the window at the position. Raises StopIteration after the last one."""
         options = self.options
         if self._windows is None:
-            plan = self.source.plan(options, *(self._loader_worker or ALONE))
+            plan = self.source.plan(*(self._loader_worker or ALONE))
             most = options.buffer // 2 // options.size * options.size
             self._windows = Windows(plan, most, options.shuffle).beginning(self._position)
         try:
@@ -184,7 +189,7 @@ class Batches(Iterator[T_co]):
 
         A worker that has no batch logs it: the others may have some.
         """
-        filters = [text for each in self.options.of_runs for text in each.filters]
+        filters = self.source.filters
         if self._position != Position() or not filters:
             return
         told = f"no token passes these filters: {', '.join(dict.fromkeys(filters))}"

@@ -5,53 +5,48 @@ needed.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
+import pyarrow
 
-from activation_extraction.common.choices import ROLES, SAMPLE_COLUMNS
-from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.common.choices import ROLES
+from activation_extraction.common.errors import RunError
 from activation_extraction.common.visible import counted
 from activation_extraction.dataset.batches import Batches
-from activation_extraction.dataset.folders import expected_names, read_folders
+from activation_extraction.dataset.folders import expected_names, read_run
 from activation_extraction.dataset.open_shards import OpenShards
-from activation_extraction.dataset.sample_activations import SampleActivations, joined, pieces_of
-from activation_extraction.dataset.token_batch import ByHook, TokenBatch, recorded_aliases
-from activation_extraction.dataset.token_source import (
+from activation_extraction.dataset.options import (
     BatchOptions,
-    TokenSource,
     as_mask,
     default_buffer,
     digest_of_mask,
+    dtype_of,
 )
+from activation_extraction.dataset.paired import JoinedRuns, PairedRuns
+from activation_extraction.dataset.sample_activations import SampleActivations, joined, piece_of
+from activation_extraction.dataset.token_batch import ByHook, TokenBatch, recorded_aliases
+from activation_extraction.dataset.token_source import TokenSource
 from activation_extraction.store.commit import METADATA
-from activation_extraction.store.folder import Folder
-from activation_extraction.store.metadata import Stored, gaps, identity_of
+from activation_extraction.store.metadata import identity_of
 from activation_extraction.store.shard_reader import StoredHook, read_rows
 from activation_extraction.store.statistics import HookStatistics, Statistics
 
-if TYPE_CHECKING:
-    import pyarrow
-
-    from activation_extraction.dataset.paired import JoinedRuns
-
-
-FLOATING = "float16", "bfloat16", "float32", "float64"  # dtypes that activations are read as
-
 
 class ActivationDataset(Sequence[SampleActivations]):
-    """The samples of a run, in the order of its machines, hosts and shards.
+    """The samples of a run, in the order of its machines, hosts and shards. Within a shard their
+    numbers ascend, but those of several shards may interleave.
 
     url: the run's output, a local folder or any URL that fsspec knows. hooks: names of the hooks to
     read, or globs, as --hook_names takes them; all of them by default. A run that is still going on
     is read as far as it is stored now. Mappings by hook list the canonical names, and
     find a hook by its other names, too.
     `metadata` is what the first host's metadata.json says, `shards` opens what is stored, and
-    `data_files` has the bytes and the digest of every file of the data by its name; the digest is
-    "" until a row of the file is stored.
+    `data_files` has the bytes and the fingerprint of every file of the data by its name.
 
     Opening a run checks the checksums of all JSON files, and that every shard has its full size.
     Reading compares the sha256 of a pickle, which is read whole, and of the tables of samples and
@@ -59,13 +54,14 @@ class ActivationDataset(Sequence[SampleActivations]):
     that the numbers and offsets of the samples ascend: activations, token ids and positions that
     have changed on a disk are read without an error, and only --verify finds them, by the sha256.
 
-    Raises ValueError when there is no such run or hook, when shards are missing or cut short, or
-    when folders of different runs are mixed. Reading raises OSError for a shard in which these
-    checks find damage, or that has become shorter.
+    Raises ValueError when there is no such run or hook, or when folders of different runs are
+    mixed; OSError when files are damaged, missing or cut short. Reading raises OSError for a shard
+    in which these checks find damage, that has become shorter, or that has been replaced because
+    the run was overwritten or repaired in the meantime.
     """
 
     def __init__(self, url: Any, hooks: Sequence[str] | None = None) -> None:
-        root, folders = _read_run(str(url))
+        root, folders = read_run(str(url))
         self.url = root.url
         every = [stored.metadata for stored in folders.values() if stored.metadata is not None]
         self.metadata: dict[str, Any] = every[0]
@@ -73,23 +69,22 @@ class ActivationDataset(Sequence[SampleActivations]):
         self._going_on = {
             name for name, s in folders.items() if s.metadata and s.metadata["status"] != "complete"
         }
+        self._strides = {n: s.identity.worker.stride for n, s in folders.items() if s.identity}
         self.complete: bool = set(folders) == set(expected_names(folders)) and not self._going_on
         described = self.metadata.get("hooks", ())
         aliases = recorded_aliases(described)
         recorded = ByHook({hook["name"]: hook for hook in described}, aliases)
         in_shards = {h["name"]: h for s in folders.values() for c in s.in_order for h in c.hooks}
-        names = chosen(self.url, recorded, hooks)
+        names = recorded.chosen(self.url, hooks)
         if not names:
             raise ValueError(f"{self.url}: no hook is asked for; it has {', '.join(recorded)}")
         stored = {
             name: _stored_hook(in_shards.get(name, {}) | recorded[name], self.metadata)
             for name in names
         }
-        self.shards = OpenShards(
-            root.given,
-            [(name, commit) for name in folders for commit in folders[name].in_order],
-            ByHook(stored, aliases),
-        )
+        commits = [(name, commit) for name in folders for commit in folders[name].in_order]
+        with_samples = [each for each in commits if each[1].count]  # --repair may leave others
+        self.shards = OpenShards(root.given, with_samples, ByHook(stored, aliases))
         self.shards.check_sizes(self.url)
         self._commits = [commit for _, commit in self.shards.shards]
         self._ends = list(accumulate(commit.count for commit in self._commits))
@@ -149,20 +144,20 @@ class ActivationDataset(Sequence[SampleActivations]):
         return ByHook(statistics, self.shards.hooks.aliases)
 
     @cached_property
-    def samples(self) -> "pyarrow.Table":
+    def samples(self) -> pyarrow.Table:
         """A table of all samples, in their order: sample_idx, tokens (how many are stored), doc_id,
         row, cut and text_preview, as in SampleActivations, and each column that the run kept, under
         its own name. No activation is read for it.
 
-        Values of several types become texts. `samples.to_pandas()` makes a frame of it. Needs
-        pyarrow. Raises OSError for a table that is damaged.
+        Values of several types become texts. `samples.to_pandas()` makes a frame of it. Raises
+        OSError for a table that is damaged.
         """
         return self.shards.samples()
 
     @property
     def tokenizer_path(self) -> str:
         """The folder, an absolute path, or the URL or hub name of the model, whose tokenizer made
-        the token ids. Runs of earlier versions recorded the path as it was given."""
+        the token ids."""
         try:
             return str(self.metadata["configuration"]["model_path"])
         except KeyError:
@@ -177,9 +172,6 @@ class ActivationDataset(Sequence[SampleActivations]):
             return [self[i] for i in range(*index.indices(len(self)))]
         return self._sample(*self._place(index))
 
-    def __iter__(self) -> Iterator[SampleActivations]:
-        return (self[index] for index in range(len(self)))
-
     def document(self, index: int) -> SampleActivations:
         """Returns the whole document that sample `index` belongs to, every token of it once.
 
@@ -192,24 +184,30 @@ class ActivationDataset(Sequence[SampleActivations]):
         """
         shard, number = self._place(index)
         folder = self.shards.shards[shard][0]
-        shards = [n for n, (name, _) in enumerate(self.shards.shards) if name == folder]
-        of_host = range(
-            self._ends[shards[0]] - self._commits[shards[0]].count, self._ends[shards[-1]]
-        )
-        first, starts = pieces_of(index % len(self), of_host, self._row)
-        if not starts:
+        own = self.shards.row(shard, number)
+        if (found := piece_of(own.row)) is None:
             return self._sample(shard, number)
-        if first + len(starts) == of_host.stop and folder in self._going_on:
+        piece, _, document = found
+        # The pieces of a document have consecutive numbers, but may lie in any shards of the host.
+        stride, starts, places = self._strides[folder], list[int](), list[tuple[int, int]]()
+        first = own.sample_idx - piece * stride
+        while (place := self.shards.find(folder, first + len(places) * stride)) is not None:
+            found = piece_of(self.shards.row(*place).row)
+            if found is None or (found[0], found[2]) != (len(places), document):
+                break
+            starts.append(found[1])
+            places.append(place)
+        if piece >= len(places):
+            raise ValueError(
+                f"sample {index}: is piece {piece} of its document, of which piece {len(places)} "
+                "is missing"
+            )
+        if place is None and folder in self._going_on:
             raise ValueError(
                 f"sample {index}: its document may have pieces that are not stored yet; the run "
                 "goes on"
             )
-        return joined([self[first + piece] for piece in range(len(starts))], starts)
-
-    def _row(self, index: int) -> Mapping[str, Any] | None:
-        """The row of the data set that a sample comes from."""
-        shard, number = self._place(index)
-        return self.shards.table(shard)[number].row
+        return joined([self._sample(*each) for each in places], starts)
 
     def _place(self, index: int) -> tuple[int, int]:
         """The number of a sample's shard, and its own number there. Raises IndexError."""
@@ -219,32 +217,18 @@ class ActivationDataset(Sequence[SampleActivations]):
         shard = bisect_right(self._ends, index)
         return shard, index - self._ends[shard] + self._commits[shard].count
 
-    def batches(
-        self,
-        size: int,
-        hooks: Sequence[str] | None = None,
-        shuffle: int | None = None,
-        buffer: int | None = None,
-        skip_first: int = 0,
-        max_norm: float | Mapping[str, float] | None = None,
-        dtype: Any = None,
-        worker: int = 0,
-        workers: int = 1,
-        where: Any = None,
-        roles: Sequence[str] | None = None,
-        columns: Sequence[str] = (),
-    ) -> Batches[TokenBatch]:
+    def batches(self, size: int, hooks: Any = None, **options: Any) -> Batches[TokenBatch]:
         """Returns all tokens, in batches of `size`: one pass over the data.
 
         The order of shuffled batches depends on how the shards were cut. `paired` reads two runs
-        side by side.
+        side by side. All options are keywords:
 
         hooks: those to read, as for the dataset, by default all of its hooks; with an empty list,
-        batches have no activations. shuffle: a seed, or None for the stored order. buffer: the
-        number of tokens kept in memory and shuffled there, by default 64 batches, at most 1 GiB.
-        Pickles are unpacked whole, so up to two shards come on top of that. skip_first: leave out
-        that many tokens at the start of every sample. max_norm: leave out tokens with a larger norm
-        at any hook, or at the hooks that it names; only activations have norms. dtype: of
+        batches have no activations. shuffle: a seed, or None for the order of the shards. buffer:
+        the number of tokens kept in memory and shuffled there, by default 64 batches, at most 1
+        GiB. Pickles are unpacked whole, so up to two shards come on top of that. skip_first: leave
+        out that many tokens at the start of every sample. max_norm: leave out tokens with a larger
+        norm at any hook, or at the hooks that it names; only activations have norms. dtype: of
         activations in the result, by default that of the dataset. worker, workers: read only one of
         so many shares, which do not overlap; the workers of a PyTorch DataLoader divide it further
         by themselves. where: only tokens of these samples: a boolean for each row of `samples`, as
@@ -256,59 +240,54 @@ class ActivationDataset(Sequence[SampleActivations]):
         Raises ValueError for arguments that make no sense, and for a choice of samples or roles
         that is empty.
         """
-        known = self.hooks
-        names = chosen(self.url, known, hooks)
+        return Batches(self.source(BatchOptions(size, hooks, **options)))
+
+    def source(self, options: BatchOptions) -> TokenSource:
+        """Returns what batches with these options are made of."""
+        names = self.hooks.chosen(self.url, options.hooks)
+        mask, where = None, options.where
+        if where is not None:
+            mask = as_mask(where(self.samples) if callable(where) else where, len(self))
+            if len(mask) and not mask.any():
+                raise ValueError(f"where: chooses none of {counted(len(mask), 'sample')}")
+        complete = replace(
+            options,
+            hooks=tuple(names),
+            max_norm=self._limits(names, options.max_norm),
+            buffer=options.buffer or default_buffer(options.size, self.shards.row_bytes(names)),
+            dtype=None if options.dtype is None else dtype_of(options.dtype).name,
+            roles=None if options.roles is None else self._known_roles(options.roles),
+            where=None if mask is None else digest_of_mask(mask),
+            columns=self._known_columns(options.columns),
+        )
+        return TokenSource(self.shards, complete, self._local, mask)
+
+    def _limits(self, names: Sequence[str], max_norm: Any) -> dict[str, float]:
+        """Returns the largest norm at each hook that has a limit. Raises ValueError."""
+        aliases = self.hooks.aliases
         floats = [name for name in names if self.shards.hooks[name].activations]
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(floats, max_norm)
-        limits = {known.aliases.get(name, name): limit for name, limit in limits.items()}
+        limits = {aliases.get(name, name): limit for name, limit in limits.items()}
         for name in limits:
             if name not in names:
                 raise ValueError(f"max_norm: hook {name!r} is not read; {', '.join(names)} are")
             if name not in floats:
                 raise ValueError(f"max_norm: hook {name!r} has no activations, and no norm")
-        if buffer is None:
-            buffer = default_buffer(size, self.shards.row_bytes(names))
-        if size < 1 or buffer < 2 * size:
-            raise ValueError(f"buffer {buffer}: it must hold two batches of {size} tokens")
-        if skip_first < 0:
-            raise ValueError(f"skip_first {skip_first}: expected 0 or more tokens")
-        if any(limit is not None and not limit >= 0 for limit in limits.values()):
-            raise ValueError(f"max_norm {max_norm}: expected 0 or more")
-        if not 0 <= worker < workers:
-            raise ValueError(f"worker {worker}: expected 0 to {workers - 1}, of {workers} workers")
-        if isinstance(shuffle, bool) or (shuffle is not None and shuffle < 0):
-            raise ValueError(f"shuffle {shuffle}: expected a seed, 0 or larger, or None")
-        mask = None
-        if where is not None:
-            mask = as_mask(where(self.samples) if callable(where) else where, len(self))
-            if len(mask) and not mask.any():
-                raise ValueError(f"where: chooses none of {counted(len(mask), 'sample')}")
-        options = BatchOptions(
-            size=size,
-            hooks=tuple(names),
-            shuffle=shuffle,
-            buffer=buffer,
-            skip_first=skip_first,
-            max_norm={name: float(limit) for name, limit in limits.items() if limit is not None},
-            dtype=None if dtype is None else _floating(dtype).name,
-            worker=worker,
-            workers=workers,
-            roles=None if roles is None else self._known_roles(roles),
-            where=None if mask is None else digest_of_mask(mask),
-            columns=self._known_columns(columns),
-        )
-        return Batches(TokenSource(self.shards, self._local, mask), options)
+        return {name: float(limit) for name, limit in limits.items() if limit is not None}
 
-    def join(self, other: Any) -> "JoinedRuns":
+    def join(self, other: Any) -> JoinedRuns:
         """Returns a dataset with the hooks of this run and of another run over the same data.
 
         So a layer can be added without computing the others again. other: an ActivationDataset, or
         its url. It has the samples and tokens that both runs have, found as `paired` does. Raises
         ValueError for a hook that both have.
         """
-        from activation_extraction.dataset import paired  # it imports this module
+        return JoinedRuns(self, self.opened(other))
 
-        return paired.JoinedRuns(self, paired.opened(other))
+    @classmethod
+    def opened(cls, run: Any) -> "ActivationDataset":
+        """Returns the dataset of a run, which may be given as one, or as its url."""
+        return run if isinstance(run, cls) else cls(run)
 
     def _known_roles(self, roles: Sequence[str]) -> tuple[str, ...]:
         """The roles that are asked for, in the order of ROLES. Raises ValueError."""
@@ -331,24 +310,21 @@ class ActivationDataset(Sequence[SampleActivations]):
         """The columns that are asked for. Raises ValueError for one that the samples lack."""
         asked = (columns,) if isinstance(columns, str) else tuple(columns)
         if asked and self._commits:
-            kept = {name for row in self.shards.table(0) for name in row.columns}
+            there = self.shards.table(0).column_names
             for name in asked:
-                if name not in (*SAMPLE_COLUMNS, *kept):
-                    there = ", ".join((*SAMPLE_COLUMNS, *sorted(kept)))
-                    raise ValueError(f"columns: samples have no {name!r}; they have {there}")
+                if name not in there:
+                    raise ValueError(
+                        f"columns: samples have no {name!r}; they have {', '.join(there)}"
+                    )
         return asked
 
     def _sample(self, shard: int, number: int) -> SampleActivations:
         try:
             reader = self.shards.get(shard)
             span = [int(offset) for offset in reader.offsets[number : number + 2]]
-            row = self.shards.table(shard)[number]
+            row = self.shards.row(shard, number)
             token_ids, position = reader.tokens(*span)
             labels = {name: np.array(each) for name, each in reader.labels(*span).items()}
-            stored = int(reader.sample_idx[number]), span[1] - span[0]
-            if (row.sample_idx, row.tokens) != stored:
-                where = self._commits[shard].table_file
-                raise RunError(f"{self.url}: {where} is of other samples than its shard")
             rows = {
                 name: np.array(read_rows(reader, name, hook, (span[0], span[1])))
                 for name, hook in self.shards.hooks.items()
@@ -369,84 +345,44 @@ class ActivationDataset(Sequence[SampleActivations]):
         )
 
 
-def _read_run(given: str) -> tuple[Folder, dict[str, Stored]]:
-    """A run and its folders. Raises ValueError unless everything that they promise is there."""
-    try:
-        root = Folder(given)
-        url, folders = root.url, read_folders(root)
-    except (InputError, RunError) as error:
-        raise ValueError(str(error)) from error
-    for name, stored in folders.items():
-        _check_folder(f"{url}/{name}".rstrip("/"), stored)
-    for name in set(folders) - set(expected_names(folders)):
-        raise ValueError(f"{url}: {name or 'the folder itself'} is not part of the same run")
-    every = [identity_of(stored.metadata or {}, METADATA) for stored in folders.values()]
-    for difference in filter(None, map(every[0].compare_shared, every[1:])):
-        raise ValueError(f"{url}: holds shards of different runs: their {difference.name} differs")
-    return root, folders
-
-
 def _data_files(every: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, str]]:
-    """Returns the bytes and digest of every file of the data: one of the hosts may have read it."""
-    found: dict[str, tuple[int, str]] = {}
-    for file in (file for metadata in every for file in metadata.get("data_files", ())):
-        if file["digest"] or file["name"] not in found:
-            found[file["name"]] = file["bytes"], file["digest"]
-    return found
-
-
-def _check_folder(where: str, stored: Stored) -> None:
-    """Raises ValueError when JSON files are damaged, or shards are missing or cut short."""
-    for why in stored.damaged.values():
-        raise ValueError(why)
-    if stored.metadata is None:
-        raise ValueError(f"{where}/metadata.json: is missing")
-    numbers = [commit.number for commit in stored.in_order]
-    last = max([stored.metadata.get("shards", 0), *numbers])
-    if missing := gaps([0, *numbers, last + 1]):
-        raise ValueError(f"{where}: shard {missing[0][0]} is missing; --verify lists what is wrong")
-    for commit in stored.in_order:
-        if commit.run != stored.run:
-            raise ValueError(f"{where}/{commit.name}: belongs to another run")
-        if not stored.has(commit):
-            remote = stored.metadata.get("remote")
-            elsewhere = remote is not None and not stored.in_bucket
-            hint = f"; the shards were uploaded to {remote}" if elsewhere else ""
-            raise ValueError(f"{where}/{commit.file}: is missing or cut short{hint}")
+    """Returns the bytes and fingerprint of every file of the data, as the first host has them."""
+    files = (file for metadata in reversed(every) for file in metadata.get("data_files", ()))
+    return {file["name"]: (file["bytes"], file["fingerprint"]) for file in files}
 
 
 def _stored_hook(recorded: Mapping[str, Any], metadata: Mapping[str, Any]) -> StoredHook:
     """recorded: what the shards and the metadata say of the hook. Before there is a shard, the
     run's settings have to do."""
-    width = recorded.get("width", metadata.get("model", {}).get("hidden_size"))
-    if width is None:
+    if (width := recorded.get("width")) is None:
         raise ValueError(f"the metadata does not record how wide {recorded['name']} is")
     identity, name = identity_of(metadata, METADATA), recorded["name"]
     encoded, activations = identity.is_encoded(name), identity.has_activations(name)
-    dtype = _dtype(recorded.get("dtype", identity.dtype_of(name)))
+    dtype = dtype_of(recorded.get("dtype", identity.dtype_of(name)))
     if encoded:
         dtype = np.dtype(np.float32)
     return StoredHook(recorded["key"], width, dtype, activations, encoded)
 
 
-def _floating(dtype: Any) -> np.dtype:
-    """Returns a dtype that activations may be read as. Raises ValueError for any other."""
-    if (found := _dtype(dtype)).name not in FLOATING:
-        raise ValueError(f"dtype {dtype!r:.40}: expected {', '.join(FLOATING)}")
-    return found
+def paired(a: Any, b: Any) -> PairedRuns:
+    """Returns two runs over the same data as one, such as those of a base and a chat model.
 
+    a, b: ActivationDatasets, or what these take as `url`. Tokens are paired that come from the same
+    row of the data set, as in the `row` of the samples, and have the same position. It does not
+    matter how the runs were cut into shards, in which order and on how many machines they stored
+    their samples, or in which format; only rows of a hub data set that are counted within a share
+    are the same on equally many machines and hosts alone. Tokens that one of the runs lacks are
+    left out; the log says so once, and `unpaired_samples` and `unpaired_tokens` count them.
 
-def _dtype(name: Any) -> np.dtype:
-    try:
-        return np.dtype(name)
-    except TypeError as error:
-        raise ValueError(f"dtype {name!r}: {error}") from error
+    The order is that of `a`; `b` is read wherever its tokens lie. If `b` stores pickles, those that
+    have samples of a shard of `a` are all unpacked for it, and up to six shards come on top of the
+    buffer. If its order is quite another one, this takes long.
 
-
-def chosen(where: str, known: ByHook[Any], hooks: Any) -> list[str]:
-    """Returns the hooks that were asked for. Raises ValueError for one that is not there."""
-    asked = [hooks] if isinstance(hooks, str) else hooks
-    try:
-        return list(known) if asked is None else known.matching(asked)
-    except KeyError as error:
-        raise ValueError(f"{where}: has no hook {error}; it has {', '.join(known)}") from None
+    Raises ValueError when there is no such run, when a run has two samples of a row, when no row is
+    in both, or when the metadata of the runs shows that their samples come from other data or were
+    made in another way: another data set or revision, other files under the same names, another
+    column, chat template or --max_seq_length, or other pieces of long documents. Reading raises
+    ValueError for a token whose id differs in the two runs, and OSError for a damaged shard, as
+    ActivationDataset finds it.
+    """
+    return PairedRuns(*map(ActivationDataset.opened, (a, b)))

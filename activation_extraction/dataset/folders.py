@@ -1,25 +1,28 @@
 """The folders of a run: what they are called, which ones there are, and which there should be.
 
 `machine_003` belongs to a machine with one host, `machine_003_host_01` to one of several hosts; a
-single machine with one host writes to the output itself. This module reads the folders' JSON files
-and lists their other files. What the files say is judged elsewhere.
+single machine with one host writes to the output itself. `read_folders` reads the folders' JSON
+files and lists their other files, whatever state they are in; `read_run` requires that they are in
+order.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from activation_extraction.common.errors import InputError
+from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.common.visible import counted
+from activation_extraction.store.commit import METADATA, REPAIRS, commit_name
 from activation_extraction.store.folder import Folder, local_path
-from activation_extraction.store.identity import MAX_HOSTS
 from activation_extraction.store.local_files import is_locked, running_system
 from activation_extraction.store.metadata import Stored, own_files, read_stored
 
 NAME = re.compile(r"machine_([0-9]{3}|[1-9][0-9]{3,})(?:_host_([0-9]{2}|[1-9][0-9]{2,}))?")
 FOLDERS = 16  # read at the same time
+MAX_HOSTS = 10_000  # of a machine; --status and --verify name all of them
 
 
 @dataclass(frozen=True, order=True)
@@ -55,21 +58,80 @@ def host_folders(names: Iterable[str]) -> dict[str, HostFolder]:
     return {name: folder for name, folder in parsed.items() if folder is not None}
 
 
-def read_folders(root: Folder, brief: bool = False) -> dict[str, Stored]:
+def read_folders(root: Folder) -> dict[str, Stored]:
     """Returns what is stored in each folder, by the folder's name ("" for the output itself).
 
-    brief: see `read_stored`. Raises InputError when there is no extraction at all.
+    Raises InputError when there is no extraction at all.
     """
-    here = root.names("file", "directory")
+    here = root.names()
     names = list(host_folders(here))
     if _finished_files(here):
         names.insert(0, "")
     with ThreadPoolExecutor(FOLDERS) as pool:
-        stored = list(pool.map(lambda name: _read(root.child(name), brief), names))
+        stored = list(pool.map(lambda name: _read(root.child(name)), names))
     found = {name: s for name, s in zip(names, stored, strict=True) if _finished_files(s.files)}
     if not found:
         raise InputError(f"{root.url}: holds no extraction")
     return found
+
+
+def read_run(url: str) -> tuple[Folder, dict[str, Stored]]:
+    """Returns a run and its folders, which have everything that their JSON files promise.
+
+    Raises ValueError if there is no run or if its folders do not belong together, and OSError if
+    files are missing, cut short or damaged.
+    """
+    try:
+        root = Folder(url)
+        folders = read_folders(root)
+    except InputError as error:
+        raise ValueError(str(error)) from error
+    except RunError as error:
+        raise OSError(str(error)) from error
+    for stored in folders.values():
+        for problem in problems_of(stored):
+            raise OSError(problem if stored.damaged else f"{problem}; {REPAIRS}")
+        if stored.moved_to and not all(map(stored.has, stored.in_order)):
+            raise OSError(f"{stored.url}: the shards were uploaded to {stored.moved_to}")
+    every = {name: stored.identity for name, stored in folders.items() if stored.identity}
+    (first, shared), *others = every.items()
+    for name, identity in others:
+        if difference := shared.compare_shared(identity):
+            raise ValueError(
+                f"{root.url}: holds shards of different runs: their {difference.name} differs: it "
+                f"is {difference.before} in {name} and {difference.now} in {first or 'the folder'}"
+            )
+    expected = expected_names(folders)
+    for name, identity in every.items():
+        own = HostFolder.of(identity.machine, identity.host, identity.num_hosts).name
+        if name not in expected or name not in ("", own):
+            raise ValueError(
+                f"{root.url}: {name or 'the folder itself'} is not part of the same run"
+            )
+    return root, folders
+
+
+def problems_of(stored: Stored) -> list[str]:
+    """Returns what is damaged or missing in a folder, as far as its JSONs and file names show."""
+    problems = [*stored.damaged.values(), *missing_jsons(stored, stored.url)]
+    if incomplete := stored.missing()[1]:
+        others = counted(len(incomplete) - 1, "other shard")
+        more = f", and so are files of {others}" if incomplete[1:] else ""
+        file = stored.commits[incomplete[0]].file
+        problems.append(f"{stored.url}/{file}: is missing or cut short{more}")
+    return problems
+
+
+def missing_jsons(stored: Stored, folder: str) -> Iterator[str]:
+    """Yields which JSONs a folder lacks: metadata.json, and those of shards although a later shard
+    has one, or the run is complete. folder: what it is called; "" for the output itself."""
+    prefix = folder and f"{folder}/"
+    if stored.metadata is None and METADATA not in stored.damaged:
+        yield f"{prefix}{METADATA}: is missing"
+    for gap in stored.missing()[0]:
+        first, last = f"{prefix}{commit_name(gap.start)}", commit_name(gap.stop - 1)
+        several = gap.stop - gap.start > 1
+        yield f"{first} to {last}: are missing" if several else f"{first}: is missing"
 
 
 def _finished_files(names: Iterable[str]) -> list[str]:
@@ -77,12 +139,12 @@ def _finished_files(names: Iterable[str]) -> list[str]:
     return [name for name in own_files(names) if not name.startswith(".")]
 
 
-def _read(folder: Folder, brief: bool) -> Stored:
+def _read(folder: Folder) -> Stored:
     """What is stored in a folder, and whether a process holds it.
 
     Reads again when files are missing or the run seems dead: it may have written in between.
     """
-    stored = read_stored(folder, brief)
+    stored = read_stored(folder)
     locked = _locked(stored)
     if locked is not False and not any(stored.missing()):
         return replace(stored, locked=locked)
@@ -116,13 +178,8 @@ def expected_names(folders: dict[str, Stored]) -> list[str]:
     for machine in range(next(iter(known.values())).total_machines):
         found = of_machine[machine]
         recorded = [known[name].num_hosts for name in found if name in known]
-        hosts = recorded[0] if recorded else _least_hosts(found.values())
+        numbers = [folder.host for folder in found.values() if folder.host is not None]
+        least = max(*numbers, 1) + 1 if numbers else 1  # hosts, as far as the names tell
+        hosts = recorded[0] if recorded else least
         expected += [HostFolder.of(machine, host, hosts).name for host in range(hosts)]
     return expected
-
-
-def _least_hosts(folders: Iterable[HostFolder]) -> int:
-    """The least number of hosts of a machine that left these folders; 1 when there are none."""
-    numbers = [folder.host for folder in folders if folder.host is not None]
-    known = [number for number in numbers if number < MAX_HOSTS]
-    return max(*known, 1) + 1 if known else 1

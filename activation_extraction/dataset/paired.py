@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
@@ -16,15 +16,10 @@ from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, without_secrets
 from activation_extraction.dataset.alignment import AlignedSource, joined_hooks, samples_in_all
 from activation_extraction.dataset.batches import Batches
-from activation_extraction.dataset.dataset import ActivationDataset, chosen
+from activation_extraction.dataset.options import BatchOptions, as_mask, default_buffer
 from activation_extraction.dataset.sample_activations import SampleActivations
 from activation_extraction.dataset.token_batch import ByHook, TokenBatch, TokenPair
-from activation_extraction.dataset.token_source import (
-    BatchOptions,
-    TokenSource,
-    as_mask,
-    default_buffer,
-)
+from activation_extraction.dataset.token_source import TokenSource
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.identity import Difference
 from activation_extraction.store.metadata import identity_of
@@ -34,6 +29,8 @@ from activation_extraction.store.statistics import HookStatistics
 if TYPE_CHECKING:
     import pyarrow
 
+    from activation_extraction.dataset.dataset import ActivationDataset
+
 T = TypeVar("T", TokenBatch, TokenPair)
 # What decides the samples of a row and their tokens. The tokenizer's files are not among it: those
 # of a base and a chat model differ, but give the same ids, which are compared one by one.
@@ -41,36 +38,7 @@ OF_SAMPLES = (
     *("data", "data_revision", "text_column", "messages_column", "ids_column", "chat_template"),
     *("max_seq_length", "long_documents", "overlap"),
 )
-SHA256 = "sha256 "  # what a digest of a local file begins with
-
-
-def paired(a: Any, b: Any) -> "PairedRuns":
-    """Returns two runs over the same data as one, such as those of a base and a chat model.
-
-    a, b: ActivationDatasets, or what these take as `url`. Tokens are paired that come from the same
-    row of the data set, as in the `row` of the samples, and have the same position. It does not
-    matter how the runs were cut into shards, in which order and on how many machines they stored
-    their samples, or in which format; only rows of a hub data set that are counted within a share
-    are the same on equally many machines and hosts alone. Tokens that one of the runs lacks are
-    left out; the log says so once, and `unpaired_samples` and `unpaired_tokens` count them.
-
-    The order is that of `a`; `b` is read wherever its tokens lie. If `b` stores pickles, those that
-    have samples of a shard of `a` are all unpacked for it, and up to six shards come on top of the
-    buffer. If its order is quite another one, this takes long.
-
-    Raises ValueError when there is no such run, when a run has two samples of a row, when no row is
-    in both, or when the metadata of the runs shows that their samples come from other data or were
-    made in another way: another data set or revision, other files under the same names, another
-    column, chat template or --max_seq_length, or other pieces of long documents. Reading raises
-    ValueError for a token whose id differs in the two runs, and OSError for a damaged shard, as
-    ActivationDataset finds it.
-    """
-    return PairedRuns(*(opened(run) for run in (a, b)))
-
-
-def opened(run: Any) -> ActivationDataset:
-    """Returns the dataset of a run, which may be given as one, or as its url."""
-    return run if isinstance(run, ActivationDataset) else ActivationDataset(run)
+BLOCKS = "blocks "  # what the fingerprint of a local file begins with
 
 
 def _joined(batches: Sequence[TokenBatch]) -> TokenBatch:
@@ -85,7 +53,7 @@ class AlignedRuns:
     the number of samples that all have.
     """
 
-    def __init__(self, *runs: ActivationDataset) -> None:
+    def __init__(self, *runs: "ActivationDataset") -> None:
         self.runs = runs
         for run in runs[1:]:
             _refuse_other_data(runs[0], run)
@@ -113,45 +81,36 @@ class AlignedRuns:
         ValueError for a token id that differs.
         """
         no_hooks = [()] * len(self.runs)
-        in_all = sum(map(len, self._batches(itemgetter(0), no_hooks, 2**14)))
+        in_all = sum(map(len, self._batches(itemgetter(0), no_hooks, BatchOptions(2**14))))
         return tuple(run.tokens - in_all for run in self.runs)
 
     def _batches(
         self,
         form: Callable[[Sequence[TokenBatch]], T],
         hooks: Sequence[Sequence[str]],
-        size: int,
-        buffer: int | None = None,
-        max_norm: Any = None,
-        where: Any = None,
-        **options: Any,
+        options: BatchOptions,
     ) -> Batches[T]:
         """Batches of the tokens that all runs have: what `form` makes of a batch of each run.
 
-        hooks: the names of those to read, of each run. where: a mask is over the samples of the
+        hooks: the names of those to read, of each run. A mask in `where` is over the samples of the
         first run; a function gets the table of each. Raises ValueError.
         """
         runs = list(zip(self.runs, hooks, strict=True))
-        if buffer is None:
-            buffer = default_buffer(size, sum(run.shards.row_bytes(names) for run, names in runs))
-        limits = [max_norm for _ in runs]
-        if isinstance(max_norm, Mapping):
+        row = sum(run.shards.row_bytes(names) for run, names in runs)
+        options = replace(options, buffer=options.buffer or default_buffer(options.size, row))
+        limits, sources = [options.max_norm for _ in runs], list[TokenSource]()
+        if isinstance(options.max_norm, Mapping):
             limits = [
-                {n: limit for n, limit in max_norm.items() if run.hooks.aliases.get(n, n) in names}
+                {n: m for n, m in options.max_norm.items() if run.hooks.aliases.get(n, n) in names}
                 for run, names in runs
             ]
-            for name in max_norm.keys() - {name for each in limits for name in each}:
+            for name in options.max_norm.keys() - {name for each in limits for name in each}:
                 raise ValueError(f"max_norm: hook {name!r} is not read")
-        sources, of_runs = list[TokenSource](), list[BatchOptions]()
         for (run, names), limit in zip(runs, limits, strict=True):
-            own = dict(buffer=buffer, max_norm=limit, **options)
-            own["where"] = where if callable(where) or not sources else None
-            batches = run.batches(size, names, **own)
-            sources.append(cast(TokenSource, batches.source))
-            of_runs.append(batches.options)
+            where = options.where if callable(options.where) or not sources else None
+            sources.append(run.source(replace(options, hooks=names, max_norm=limit, where=where)))
         sources[0] = sources[0].of(self._numbers[0])
-        every = replace(of_runs[0], others=tuple(of_runs[1:]))
-        return Batches(AlignedSource(tuple(sources), self._numbers, form), every)
+        return Batches(AlignedSource(tuple(sources), self._numbers, form))
 
 
 class PairedRuns(AlignedRuns):
@@ -160,9 +119,7 @@ class PairedRuns(AlignedRuns):
     def __repr__(self) -> str:
         return f"paired({self.runs[0]!r}, {self.runs[1]!r}: {counted(len(self), 'sample')} in both)"
 
-    def batches(
-        self, size: int, hooks: Any = None, where: Any = None, **options: Any
-    ) -> Batches[TokenPair]:
+    def batches(self, size: int, hooks: Any = None, **options: Any) -> Batches[TokenPair]:
         """Returns all tokens that both runs have, as pairs of batches of `size`, a batch of each
         run: row t of every array belongs to the same token.
 
@@ -177,17 +134,16 @@ class PairedRuns(AlignedRuns):
         of_runs = [hooks, hooks] if one_list else list(hooks)
         if len(of_runs) != 2:
             raise ValueError(f"hooks {hooks!r}: expected names, or a list for each of two runs")
-        names = [
-            chosen(run.url, run.hooks, each) for run, each in zip(self.runs, of_runs, strict=True)
-        ]
-        return self._batches(TokenPair._make, names, size, where=where, **options)
+        every = zip(self.runs, of_runs, strict=True)
+        names = [run.hooks.chosen(run.url, each) for run, each in every]
+        return self._batches(TokenPair._make, names, BatchOptions(size, **options))
 
 
 class JoinedRuns(AlignedRuns, Sequence[SampleActivations]):
     """Runs of different hooks over the same data, as one dataset; `ActivationDataset.join` makes
     it. It has the samples and tokens that all runs have, in the order of the first run."""
 
-    def __init__(self, *runs: ActivationDataset) -> None:
+    def __init__(self, *runs: "ActivationDataset") -> None:
         joined_hooks([run.hooks for run in runs])
         super().__init__(*runs)
 
@@ -213,7 +169,7 @@ class JoinedRuns(AlignedRuns, Sequence[SampleActivations]):
 
     def join(self, other: Any) -> "JoinedRuns":
         """Returns the same with the hooks of another run, too. See `ActivationDataset.join`."""
-        return JoinedRuns(*self.runs, opened(other))
+        return JoinedRuns(*self.runs, self.runs[0].opened(other))
 
     @overload
     def __getitem__(self, index: int) -> SampleActivations: ...
@@ -246,13 +202,15 @@ class JoinedRuns(AlignedRuns, Sequence[SampleActivations]):
 
         Raises ValueError for arguments that make no sense.
         """
-        names = chosen("the joined runs", self.hooks, hooks)
+        names = self.hooks.chosen("the joined runs", hooks)
         of_runs = [[name for name in names if name in run.hooks] for run in self.runs]
-        if (where := options.pop("where", None)) is not None:
+        asked = BatchOptions(size, **options)
+        if (where := asked.where) is not None:
             mask = as_mask(where(self.samples) if callable(where) else where, len(self))
-            where = np.zeros(len(self.runs[0]), bool)
-            where[self._numbers[0]] = mask
-        return self._batches(_joined, of_runs, size, where=where, **options)
+            of_first = np.zeros(len(self.runs[0]), bool)
+            of_first[self._numbers[0]] = mask
+            asked = replace(asked, where=of_first)
+        return self._batches(_joined, of_runs, asked)
 
 
 def _at_positions(sample: SampleActivations, position: np.ndarray) -> SampleActivations:
@@ -268,7 +226,7 @@ def _at_positions(sample: SampleActivations, position: np.ndarray) -> SampleActi
     )
 
 
-def _refuse_other_data(one: ActivationDataset, other: ActivationDataset) -> None:
+def _refuse_other_data(one: "ActivationDataset", other: "ActivationDataset") -> None:
     """Raises ValueError if both runs record where their samples come from, and that differs."""
     a, b = (identity_of(run.metadata, METADATA) for run in (one, other))
     if not (a.data and b.data):  # the run of a program that stores activations of its own
@@ -283,23 +241,21 @@ def _refuse_other_data(one: ActivationDataset, other: ActivationDataset) -> None
                 f"{one.url} and {other.url}: their samples are not those of the same data: "
                 f"{each.name} is {shown(each.before)} in one and {shown(each.now)} in the other"
             )
-            if each.name.startswith("data file"):
-                told += "; if lines were added to it, continue the older run first"
             raise ValueError(without_secrets(told))
 
 
 def _contents(*files: tuple[int, str]) -> list[str]:
     """Returns how messages show the content of two files, as far as it can be compared.
 
-    Bytes and digest of each. The digest of a file at a URL is its store's, and says nothing about a
+    Bytes and fingerprint of each. That of a file at a URL is its store's, and says nothing about a
     copy elsewhere.
     """
-    comparable = all(digest.startswith(SHA256) for _, digest in files)
-    return [f"{size:,} bytes" + f", {digest}" * comparable for size, digest in files]
+    comparable = all(fingerprint.startswith(BLOCKS) for _, fingerprint in files)
+    return [f"{size:,} bytes" + f", {known}" * comparable for size, known in files]
 
 
-def _choice(run: ActivationDataset) -> tuple[Any, ...]:
+def _choice(run: "ActivationDataset") -> tuple[Any, ...]:
     """What decides which tokens of its samples a run stores."""
     stored = identity_of(run.metadata, METADATA)
     rules = stored.positions, stored.drop_token_ids, stored.roles, stored.mask_column
-    return *map(str, rules), stored.attention_mask, stored.overlap
+    return *map(str, rules), stored.overlap

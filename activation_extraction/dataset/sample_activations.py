@@ -1,6 +1,6 @@
 """SampleActivations: one sample with its activations, or a document that is joined from pieces."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,45 +39,18 @@ class SampleActivations:
         return self.activations[hook]
 
 
-def pieces_of(
-    index: int, samples: range, row_of: Callable[[int], Mapping[str, Any] | None]
-) -> tuple[int, list[int]]:
-    """Returns the first sample of the document of a sample, and where each of its pieces starts;
-    none if the sample is no piece of one.
-
-    samples: those of its host. row_of: gives the row of each. Raises ValueError for a piece that is
-    missing before this one.
-    """
-
-    def piece_of(index: int) -> tuple[int, int, dict[str, Any]] | None:
-        """Returns the number and the start of a piece, and its row without these."""
-        row = dict(row_of(index) or {})
-        piece, start = row.pop("piece", None), row.pop("start", None)
-        counted = type(piece) is type(start) is int and piece >= 0
-        return (piece, start, row) if counted else None
-
-    if (own := piece_of(index)) is None:
-        return index, []
-    piece, _, row = own
-    first, starts = index - piece, list[int]()
-    while first + len(starts) in samples:
-        found = piece_of(first + len(starts))
-        if found is None or (found[0], found[2]) != (len(starts), row):
-            break
-        starts.append(found[1])
-    if piece >= len(starts):
-        raise ValueError(
-            f"sample {index}: is piece {piece} of its document, of which piece {len(starts)} is "
-            "missing"
-        )
-    return first, starts
+def piece_of(row: Mapping[str, Any] | None) -> tuple[int, int, dict[str, Any]] | None:
+    """Returns the number and the start of a piece of a document, and its row without these; None
+    for the row of a sample that is no piece."""
+    document = dict(row or {})
+    piece, start = document.pop("piece", None), document.pop("start", None)
+    return None if piece is None or start is None else (piece, start, document)
 
 
 def joined(pieces: Sequence[SampleActivations], starts: Sequence[int]) -> SampleActivations:
     """Returns a document as one sample, with the position of every token in the document.
 
-    pieces: all of them, in their order. starts: where in the document each begins. Raises OSError
-    where their tokens do not follow each other.
+    pieces: all of them, in their order. starts: where in the document each begins.
     """
 
     def whole(parts: Sequence[np.ndarray | None]) -> Any:
@@ -85,18 +58,13 @@ def joined(pieces: Sequence[SampleActivations], starts: Sequence[int]) -> Sample
         return np.concatenate(found) if len(found) == len(parts) else None
 
     first, last = pieces[0], pieces[-1]
-    at = [
-        start + piece.position.astype(np.int64) for start, piece in zip(starts, pieces, strict=True)
-    ]
-    position = np.concatenate(at)
-    if (np.diff(position) <= 0).any() or (position >= 2**31).any():
-        raise OSError(f"sample {first.sample_idx}: the pieces of its document overlap")
+    at = [start + piece.position for start, piece in zip(starts, pieces, strict=True)]
     values = {hook: whole([piece[hook] for piece in pieces]) for hook in first.activations}
     return replace(
         first,
         activations=ByHook(values, first.activations.aliases),
         token_ids=whole([piece.token_ids for piece in pieces]),
-        position=position.astype(np.int32),
+        position=np.concatenate(at).astype(np.int32),
         cut=last.cut,
         role=whole([piece.role for piece in pieces]),
         turn=whole([piece.turn for piece in pieces]),

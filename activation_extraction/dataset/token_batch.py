@@ -56,6 +56,15 @@ class ByHook(dict[str, T]):
             found += [hook for hook in hooks if hook not in found]
         return found
 
+    def chosen(self, where: str, hooks: Any) -> list[str]:
+        """Returns the hooks that were asked for; None asks for all. Raises ValueError for one that
+        is not there. where: names the run in messages."""
+        asked = [hooks] if isinstance(hooks, str) else hooks
+        try:
+            return list(self) if asked is None else self.matching(asked)
+        except KeyError as error:
+            raise ValueError(f"{where}: has no hook {error}; it has {', '.join(self)}") from None
+
 
 def recorded_aliases(hooks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Returns every other name of the hooks that metadata.json describes -> the canonical one."""

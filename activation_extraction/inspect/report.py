@@ -19,7 +19,7 @@ from activation_extraction.dataset.folders import read_folders
 from activation_extraction.inspect import report_numbers
 from activation_extraction.inspect.status import host_states
 from activation_extraction.store.commit import METADATA
-from activation_extraction.store.folder import Folder
+from activation_extraction.store.folder import Folder, local_path
 from activation_extraction.store.local_files import write_bytes
 from activation_extraction.store.metadata import Stored, identity_of
 from activation_extraction.store.patience import reason_of
@@ -32,7 +32,7 @@ def show_report(root: Folder, file: str) -> int:
     working directory.
     """
     folders, name = read_folders(root), "report.html"
-    target = Path(file or (root.fetch(name, Path()) if root.local else name))
+    target = Path(file or (Path(local_path(root.given), name) if root.local else name))
     for library in ("matplotlib", "jinja2"):
         if find_spec(library) is None:
             how = "in the folder of the checkout run: pip install -e '.[report]'"

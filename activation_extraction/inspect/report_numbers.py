@@ -15,7 +15,7 @@ from tqdm import tqdm
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.inspect.status import shard_seconds
 from activation_extraction.store.commit import Commit
-from activation_extraction.store.shard import TableRow
+from activation_extraction.store.sample_table import TableRow, rows_of
 from activation_extraction.store.statistics import HookStatistics, Statistics, Sums
 
 READ_BYTES, BATCH_BYTES = 1e9, 2**24  # about how much is read of activations: in all, and at once
@@ -79,7 +79,8 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
         spare = max(commits[shard].count - count, 0)
         first = int(np.random.default_rng(shard).integers(spare + 1))  # the same every time
         chosen[firsts[shard] : firsts[shard + 1]][first : first + count] = True
-        documents += [r for r in dataset.shards.table(shard)[first : first + count] if r.tokens]
+        rows = rows_of(dataset.shards.table(shard).slice(first, count))
+        documents += [row for row in rows if row.tokens]
     size = int(np.clip(BATCH_BYTES // row_bytes, 1, tokens))
     norms: dict[str, list[np.ndarray]] = {hook: [] for hook in hooks}
     sums, shared = {hook: Sums.zeros(dataset.hooks[hook]) for hook in hooks}, []

@@ -6,20 +6,20 @@ It reads only JSON files, and can write the totals to the output.
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from activation_extraction.common.errors import RunError
 from activation_extraction.common.visible import counted, say
-from activation_extraction.dataset.folders import HostFolder, expected_names, read_folders
-from activation_extraction.store.commit import FORMAT_VERSION, METADATA, Commit, number_of
-from activation_extraction.store.folder import Folder
-from activation_extraction.store.local_files import write_bytes
-from activation_extraction.store.metadata import AGGREGATE, Stored, gaps
-from activation_extraction.store.patience import reason_of
-from activation_extraction.store.sealed_json import seal
+from activation_extraction.dataset.folders import (
+    HostFolder,
+    expected_names,
+    problems_of,
+    read_folders,
+)
+from activation_extraction.store.commit import FORMAT_VERSION, Commit, seal
+from activation_extraction.store.folder import ANY, Folder
+from activation_extraction.store.metadata import AGGREGATE, Stored
 from activation_extraction.store.statistics import Statistics
 
 SILENCE = 900.0  # seconds without a commit before a run counts as silent
@@ -65,7 +65,7 @@ def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
 
     write: whether to write the totals to the output. as_json: prints one JSON object instead.
     """
-    folders = read_folders(root, brief=True)
+    folders = read_folders(root)
     hosts = host_states(folders)
     total = aggregate(folders, hosts)
     problems = [problem for stored in folders.values() for problem in problems_of(stored)]
@@ -80,13 +80,7 @@ def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
         for problem in problems:
             say(f"damaged: {problem}")
     if write:
-        if root.local:
-            try:
-                write_bytes(root.fetch(AGGREGATE, Path()), seal(total))
-            except OSError as error:
-                raise RunError(f"{root.url}/{AGGREGATE}: {reason_of(error)[0]}") from error
-        else:
-            root.write(AGGREGATE, seal(total))
+        root.write(AGGREGATE, seal(total), ANY)
         if not as_json:
             say(f"written: {root.url}/{AGGREGATE}")
     return 1 if any(host.state in WRONG for host in hosts) else 0
@@ -99,7 +93,7 @@ def host_states(folders: dict[str, Stored]) -> list[HostState]:
 
 
 def _host_state(name: str, stored: Stored) -> HostState:
-    commits = [*stored.outline.recent, *stored.in_order]
+    commits = stored.in_order
     metadata, totals = stored.metadata, stored.totals
     pace = last_sign = expected_end = share = None
     state = "damaged" if stored.files else "not started"
@@ -179,41 +173,6 @@ def _state(stored: Stored, metadata: dict[str, Any], pace: Pace | None, last_sig
         return "running" if stored.locked else "killed"
     patience = max(SILENCE, 5 * pace.seconds_per_shard if pace is not None else 0)
     return "silent" if time.time() - last_sign > patience else "running"
-
-
-def problems_of(stored: Stored) -> list[str]:
-    """Returns what is damaged or missing in a folder, as far as its JSONs and file names show."""
-    problems = list(stored.damaged.values())
-    if stored.metadata is None and METADATA not in stored.damaged:
-        problems.append(f"{stored.url}/{METADATA}: is missing")
-    without_json, without_file, incomplete = stored.missing()
-    unreadable = sorted({number_of(name) for name in stored.damaged if name != METADATA})
-    missing = [
-        part
-        for gap in without_json
-        for part in gaps([gap.start - 1, *(n for n in unreadable if n in gap), gap.stop])
-    ]
-    if missing:
-        numbers = ", ".join("-".join(map(str, sorted({gap[0], gap[-1]}))) for gap in missing)
-        problems.append(f"{stored.url}: shards are missing: {numbers}")
-    if without_file:
-        numbers = ranges(without_file)
-        problems.append(f"{stored.url}: shard files are missing or cut short: {numbers}")
-    if incomplete:
-        numbers = ranges(incomplete)
-        problems.append(f"{stored.url}: statistics or tables of samples are missing: {numbers}")
-    return problems
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Abbreviates ascending numbers, as in 1-3, 7."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, ends)) for ends in runs)
 
 
 def aggregate(folders: dict[str, Stored], hosts: list[HostState]) -> dict[str, Any]:

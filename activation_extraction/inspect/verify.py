@@ -15,19 +15,24 @@ from tqdm import tqdm
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import counted, say
-from activation_extraction.dataset.folders import HostFolder, expected_names, read_folders
+from activation_extraction.dataset.folders import (
+    HostFolder,
+    expected_names,
+    missing_jsons,
+    read_folders,
+)
 from activation_extraction.inspect.verify_shard import (
     CheckedShard,
     ChosenSample,
     check_shard,
     file_path,
 )
-from activation_extraction.store.commit import METADATA, Commit, Totals, commit_name
+from activation_extraction.store.commit import METADATA, Commit, Totals
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SHARD_FILE
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.metadata import COUNTED, Stored, gaps, identity_of
-from activation_extraction.store.patience import scratch_folder
+from activation_extraction.store.metadata import COUNTED, Stored, identity_of
+from activation_extraction.store.resume import furthest_mark
 from activation_extraction.store.statistics import defined_tokens
 
 WORKERS = 4  # shards read at the same time; one with chosen samples is unpacked in memory
@@ -96,12 +101,11 @@ def check_shards(
     shards = [(name, commit) for name in folders for commit in folders[name].in_order]
     total = sum(commit.bytes for _, commit in shards)
     with (
-        scratch_folder() as scratch,
         ThreadPoolExecutor(WORKERS) as pool,
         tqdm(total=total, unit="B", unit_scale=True, desc="verifying", disable=None) as bar,
     ):
         jobs = [
-            pool.submit(check_shard, root.child(name), name, folders[name], commit, wanted, scratch)
+            pool.submit(check_shard, root.child(name), name, folders[name], commit, wanted)
             for (name, commit), wanted in zip(shards, _pick(shards, count), strict=True)
         ]
         try:
@@ -200,7 +204,8 @@ def _compare(
 
 def check_numbers(folders: dict[str, Stored], checked: Sequence[CheckedShard]) -> Iterator[str]:
     """Yields whether sample numbers are stored more than once, and the first number that a folder
-    lacks. Of shards that have problems of their own, the numbers are not known."""
+    lacks; of a run that is not complete, the first one before its mark. Of shards that have
+    problems of their own, the numbers are not known."""
     found: dict[str, list[np.ndarray]] = {name: [] for name in folders}
     for shard in checked:
         if shard.sample_idx is not None:
@@ -214,6 +219,9 @@ def check_numbers(folders: dict[str, Stored], checked: Sequence[CheckedShard]) -
         if identity is None or not identity.without_gaps or not 0 < last == len(found[name]):
             continue
         numbers = np.unique(np.concatenate(found[name]))
+        if (stored.metadata or {})["status"] != "complete":
+            mark = furthest_mark(stored.commits.values())
+            numbers = numbers[: 0 if mark is None else mark.samples]
         worker = identity.worker
         expected = worker.sample_idx(0) + worker.stride * np.arange(len(numbers))
         for i in np.flatnonzero(numbers != expected)[:1]:
@@ -230,13 +238,10 @@ def check_folders(folders: dict[str, Stored]) -> Iterator[str]:
         if name not in expected:
             yield f"{name or 'the output itself'}: holds shards that are not part of this run"
         yield from stored.damaged.values()
-        yield from _gaps(name, stored)
-        if stored.metadata is None:
-            if METADATA not in stored.damaged:
-                yield f"{file_path(name, METADATA)}: is missing"
-            continue
-        yield from _check_folder(name, stored, stored.metadata)
-        readable.append(name)
+        yield from missing_jsons(stored, name)
+        if stored.metadata is not None:
+            yield from _check_folder(name, stored, stored.metadata)
+            readable.append(name)
     yield from _check_one_run(folders, readable)
 
 
@@ -244,11 +249,11 @@ def _check_one_run(folders: dict[str, Stored], names: Iterable[str]) -> Iterator
     """Yields how these folders differ from the run that the first one belongs to."""
     common: dict[str, Any] = {}
     hosts: dict[int, int] = {}  # the number of hosts of every machine
-    digests: dict[tuple[str, int], str] = {}  # digests of the data set's files, by name and size
+    prints: dict[tuple[str, int], str] = {}  # of the data set's files, by name and size
     for name in names:
         for file in (folders[name].metadata or {}).get("data_files", ()):
-            name_and_size, digest = (file["name"], file["bytes"]), file["digest"]
-            if digest and digests.setdefault(name_and_size, digest) != digest:
+            name_and_size, found = (file["name"], file["bytes"]), file["fingerprint"]
+            if prints.setdefault(name_and_size, found) != found:
                 yield f"{name}: has read a file {file['name']} with other content than others have"
         identity = folders[name].identity
         assert identity is not None
@@ -271,30 +276,17 @@ def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterat
         yield f"{name}: holds the shards of {expected}"
     if metadata["status"] != "complete":
         yield f"{where}: the run is not complete: {metadata['status']}"
-    for commit in stored.in_order:
-        if commit.run != stored.run:
-            yield f"{file_path(name, commit.name)}: belongs to another run"
     if metadata["status"] == "complete":
         yield from (f"{where}: {problem}" for problem in total_problems(stored.in_order, metadata))
-    committed = {commit.file for commit in stored.in_order}
-    for file in stored.files:
-        if SHARD_FILE.fullmatch(file) and file not in committed:
-            yield f"{file_path(name, file)}: has no JSON"
-
-
-def _gaps(name: str, stored: Stored) -> Iterator[str]:
-    """Yields the shards that lack a JSON although a later shard has one."""
-    for gap in gaps([0, *sorted(stored.commits)]):
-        first, last = file_path(name, commit_name(gap.start)), commit_name(gap.stop - 1)
-        several = gap.stop - gap.start > 1
-        yield f"{first} to {last}: are missing" if several else f"{first}: is missing"
+        committed = {commit.file for commit in stored.in_order}
+        for file in stored.files:
+            if SHARD_FILE.fullmatch(file) and file not in committed:
+                yield f"{file_path(name, file)}: has no JSON"
 
 
 def total_problems(commits: Iterable[Commit], metadata: dict[str, Any]) -> Iterator[str]:
     """Yields the totals in the metadata of a finished host that differ from those of its shards."""
-    totals = Totals()
-    for commit in commits:
-        totals.add(commit)
+    totals = Totals.of(commits)
     for field in COUNTED:
         if metadata[field] != (total := getattr(totals, field)):
             yield f"has {counted(metadata[field], field.removesuffix('s'))}, there are {total}"

@@ -5,23 +5,17 @@ Its activations are read only if some of them are to be recomputed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from activation_extraction.common.errors import RunError
-from activation_extraction.common.visible import counted
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import Stored
+from activation_extraction.store.sample_table import read_table
 from activation_extraction.store.shard import SampleRow, Shard
-from activation_extraction.store.shard_reader import (
-    check_shard_file,
-    read_shard,
-    read_sums,
-    read_table,
-)
+from activation_extraction.store.shard_reader import check_shard_file, read_shard, read_sums
 from activation_extraction.text.batch import Cursor, Worker
 
 
@@ -29,8 +23,8 @@ from activation_extraction.text.batch import Cursor, Worker
 class ChosenSample:
     """A stored sample that is to be recomputed. activations: in the order of the hooks, decoded.
 
-    worker: the host that stored it. shard: the number of its shard. start: where in the data a run
-    continues that stores the shard; None at the beginning of the data.
+    worker: the host that stored it. shard: the number of its shard. start: a mark in the data
+    before all samples of the shard; None for the beginning of the data.
     """
 
     where: str
@@ -58,30 +52,26 @@ def file_path(folder: str, name: str) -> str:
 
 
 def check_shard(
-    store: Folder, folder: str, stored: Stored, commit: Commit, wanted: list[int], scratch: Path
+    store: Folder, folder: str, stored: Stored, commit: Commit, wanted: list[int]
 ) -> CheckedShard:
     """Checks a shard, up to its first problem. wanted: the positions in the shard of the samples to
-    recompute. scratch: a folder for downloads.
-    """
+    recompute."""
+    if not commit.count:
+        return CheckedShard(folder, commit, [], [], np.zeros(0, np.int64))
     where, chosen = file_path(folder, commit.file), []
-    downloads = scratch / (folder or "all")
-    downloads.mkdir(exist_ok=True)
     try:
         _check_size(store, stored, commit)
         if wanted and stored.identity is not None:
-            shard = read_shard(store, commit, downloads)
+            shard = read_shard(store, commit)
             chosen = _choose(where, shard, wanted, stored, commit)
         else:
-            check_shard_file(store, commit, downloads)
-        read_sums(store, commit, {})
+            check_shard_file(store, commit)
+        read_sums(store, commit, ())
         table = read_table(store, commit)
-        if (tokens := sum(row.tokens for row in table)) != commit.tokens:
-            raise RunError(f"has {counted(tokens, 'token')}, its JSON says {commit.tokens}")
     except (RunError, OSError) as error:
         problem = f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")
         return CheckedShard(folder, commit, [problem], [])
-    sample_idx = np.array([row.sample_idx for row in table], np.int64)
-    return CheckedShard(folder, commit, [], chosen, sample_idx)
+    return CheckedShard(folder, commit, [], chosen, table["sample_idx"].to_numpy())
 
 
 def _check_size(store: Folder, stored: Stored, commit: Commit) -> None:
@@ -98,8 +88,12 @@ def _check_size(store: Folder, stored: Stored, commit: Commit) -> None:
 def _choose(
     where: str, shard: Shard, wanted: Sequence[int], stored: Stored, commit: Commit
 ) -> list[ChosenSample]:
-    identity, before = stored.identity, stored.commits.get(commit.number - 1)
+    identity, first = stored.identity, commit.first
     assert identity is not None
+    number = (first - identity.worker.sample_idx(0)) // identity.worker.stride
+    marks = [each.position for each in stored.in_order]
+    before = [mark for mark in marks if mark is not None and mark.samples <= number]
+    start = max(before, key=lambda mark: mark.samples, default=None)
     return [
         ChosenSample(
             where=f"{where}: sample {shard.samples[i].sample_idx}",
@@ -107,7 +101,7 @@ def _choose(
             activations=[shard.activation(key, i) for key in shard.slices],
             worker=identity.worker,
             shard=commit.number,
-            start=None if before is None else before.position,
+            start=start,
         )
         for i in wanted
     ]

@@ -29,7 +29,7 @@ KEY_BLOCK = 128
 MOST_LENGTHS = 32  # of spans of keys: the time to compile grows with it
 
 
-def visible(
+def visible_keys(
     q_segments: Array,
     k_segments: Array,
     first_query: int | Array,
@@ -56,7 +56,7 @@ def dense_attention(
     window: int | None = None,
 ) -> Array:
     """Computes all (T, S) scores at once; it is the reference for tests. See `Attention`."""
-    seen = visible(q_segments, k_segments, first_query, window=window)
+    seen = visible_keys(q_segments, k_segments, first_query, window=window)
     out = einsum("BKGTS,BSKH->BTKGH", _probabilities(q, k, seen).astype(v.dtype), v)
     return out.reshape(q.shape).astype(q.dtype)
 
@@ -75,7 +75,7 @@ def attention_pattern(
     Column j belongs to the token at position j of the query's own segment, wherever in the row that
     lies; tokens that the query does not see have 0. It takes what `Attention` takes and ignores v.
     """
-    seen = visible(q_segments, k_segments, first_query, window=window)
+    seen = visible_keys(q_segments, k_segments, first_query, window=window)
     pattern = jnp.moveaxis(_probabilities(q, k, seen), 3, 1)  # BTKGS
     pattern = pattern.reshape(*q.shape[:3], k.shape[1]).astype(q.dtype)
     same = q_segments[..., :, None] == k_segments[..., None, :]
@@ -113,7 +113,8 @@ def blocked_attention(
         q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
         q_segments = jnp.pad(q_segments, ((0, 0), (0, padding)))
     per_row = (length + padding) // QUERY_BLOCK
-    sizes = _span_lengths(keys)
+    step = KEY_BLOCK * -(-keys // (KEY_BLOCK * MOST_LENGTHS))
+    sizes = [*range(step, keys, step), keys]  # lengths of spans; the last one covers all keys
     choices = _span_choices(q_segments, k_segments, first_query, sizes, window)
     segments = q_segments.reshape(-1, QUERY_BLOCK)
     # The queries of a block and the heads of a group are rows of one product for each of K heads.
@@ -133,7 +134,7 @@ def blocked_attention(
                 from_bits(grouped[number], q.dtype),
                 from_bits(lax.dynamic_slice(k_bits, *span)[0], k.dtype),
                 from_bits(lax.dynamic_slice(v_bits, *span)[0], v.dtype),
-                visible(segments[number], span_segments, start, first, window),
+                visible_keys(segments[number], span_segments, start, first, window),
             )
             return to_bits(out)
 
@@ -146,12 +147,6 @@ def blocked_attention(
     out = lax.map(block, jnp.arange(len(segments)))
     out = out.reshape(len(segments), kv_heads, QUERY_BLOCK, -1).swapaxes(1, 2)
     return from_bits(out.reshape(batch, -1, heads, head_dim)[:, :length], q.dtype)
-
-
-def _span_lengths(keys: int) -> list[int]:
-    """Returns the span lengths that programs are compiled for; the last one covers all keys."""
-    step = KEY_BLOCK * -(-keys // (KEY_BLOCK * MOST_LENGTHS))
-    return [*range(step, keys, step), keys]
 
 
 def _span_choices(

@@ -26,31 +26,19 @@ from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.devices import CHIPS, USABLE, Chip, at_dtype, chip_of
 from activation_extraction.model.family import HookedModel, WeightTable
 from activation_extraction.model.mesh import RULES, Layout, check_divisibility, mesh_axes
-from activation_extraction.model.predictions import TOKENS_AT_ONCE
+from activation_extraction.model.predictions import TOKENS_OF_A_BLOCK
 from activation_extraction.model.weights import WeightSpec
 
 AXES = ("data", "fsdp", "expert", "model")  # the devices along the last one are neighbours
 ALIKE = 1.01  # steps that differ by less are taken as equally long
 # For a CPU or an unknown chip, of whose speeds the ratios matter.
 UNKNOWN = CHIPS["TPU v5e"]
-
-
-class StepMemory(NamedTuple):
-    """The bytes that a run takes on each device.
-
-    weights: with a step's token ids; working: while a step computes; results: the activations of
-    two steps, as the host copies those of one while the next one computes.
-    """
-
-    weights: float
-    working: float
-    results: float
 
 
 class Estimate(NamedTuple):
@@ -71,7 +59,6 @@ class Estimate(NamedTuple):
         return max(self.products, self.gathers) + self.exchanges
 
     def fits(self, limit: float | None) -> bool:
-        """Returns whether this leaves enough memory free."""
         return limit is None or self.memory <= USABLE * limit
 
 
@@ -145,14 +132,14 @@ class StepSizes:
         exchanges = self._sent_by_model(layout) / speed["model"]
         exchanges += self._sent_by_experts(layout) / speed["expert"]
         gathers = self._gathered(layout) / speed["fsdp"]
-        hbm, memory = self._moved(layout) / chip.bandwidth, sum(self.memory(layout))
+        hbm, memory = self._moved(layout) / chip.bandwidth, self.memory(layout)
         return Estimate(layout, memory, products, hbm, gathers, exchanges)
 
     @cached_property
     def _flops(self) -> float:
         return self.model.flops([self.length]) * self.rows
 
-    def memory(self, layout: Layout) -> StepMemory:
+    def memory(self, layout: Layout) -> float:
         """Returns the bytes that one device holds; gathered layers count as working memory."""
         config, item = self.model.config, self.model.dtype.itemsize
         weights = sum(_numbers(layout, spec) for spec in self.weights.values())
@@ -168,14 +155,14 @@ class StepSizes:
             names = ("embed_tokens", "weight"), ("lm_head", "weight")
             *_, head = (self.weights[name] for name in names if name in self.weights)
             whole = _numbers(layout, head, without="fsdp")
-            held += whole - _numbers(layout, head) + 6 * TOKENS_AT_ONCE * head.shape[0] / parts
+            held += whole - _numbers(layout, head) + 6 * TOKENS_OF_A_BLOCK * head.shape[0] / parts
         sizes = config.sizes_with(self.length)
         forms = [hook.kind.form(sizes, self.model.captured_dtype) for hook in self.model.hooks]
         captured = self.rows * self.length * sum(form.bytes for form in forms)
-        # The next step's activations are there before the last one's have left.
-        results = 2 * captured / _devices(layout)
-        working = item * (held + self._tokens(layout) * widths) + results / 4
-        return StepMemory(item * weights, working, results)
+        # The next step's activations are there before the last one's have left, and some are held
+        # while a step computes.
+        results = 2.5 * captured / _devices(layout)
+        return item * (weights + held + self._tokens(layout) * widths) + results
 
     def _moved(self, layout: Layout) -> float:
         """Returns the bytes of memory that one device reads and writes in a step, by formula.
@@ -240,10 +227,7 @@ def _devices(layout: Layout) -> int:
 
 
 def _numbers(layout: Layout, spec: WeightSpec, without: str | None = None) -> int:
-    """Returns how many numbers of a parameter a device holds."""
-    assert layout.mesh is not None
-    split = NamedSharding(layout.mesh, layout.spec(spec.axes, spec.shape, without))
-    return math.prod(split.shard_shape(spec.shape))
+    return math.prod(layout.shard_shape(spec.axes, spec.shape, without))
 
 
 def linked_devices(devices: Sequence[Any]) -> int:
@@ -270,7 +254,6 @@ def span(layout: Layout, axis: str) -> int:
 
 
 def _splits(estimate: Estimate) -> list[int]:
-    """Returns what to keep small, the most important first."""
     return [estimate.layout.shape.get(axis, 1) for axis in ("model", "expert", "fsdp")]
 
 

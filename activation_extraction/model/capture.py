@@ -22,7 +22,7 @@ CAPTURED = "batch", "captured_sequence", "hidden"  # logical axes of a hook's va
 Buffers = dict[Form, Array]  # form -> bits of the hooks of that form, (slots, ..., B, T, width)
 
 
-class Plan(NamedTuple):
+class Writes(NamedTuple):
     """The hook kinds to write, in computing order, and each kind's slots by layer."""
 
     kinds: tuple[HookKind, ...]
@@ -43,17 +43,15 @@ class Capture:
     layout: Layout
 
     def by_form(self) -> dict[Form, list[Hook]]:
-        """Groups the hooks by form, in their order."""
         groups: dict[Form, list[Hook]] = {}
         for hook in self.hooks:
             groups.setdefault(self.form(hook.kind), []).append(hook)
         return groups
 
     def form(self, kind: HookKind) -> Form:
-        """Returns the form in which values of this kind are captured."""
         return kind.form(self.sizes, self.dtype)
 
-    def plan(self, layers: range, within: range | None = None, first: int = 0) -> Plan:
+    def plan(self, layers: range, within: range | None = None, first: int = 0) -> Writes:
         """Plans a loop over `layers` into buffers that begin with the hooks of layer `first`.
 
         Every layer writes all kinds of hooks that `within` (by default these layers) has, each into
@@ -69,23 +67,23 @@ class Capture:
             hooks = [h[:2] for h in by_form[self.form(kind)] if h.layer >= first]
             before = [sum(hook < (layer, order) for hook in hooks) for layer in layers]
             slots.append(np.array(before, np.int32))
-        return Plan(tuple(kind for _, kind in kinds), tuple(slots))
+        return Writes(tuple(kind for _, kind in kinds), tuple(slots))
 
-    def plan_end(self) -> Plan:
+    def plan_end(self) -> Writes:
         """Plans what is written once, after the last layer."""
         by_form = self.by_form()
         kinds = [hook.kind for hook in self.hooks if hook.kind.at_end]
         slots = [[hook.kind for hook in by_form[self.form(kind)]].index(kind) for kind in kinds]
-        return Plan(tuple(kinds), tuple(np.array([slot], np.int32) for slot in slots))
+        return Writes(tuple(kinds), tuple(np.array([slot], np.int32) for slot in slots))
 
-    def plan_stages(self, stages: int, length: int) -> Plan:
+    def plan_stages(self, stages: int, length: int) -> Writes:
         """Plans pipeline stages that have buffers of their own; slots are (stages, length)."""
         layers = range(stages * length)
         plans = [self.plan(layers[k : k + length], layers, first=k) for k in layers[::length]]
         slots = zip(*(plan.slots for plan in plans), strict=True)
-        return Plan(plans[0].kinds, tuple(np.stack(of_stages) for of_stages in slots))
+        return Writes(plans[0].kinds, tuple(np.stack(of_stages) for of_stages in slots))
 
-    def buffers(self, plans: Sequence[Plan], shape: Sequence[int], stages: int = 1) -> Buffers:
+    def buffers(self, plans: Sequence[Writes], shape: Sequence[int], stages: int = 1) -> Buffers:
         """Returns empty buffers for what the plans write.
 
         shape: (B, T) or (micro-batches, B, T). Each of several stages has buffers of its own, all
@@ -96,17 +94,13 @@ class Capture:
             for kind, slots in zip(*plan, strict=True):
                 form = self.form(kind)
                 lengths[form] = max(lengths.get(form, 0), slots.max() + 1)
-        axes = ["slots", *["micro_batch"] * (len(shape) - 2), *CAPTURED]
+        several = stages > 1
+        axes = ["stage"] * several + ["slots"] + ["micro_batch"] * (len(shape) - 2)
         buffers = {}
         for form, length in lengths.items():
-            width, dtype = form
-            sizes = [length, *shape, width]
-            if stages > 1:
-                empty = _bits(jnp.zeros([stages, *sizes], dtype))
-                buffers[form] = self.layout.constrain(empty, "stage", *axes)
-            else:
-                empty = _bits(jnp.zeros(sizes, dtype))
-                buffers[form] = self.layout.constrain(empty, *axes)
+            sizes = [stages] * several + [length, *shape, form.width]
+            empty = _unsigned(jnp.zeros(sizes, form.dtype))
+            buffers[form] = self.layout.constrain(empty, *axes, *CAPTURED)
         return buffers
 
     def bits_of(self, kinds: Iterable[HookKind], out: dict[str, Any]) -> list[Array]:
@@ -115,15 +109,13 @@ class Capture:
         A kind that the layer's type lacks gives zeros, which are overwritten like any value that
         nobody asked for.
         """
-        shape = out["resid_pre"].shape[:2]
-
-        def value(kind: HookKind) -> Array:
+        shape, found = out["resid_pre"].shape[:2], []
+        for kind in kinds:
             x, (width, dtype) = intermediate(out, kind.value), self.form(kind)
             if x is None:
-                return jnp.zeros((*shape, width), dtype)
-            return x.reshape(*shape, -1).astype(dtype)
-
-        return [_bits(value(kind)) for kind in kinds]
+                x = jnp.zeros((*shape, width), dtype)
+            found.append(_unsigned(x.reshape(*shape, -1).astype(dtype)))
+        return found
 
     def write(
         self,
@@ -139,14 +131,13 @@ class Capture:
         """
         buffers = dict(buffers)
         for kind, value, slot in zip(kinds, values, slots, strict=True):
-            form = self.form(kind)
-            value = self.layout.constrain(value, *CAPTURED)
+            form, value = self.form(kind), self.layout.constrain(value, *CAPTURED)
             value = value.reshape(*[1] * (1 + len(at)), *value.shape)
             start = slot, *at, 0, 0, 0
             buffers[form] = lax.dynamic_update_slice(buffers[form], value, start)
         return buffers
 
-    def write_once(self, buffers: Buffers, plan: Plan, values: Iterable[Array]) -> Buffers:
+    def write_once(self, buffers: Buffers, plan: Writes, values: Iterable[Array]) -> Buffers:
         """Returns the buffers with the values of a plan for one layer, or for the hooks that come
         after the last one."""
         slots = [of_kind[0] for of_kind in plan.slots]
@@ -185,7 +176,7 @@ class Capture:
         return result
 
 
-def _bits(x: Array) -> Array:
+def _unsigned(x: Array) -> Array:
     """Returns the same bits as unsigned integers, which the CPU updates in place (see `to_bits`).
 
     This includes float32: XLA then keeps the layout in which results leave the loop.

@@ -35,7 +35,7 @@ from activation_extraction.common.retries import (
 from activation_extraction.common.visible import plain_url
 from activation_extraction.model.devices import default_folder
 from activation_extraction.model.weight_files import Index, LocalFile, RemoteFile, WeightFile
-from activation_extraction.store.folder import Folder, FolderError
+from activation_extraction.store.folder import FolderError, SourceFolder
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -177,15 +177,10 @@ class Checkpoint:
                 f"{one_line(error)}"
             ) from error
 
-    def local_files(self) -> list[Path]:
-        """Returns config.json and the local files of the checked weights."""
-        paths = [file.path for file in self._opened.values()]
-        return [self.file("config.json"), *(path for path in paths if path is not None)]
-
-    def remote_digests(self) -> dict[str, str]:
-        """Returns name -> digest of the remote files of the checked weights."""
-        files = [file for file in self._opened.values() if isinstance(file, RemoteFile)]
-        return {file.name: file.digest() for file in files}
+    @property
+    def weight_files(self) -> list[WeightFile]:
+        """Returns the files of the checked weights."""
+        return list(self._opened.values())
 
     def tokenizer_files(self) -> list[Path]:
         """Returns the files that decide how text is tokenised."""
@@ -293,12 +288,12 @@ class Checkpoint:
         return size <= free
 
     @functools.cached_property
-    def _remote(self) -> Folder:
+    def _remote(self) -> SourceFolder:
         """Returns the folder that holds the weights if they are not in a local one."""
         try:
             if self._url:
-                return Folder(self.model_path)
-            return Folder(f"hf://{self.model_path}@{self.commit}")
+                return SourceFolder(self.model_path)
+            return SourceFolder(f"hf://{self.model_path}@{self.commit}")
         except FolderError as error:
             raise InputError(f"--model_path {error}") from error
 

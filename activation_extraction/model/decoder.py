@@ -21,14 +21,12 @@ from jax import Array
 from jax.extend.core import Literal
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.layers import from_bits, rotary_table, to_bits
+from activation_extraction.model.layers import ParamPath, from_bits, rotary_table, to_bits
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import QwenConfig
 
 TOKENS_AT_ONCE = 2048  # so many are fastest on one CPU, whose caches can hold them
-WORTH_HALVING = 1024  # tokens; with fewer, compiling a half takes longer than it saves
 
-Path = tuple[str, ...]  # the path of a parameter
 Layers = tuple[Any, Any]  # the layers' stacked parameters, and which of them have a window
 Keep = Callable[[dict[str, Any]], Any]  # picks what is kept of a layer's intermediates
 
@@ -49,7 +47,6 @@ class Decoder:
 
     @property
     def mixed(self) -> bool:
-        """Returns whether the model has layers of several types."""
         return len(self.modules) > 1
 
     def init(self, _: Array, length: int, stages: int = 1) -> Any:
@@ -57,25 +54,22 @@ class Decoder:
 
         They are zeros, so the random key is not used.
         """
-        types = self.config.layer_types[:length]
-
-        def stack(box: Any, count: int) -> Any:
-            zeros = jnp.zeros((count, *box.value.shape), box.value.dtype)
-            return box.replace(value=zeros, names=("layers", *box.names))
-
-        stacks = {}
+        types, stacks = self.config.layer_types[:length], {}
         for type_ in set(types):
-            with_count = partial(stack, count=stages * types.count(type_))
-            stacks[type_] = jax.tree.map(with_count, self._boxes(type_), is_leaf=_is_boxed)
+
+            def stack(box: Any, count: int = stages * types.count(type_)) -> Any:
+                zeros = jnp.zeros((count, *box.value.shape), box.value.dtype)
+                return box.replace(value=zeros, names=("layers", *box.names))
+
+            stacks[type_] = jax.tree.map(stack, self._boxes(type_), is_leaf=_is_boxed)
         return stacks if self.mixed else stacks[types[0]]
 
-    def init_partial(self, _: Array, number: int, paths: frozenset[Path]) -> Any:
+    def init_partial(self, _: Array, number: int, paths: frozenset[ParamPath]) -> Any:
         """Returns those parameters of one layer that are at `paths`; they are zeros, too."""
         boxes = flatten_dict(self._boxes(self.config.layer_types[number]))
         return _zeros(unflatten_dict({path: boxes[path] for path in paths}))
 
     def _example(self) -> tuple[Any, ...]:
-        """Returns the smallest inputs that a layer takes."""
         nothing = jnp.zeros((1, 1), jnp.int32)
         dtype = self.modules[self.config.layer_types[0]].dtype
         x = jnp.zeros((1, 1, self.config.hidden_size), dtype)
@@ -90,7 +84,6 @@ class Decoder:
         return params, self.config.sliding(range(self._count(params)))
 
     def _count(self, params: Any) -> int:
-        """Returns how many layers have these stacked parameters."""
         stacks = params.values() if self.mixed else [params]
         return sum(len(jax.tree.leaves(stack)[0]) for stack in stacks)
 
@@ -114,20 +107,18 @@ class Decoder:
         """
         params, slides = layers
         which, layer_for = params, partial(self._layer, self.config.layer_types[0])
-        if self.mixed:
-            which, layer_for = self._stacks_and_rows(params), partial(self._layer_in, params)
+        if self.mixed:  # of every layer, the number of its stack and of its row there
+            types = self.config.layer_types[: self._count(params)]
+            rows = [types[:layer].count(type_) for layer, type_ in enumerate(types)]
+            numbers = [*map(sorted(params).index, types)]
+            which = np.array(numbers, np.int32), np.array(rows, np.int32)
+            layer_for = partial(self._layer_in, params)
 
         def step(carry: Any, xs: Any) -> tuple[Any, None]:
-            (which, slides), per_layer = xs
+            which, slides, per_layer = xs
             return body(layer_for(which, slides, keep), carry, per_layer), None
 
-        return jax.lax.scan(step, carry, ((which, slides), per_layer))[0]
-
-    def _stacks_and_rows(self, stacks: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Returns, for every layer, which of these stacks it is in and in which row."""
-        names, types = sorted(stacks), self.config.layer_types[: self._count(stacks)]
-        rows = [types[:layer].count(type_) for layer, type_ in enumerate(types)]
-        return np.array([*map(names.index, types)], np.int32), np.array(rows, np.int32)
+        return jax.lax.scan(step, carry, (which, slides, per_layer))[0]
 
     def _layer_in(self, stacks: Any, stack_and_row: Any, slides: Any, keep: Keep) -> Callable:
         """Returns the layer in this row of this stack; no other weights are read."""
@@ -160,7 +151,6 @@ class Decoder:
         return in_groups(kept, self.modules[type_])(*inputs)[1]
 
     def _apply(self, type_: str, params: Any, slides: Any, keep: Keep) -> Callable:
-        """Returns the layer of this type with these parameters."""
         module = self.modules[type_]
         axes = jax.tree.map(lambda box: box.names, self._boxes(type_), is_leaf=_is_boxed)
         gathered = jax.tree.map(module.layout.gather, params, axes)
@@ -172,7 +162,7 @@ class Decoder:
 
         return layer
 
-    def paths_for(self, number: int, values: Iterable[str]) -> frozenset[Path]:
+    def paths_for(self, number: int, values: Iterable[str]) -> frozenset[ParamPath]:
         """Returns the parameters that these intermediates of this layer depend on."""
         type_ = self.config.layer_types[number]
         params = flatten_dict(nn.meta.unbox(self._boxes(type_)))
@@ -185,7 +175,7 @@ class Decoder:
         needed = needed_inputs(compute, params)
         return frozenset(path for path, used in zip(sorted(params), needed, strict=True) if used)
 
-    def matrix_sizes(self, number: int) -> dict[Path, int]:
+    def matrix_sizes(self, number: int) -> dict[ParamPath, int]:
         """Returns how many weights each parameter of this layer has if it is a matrix, else 0."""
         boxes = self._boxes(self.config.layer_types[number])
         boxes = flatten_dict(boxes, is_leaf=lambda _, x: _is_boxed(x))
@@ -197,7 +187,6 @@ class Decoder:
 
 @partial(jax.jit, static_argnums=0)  # jit traces it only once
 def _init(module: nn.Module, key: Array, *example: Any) -> Any:
-    """Returns the parameters of one layer."""
     return module.init(key, *example)["params"]
 
 
@@ -217,17 +206,13 @@ def stage_length(types: Sequence[str], stages: int) -> int:
         repeats = all(type_ == types[layer % length] for layer, type_ in enumerate(types))
         if repeats and -(-count // length) == -(-count // shortest):
             return length
+    runs = [f"{len([*group])} {type_}" for type_, group in groupby(types)]
+    found = ", ".join(runs[:6]) + (", ..." if len(runs) > 6 else "")
     raise InputError(
         f"--mesh_shape: {stages} pipeline stages cannot have the same sequence of layers: layers 0 "
-        f"to {count - 1} are {_runs(types)}; choose another number of stages, or a mesh without "
-        "the axis pipeline"
+        f"to {count - 1} are {found}; choose another number of stages, or a mesh without the axis "
+        "pipeline"
     )
-
-
-def _runs(types: Sequence[str], most: int = 6) -> str:
-    """Describes a sequence of types, such as "1 dense, 3 sparse"."""
-    runs = [f"{len([*group])} {type_}" for type_, group in groupby(types)]
-    return ", ".join(runs[:most]) + (", ..." if len(runs) > most else "")
 
 
 def intermediate(out: dict[str, Any], name: str) -> Array | None:
@@ -240,71 +225,46 @@ def _is_boxed(x: Any) -> bool:
     return isinstance(x, nn.LogicallyPartitioned)
 
 
-def on_one_cpu(layout: Layout) -> bool:
-    """Returns whether the mesh is a single CPU device."""
-    mesh = layout.mesh
-    return mesh is not None and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-
-
 def rows_at_once(layout: Layout, rows: int, length: int) -> int:
     """Returns how many rows of `length` tokens go through a layer together; it divides `rows`.
 
     All rows do on anything but a single CPU device.
     """
-    if not on_one_cpu(layout):
+    mesh = layout.mesh
+    if mesh is None or mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
         return rows
     fitting = max(TOKENS_AT_ONCE // length, 1)
     return max(size for size in range(1, min(fitting, rows) + 1) if rows % size == 0)
 
 
 def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """Returns `layer`, run on a group of rows at a time, and not on padding, where that is faster.
+    """Returns `layer`, run on a group of rows at a time where that is faster (see `rows_at_once`).
 
-    At the end of the data, some groups are nothing but padding, and none of it is computed. Others
-    have tokens only in the first half of their rows, or of their single row, and only that half is
-    computed. What is not computed keeps its x, and its other arrays are zeros.
+    At the end of the data, some groups are nothing but padding, and none of it is computed: they
+    keep their x, and their other arrays are zeros.
 
     layer: (x, rotary, segment_ids) -> (x, arrays (B, T, ...) that are not two-byte floating-point
     numbers). module: gives the layout and the dtype.
     """
-    layout, dtype = module.layout, module.dtype
+
+    def compute(x: Array, *others: Any) -> Any:
+        x, kept = layer(from_bits(x, module.dtype), *others)
+        return to_bits(x), kept
+
+    def skip(x: Array, *others: Any) -> Any:
+        return x, _zeros(jax.eval_shape(compute, x, *others)[1])
+
+    def group(inputs: Any) -> Any:
+        return jax.lax.cond(inputs[-1].any(), compute, skip, *inputs)
 
     def apply(x: Array, *others: Any) -> Any:
         rows, length = x.shape[:2]
-        size = rows_at_once(layout, rows, length)
-        if size == rows and not (on_one_cpu(layout) and rows * length >= WORTH_HALVING):
+        size = rows_at_once(module.layout, rows, length)
+        if size == rows:
             return layer(x, *others)
         groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), (to_bits(x), *others))
-        done = jax.lax.map(group, groups)
-        x, kept = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done)
-        return from_bits(x, dtype), kept
-
-    def group(inputs: Any) -> Any:
-        rows, length = inputs[0].shape[:2]
-        axis = 0 if rows > 1 else 1  # the one that is halved
-        whole = inputs[0].shape[axis]
-        half, sizes = -(-whole // 2), [whole]
-        everything = jax.eval_shape(partial(compute, axis, whole), *inputs)
-        # A value whose width grows with the row cannot come from half of it.
-        if rows * length >= WORTH_HALVING and everything == jax.eval_shape(
-            partial(compute, axis, half), *inputs
-        ):
-            sizes = [half, whole]
-        real = inputs[-1].any(axis=1 - axis)
-        needed = sum(real[start:].any().astype(jnp.int32) for start in (0, *sizes[:-1]))
-        choices = [partial(compute, axis, size) for size in sizes]
-        return jax.lax.switch(needed, [partial(skip, everything[1]), *choices], *inputs)
-
-    def compute(axis: int, size: int, x: Array, *others: Any) -> Any:
-        """Computes the first `size` rows, or tokens of one row."""
-        first = partial(jax.lax.slice_in_dim, start_index=0, limit_index=size, axis=axis)
-        done, kept = layer(from_bits(first(x), dtype), *jax.tree.map(first, others))
-        rest = [(0, (x.shape[axis] - size) * (place == axis)) for place in range(2)]
-        kept = jax.tree.map(lambda x: jnp.pad(x, rest + [(0, 0)] * (x.ndim - 2)), kept)
-        return jax.lax.dynamic_update_slice_in_dim(x, to_bits(done), 0, axis), kept
-
-    def skip(kept: Any, x: Array, *_: Any) -> Any:
-        return x, _zeros(kept)
+        x, kept = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(group, groups))
+        return from_bits(x, module.dtype), kept
 
     return apply
 

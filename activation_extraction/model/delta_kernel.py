@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from activation_extraction.model.delta_net import CHUNK, inverse_length
 from activation_extraction.model.layers import einsum
 
-BLOCK = 2 * CHUNK  # tokens: as many as a TPU's register has lanes
+TWO_CHUNKS = 2 * CHUNK  # tokens: as many as a TPU's register has lanes
 SUBLANES = 8  # rows of a float32 register: arrays cut at multiples of it stay in place
 FORGETS = -1e30  # a log decay whose exp is 0; sums of it are finite
 
@@ -51,17 +51,19 @@ def pallas_delta_rule(
     first = jnp.pad(segment_ids[:, :-1], [(0, 0), (1, 0)]) != segment_ids
     log_decay = jnp.where(first[..., None, None], FORGETS, log_decay.astype(jnp.float32))
     gates = jnp.concatenate([log_decay, beta.astype(jnp.float32)], axis=-1)
-    gates = jnp.moveaxis(_in_blocks(gates), 1, 3)  # BK(2G)T
-    heads_first = [jnp.moveaxis(_in_blocks(x), 1, -2) for x in (q, k, v)]  # BKTD, BKTD, BKGTU
+    gates = jnp.moveaxis(_whole_blocks(gates), 1, 3)  # BK(2G)T
+    heads_first = [jnp.moveaxis(_whole_blocks(x), 1, -2) for x in (q, k, v)]  # BKTD, BKTD, BKGTU
 
     def tokens(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, BLOCK, width), lambda b, k, n: (b, k, n, 0))
+        return pl.BlockSpec((None, None, TWO_CHUNKS, width), lambda b, k, n: (b, k, n, 0))
 
-    of_values = pl.BlockSpec((None, None, of_each, BLOCK, values), lambda b, k, n: (b, k, 0, n, 0))
-    of_gates = pl.BlockSpec((None, None, 2 * of_each, BLOCK), lambda b, k, n: (b, k, 0, n))
+    of_values = pl.BlockSpec(
+        (None, None, of_each, TWO_CHUNKS, values), lambda b, k, n: (b, k, 0, n, 0)
+    )
+    of_gates = pl.BlockSpec((None, None, 2 * of_each, TWO_CHUNKS), lambda b, k, n: (b, k, 0, n))
     out = pl.pallas_call(
-        _block,
-        grid=(rows, heads, gates.shape[-1] // BLOCK),
+        _compute_block,
+        grid=(rows, heads, gates.shape[-1] // TWO_CHUNKS),
         in_specs=[tokens(size), tokens(size), of_values, of_gates],
         out_specs=of_values,
         out_shape=jax.ShapeDtypeStruct(heads_first[2].shape, v.dtype),
@@ -75,12 +77,13 @@ def pallas_delta_rule(
     return jnp.moveaxis(out, -2, 1)[:, :length]
 
 
-def _in_blocks(x: Array) -> Array:
-    """Pads (B, T, ...) with zeros to whole blocks."""
-    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % BLOCK), *[(0, 0)] * (x.ndim - 2)])
+def _whole_blocks(x: Array) -> Array:
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % TWO_CHUNKS), *[(0, 0)] * (x.ndim - 2)])
 
 
-def _block(q_ref: Any, k_ref: Any, v_ref: Any, gates_ref: Any, out_ref: Any, state: Any) -> None:
+def _compute_block(
+    q_ref: Any, k_ref: Any, v_ref: Any, gates_ref: Any, out_ref: Any, state: Any
+) -> None:
     """Computes a block of T = 2C tokens.
 
     The references have these shapes: q, k (T, D); v, out (G, T, U); gates (2G, T), log decays, then
@@ -96,7 +99,8 @@ def _block(q_ref: Any, k_ref: Any, v_ref: Any, gates_ref: Any, out_ref: Any, sta
 
     q, k = q_ref[...], k_ref[...]
     q_scale, k_scale = q.shape[-1] ** -0.5 * inverse_length(q), inverse_length(k)  # T1
-    among_keys, of_queries = (_beside(einsum("ID,JD->IJ", x, k)) * _as_row(k_scale) for x in (k, q))
+    k_row = jnp.broadcast_to(k_scale, (k_scale.shape[0], SUBLANES)).T[:1]  # 1T
+    among_keys, of_queries = (_beside(einsum("ID,JD->IJ", x, k)) * k_row for x in (k, q))
     of_queries *= _beside(q_scale)
     gates, (of_each, _, values) = gates_ref[...].T, v_ref.shape
     log_decays, betas = jnp.split(gates, 2, axis=1)  # TG
@@ -108,7 +112,7 @@ def _block(q_ref: Any, k_ref: Any, v_ref: Any, gates_ref: Any, out_ref: Any, sta
         for_heads.append((inverse, since_begun, of_queries * within, until_end))
     for chunk in (0, 1):
         own = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
-        read = _product("CD,DU->CU", jnp.concatenate([k[own], q[own]]), state[...])
+        read = _exact_product("CD,DU->CU", jnp.concatenate([k[own], q[own]]), state[...])
         read_by_keys, read_by_queries = jnp.split(read, 2)
         read_by_keys, read_by_queries = k_scale[own] * read_by_keys, q_scale[own] * read_by_queries
         for head, (inverse, since_begun, within, until_end) in enumerate(for_heads):
@@ -119,16 +123,11 @@ def _block(q_ref: Any, k_ref: Any, v_ref: Any, gates_ref: Any, out_ref: Any, sta
             out = since * read_by_queries[:, of_head]
             out += einsum("IJ,JU->IU", within, _above(added, chunk))
             out_ref[head, own] = out.astype(out_ref.dtype)
-            written = _product("CD,CU->DU", k[own], until_end[own] * added)
+            written = _exact_product("CD,CU->DU", k[own], until_end[own] * added)
             state[:, of_head] = since[-1:] * state[:, of_head] + written
 
 
-def _as_row(x: Array) -> Array:
-    """Maps (T, 1) to (1, T)."""
-    return jnp.broadcast_to(x, (x.shape[0], SUBLANES)).T[:1]
-
-
-def _product(equation: str, x: Array, y: Array) -> Array:
+def _exact_product(equation: str, x: Array, y: Array) -> Array:
     """Does what `einsum` does, for any x and a float32 y.
 
     A bfloat16 x is multiplied with three bfloat16 parts of y, whose sum is y. That is exact, and
@@ -146,7 +145,7 @@ def _product(equation: str, x: Array, y: Array) -> Array:
 
 def _places() -> tuple[Array, Array, Array]:
     """Returns the row, the column and the chunk of every number of two systems side by side."""
-    row, lane = (lax.broadcasted_iota(jnp.int32, (CHUNK, BLOCK), axis) for axis in (0, 1))
+    row, lane = (lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), axis) for axis in (0, 1))
     return row, lane & (CHUNK - 1), lane & CHUNK
 
 
@@ -197,8 +196,8 @@ def _inverse(below: Array) -> Array:
         earlier, later = _halves(inverse, size)
         between = einsum("IC,CJ->IJ", later, _apart(jnp.where(joined, below, 0)))
         later -= einsum("IC,CJ->IJ", between, _apart(inverse))
-        blocks = [x.reshape(-1, 1, size, BLOCK) for x in (earlier, later)]
-        inverse = jnp.concatenate(blocks, axis=1).reshape(CHUNK, BLOCK)
+        blocks = [x.reshape(-1, 1, size, TWO_CHUNKS) for x in (earlier, later)]
+        inverse = jnp.concatenate(blocks, axis=1).reshape(CHUNK, TWO_CHUNKS)
         size *= 2
     return inverse
 

@@ -27,46 +27,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from activation_extraction.model.layers import STREAM, Linear, Out, einsum, parameter
+from activation_extraction.model.layers import STREAM, Linear, Out, Weight, einsum, parameter
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import QwenConfig
 
 CHUNK = 64  # tokens
 EPSILON = 1e-6  # added to the squared length of queries and keys
-KEYS = "batch", "sequence", "key_heads", "head_dim"  # logical axes of queries and keys
-VALUES = *KEYS, "head_dim"
-ROWS = "batch", "sequence"
+OF_KEYS = "batch", "sequence", "key_heads", "head_dim"  # logical axes of queries and keys
+OF_VALUES = *OF_KEYS, "head_dim"
 
 # Computes (q, k, v, log decay, beta, segment ids) -> o (B, T, K, G, U), in the dtype of v. q, k:
 # (B, T, K, D), normalised here; v: (B, T, K, G, U); log decay, at most 0, and beta: (B, T, K, G)
 # float32; segment ids: (B, T); the segments of a row follow one another, all different. Padding,
 # segment 0, comes last, and its outputs mean nothing.
 DeltaRule = Callable[[Array, Array, Array, Array, Array, Array], Array]
-
-
-class Convolution(nn.Module):
-    """The short convolution of one kind of heads, `JC` or `JGZ`."""
-
-    config: QwenConfig
-    heads: str
-    dtype: Any = jnp.float32
-
-    @nn.compact
-    def __call__(self, x: Array, segment_ids: Array) -> Array:
-        weight = parameter(self, "weight", f"{self.heads}IW")
-        return short_convolution(x, jnp.squeeze(weight, -2), segment_ids)
-
-
-class GatedNorm(nn.Module):
-    """Normalises each value head, then applies the gate. Its weights are stored as they are."""
-
-    config: QwenConfig
-    dtype: Any = jnp.float32
-
-    @nn.compact
-    def __call__(self, x: Array, gate: Array) -> Array:
-        weight = parameter(self, "weight", "Z")
-        return gated_norm(x, gate, weight, self.config.rms_norm_eps).astype(self.dtype)
 
 
 class GatedDeltaNet(nn.Module):
@@ -79,15 +53,15 @@ class GatedDeltaNet(nn.Module):
 
     def setup(self) -> None:
         linear = partial(Linear, self.config, dtype=self.dtype)
-        convolution = partial(Convolution, self.config, dtype=self.dtype)
+        weight = partial(Weight, self.config, dtype=self.dtype)
         self.in_proj_q, self.in_proj_k = linear("D->JC"), linear("D->JC")
         self.in_proj_v, self.in_proj_z = linear("D->JGZ"), linear("D->JGZ")
         self.in_proj_b, self.in_proj_a = linear("D->JG"), linear("D->JG")
-        self.conv1d_q, self.conv1d_k = convolution("JC"), convolution("JC")
-        self.conv1d_v = convolution("JGZ")
+        self.conv1d_q, self.conv1d_k = weight("JCIW"), weight("JCIW")
+        self.conv1d_v = weight("JGZIW")
         self.A_log = parameter(self, "A_log", "JG")
         self.dt_bias = parameter(self, "dt_bias", "JG")
-        self.norm = GatedNorm(self.config, self.dtype)
+        self.norm = weight("Z")
         # TPUs would copy (D, J, G, Z) in each step.
         self.out_proj = linear("O->D", split=self.layout.adds_up_parts)
 
@@ -98,29 +72,31 @@ class GatedDeltaNet(nn.Module):
             out["recurrence_out"] = self.layout.per_device(
                 self.rule,
                 [*(out[name] for name in names), segment_ids],
-                [KEYS, KEYS, VALUES, KEYS, KEYS, ROWS],
+                [OF_KEYS, OF_KEYS, OF_VALUES, OF_KEYS, OF_KEYS, OF_KEYS[:2]],
                 like=names.index("v"),
             )
-        gated = out["gated"] = self.norm(out["recurrence_out"], out["gate_input"])
-        flat = gated.reshape(*gated.shape[:2], -1)
+        epsilon, values = self.config.rms_norm_eps, out["recurrence_out"]
+        gated = gated_norm(values, out["gate_input"], self.norm(), epsilon).astype(self.dtype)
+        out["gated"], flat = gated, gated.reshape(*gated.shape[:2], -1)
         out["out"] = constrain(self.out_proj(flat).astype(self.dtype), *STREAM)
         return out["out"], out
 
     def _inputs(self, x: Array, segment_ids: Array) -> Out:
         """Returns the inputs of the recurrence and of the gate after it."""
         constrain, out = self.layout.constrain, Out()
-        for name, axes, projection, convolution in (
-            ("q", KEYS, self.in_proj_q, self.conv1d_q),
-            ("k", KEYS, self.in_proj_k, self.conv1d_k),
-            ("v", VALUES, self.in_proj_v, self.conv1d_v),
+        for name, axes, projection, taps in (
+            ("q", OF_KEYS, self.in_proj_q, self.conv1d_q),
+            ("k", OF_KEYS, self.in_proj_k, self.conv1d_k),
+            ("v", OF_VALUES, self.in_proj_v, self.conv1d_v),
         ):
             y = out[f"{name}_pre_conv"] = constrain(projection(x), *axes).astype(self.dtype)
-            out[name] = convolution(y, segment_ids).astype(self.dtype)
-        out["gate_input"] = constrain(self.in_proj_z(x), *VALUES).astype(self.dtype)
-        out["beta_logit"] = constrain(self.in_proj_b(x), *KEYS)
+            weight = jnp.squeeze(taps(), -2)
+            out[name] = short_convolution(y, weight, segment_ids).astype(self.dtype)
+        out["gate_input"] = constrain(self.in_proj_z(x), *OF_VALUES).astype(self.dtype)
+        out["beta_logit"] = constrain(self.in_proj_b(x), *OF_KEYS)
         out["beta"] = jax.nn.sigmoid(out["beta_logit"])
         rate, bias = (x.astype(jnp.float32) for x in (self.A_log, self.dt_bias))
-        step = jax.nn.softplus(constrain(self.in_proj_a(x), *KEYS) + bias)
+        step = jax.nn.softplus(constrain(self.in_proj_a(x), *OF_KEYS) + bias)
         out["log_decay"] = -jnp.exp(rate) * step
         return out
 
@@ -248,13 +224,10 @@ def _inverse(below: Array) -> Array:
         joined = (twice[:, None] == twice) & (blocks[:, None] > blocks)
         between = jnp.where(joined, below, 0)
         if level:
-            between = _product(_product(inverse, between), inverse)
+            product = partial(einsum, "NBKGIC,NBKGCJ->NBKGIJ")
+            between = product(product(inverse, between), inverse)
         inverse = inverse - between
     return inverse
-
-
-def _product(x: Array, y: Array) -> Array:
-    return einsum("NBKGIC,NBKGCJ->NBKGIJ", x, y)
 
 
 def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:

@@ -114,7 +114,15 @@ def use_compilation_cache(given: str | None, output: Path, several: bool) -> Non
     """
     if not jax.config.values["jax_enable_compilation_cache"]:  # the environment turned it off
         return
-    folder = _folder(given, output, several)
+    folder = None if given == OFF or (given is None and several) else given
+    if given is None and not several:
+        try:
+            folder = _usable(default_folder(), output)
+        except InputError as error:
+            text = "%s: nothing is kept for the next start; XDG_CACHE_HOME names another cache"
+            log.warning(text, error)
+    elif folder is not None and "://" not in folder:
+        folder = _usable(Path(folder), output)
     jax.config.update("jax_enable_compilation_cache", folder is not None)
     if folder is None:
         return
@@ -127,23 +135,7 @@ def use_compilation_cache(given: str | None, output: Path, several: bool) -> Non
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
-def _folder(given: str | None, output: Path, several: bool) -> str | None:
-    """Returns the folder or URL of the cache; None for no cache."""
-    if given == OFF or (given is None and several):
-        return None
-    if given is None:
-        try:
-            return _usable(default_folder(), output)
-        except InputError as error:
-            log.warning(
-                "%s: nothing is kept for the next start; XDG_CACHE_HOME names another cache", error
-            )
-            return None
-    return given if "://" in given else _usable(Path(given), output)
-
-
 def default_folder() -> Path:
-    """Returns a folder below XDG_CACHE_HOME, or else below ~/.cache."""
     return Path(cache_home(), "activation_extraction", "jax")
 
 

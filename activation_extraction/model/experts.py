@@ -14,9 +14,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
-from activation_extraction.model.layers import einsum, from_bits, parameter, to_bits
+from activation_extraction.model.layers import STREAM, Weight, einsum, from_bits, to_bits
 from activation_extraction.model.mesh import BOTH, Layout
 
 TILE = 128  # rows
@@ -45,18 +46,6 @@ def scattered(weights: Array, chosen: Array, count: int) -> Array:
     return (one_hot * weights[..., None]).sum(axis=-2)
 
 
-class Weight(nn.Module):
-    """A weight for a product that is not a `Linear`."""
-
-    config: Any
-    letters: str
-    dtype: Any
-
-    @nn.compact
-    def __call__(self) -> Array:
-        return parameter(self, "weight", self.letters)
-
-
 class Experts(nn.Module):
     """The experts of a layer. Each is a SwiGLU; one parameter has the weights of all experts.
 
@@ -81,19 +70,10 @@ class Experts(nn.Module):
         x: (B, T, D); weights, chosen: the weights and numbers of each token's experts, (B, T, X).
         An expert number beyond the last one gives zeros and costs nothing.
         """
-        parameters = self.gate_proj(), self.up_proj(), self.down_proj()
-        layout = self.layout
-        if layout.mesh is None or layout.mesh.size == 1:
-            return _sum_of_experts(self.grouped, x, weights, chosen, *parameters)
-        tokens = layout.spec(("batch", "sequence", "hidden"))
-        up, down = layout.spec(("experts", "hidden", "mlp")), layout.spec(("experts", "mlp"))
-        return jax.shard_map(
-            partial(_exchange, layout, self.grouped),
-            mesh=layout.mesh,
-            in_specs=(tokens, tokens, tokens, up, up, down),
-            out_specs=tokens,
-            check_vma=False,
-        )(x, weights, chosen, *parameters)
+        arrays = x, weights, chosen, self.gate_proj(), self.up_proj(), self.down_proj()
+        up, down = ("experts", "hidden", "mlp"), ("experts", "mlp", "hidden")
+        run = partial(_exchange, self.layout, self.grouped)
+        return self.layout.per_device(run, arrays, [STREAM, STREAM, STREAM, up, up, down], like=0)
 
 
 def _exchange(
@@ -110,9 +90,8 @@ def _exchange(
         x, weights, chosen = (lax.all_gather(a, "expert", tiled=True) for a in (x, weights, chosen))
         chosen = chosen - lax.axis_index("expert") * len(parameters[0])
     y = _sum_of_experts(grouped, x, weights, chosen, *parameters)
-    assert layout.mesh is not None
-    if axes := tuple(axis for axis in BOTH if axis in layout.mesh.axis_names):
-        y = lax.psum(y, axes)
+    if layout.adds_up_parts:
+        y = lax.psum(y, tuple(axis for axis in BOTH if layout.size(axis) > 1))
     return lax.psum_scatter(y, "expert", tiled=True) if several else y
 
 
@@ -154,6 +133,18 @@ def in_products(
     """Computes `GroupedExperts` with `product`, which multiplies rows by their experts' weights."""
     gated = jax.nn.silu(product(x, gate, sizes)) * product(x, up, sizes)
     return product(gated.astype(x.dtype), down, sizes).astype(x.dtype)
+
+
+def one_expert_after_the_other(
+    x: Array, sizes: Array, gate: Array, up: Array, down: Array
+) -> Array:
+    """Computes `GroupedExperts` as it is defined; rows without an expert get zeros."""
+    found, ends = [], np.cumsum(sizes)
+    for expert, rows in enumerate(jnp.split(x, ends)[:-1]):
+        gated = jax.nn.silu(einsum("nD,DM->nM", rows, gate[expert]))
+        gated *= einsum("nD,DM->nM", rows, up[expert])
+        found.append(einsum("nM,MD->nD", gated, down[expert]))
+    return jnp.concatenate([*found, jnp.zeros_like(x[ends[-1] :])])
 
 
 def tiled_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:

@@ -79,7 +79,6 @@ class ModelFamily:
     ignored: str = ""
 
     def weights_of(self, config: Any) -> Iterable[WeightSpec]:
-        """Returns all weights of the model with this configuration."""
         return self.weight_table(self.whole(config)).values()
 
     def tensor_names(self, config: Any, tensors: Iterable[str]) -> set[str]:
@@ -100,7 +99,6 @@ class Families:
     families: tuple[ModelFamily, ...]
 
     def by_model_type(self, model_type: str) -> ModelFamily:
-        """Returns the family with this model_type."""
         return next(family for family in self.families if family.model_type == model_type)
 
     def read_config(self, path: str | Path) -> tuple[ModelFamily, Any]:
@@ -122,7 +120,6 @@ class Families:
         )
 
     def config(self, raw: Mapping[str, Any]) -> Any:
-        """Returns the configuration of the model with these contents of a config.json."""
         return self.parse_config(raw)[1]
 
 

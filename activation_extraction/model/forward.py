@@ -7,7 +7,7 @@ for all batches. The loop decides what happens between steps.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,13 @@ from activation_extraction.common.choices import DEFAULT_LAYERS
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log, on_terminal
-from activation_extraction.model.automatic_mesh import StepMemory, StepSizes
+from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import compile_with_options, memory_of, watch_compiling
 from activation_extraction.model.family import Families, HookedModel, ModelFamily, WeightTable
 from activation_extraction.model.hooks import Form, Hook, hook_table
 from activation_extraction.model.kept import KeptTokens, take_kept
-from activation_extraction.model.kernels import preferred_kernels
+from activation_extraction.model.kernels import Kernels, candidates_for
 from activation_extraction.model.mesh import (
     HostRows,
     Layout,
@@ -85,7 +85,6 @@ class ModelRequest:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Returns the rows of a step and the tokens of a row."""
         return self.batch_size, self.max_seq_length
 
 
@@ -107,7 +106,6 @@ class Program:
 
     @property
     def platform(self) -> str:
-        """Returns the platform of the devices that it runs on."""
         return self.rows.mesh.devices.flat[0].platform
 
     @property
@@ -133,7 +131,6 @@ class Forward(Program):
         return self.model.config.sizes_with(self.shape[1])
 
     def form(self, hook: Hook) -> Form:
-        """Returns the form in which a step gives the hook's values."""
         return hook.kind.form(self.sizes, self.model.captured_dtype)
 
     @property
@@ -176,9 +173,8 @@ def prepare_model(
     if before is None and model.predicts and tied and not config.tie_word_embeddings:
         where = f"--model_path {request.model_path}"
         log.info("%s: its %s is used, although config.json ties it to the embedding", where, HEAD)
-    if before is not None and before.layout == model.layout:
-        chosen = before.kernels
-    else:
+    chosen = before.kernels if before is not None and before.layout == model.layout else None
+    if chosen is None:
         chosen = try_kernels(config, model.layout, request.max_seq_length, jnp.dtype(model.dtype))
     functions = {name: choice.function for name, choice in chosen.items()}
     model = model.clone(kernels=model.kernels._replace(**functions))
@@ -195,55 +191,20 @@ def build_model(
 
     Its kernels are those that its platform prefers; `try_kernels` has the last word.
     """
+    length = request.max_seq_length
+    if length > config.longest_row:
+        raise InputError(f"--max_seq_length {length}: the model has {config.longest_row} positions")
     devices = usable_devices(request.use_data_parallel, request.devices)
-    platform = devices[0].platform
-    unsharded = model_without_mesh(family, request, config, platform)
-    rows = host_rows(devices)
-    layout = choose_layout(family, request, unsharded, devices, rows.hosts)
-    same = config, unsharded.hooks, unsharded.dtype, unsharded.activation_dtype
-    return family.hooked(*same, preferred_kernels(platform), layout), rows
-
-
-def model_without_mesh(
-    family: ModelFamily, request: ModelRequest, config: Any, platform: str
-) -> HookedModel:
-    """Returns the hooked model before its mesh is known. Raises InputError.
-
-    platform: of the devices that it will run on.
-    """
-    if request.max_seq_length > config.longest_row:
-        raise InputError(
-            f"--max_seq_length {request.max_seq_length}: the model has {config.longest_row} "
-            "positions"
-        )
-    dtype, stored = choose_dtypes(request, platform)
-    hooks = list(choose_hooks(request, config).values())
-    check_hooks(hooks, config.sizes_with(request.max_seq_length), stored)
-    return family.hooked(config, hooks, dtype, stored)
-
-
-def check_hooks(hooks: Iterable[Hook], sizes: dict[str, int], dtype: Any) -> None:
-    """Raises InputError for hooks that are too wide. dtype: of stored activations."""
-    length = sizes["S"]
-    for hook in hooks:
-        per_token = hook.kind.form(sizes, dtype).bytes
-        per_row = per_token * length
-        if hook.kind.grows and per_row > MOST_BYTES_OF_A_ROW:
-            raise InputError(
-                f"--hook_names {hook.name}: takes {per_token:,} bytes per token and {per_row:,} "
-                f"per row with --max_seq_length {length}; at most {MOST_BYTES_OF_A_ROW:,} per row "
-                "are stored; choose a smaller --max_seq_length"
-            )
-
-
-def choose_layout(
-    family: ModelFamily, request: ModelRequest, model: HookedModel, devices: list[Any], hosts: int
-) -> Layout:
-    """Returns the mesh for a model that has no mesh yet. Raises InputError."""
-    config, total_rows = model.config, request.batch_size * hosts
+    dtype, stored = choose_dtypes(request, devices[0].platform)
+    hooks, sizes = [*choose_hooks(request, config).values()], config.sizes_with(length)
+    wide = {hook.name: hook.kind.form(sizes, stored) for hook in hooks if hook.kind.grows}
+    check_widths(wide, length)
+    asked = config, hooks, dtype, stored
+    model, rows = family.hooked(*asked), host_rows(devices)
+    total_rows = request.batch_size * rows.hosts
 
     def automatic() -> tuple[dict[str, int], str]:
-        step = StepSizes(model, family.weight_table(model), total_rows, request.max_seq_length)
+        step = StepSizes(model, family.weight_table(model), total_rows, length)
         memory = request.memory
         if memory is None:
             memory = memory_of((own_devices(devices) or devices)[0])
@@ -254,12 +215,25 @@ def choose_layout(
         request.mesh_shape if request.use_data_parallel else None,
         request.mesh_axes if request.use_data_parallel else None,
         devices=len(devices),
-        hosts=hosts,
+        hosts=rows.hosts,
         automatic=automatic,
     )
     layout = build_layout(devices, shape, config.num_key_value_heads, why)
-    check_divisibility(layout, total_rows, request.max_seq_length, config.sizes)
-    return layout
+    check_divisibility(layout, total_rows, length, config.sizes)
+    candidates = candidates_for(devices[0].platform)
+    preferred = {kind: next(iter(each.values())) for kind, each in candidates.items()}
+    return family.hooked(*asked, Kernels(**preferred), layout), rows
+
+
+def check_widths(forms: Mapping[str, Form], length: int) -> None:
+    """Raises InputError for hooks that are too wide for rows of `length` tokens, by their names."""
+    for name, form in forms.items():
+        if form.bytes * length > MOST_BYTES_OF_A_ROW:
+            raise InputError(
+                f"--hook_names {name}: takes {form.bytes:,} bytes per token and "
+                f"{form.bytes * length:,} per row with --max_seq_length {length}; at most "
+                f"{MOST_BYTES_OF_A_ROW:,} per row are stored; choose a smaller --max_seq_length"
+            )
 
 
 def choose_dtypes(request: ModelRequest, platform: str) -> tuple[Any, Any]:
@@ -287,7 +261,7 @@ def choose_hooks(request: ModelRequest, config: QwenConfig) -> dict[Key, Hook]:
             raise InputError(
                 f"--top_logits {request.top_logits}: the model has {config.vocab_size} tokens"
             )
-        return {name: hook for name, hook in named.items()}
+        return dict(named.items())
     layers: Sequence[int] = [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
     if (asked := request.layers_to_extract) is not None:
         layers = range(depth) if isinstance(asked, str) else asked
@@ -301,23 +275,23 @@ def log_hooks(request: ModelRequest, model: HookedModel) -> None:
     default = request.layers_to_extract is None and request.hook_names is None
     first, last = DEFAULT_LAYERS[0], DEFAULT_LAYERS[-1]
     if default and depth <= last:
-        clipped = "the default layers, %d to %d, are clipped: the model has layers 0 to %d"
-        log.info(clipped, first, last, depth - 1)
+        text = "the default layers, %d to %d, are clipped: the model has layers 0 to %d"
+        log.info(text, first, last, depth - 1)
     forms = [hook.kind.form(sizes, model.activation_dtype) for hook in model.hooks]
     widths = [form.width for form in forms]
     dtypes = " and ".join(dict.fromkeys(form.dtype for form in forms))
     names = ", ".join(hook.name for hook in model.hooks)
     each = f"width {widths[0]} each" if len(set(widths)) == 1 else f"widths {widths}"
-    size = f"{sum(form.bytes for form in forms):,}"
-    log.info("hooks: %s; %s, in %s: %s bytes per token", names, each, dtypes, size)
+    size = sum(form.bytes for form in forms)
+    log.info("hooks: %s; %s, in %s: %s bytes per token", names, each, dtypes, f"{size:,}")
 
 
 def compile_step(forward: Forward) -> Step:
     """Loads the weights and compiles the forward pass.
 
-    There is one program for all steps. A CPU leaves padding out (see `in_groups`); elsewhere it
-    would take longer to compile a program for the last step, if that has few tokens, than to
-    compute the padding, and several hosts would have to agree on it.
+    There is one program for all steps: it would take longer to compile another one for the last
+    step, if that has few tokens, than to compute its padding, and several hosts would have to agree
+    on it.
     """
     rows, params = forward.rows, read_weights(forward)
     began = time.perf_counter()
@@ -347,12 +321,11 @@ def _compiled(program: Program, params: Any, **options: Any) -> Any:
     def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
         return model.apply({"params": params}, tokens, segments, positions), flags.sum(axis=0)
 
-    def abstract(rows_of_host: int, columns: int) -> jax.ShapeDtypeStruct:
-        whole = rows_of_host * rows.hosts, columns
-        return jax.ShapeDtypeStruct(whole, jnp.int32, sharding=rows.incoming())
-
     outgoing = rows.outgoing(program.shape[1], model.layout), rows.everywhere()
-    inputs = [abstract(*program.shape)] * 3 + [abstract(1, 3)]
+    inputs = [
+        jax.ShapeDtypeStruct((count * rows.hosts, size), jnp.int32, sharding=rows.incoming())
+        for count, size in [program.shape] * 3 + [(1, 3)]
+    ]
     lowered = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs)
     return compile_with_options(lowered, program.platform, **options)
 
@@ -372,66 +345,43 @@ def compile_unloaded(program: Program, **options: Any) -> Any:
     return _compiled(program, unflatten_dict(described), **options)
 
 
-def memory_of_step(compiled: Any) -> StepMemory:
-    """Returns the bytes that a run takes on each device, as the compiler says.
+def bytes_of_step(program: Program) -> float:
+    """Returns the bytes that a run takes on each device: those of the weights, of a computing step,
+    and of two steps' activations, as the host copies those of one while the next one computes.
 
-    Raises InputError if it does not say.
+    It reads no weights. See `compile_unloaded`. Raises InputError if the compiler does not say.
     """
-    memory = compiled.memory_analysis()
+    memory = compile_unloaded(program).memory_analysis()
     if memory is None:
         raise InputError(
             "the compiler does not say how much memory a step takes, which --batch_size auto and "
             "--plan need"
         )
-    return StepMemory(
-        memory.argument_size_in_bytes,
-        memory.temp_size_in_bytes,
-        2 * memory.output_size_in_bytes,
-    )
-
-
-def bytes_of_step(program: Program) -> float:
-    """Returns the sum of `memory_of_step`; reads no weights. See `compile_unloaded`."""
-    return sum(memory_of_step(compile_unloaded(program)))
+    given = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return given + 2 * memory.output_size_in_bytes
 
 
 def read_weights(forward: Forward) -> dict[str, Any]:
     """Reads the parameters straight into their shards, with a progress bar."""
-    model = forward.model
-    total = sum(math.prod(spec.shape) for spec in forward.weights.values())
-    _log_model(forward, total)
-    with tqdm(
-        total=total * model.dtype.itemsize,
-        unit="B",
-        unit_scale=True,
-        desc="loading weights",
-        leave=False,
-        disable=not on_terminal(),
-    ) as bar:
-        return load_params(
-            forward.weights,
-            forward.checkpoint,
-            model.dtype,
-            model.layout,
-            as_bits=forward.as_bits,
-            progress=bar.update,
-        )
-
-
-def _log_model(forward: Forward, parameters: int) -> None:
-    model = forward.model
+    model, layout, weights = forward.model, forward.layout, forward.weights
+    parameters = sum(math.prod(spec.shape) for spec in weights.values())
     log.info(
         "model: layers 0 to %d of %d, %.3g M parameters, %s; %s mesh: %s%s",
-        model.num_layers - 1,
-        model.config.num_hidden_layers,
-        parameters / 1e6,
-        model.dtype,
-        jax.default_backend(),
-        in_words(model.layout.shape),
-        f" ({model.layout.why})" if model.layout.why else "",
+        *(model.num_layers - 1, model.config.num_hidden_layers, parameters / 1e6, model.dtype),
+        *(jax.default_backend(), in_words(layout.shape)),
+        f" ({layout.why})" if layout.why else "",
     )
     if model.stages > 1:
         count = model.micro_batches(forward.shape[0] * forward.rows.hosts)
         idle = 100 * (model.stages - 1) / (count + model.stages - 1)
         text = "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%"
         log.info(text, model.stages, count, idle)
+    size, quiet = parameters * model.dtype.itemsize, not on_terminal()
+    with tqdm(
+        total=size, unit="B", unit_scale=True, desc="loading weights", leave=False, disable=quiet
+    ) as bar:
+        return load_params(
+            *(weights, forward.checkpoint, model.dtype, layout),
+            as_bits=forward.as_bits,
+            progress=bar.update,
+        )

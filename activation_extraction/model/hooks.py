@@ -50,7 +50,6 @@ class Form(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Returns how many bytes a token takes."""
         return token_bytes(self.width, self.dtype)
 
 
@@ -90,12 +89,10 @@ class HookKind:
         return Form(self.width(sizes), self.dtype or own)
 
     def exists_in(self, type_: str) -> bool:
-        """Returns whether layers of this type have this kind."""
         return not self.types or not {*self.types}.isdisjoint(type_.split())
 
     @property
     def grows(self) -> bool:
-        """Returns whether the width grows with the row."""
         return "S" in self.letters
 
     @property
@@ -119,7 +116,6 @@ class Hook(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Returns the canonical name."""
         return self.kind.name.format(self.layer)
 
     @property
@@ -168,11 +164,6 @@ class HookTable:
     types: tuple[str, ...] = ()
     vocabulary: int = 0
 
-    def for_layer_types(self, types: Sequence[str]) -> "HookTable":
-        """Returns the hooks of a model with layers of these types."""
-        kinds = [kind for kind in self.kinds if any(map(kind.exists_in, types))]
-        return HookTable(tuple(kinds), tuple(types), self.vocabulary)
-
     def all_hooks(self, depth: int, large: bool = False) -> list[Hook]:
         """Returns all hooks of a model with `depth` layers, in their order.
 
@@ -214,7 +205,6 @@ class HookTable:
         return {asked[hook]: hook for hook in sorted(asked)}
 
     def _refusal(self, pattern: str, depth: int) -> InputError:
-        """Returns the refusal of a glob that matches nothing."""
         for hook in HookTable(self.kinds).all_hooks(depth, large=True):  # in layers of any type
             if hook.matching(pattern):
                 return InputError(
@@ -241,7 +231,7 @@ class HookTable:
 # Hugging Face modules, its aliases. The beginning that all names share, with "{}", is left out.
 EVERY, NORMED, GATED, SHARED = "every", "normed", "gated", "shared"
 # fmt: off
-KINDS = (
+HOOK_KINDS = (
     (EVERY, "hook_resid_pre", "D", "resid_pre", "input", "hook_in ln1.hook_in"),
     (EVERY, "ln1.hook_normalized", "D", "ln1.normalized", "", ""),
     (ATTENTION, "ln1.hook_out", "D", "ln1.out", "input_layernorm.output", "attn.hook_in"),
@@ -324,17 +314,15 @@ def hook_table(config: QwenConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> Hook
         types[SPARSE] = (SPARSE,)
         if config.experts.shared_width:
             types[SHARED] = (SPARSE,)
-    return _table(types, top_logits, config.vocab_size).for_layer_types(config.layer_types)
+    own, every = config.layer_types, _table(types, top_logits).kinds
+    kinds = tuple(kind for kind in every if any(map(kind.exists_in, own)))
+    return HookTable(kinds, own, config.vocab_size)
 
 
-def _table(
-    types: Mapping[str, tuple[str, ...]],
-    top_logits: int = DEFAULT_TOP_LOGITS,
-    vocabulary: int = 0,
-) -> HookTable:
-    """Builds a table. types: first column of KINDS -> types of the layers that have the kind."""
+def _table(types: Mapping[str, tuple[str, ...]], top_logits: int = DEFAULT_TOP_LOGITS) -> HookTable:
+    """Builds a table. types: a row's first column -> types of the layers that have the kind."""
     kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
-    for layers, name, letters, value, modules, aliases in KINDS:
+    for layers, name, letters, value, modules, aliases in HOOK_KINDS:
         if layers not in types:
             continue
         if types[layers] == (DENSE,):  # `mlp.gate` is the router of other layers
@@ -360,7 +348,7 @@ def _table(
         end("loss", "", "predicted.loss", dtype="float32"),
         end("entropy", "", "predicted.entropy", dtype="float32"),
     ]
-    return HookTable(tuple(kinds), vocabulary=vocabulary)
+    return HookTable(tuple(kinds))
 
 
 HOOKS = _table({EVERY: (), ATTENTION: (), DENSE: ()})  # the hooks of Qwen2, the plainest family

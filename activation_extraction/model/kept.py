@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from activation_extraction.model.hooks import Form
-from activation_extraction.model.mesh import rows_and_tokens
+from activation_extraction.model.mesh import own_shards, rows_and_tokens
 
 PIECES = 16  # of each device if all its tokens are kept
 
@@ -49,13 +49,11 @@ class KeptTokens(NamedTuple):
         received = {form: np.empty(shape, form.dtype) for form, shape in shapes}
         for piece in self.pieces:
             for form, value in piece.values.items():
-                _bits(received[form])[:, piece.indices] = _bits(np.asarray(value))[:, piece.rows]
+                # As integers: NumPy is slow with number types of other packages.
+                bits = f"uint{8 * value.dtype.itemsize}"
+                of_piece = np.asarray(value).view(bits)[:, piece.rows]
+                received[form].view(bits)[:, piece.indices] = of_piece
         return received
-
-
-def _bits(values: np.ndarray) -> np.ndarray:
-    """Views two-byte numbers as integers: NumPy is slow with number types of other packages."""
-    return values.view(np.uint16) if values.dtype.itemsize == 2 else values
 
 
 def take_kept(activations: Mapping[Form, Array], kept: np.ndarray) -> KeptTokens:
@@ -65,13 +63,13 @@ def take_kept(activations: Mapping[Form, Array], kept: np.ndarray) -> KeptTokens
     another part of T.
     kept: bool (B, T), of this host's rows.
     """
-    shards = {form: _different_shards(array) for form, array in activations.items()}
+    shards = {form: own_shards(array) for form, array in activations.items()}
     first = next(iter(shards.values()))
     mesh = Mesh(np.array([shard.device for shard in first]), ("device",))
     split = NamedSharding(mesh, PartitionSpec("device"))
-    local = {form: _joined(mesh, different) for form, different in shards.items()}
+    local = {form: _one_array(mesh, own) for form, own in shards.items()}
     pieces = []
-    for tokens, rows, indices in _cut(kept, rows_and_tokens(first)):
+    for tokens, rows, indices in _pieces(kept, rows_and_tokens(first)):
         put = jax.device_put(tokens, split)
         values = {form: take(mesh, array, put) for form, array in local.items()}
         pieces.append(Piece(values, rows, indices))
@@ -80,16 +78,7 @@ def take_kept(activations: Mapping[Form, Array], kept: np.ndarray) -> KeptTokens
     return KeptTokens(pieces, shapes)
 
 
-def _different_shards(array: Array) -> list[Any]:
-    """Returns one of this host's shards for each part that it has, in order."""
-    shards = {
-        (shard.index[1].start or 0, shard.index[2].start or 0): shard
-        for shard in array.addressable_shards
-    }
-    return [shards[start] for start in sorted(shards)]
-
-
-def _cut(
+def _pieces(
     kept: np.ndarray, places: Sequence[tuple[slice, slice]]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yields the pieces of a batch. places: the rows and the tokens of a row that each device has.
@@ -111,7 +100,7 @@ def _cut(
         yield padded, np.concatenate(rows), np.concatenate(numbers_of_piece)
 
 
-def _joined(mesh: Mesh, shards: list[Any]) -> Array:
+def _one_array(mesh: Mesh, shards: list[Any]) -> Array:
     """Returns the shards of this host as one array, as if each were another part of T."""
     hooks, rows, length, width = shards[0].data.shape
     sharding = NamedSharding(mesh, PartitionSpec(None, None, "device"))

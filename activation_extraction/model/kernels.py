@@ -1,9 +1,7 @@
 """The kernels of attention, experts and the gated delta rule that each platform has.
 
-For attention there are splash attention on TPUs and cuDNN's kernel on GPUs, which work on blocks
-that stay on the chip, so that no scores reach its memory; for experts there is tokamax's kernel on
-GPUs, and for the gated delta rule that of delta_kernel.py on TPUs. None of them rounds float32. A
-trial (trial.py) decides which of them a run uses.
+Splash attention on TPUs and cuDNN's attention on GPUs work on blocks that stay on the chip, so that
+no scores reach its memory. None of the kernels rounds float32. trial.py decides which a run uses.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
 """
@@ -18,7 +16,7 @@ from jax import Array, lax
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.attention import Attention, blocked_attention, visible
+from activation_extraction.model.attention import Attention, blocked_attention, visible_keys
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.delta_net import DeltaRule, gated_delta_rule
 from activation_extraction.model.experts import (
@@ -57,15 +55,14 @@ def splash_attention(
     multiple of T, and each of its values becomes a branch of its own.
     """
     length, keys = q.shape[1], k.shape[1]
-    q, k, v = (_pad(x, 0) for x in (q, k, v))
-    segments = splash.SegmentIds(_pad(q_segments, PADDING), _pad(k_segments, PADDING))
+    q, k, v = (_whole_lanes(x, 0) for x in (q, k, v))
+    segments = [_whole_lanes(x, PADDING) for x in (q_segments, k_segments)]
     heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]  # BNTH, BKSH
-    blocks = splash.BlockSizes(
-        block_q=_block(q.shape[1], q.dtype), block_kv=_block(k.shape[1], k.dtype)
-    )
+    shape = q.shape[1], k.shape[1]
+    of_queries, of_keys = (_largest_block(size, q.dtype) for size in shape)
+    blocks = splash.BlockSizes(block_q=of_queries, block_kv=of_keys)
 
     def from_query(first: int) -> Array:
-        shape = q.shape[1], k.shape[1]
         mask: Any = splash.CausalMask(shape, offset=first)
         if window is not None:
             mask = splash.LocalMask(shape, (window - 1, 0), offset=first)
@@ -75,7 +72,7 @@ def splash_attention(
         # The kernel sets no precision, so a TPU would round float32 to bfloat16.
         precision = "highest" if q.dtype == jnp.float32 else "default"
         with jax.default_matmul_precision(precision):
-            return jax.vmap(kernel)(*heads_first, segments)
+            return jax.vmap(kernel)(*heads_first, splash.SegmentIds(*segments))
 
     if isinstance(first_query, int):
         out = from_query(first_query)
@@ -85,13 +82,12 @@ def splash_attention(
     return out.swapaxes(1, 2)[:, :length]
 
 
-def _pad(x: Array, value: int) -> Array:
-    """Pads rows to a multiple of LANES."""
+def _whole_lanes(x: Array, value: int) -> Array:
     widths = [(0, 0), (0, -x.shape[1] % LANES), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, widths, constant_values=value)
 
 
-def _block(length: int, dtype: Any) -> int:
+def _largest_block(length: int, dtype: Any) -> int:
     """Returns the largest block of at most MOST_IN_BLOCK that divides a multiple of LANES."""
     most = min(length, MOST_IN_BLOCK // dtype.itemsize)
     return max(size for size in range(LANES, most + 1, LANES) if length % size == 0)
@@ -112,7 +108,7 @@ def cudnn_attention(
     """
     if q.dtype == jnp.float32:
         return blocked_attention(q, k, v, q_segments, k_segments, first_query, window)
-    mask = visible(q_segments, k_segments, first_query, window=window)[:, None]
+    mask = visible_keys(q_segments, k_segments, first_query, window=window)[:, None]
     return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=1.0, implementation="cudnn")
 
 
@@ -136,36 +132,28 @@ def tokamax_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array)
     return in_products(product, x, sizes, gate, up, down)
 
 
-# Maps a field of `Kernels` to its candidates by name, in the order of preference.
+# Field of `Kernels` -> its candidates by name, in the order of preference.
 Candidates = Mapping[str, Mapping[str, Callable[..., Array]]]
-ON_GPU: Candidates = {
-    "attention": {"cudnn": cudnn_attention, "blocked": blocked_attention},
-    "experts": {"tokamax": tokamax_experts, "tiled": tiled_experts},
+# PLAIN works on every platform and comes last; FASTER is what some platforms have before it.
+PLAIN: Candidates = {
+    "attention": {"blocked": blocked_attention},
+    "experts": {"tiled": tiled_experts},
     "delta_rule": {"chunked": gated_delta_rule},
 }
-CANDIDATES: dict[str, Candidates] = {
-    "cpu": {
-        "attention": {"blocked": blocked_attention},
-        "experts": {"tiled": tiled_experts},
-        "delta_rule": {"chunked": gated_delta_rule},
-    },
+FASTER: Mapping[str, Candidates] = {
+    "cpu": {},
     "tpu": {
-        "attention": {"splash": splash_attention, "blocked": blocked_attention},
-        "experts": {"ragged_dot": ragged_experts, "tiled": tiled_experts},
-        "delta_rule": {"pallas": pallas_delta_rule, "chunked": gated_delta_rule},
+        "attention": {"splash": splash_attention},
+        "experts": {"ragged_dot": ragged_experts},
+        "delta_rule": {"pallas": pallas_delta_rule},
     },
-    **dict.fromkeys(("gpu", "cuda", "rocm"), ON_GPU),
+    "gpu": {"attention": {"cudnn": cudnn_attention}, "experts": {"tokamax": tokamax_experts}},
 }
 
 
 def candidates_for(platform: str) -> Candidates:
     """Returns the candidates of a platform. Raises InputError for a platform that has none."""
-    if platform not in CANDIDATES:
+    faster = FASTER.get("gpu" if platform in ("cuda", "rocm") else platform)
+    if faster is None:
         raise InputError(f"JAX runs on the platform {platform!r}: expected cpu, gpu or tpu")
-    return CANDIDATES[platform]
-
-
-def preferred_kernels(platform: str) -> Kernels:
-    """Returns the kernels to try first. Raises InputError for a platform that has none."""
-    candidates = candidates_for(platform)
-    return Kernels(**{kind: next(iter(each.values())) for kind, each in candidates.items()})
+    return {kind: {**faster.get(kind, {}), **plain} for kind, plain in PLAIN.items()}

@@ -45,6 +45,7 @@ LOGICAL_AXES = {
 NOT_GATHERED = "KHD", "JGD", "RD", "UD"
 SMALL = 2**22  # numbers
 STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
+ParamPath = tuple[str, ...]  # the path of a parameter
 # A module's intermediates by name; those of its submodules are nested. An intermediate that is a
 # function is computed only if it is called.
 Out = dict[str, Any]
@@ -119,7 +120,7 @@ def parameter(module: Any, name: str, letters: str) -> Array:
 
 
 @cache  # tracing takes a while, and a run calls this several times
-def declared(model: nn.Module) -> Mapping[tuple[str, ...], Any]:
+def declared(model: nn.Module) -> Mapping[ParamPath, Any]:
     """Returns path -> shape and logical axes for every parameter of a model without a mesh.
 
     The model takes token ids, segment ids and positions.
@@ -127,6 +128,18 @@ def declared(model: nn.Module) -> Mapping[tuple[str, ...], Any]:
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     abstract = jax.eval_shape(lambda *x: model.init(jax.random.key(0), *x), tokens, tokens, tokens)
     return MappingProxyType(flatten_dict(abstract["params"]))
+
+
+class Weight(nn.Module):
+    """A weight that is used in another way than that of a `Linear`."""
+
+    config: QwenConfig
+    letters: str
+    dtype: Any
+
+    @nn.compact
+    def __call__(self) -> Array:
+        return parameter(self, "weight", self.letters)
 
 
 class Linear(nn.Module):

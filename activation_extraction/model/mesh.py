@@ -93,17 +93,25 @@ class Layout:
             entries.append(names if names and divides else None)
         return PartitionSpec(*entries)
 
-    def sharding(self, axes: Sequence[str], shape: Sequence[int]) -> NamedSharding:
+    def sharding(
+        self, axes: Sequence[str], shape: Sequence[int], without: str | None = None
+    ) -> NamedSharding:
         """Returns `spec` on the mesh, for arrays that come in or go out."""
         assert self.mesh is not None
-        return NamedSharding(self.mesh, self.spec(axes, shape))
+        return NamedSharding(self.mesh, self.spec(axes, shape, without))
+
+    def shard_shape(
+        self, axes: Sequence[str], shape: tuple[int, ...], without: str | None = None
+    ) -> tuple[int, ...]:
+        if self.mesh is None:
+            return shape
+        return self.sharding(axes, shape, without).shard_shape(shape)
 
     def constrain(self, x: Array, *axes: str, without: str | None = None) -> Array:
         """Says how `x` lies on the mesh at this point of the computation."""
         if self.mesh is None or self.mesh.size == 1:
             return x
-        spec = self.spec(axes, x.shape, without)
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        return lax.with_sharding_constraint(x, self.sharding(axes, x.shape, without))
 
     def gather(self, weight: Array, axes: Sequence[str]) -> Array:
         """Gathers a weight along fsdp just before its use; its split along the rest stays."""
@@ -183,11 +191,9 @@ class HostRows:
 
     def receive(self, activations: Mapping[Form, Array]) -> dict[Form, np.ndarray]:
         """Returns the activations of this host's rows, {form: (hooks, B, T, width)}, as NumPy."""
-        shards = {}  # of this host, without replicas
-        for form, array in activations.items():
-            shards[form] = {str(shard.index): shard for shard in array.addressable_shards}.values()
-            for shard in shards[form]:
-                shard.data.copy_to_host_async()
+        shards = {form: own_shards(array) for form, array in activations.items()}
+        for shard in (shard for of_form in shards.values() for shard in of_form):
+            shard.data.copy_to_host_async()
         received = {}
         for form, (first, *others) in shards.items():
             received[form] = np.asarray(first.data)
@@ -199,6 +205,15 @@ class HostRows:
                 for place, shard in zip(places, (first, *others), strict=True):
                     received[form][:, *place] = shard.data
         return received
+
+
+def own_shards(array: Array) -> list[Any]:
+    """Returns this host's shards of activations, one for each part that it has, in order."""
+    shards = {
+        (shard.index[1].start or 0, shard.index[2].start or 0): shard
+        for shard in array.addressable_shards
+    }
+    return [shards[start] for start in sorted(shards)]
 
 
 def rows_and_tokens(shards: Sequence[Any]) -> list[tuple[slice, slice]]:
@@ -301,7 +316,6 @@ def usable_devices(every: bool, devices: Sequence[Any] | None = None) -> list[An
 
 
 def own_devices(devices: Sequence[Any]) -> list[Any]:
-    """Returns those of the devices that are this host's."""
     return [each for each in devices if each.process_index == jax.process_index()]
 
 

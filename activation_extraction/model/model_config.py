@@ -205,7 +205,6 @@ def qwen3_moe_config(hf: Any, source: str) -> QwenConfig:
 
 
 def qwen3_5_text_config(hf: Any, source: str, **details: Any) -> QwenConfig:
-    """Reads the configuration of a language model without vision inputs."""
     if not getattr(hf, "attn_output_gate", True):
         raise InputError(f"{source}: attn_output_gate False is not supported, only True is")
     delta = _delta_net(hf, source)

@@ -15,8 +15,8 @@ from jax import Array, lax
 from activation_extraction.model.layers import einsum, from_bits, to_bits
 from activation_extraction.model.mesh import RULES, Layout
 
-TOKENS_AT_ONCE = 512  # of each device: 311 MB of logits with 151,936 tokens in the vocabulary
-BLOCK = "batch", "sequence", "head_vocab"  # logical axes of the logits of a block
+TOKENS_OF_A_BLOCK = 512  # of each device: 311 MB of logits with 151,936 tokens in the vocabulary
+OF_LOGITS = "batch", "sequence", "head_vocab"  # logical axes of the logits of a block
 
 
 def predictions(
@@ -42,13 +42,13 @@ def predictions(
     """
     length = token_ids.shape[1]
     rows = max(len(token_ids) // layout.size(*RULES["batch"]), 1)
-    count = -(-length // max(TOKENS_AT_ONCE // rows, 1))
+    count = -(-length // max(TOKENS_OF_A_BLOCK // rows, 1))
     following = jnp.roll(token_ids, -1, axis=1)
     head = layout.constrain(head, "head_vocab", "embed", without="fsdp")
 
     def of_block(block: tuple[Array, Array]) -> dict[str, Array]:
         x = layout.constrain(from_bits(block[0], hidden.dtype), "batch", "sequence", "hidden")
-        logits = layout.constrain(einsum("BTD,VD->BTV", x, head), *BLOCK)
+        logits = layout.constrain(einsum("BTD,VD->BTV", x, head), *OF_LOGITS)
         return _of_logits(logits, block[1], wanted, top, dtype, layout)
 
     parts = _in_blocks(of_block, (to_bits(hidden), following), count)

@@ -8,8 +8,8 @@ torchtitan's tables of models.
 import re
 from typing import Any
 
-LONGEST = 262144  # tokens per row; several of the models take fewer
-FAMILY = {"vocab_size": 151936, "max_position_embeddings": LONGEST}
+MOST_POSITIONS = 262144  # tokens per row; several of the models take fewer
+FAMILY = {"vocab_size": 151936, "max_position_embeddings": MOST_POSITIONS}
 QWEN2 = FAMILY | {"model_type": "qwen2"}
 UNTIED = QWEN2 | {"vocab_size": 152064}
 QWEN3 = FAMILY | {"model_type": "qwen3", "head_dim": 128}
@@ -19,7 +19,7 @@ QWEN3_5 = FAMILY | {"model_type": "qwen3_5_text", "head_dim": 256, "vocab_size":
 QWEN3_5_MOE = QWEN3_5 | {"model_type": "qwen3_5_moe_text", "num_experts_per_tok": 8}
 # For each: hidden size, width of the MLP or of an expert, layers, query heads, key/value heads; for
 # Qwen3.5 also the value heads of the delta net and, with experts, their number.
-SIZES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+RELEASED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "Qwen2.5-0.5B": (QWEN2, (896, 4864, 24, 14, 2)),
     "Qwen2.5-1.5B": (QWEN2, (1536, 8960, 28, 12, 2)),
     "Qwen2.5-3B": (QWEN2, (2048, 11008, 36, 16, 2)),
@@ -47,7 +47,7 @@ SIZES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         (4096, 1024, 60, 32, 2, 64, 512),
     ),
 }
-NAMES = (
+NUMBERS = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -66,10 +66,10 @@ def released_config(name: str) -> dict[str, Any] | None:
     name: on the hub, such as Qwen/Qwen2.5-7B-Instruct.
     """
     model = VARIANT.sub("", name.removeprefix("Qwen/"))
-    if model not in SIZES:
+    if model not in RELEASED:
         return None
-    family, numbers = SIZES[model]
-    config = family | dict(zip(NAMES, numbers, strict=False))
+    family, numbers = RELEASED[model]
+    config = family | dict(zip(NUMBERS, numbers, strict=False))
     if "num_experts" in config:
         config["moe_intermediate_size"] = config["intermediate_size"]
     if model.startswith("Qwen3.5"):  # dense models do not read this

@@ -50,7 +50,7 @@ class Rope:
             raise InputError(
                 f"{source}: rope_type {kind!r} is not supported; default, linear and yarn are"
             )
-        share = _share(rope, head_dim, partial, source)
+        share = _rotated_share(rope, head_dim, partial, source)
         head_dim = int(head_dim * share)
         theta = positive(rope, "rope_theta", source)
         if kind == "default":
@@ -89,7 +89,7 @@ def positive(fields: Mapping[str, Any], field: str, source: str) -> float:
     return float(value)
 
 
-def _share(rope: Mapping[str, Any], head_dim: int, partial: bool, source: str) -> float:
+def _rotated_share(rope: Mapping[str, Any], head_dim: int, partial: bool, source: str) -> float:
     """Returns the share of a head's dimensions that are rotated. Raises InputError."""
     share = positive({"partial_rotary_factor": 1.0, **rope}, "partial_rotary_factor", source)
     if share != 1 and not partial:

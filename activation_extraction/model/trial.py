@@ -1,12 +1,12 @@
 """A trial decides which kernels a run uses.
 
 Before a run loads its weights, each candidate of the platform computes a few small trials, of the
-sizes that one device has in the run, and the run uses the first one whose numbers are those of the
+sizes that one device has in the run. The run uses the first one whose numbers are those of the
 definition.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,8 +20,8 @@ from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.common.log import log
 from activation_extraction.model.attention import dense_attention
 from activation_extraction.model.delta_net import token_by_token
+from activation_extraction.model.experts import one_expert_after_the_other
 from activation_extraction.model.kernels import candidates_for
-from activation_extraction.model.layers import einsum
 from activation_extraction.model.mesh import Layout
 
 # This bounds `largest_error`: of any token's value in any head, and of what an expert gives it.
@@ -30,7 +30,7 @@ from activation_extraction.model.mesh import Layout
 # One key too many or too few among n changes a value by about 0.4 * n**-0.5, which is 2**-5 for the
 # segments of a trial.
 TOLERANCE = {"bfloat16": 2.0**-6, "float32": 2.0**-15}
-ALIGNMENT = 128  # kernels treat rows alike if their lengths are the same modulo this
+ALIKE_MODULO = 128  # kernels treat rows alike if their lengths are the same modulo this
 MOST_EXPERTS, MOST_KEY_HEADS = 8, 2  # in a trial
 DELTA_TOKENS = 300  # of each row of a delta rule: several chunks, the last one not whole
 
@@ -43,7 +43,7 @@ class Trial(NamedTuple):
     """
 
     definition: Callable[..., Any]
-    arguments: Sequence[Any]
+    arguments: tuple[Any, ...]
     counts: Array
 
 
@@ -64,19 +64,14 @@ def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> d
 
     Every host tries them on a device of its own. length: tokens per row.
     """
-    trials: dict[str, Callable[..., Iterator[Trial]]] = {"attention": attention_trials}
+    trials = {"attention": partial(attention_trials, config, layout, length, dtype)}
     if config.experts is not None:
-        trials["experts"] = expert_trials
+        trials["experts"] = partial(expert_trials, config, layout, dtype)
     if config.delta is not None:
-        trials["delta_rule"] = delta_trials
-    candidates = candidates_for(jax.default_backend())
+        trials["delta_rule"] = partial(delta_trials, config, layout, dtype)
+    candidates, most = candidates_for(jax.default_backend()), TOLERANCE[dtype.name]
     return {
-        kind: choose_kernel(
-            kind,
-            candidates[kind],
-            partial(of_kind, config, layout, length, dtype),
-            TOLERANCE[dtype.name],
-        )
+        kind: choose_kernel(kind, candidates[kind], of_kind, most)
         for kind, of_kind in trials.items()
     }
 
@@ -92,23 +87,21 @@ def choose_kernel(
     A single candidate, as on the CPU, is not tried. Raises RunError if none of several is right,
     since the device then computes wrongly.
     """
-    if len(candidates) == 1:
-        return Choice(*next(iter(candidates.items())))
     passed_over: dict[str, str] = {}
     for name, candidate in candidates.items():
+        if len(candidates) == 1:
+            return Choice(name, candidate)
         try:
             with jax.default_device(jax.local_devices()[0]):
                 error = largest_error(candidate, trials())
+            why = f"it differs from the definition by {error:.2g} (allowed: {most:.2g})"
         except Exception as failure:  # a kernel or its compiler may raise anything
-            passed_over[name] = f"it fails: {one_line(failure):.300}"
-        else:
-            if error <= most:
-                log.info("%s: %s, which agrees with its definition on this device", kind, name)
-                return Choice(name, candidate, passed_over)
-            passed_over[name] = (
-                f"it differs from the definition by {error:.2g} (allowed: {most:.2g})"
-            )
-        log.warning("%s: %s is not used: %s", kind, name, passed_over[name])
+            error, why = math.inf, f"it fails: {one_line(failure):.300}"
+        if error <= most:
+            log.info("%s: %s, which agrees with its definition on this device", kind, name)
+            return Choice(name, candidate, passed_over)
+        passed_over[name] = why
+        log.warning("%s: %s is not used: %s", kind, name, why)
     reasons = "; ".join(f"{name}: {why}" for name, why in passed_over.items())
     raise RunError(f"no kernel for {kind} is right on this device: {reasons}")
 
@@ -120,28 +113,13 @@ def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> f
     for definition, arguments, counts in trials:
         known = [number for number, each in enumerate(arguments) if isinstance(each, int)]
         computed = jax.jit(candidate, static_argnums=known)(*arguments)
-        exact = definition(*map(_widened, arguments))
-        rows, right = (np.asarray(x)[np.asarray(counts)].astype(float) for x in (computed, exact))
+        floats = [isinstance(x, Array) and jnp.issubdtype(x.dtype, jnp.floating) for x in arguments]
+        wide = [x.astype(jnp.float32) if f else x for x, f in zip(arguments, floats, strict=True)]
+        results = computed, definition(*wide)
+        rows, right = (np.asarray(x)[np.asarray(counts)].astype(float) for x in results)
         norms = np.linalg.norm(right, axis=-1)
         errors.append(np.max(np.linalg.norm(rows - right, axis=-1) / norms))
     return float(np.max(errors))
-
-
-def _widened(x: Any) -> Any:
-    is_floating = isinstance(x, Array) and jnp.issubdtype(x.dtype, jnp.floating)
-    return x.astype(jnp.float32) if is_floating else x
-
-
-def _normal(rng: np.random.Generator, dtype: Any, *shape: int, scale: float = 1) -> Array:
-    return jnp.asarray(scale * rng.standard_normal(shape, np.float32), dtype)
-
-
-def _segments(length: int) -> Array:
-    """Returns the segments of two rows of three samples, the second ending in padding: (2, T)."""
-    segments = np.ones((2, length), np.int32)
-    segments[:, length // 3 :], segments[:, length // 2 :] = 2, 3
-    segments[1, length - length // 5 :] = 0
-    return jnp.asarray(segments)
 
 
 def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> Iterator[Trial]:
@@ -153,8 +131,8 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
     """
     parts, model = layout.size("query"), layout.size("model")
     queries = length // parts
-    if queries > 2 * ALIGNMENT:
-        queries = 2 * ALIGNMENT + queries % ALIGNMENT
+    if queries > 2 * ALIKE_MODULO:
+        queries = 2 * ALIKE_MODULO + queries % ALIKE_MODULO
     keys, size = queries * parts, config.head_dim
     normal, segments = partial(_normal, np.random.default_rng(0), dtype, 2, keys), _segments(keys)
     # The scores spread so little that every key counts.
@@ -171,10 +149,10 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
             yield Trial(dense_attention, (*arrays, first_query, *window), segments[:, own] > 0)
 
 
-def expert_trials(config: Any, layout: Layout, _length: int, dtype: jnp.dtype) -> Iterator[Trial]:
+def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
     """Yields a trial for a `GroupedExperts`: one expert has no rows, the last rows no expert."""
     sizes = config.experts.count, config.hidden_size, config.experts.width
-    experts, hidden, width = _on_device(layout, ("experts", "hidden", "mlp"), sizes)
+    experts, hidden, width = layout.shard_shape(("experts", "hidden", "mlp"), sizes)
     normal = partial(_normal, np.random.default_rng(0), dtype)
     experts = min(experts, MOST_EXPERTS)
     counts = [0 if expert == 2 else (expert + 1) * 67 % 300 for expert in range(experts)]
@@ -182,28 +160,15 @@ def expert_trials(config: Any, layout: Layout, _length: int, dtype: jnp.dtype) -
     gate, up = (normal(experts, hidden, width, scale=hidden**-0.5) for _ in range(2))
     down = normal(experts, width, hidden, scale=width**-0.5)
     arguments = x, jnp.asarray(counts, jnp.int32), gate, up, down
-    yield Trial(_one_expert_after_the_other, arguments, jnp.arange(len(x)) < sum(counts))
+    yield Trial(one_expert_after_the_other, arguments, jnp.arange(len(x)) < sum(counts))
 
 
-def _one_expert_after_the_other(
-    x: Array, sizes: Array, gate: Array, up: Array, down: Array
-) -> Array:
-    """Computes `GroupedExperts` as it is defined; rows without an expert get zeros."""
-    found, ends = [], np.cumsum(sizes)
-    for expert, rows in enumerate(jnp.split(x, ends)[:-1]):
-        gated = jax.nn.silu(einsum("nD,DM->nM", rows, gate[expert]))
-        gated *= einsum("nD,DM->nM", rows, up[expert])
-        found.append(einsum("nM,MD->nD", gated, down[expert]))
-    return jnp.concatenate([*found, jnp.zeros_like(x[ends[-1] :])])
-
-
-def delta_trials(config: Any, layout: Layout, _length: int, dtype: jnp.dtype) -> Iterator[Trial]:
+def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
     """Yields a trial for a `DeltaRule`: rows that end within chunks, heads that forget at different
     speeds."""
-    delta = config.delta
-    (key_heads,) = _on_device(layout, ("key_heads",), (delta.key_heads,))
-    heads = min(key_heads, MOST_KEY_HEADS), delta.values_per_key
-    rng, segments = np.random.default_rng(0), _segments(DELTA_TOKENS)
+    delta, segments = config.delta, _segments(DELTA_TOKENS)
+    (key_heads,) = layout.shard_shape(("key_heads",), (delta.key_heads,))
+    heads, rng = (min(key_heads, MOST_KEY_HEADS), delta.values_per_key), np.random.default_rng(0)
     normal, exact = (partial(_normal, rng, each, *segments.shape) for each in (dtype, jnp.float32))
     q, k = (normal(heads[0], delta.key_size) for _ in range(2))
     v = normal(*heads, delta.value_size)
@@ -212,6 +177,13 @@ def delta_trials(config: Any, layout: Layout, _length: int, dtype: jnp.dtype) ->
     yield Trial(token_by_token, (q, k, v, log_decay, beta, segments), segments > 0)
 
 
-def _on_device(layout: Layout, axes: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns which part of a weight of these sizes a device has."""
-    return sizes if layout.mesh is None else layout.sharding(axes, sizes).shard_shape(sizes)
+def _normal(rng: np.random.Generator, dtype: Any, *shape: int, scale: float = 1) -> Array:
+    return jnp.asarray(scale * rng.standard_normal(shape, np.float32), dtype)
+
+
+def _segments(length: int) -> Array:
+    """Returns the segments of two rows of three samples, the second ending in padding: (2, T)."""
+    segments = np.ones((2, length), np.int32)
+    segments[:, length // 3 :], segments[:, length // 2 :] = 2, 3
+    segments[1, length - length // 5 :] = 0
+    return jnp.asarray(segments)

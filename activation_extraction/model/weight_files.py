@@ -20,8 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from activation_extraction.common.errors import InputError, RunError
-from activation_extraction.common.log import log
-from activation_extraction.store.folder import Folder
+from activation_extraction.store.folder import SourceFolder
 from activation_extraction.store.safetensors_file import MAX_HEADER_BYTES, Tensor
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
@@ -55,6 +54,17 @@ class LocalFile:
         except (SafetensorError, OSError) as error:
             raise InputError(f"{self.path}: not a complete safetensors file: {error}") from error
 
+    @property
+    def size(self) -> int:
+        """Returns the size of the file in bytes."""
+        return self.path.stat().st_size
+
+    def read_bytes(self, start: int, stop: int) -> bytes:
+        """Returns the bytes from `start` to `stop`."""
+        with open(self.path, "rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+
     def read(self, tensor: str, index: Index) -> np.ndarray:
         """Returns a view of the file: its bytes are read when it is copied.
 
@@ -76,28 +86,28 @@ class RemoteFile:
 
     path = None
 
-    def __init__(self, folder: Folder, name: str, size: int) -> None:
+    def __init__(self, folder: SourceFolder, name: str, size: int) -> None:
         """Asks the store for the file's digest. size: in bytes."""
         self.name, self.where = name, f"{folder.url}/{name}"
-        self._folder, self._size = folder, size
-        self._reported = folder.digest(name)
-        self._check = Check(self.where, size, *self._reported) if self._reported else None
+        self._folder, self.size = folder, size
+        reported = folder.digest(name)
+        self._check = Check(self.where, size, *reported) if reported else None
 
     @cached_property
     def header(self) -> dict[str, Tensor]:
-        start = self._fetch(0, min(FIRST_BYTES, self._size))
+        start = self.read_bytes(0, min(FIRST_BYTES, self.size))
         length = int.from_bytes(start[:8], "little")
-        if not 0 < length <= min(self._size - 8, MAX_HEADER_BYTES):
+        if not 0 < length <= min(self.size - 8, MAX_HEADER_BYTES):
             raise InputError(
-                f"{self.where}: not a complete safetensors file: has {self._size:,} bytes, its "
+                f"{self.where}: not a complete safetensors file: has {self.size:,} bytes, its "
                 f"header would have {length:,}"
             )
-        text = start[8 : 8 + length] + self._fetch(len(start), 8 + length)
+        text = start[8 : 8 + length] + self.read_bytes(len(start), 8 + length)
         entries = parse_header(text, self.where)
         end = max((entry.end for entry in entries.values()), default=8 + length)
-        if end != self._size:
+        if end != self.size:
             raise InputError(
-                f"{self.where}: not a complete safetensors file: has {self._size:,} bytes, its "
+                f"{self.where}: not a complete safetensors file: has {self.size:,} bytes, its "
                 f"header describes {end:,}"
             )
         if self._check:
@@ -122,27 +132,14 @@ class RemoteFile:
         values = content.view(entry.dtype).reshape(*lengths, *entry.shape[depth + 1 :])
         return values[(slice(None),) * len(lengths) + tuple(index[depth + 1 :])]
 
-    def digest(self) -> str:
-        """Returns the name and value of a digest of the content: SHA-256, or the one of the store.
-
-        The whole file is read where the store reports none.
-        """
-        if self._reported:
-            algorithm, value = self._reported
-            return value if algorithm == "sha256" else f"{algorithm}:{value}"
-        log.info("%s: reading %.2g GB for their SHA-256", self.where, self._size / 1e9)
-        digest = hashlib.sha256()
-        for start in range(0, self._size, PIECE):
-            digest.update(self._fetch(start, min(start + PIECE, self._size)))
-        return digest.hexdigest()
-
     def _fill(self, start: int, piece: np.ndarray) -> None:
-        data = self._fetch(start, start + piece.size)
+        data = self.read_bytes(start, start + piece.size)
         piece[:] = np.frombuffer(data, np.uint8)
         if self._check:
             self._check.add(start, data)
 
-    def _fetch(self, start: int, stop: int) -> bytes:
+    def read_bytes(self, start: int, stop: int) -> bytes:
+        """Returns the bytes from `start` to `stop`."""
         if stop <= start:
             return b""
         data = self._folder.read(self.name, start, stop)

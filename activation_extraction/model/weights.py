@@ -22,16 +22,16 @@ from jax import lax
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.layers import ParamPath
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.weight_files import Index
 
 # Some exporters write the first, which every model recomputes from rope_theta. The others are heads
 # of reward models, value models and classifiers, which no hook needs.
 IGNORED_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq|(score|v_head|classifier|qa_outputs)\..*")
-READERS = 3  # threads that read, and tensors in flight
-ALIGNMENT = 64  # XLA's buffers are aligned to so many bytes
+WEIGHT_READERS = 3  # threads that read, and tensors in flight
+BUFFER_ALIGNMENT = 64  # XLA's buffers are aligned to so many bytes
 
-Path = tuple[str, ...]  # the path of a parameter
 ReadTensor = Callable[[str, Index], np.ndarray]
 
 
@@ -66,7 +66,6 @@ class WeightSpec:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Returns the shape of each checkpoint tensor."""
         bounds = self._bounds([*map(range, self.shape[self.stacked :])])
         sizes = [stop - start for start, stop in bounds]
         if self.tensor_slice is not None:
@@ -127,15 +126,14 @@ class WeightSpec:
         return values
 
     def read_whole(self, read: ReadTensor, dtype: Any) -> np.ndarray:
-        """Returns the whole parameter as a NumPy array of `dtype`."""
         return self.read_slice(read, dtype, [*map(range, self.shape)])
 
 
 def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
     """Returns an empty array, aligned so that XLA on the CPU takes it over without copying it."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
+    memory = np.empty(size + BUFFER_ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % BUFFER_ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
@@ -169,7 +167,7 @@ def check_tensors(
 
 
 def load_params(
-    table: Mapping[Path, WeightSpec],
+    table: Mapping[ParamPath, WeightSpec],
     checkpoint: Checkpoint,
     dtype: Any,
     layout: Layout,
@@ -180,30 +178,32 @@ def load_params(
 
     They come in the order of the files, which are thus read from beginning to end. A process reads
     only the parts that its devices hold, each once, with several threads. Besides these parts it
-    holds those of READERS tensors (of every stage that it takes part in) and no more. as_bits:
-    whether a 2-byte `dtype` is returned as uint16. `progress` is called with the bytes of each
-    part. Returns the nested dict.
+    holds those of WEIGHT_READERS tensors (of every stage that it takes part in) and no more.
+    as_bits: whether a 2-byte `dtype` is returned as uint16. `progress` is called with the bytes of
+    each part. Returns the nested dict.
     """
     stages, loaded_dtype = layout.size("pipeline"), np.uint16 if as_bits else dtype
     stacks = {path: spec for path, spec in table.items() if spec.axes[0] == "layers"}
 
-    def empty() -> dict[Path, jax.Array]:
+    def empty() -> dict[ParamPath, jax.Array]:
         return {path: jnp.zeros(spec.shape, loaded_dtype) for path, spec in stacks.items()}
 
     shardings = {path: layout.sharding(spec.axes, spec.shape) for path, spec in stacks.items()}
     params = jax.jit(empty, out_shardings=shardings)()
     # A job is a parameter, and the number of a layer of each stage if it has layers.
-    jobs: list[tuple[Path, int | None]] = [(path, None) for path in table if path not in stacks]
+    jobs: list[tuple[ParamPath, int | None]] = [
+        (path, None) for path in table if path not in stacks
+    ]
     for path, spec in stacks.items():
         jobs += [(path, k) for k in range(spec.shape[0] // stages)]
 
-    def position(job: tuple[Path, int | None]) -> tuple[bool, str, int]:
+    def position(job: tuple[ParamPath, int | None]) -> tuple[bool, str, int]:
         """Returns where the first tensor of a job begins, to sort by; layers of zeros come last."""
         spec, k = table[job[0]], job[1] or 0
         names = spec.hf_names[k * math.prod(spec.shape[1 : spec.stacked]) :]
         return (False, *checkpoint.position(names[0])) if names else (True, "", 0)
 
-    def load(path: Path, k: int | None) -> jax.Array:
+    def load(path: ParamPath, k: int | None) -> jax.Array:
         spec, axes = table[path], table[path].axes
         ranges = [*map(range, spec.shape)]
         if k is not None:
@@ -223,7 +223,7 @@ def load_params(
         return jax.block_until_ready(array)  # from now on the host's copy is not needed
 
     jobs.sort(key=position)
-    with ThreadPoolExecutor(READERS, "read-weights") as pool:
+    with ThreadPoolExecutor(WEIGHT_READERS, "read-weights") as pool:
         arrays = _ahead(pool, load, jobs)
         for path, k in jobs:
             array = next(arrays)
@@ -239,11 +239,11 @@ def load_params(
 def _ahead(
     pool: ThreadPoolExecutor, load: Callable[..., jax.Array], jobs: Iterable[tuple[Any, ...]]
 ) -> Iterator[jax.Array]:
-    """Yields `load(*job)` of every job, in order, with at most READERS of them alive at a time."""
+    """Yields `load(*job)` of every job, in order; at most WEIGHT_READERS are alive at a time."""
     pending: deque[Future[jax.Array]] = deque()
     for job in jobs:
         pending.append(pool.submit(load, *job))
-        if len(pending) == READERS:
+        if len(pending) == WEIGHT_READERS:
             yield pending.popleft().result()
     while pending:
         yield pending.popleft().result()

@@ -82,34 +82,22 @@ def fit_rows(
     if not usable:
         log.info("--batch_size auto: %d rows, the default on %s", request.batch_size, kind)
         return forward, None
-    rows, why = _recorded_rows(host, earlier, kind, count), "as when the run began"
+    recorded = [metadata.get("auto_batch_size") or {} for metadata in earlier]
+    alike = [
+        each for each in recorded if (each.get("device"), each.get("devices")) == (kind, count)
+    ]
+    of_hosts = gather(host, str(min((each["rows"] for each in alike), default="")))
+    rows, why = min(map(int, filter(None, of_hosts)), default=None), "as when the run began"
     if rows is not None:
         asked = replace(request, batch_size=rows)
-        recorded = together(host, partial(prepare_model, families, asked, forward))
-        meshes = [(found.get("auto_batch_size") or {}).get("mesh") for found in earlier]
-        if any_host(host, [recorded.layout.shape in meshes])[0]:
-            forward = recorded
-        else:
-            rows = None
+        tried = together(host, partial(prepare_model, families, asked, forward))
+        same = any_host(host, [tried.layout.shape in [each.get("mesh") for each in recorded]])[0]
+        rows, forward = (rows, tried) if same else (None, forward)
     if rows is None:
         rows, forward, why = _search(host, families, request, forward, len(devices), usable)
     log.info("--batch_size auto: %d rows per host and step: %s", rows, why)
     mesh = forward.layout.shape
     return forward, {"rows": rows, "device": kind, "devices": count, "mesh": mesh}
-
-
-def _recorded_rows(
-    host: Host, earlier: Sequence[Mapping[str, Any]], kind: str, devices: int
-) -> int | None:
-    """Returns the smallest number that a host finds recorded for such devices; None without one."""
-    recorded = [metadata.get("auto_batch_size") or {} for metadata in earlier]
-    own = [
-        found["rows"]
-        for found in recorded
-        if (found.get("device"), found.get("devices")) == (kind, devices)
-    ]
-    of_hosts = gather(host, str(min(own)) if own else "")
-    return min((int(rows) for rows in of_hosts if rows), default=None)
 
 
 def _search(
@@ -166,7 +154,6 @@ def _lacking_on_device(forward: Forward, usable: float) -> str:
 
 
 def _too_much(what: str, needed: float, where: str, room: float) -> str:
-    """Says what does not fit where. needed, room: bytes."""
     return (
         f"{what} would take {needed / GIGABYTE:.3g} GB of each {where}, where "
         f"{room / GIGABYTE:.3g} GB can be used"

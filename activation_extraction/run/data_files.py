@@ -1,170 +1,135 @@
-"""This module checks that a data set's files still are what stored shards have read.
+"""This module checks that a data set's files are those that the run began with.
 
 metadata.json lists the files, local ones or those at a URL, in the order in which they are read,
-with a digest of those that a shard has samples of. A run that continues reads them in the recorded
-order, whatever they are called now, and refuses a file that has changed. The others are digested
-while the run computes.
+each with its size and fingerprint. A run that continues reads them in that order, whatever they are
+called now, and refuses a file that has changed. Of a local file of text that has grown, it reads
+what was there when the run began.
 """
 
-import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.log import log
-from activation_extraction.run.digests import file_digests, reading, same_beginning
-from activation_extraction.text.file_list import JSON_LINES, TextFile, modified
+from activation_extraction.common.visible import counted
+from activation_extraction.run.digests import READERS, file_fingerprint, naming_unreadable
+from activation_extraction.text.file_list import TextFile
 
-RECORD = "data_files"  # the field in metadata.json
+T = TypeVar("T")
 ANEW = "a run over other data needs another --output_dir (or --gcs_prefix), or --overwrite"
-CHANGED = f"{ANEW}; this one needs the file that it began with"
-OTHER_CONTENT = (
-    "--dataset_path: {} has other content here than where another host of this run has read it"
-)
-# At the start, hosts compare blocks from all over a file, or all of it if it is small.
-BLOCK, BLOCKS = 2**16, 64
+PUT_BACK = "put the file back as it was when the run began, or begin anew with --overwrite"
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A file as metadata.json records it. digest: "" if no stored shard has read the file."""
+    """A file as metadata.json records it.
+
+    fingerprint: of its first `bytes` bytes if it is local, else what its store says of it.
+    """
 
     name: str
     bytes: int
-    digest: str = ""
-
-    def contradicts(self, other: "Recorded") -> bool:
-        """Returns whether the content has changed; with another size, it may just have grown."""
-        both = self.digest and other.digest and self.bytes == other.bytes
-        return bool(both) and self.digest != other.digest
+    fingerprint: str
 
 
 class DataFiles:
-    """The files are listed in the order in which they are read, with digests of those read so far.
+    """The files of a data set, in the order in which they are read, and as they are recorded.
 
-    `grown`: whether a file that the stored shards have read has new rows at its end.
+    Of each file, as many bytes are read as its size here says.
     """
 
-    def __init__(self, files: Sequence[TextFile] = ()) -> None:
+    def __init__(
+        self, files: Sequence[TextFile] = (), recorded: Sequence[Recorded] | None = None
+    ) -> None:
+        """Takes the fingerprints of the files, unless they are recorded already."""
         self.files = tuple(files)
-        self.grown = False
-        self._by_name = {file.name: file for file in files}
-        self._read: dict[str, Recorded] = {}
-        self._read_by_others: dict[str, Recorded] = {}
-        self._pending: dict[str, Future[str]] = {}
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="digest-data")
+        self.recorded = tuple(_together(_record, files) if recorded is None else recorded)
 
     @classmethod
     def as_recorded(
-        cls,
-        files: Sequence[TextFile],
-        own: Sequence[Mapping[str, Any]],
-        others: Sequence[Mapping[str, Any]] = (),
-        may_grow: bool = True,
+        cls, files: Sequence[TextFile], earlier: Sequence[Mapping[str, Any]]
     ) -> "DataFiles":
         """Returns the files as a run that continues has to read them.
 
-        own: the metadata that this host has stored, here and in the bucket; others: that of other
-        hosts. may_grow: whether the last file may have new lines at its end. Raises InputError,
-        naming the file, if one that this host's shards have read has changed, or if hosts have read
-        different ones.
+        earlier: the metadata that hosts of the run have stored; the first counts where they differ
+        in how much they read of a file. Raises InputError, naming the file, if one is not the
+        recorded one, is missing, or was not there when the run began.
         """
-        recorded = _merged([*own, *others])
-        if not recorded:
+        every = [[Recorded(**each) for each in found.get("data_files", ())] for found in earlier]
+        lists = list(dict.fromkeys(tuple(recorded) for recorded in every if recorded))
+        if not lists:
             return cls(files)
-        read_here = {f.name for metadata in own for f in _recorded_in(metadata) if f.digest}
-        data_files = cls(_in_recorded_order(files, recorded))
-        pairs = zip(data_files.files, recorded, strict=True)
-        read = [(now, before) for now, before in pairs if before.name in read_here]
-        same_size = [now for now, before in read if now.size == before.bytes]
-        digests = _digests(same_size, "the data set")
-        data_files._read_by_others = {file.name: file for file in recorded if file.digest}
-        for now, before in read:
-            if digests.get(now.name) != before.digest:
-                if not may_grow or now is not read[-1][0] or not _has_grown(now, before):
+        first = lists[0]
+        ordered = _in_recorded_order(files, first)
+        for recorded in lists:
+            if [each.name for each in recorded] != [each.name for each in first]:
+                raise InputError("--dataset_path: the hosts of this run have read different files")
+            same = _together(_is_recorded, ordered, recorded)
+            for now, before, is_same in zip(ordered, recorded, same, strict=True):
+                if not is_same:
                     sizes = f" ({before.bytes:,} bytes then, {now.size:,} now)"
+                    told = sizes if now.size != before.bytes else ""
                     raise InputError(
-                        f"--dataset_path: {now.url} has changed since stored shards read it"
-                        f"{sizes if now.size != before.bytes else ''}; {CHANGED}"
+                        f"--dataset_path: {now.url} is not the file that the run began "
+                        f"with{told}; {ANEW}"
                     )
-                data_files.grown = True
-            data_files._read[now.name] = before
-        return data_files
+        _say_what_is_not_read(ordered, first)
+        read = [replace(now, size=was.bytes) for now, was in zip(ordered, first, strict=True)]
+        return cls(read, first)
 
-    def start_digest(self, name: str) -> None:
-        """Starts to digest a file, because a row of it has been read."""
-        if name not in self._pending:
-            self._pending[name] = self._pool.submit(_digest_unchanged, self._by_name[name])
-
-    def settle(self) -> bool:
-        """Waits for the digests of all files read so far; returns whether any is new.
-
-        Raises RunError if a file has changed since the run began, or if other hosts have read one
-        with other content.
-        """
-        before = dict(self._read)
-        for name, future in list(self._pending.items()):
-            if not future.done():
-                log.info("waiting for the SHA-256 of %s", self._by_name[name].url)
-            now = Recorded(name, self._by_name[name].size, future.result())
-            if now.contradicts(self._read_by_others.get(name, now)):
-                raise RunError(OTHER_CONTENT.format(name))
-            self._read[name] = now
-        return self._read != before
+    def fingerprints(self) -> dict[str, str]:
+        """Returns the size and the fingerprint of each file, for hosts to compare."""
+        return {f"data file {r.name}": f"{r.bytes} bytes, {r.fingerprint}" for r in self.recorded}
 
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the files as metadata.json lists them."""
-        read = dict(self._read)  # another thread may add to it
-        files = (read.get(file.name, Recorded(file.name, file.size)) for file in self.files)
-        return [{**vars(file)} for file in files]
+        return [asdict(each) for each in self.recorded]
 
-    def sampled(self) -> dict[str, str]:
-        """Returns a digest of each file's size and of samples of its content, for hosts to compare.
+    def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Raises RunError if a local file of these rows is not what it was when the run began.
 
-        Reading all of a large file would take too long; a small one is read whole.
+        rows: as samples have them. Here, the name of a file begins with the number of its source if
+        there are several; a file of the same name in another source is checked, too. A fingerprint
+        is compared only if the file's size or time is another.
         """
-        return {f"data file {file.name}": _sampled(file) for file in self.files}
-
-
-def _merged(earlier: Iterable[Mapping[str, Any]]) -> list[Recorded]:
-    """Returns what all hosts have recorded. Raises InputError if they have read different files."""
-    merged: list[Recorded] = []
-    for recorded in filter(None, map(_recorded_in, earlier)):
-        merged = merged or recorded
-        if [file.name for file in merged] != [file.name for file in recorded]:
-            raise InputError("--dataset_path: the hosts of this run have read different files")
-        for n, (one, other) in enumerate(zip(merged, recorded, strict=True)):
-            if one.contradicts(other):
-                raise InputError(OTHER_CONTENT.format(one.name))
-            merged[n] = one if one.digest else other
-    return merged
-
-
-def _recorded_in(metadata: Mapping[str, Any]) -> list[Recorded]:
-    """Returns the files that metadata.json lists."""
-    return [Recorded(f["name"], f["bytes"], f["digest"]) for f in metadata.get(RECORD, ())]
+        names = {row.get("file") for row in rows}
+        for file, recorded in zip(self.files, self.recorded, strict=True):
+            if not file.local or names.isdisjoint((file.name, file.name.partition("/")[2])):
+                continue
+            problem = f"{file.url}: has changed while the run was reading it"
+            try:
+                with naming_unreadable(Path(file.url)):
+                    status = os.stat(file.url)
+                now = replace(file, size=status.st_size, version=str(status.st_mtime_ns))
+                if now == file or _is_recorded(now, recorded):
+                    continue
+            except InputError as error:
+                problem = str(error)
+            raise RunError(problem, remedy=PUT_BACK)
 
 
 def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) -> list[TextFile]:
-    """Returns the files under their recorded names, recognising renamed ones by size and content.
+    """Returns the files under their recorded names, recognising renamed ones by their content.
 
     Raises InputError if there is one too many or too few.
     """
     by_name = {file.name: file for file in files}
     names = {file.name for file in recorded}
-    new = [file for file in files if file.name not in names]
+    new = sorted((file for file in files if file.name not in names), key=lambda file: file.size)
     ordered = []
     for before in recorded:
         now = by_name.get(before.name)
         if now is None:
-            same_size = (file for file in new if file.size == before.bytes)
-            alike = (f for f in same_size if before.digest in ("", *_digests([f]).values()))
-            if (now := next(alike, None)) is None:
-                raise InputError(f"--dataset_path: {before.name} is missing; {CHANGED}")
+            now = next((file for file in new if _is_recorded(file, before)), None)
+            if now is None:
+                raise InputError(
+                    f"--dataset_path: {before.name} is missing; {ANEW}; this one needs the file "
+                    "that it began with"
+                )
             new.remove(now)
         ordered.append(replace(now, name=before.name))
     if new:
@@ -175,46 +140,34 @@ def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) 
     return ordered
 
 
-def _digests(files: Sequence[TextFile], what: str | None = None) -> dict[str, str]:
-    """Returns what identifies each file's content by name: a SHA-256, or the store's version.
-
-    what: what a progress bar calls the files; None: there is no bar.
-    """
-    sha256 = file_digests([Path(file.url) for file in files if file.local], what)
-    return {
-        file.name: f"sha256 {sha256[Path(file.url)]}"
-        if file.local
-        else file.version or f"{file.size} bytes"
-        for file in files
-    }
-
-
-def _digest_unchanged(file: TextFile) -> str:
-    """Returns a file's digest. Raises RunError if it has changed since it was listed."""
-    digest = _digests([file])[file.name]
-    if file.local and modified(os.stat(file.url).st_mtime) != file.version:
-        raise RunError(
-            f"{file.url}: has changed while the run was reading it",
-            remedy="let whatever writes to it finish; then give the same command again",
-        )
-    return digest
-
-
-def _has_grown(now: TextFile, before: Recorded) -> bool:
-    """Returns whether lines were added at the end of a file, and nothing else has changed."""
-    if now.size <= before.bytes or not now.local or not now.url.lower().endswith(JSON_LINES):
+def _is_recorded(now: TextFile, before: Recorded) -> bool:
+    """Returns whether a file is the recorded one; a local one of text may have grown."""
+    if now.size != before.bytes and not (now.size > before.bytes and now.may_grow):
         return False
-    return same_beginning(Path(now.url), before.bytes, before.digest.removeprefix("sha256 "))
+    return _record(replace(now, size=before.bytes)).fingerprint == before.fingerprint
 
 
-def _sampled(file: TextFile) -> str:
-    if not file.local:
-        return f"{file.size} {file.version}"
-    digest = hashlib.sha256(str(file.size).encode())
-    with reading(Path(file.url)), open(file.url, "rb") as content:
-        whole = file.size <= BLOCK * BLOCKS
-        step = BLOCK if whole else (file.size - BLOCK) // (BLOCKS - 1)
-        for start in range(0, file.size, step):
-            content.seek(start)
-            digest.update(content.read(BLOCK))
-    return digest.hexdigest()
+def _say_what_is_not_read(files: Sequence[TextFile], recorded: Sequence[Recorded]) -> None:
+    """Says how much of files that have grown is left out."""
+    pairs = zip(files, recorded, strict=True)
+    added = {now.url: now.size - was.bytes for now, was in pairs if now.size > was.bytes}
+    if added:
+        others = f" and {counted(len(added) - 1, 'other file')}" if len(added) > 1 else ""
+        log.warning(
+            "the last %s of %s%s are not read: they were not there when the run began",
+            *(counted(sum(added.values()), "byte"), next(iter(added)), others),
+        )
+
+
+def _together(function: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
+    """Returns what a function gives for each file; many files are read at the same time."""
+    with ThreadPoolExecutor(READERS, "fingerprint-data") as pool:
+        return list(pool.map(function, *arguments))
+
+
+def _record(file: TextFile) -> Recorded:
+    """Takes the fingerprint of the first `size` bytes of a local file, or a store's version."""
+    found = file.version or f"{file.size} bytes"
+    if file.local:
+        found = f"blocks {file_fingerprint(Path(file.url), file.size)}"
+    return Recorded(file.name, file.size, found)

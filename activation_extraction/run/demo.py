@@ -30,7 +30,7 @@ from activation_extraction.store.local_files import write_bytes
 from activation_extraction.store.patience import reason_of
 
 VOCAB_SIZE = 2048
-DOCUMENTS = 300
+HOW_MANY = 300  # documents
 MEDIAN_SENTENCES, SPREAD = 6, 0.8  # the documents' lengths are log-normal
 END_OF_TEXT = "<|endoftext|>"
 # Qwen2 splits text like this before byte-level BPE (the pattern is in its tokenizer.json).
@@ -75,14 +75,14 @@ def make_demo(output: Path, families: Families) -> tuple[Path, Path]:
             path.mkdir(parents=True, exist_ok=True)
         write_documents(documents, paragraphs)
         write_tokenizer(model, paragraphs)
-        write_bytes(model / "config.json", _json(MODEL_CONFIG))
+        write_bytes(model / "config.json", _indented(MODEL_CONFIG))
         write_weights(model / SINGLE_FILE, family.weights_of(config))
     except OSError as error:
         raise InputError(f"--demo: {folder}: {reason_of(error)[0]}") from error
     return model, documents
 
 
-def _json(content: Mapping[str, Any]) -> bytes:
+def _indented(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
@@ -91,7 +91,7 @@ def write_documents(path: Path, paragraphs: list[str]) -> None:
     rng = random.Random(0)
     sentences = [s for paragraph in paragraphs for s in re.split(r"(?<=[.!?]) ", paragraph)]
     rows = []
-    for number in range(DOCUMENTS):
+    for number in range(HOW_MANY):
         count = math.ceil(rng.lognormvariate(math.log(MEDIAN_SENTENCES), SPREAD))
         start = rng.randrange(len(sentences))
         text = " ".join(sentences[start : start + count])
@@ -140,7 +140,7 @@ def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
         "eos_token": END_OF_TEXT,
         "pad_token": END_OF_TEXT,
     }
-    write_bytes(folder / "tokenizer_config.json", _json(settings))
+    write_bytes(folder / "tokenizer_config.json", _indented(settings))
 
 
 def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:

@@ -36,13 +36,12 @@ from activation_extraction.model.released import released_config
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.prepare import model_request
 from activation_extraction.run.topologies import PRICES_OF, Topology, topology_of
-from activation_extraction.store.encode_shard import encode_shard
 from activation_extraction.store.formats import Threads, chosen_format
-from activation_extraction.store.shard import SampleRow, Shard
+from activation_extraction.store.shard import SampleRow, Shard, encode_shard
 from activation_extraction.store.statistics import sums_of
 
 Range = tuple[float, float]
-LONGEST = 900  # seconds that the compiler may take
+MOST_SECONDS = 900  # seconds that the compiler may take
 FILLED = 0.99  # the share of a batch that is not padding
 # What takes the time of a step, and the shares of the peak speeds that a run reaches, at worst and
 # at best. Of products, 0.35 to 0.71 are published for training with MaxText on v4 to v6e; of a
@@ -58,7 +57,7 @@ BINDS: dict[str, tuple[str, Range]] = {
 # (data set, configuration) -> its documents, as others have counted them.
 KNOWN = {(DATASET[0], "sample-10BT"): 9_672_101, (DATASET[0], "sample-350BT"): 339_347_842}
 # Tokens of documents that stand for all: FineWeb-Edu's are about log-normal, with a median of 620.
-DOCUMENTS = [round(620 * math.exp(NormalDist().inv_cdf((n + 0.5) / 1000))) for n in range(1000)]
+LENGTHS = [round(620 * math.exp(NormalDist().inv_cdf((n + 0.5) / 1000))) for n in range(1000)]
 
 
 @dataclass(frozen=True)
@@ -100,18 +99,16 @@ class MeshEstimate:
 
 
 def print_estimate(config: Config, families: Families) -> int:
-    """Prints what the run would take, in words or as one JSON object; returns the exit status.
+    """Prints what the run would take, in words or as the JSON that --help describes.
 
-    In JSON, `best` is the fastest mesh that fits; `hours` and `dollars` are [least, most], at the
-    prices of spot machines and of those on demand; `terabytes` is the most, before compression;
-    null is unknown. Raises InputError for what the run would refuse, as far as config.json says it.
+    Returns the exit status. Raises InputError for what the run would refuse, as far as config.json
+    says it.
     """
     run = planned_run(config, families)
     auto = replace(run.request, mesh_type="auto", mesh_shape=None, mesh_axes=None)
     programs = [(each, program_of(families, each, run.raw)) for each in (auto, run.request)]
-    if programs[0][1].layout.shape == programs[1][1].layout.shape:
-        programs.pop()
-    meshes = [estimate_mesh(run, *each) for each in programs]
+    same = programs[0][1].layout.shape == programs[1][1].layout.shape
+    meshes = [estimate_mesh(run, *each) for each in programs[: 1 if same else 2]]
     fitting = [mesh for mesh in meshes if mesh.fits]
     best = max(fitting, key=lambda mesh: mesh.tokens_per_second[1], default=None)
     amounts: dict[str, Any] = dict.fromkeys(("hours", "dollars", "terabytes"))
@@ -131,7 +128,6 @@ def print_estimate(config: Config, families: Families) -> int:
 
 
 def planned_run(config: Config, families: Families) -> PlannedRun:
-    """Returns what the flags ask to estimate. Raises InputError."""
     topology = topology_of(config.plan or "", config.chips_per_host)
     jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are left alone
     raw, request = read_config(config), model_request(config, topology.described())
@@ -217,12 +213,12 @@ def compile_elsewhere(run: PlannedRun, request: ModelRequest) -> float | str:
     asked = pickle.dumps((run.families, replace(request, devices=None), run.raw, run.topology))
     env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
     env |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    options: Any = dict(capture_output=True, timeout=LONGEST, env=os.environ | env)
+    options: Any = dict(capture_output=True, timeout=MOST_SECONDS, env=os.environ | env)
     command = [sys.executable, "-P", "-c", f"from {__name__} import answer; answer()"]
     try:
         done = subprocess.run(command, input=asked, **options)
     except subprocess.TimeoutExpired:
-        return f"the compiler took more than {LONGEST} s"
+        return f"the compiler took more than {MOST_SECONDS} s"
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         return f"the compiler failed with status {done.returncode}: {''.join(last)}"
@@ -254,7 +250,7 @@ def pack_rate(config: Config, dtype: Any) -> Range:
     with threads.pool:
         shard, _ = encode_shard(shard, encoded, map)
         sums_of([values], [positions])
-        packed = form.write(shard, {0: "hook"}, threads, [])
+        packed = form.pack(shard, {0: "hook"}, threads)
     return size / (time.process_time() - began), packed.bytes / size
 
 
@@ -262,15 +258,15 @@ def data_size(config: Config) -> tuple[Range | None, float]:
     """Returns how many tokens the run computes in all, at least and at most, None if nothing says
     how much data there is; and the share of them that is stored."""
     length, overlap = config.max_seq_length, config.overlap
-    step = length - overlap if config.long_documents == "split" else max(DOCUMENTS)
-    pieces = [(x, start) for x in DOCUMENTS for start in range(0, max(x - overlap, 1), step)]
+    step = length - overlap if config.long_documents == "split" else max(LENGTHS)
+    pieces = [(x, start) for x in LENGTHS for start in range(0, max(x - overlap, 1), step)]
     samples = [min(document - start, length) for document, start in pieces]
     total, mean = sum(samples), sum(samples) / len(samples)
     # A piece of a document repeats tokens of the one before, which are not stored again.
-    repeated = overlap * (len(samples) - len(DOCUMENTS)) / total
+    repeated = overlap * (len(samples) - len(LENGTHS)) / total
     kept = sum(map(config.positions.expected, samples)) / total * (1 - repeated)
     documents = KNOWN.get((config.dataset_name or "", config.dataset_config or ""))
-    low = high = (documents or math.inf) / config.total_machines * total / len(DOCUMENTS)
+    low = high = (documents or math.inf) / config.total_machines * total / len(LENGTHS)
     if config.max_samples is not None:
         longest = length if documents is None else mean
         low, high = min(low, config.max_samples * mean), min(high, config.max_samples * longest)

@@ -18,12 +18,10 @@ from activation_extraction.run.open_data import Dataset, TextRequest
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
 from activation_extraction.text.chat import ChatTemplate
-from activation_extraction.text.documents import (
-    Documents,
-    with_remedy,
-)
+from activation_extraction.text.documents import with_remedy
 from activation_extraction.text.messages import MessagesColumn
-from activation_extraction.text.packing import pack
+from activation_extraction.text.mixture import Documents
+from activation_extraction.text.packing import pack, rows_of_group
 from activation_extraction.text.rows import IdsColumn, Reader, RowForm, TextColumn
 from activation_extraction.text.samples import (
     SampleForm,
@@ -126,7 +124,6 @@ def row_form(request: TextRequest, template: ChatTemplate | None, vocabulary: in
 
 
 def sample_form(request: TextRequest) -> SampleForm:
-    """Returns how samples are made of documents."""
     choice = TokenChoice(request.positions, request.drop_token_ids, request.roles)
     split = request.long_documents == "split"
     return SampleForm(request.max_seq_length, split, request.overlap, choice)
@@ -151,10 +148,6 @@ class HostText:
         return sample_form(self.request)
 
     @property
-    def choice(self) -> TokenChoice:
-        return self.form.choice
-
-    @property
     def max_samples(self) -> int | None:
         """Returns the most samples that this host stores; None: no limit."""
         return self._share(self.request.max_samples)
@@ -176,8 +169,22 @@ class HostText:
         watchdog: watches over the wait for the first batch. Raises InputError if that one cannot be
         read, or if there is no text at all.
         """
-        documents = self._documents()
-        batches = Prefetch(self._not_stored(documents, storage), BATCHES_AHEAD)
+        request, (rows, length) = self.request, self.shape
+        documents = self.dataset.documents(
+            self.rows, self.worker, request.skip_bad_rows, request.shuffle_documents
+        )
+        stream = samples(
+            documents,
+            self.tokenizer,
+            self.form,
+            start=storage.mark,
+            stored=storage.stored_after_mark,
+            until=storage.until,
+            **storage.limits,
+        )
+        # While the devices compute the batches of a group, the next one is read.
+        ahead = BATCHES_AHEAD + rows_of_group(length) // rows
+        batches = Prefetch(iter(()) if storage.complete else pack(stream, rows, length), ahead)
         if storage.complete:
             return documents, batches
         try:
@@ -185,25 +192,6 @@ class HostText:
                 first = batches.peek()
         except RunError as error:
             raise with_remedy(error) from error
-        if first is None and self.worker == Worker() and not storage.plan.samples:
+        if first is None and self.worker == Worker() and not storage.totals.samples:
             raise InputError("the data set is empty: no row has text; expected at least one")
         return documents, batches
-
-    def _documents(self) -> Documents:
-        """Returns the host's share of the documents, from the beginning."""
-        request = self.request
-        return self.dataset.documents(
-            self.rows, self.worker, request.skip_bad_rows, request.shuffle_documents
-        )
-
-    def _not_stored(self, documents: Documents, storage: ActivationStorage) -> Iterator[Batch]:
-        """Yields the batches of every range of shards to store."""
-        for number, gap in enumerate(storage.plan.ranges):
-            documents = self._documents() if number else documents
-            start = gap.cursor
-            stream = samples(documents, self.tokenizer, self.form, start=start, **storage.limits)
-            for batch in pack(stream, *self.shape, () if start is None else start.taken):
-                yield batch
-                missing = self.worker.sample_idx(batch.next_cursor.samples)  # the first one
-                if gap.until is not None and missing >= gap.until:
-                    break

@@ -1,6 +1,6 @@
 """Many processes join as one run, compare what must be the same, and take the same steps.
 
-`jax.distributed` joins the processes of a pod. Before anything expensive, `require_agreement`
+`jax.distributed` joins the processes of a pod. Before anything expensive, `raise_together`
 compares everything that must be the same on all hosts, such as the flags and the model's files.
 During the run, `Lockstep` keeps the hosts at the same step, a watchdog ends a process whose steps
 no longer finish, and a helper process says what to do when JAX ends this one because another one
@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -35,7 +36,7 @@ from activation_extraction.common.visible import say_error
 from activation_extraction.model.mesh import host_rows, usable_devices
 from activation_extraction.text.batch import Batch
 
-SHOWN = 400  # of a value with more characters, messages show a digest
+MOST_SHOWN = 400  # of a value with more characters, messages show a digest
 STEPS_AHEAD = 2
 LOOK_SECONDS = 1.0  # between two looks of the watchdog
 MOST_OF_A_ROW = 0.25  # how much of the host's memory the process may take in while it reads a row
@@ -166,21 +167,6 @@ def leave(host: Host) -> None:
         jax.distributed.shutdown()
 
 
-def raise_together(host: Host, failure: Exception | None) -> None:
-    """Raises `failure` on the host that has one and RunError on all others; a barrier for all.
-
-    All hosts leave the run before anything is raised.
-    """
-    if any_host(host, [failure is not None])[0]:
-        leave(host)
-        raise failure or other_host_failed()
-
-
-def other_host_failed() -> RunError:
-    """Returns what a host raises if it has no problem itself, but another host has failed."""
-    return RunError("another host failed", remedy="its message says what to do on all hosts")
-
-
 def gather(host: Host, text: str) -> list[str]:
     """Returns every host's text, in the order of the hosts. All hosts must call this."""
     if not host.several:
@@ -192,14 +178,16 @@ def gather(host: Host, text: str) -> list[str]:
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def require_agreement(host: Host, fields: Mapping[str, object], problem: Exception | None) -> None:
-    """Compares `fields` (name -> content) over all hosts. If one has a problem, all of them raise.
+def raise_together(
+    host: Host, problem: Exception | None, fields: Mapping[str, object] = MappingProxyType({})
+) -> None:
+    """Raises on all hosts if one has a problem, or if `fields` (name -> content) differ over them.
 
-    All hosts must call this; a host with a problem may leave the fields out. Raises `problem` on
-    the host that has one. The others raise an error that names that host: InputError, or RunError
-    if no host found bad input. If there is no problem but a field differs, or some hosts lack it,
-    raises InputError with the field, its values and their hosts. All hosts leave the run before
-    that.
+    All hosts must call this; it is a barrier. A host with a problem may leave the fields out.
+    Raises `problem` on the host that has one. The others raise an error that names that host:
+    InputError, or RunError if no host found bad input. If there is no problem but a field differs,
+    or some hosts lack it, raises InputError with the field, its values and their hosts. All hosts
+    leave the run before that.
     """
     error = _disagreement(host, fields, problem) if host.several else problem
     if error is not None:
@@ -215,15 +203,15 @@ def together(
     """Returns what `action` returns, once it has succeeded on all hosts; all must call this.
 
     compared: the fields of the result that must be the same on all hosts. Raises what
-    `require_agreement` does.
+    `raise_together` does.
     """
     try:
         result = action()
         fields = compared(result)
     except Exception as error:  # the other hosts must not wait for this one
-        require_agreement(host, {}, error)
+        raise_together(host, error)
         raise
-    require_agreement(host, fields, None)
+    raise_together(host, None, fields)
     return result
 
 
@@ -234,10 +222,11 @@ def _disagreement(
     kinds = _gather(np.int32(kind))
     if kinds.any():
         hosts = ", ".join(str(i) for i in np.flatnonzero(kinds))
+        told = f"host {hosts} failed: see the message there"
         if 1 in kinds:
-            return problem or InputError(f"host {hosts} refused the request: see the message there")
-        return problem or RunError(f"host {hosts} failed: see the message there")
-    values = json.dumps({name: _value_or_digest(str(value)) for name, value in fields.items()})
+            return problem or InputError(told)
+        return problem or RunError(told, remedy="it says what to do on all hosts")
+    values = json.dumps({name: _short_value(str(value)) for name, value in fields.items()})
     if len(set(gather(host, hashlib.sha256(values.encode()).hexdigest()))) == 1:
         return None  # a data set of many files has many fields, so they are seldom sent
     of_hosts = [json.loads(each) for each in gather(host, values)]
@@ -251,11 +240,10 @@ def _disagreement(
     return None
 
 
-def _value_or_digest(value: str) -> str:
+def _short_value(value: str) -> str:
     """Returns a value that is short enough to be shown, or else a digest of it."""
-    if len(value) <= SHOWN:
-        return value
-    return f"digest {hashlib.sha256(value.encode()).hexdigest()[:32]}"
+    digest = hashlib.sha256(value.encode()).hexdigest()[:32]
+    return value if len(value) <= MOST_SHOWN else f"digest {digest}"
 
 
 class Watchdog:
@@ -405,7 +393,8 @@ class Lockstep:
         """Learns how many hosts cast each vote with a step; decides on the step two later."""
         with_data, stopping, failed = (bool(count) for count in votes)
         if failed and self.failure is None:
-            self.failure = other_host_failed()
+            remedy = "its message says what to do on all hosts"
+            self.failure = RunError("another host failed", remedy=remedy)
         self.complete = self.complete and not stopping
         self._take_step.append(with_data and not stopping and not failed)
 

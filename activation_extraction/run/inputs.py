@@ -7,7 +7,7 @@ recomputes samples. --repair and a run that continues compare the identity that 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +28,7 @@ from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.chat import ChatTemplate
 from activation_extraction.text.file_list import is_path
-from activation_extraction.text.rows import ATTENTION_MASK, RowForm
+from activation_extraction.text.rows import RowForm
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets", "isal")
 SCRIPTS = ("extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py")
@@ -38,15 +38,13 @@ SCRIPTS = ("extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py")
 class Inputs:
     """The inputs of one run, which are opened when they are first needed; that raises InputError.
 
-    model, text: what the flags ask. forward: the checked model. own, others, names: see
-    `open_dataset`.
+    model, text: what the flags ask. forward: the checked model. earlier, names: see `open_dataset`.
     """
 
     model: ModelRequest
     text: TextRequest
     forward: Forward
-    own: Sequence[Mapping[str, Any]] = ()
-    others: Sequence[Mapping[str, Any]] = ()
+    earlier: Sequence[Mapping[str, Any]] = ()
     names: Sequence[str] = ()
 
     @cached_property
@@ -73,7 +71,7 @@ class Inputs:
 
     @cached_property
     def dataset(self) -> Dataset:
-        return open_dataset(self.text, self.rows.columns, self.own, self.others, self.names)
+        return open_dataset(self.text, self.rows.columns, self.earlier, self.names)
 
 
 @dataclass(frozen=True)
@@ -92,10 +90,6 @@ class Input:
     fields: tuple[str, ...]
     known_by: Callable[[Inputs], tuple[str, ...]]
     of_text: bool = True
-
-    def is_that_of(self, identity: Identity, inputs: Inputs) -> bool:
-        """Returns whether a run with this identity had the same input."""
-        return self.known_by(inputs) == tuple(getattr(identity, field) for field in self.fields)
 
 
 def _tokenizer_digest(inputs: Inputs) -> tuple[str]:
@@ -129,7 +123,7 @@ INPUTS = (
     Input(
         "data set",
         flags=("mix", "dataset_path", "dataset_name", "dataset_config", "dataset_split"),
-        paths=("dataset_path", "mix"),  # mix_of has what hosts compare of a mixture
+        paths=("dataset_path", "mix"),  # settings_of has what hosts compare of a mixture
         fields=("data", "data_revision"),
         known_by=lambda inputs: (inputs.dataset.name, inputs.dataset.content),
     ),
@@ -149,7 +143,9 @@ def check_inputs(inputs: Inputs, identity: Identity, of_text: bool) -> None:
     """
     given = {**vars(inputs.model), **vars(inputs.text)}
     for each in INPUTS:
-        if each.of_text == of_text and not each.is_that_of(identity, inputs):
+        if each.of_text != of_text:
+            continue
+        if each.known_by(inputs) != tuple(getattr(identity, field) for field in each.fields):
             flag = next(flag for flag in each.flags if given[flag])
             value = f" {plain_url(given[flag])}" if isinstance(given[flag], str) else ""
             raise InputError(
@@ -158,7 +154,7 @@ def check_inputs(inputs: Inputs, identity: Identity, of_text: bool) -> None:
             )
 
 
-def identity_of(
+def new_identity(
     inputs: Inputs, text: TextRequest, options: StorageOptions, worker: Worker
 ) -> Identity:
     """Returns everything that decides the content of the shards, and must stay the same.
@@ -167,42 +163,27 @@ def identity_of(
     """
     forward, model, seed = inputs.forward, inputs.forward.model, text.shuffle_documents
     has_top_logits = any(hook.name.startswith("logits.top_") for hook in model.hooks)
-    attends = text.mask_column == ATTENTION_MASK
+    flags = {**vars(text), **vars(options), "positions": str(text.positions)}
     known: dict[str, Any] = {}
     for each in INPUTS:
         known |= zip(each.fields, each.known_by(inputs), strict=True)
-    return Identity(
-        **known,
-        text_column=text.text_column,
-        skip_bad_rows=text.skip_bad_rows,
-        max_seq_length=text.max_seq_length,
-        hooks=tuple(hook.name for hook in model.hooks),
-        integer_hooks=tuple(hook.name for hook in model.hooks if hook.kind.dtype == "int32"),
-        float32_hooks=tuple(hook.name for hook in model.hooks if hook.kind.dtype == "float32"),
-        keyed_by=forward.keyed_by,
-        dtype=str(model.dtype),
-        activation_dtype=str(model.activation_dtype),
-        shard_size_gb=options.shard_size_gb,
-        compress_shards=options.compress_shards,
-        shard_format=options.shard_format,
-        positions=str(text.positions),
-        drop_token_ids=text.drop_token_ids,
-        roles=text.roles,
-        id_column=text.id_column or "",
-        keep_columns=text.keep_columns,
-        messages_column=text.messages_column or "",
-        ids_column=text.ids_column or "",
-        mask_column="" if attends else text.mask_column or "",
-        attention_mask=ATTENTION_MASK if attends else "",
-        long_documents=text.long_documents,
-        overlap=text.overlap,
-        shuffle_documents="" if seed is None else str(seed),
-        top_logits=inputs.model.top_logits if has_top_logits else 0,
-        total_machines=worker.machines,
-        num_hosts=worker.hosts,
-        machine=worker.machine,
-        host=worker.host,
-    )
+    found = {
+        "hooks": tuple(hook.name for hook in model.hooks),
+        "integer_hooks": tuple(hook.name for hook in model.hooks if hook.kind.dtype == "int32"),
+        "float32_hooks": tuple(hook.name for hook in model.hooks if hook.kind.dtype == "float32"),
+        "keyed_by": forward.keyed_by,
+        "dtype": str(model.dtype),
+        "activation_dtype": str(model.activation_dtype),
+        "shuffle_documents": "" if seed is None else str(seed),
+        "top_logits": inputs.model.top_logits if has_top_logits else 0,
+        "total_machines": worker.machines,
+        "num_hosts": worker.hosts,
+        "machine": worker.machine,
+        "host": worker.host,
+    }
+    content: dict[str, Any] = {**flags, **known, **found}
+    content |= {name: "" for name, value in content.items() if value is None}
+    return Identity(**{each.name: content[each.name] for each in fields(Identity)})
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -210,15 +191,11 @@ def settings_of(config: Config) -> dict[str, Any]:
     asked = config.to_json()
     return {
         **{f"--{name}": asked[name] for name in FLAGS if name not in HOST_FIELDS},
-        "--mix": mix_of(config),
+        # The weights of a mixture's sources, and the names of those that are not files.
+        "--mix": [("" if is_path(source) else source, weight) for source, weight in config.mix],
         **{f"version of {package}": found for package, found in package_versions().items()},
         "devices": f"{jax.default_backend()} {jax.local_device_count()}",
     }
-
-
-def mix_of(config: Config) -> list[tuple[str, float]]:
-    """Returns the weights of a mixture's sources, and the names of those that are not files."""
-    return [("" if is_path(source) else source, weight) for source, weight in config.mix]
 
 
 def step_of(forward: Forward) -> dict[str, Any]:
@@ -241,7 +218,7 @@ def fingerprint(inputs: Inputs, identity: Identity) -> dict[str, Any]:
     return {
         **step_of(inputs.forward),
         **shared,
-        "data files": json.dumps([(file.name, file.size) for file in inputs.dataset.files.files]),
+        **inputs.dataset.files.fingerprints(),
         "source": digest_files(sources),
     }
 

@@ -4,10 +4,8 @@ A run that continues reads the same data: the files that it has recorded, and th
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import datasets
@@ -20,19 +18,13 @@ from activation_extraction.run.data_files import DataFiles
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.metadata import identity_of
 from activation_extraction.text.batch import Worker
-from activation_extraction.text.documents import (
-    Documents,
-    DocumentStream,
-    RowCounts,
-    check_dataset,
-)
+from activation_extraction.text.documents import DocumentStream, RowCounts, check_dataset
 from activation_extraction.text.file_list import is_path, list_files, refuse_repeated
-from activation_extraction.text.mixture import Mixture
+from activation_extraction.text.mixture import Documents, Mixture
 from activation_extraction.text.rows import Columns, RowForm
 from activation_extraction.text.sources import open_files, open_hub_dataset
 
 FILES = "files"  # what an identity calls a data set of files
-DATASET_SPLIT = DATASET[2]
 
 
 @dataclass(frozen=True)
@@ -69,13 +61,11 @@ class TextRequest:
 
 
 class Source(NamedTuple):
-    """An open data set. In a mixture it has a name, and `prefix` is what the names of its files
-    begin with where those of all sources are listed."""
+    """An open data set, which has a name in a mixture."""
 
     rows: datasets.IterableDataset
     name: str | None = None
     weight: float = 1.0
-    prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,53 +96,41 @@ class Dataset:
         """Returns a worker's documents, from the beginning. shuffle: a seed, or None."""
         counts = RowCounts(skip_bad_rows)
         streams = [
-            DocumentStream(
-                source.rows,
-                form,
-                worker,
-                counts,
-                partial(self._reads, source.prefix),
-                shuffle,
-                source.name,
-            )
-            for source in self.sources
+            DocumentStream(each.rows, form, worker, counts, self.files.check, shuffle, each.name)
+            for each in self.sources
         ]
         if self.sources[0].name is None:
             return streams[0]
-        names = [str(source.name) for source in self.sources]
-        return Mixture(streams, names, [source.weight for source in self.sources])
-
-    def _reads(self, prefix: str, name: str) -> None:
-        self.files.start_digest(prefix + name)
+        names = [str(each.name) for each in self.sources]
+        return Mixture(streams, names, [each.weight for each in self.sources])
 
 
 def open_dataset(
     request: TextRequest,
     columns: Columns,
-    own: Sequence[Mapping[str, Any]],
-    others: Sequence[Mapping[str, Any]] = (),
+    earlier: Sequence[Mapping[str, Any]] = (),
     names: Sequence[str] = (),
 ) -> Dataset:
     """Opens what is asked for: files, a data set of the hub, or a mixture of both.
 
-    own, others: the metadata that this host and others have stored already. A hub data set is
-    opened at the revision that it records; files must be those that it lists. names: what a mixture
-    calls its sources; () for what the request does. Raises InputError.
+    earlier: the metadata that hosts of the run have stored already, that of this host first. A hub
+    data set is opened at the revision that it records; files must be those that it lists (see
+    DataFiles.as_recorded). names: what a mixture calls its sources; () for what the request does.
+    Raises InputError.
     """
     if request.mix:
-        with _naming_mix():
-            return _open_mixture(request.mix, columns, own, others, names)
+        try:
+            return _open_mixture(request.mix, columns, earlier, names)
+        except InputError as error:
+            raise InputError(re.sub("--dataset_(path|name)", "--mix", str(error))) from error
     path = request.dataset_path
     if path is not None:
-        may_grow = request.shuffle_documents is None
-        before = _of_data(FILES, own), _of_data(FILES, others)
-        files = DataFiles.as_recorded(list_files(path), *before, may_grow)
+        files = DataFiles.as_recorded(list_files(path), _of_data(FILES, earlier))
         return Dataset((Source(open_files(path, columns, files.files)),), FILES, "", files)
     name, config, split = request.dataset_name, request.dataset_config, request.dataset_split
     assert name is not None  # cli/config.py fills it in where no other source is given
     source = " ".join(filter(None, (name, config, split)))
-    revision = _revision_of(source, [*own, *others])
-    rows, revision = open_hub_dataset(name, config, split, revision or None)
+    rows, revision = open_hub_dataset(name, config, split, _revision_of(source, earlier) or None)
     return Dataset((Source(rows),), source, revision)
 
 
@@ -170,16 +148,14 @@ def _revision_of(name: str, earlier: Sequence[Mapping[str, Any]]) -> str:
 def _open_mixture(
     given: Sequence[tuple[str, float]],
     columns: Columns,
-    own: Sequence[Mapping[str, Any]],
-    others: Sequence[Mapping[str, Any]],
+    earlier: Sequence[Mapping[str, Any]],
     names: Sequence[str],
 ) -> Dataset:
     """Opens all sources. Their files are listed together, each under the number of its source."""
     names = names or [plain_url(source) for source, _ in given]
     mix = [(name, source, weight) for name, (source, weight) in zip(names, given, strict=True)]
     name = " ".join(f"{plain}={repr(weight).removesuffix('.0')}" for plain, _, weight in mix)
-    before = _revision_of(name, [*own, *others])
-    revisions = dict(each.rsplit("@", 1) for each in before.split())
+    revisions = dict(each.rsplit("@", 1) for each in _revision_of(name, earlier).split())
     listed = [
         replace(file, name=f"{number}/{file.name}")
         for number, (_, source, _) in enumerate(mix)
@@ -187,35 +163,21 @@ def _open_mixture(
         for file in list_files(source)
     ]
     refuse_repeated(listed)
-    files = DataFiles.as_recorded(
-        listed,
-        _of_data(name, own),
-        _of_data(name, others),
-        may_grow=False,
-    )
+    files = DataFiles.as_recorded(listed, _of_data(name, earlier))
     sources = []
     for number, (plain, source, weight) in enumerate(mix):
         prefix = f"{number}/"
         if is_path(source):
-            known = [file for file in files.files if file.name.startswith(prefix)]
-            own_files = [replace(file, name=file.name.removeprefix(prefix)) for file in known]
-            rows = open_files(source, columns, own_files)
+            own = [file for file in files.files if file.name.startswith(prefix)]
+            own = [replace(file, name=file.name.removeprefix(prefix)) for file in own]
+            rows = open_files(source, columns, own)
         else:
             hub_name, config, split, *more = [*source.split(":"), "", ""]
             if any(more):
                 raise InputError(f"--mix {plain}: no such path, and not NAME:CONFIG:SPLIT")
-            split = split or DATASET_SPLIT
+            split = split or DATASET[2]
             revision = revisions.get(plain)
             rows, revisions[plain] = open_hub_dataset(hub_name, config or None, split, revision)
-        sources.append(Source(rows, plain, weight, prefix))
+        sources.append(Source(rows, plain, weight))
     content = " ".join(f"{plain}@{revision}" for plain, revision in revisions.items())
     return Dataset(tuple(sources), name, content, files)
-
-
-@contextmanager
-def _naming_mix() -> Iterator[None]:
-    """Makes the refusal of a source name the flag that was given."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(re.sub("--dataset_(path|name)", "--mix", str(error))) from error

@@ -15,6 +15,7 @@ import jax
 from tokenizers import Tokenizer
 
 from activation_extraction.cli.flags import Config
+from activation_extraction.common.choices import ATTENTION_MASK
 from activation_extraction.common.errors import InputError, near_miss
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, plain_url
@@ -36,7 +37,7 @@ from activation_extraction.run.hosts import Host, Watchdog, gather, together
 from activation_extraction.run.inputs import (
     Inputs,
     fingerprint,
-    identity_of,
+    new_identity,
     package_versions,
     settings_of,
     step_of,
@@ -45,7 +46,7 @@ from activation_extraction.run.open_data import TextRequest
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.run_folders import RunFolders, check_siblings, find_metadata
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.identity import Identity, StorageOptions
+from activation_extraction.store.identity import StorageOptions
 from activation_extraction.store.local_files import check_free_disk, check_output_dir
 from activation_extraction.store.metadata import read_metadata
 from activation_extraction.store.resume import FLAGS_REMEDY
@@ -53,8 +54,7 @@ from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
 from activation_extraction.text.chat import END, START, ChatTemplate
-from activation_extraction.text.documents import Documents
-from activation_extraction.text.rows import ATTENTION_MASK
+from activation_extraction.text.mixture import Documents
 
 RECORDED, NEW = "recorded", "new"  # where the commit of a hub model comes from
 
@@ -111,7 +111,10 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
         lambda _: settings_of(config),
     )
     commit = agree_on_commit(host, output.commit)
-    memory = gather(host, str(together(host, lambda: own_memory(config)) or ""))
+    own = together(
+        host, lambda: memory_of(own_devices(usable_devices(config.use_data_parallel))[0])
+    )
+    memory = gather(host, str(own or ""))
     least = min((float(each) for each in memory if each), default=None)
     sources = json.loads(gather(host, json.dumps([plain_url(name) for name, _ in config.mix]))[0])
     config, request, forward = together(
@@ -125,38 +128,25 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
             host, families, request, forward, output.earlier
         )
     text = config.part(TextRequest)
-    inputs = Inputs(request, text, forward, output.own, output.earlier, sources)
+    inputs = Inputs(request, text, forward, [*output.own, *output.earlier], sources)
     job, _ = together(
         host,
         lambda: prepare(config, host, inputs, output, facts, watchdog),
         lambda prepared: prepared[1],
     )
-    if host.several:  # only now is it certain that they all have files of the same names
-        together(host, job.text.dataset.files.sampled, lambda sampled: sampled)
     log_hooks(request, job.forward.model)
-    if output.own and job.repair is None and not job.storage.complete:
-        log_continuing(job)
-    if not job.text.choice.everything:
-        log.info("kept tokens: %s", job.text.choice)
+    if job.storage.totals.shards and job.repair is None and not job.storage.complete:
+        totals = job.storage.totals
+        done = [counted(getattr(totals, f"{unit}s"), unit) for unit in ("sample", "token", "shard")]
+        log.info("continuing %s after %s and %s in %s", job.where, *done)
+    if not job.text.form.choice.everything:
+        log.info("kept tokens: %s", job.text.form.choice)
     if (mask := job.text.request.mask_column) is not None:
         zeros = "are context, which the model reads"
         if mask == ATTENTION_MASK:
             zeros = "are padding, which the model does not read"
         log.info("--mask_column %s: tokens with 1 are stored; those with 0 %s", mask, zeros)
     return job
-
-
-def log_continuing(job: Job) -> None:
-    """Says from where the run continues."""
-    plan = job.storage.plan
-    if plan.shards:
-        stored = counted(plan.samples, "sample"), counted(plan.tokens, "token")
-        log.info(
-            "continuing %s after %s and %s in %s",
-            *(job.where, *stored, counted(plan.shards, "full shard")),
-        )
-    else:
-        log.info("continuing %s from the beginning: none of its shards is full", job.where)
 
 
 def prepare_output(config: Config, host: Host, on_progress: Callable[[], None]) -> Output:
@@ -226,27 +216,22 @@ def agree_on_commit(host: Host, chosen: tuple[str, str] | None) -> str | None:
     return min(commits, key=lambda commit: commit[0] != RECORDED)[1]
 
 
-def own_memory(config: Config) -> float | None:
-    """Returns the bytes of memory of one of this host's devices; None if they are unknown."""
-    return memory_of(own_devices(usable_devices(config.use_data_parallel))[0])
-
-
 def prepare_forward(
     config: Config, families: Families, output: Output, commit: str | None, memory: float | None
 ) -> tuple[Config, ModelRequest, Forward]:
     """Returns the configuration (a demo makes its own), the request and the checked model.
 
-    commit: the hub model's; memory: of each device. A repair takes the rows that the run had,
-    unless others are asked for. Raises InputError.
+    commit: the hub model's; memory: of each device. Raises InputError.
     """
     if config.demo:
-        config = _with_demo(config, output.folders.folder, families)
+        family, model_config = families.parse_config(MODEL_CONFIG)
+        build_model(family, model_request(config), model_config)  # this checks the flags
+        log.info("demo: making a tiny Qwen2 model and sample documents")
+        model, documents = make_demo(output.folders.folder, families)
+        config = replace(config, model_path=str(model), dataset_path=str(documents))
     request = model_request(config)
     revision = commit or request.model_revision
     request = replace(request, model_revision=revision, memory=memory)
-    if config.repair and config.batch_size is None and output.own:
-        rows = output.own[0].get("configuration", {}).get("batch_size", request.batch_size)
-        request = replace(request, batch_size=rows)
     return config, request, prepare_model(families, request)
 
 
@@ -263,8 +248,7 @@ def prepare(
     facts: what metadata.json records besides what this function knows. Raises InputError.
     """
     folders, worker, forward = output.folders, output.folders.worker, inputs.forward
-    dropped = dropped_ids(config.drop_token_ids, inputs.tokenizer)
-    check_dropped(dropped, inputs.vocabulary)
+    dropped = dropped_ids(config.drop_token_ids, inputs.tokenizer, inputs.vocabulary)
     config = replace(config, drop_token_ids=dropped)
     text, options = config.part(TextRequest), config.part(StorageOptions)
     check_roles(text, inputs.template)
@@ -273,16 +257,30 @@ def prepare(
         if inputs.template is not None:
             inputs.template.check()
         dataset.check(inputs.rows, text.skip_bad_rows)
-    identity = identity_of(inputs, text, options, worker)
+    identity = new_identity(inputs, text, options, worker)
     if not config.overwrite:
         for root in folders.roots:
             check_siblings(root, identity)
     host_text = HostText(text, dataset, inputs.rows, inputs.tokenizer, worker, forward.shape)
     facts, repair = {**describe_run(config, forward), **facts}, None
+    # The flags limit what a machine stores, and this is one of its hosts.
+    options = replace(options, max_samples=host_text.max_samples, max_tokens=host_text.max_tokens)
     if config.repair:
-        local = Folder(str(folders.folder))
-        repair = RepairPlanner(local, output.remote, identity, facts)
-    storage = open_storage(options, host_text, forward, output, identity, facts, repair)
+        target = output.remote or Folder(str(folders.folder))
+        repair = RepairPlanner(target, identity, options.limits)
+    storage = ActivationStorage(
+        folders.folder,
+        {key: hook.name for key, hook in forward.hooks.items()},
+        options,
+        identity,
+        output.remote,
+        RunFacts(
+            metadata=facts,
+            hooks={key: hook.facts(forward.sizes) for key, hook in forward.hooks.items()},
+            sources=dataset.files,
+        ),
+        repair,
+    )
     documents, batches = host_text.open(storage, watchdog)
     job = Job(host, forward, folders, storage, host_text, documents, batches, repair)
     return job, fingerprint(inputs, identity)
@@ -301,8 +299,13 @@ def model_request(config: Config, planned: Sequence[Any] | None = None) -> Model
     return replace(request, batch_size=rows)
 
 
-def dropped_ids(tokens: Sequence[int | str], tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Returns the ids of the tokens to drop. Raises InputError for a name that no token has."""
+def dropped_ids(
+    tokens: Sequence[int | str], tokenizer: Tokenizer | None, vocabulary: int
+) -> tuple[int, ...]:
+    """Returns the ids of the tokens to drop, of a model that has `vocabulary` token ids.
+
+    Raises InputError if it has no such token, or no other one.
+    """
     token_ids = {token for token in tokens if isinstance(token, int)}
     for name in (token for token in tokens if isinstance(token, str)):
         assert tokenizer is not None  # cli/config.py refuses names where there is none
@@ -317,17 +320,13 @@ def dropped_ids(tokens: Sequence[int | str], tokenizer: Tokenizer | None) -> tup
                 f"--drop_token_ids {name}: the tokenizer has no token of this name{hint}"
             )
         token_ids.add(found)
-    return tuple(sorted(token_ids))
-
-
-def check_dropped(token_ids: Sequence[int], vocabulary: int) -> None:
-    """Raises InputError if the model lacks one of the token ids to drop, or has no other one."""
-    if token_ids and (largest := token_ids[-1]) >= vocabulary:
+    if (largest := max(token_ids, default=0)) >= vocabulary:
         raise InputError(
             f"--drop_token_ids {largest}: the model has token ids 0 to {vocabulary - 1}"
         )
     if len(token_ids) == vocabulary:
         raise InputError("--drop_token_ids: names every token of the model; nothing is left")
+    return tuple(sorted(token_ids))
 
 
 def check_roles(request: TextRequest, template: ChatTemplate | None) -> None:
@@ -344,15 +343,6 @@ def check_roles(request: TextRequest, template: ChatTemplate | None) -> None:
         )
 
 
-def _with_demo(config: Config, folder: Path, families: Families) -> Config:
-    """Makes the demo's model and documents in `folder`; returns the configuration with them."""
-    family, model_config = families.parse_config(MODEL_CONFIG)
-    build_model(family, model_request(config), model_config)  # this checks the flags
-    log.info("demo: making a tiny Qwen2 model and sample documents")
-    model, documents = make_demo(folder, families)
-    return replace(config, model_path=str(model), dataset_path=str(documents))
-
-
 def describe_run(config: Config, forward: Forward) -> dict[str, Any]:
     """Returns what metadata.json records about a run besides its identity."""
     configuration = {**config.to_json(), "batch_size": forward.shape[0]}
@@ -367,31 +357,3 @@ def describe_run(config: Config, forward: Forward) -> dict[str, Any]:
         **{name: choice.to_json() for name, choice in forward.kernels.items()},
         "versions": package_versions(),
     }
-
-
-def open_storage(
-    options: StorageOptions,
-    text: HostText,
-    forward: Forward,
-    output: Output,
-    identity: Identity,
-    facts: dict[str, Any],
-    repair: RepairPlanner | None,
-) -> ActivationStorage:
-    """Opens the output for this run. Raises InputError if nothing may be added to it."""
-    # The flags limit what a machine stores, and this is one of its hosts.
-    options = replace(options, max_samples=text.max_samples, max_tokens=text.max_tokens)
-    sizes = forward.sizes
-    return ActivationStorage(
-        output.folders.folder,
-        {key: hook.name for key, hook in forward.hooks.items()},
-        options,
-        identity,
-        output.remote,
-        RunFacts(
-            metadata=facts,
-            hooks={key: hook.facts(sizes) for key, hook in forward.hooks.items()},
-            sources=text.dataset.files,
-        ),
-        repair,
-    )

@@ -1,171 +1,118 @@
-"""--repair remakes the shards that --verify finds damaged or missing, and no others.
+"""--repair: finds damaged and missing shards, and has their samples computed again.
 
-The JSON of the last good shard before a gap records where in the data to start, so the same batches
-are formed and the same bytes are stored. As always when a shard is replaced, its JSON is deleted
-first and written last, so a repair that is killed leaves a gap for the next one to find.
+A process first withdraws the commits of all bad shards. If these are the last ones, the run simply
+goes on after the shards that are left. If some lie before an intact shard, the text is read again
+up to the last mark, and what no intact shard lists is stored under their numbers. As long as one of
+these is open, no other run goes on; so a repair that is killed is repaired by the next one.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log
 from activation_extraction.inspect.verify import check_shards, total_problems
-from activation_extraction.store.commit import FORMAT_VERSION, METADATA, Commit, number_of
+from activation_extraction.inspect.verify_shard import CheckedShard
+from activation_extraction.store.commit import METADATA, Commit, number_of
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.metadata import (
-    EMPTY_TOTALS,
-    Stored,
-    gaps,
-    own_files,
-    read_owner,
-    read_stored,
-)
+from activation_extraction.store.metadata import Stored
 from activation_extraction.store.resume import (
-    ShardRange,
     StoragePlan,
-    check_identity,
-    check_same_run,
+    furthest_mark,
+    plan_rest,
+    refuse_difference,
     refuse_moved,
 )
-
-# A rebuilt metadata.json says this at first; the next run without --repair continues from there.
-REBUILT = {"status": "interrupted", **EMPTY_TOTALS}
-
-
-def find_gaps(stored: Stored, good: set[int], stride: int) -> tuple[ShardRange, ...]:
-    """Returns the gaps in a folder, each with its end if the metadata or a JSON file records it.
-
-    good: numbers of the intact shards. stride: the number of hosts of all machines together.
-    """
-    assert stored.metadata is not None
-    most = max([stored.metadata["shards"], *stored.commits])  # metadata.json may say any number
-    ranges = []
-    for gap in gaps([0, *sorted(good), most + 1]):
-        first, last = gap.start, gap.stop - 1
-        own, following = stored.commits.get(last), stored.commits.get(last + 1)
-        until, partial = stored.metadata["samples"] * stride, True
-        if following is not None:
-            until, partial = following.first, False
-        elif own is not None:
-            until, partial = own.last + 1, own.partial
-        ranges.append(ShardRange(first, stored.commits.get(first - 1), last, until, partial))
-    return tuple(ranges)
 
 
 @dataclass
 class RepairPlanner:
-    """Plans the repair of one host's folder: one range of shards for each gap.
+    """Plans the repair of one host's folder.
 
-    folder: the local one. remote: the one in the bucket; None without upload. metadata: what a run
-    with these flags would record. Its methods raise InputError if the folder holds nothing, or
-    another run.
+    target: the folder that has the shards. limits: the most samples and tokens that the flags ask
+    for. Raises InputError if the folder holds nothing, or another run.
     """
 
-    folder: Folder
-    remote: Folder | None
+    target: Folder
     identity: Identity
-    metadata: Mapping[str, Any]
-    _before: Stored = field(default_factory=Stored)
-    _owner: str | None = None
+    limits: Mapping[str, int | None]
+    _commits: Mapping[int, Commit] | None = None
+    _plan: StoragePlan | None = None
 
-    @property
-    def target(self) -> Folder:
-        """Returns the folder to repair."""
-        return self.remote or self.folder
-
-    def plan(self) -> StoragePlan:
-        """Reads every shard to find the damaged ones."""
-        self._owner = read_owner(self.target)
-        self._before = before = read_stored(self.target)
-        stored = before if before.metadata is not None else self._with_new_metadata(before)
-        check_same_run(self.target.url, stored, self.identity)
-        self._check_local(stored)
-        log.info("looking for damaged shards")
-        checked = check_shards(self.target, {"": stored})
-        good = {shard.commit.number for shard in checked if not shard.problems}
-        ranges = find_gaps(stored, good, self.identity.total_machines * self.identity.num_hosts)
-        commits = [stored.commits[number] for number in sorted(good)]
-        obsolete = tuple(self._obsolete_files(ranges))
-        # A repair that was killed leaves a complete run with wrong totals.
-        metadata = before.metadata
-        finished = metadata is not None and metadata["status"] == "complete"
-        miscounted = finished and any(total_problems(commits, metadata or {}))
-        return StoragePlan(
-            commits,
-            ranges,
-            obsolete=obsolete,
-            up_to_date=not (ranges or obsolete or miscounted) and metadata is not None,
-            recorded=REBUILT if metadata is None else metadata,
-            expected=stored.commits,
-            versions=stored.versions,
-            owner=self._owner,
-        )
-
-    def plan_again(self, plan: StoragePlan) -> StoragePlan:
-        """Raises InputError if another process has changed the folder since it was checked."""
-        now = read_stored(self.target)
-        same = (now.metadata, now.commits) == (self._before.metadata, self._before.commits)
-        if not same or read_owner(self.target) != self._owner:
+    def __call__(self, stored: Stored) -> StoragePlan:
+        """Reads every shard to find the damaged ones. The second time, raises InputError if another
+        process has committed a shard since the first."""
+        run = stored.run or self._newest_run(stored)
+        commits = {number: each for number, each in stored.commits.items() if each.run == run}
+        if self._plan is None:
+            self._commits = commits
+            self._plan = self._make(replace(stored, commits=commits), run)
+        elif commits != self._commits:
             raise InputError(
                 f"{self.target.url}: another process has written to it during the check; "
                 "start --repair again once that process has ended"
             )
-        if changes := self._changes():
-            log.warning("recomputed values may differ in rounding: %s", changes)
-        return plan
+        return self._plan
 
-    def _with_new_metadata(self, stored: Stored) -> Stored:
+    def _newest_run(self, stored: Stored) -> str:
+        """Returns the run that the newest shard belongs to, for a folder that lacks metadata."""
         if not stored.commits:
             raise InputError(f"{self.target.url}: holds no extraction that --repair could work on")
-        log.warning("%s/%s is damaged or missing and is rebuilt", self.target.url, METADATA)
-        new = {"format_version": FORMAT_VERSION, "identity": self.identity.to_json()}
-        return replace(stored, metadata={**self.metadata, **new, **REBUILT})
+        newest = max(stored.commits.values(), key=lambda commit: commit.committed)
+        found = tuple(newest.names.values())
+        if found and found != self.identity.hooks:
+            raise InputError(
+                f"{self.target.url}: its shards have the hooks {' '.join(found)}, expected "
+                f"{' '.join(self.identity.hooks)}, as these flags ask; give the flags of the run"
+            )
+        return newest.run
 
-    def _check_local(self, stored: Stored) -> None:
-        """Raises InputError if the shards are in a bucket, or the metadata is another run's."""
-        where = f"--output_dir {self.folder.url}"
-        if self.remote is not None:
-            check_identity(where, read_stored(self.folder), self.identity)
+    def _make(self, stored: Stored, run: str) -> StoragePlan:
+        metadata = stored.metadata or {}
+        if stored.identity is None:
+            log.warning(
+                "%s/%s is damaged or missing and is written again: from these flags, which nothing "
+                "compares with those of the run",
+                *(self.target.url, METADATA),
+            )
         else:
-            refuse_moved(where, stored, "repair them there")
+            refuse_difference(stored.url, self.identity.compare(stored.identity))
+        refuse_moved(stored, "repair them there")
+        log.info("looking for damaged shards")
+        good = [each for each in check_shards(self.target, {"": stored}) if not each.problems]
+        kept = {shard.commit.number: shard.commit for shard in good}
+        last = max(kept, default=0)
+        bad = {number_of(name) for name in stored.damaged if name != METADATA} | {*stored.commits}
+        holes = tuple(number for number in range(1, last) if number not in kept)
+        ends = tuple(sorted((number for number in bad if number > last), reverse=True))
+        mark = furthest_mark(kept.values(), self._first_missing(good))
+        if not holes:
+            plan = plan_rest(replace(stored, commits=kept), self.limits)
+            miscounted = plan.complete and any(total_problems(kept.values(), metadata))
+            in_order = plan.up_to_date and not (ends or miscounted)
+            return replace(plan, run=run, mark=mark, withdrawn=ends, up_to_date=in_order)
+        end, complete = furthest_mark(kept.values()), metadata.get("status") == "complete"
+        until = 0 if end is None else end.samples  # the run that continues stores the rest
+        if complete:
+            until = metadata["samples"]
+        return StoragePlan(
+            [*kept.values()],
+            run=run,
+            next=last + 1,
+            mark=mark,
+            withdrawn=(*ends, *holes),
+            holes=holes,
+            until=until,
+            recorded={**metadata, "status": "complete" if complete else "interrupted"},
+        )
 
-    def _obsolete_files(self, ranges: tuple[ShardRange, ...]) -> Iterator[str]:
-        """Yields the files of those last shards of an unfinished run whose JSON is damaged.
-
-        Nothing says where these shards end. They count as not stored, and the run makes them when
-        it continues.
-        """
-        numbers = {number_of(name) for name in self._before.damaged if name != METADATA}
-        numbers -= {n for n in numbers for r in ranges if r.first <= n <= (r.last or 0)}
-        for name in own_files(self.target.files()) if numbers else ():
-            if name.startswith("shard_") and number_of(name) in numbers:
-                yield name
-
-    def differing(self, made: list[Commit]) -> list[str]:
-        """Returns a line for each remade shard whose bytes are not those that it had."""
-        changes = self._changes() or "with the same batch size, mesh, backend and versions"
-        return [
-            f"{commit.file}: its bytes are not those that it had; its values may differ in "
-            f"rounding: {changes}"
-            for commit in made
-            if self._before.commits.get(commit.number, commit).sha256 != commit.sha256
-        ]
-
-    def _changes(self) -> str:
-        """Returns what may round differently than in the run, according to its metadata."""
-        before = self._before.metadata
-        if before is None:
-            return ""
-
-        def settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
-            batch_size = metadata.get("configuration", {}).get("batch_size")
-            mesh = {axis: size for axis, size in (metadata.get("mesh") or {}).items() if size != 1}
-            others = {name: metadata.get(name) for name in ("backend", "versions")}
-            return {"batch_size": batch_size, "mesh": mesh, **others}
-
-        was, now = settings(before), settings(self.metadata)
-        changed = [name for name in was if was[name] != now[name]]
-        return "; ".join(f"{name} is {now[name]}, was {was[name]}" for name in changed)
+    def _first_missing(self, good: list[CheckedShard]) -> int:
+        """Returns how many samples of this host come before the first one that is not stored."""
+        known = [shard.sample_idx for shard in good if shard.sample_idx is not None]
+        numbers = np.sort(np.concatenate([np.zeros(0, np.int64), *known]))
+        worker = self.identity.worker
+        expected = worker.sample_idx(0) + worker.stride * np.arange(len(numbers))
+        return int(np.argmax(np.append(numbers != expected, True)))

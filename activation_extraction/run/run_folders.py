@@ -4,7 +4,6 @@ This host has its own, and so do its siblings; an earlier run with other numbers
 hosts may have left more.
 """
 
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,13 +11,12 @@ from typing import Any
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.dataset.folders import HostFolder, host_folders
+from activation_extraction.store.commit import METADATA, MOST_BYTES, OTHER_VERSION, DamagedError
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.local_files import check_output_dir
-from activation_extraction.store.metadata import AGGREGATE, identity_of, own_files, read_metadata
-from activation_extraction.store.ownership import Ownership
+from activation_extraction.store.metadata import AGGREGATE, identity_of, own_files, parse_metadata
 from activation_extraction.store.patience import UPLOAD_TIMEOUT, FolderError
-from activation_extraction.store.resume import check_version, refuse_difference
+from activation_extraction.store.resume import VERSION_REMEDY, refuse_difference
 from activation_extraction.text.batch import Worker
 
 
@@ -58,20 +56,21 @@ class RunFolders:
         try:
             root = Folder(self.bucket_url, self.upload_timeout, on_progress, UPLOAD_TIMEOUT)
             folder = root.child(folder_name(self.worker, in_bucket=True))
-            folder.try_writing()
+            folder.check_conditions()
         except FolderError as error:
             if error.final:
                 raise InputError(f"--upload_to_gcs: {error}") from error
             raise
         return folder
 
-    def stale_folders(self) -> list[Folder]:
-        """Returns folders that an earlier run with other numbers of hosts or machines left behind.
+    def check_stale_folders(self, overwrite: bool) -> None:
+        """Raises InputError if a run with other numbers of hosts or machines has left a folder.
 
-        Beside this run's folders, their samples would count twice. A folder of another machine is
-        stale only if this run has no such machine.
+        Beside this run's folders, its samples would count twice. A folder of another machine is
+        stale only if this run has no such machine. overwrite: whether --overwrite was given, which
+        replaces this run's own folders alone.
         """
-        worker, stale = self.worker, []
+        worker = self.worker
         for in_bucket, root in enumerate(self.roots):
             hosts = (replace(worker, host=host) for host in range(worker.hosts))
             own = {folder_name(host, bool(in_bucket)) for host in hosts}
@@ -80,34 +79,17 @@ class RunFolders:
                 for name, folder in host_folders(root.folders()).items()
                 if folder.machine == worker.machine or folder.machine >= worker.machines
             ]
-            others = [root.child(name) for name in ("", *names) if name not in own]
-            stale += [folder for folder in others if own_files(folder.files())]
-        return stale
+            for folder in (root.child(name) for name in ("", *names) if name not in own):
+                if own_files(folder.files()):
+                    remedy = "delete it" if overwrite else "give the same number, or delete it"
+                    raise InputError(
+                        f"{folder.url}: holds an extraction with another number of hosts or "
+                        f"machines; {remedy}"
+                    )
 
-    def check_stale_folders(self, overwrite: bool) -> list[Folder]:
-        """Returns the stale folders. Raises InputError if there are any, unless `overwrite` is set.
-
-        Raises RunError if another process writes to a local one; a bucket cannot be locked.
-        """
-        stale = self.stale_folders()
-        if stale and not overwrite:
-            raise InputError(
-                f"{stale[0].url}: holds an extraction with another number of hosts or machines; "
-                "give the same number, or --overwrite to replace it"
-            )
-        for folder in stale:
-            if "://" not in folder.url:
-                check_output_dir(Path(folder.url))
-        return stale
-
-    def remove_others(self) -> None:
-        """Deletes folders whose samples would count twice, and outdated totals, for --overwrite.
-
-        Every host does this on its own disk, the first one also in the bucket.
-        """
-        for folder in self.check_stale_folders(overwrite=True):
-            if folder.local or self.worker.host == 0:
-                Ownership(folder, uuid.uuid4().hex).delete()
+    def remove_totals(self) -> None:
+        """Deletes totals over all folders, which --overwrite makes wrong. Every host does this on
+        its own disk, the first one also in the bucket."""
         for root in self.roots:
             if root.local or self.worker.host == 0:
                 root.remove(AGGREGATE)
@@ -121,11 +103,18 @@ def folder_name(worker: Worker, in_bucket: bool) -> str:
 
 
 def find_metadata(root: Folder) -> tuple[str, dict[str, Any]] | None:
-    """Returns the URL and the metadata of a folder of this output that has any; None without."""
+    """Returns the URL and the metadata of a folder of this output that has any; None without.
+
+    Raises InputError for that of another version.
+    """
     for folder in (root, *map(root.child, host_folders(root.folders()))):
-        metadata = read_metadata(folder)
-        if metadata is not None:
-            return folder.url, metadata
+        data = folder.read(METADATA, most=MOST_BYTES)
+        try:
+            if data is not None:
+                return folder.url, parse_metadata(data, f"{folder.url}/{METADATA}")
+        except DamagedError as error:
+            if OTHER_VERSION in str(error):
+                raise InputError(f"{error}; {VERSION_REMEDY}") from error
     return None
 
 
@@ -133,5 +122,4 @@ def check_siblings(root: Folder, identity: Identity) -> None:
     """Raises InputError if other machines or hosts have stored another run here."""
     if (found := find_metadata(root)) is not None:
         where, metadata = found
-        check_version(where, metadata)
         refuse_difference(where, identity.compare_shared(identity_of(metadata, where)))

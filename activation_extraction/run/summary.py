@@ -4,18 +4,18 @@
 subject of inspect/status.py.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from activation_extraction.cli.console import Clock, Progress
 from activation_extraction.common.positions import Positions
 from activation_extraction.common.visible import counted, say
-from activation_extraction.inspect.status import ranges
 from activation_extraction.model.devices import peak_flops
 from activation_extraction.model.hooks import HookTable
 from activation_extraction.run.host_text import HostText
 from activation_extraction.run.hosts import any_host, gather
 from activation_extraction.run.prepare import Job
-from activation_extraction.store.formats import lines_of_dataset
+from activation_extraction.store.resume import repaired_status
 
 ACTIVITIES = ("data", "compute", "copy", "store")
 COLUMNS = "hook", "Hugging Face module", "width", "dtype", "bytes/token", "other names"
@@ -28,7 +28,7 @@ def make_progress(job: Job, log_every: int) -> Progress:
     return Progress(
         job.text.max_samples,
         job.text.max_tokens if job.repair is None else None,
-        (job.storage.plan.samples, job.storage.plan.tokens),
+        (job.storage.totals.samples, job.storage.totals.tokens),
         log_every,
         chips=devices,
         peak_flops=peak_flops(devices),
@@ -43,12 +43,13 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
     The first host also prints where the time went, and how to read it. verbose: whether the others
     print that too. All hosts must call this.
     """
-    storage, totals, before = job.storage, job.storage.totals, job.storage.plan
+    storage, totals, before = job.storage, job.storage.totals, job.storage.plan.totals
     if job.repair is not None:
-        say(*(job.repair.differing(storage.made) if complete else ()))
-        made = ", ".join(str(commit.number) for commit in storage.made) or "none"
-        ended = "repaired" if complete else "interrupted"
-        say(f"{ended}: shards made again in {job.where}: {made}")
+        made = ranges(sorted(commit.number for commit in storage.made)) or "none"
+        say(f"{'repaired' if complete else 'interrupted'}: shards stored in {job.where}: {made}")
+        recorded = storage.plan.recorded
+        if complete and recorded and repaired_status(recorded, totals.samples) != "complete":
+            say("the run is not complete: the same command continues it")
         return
     shortfalls = gather(job.host, _shortfall(job) if complete else "")
     say(
@@ -57,7 +58,7 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
         f"{counted(len(job.forward.hooks), 'hook')}, {counted(totals.shards, 'shard')}, "
         f"{totals.bytes / 1e6:,.1f} MB in {job.where}"
     )
-    if before.shards and not before.complete:
+    if before.shards and not storage.complete:
         samples, tokens = totals.samples - before.samples, totals.tokens - before.tokens
         say(
             f"continued: {counted(before.samples, 'sample')} and {counted(before.tokens, 'token')} "
@@ -75,7 +76,7 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
         )
     if totals.empty_samples:
         mask = job.text.request.mask_column
-        by = f"--mask_column {mask}, {job.text.choice}" if mask else str(job.text.choice)
+        by = f"--mask_column {mask}, {job.text.form.choice}" if mask else str(job.text.form.choice)
         say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({by})")
     for shortfall in filter(None, shortfalls):
         say(f"short: {shortfall}")
@@ -88,7 +89,6 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
 
 
 def _where_cut(text: HostText) -> str:
-    """Says what may have cut samples."""
     length = f"at {counted(text.request.max_seq_length, 'token')} (--max_seq_length)"
     limits = {"--max_tokens": text.max_tokens, "--max_samples": text.max_samples}
     splits = text.form.split
@@ -115,7 +115,7 @@ def _shortfall(job: Job) -> str:
 def _where_the_time_went(job: Job, clock: Clock, tokens: int) -> str:
     """Returns a line with the times of each activity. tokens: those of this run alone."""
     totals, waited, elapsed = job.storage.totals, job.storage.waited, clock.elapsed
-    unit = "tokens" if job.text.choice.everything else "kept tokens"
+    unit = "tokens" if job.text.form.choice.everything else "kept tokens"
     times = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
     waits = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in waited.items())
     return (
@@ -128,7 +128,11 @@ def _where_the_time_went(job: Job, clock: Clock, tokens: int) -> str:
 def _how_to_read(job: Job) -> list[str]:
     """Returns lines of Python that read the whole run, and one shard without this program."""
     in_bucket, shards = job.folders.bucket_url is not None, job.storage.format
-    lines = [*lines_of_dataset(job.folders.bucket_url or str(job.folders.local))]
+    url = job.folders.bucket_url or str(job.folders.local)
+    lines = [
+        "from activation_extraction import ActivationDataset",
+        f"dataset = ActivationDataset({url!r})",
+    ]
     if one_shard := shards.how_to_read(f"{job.where}/{shards.file_name(1)}", in_bucket):
         lines += ["# or one shard, without this program:", *one_shard]
     return lines
@@ -168,15 +172,23 @@ def list_hooks(
         more = ", ".join(name.format("K") for name in (*kind.aliases, *others))
         rows.append((*names, f"{form.width:,}", form.dtype, f"{form.bytes:,}", more))
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            f"{cell:{'>' if column in RIGHT else '<'}{size}}"
-            for column, cell, size in zip(COLUMNS, row, sizes, strict=True)
-        )
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = zip(COLUMNS, row, sizes, strict=True)
+        lines.append("  ".join(f"{c:{'>' if name in RIGHT else '<'}{n}}" for name, c, n in cells))
     lines.append(f"K is the layer, from 0 to {depth - 1}")
     if rule != Positions():
         kept = rule.expected(length)
         lines.append(f"--positions {rule} keeps about {kept:,.0f} of a sample's {length:,} tokens")
     return [line.rstrip() for line in lines]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Abbreviates ascending numbers, as in 1-3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in runs)

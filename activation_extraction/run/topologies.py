@@ -40,7 +40,7 @@ class Kind(NamedTuple):
 # Hosts: the documentation of Cloud TPU and of Compute Engine's accelerator-optimized machines.
 # Prices: the lowest of Google Cloud in the USA, by SkyPilot's catalogue.
 PRICES_OF = "November 2026"
-KINDS = {
+MACHINES = {
     "v4": Kind("TPU v4", CUBES, 2, 1, None, None, (3.22, 0.92)),
     "v5e": Kind("TPU v5 lite", FLAT, 1, 1, 28, 3.1e9, (1.20, 0.30)),
     "v5p": Kind("TPU v5", CUBES, 2, 1, 52, 6.2e9, (4.20, 0.78)),
@@ -81,12 +81,9 @@ class Topology:
         return bool(self.kind.shapes)
 
     def described(self) -> list[Device]:
-        """Returns the devices, ordered by host."""
         platform, count = "tpu" if self.is_tpu else "gpu", self.chips * self.kind.devices
-        return [
-            Device(number, platform, self.kind.chip, number * self.hosts // count)
-            for number in range(count)
-        ]
+        hosts = [number * self.hosts // count for number in range(count)]
+        return [Device(n, platform, self.kind.chip, host) for n, host in enumerate(hosts)]
 
     def compilable(self) -> list[Any]:
         """Returns a TPU's devices as JAX knows them, to compile for. Raises InputError."""
@@ -110,9 +107,9 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
     pattern = r"([a-z]\w*)(?:-(\d{1,5})|:(\d{1,5}(?:x\d{1,5})+))?"
     found = re.fullmatch(pattern, name.lower().replace("v5litepod", "v5e"))
     key, number, shape = found.groups() if found else (name.lower(), None, None)
-    kind = KINDS.get(key)
+    kind = MACHINES.get(key)
     if kind is None or (shape and not kind.shapes):
-        known = f"there are machines of {', '.join(KINDS)}"
+        known = f"there are machines of {', '.join(MACHINES)}"
         raise InputError(f"--plan {name}: {known}, such as v5e:8x8, v5litepod-64, v4-32 or h100-8")
     if kind.shapes:
         sizes = {f"{math.prod(_sides(x)) * kind.units}": x for x in kind.shapes.split()}

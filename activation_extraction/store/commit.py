@@ -1,31 +1,28 @@
 """Commits: the content of each shard's JSON, and the totals over several shards.
 
-A shard without its JSON does not exist. This module also names a shard's files. In a bucket,
-metadata.json carries an Outline: the totals over the first shards as of a recent commit, so that
-readers need not open all of their JSONs. An outline is valid only while it agrees with a listing of
-the folder. The JSONs alone decide what is stored.
+A shard without its JSON does not exist. This module also names a shard's files.
 """
 
-import math
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from activation_extraction.common.visible import counted
-from activation_extraction.store.sealed_json import DamagedError, reading, seal
-from activation_extraction.store.shard import MAX_GZIP_RATIO, Key
+from activation_extraction.common.errors import RunError
+from activation_extraction.store.shard import Key
 from activation_extraction.store.statistics import Statistics
 from activation_extraction.text.batch import Cursor
 
 METADATA = "metadata.json"
 METRICS = "metrics.jsonl"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 OTHER_VERSION = "was written by another version of this program"
-CLAIM = "claimed_by"  # the only field of a JSON that reserves its name and commits nothing
+REPAIRS = "--repair repairs it"
+MOST_BYTES = 256 * 2**20  # of a JSON; a larger file is not one of ours
 # A shard's number as this program writes it in file names; it never writes shard_00001.
 SHARD_NUMBER = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
-RECENT = 21  # how many commits the current speed of a host is computed from
 
 
 def shard_name(number: int, suffix: str) -> str:
@@ -38,78 +35,109 @@ def commit_name(number: int) -> str:
     return shard_name(number, ".json")
 
 
-def names_beside(number: int) -> tuple[str, str]:
-    """Returns the names of a shard's statistics file and of its table of samples."""
-    return shard_name(number, ".npz"), shard_name(number, ".samples.jsonl.gz")
-
-
 def number_of(name: str) -> int:
     """Returns the number of the shard that a file belongs to, from the file's name."""
     return int(name.removeprefix("shard_").split(".")[0])
 
 
-def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers in a line of metrics.jsonl, without its other values."""
-    return {
-        name: value
-        for name, value in metrics.items()
-        if type(value) in (int, float) and abs(value) < math.inf
-    }
+class DamagedError(RunError):
+    """A JSON file does not have the content that was written to it."""
 
 
-def claim_of(owner: str) -> bytes:
-    """Returns the content of a claim, which names the process that has reserved a file's name.
+def digest_of(content: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of JSON content; the order of its keys does not matter."""
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
-    A claim for a shard's JSON says who will write that JSON. A claim for metadata.json says who is
-    deleting the extraction.
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """Returns the bytes of the JSON file, including its checksum. Raises ValueError for NaN."""
+    sealed = {**content, "checksum": digest_of(content)}
+    return (json.dumps(sealed, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def unseal(data: bytes, where: str) -> dict[str, Any]:
+    """Returns the content of a sealed JSON file. where: names it in messages.
+
+    Raises DamagedError if even a single byte was changed.
     """
-    return seal({CLAIM: owner})
+    try:
+        content = json.loads(data)
+        checksum = content.pop("checksum")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        message = f"{where}: is damaged, or was not written by this program"
+        raise DamagedError(message, remedy=REPAIRS) from error
+    try:
+        intact = checksum == digest_of(content) and data == seal(content)
+    except ValueError:  # NaN
+        intact = False
+    if not intact:
+        message = f"{where}: is damaged: its checksum does not match its content"
+        raise DamagedError(message, remedy=REPAIRS)
+    return content
+
+
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Raises DamagedError, which names the file, if a constructor finds that a field of a JSON is
+    missing or has a value that it cannot use."""
+    try:
+        yield
+    except KeyError as error:
+        raise DamagedError(f"{where}: lacks {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DamagedError(f"{where}: cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """A file of a shard. version: the one that the store gave it, which holds only at the `url` of
+    the commit. crc32c: of every MiB of the activations; empty for the other files."""
+
+    bytes: int
+    sha256: str
+    version: str | None = None
+    crc32c: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Commit:
     """A committed shard, as its JSON describes it.
 
-    first, last, count: the range and number of its samples. tokens: how many tokens are stored.
-    cut_samples: how many samples are cut at their end; cut_tokens: how many tokens that left out.
-    empty_samples: how many samples keep no token. hooks: the key, name, width, dtype, scale and
-    statistics of each hook. cursor: where a run continues after this shard. partial: whether the
-    shard was cut before it was full, because the data ended or the run was interrupted; a run that
-    continues computes it again. run: digest of the run's identity. committed: Unix time in seconds.
-    began: when the process that wrote the shard began to store. unpacked: bytes before compression.
-    statistics, table: sha256 of the file with the statistics of every dimension, and of the table
-    of samples.
+    run: the id of the run; owner: that of the process. url: the folder that it was written to; a
+    copy elsewhere has other versions. file: the activations; "" for a shard
+    without samples, which has no files. files: every file of the shard, by name. unpacked: the
+    bytes of the activations before compression. first, last: the smallest and the largest number of
+    a sample; count: how many samples there are. tokens: how many tokens are stored. cut_samples:
+    how many samples are cut at their end; cut_tokens: how many tokens that left out. empty_samples:
+    how many samples keep no token. hooks: the key, name, width, dtype, scale and statistics of each
+    hook. mark: where a run continues after this shard. committed: Unix time in seconds. began: when
+    the process that wrote the shard began to store.
     """
 
+    number: int
+    run: str
+    owner: str
+    url: str
     file: str
-    sha256: str
-    bytes: int
+    files: Mapping[str, FileFacts]
+    unpacked: int
     first: int
     last: int
     count: int
     tokens: int
-    partial: bool
-    cursor: dict[str, Any] | None
     hooks: list[dict[str, Any]]
-    run: str
+    mark: Mapping[str, Any] | None
     committed: float
     began: float
-    unpacked: int
-    statistics: str
-    table: str
     cut_samples: int = 0
     cut_tokens: int = 0
     empty_samples: int = 0
 
     @property
-    def number(self) -> int:
-        """The number of the shard, counted from 1 in each folder."""
-        return number_of(self.file)
-
-    @property
     def position(self) -> Cursor | None:
-        """The cursor as an object."""
-        return None if self.cursor is None else Cursor.from_json(self.cursor)
+        """The mark as an object; None at the beginning of the data."""
+        return None if self.mark is None else Cursor(**self.mark)
 
     @property
     def name(self) -> str:
@@ -117,48 +145,53 @@ class Commit:
         return commit_name(self.number)
 
     @property
+    def bytes(self) -> int:
+        """The size of the activations' file."""
+        return self.files[self.file].bytes if self.file else 0
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of the activations' file."""
+        return self.files[self.file].sha256 if self.file else ""
+
+    @property
     def statistics_file(self) -> str:
         """The name of the file with the statistics of every dimension."""
-        return names_beside(self.number)[0]
+        return shard_name(self.number, ".npz")
 
     @property
     def table_file(self) -> str:
         """The name of the file with the table of samples."""
-        return names_beside(self.number)[1]
+        return shard_name(self.number, ".samples.parquet")
 
     @property
     def names(self) -> dict[Key, str]:
         """Maps the key of each hook in the shard to the hook's full name."""
         return {hook["key"]: hook["name"] for hook in self.hooks}
 
-    @property
-    def json_size(self) -> int:
-        """The size of the JSON file in bytes."""
-        return len(seal(self.to_json()))
-
     def to_json(self) -> dict[str, Any]:
         """Returns the content of the JSON file."""
         content = asdict(self)
         samples = {key: content.pop(key) for key in ("first", "last", "count")}
-        head = {key: content.pop(key) for key in ("file", "sha256", "bytes", "unpacked")}
-        return {"format_version": FORMAT_VERSION, **head, "samples": samples, **content}
+        return {"format_version": FORMAT_VERSION, **content, "samples": samples}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> "Commit":
         """Reads what `to_json` returned, and ignores unknown fields. Raises DamagedError if fields
-        are missing, or if there are fewer bytes than so many samples and tokens need."""
+        are missing."""
         with reading(where):
             if content["format_version"] != FORMAT_VERSION:
                 raise DamagedError(f"{where}: {OTHER_VERSION}")
-            found = {**content, **content["samples"]}
-            commit = cls(
+            files = {
+                name: FileFacts(
+                    each["bytes"], each["sha256"], each["version"], tuple(each["crc32c"])
+                )
+                for name, each in content["files"].items()
+            }
+            found = {**content, **content["samples"], "files": files}
+            return cls(
                 **{each.name: found[each.name] for each in fields(cls) if each.name in found}
             )
-            width = max((hook["width"] for hook in commit.hooks), default=1)
-            if max(commit.count, commit.tokens * width) > MAX_GZIP_RATIO * commit.bytes:
-                samples, tokens = counted(commit.count, "sample"), counted(commit.tokens, "token")
-                raise ValueError(f"{samples} and {tokens} cannot be in {commit.bytes} bytes")
-        return commit
 
 
 @dataclass
@@ -182,6 +215,14 @@ class Totals:
     write_seconds: float = 0.0
     statistics: dict[Key, Statistics] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, commits: Iterable[Commit]) -> "Totals":
+        """Returns the totals of several shards."""
+        totals = cls()
+        for commit in commits:
+            totals.add(commit)
+        return totals
+
     def add(self, commit: Commit) -> None:
         """Adds a shard."""
         self.shards += 1
@@ -191,13 +232,9 @@ class Totals:
         self.cut_samples += commit.cut_samples
         self.cut_tokens += commit.cut_tokens
         self.empty_samples += commit.empty_samples
-        cursor = commit.cursor or {}
-        self.count_rows(cursor.get("skipped_rows", 0), cursor.get("empty_rows", 0))
-        self.add_statistics(commit.hooks)
-
-    def add_statistics(self, hooks: Iterable[Mapping[str, Any]]) -> None:
-        """Adds the statistics in the `hooks` of a commit."""
-        for hook in hooks:
+        mark = commit.mark or {}
+        self.count_rows(mark.get("skipped_rows", 0), mark.get("empty_rows", 0))
+        for hook in commit.hooks:
             before = self.statistics.get(hook["key"], Statistics())
             self.statistics[hook["key"]] = before.merge(Statistics.from_json(hook))
 
@@ -206,10 +243,6 @@ class Totals:
         self.skipped_rows = max(self.skipped_rows, skipped)
         self.empty_rows = max(self.empty_rows, empty)
 
-    def copy(self) -> "Totals":
-        """Returns an independent copy."""
-        return replace(self, statistics=dict(self.statistics))
-
     @property
     def counts(self) -> dict[str, int]:
         """The counts that metadata.json records: all fields but seconds and statistics."""
@@ -217,92 +250,3 @@ class Totals:
 
 
 COUNTS = [each.name for each in fields(Totals) if each.type is int]
-
-
-@dataclass
-class Outline:
-    """A summary of the first shards, from shard 1 to the last one that is not partial.
-
-    json_bytes: the total size of their JSONs. recent: the last commits, without their hooks; only
-    the very last one has its cursor. partial: the next shard, if it is partial. metrics: the last
-    metrics of the run.
-    """
-
-    totals: Totals = field(default_factory=Totals)
-    json_bytes: int = 0
-    recent: tuple[Commit, ...] = ()
-    partial: Commit | None = None
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def shards(self) -> int:
-        return self.totals.shards
-
-    def add(self, commit: Commit) -> None:
-        """Adds the next shard, and ignores any other one."""
-        if commit.number != self.shards + 1:
-            return
-        if commit.partial:
-            self.partial = commit
-            return
-        self.totals.add(commit)
-        self.json_bytes += commit.json_size
-        earlier = (replace(recent, cursor=None) for recent in self.recent)
-        self.recent = (*earlier, replace(commit, hooks=[]))[-RECENT:]
-
-    def without_partial(self) -> "Outline":
-        """Returns an independent copy without the partial shard, which is computed again."""
-        return replace(self, totals=self.totals.copy(), partial=None)
-
-    def fits(self, files: Mapping[str, int]) -> bool:
-        """Returns whether a listing agrees with this outline.
-
-        The listing has to name every file of these shards, and the sizes of all shards, and of all
-        JSONs, have to add up to the recorded totals.
-        """
-        if self.shards > len(files):
-            return False
-        numbers = range(1, self.shards + 1)
-        last = self.recent[-1].file if self.recent else ""
-        match = re.fullmatch(rf"shard_{SHARD_NUMBER}(\..+)", last)
-        sizes = {".json": self.json_bytes, match[1] if match else "": self.totals.bytes}
-        return all(
-            sum(files.get(shard_name(n, suffix), 0) for n in numbers) == size
-            and all(shard_name(n, suffix) in files for n in numbers)
-            for suffix, size in sizes.items()
-        ) and all(name in files for n in numbers for name in names_beside(n))
-
-    def fitting_partial(self, files: Mapping[str, int]) -> list[Commit]:
-        """Returns the partial shard in a list, or an empty list if the listing lacks its files."""
-        commit = self.partial
-        if commit is None or files.get(commit.file) != commit.bytes:
-            return []
-        if any(file not in files for file in names_beside(commit.number)):
-            return []
-        return [commit] if files.get(commit.name) == commit.json_size else []
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the outline as metadata.json records it."""
-        return {
-            **self.totals.counts,
-            "json_bytes": self.json_bytes,
-            "hooks": [{"key": k, **s.to_json()} for k, s in self.totals.statistics.items()],
-            "recent": [commit.to_json() for commit in self.recent],
-            "partial": None if self.partial is None else self.partial.to_json(),
-            "metrics": dict(self.metrics),
-        }
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any], where: str) -> "Outline":
-        """Reads what `to_json` returned. Raises DamagedError if fields are missing."""
-        with reading(where):
-            totals = Totals(**{name: content.get(name, 0) for name in COUNTS})
-            totals.add_statistics(content["hooks"])
-            partial = content["partial"]
-            return cls(
-                totals,
-                content["json_bytes"],
-                tuple(Commit.from_json(commit, where) for commit in content["recent"]),
-                None if partial is None else Commit.from_json(partial, where),
-                numbers_of(content["metrics"]),
-            )

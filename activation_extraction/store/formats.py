@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -21,14 +22,13 @@ from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.errors import InputError
 from activation_extraction.store.commit import SHARD_NUMBER, shard_name
-from activation_extraction.store.pickle_file import pickle_pieces
-from activation_extraction.store.safe_unpickler import NUMBER_TYPES
+from activation_extraction.store.pickle_file import NUMBER_TYPES, pickle_pieces
 from activation_extraction.store.safetensors_file import DTYPES, safetensors_pieces
 from activation_extraction.store.shard import COMPRESSION_LEVEL, GZIP, Key, Shard
 
 BLOCK_BYTES = 4 * 2**20  # before compression
+MIB = 2**20
 
-Sink = Callable[[bytes | memoryview], object]
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -52,14 +52,14 @@ class Threads:
             yield waiting.popleft().result()
 
 
-def blocks_of(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Regroups pieces of bytes into blocks of BLOCK_BYTES; the last may be smaller."""
+def blocks_of(pieces: Iterable[memoryview], size: int = BLOCK_BYTES) -> Iterator[list[memoryview]]:
+    """Regroups pieces of bytes into blocks of `size` bytes; the last may be smaller."""
     block: list[memoryview] = []
-    room = BLOCK_BYTES
+    room = size
     for piece in pieces:
         while piece.nbytes > room:
             yield [*block, piece[:room]]
-            piece, block, room = piece[room:], [], BLOCK_BYTES
+            piece, block, room = piece[room:], [], size
         block.append(piece)
         room -= piece.nbytes
     if block:
@@ -79,11 +79,26 @@ def gzipped(pieces: Iterable[memoryview], threads: Threads) -> Iterator[bytes | 
 
 
 class Packed(NamedTuple):
-    """The digest and sizes of a shard's file. unpacked: the bytes before compression."""
+    """A shard's file in memory. bytes: its size. unpacked: the bytes before compression. crc32c: of
+    every MiB of it."""
 
+    parts: list[bytes | memoryview]
     sha256: str
     bytes: int
     unpacked: int
+    crc32c: tuple[int, ...]
+
+
+def _crc32c_of(parts: Iterable[bytes | memoryview]) -> tuple[int, ...]:
+    """Returns the CRC-32C of every MiB of a file."""
+    update = import_module("crc32c").crc32c  # imported here: readers need not have it
+    found = []
+    for block in blocks_of(map(memoryview, parts), MIB):
+        crc = 0
+        for piece in block:
+            crc = update(piece, crc)
+        found.append(crc)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -104,18 +119,16 @@ class ShardFormat:
         """Returns the name of the file of shard `number`."""
         return shard_name(number, self.suffix)
 
-    def write(
-        self, shard: Shard, names: Mapping[Key, str], threads: Threads, sinks: Sequence[Sink]
-    ) -> Packed:
-        """Writes the bytes of a shard to every sink. names: the hooks' full names by key."""
+    def pack(self, shard: Shard, names: Mapping[Key, str], threads: Threads) -> Packed:
+        """Returns the file of a shard. names: the hooks' full names by key."""
         pieces = self.pieces(shard, names)
-        digest, size = hashlib.sha256(), 0
+        digest = hashlib.sha256()
+        parts: list[bytes | memoryview] = []
         for data in gzipped(pieces, threads) if self.compressed else pieces:
             digest.update(data)
-            size += memoryview(data).nbytes
-            for sink in sinks:
-                sink(data)
-        return Packed(digest.hexdigest(), size, sum(piece.nbytes for piece in pieces))
+            parts.append(data)
+        size, unpacked = (sum(memoryview(p).nbytes for p in some) for some in (parts, pieces))
+        return Packed(parts, digest.hexdigest(), size, unpacked, _crc32c_of(parts))
 
     def how_to_read(self, shard: str, in_bucket: bool) -> tuple[str, ...]:
         """Returns lines of Python that read a pickle without this program; none for safetensors.
@@ -156,11 +169,3 @@ def format_of(file: str) -> ShardFormat | None:
     """Returns the format of a shard file, by its name; None for any other file."""
     match = SHARD_FILE.fullmatch(file)
     return next((each for each in FORMATS if match and each.suffix == match[1]), None)
-
-
-def lines_of_dataset(url: str) -> tuple[str, ...]:
-    """Returns lines of Python that read a whole run, in any format."""
-    return (
-        "from activation_extraction import ActivationDataset",
-        f"dataset = ActivationDataset({url!r})",
-    )

@@ -6,25 +6,16 @@ change.
 """
 
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from activation_extraction.common.choices import ATTENTION_MASK
 from activation_extraction.common.encodings import FLOAT8, VALUES
 from activation_extraction.common.host_memory import available_memory
-from activation_extraction.store.sealed_json import digest_of, reading
 from activation_extraction.text.batch import Worker
 
-MAX_MACHINES, MAX_HOSTS = 100_000, 10_000  # --status and --verify name all of them
 PER_HOST = {"num_hosts", "machine", "host"}  # fields that differ between the hosts of a run
 MAY_TURN_ON = {"skip_bad_rows"}  # fields that a run that continues may turn on
-ADDED = {  # fields that the first runs do not record
-    *("integer_hooks", "float32_hooks", "top_logits", "id_column", "keep_columns"),
-    *("messages_column", "chat_template", "ids_column", "mask_column", "long_documents"),
-    *("overlap", "shuffle_documents", "roles", "attention_mask"),
-}
-
-
 LOSS = "loss"
 
 
@@ -42,16 +33,14 @@ class Identity:
     """The settings that decide the content of a run's shards.
 
     model_digest, tokenizer_digest: SHA-256 of the files. data: the data set, or "files".
-    data_revision: the data set's commit on the hub, or a digest of the list of files. hooks: the
-    hooks' full names. integer_hooks, float32_hooks: those whose values are no activations; they
-    are stored as int32 or float32, whatever `activation_dtype` is. Integers are numbers of experts
-    or tokens, and have no statistics. keyed_by: the keys of the hooks in the shards: "layer", "hook
-    name", or a list of the requested names. activation_dtype: a dtype, or "float8".
-    positions, drop_token_ids, roles, mask_column, overlap: which tokens are kept. attention_mask:
-    the column that says which token ids are not padding. num_hosts: the number of hosts of this
-    machine. chat_template: digest of the template and its arguments.
-    shuffle_documents: the seed, "" for none. top_logits: how many of the most likely next tokens
-    are stored, 0 if none are.
+    data_revision: the data set's commit on the hub, "" for files. hooks: the hooks' full names.
+    integer_hooks, float32_hooks: those whose values are no activations; they are stored as int32 or
+    float32, whatever `activation_dtype` is. Integers are numbers of experts or tokens, and have no
+    statistics. keyed_by: the keys of the hooks in the shards: "layer", "hook name", or a list of
+    the requested names. activation_dtype: a dtype, or "float8". positions, drop_token_ids, roles,
+    mask_column, overlap: which tokens are kept. num_hosts: the number of hosts of this machine.
+    chat_template: digest of the template and its arguments. shuffle_documents: the seed, "" for
+    none. top_logits: how many of the most likely next tokens are stored, 0 if none are.
     """
 
     model_digest: str = ""
@@ -87,12 +76,6 @@ class Identity:
     shuffle_documents: str = ""
     roles: tuple[str, ...] = ()
     top_logits: int = 0
-    attention_mask: str = ""
-
-    @property
-    def run(self) -> str:
-        """The digest of the fields that never change."""
-        return run_of(self.to_json())
 
     @property
     def worker(self) -> Worker:
@@ -107,7 +90,8 @@ class Identity:
     @property
     def every_token(self) -> bool:
         """Whether the run keeps all tokens of its samples."""
-        some = self.drop_token_ids or self.roles or self.mask_column or self.overlap
+        masked = self.mask_column not in ("", ATTENTION_MASK)
+        some = self.drop_token_ids or self.roles or masked or self.overlap
         return self.positions == Identity.positions and not some
 
     def has_activations(self, hook: str) -> bool:
@@ -145,21 +129,12 @@ class Identity:
         }
 
     @classmethod
-    def from_json(cls, content: Any, where: str) -> "Identity":
-        """Reads what `to_json` returned; a field that is not recorded gets its default.
-
-        where: names the file in messages. Raises DamagedError for an unknown field, which a later
-        version may have added, and for more machines or hosts than a run can have.
-        """
-        with reading(f"{where}: its identity"):
-            names = [each.name for each in fields(cls) if each.default == ()]
-            tuples = {name: tuple(content.get(name, ())) for name in names}
-            identity = cls(**{**content, **tuples})
-            for name, most in (("total_machines", MAX_MACHINES), ("num_hosts", MAX_HOSTS)):
-                if not 1 <= getattr(identity, name) <= most:
-                    found = getattr(identity, name)
-                    raise ValueError(f"{name} is {found}, expected a number from 1 to {most}")
-        return identity
+    def from_json(cls, content: Any) -> "Identity":
+        """Reads what `to_json` returned; a field that is not recorded gets its default. Raises
+        TypeError or AttributeError for an unknown field, which a later version may have added."""
+        names = [each.name for each in fields(cls) if each.default == ()]
+        tuples = {name: tuple(content.get(name, ())) for name in names}
+        return cls(**{**content, **tuples})
 
     def compare(self, stored: "Identity") -> Difference | None:
         """Returns the first field in which `stored` differs; None if this run may continue it."""
@@ -175,19 +150,6 @@ class Identity:
         return replace(self, **ignored).compare(stored)
 
 
-def run_of(recorded: Mapping[str, Any]) -> str:
-    """Returns the digest of those fields of a recorded identity that never change.
-
-    The first runs lack some fields. While these have their defaults, they do not count.
-    """
-    left_out = MAY_TURN_ON | {
-        each.name
-        for each in fields(Identity)
-        if each.name in ADDED and recorded.get(each.name) in (each.default, [])
-    }
-    return digest_of({name: value for name, value in recorded.items() if name not in left_out})
-
-
 GIGABYTE = 10**9
 MAX_WAITING_BYTES = 16 * GIGABYTE
 
@@ -199,7 +161,7 @@ class StorageOptions:
     shard_size_gb: the size of a shard's activations before compression, in 10^9 bytes; a shard
     holds at least one sample. shard_format: "pickle", which `compress_shards` gzips, or
     "safetensors". max_samples, max_tokens: the most samples, and tokens of them, to store.
-    overwrite: deletes what is stored already, instead of continuing it. delete_local_after_upload:
+    overwrite: begins anew instead of continuing what is stored already. delete_local_after_upload:
     False also writes local shards when there is a bucket. writer_threads: how many threads compress
     and sum; None means one for each core. waiting_shards_gb: how much may wait in memory to be
     stored; None means a quarter of the available memory, at most 16 GB, and at least two shards.

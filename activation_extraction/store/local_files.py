@@ -9,20 +9,31 @@ import fcntl
 import os
 import platform
 import shutil
-import sys
+import stat
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.log import log
 from activation_extraction.store.commit import METRICS
-from activation_extraction.store.patience import IS_A_LINK
+from activation_extraction.store.patience import (
+    ANY,
+    CHANGED,
+    GONE,
+    IS_A_LINK,
+    Anything,
+    FileEntry,
+    RequestError,
+    check_size,
+)
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-WRITE_BEHIND = 32 * 2**20  # bytes after which the kernel is asked to start writing to the disk
+# What file systems without hard links say, such as those of memory sticks and mounted buckets.
+NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 LOCK_ATTEMPTS, LOCK_PAUSE = 5, 0.05  # seconds
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -40,35 +51,40 @@ class AtomicFile:
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._temporary.unlink(missing_ok=True)  # a killed process may have left one
         self._file = os.fdopen(os.open(self._temporary, NEW, 0o666), "wb", buffering=0)
-        self._size = self._handed_over = 0
 
     def write(self, data: bytes | memoryview) -> int:
         left = memoryview(data).cast("B")
-        self._size += left.nbytes
         written = left.nbytes
         while left:
             left = left[self._file.write(left) :]
-        if sys.platform == "linux" and self._size - self._handed_over >= WRITE_BEHIND:
-            # The kernel starts writing these bytes to the disk, so that little is left to sync at
-            # the end. No range is passed twice: the second time, the kernel would drop it from its
-            # cache, although it may be read soon.
-            new = self._handed_over, self._size - self._handed_over
-            os.posix_fadvise(self._file.fileno(), *new, os.POSIX_FADV_DONTNEED)
-            self._handed_over = self._size
         return written
 
     def finish(self) -> None:
         os.fsync(self._file.fileno())
 
-    def publish(self) -> None:
+    def publish(self, create: bool = False) -> None:
+        """Gives the file its final name. create: raises FileExistsError if the name exists."""
         if not self._is_ours():
             raise OSError(errno.ESTALE, "another process has replaced what was being written")
-        os.replace(self._temporary, self._path)
+        if create:
+            self._link()
+        else:
+            os.replace(self._temporary, self._path)
         folder = os.open(self._path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+    def _link(self) -> None:
+        try:
+            os.link(self._temporary, self._path)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            if os.path.lexists(self._path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
+            os.rename(self._temporary, self._path)  # the folder's lock keeps others away
 
     def _is_ours(self) -> bool:
         """Returns whether the temporary name still belongs to the open file: without locks, another
@@ -197,3 +213,123 @@ def running_system() -> str:
         return BOOT_ID.read_text().strip()
     except OSError:
         return platform.node()
+
+
+KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+class LocalFolder:
+    """The folder `path`, which need not exist. Methods raise OSError and RequestError."""
+
+    largest: int | None = None  # bytes of a file that can be written
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def entries(self) -> tuple[dict[str, FileEntry], list[str]]:
+        """Returns the files here, and the names of the folders, sorted."""
+        files, folders = {}, []
+        try:
+            with os.scandir(self._path) as entries:
+                for entry in entries:
+                    try:
+                        found = entry.stat()
+                    except FileNotFoundError:  # it was renamed or deleted in this moment
+                        continue
+                    if stat.S_ISREG(found.st_mode):
+                        files[entry.name] = FileEntry(found.st_size, version_of(found))
+                    elif stat.S_ISDIR(found.st_mode):
+                        folders.append(entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}, []
+        return files, sorted(folders)
+
+    def entry(self, name: str) -> FileEntry | None:
+        """Returns the size and version of what has this name, even if it is no regular file."""
+        try:
+            found = os.lstat(self._path / name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return FileEntry(found.st_size, version_of(found))
+
+    def read(
+        self, name: str, start: int | None, stop: int | None, version: str | None, most: int | None
+    ) -> tuple[bytes, str | None] | None:
+        """Returns bytes of a file, and its version; None if there is no such file.
+
+        A negative `start` counts from the end. version: what the file must be; most: how many bytes
+        it may have.
+        """
+        path = self._path / name
+        try:
+            _check_regular(os.stat(path))
+            # A pipe that takes the file's place in this moment does not block.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            _check_regular(found)
+            check_size(found.st_size, most)
+            if version not in (None, version_of(found)):
+                raise RequestError(CHANGED, changed=True)
+            first, last, _ = slice(start, stop).indices(found.st_size)
+            file.seek(first)
+            return file.read(max(0, last - first)), version_of(found)
+
+    def write(
+        self, name: str, parts: Sequence[memoryview], expected: str | None | Anything
+    ) -> str | None:
+        """Writes a file, and returns its new version.
+
+        expected: the version that it replaces; None: no file; ANY: whatever is there. Raises
+        RequestError (`changed`) if something else is there.
+        """
+        path = self._path / name
+        os.makedirs(path.parent, exist_ok=True)
+        with AtomicFile(path) as file:
+            for part in parts:
+                file.write(part)
+            file.finish()
+            self._check_expected(path, expected)
+            try:
+                file.publish(create=expected is None)
+            except FileExistsError as error:
+                raise RequestError("exists already", changed=True) from error
+        return version_of(os.stat(path))
+
+    def remove(self, name: str) -> None:
+        """Deletes a file if it exists."""
+        (self._path / name).unlink(missing_ok=True)
+
+    def _check_expected(self, path: Path, expected: str | None | Anything) -> None:
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:
+            if expected is not None and expected is not ANY:
+                raise RequestError(GONE, changed=True) from None
+            return
+        _check_regular(found)
+        if expected is None:
+            raise RequestError("exists already", changed=True)
+        if expected not in (ANY, version_of(found)):
+            raise RequestError(CHANGED, changed=True)
+
+
+def version_of(found: os.stat_result) -> str:
+    """Returns the version of a local file: every write makes a new file at another time."""
+    return f"{found.st_mtime_ns}-{found.st_ino}-{found.st_size}"
+
+
+def _check_regular(found: os.stat_result) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise RequestError(IS_A_LINK)
+    if not stat.S_ISREG(found.st_mode):
+        kind = KINDS.get(stat.S_IFMT(found.st_mode), "no regular file")
+        raise RequestError(f"is {kind}, expected a regular file")

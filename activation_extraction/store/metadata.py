@@ -1,6 +1,7 @@
 """Reads one host's folder: the names of its files, and the content of its JSON files.
 
-metadata.json describes the run; a run can continue only if its `identity` is the same.
+metadata.json describes the run. Only the shards of the run that it names count, in a sequence of
+numbers without gaps; a JSON of another run is left from one that was overwritten.
 """
 
 import json
@@ -10,57 +11,55 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
-from activation_extraction.common.errors import InputError
+from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.store.commit import (
-    CLAIM,
     FORMAT_VERSION,
     METADATA,
     METRICS,
+    MOST_BYTES,
     OTHER_VERSION,
     SHARD_NUMBER,
     Commit,
-    Outline,
+    DamagedError,
     Totals,
     commit_name,
-    names_beside,
     number_of,
-    numbers_of,
+    reading,
+    unseal,
 )
 from activation_extraction.store.folder import Folder, local_path
 from activation_extraction.store.formats import SUFFIXES
-from activation_extraction.store.identity import Identity, run_of
-from activation_extraction.store.sealed_json import DamagedError, unseal
+from activation_extraction.store.identity import Identity
 
 COUNTED = ("shards", "samples", "tokens", "bytes")
 AGGREGATE = "aggregated_metadata.json"
 OWN_FILES = re.compile(
     r"\.?(metadata\.json|metrics\.jsonl"
-    rf"|shard_{SHARD_NUMBER}(\.json|\.npz|\.samples\.jsonl\.gz|{SUFFIXES}))(\.tmp)?"
+    rf"|shard_{SHARD_NUMBER}(\.json|\.npz|\.samples\.parquet|{SUFFIXES}))(\.tmp)?"
 )
-# The totals in the metadata.json of a folder that has no shards yet.
-EMPTY_TOTALS = {"shards": 0, "samples": 0, "tokens": 0, "bytes": 0, "hooks": []}
 # Fields of metadata.json that every run records.
-REQUIRED = ("identity", "status", "max_samples", "written", *COUNTED)
+REQUIRED = ("run", "owner", "identity", "status", "max_samples", "written", *COUNTED)
 METRICS_TAIL = 4096  # bytes at the end of metrics.jsonl, more than a line has
-READERS = 32  # how many small files are read at the same time
+READERS = 64  # how many small files are read at the same time
+MOST_ABSENT = 1000  # how many JSONs are asked for that a listing lacks
+RESERVED = "reserved"  # the field of a JSON that reserves a number and commits nothing
 
 
 @dataclass(frozen=True)
 class Stored:
     """The content of one host's folder.
 
-    metadata: None if there is none. commits: by the shards' numbers. files: sizes by name. damaged:
-    maps the name of each unreadable JSON file to the reason. metrics: the last ones of the run.
-    url: the URL of the folder. local: whether it is on this machine. locked: whether a process has
-    locked it; None if unknown. versions: the versions of the shards' JSONs, if the store has
-    versions; claims are included here, but not in `files`. outline: describes the first shards if
-    their JSONs were not read; `commits` then lacks these shards.
+    metadata: None if there is none. version: that of metadata.json. commits: by the shards'
+    numbers, those of the run alone. files: sizes by name. damaged: maps the name of each unreadable
+    JSON file to the reason. metrics: the last ones of the run. url: the URL of the folder. local:
+    whether it is on this machine. locked: whether a process has locked it; None if unknown.
     """
 
     metadata: dict[str, Any] | None = None
+    version: str | None = None
     commits: dict[int, Commit] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
@@ -68,8 +67,6 @@ class Stored:
     url: str = ""
     local: bool = True
     locked: bool | None = None
-    versions: dict[str, str] = field(default_factory=dict)
-    outline: Outline = field(default_factory=Outline)
 
     @cached_property
     def identity(self) -> Identity | None:
@@ -78,8 +75,8 @@ class Stored:
 
     @property
     def run(self) -> str | None:
-        """The digest of the run's identity, as the commits record it."""
-        return None if self.metadata is None else run_of(self.metadata["identity"])
+        """The id of the run; None without metadata."""
+        return None if self.metadata is None else self.metadata["run"]
 
     @property
     def in_order(self) -> list[Commit]:
@@ -89,14 +86,11 @@ class Stored:
     @cached_property
     def totals(self) -> Totals:
         """The totals of all shards."""
-        totals = self.outline.totals.copy()
-        for commit in self.in_order:
-            totals.add(commit)
-        return totals
+        return Totals.of(self.in_order)
 
     def has(self, commit: Commit) -> bool:
-        """Returns whether this commit's shard is here, with its full size."""
-        return self.files.get(commit.file) == commit.bytes
+        """Returns whether this commit's files are here, with their full sizes."""
+        return all(self.files.get(name) == each.bytes for name, each in commit.files.items())
 
     @property
     def in_bucket(self) -> bool:
@@ -104,26 +98,25 @@ class Stored:
         remote = (self.metadata or {}).get("remote") or ""
         return not self.local or local_path(remote) == local_path(self.url)
 
-    def missing(self) -> tuple[list[range], list[int], list[int]]:
-        """Returns the numbers of three kinds of incomplete shards.
+    @property
+    def moved_to(self) -> str | None:
+        """The URL of the bucket that the shards were uploaded to; None if they are here."""
+        return None if self.in_bucket else (self.metadata or {}).get("remote")
 
-        The first are ranges of shards without a JSON (there may be any number of them), then shards
-        without a file of the right size, then shards without their statistics or table of samples.
-        All are empty if the shards were uploaded from here to a bucket.
+    def missing(self) -> tuple[list[range], list[int]]:
+        """Returns the numbers of two kinds of incomplete shards: ranges of shards without a JSON
+        (there may be any number of them), and shards that lack a file or the end of one.
+
+        Both are empty if the shards were uploaded from here to a bucket.
         """
+        if self.moved_to is not None:
+            return [], []
         metadata = self.metadata or {}
-        if metadata.get("remote") is not None and not self.in_bucket:
-            return [], [], []
-        first_shards = self.outline.shards
-        last = max([metadata.get("shards", 0), first_shards, *self.commits])
-        without_json = gaps([first_shards, *sorted(self.commits), last + 1])
-        without_file = [commit.number for commit in self.in_order if not self.has(commit)]
-        incomplete = [
-            number
-            for number in sorted(self.commits)
-            if any(name not in self.files for name in names_beside(number))
-        ]
-        return without_json, without_file, incomplete
+        counted = metadata["shards"] if metadata.get("status") == "complete" else 0
+        end = max([counted, *self.commits]) + 1
+        damaged = {number_of(name) for name in self.damaged if name != METADATA}
+        there = sorted(n for n in {*self.commits, *damaged} if n < end)
+        return gaps([0, *there, end]), [each.number for each in self.in_order if not self.has(each)]
 
 
 def gaps(numbers: Iterable[int]) -> list[range]:
@@ -133,7 +126,8 @@ def gaps(numbers: Iterable[int]) -> list[range]:
 
 def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
     """Returns the identity that metadata.json records. Raises DamagedError if it cannot be read."""
-    return Identity.from_json(metadata.get("identity"), where)
+    with reading(f"{where}: its identity"):
+        return Identity.from_json(metadata.get("identity"))
 
 
 def is_commit(name: str) -> bool:
@@ -142,161 +136,138 @@ def is_commit(name: str) -> bool:
 
 
 def own_files(names: Iterable[str]) -> list[str]:
-    """Returns those of `names` that an extraction uses, JSON files first.
-
-    If files are deleted in this order, the remaining ones never look like a whole extraction.
-    """
-    matching = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
-    return sorted(matching, key=lambda name: not name.endswith(".json"))
+    """Returns those of `names` that an extraction uses, sorted."""
+    return [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
 
 
-def read_stored(folder: Folder, brief: bool = False) -> Stored:
+def read_stored(folder: Folder) -> Stored:
     """Reads the JSON files of a folder, many at a time; `Stored.damaged` names unreadable ones.
-    Raises InputError for a run of int8, which earlier versions stored.
 
-    brief: skips, in a bucket, the JSON files that are covered by an outline. metadata.json is then
-    read before the folder is listed, so the listing must have every file that the outline counts.
+    metadata.json is read before and after the shards' JSONs: if another run has begun in between,
+    all of them are read again. Raises RunError if that happens again and again.
     """
-    first_read = folder.read_sealed(METADATA) if brief and not folder.local else None
-    listing = folder.listing()
-    files = {name: entry.size for name, entry in listing.items()}
-    versions = {
-        name: entry.version
-        for name, entry in listing.items()
-        if is_commit(name) and entry.version is not None
-    }
-    names = [name for name in own_files(files) if name.endswith(".json") and name[0] != "."]
-    metadata, outline = _valid_outline(first_read, f"{folder.url}/{METADATA}", files)
-    has_outline = metadata is not None
-    commits: dict[int, Commit] = {}
-    if has_outline:
-        commits = {commit.number: commit for commit in outline.fitting_partial(files)}
-        covered = {METADATA, *map(commit_name, [*range(1, outline.shards + 1), *commits])}
-        names = [name for name in names if name not in covered]
+    for _ in range(3):
+        stored = _read_once(folder)
+        after = read_metadata(folder)
+        if after is None or after["run"] == stored.run:
+            return stored
+    raise RunError(f"{folder.url}: is being overwritten again and again")
+
+
+def _read_once(folder: Folder) -> Stored:
+    found = folder.read_with_version(METADATA, most=MOST_BYTES)
     damaged: dict[str, str] = {}
+    metadata = version = None
+    if found is not None:
+        try:
+            version = found[1]
+            metadata = parse_metadata(found[0], f"{folder.url}/{METADATA}")
+        except DamagedError as error:
+            damaged[METADATA] = str(error)
+    files = folder.files()
+    names = {name for name in files if is_commit(name)}
+    commits, unreadable = _read_commits(folder, names, metadata)
+    # A listing that comes in pages is no snapshot: a JSON that it lacks is asked for by its name.
+    highest = max(commits, default=0)
+    missing = chain.from_iterable(gaps([0, *sorted(commits)]))
+    absent = {commit_name(number) for number in islice(missing, MOST_ABSENT)} - names
+    more, others = _read_commits(folder, absent, metadata)
+    commits |= {number: commit for number, commit in more.items() if number < highest}
+    for commit in more.values():
+        files |= {name: each.bytes for name, each in commit.files.items()}
+    damaged |= unreadable | others
+    metrics = _last_metrics(folder, files)
+    return Stored(metadata, version, commits, files, damaged, metrics, folder.url, folder.local)
+
+
+def _read_commits(
+    folder: Folder, names: Iterable[str], metadata: Mapping[str, Any] | None
+) -> tuple[dict[int, Commit], dict[str, str]]:
+    """Returns the commits in the JSONs of these names, and why others cannot be read. Those of
+    other runs than that of the metadata, and those that only reserve their number, are left out."""
+    commits: dict[int, Commit] = {}
+    damaged: dict[str, str] = {}
+    ordered = sorted(names)
     with ThreadPoolExecutor(READERS) as pool:
-        for name, data in zip(names, pool.map(folder.read_sealed, names), strict=True):
-            if data is None:  # deleted by a run in the meantime
-                continue
+        contents = pool.map(lambda name: folder.read(name, most=MOST_BYTES), ordered)
+        for name, data in zip(ordered, contents, strict=True):
             try:
-                if name == METADATA:
-                    metadata = _read_metadata(data, f"{folder.url}/{name}")
-                elif (commit := _read_commit(data, name, f"{folder.url}/{name}")) is None:
-                    del files[name]
-                else:
-                    commits[commit.number] = commit
+                commit = None if data is None else parse_commit(data, name, f"{folder.url}/{name}")
             except DamagedError as error:
                 damaged[name] = str(error)
-    return Stored(
-        metadata,
-        commits,
-        files,
-        damaged,
-        dict(outline.metrics) if has_outline else _last_metrics(folder, files),
-        folder.url,
-        folder.local,
-        versions=versions,
-        outline=outline,
-    )
+                continue
+            if commit is not None and (metadata is None or commit.run == metadata["run"]):
+                commits[commit.number] = commit
+    return commits, damaged
 
 
-def _valid_outline(
-    data: bytes | None, where: str, files: Mapping[str, int]
-) -> tuple[dict[str, Any] | None, Outline]:
-    """Returns the metadata and its outline; None and an empty outline if they are missing or
-    damaged, or if they disagree with the files."""
-    with suppress(DamagedError):
-        metadata = None if data is None else _read_metadata(data, where)
-        recorded = {} if metadata is None else metadata.get("outline", {})
-        outline = Outline() if metadata is None else Outline.from_json(recorded, where)
-        if outline.fits(files):
-            return metadata, outline
-    return None, Outline()
-
-
-def _read_metadata(data: bytes, where: str) -> dict[str, Any]:
+def parse_metadata(data: bytes, where: str) -> dict[str, Any]:
+    """Returns the content of a metadata.json. Raises DamagedError if it cannot be used."""
     content = unseal(data, where)
-    if CLAIM in content:
-        raise DamagedError(
-            f"{where}: --overwrite has begun to delete what is here and did not end; start it again"
-        )
     if content.get("format_version") != FORMAT_VERSION:
         raise DamagedError(f"{where}: {OTHER_VERSION}")
     if missing := [key for key in REQUIRED if key not in content]:
         raise DamagedError(f"{where}: lacks {', '.join(missing)}")
-    if identity_of(content, where).activation_dtype == "int8":
-        raise InputError(
-            f"{where}: its activations are stored as int8, which this version neither reads nor "
-            "continues"
-        )
+    identity_of(content, where)
     return content
 
 
-def _read_commit(data: bytes, name: str, where: str) -> Commit | None:
-    """Reads the JSON of a shard; returns None for a claim."""
+def parse_commit(data: bytes, name: str, where: str) -> Commit | None:
+    """Reads the JSON of a shard; returns None if it only reserves the number."""
     content = unseal(data, where)
-    if CLAIM in content:
+    if RESERVED in content:
         return None
     commit = Commit.from_json(content, where)
-    if str(commit.file).split(".")[0] != name.removesuffix(".json"):
-        raise DamagedError(f"{where}: describes {commit.file}, expected the shard of its own name")
+    if commit.name != name:
+        raise DamagedError(f"{where}: describes shard {commit.number}")
     return commit
 
 
 def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:
     """Returns the last complete line of metrics.jsonl, which is only for the user to see."""
     size = files.get(METRICS, 0)
-    tail = folder.read(METRICS, start=-min(size, METRICS_TAIL)) if size else None
+    tail = folder.read(METRICS, start=max(0, size - METRICS_TAIL), stop=size) if size else None
     for line in reversed((tail or b"").splitlines()):
         with suppress(ValueError, RecursionError):
             metrics = json.loads(line)
             if isinstance(metrics, dict):
-                return numbers_of(metrics)
+                return {name: each for name, each in metrics.items() if type(each) in (int, float)}
     return {}
 
 
 def read_metadata(folder: Folder) -> dict[str, Any] | None:
-    """Returns the content of metadata.json; None if it is missing or damaged, or if it is a claim.
+    """Returns the content of metadata.json; None if it is missing or damaged.
 
     --verify reports a damaged one.
     """
-    content = _unsealed(folder, METADATA)
-    return None if content is None or CLAIM in content else content
-
-
-def read_owner(folder: Folder) -> str | None:
-    """Returns the process that owns a folder according to metadata.json; None if it names none."""
-    content = _unsealed(folder, METADATA) or {}
-    return content.get(CLAIM, content.get("owner"))
+    data = folder.read(METADATA, most=MOST_BYTES)
+    with suppress(DamagedError):
+        return None if data is None else parse_metadata(data, METADATA)
+    return None
 
 
 def check_own(folder: Folder) -> None:
     """Raises InputError if --overwrite would delete or replace files of somebody else.
 
-    A file whose name fits belongs to an extraction if there is a sound metadata.json beside it, or
-    if the JSON of a shard names it.
+    A file whose name fits belongs to an extraction if there is a sound metadata.json beside it, of
+    any version, or if the JSON of a shard of the same number names it.
     """
     names = [name for name in own_files(folder.files()) if name[0] != "."]
-    if not names or _unsealed(folder, METADATA) is not None:
+    if not names or _is_sealed(folder, METADATA):
         return
-    known: set[str] = set()
-    for name in filter(is_commit, names):
-        content = _unsealed(folder, name)
-        if content is not None:
-            known |= {name, str(content.get("file")), *names_beside(number_of(name))}
-    if known:
-        known |= {METADATA, METRICS}
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise InputError(
-            f"{folder.url}: --overwrite: {unknown[0]} may not be of this program: there is no "
-            f"sound {METADATA}, and no JSON of a shard names it; move it, or give another folder"
-        )
+    sound = {number_of(name) for name in names if is_commit(name) and _is_sealed(folder, name)}
+    for name in names:
+        own = sound if not name.startswith("shard_") else number_of(name) in sound
+        if not own:
+            raise InputError(
+                f"{folder.url}: --overwrite: {name} may not be of this program: there is no sound "
+                f"{METADATA}, and no JSON of a shard names it; move it, or give another folder"
+            )
 
 
-def _unsealed(folder: Folder, name: str) -> dict[str, Any] | None:
-    """Returns the content of a sealed JSON; None if it is missing or damaged."""
-    data = folder.read_sealed(name)
+def _is_sealed(folder: Folder, name: str) -> bool:
+    """Returns whether a file is an undamaged sealed JSON, of any version."""
+    data = folder.read(name, most=MOST_BYTES)
     with suppress(DamagedError):
-        return None if data is None else unseal(data, name)
-    return None
+        return data is not None and bool(unseal(data, name))
+    return False

@@ -1,6 +1,7 @@
-"""Retries failing requests to a folder for a while, unless the failure is final.
+"""What the requests to every kind of folder share: how they fail, and how long they are retried.
 
-It also explains to the user why a file system refused a request.
+`Retrying` repeats a request until it succeeds, is refused for good, or the patience is used up.
+`reason_of` explains to the user why a file system refused something.
 """
 
 import errno
@@ -9,16 +10,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from dataclasses import dataclass
+from enum import Enum
 from typing import TypeVar
 
-from fsspec.exceptions import FSTimeoutError
-
-from activation_extraction.common.errors import RunError, one_line
-from activation_extraction.common.log import gcsfs_listeners, log
+from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.log import log
 
 PATIENCE = 300.0  # seconds
 STATUS_PATIENCE = 20.0  # seconds, for --status
@@ -30,12 +28,56 @@ MIN_BYTES_PER_SECOND = 0.125e6  # 16 uploads that share 16 Mbit/s
 T = TypeVar("T")
 
 
+class Anything(Enum):
+    """`ANY`, in the place of a version, is whatever stands there, or nothing."""
+
+    ANY = "any"
+
+
+ANY = Anything.ANY
+CHANGED, GONE = "is another version now", "no longer exists"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file in a listing. version: changes with every write; None if the store has no versions."""
+
+    size: int
+    version: str | None = None
+
+
 class FolderError(RunError):
     """A folder refused a request (`final`), or requests kept failing until time ran out."""
 
     def __init__(self, message: str, final: bool, *, remedy: str | None = None) -> None:
         super().__init__(message, remedy=remedy)
         self.final = final
+
+
+class ChangedError(FolderError):
+    """A file is not the version that a request was conditional on."""
+
+
+class UnsureError(FolderError):
+    """It cannot be known whether a file was written: only reading it back can tell."""
+
+
+class RequestError(Exception):
+    """A single request failed. final: whether it is useless to send it again; changed: because the
+    file is another version."""
+
+    def __init__(self, reason: str, final: bool = True, changed: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.final, self.changed = reason, final, changed
+
+
+def check_size(size: int, most: int | None) -> None:
+    """Raises RequestError if a file is larger than it may be; `most` is in bytes, None: any size.
+
+    Files of a run that are read whole have a size that their kind never exceeds.
+    """
+    if most is not None and size > most:
+        raise RequestError(f"has {size:,} bytes, expected at most {most:,}")
 
 
 @contextmanager
@@ -54,34 +96,20 @@ def heartbeat(on_progress: Callable[[], None]) -> Iterator[None]:
         done.set()
 
 
-def with_timeout(seconds: float, action: Callable[[], T]) -> T:
-    """Returns the result of an action, which need not have a time limit of its own.
-
-    Raises FSTimeoutError when the time is up; the action then goes on in an abandoned thread.
-    """
-    result: Future[T] = Future()
-
-    def act() -> None:
-        try:
-            result.set_result(action())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=act, daemon=True).start()
-    if not wait([result], seconds).done:
-        raise FSTimeoutError
-    return result.result()
-
-
 def timeout_for(size: int, patience: float) -> float:
-    """Returns the time limit, in seconds, of a request for `size` bytes; see object_store.py."""
+    """Returns the time limit, in seconds, of a request that moves `size` bytes.
+
+    A timeout begins with the request and ignores how much of its body has been moved, so it cannot
+    tell a slow line from a silent server. So each request gets the patience, or the time that its
+    bytes need on a slow line, whichever is longer.
+    """
     return max(patience, 2 ** size.bit_length() / MIN_BYTES_PER_SECOND)
 
 
 class Retrying:
     """Sends requests to the folder `url`, and retries them. `Folder` describes the arguments."""
 
-    local: bool  # whether the folder is on this machine, where retrying is useless
+    local: bool  # whether the folder is on this machine
 
     def __init__(
         self, url: str, patience: float, on_progress: Callable[[], None], flag: str
@@ -89,88 +117,62 @@ class Retrying:
         self.url = url
         self.on_progress = on_progress
         self.retries = 0
-        self._patience = patience
+        self.patience = patience
         self._flag = flag
         self._by_flag = f" ({flag})" if flag else ""
-        self._opening = 0.0  # seconds that opening it took; 0 after the first success
         self._failing = False  # whether a request has failed since the last success
 
-    def _retry(
-        self,
-        request: str,
-        action: Callable[[], T],
-        size: int = 0,
-        has_timeout: bool = False,
-        must_finish: bool = False,
-    ) -> T:
+    def _retry(self, request: str, action: Callable[[], T]) -> T:
         """Returns the result of `action`, which is retried unless its failure is final.
 
-        request: names it in messages. size: how many bytes it moves. has_timeout: the action limits
-        its own time, and only silence, not an answer, counts as time without progress. Any other
-        action gets the remaining patience, or the time that its bytes need on a slow line.
-        must_finish: the action may not be abandoned, because it would undo later work if it
-        succeeded after all.
+        request: names it in messages.
         """
-        inner_reason = ""  # why the file system retried the request by itself
+        began, pause = time.monotonic(), FIRST_PAUSE
+        while True:
+            try:
+                return self._attempt(request, action)
+            except RequestError as error:
+                spent = time.monotonic() - began
+                if spent + pause > self.patience:
+                    raise FolderError(
+                        f"{self.url}: {request} kept failing for {spent:.0f} s{self._by_flag}: "
+                        f"{error.reason}",
+                        final=False,
+                    ) from error
+                again = f"trying again for up to {self.patience:g} s{self._by_flag}"
+                self._note(request, error.reason, again)
+            time.sleep(pause * random.uniform(0.5, 1))
+            pause = min(2 * pause, MAX_PAUSE)
 
-        def listen(reason: str) -> None:
-            nonlocal inner_reason
-            inner_reason = reason
-            self._warn(request, reason)
-
-        # Counts opening, attempts, each since its last progress, and the pauses between them.
-        spent = self._opening
-        pause, reason = FIRST_PAUSE, "no answer"
-        gcsfs_listeners.append(listen)
+    def _attempt(self, request: str, action: Callable[[], T]) -> T:
+        """Returns the result of `action`. Raises RequestError if it is worth another attempt, and
+        FolderError, which names the request, if it is not."""
         try:
-            while True:
-                began = time.monotonic()
-                try:
-                    if must_finish or has_timeout or self.local:
-                        result = action()
-                    else:
-                        result = with_timeout(timeout_for(size, self._patience - spent), action)
-                    self._failing, self._opening = False, 0.0
-                    return result
-                except FolderError:
-                    raise
-                except Exception as error:  # a file system or the network may raise any exception
-                    error_reason, final = reason_of(error)
-                    silent = isinstance(error, FSTimeoutError)
-                    reason = (inner_reason or reason) if silent else error_reason
-                    if silent or not has_timeout or not isinstance(error, OSError):
-                        spent += time.monotonic() - began
-                    if final or self.local:
-                        raise FolderError(f"{self.url}: {request}: {reason}", final=True) from error
-                    if spent + pause > self._patience:
-                        raise FolderError(
-                            f"{self.url}: {request} kept failing for {spent:.0f} s{self._by_flag}: "
-                            f"{reason}",
-                            final=False,
-                        ) from error
-                self.retries += 1
-                self.on_progress()
-                self._warn(request, reason)
-                log.debug("%s: %s: %s; trying again in %.1f s", self.url, request, reason, pause)
-                slept = pause * random.uniform(0.5, 1)
-                time.sleep(slept)
-                spent += slept
-                pause = min(2 * pause, MAX_PAUSE)
-        finally:
-            gcsfs_listeners.remove(listen)
+            result = action()
+        except (FolderError, InputError, MemoryError):
+            raise
+        except Exception as error:  # a file system or the network may raise any exception
+            failure = error if isinstance(error, RequestError) else RequestError(*reason_of(error))
+            cause = error.__cause__ or error
+            message = f"{self.url}: {request}: {failure.reason}"
+            if failure.changed:
+                raise ChangedError(message, final=False) from cause
+            if failure.final or self.local:  # trying again is useless on this machine
+                raise FolderError(message, final=True) from cause
+            raise failure from cause
+        self._failing = False
+        return result
 
-    def _warn(self, request: str, reason: str) -> None:
-        """Warns about a failed request, but only once until a request succeeds again."""
-        if not self._failing:
-            self._failing = True
-            log.warning(
-                "%s: %s failed (%s); trying again for up to %g s%s",
-                *(self.url, request, f"{reason:.200}", self._patience, self._by_flag),
-            )
+    def _note(self, request: str, reason: str, next_step: str) -> None:
+        """Counts a failed attempt, and warns about it, but only once until a request succeeds."""
+        self.retries += 1
+        self.on_progress()
+        level = log.debug if self._failing else log.warning
+        level("%s: %s failed (%s); %s", self.url, request, f"{reason:.200}", next_step)
+        self._failing = True
 
 
 IS_A_LINK = "is a symbolic link; expected a file or folder of its own, or none"
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 LOCAL_AND_FINAL = {
     errno.ENOSPC: "the disk is full; make room first",
     errno.EDQUOT: "the disk quota is used up; make room first",
@@ -179,9 +181,12 @@ LOCAL_AND_FINAL = {
     errno.EPERM: "permission denied",
     errno.ELOOP: IS_A_LINK,
 }
-SET_TMPDIR = "set TMPDIR to a folder with room for a few shards"
-# HTTP statuses after which a request is worth sending again; 410 means a lost upload session.
-RETRYABLE_STATUSES = {408, 409, 410, 416, 429}
+RETRYABLE_STATUSES = {408, 409, 425, 429}  # of those from 400 to 499
+
+
+def is_final(status: int) -> bool:
+    """Returns whether a request that got this HTTP status would fail again."""
+    return 400 <= status < 500 and status not in RETRYABLE_STATUSES
 
 
 def reason_of(error: BaseException) -> tuple[str, bool]:
@@ -189,19 +194,10 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
     code = getattr(error, "code", None)
     status = int(str(code)) if str(code).isdigit() else 0
     text = one_line(error)
-    if type(error).__module__.startswith("google.auth"):
-        # A TransportError of the metadata server is only the cause of the error.
-        causes = {type(error).__name__, type(error.__cause__).__name__}
-        final = not getattr(error, "retryable", False) and "TransportError" not in causes
-        return (
-            f"the credentials cannot be used or have expired ({text:.200}); renew them with "
-            "`gcloud auth application-default login`, or check the service account",
-            final,
-        )
     if status == 401:
         return f"the credentials are missing, invalid or have expired ({text:.200})", True
-    if status == 403 or text.startswith("Forbidden"):
-        return f"permission denied ({text:.200}); needed: roles/storage.objectUser", True
+    if status == 403 or text.startswith("Forbidden"):  # so gcsfs says it
+        return f"permission denied ({text:.200})", True
     if isinstance(error, OSError) and error.errno in LOCAL_AND_FINAL:
         return LOCAL_AND_FINAL[error.errno], True
     if isinstance(error, OSError) and error.strerror and status == 0:
@@ -211,19 +207,4 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):  # a proxy's page, for example
         return f"the answer is not the store's ({text:.200})", False
     final = isinstance(error, ValueError | TypeError | ImportError)
-    final = final or 400 <= status < 500 and status not in RETRYABLE_STATUSES
-    return f"{text:.200}", final
-
-
-@contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """Makes a temporary folder for downloads. Raises RunError, naming TMPDIR, if it cannot."""
-    try:
-        temporary = TemporaryDirectory()
-    except OSError as error:
-        raise RunError(
-            f"no temporary folder can be made: {reason_of(error)[0]}",
-            remedy=SET_TMPDIR,
-        ) from error
-    with temporary as folder:
-        yield Path(folder)
+    return f"{text:.200}", final or is_final(status)

@@ -1,29 +1,24 @@
 """Plans what a run stores: what is there already, whether the same run stored it, what is left.
 
-The result is a StoragePlan. A run that begins or continues has one range of shards to store, up to
-the end of the data; a repair has one range for each gap. Planning only reads. It refuses what
-cannot be continued, before anything expensive begins.
+Planning only reads. It refuses what cannot be continued, before anything expensive begins.
 """
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from activation_extraction.common.errors import InputError
+import numpy as np
+
+from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted
-from activation_extraction.store.commit import (
-    FORMAT_VERSION,
-    METADATA,
-    OTHER_VERSION,
-    Commit,
-    Outline,
-)
+from activation_extraction.store.commit import METADATA, OTHER_VERSION, REPAIRS, Commit, Totals
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Difference, Identity
-from activation_extraction.store.metadata import Stored, own_files, read_owner, read_stored
-from activation_extraction.store.sealed_json import REPAIRS
-from activation_extraction.text.batch import Cursor
+from activation_extraction.store.metadata import Stored, own_files
+from activation_extraction.store.sample_table import read_table, stored_in
+from activation_extraction.text.batch import Cursor, StoredSample
 
 VERSION_REMEDY = (
     "continue it with the version that began it, give another folder, or --overwrite to start anew"
@@ -32,250 +27,193 @@ FLAGS_REMEDY = "give the same flags as before, another folder, or --overwrite to
 
 
 @dataclass(frozen=True)
-class ShardRange:
-    """Shards to store, with the numbers from `first` to `last`.
-
-    last: None if the shards go on to the end of the data. before: the shard before the range; None
-    at the beginning of the data. until: the first `sample_idx` after the range. partial: whether
-    the last shard of the range is cut before it is full.
-    """
-
-    first: int = 1
-    before: Commit | None = None
-    last: int | None = None
-    until: int | None = None
-    partial: bool = True
-
-    @property
-    def cursor(self) -> Cursor | None:
-        """Where a run continues that stores the range; None at the beginning of the data. The first
-        batches from there may have samples of earlier shards."""
-        return None if self.before is None else self.before.position
-
-    @property
-    def last_sample_before(self) -> int:
-        """The `sample_idx` of the last sample before the range; -1 if there is none."""
-        return -1 if self.before is None else self.before.last
-
-
-@dataclass(frozen=True)
 class StoragePlan:
-    """The shards that are stored and kept, and the shards that are still to be stored.
+    """What is stored and kept, and where the run goes on.
 
-    commits: the shards that are kept. outline: describes the bucket's first shards if their JSONs
-    were not read; `commits` then lacks these. ranges: the shards to store, in the order of the
-    data. obsolete: names of files to delete. up_to_date: whether nothing is left to do, not even an
-    update of metadata.json. skipped_rows, empty_rows: the counts of a complete extraction, which
-    include rows after its last sample. versions: the versions of the JSONs in the bucket when the
-    plan was made. owner: the owner that metadata.json named just before. For a repair, `recorded`
-    is the metadata, in which only the totals change, and `expected` maps the numbers of shards to
-    their commits as they were.
+    commits: the shards that are kept. run: the id of the run that goes on; None for the one that
+    metadata.json names, if any. next: the number of the next new shard. mark: where in the
+    data the run continues; None at the beginning. complete: whether nothing is left to compute.
+    up_to_date: whether nothing is left to do, not even an update of metadata.json. skipped_rows,
+    empty_rows: the counts of a complete extraction, which include rows after its last sample.
+
+    A repair has more: withdrawn are the numbers of damaged and missing shards, in the order in
+    which reservations replace their commits; holes are those of them that lie before an intact
+    shard, and `until` says how many samples of the host come before the last mark. `recorded` is
+    the metadata, of which only the totals change.
     """
 
     commits: list[Commit] = field(default_factory=list)
-    ranges: tuple[ShardRange, ...] = (ShardRange(),)
-    obsolete: tuple[str, ...] = ()
+    run: str | None = None
+    next: int = 1
+    mark: Cursor | None = None
+    complete: bool = False
     up_to_date: bool = False
     skipped_rows: int = 0
     empty_rows: int = 0
+    withdrawn: tuple[int, ...] = ()
+    holes: tuple[int, ...] = ()
+    until: int | None = None
     recorded: Mapping[str, Any] | None = None
-    expected: Mapping[int, Commit] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    outline: Outline = field(default_factory=Outline)
-    owner: str | None = None
 
     @property
-    def complete(self) -> bool:
-        """Whether nothing is left to compute."""
-        return not self.ranges
+    def totals(self) -> Totals:
+        """The totals of the kept shards."""
+        totals = Totals.of(self.commits)
+        totals.count_rows(self.skipped_rows, self.empty_rows)
+        return totals
 
-    @property
-    def shards(self) -> int:
-        """How many shards are kept."""
-        return self.outline.shards + len(self.commits)
 
-    @property
-    def samples(self) -> int:
-        """How many samples the kept shards have."""
-        return self.outline.totals.samples + sum(commit.count for commit in self.commits)
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens the kept shards have."""
-        return self.outline.totals.tokens + sum(commit.tokens for commit in self.commits)
-
-    @property
-    def next(self) -> ShardRange:
-        """The first range to store; if none is left, the empty range after the kept shards."""
-        last = next(reversed([*self.outline.recent, *self.commits]), None)
-        return next(iter(self.ranges), ShardRange(self.shards + 1, last))
+def repaired_status(recorded: Mapping[str, Any], samples: int) -> str:
+    """Returns the status of a repaired run. recorded: its metadata before; samples: how many are
+    stored now. What comes after the mark of its shards may be left to the run that continues."""
+    whole = recorded.get("status") == "complete" and recorded.get("samples") == samples
+    return "complete" if whole else "interrupted"
 
 
 class Planner(Protocol):
-    """Decides what is to be stored. Raises InputError if nothing may be added."""
+    """Decides what is to be stored, from what is stored in the folder that has the shards. It is
+    asked again once this process owns the folder. Raises InputError if nothing may be added."""
 
-    def plan(self) -> StoragePlan:
-        """Makes a plan before anything is written."""
-        ...
-
-    def plan_again(self, plan: StoragePlan) -> StoragePlan:
-        """Plans again once the folder is locked: others may have written to it until then."""
-        ...
+    def __call__(self, stored: Stored) -> StoragePlan: ...
 
 
 @dataclass(frozen=True)
 class ResumePlanner:
     """Plans a run that begins or continues.
 
-    folder: the local folder. remote: the folder in the bucket; if there is one, it has the shards.
-    limits: the most samples and tokens to store, by name. more_rows: whether the data has new rows
-    at its end.
+    limits: the most samples and tokens to store, by name.
     """
 
-    folder: Folder
-    remote: Folder | None
     identity: Identity
     limits: Mapping[str, int | None]
-    more_rows: bool = False
 
-    def plan(self) -> StoragePlan:
-        """Reads the JSON files, and plans. Raises InputError if another run is stored there, or if
-        the stored one is damaged or has gaps."""
-        where, owner = f"--output_dir {self.folder.url}", None
-        if self.remote is None:
-            stored = read_stored(self.folder)
-        else:
-            owner = read_owner(self.remote)
-            stored = read_stored(self.remote, brief=True)
-            self._check_local(where, read_stored(self.folder))
-            where = self.remote.url
-        check_identity(where, stored, self.identity)
-        if self.remote is None:
-            refuse_moved(where, stored, "continue")
-        plan = plan_rest(where, stored, self.limits, self.more_rows)
-        return replace(plan, versions=stored.versions, owner=owner)
-
-    def _check_local(self, where: str, stored: Stored) -> None:
-        """Raises InputError if this would overwrite the metadata of another run, or of shards that
-        are not in the bucket."""
-        assert self.remote is not None
-        check_identity(where, stored, self.identity)
-        uploaded = (stored.metadata or {}).get("remote")
-        if uploaded not in (None, self.remote.url):
-            raise InputError(
-                f"{where}: its shards were uploaded to {uploaded}, not to {self.remote.url}; give "
-                "the same --gcs_bucket and --gcs_prefix as before, or another --output_dir"
-            )
-        if stored.commits and uploaded is None:
-            raise InputError(
-                f"{where}: holds {counted(len(stored.commits), 'shard')} not in the bucket; "
-                "continue without --upload_to_gcs, or give another --output_dir: if you copy this "
-                "folder to the bucket first, the copy is continued"
-            )
-
-    def plan_again(self, plan: StoragePlan) -> StoragePlan:
-        """Plans from the beginning: another process may have stored more, or everything."""
-        return self.plan()
+    def __call__(self, stored: Stored) -> StoragePlan:
+        """Raises InputError if another run is stored there, if what is stored is damaged or has
+        gaps, or if it is more than the limits allow."""
+        check_identity(stored, self.identity)
+        refuse_moved(stored, "continue")
+        refuse_incomplete(stored)
+        return plan_rest(stored, self.limits)
 
 
-def plan_rest(
-    where: str, stored: Stored, limits: Mapping[str, int | None], more_rows: bool
-) -> StoragePlan:
-    """Plans what is to be stored after the shards that are stored already.
-
-    where: names the folder in messages. limits, more_rows: as in ResumePlanner. Raises InputError
-    if a shard or its file is missing, or if more is stored than the limits allow.
-    """
-    commits = stored.in_order
-    for number, commit in enumerate(commits, stored.outline.shards + 1):
-        if commit.number != number:
-            raise InputError(
-                f"{where}: shard {number} is missing, but shard {commit.number} is there; --repair "
-                "computes the missing one again"
-            )
-        if not stored.has(commit):
-            raise InputError(
-                f"{where}: shard {number} has a JSON, but its file is missing or has another size "
-                "(--verify says which); --repair computes it again"
-            )
-    plan = StoragePlan(commits, ranges=(), outline=stored.outline)
-    metadata = stored.metadata or {}
-    counts = {"max_samples": plan.samples, "max_tokens": plan.tokens}
+def plan_rest(stored: Stored, limits: Mapping[str, int | None]) -> StoragePlan:
+    """Plans what is to be stored after the shards that are stored, which have no gaps."""
+    commits, totals = stored.in_order, stored.totals
+    plan = StoragePlan(commits, stored.run, len(commits) + 1, furthest_mark(commits))
+    counts = {"max_samples": totals.samples, "max_tokens": totals.tokens}
     for name, limit in limits.items():
         if limit is not None and counts[name] > limit:
             unit = name.removeprefix("max_").removesuffix("s")
             raise InputError(
-                f"--{name}: {where} already holds {counted(counts[name], unit)}, more than the "
-                f"{limit} that this host may store; {FLAGS_REMEDY}"
+                f"--{name}: {stored.url} already holds {counted(counts[name], unit)}, more than "
+                f"the {limit} that this host may store; {FLAGS_REMEDY}"
             )
-    finished = {"status": "complete", **limits, "samples": plan.samples}
-    more = more_rows and all(counts[name] != limit for name, limit in limits.items())
-    if not more and all(metadata.get(name) == value for name, value in finished.items()):
+    metadata = stored.metadata or {}
+    finished = {"status": "complete", **limits, "samples": totals.samples}
+    if all(metadata.get(name) == value for name, value in finished.items()):
         rows = {name: metadata.get(name, 0) for name in ("skipped_rows", "empty_rows")}
-        return replace(plan, up_to_date=True, **rows)
-    if commits and commits[-1].partial:
-        commits.pop()
-    return replace(plan, ranges=(plan.next,))
+        return replace(plan, complete=True, up_to_date=True, **rows)
+    return plan
 
 
-def check_identity(where: str, stored: Stored, identity: Identity) -> None:
+def furthest_mark(commits: Iterable[Commit], most: float = math.inf) -> Cursor | None:
+    """Returns the mark of shards without gaps that lies furthest in the data, after at most `most`
+    samples."""
+    marks = [mark for commit in commits if (mark := commit.position) is not None]
+    near = [mark for mark in marks if mark.samples <= most]
+    return max(near, key=lambda mark: mark.samples, default=None)
+
+
+def stored_after(folder: Folder, commits: list[Commit], first: int) -> dict[int, StoredSample]:
+    """Returns the stored samples of the shards that have one from number `first` on, by their
+    numbers. Raises InputError, naming --repair, if a table is damaged."""
+    found: dict[int, StoredSample] = {}
+    for commit in commits:
+        if commit.count and commit.last >= first:
+            try:
+                found |= stored_in(read_table(folder, commit))
+            except RunError as error:
+                raise InputError(f"{error}; {REPAIRS}") from error
+    return found
+
+
+def stored_numbers(folder: Folder, commits: list[Commit], stride: int) -> np.ndarray:
+    """Returns the numbers of all stored samples, int64, ascending. stride: between two consecutive
+    samples; a table is read only if its shard lacks some in between."""
+    numbers = [np.zeros(0, np.int64)]
+    for commit in commits:
+        whole = range(commit.first, commit.last + 1, stride)
+        if commit.count == len(whole):
+            numbers.append(np.array(whole, np.int64))
+        elif commit.count:
+            numbers.append(read_table(folder, commit)["sample_idx"].to_numpy())
+    return np.sort(np.concatenate(numbers))
+
+
+def refuse_incomplete(stored: Stored) -> None:
+    """Raises InputError if a shard is missing, or one of its files."""
+    without_json, without_file = stored.missing()
+    if without_json:
+        raise InputError(
+            f"{stored.url}: shard {without_json[0].start} is missing although a later one is "
+            "there, or the run says that it is complete; --repair computes it again"
+        )
+    if without_file:
+        raise InputError(
+            f"{stored.url}: shard {without_file[0]} has a JSON, but one of its files is missing or "
+            "has another size (--verify says which); --repair computes it again"
+        )
+
+
+def check_identity(stored: Stored, identity: Identity) -> None:
     """Raises InputError if a folder holds a damaged extraction or another run."""
     for why in stored.damaged.values():
         raise InputError(f"{why}; {VERSION_REMEDY if OTHER_VERSION in why else REPAIRS}")
-    if stored.metadata is not None:
-        check_same_run(where, stored, identity)
+    if stored.identity is not None:
+        refuse_difference(stored.url, identity.compare(stored.identity))
     elif any(name.startswith("shard_") for name in own_files(stored.files)):
         raise InputError(
-            f"{where}: already holds shards, but no {METADATA}; --repair writes it again; or "
+            f"{stored.url}: already holds shards, but no {METADATA}; --repair writes it again; or "
             "give another folder"
         )
 
 
-def check_same_run(where: str, stored: Stored, identity: Identity) -> None:
-    """Raises InputError if a folder, which must have metadata, holds another run or its shards."""
-    assert stored.identity is not None
-    refuse_difference(where, identity.compare(stored.identity))
-    for commit in stored.commits.values():
-        if commit.run != stored.run:
-            raise InputError(f"{where}: {commit.name} belongs to another run; {FLAGS_REMEDY}")
-
-
-def check_version(where: str, metadata: Mapping[str, Any]) -> None:
-    """Raises InputError if an extraction has another format version than this program writes."""
-    version = metadata.get("format_version")
-    if version != FORMAT_VERSION:
-        raise InputError(
-            f"{where}: holds an extraction in format {version}, but this program writes format "
-            f"{FORMAT_VERSION}; {VERSION_REMEDY}"
-        )
-
-
-def refuse_moved(where: str, stored: Stored, purpose: str) -> None:
+def refuse_moved(stored: Stored, purpose: str) -> None:
     """Raises InputError if the shards of a local folder are in a bucket.
 
     purpose: says in the message what the user wants to do.
     """
-    remote = (stored.metadata or {}).get("remote")
-    if remote is not None and not stored.in_bucket:
+    if stored.moved_to is not None:
         raise InputError(
-            f"{where}: its shards were uploaded to {remote}; to {purpose}, give --upload_to_gcs, "
-            "--gcs_bucket and --gcs_prefix as before"
+            f"{stored.url}: its shards were uploaded to {stored.moved_to}; to {purpose}, give "
+            "--upload_to_gcs, --gcs_bucket and --gcs_prefix as before"
+        )
+
+
+def check_local_copy(stored: Stored, identity: Identity, remote: str) -> None:
+    """Raises InputError if a run that stores its shards in a bucket would overwrite the metadata of
+    another run in its local folder, or of shards that are not in the bucket.
+
+    stored: of the local folder. remote: the URL of the one in the bucket.
+    """
+    if stored.identity is not None:  # a damaged one is written again
+        refuse_difference(stored.url, identity.compare(stored.identity))
+    uploaded = (stored.metadata or {}).get("remote")
+    if uploaded not in (None, remote):
+        raise InputError(
+            f"{stored.url}: its shards were uploaded to {uploaded}, not to {remote}; give "
+            "the same --gcs_bucket and --gcs_prefix as before, or another --output_dir"
+        )
+    if stored.commits and uploaded is None:
+        raise InputError(
+            f"{stored.url}: holds {counted(len(stored.commits), 'shard')} not in the bucket; "
+            "continue without --upload_to_gcs, or give another --output_dir: if you copy this "
+            "folder to the bucket first, the copy is continued"
         )
 
 
 def refuse_difference(where: str, difference: Difference | None) -> None:
     """Raises InputError if there is a difference between two identities."""
-    if difference is not None and difference.name == "integer_hooks":
-        hook = next(iter({*difference.before} ^ {*difference.now}))
-        raise InputError(
-            f"{where}: already holds an extraction by another version, which does not store "
-            f"{hook} as this one does, in integers; {VERSION_REMEDY}"
-        )
-    if difference is not None and difference.before == "attention_mask":
-        raise InputError(
-            f"{where}: already holds an extraction by another version, whose model read the tokens "
-            f"with 0 in --mask_column attention_mask; {VERSION_REMEDY}"
-        )
     if difference is not None:
         raise InputError(
             f"{where}: already holds an extraction that differs in {difference.name}: "

@@ -21,8 +21,7 @@ import numpy as np
 
 from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.errors import RunError
-from activation_extraction.store.labels import LABELS
-from activation_extraction.store.shard import Key, SampleRow, Shard
+from activation_extraction.store.shard import LABELS, Key, SampleRow, Shard
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),

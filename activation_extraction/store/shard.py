@@ -1,35 +1,25 @@
-"""A shard in memory, and the table of its samples.
+"""A shard in memory: a list of samples, and one array of activations per hook and sample.
 
-A shard is a list of samples, and one array of activations per hook and sample. Every shard format
-writes and reads this. The table, `shard_0001.samples.jsonl.gz` beside the shard, has a line of JSON
-for every sample, in the order of the shard, so that samples can be listed without reading their
-activations. Its bytes depend on the content and the version of zlib.
+Every shard format writes and reads this. What is known of a sample beside its tokens is in the
+table of samples (sample_table.py).
 """
 
-import io
-import json
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
-from isal import igzip
 
-from activation_extraction.common.choices import MAX_COLUMNS
-from activation_extraction.common.encodings import decode
-from activation_extraction.common.errors import RunError, StorageError, one_line
+from activation_extraction.common.encodings import decode, encode, relative_errors
 
 Key = int | str  # a hook's name in a shard: its layer number, or the name the user asked for
 DocId = str | int | float | None
+LABELS = ("role", "turn")  # of every token; all samples of a run have the same ones, or none
 COMPRESSION_LEVEL = 1
 MAX_GZIP_RATIO = 1032  # the most bytes that gzip can unpack from one byte
 GZIP = 31  # the `wbits` of zlib for a gzip header without a time, and a window of 32 KiB
 GROUP_BYTES = 32 * 2**20
-MAX_LINE_BYTES = 2**20
-UNREADABLE = (ValueError, TypeError, KeyError, RecursionError, OSError, EOFError, zlib.error)
-SCALARS: tuple[type, ...] = (type(None), bool, int, float, str)
-MAX_FIELDS = 64  # of the `row` of a sample
 
 
 @dataclass(frozen=True)
@@ -41,7 +31,7 @@ class SampleRow:
     and have their defaults until the table is read; but a pickle has text_preview and doc_id
     itself. doc_id: the `id` of the row in the data set. row: identifies that row. cut: how many
     tokens were left out at the end of the document. columns: other columns of the row, JSON values
-    by name. labels: of every token (see labels.py).
+    by name. labels: int32 (tokens,), by names in LABELS.
     """
 
     sample_idx: int
@@ -108,95 +98,92 @@ class Shard:
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
+MEASURED = 1024  # at most, of the sinks of a shard, and of its other tokens
+
+
 @dataclass(frozen=True)
-class TableRow:
-    """A row of the table. tokens: how many are stored. The other fields are those of SampleRow."""
+class TokenErrors:
+    """How many tokens were measured, and the mean and the largest of their relative errors.
 
-    sample_idx: int
-    tokens: int
-    doc_id: DocId
-    row: Mapping[str, Any] | None
-    cut: int
-    text_preview: str
-    columns: Mapping[str, Any] = field(default_factory=dict)
-
-
-def pack_table(samples: Sequence[SampleRow]) -> bytes:
-    """Returns the content of the table's file. Raises StorageError for values that do not fit."""
-    return zlib.compress(b"".join(map(_line, samples)), COMPRESSION_LEVEL, GZIP)
-
-
-def _line(sample: SampleRow) -> bytes:
-    """Returns a line of the table in ASCII. An id may be NaN, or text that UTF-8 cannot encode."""
-    content = {
-        "sample_idx": sample.sample_idx,
-        "tokens": len(sample.positions),
-        "doc_id": sample.doc_id,
-        "row": sample.row,
-        "cut": sample.cut,
-        "text_preview": sample.text_preview or "",
-    }
-    if sample.columns:
-        content["columns"] = sample.columns
-    _check_line(content)
-    try:
-        line = json.dumps(content, separators=(",", ":")).encode() + b"\n"
-    except (TypeError, ValueError, RecursionError) as error:
-        raise StorageError(
-            f"sample {sample.sample_idx}: its columns are no JSON values: {one_line(error)}"
-        ) from error
-    if len(line) > MAX_LINE_BYTES:
-        columns, fewer = (", columns", " or keep fewer columns") if sample.columns else ("", "")
-        raise StorageError(
-            f"sample {sample.sample_idx}: its id, row{columns} and text preview take "
-            f"{len(line):,} bytes; there is room for {MAX_LINE_BYTES:,}",
-            remedy=f"shorten the row's id{fewer}, and start anew with --overwrite",
-        )
-    return line
-
-
-def _check_line(content: Mapping[str, Any]) -> None:
-    """Raises StorageError for values that another program gave, and that the table cannot have."""
-    row, columns = content["row"], content.get("columns", {})
-    flat = type(row) is dict and {*map(type, row.values())} <= {*SCALARS}
-    for name, fits, expected in (
-        ("doc_id", type(content["doc_id"]) in SCALARS, "a number, text or null"),
-        (
-            "row",
-            row is None or (flat and len(row) <= MAX_FIELDS),
-            f"an object of at most {MAX_FIELDS} plain values, or null",
-        ),
-        ("cut", type(content["cut"]) is int and content["cut"] >= 0, "a whole number, 0 or larger"),
-        ("text_preview", type(content["text_preview"]) is str, "text"),
-        (
-            "columns",
-            type(columns) is dict and len(columns) <= MAX_COLUMNS,
-            f"an object of at most {MAX_COLUMNS} JSON values",
-        ),
-    ):
-        if not fits:
-            value = f"{type(content[name]).__name__} {ascii(content[name]):.80}"
-            raise StorageError(
-                f"sample {content['sample_idx']}: its {name} is {value}, expected {expected}"
-            )
-
-
-def unpack_table(data: bytes, count: int, where: str) -> list[TableRow]:
-    """Reads what `pack_table` returned, for `count` samples. It ignores unknown fields.
-
-    where: names the file in messages. Raises RunError if the data is damaged.
+    The error of a token x is the Euclidean norm of x - decoded x, divided by that of x.
     """
-    rows: list[TableRow] = []
-    names = [each.name for each in fields(TableRow)]
-    try:
-        with igzip.IGzipFile(fileobj=io.BytesIO(data)) as file:
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                if len(rows) == count or len(line) > MAX_LINE_BYTES:
-                    raise ValueError(f"more than {count} lines, or one that is too long")
-                content = {"columns": {}, **json.loads(line)}
-                rows.append(TableRow(*(content[name] for name in names)))
-        if len(rows) < count:
-            raise ValueError(f"it has {len(rows)} lines, expected {count}")
-    except UNREADABLE as error:
-        raise RunError(f"{where}: cannot be read: {one_line(error):.200}") from error
-    return rows
+
+    tokens: int = 0
+    mean: float = 0.0
+    worst: float = 0.0
+
+    @classmethod
+    def of(cls, errors: np.ndarray) -> "TokenErrors":
+        """Summarises the errors of some tokens. errors: (tokens,)."""
+        if not len(errors):
+            return cls()
+        return cls(len(errors), float(errors.mean(dtype=np.float64)), float(errors.max()))
+
+    def merge(self, other: "TokenErrors") -> "TokenErrors":
+        """Returns the summary of both together."""
+        tokens = self.tokens + other.tokens
+        total = self.mean * self.tokens + other.mean * other.tokens
+        return TokenErrors(tokens, total / max(tokens, 1), max(self.worst, other.worst))
+
+
+@dataclass(frozen=True)
+class EncodingError:
+    """The errors at one hook: of tokens at position 0, which are often attention sinks, and of all
+    others."""
+
+    sinks: TokenErrors = TokenErrors()
+    others: TokenErrors = TokenErrors()
+
+    def merge(self, other: "EncodingError") -> "EncodingError":
+        """Returns the errors of both together."""
+        return EncodingError(self.sinks.merge(other.sinks), self.others.merge(other.others))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "EncodingError":
+        """Reads what `to_json` returned."""
+        names = [each.name for each in fields(TokenErrors)]
+        kinds = (content["sinks"], content["others"])
+        return cls(*(TokenErrors(*(each[name] for name in names)) for each in kinds))
+
+
+def encode_shard(
+    shard: Shard, keys: Collection[Key], in_order: Callable[..., Iterable[Any]]
+) -> tuple[Shard, dict[Key, EncodingError]]:
+    """Returns the shard with these hooks encoded, and the errors by key.
+
+    in_order: `map`, or a function that does the same in threads.
+    """
+    if not keys:
+        return shard, {}
+    slices, scales, found = dict(shard.slices), dict(shard.scales), {}
+    offsets, positions = shard.offsets, np.concatenate(shard.positions)
+    measured = _every_nth(positions == 0) | _every_nth(positions != 0)
+    sinks = positions[measured] == 0
+
+    def encode_group(item: tuple[Key, slice]) -> tuple[list[np.ndarray], ...]:
+        key, group = item
+        x = np.concatenate(shard.slices[key][group])
+        values, scales = encode(x)
+        first, *starts, stop = offsets[group.start : group.stop + 1]
+        some = measured[first:stop]
+        errors = relative_errors(x[some], decode(values[some], scales[some]))
+        samples = np.array(starts, np.int64) - first
+        return np.split(values, samples), np.split(scales, samples), [errors]
+
+    for key in keys:
+        groups = in_order(encode_group, [(key, group) for group in shard.groups(key)])
+        parts = [list(chain.from_iterable(each)) for each in zip(*groups, strict=True)]
+        slices[key], scales[key], errors = parts[0], parts[1], np.concatenate(parts[2])
+        found[key] = EncodingError(TokenErrors.of(errors[sinks]), TokenErrors.of(errors[~sinks]))
+    return replace(shard, slices=slices, scales=scales), found
+
+
+def _every_nth(mask: np.ndarray) -> np.ndarray:
+    """Returns a mask of every n-th element that is True, so that at most MEASURED are left."""
+    indices = np.flatnonzero(mask)
+    chosen = np.zeros(len(mask), bool)
+    chosen[indices[:: max(-(-len(indices) // MEASURED), 1)]] = True
+    return chosen

@@ -6,9 +6,11 @@ pickled code.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import io
+import mmap
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,16 @@ import numpy as np
 
 from activation_extraction.common.encodings import FLOAT8, SCALES, VALUES, decode, token_bytes
 from activation_extraction.common.errors import RunError
-from activation_extraction.store.commit import Commit
-from activation_extraction.store.folder import Folder
+from activation_extraction.store.commit import MOST_BYTES, Commit, DamagedError
+from activation_extraction.store.folder import ChangedError, Folder, local_path
 from activation_extraction.store.formats import SAFETENSORS, format_of
-from activation_extraction.store.patience import scratch_folder
+from activation_extraction.store.metadata import parse_commit
 from activation_extraction.store.pickle_file import read_pickle
 from activation_extraction.store.safetensors_file import SCALE, SafetensorsFile
-from activation_extraction.store.shard import Shard, TableRow, unpack_table
+from activation_extraction.store.shard import Shard
 from activation_extraction.store.statistics import Sums, unpack_sums
+
+REPLACED = "the run was overwritten or repaired since its JSON was read; open it again"
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,7 @@ def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) 
         for name, length in (("sample_offsets", commit.count + 1), ("position", commit.tokens)):
             _expect(where, name, found[name][1], (length,))
     else:
-        with scratch_folder() as scratch:
-            shard = _unpickle(folder.fetch(commit.file, scratch), commit, where)
-        reader = PickledShard(shard, hooks, where)
+        reader = PickledShard(_unpickle(folder, commit, where), hooks, where)
     _check_samples(where, reader, commit)
     return reader
 
@@ -86,8 +88,6 @@ def _check_samples(where: str, reader: "ShardReader", commit: Commit) -> None:
     """Raises RunError unless the samples match the shard's JSON."""
     indices, offsets = reader.sample_idx, reader.offsets
     _expect(where, "number of samples", len(indices), commit.count)
-    if not commit.count:
-        raise RunError(f"{where}: has no sample")
     first_and_last = [int(index) for index in indices[[0, -1]]]
     _expect(where, "first and last sample", first_and_last, [commit.first, commit.last])
     _expect(where, "tokens", int(offsets[-1]), commit.tokens)
@@ -109,8 +109,6 @@ class PickledShard:
     """
 
     def __init__(self, shard: Shard, hooks: Mapping[str, StoredHook], where: str) -> None:
-        if not shard.samples:
-            raise RunError(f"{where}: has no sample")
         self._slices = {}
         for name, hook in hooks.items():
             if hook.key not in shard.slices:
@@ -175,108 +173,127 @@ def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def check_shard_file(folder: Folder, commit: Commit, scratch: Path) -> None:
-    """Raises RunError if the sha256 of a shard's file is not the one in its JSON, or OSError.
-
-    scratch: a folder for downloads.
-    """
-    with _fetched(folder, commit, scratch) as path:
-        _check_digest(path, commit, commit.file)
+def check_shard_file(folder: Folder, commit: Commit) -> None:
+    """Raises RunError if the sha256 of a shard's file is not the one in its JSON, or OSError."""
+    _check_digest(_whole(folder, commit, commit.file), commit.sha256, commit.file)
 
 
-def read_shard(folder: Folder, commit: Commit, scratch: Path) -> Shard:
+def read_shard(folder: Folder, commit: Commit) -> Shard:
     """Returns a whole shard, without the values in its table of samples.
 
-    scratch: a folder for downloads. Raises RunError if its file is damaged, or OSError.
+    Raises RunError if its file is damaged, or OSError.
     """
-    with _fetched(folder, commit, scratch) as path:
-        if not read_by_ranges(commit):
-            return _unpickle(path, commit, commit.file)
-        _check_digest(path, commit, commit.file)
-        file = SafetensorsFile(_mapped(path, commit, commit.file), commit.bytes, commit.file)
-        return file.shard(commit.names)
+    if not read_by_ranges(commit):
+        return _unpickle(folder, commit, commit.file)
+    content = _whole(folder, commit, commit.file)
+    _check_digest(content, commit.sha256, commit.file)
+    data = np.frombuffer(content, np.uint8)
+    file = SafetensorsFile(lambda start, stop: data[start:stop], commit.bytes, commit.file)
+    return file.shard(commit.names)
 
 
-@contextmanager
-def _fetched(folder: Folder, commit: Commit, scratch: Path) -> Iterator[Path]:
-    """The path of a shard's file on this machine; a download is deleted afterwards."""
-    path = folder.fetch(commit.file, scratch)
-    try:
-        yield path
-    finally:
-        if not folder.local:
-            path.unlink(missing_ok=True)
+def pinned_version(folder: Folder, commit: Commit, name: str) -> str | None:
+    """Returns the version that a file of a shard must have; None where any will do: on a disk,
+    where `_check_standing` looks after it, and in a copy of the folder that it was written to."""
+    return None if folder.local or commit.url != folder.url else commit.files[name].version
 
 
 def _ranges_of(folder: Folder, commit: Commit) -> Callable[[int, int], np.ndarray]:
     """Returns a function that reads the bytes of a shard from `start` to `stop`, as uint8."""
-    where = f"{folder.url}/{commit.file}"
+    where, version = f"{folder.url}/{commit.file}", pinned_version(folder, commit, commit.file)
     if folder.local:
-        return _mapped(folder.fetch(commit.file, Path()), commit, where)
+        content = np.frombuffer(_whole(folder, commit, where), np.uint8)
+        return lambda start, stop: content[start:stop]
 
     def download(start: int, stop: int) -> np.ndarray:
-        data = folder.read(commit.file, start, stop) if stop > start else b""
-        if data is None or len(data) != stop - start:
-            raise RunError(f"{where}: is missing, or shorter than its JSON says")
+        data = b""
+        if stop > start:
+            data = _read(folder, commit.file, where, start=start, stop=stop, version=version)
+        if len(data) != stop - start:
+            raise RunError(f"{where}: is shorter than its JSON says")
         return np.frombuffer(data, np.uint8)
 
     return download
 
 
-def _mapped(path: Path, commit: Commit, where: str) -> Callable[[int, int], np.ndarray]:
-    _check_size(path, commit, where)
+def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
+    """Returns the bytes of a shard's file: those on the disk itself, or in memory."""
+    content: bytes | mmap.mmap
+    if not folder.local:
+        version = pinned_version(folder, commit, commit.file)
+        content = _read(folder, commit.file, where, version=version, most=commit.bytes)
+    else:
+        try:
+            with open(_path(folder, commit), "rb") as file:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError as error:
+            raise RunError(f"{where}: is missing; {REPLACED}") from error
+        except (OSError, ValueError) as error:  # ValueError: an empty file
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise RunError(f"{where}: cannot be read: {reason}") from error
+        _check_standing(folder, commit, where)
+    if len(content) != commit.bytes:
+        raise RunError(f"{where}: has {len(content)} bytes, its JSON says {commit.bytes}")
+    return content
+
+
+def _check_standing(folder: Folder, commit: Commit, where: str) -> None:
+    """Raises RunError if a shard of a local folder was replaced: its JSON is, before its files. A
+    file that was opened before that keeps its content."""
+    data = folder.read(commit.name, most=MOST_BYTES)
+    with suppress(DamagedError):
+        if data is not None and parse_commit(data, commit.name, commit.name) != commit:
+            raise RunError(f"{where}: {REPLACED}")
+
+
+def _read(folder: Folder, name: str, where: str, **options: Any) -> bytes:
+    """Reads a file that a commit names, or a range of it. Raises RunError if it is missing or was
+    replaced."""
     try:
-        mapped = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
-    except (OSError, ValueError) as error:  # ValueError: an empty file
-        raise RunError(f"{where}: cannot be read: {error}") from error
-    return lambda start, stop: mapped[start:stop]
+        data = folder.read(name, **options)
+    except ChangedError as error:
+        raise RunError(f"{where}: {REPLACED}") from error
+    if data is None:
+        raise RunError(f"{where}: is missing; {REPLACED}")
+    return data
 
 
-def _unpickle(path: Path, commit: Commit, where: str) -> Shard:
+def _unpickle(folder: Folder, commit: Commit, where: str) -> Shard:
     """Reads a pickle, and compares its sha256 at the same time. Raises RunError."""
-    _check_size(path, commit, where)
-    with ThreadPoolExecutor(1) as pool:
-        digest = pool.submit(_check_digest, path, commit, where)
-        shard = read_pickle(path, commit.unpacked)
+    content = _whole(folder, commit, where)
+    stream = (
+        io.BytesIO(content) if isinstance(content, bytes) else open(_path(folder, commit), "rb")
+    )
+    with stream, ThreadPoolExecutor(1) as pool:
+        if folder.local:
+            _check_standing(folder, commit, where)  # the file was opened once more
+        digest = pool.submit(_check_digest, content, commit.sha256, where)
+        shard = read_pickle(stream, where, commit.unpacked)
         digest.result()
     return shard
 
 
-def _check_digest(path: Path, commit: Commit, where: str) -> None:
-    with open(path, "rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != commit.sha256:
-            raise RunError(f"{where}: is damaged: its sha256 is not the one in its JSON")
+def _path(folder: Folder, commit: Commit) -> Path:
+    return Path(local_path(folder.url)) / commit.file
 
 
-def _check_size(path: Path, commit: Commit, where: str) -> None:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise RunError(f"{where}: cannot be read: {error.strerror}") from error
-    if size != commit.bytes:
-        raise RunError(f"{where}: has {size} bytes, its JSON says {commit.bytes}")
+def _check_digest(content: bytes | mmap.mmap, sha256: str, where: str) -> None:
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise RunError(f"{where}: is damaged: its sha256 is not the one in its JSON")
 
 
-def read_table(folder: Folder, commit: Commit) -> list[TableRow]:
-    """Returns the table of a shard's samples. Raises RunError if it is missing or damaged."""
-    data, where = _read_beside(folder, commit.table_file, commit.table)
-    return unpack_table(data, commit.count, where)
+def read_sums(folder: Folder, commit: Commit, hooks: Iterable[str]) -> dict[str, Sums]:
+    """Returns the sums of a shard at these hooks. Raises RunError for a damaged file."""
+    return unpack_sums(read_beside(folder, commit, commit.statistics_file)[0], hooks)
 
 
-def read_sums(folder: Folder, commit: Commit, hooks: Mapping[str, int]) -> dict[str, Sums]:
-    """Returns the sums of a shard by hook. hooks: the widths by name.
+def read_beside(folder: Folder, commit: Commit, name: str) -> tuple[bytes, str]:
+    """Returns the content of a small file beside a shard, and the file's URL for messages.
 
-    Raises RunError if they are missing or damaged.
+    Raises RunError if it is missing or damaged.
     """
-    data, where = _read_beside(folder, commit.statistics_file, commit.statistics)
-    return unpack_sums(data, hooks.items(), where)
-
-
-def _read_beside(folder: Folder, name: str, sha256: str) -> tuple[bytes, str]:
-    """Returns the content of a small file beside a shard, and the file's URL for messages."""
-    data, where = folder.read(name), f"{folder.url}/{name}"
-    if data is None:
-        raise RunError(f"{where}: is missing")
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise RunError(f"{where}: is damaged: its sha256 is not the one in the shard's JSON")
+    facts, where = commit.files[name], f"{folder.url}/{name}"
+    version = pinned_version(folder, commit, name)
+    data = _read(folder, name, where, version=version, most=facts.bytes)
+    _check_digest(data, facts.sha256, where)
     return data, where

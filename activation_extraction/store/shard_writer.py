@@ -13,22 +13,19 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from activation_extraction.common.errors import StorageError, for_the_user, one_line
+from activation_extraction.common.errors import RunError, StorageError, for_the_user, one_line
 from activation_extraction.common.log import log
-from activation_extraction.store.commit import Commit
-from activation_extraction.store.encode_shard import EncodingError, encode_shard
+from activation_extraction.store.commit import Commit, FileFacts
 from activation_extraction.store.formats import ShardFormat, Threads
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.ownership import Ownership
-from activation_extraction.store.patience import reason_of
+from activation_extraction.store.owner import LostError, Owner
 from activation_extraction.store.run_record import RunRecord
-from activation_extraction.store.sealed_json import seal
-from activation_extraction.store.shard import Key, Shard, pack_table
-from activation_extraction.store.statistics import Sums, hook_sums, pack_sums
+from activation_extraction.store.sample_table import pack_table
+from activation_extraction.store.shard import EncodingError, Key, SampleRow, Shard, encode_shard
+from activation_extraction.store.statistics import Sums, defined_tokens, pack_sums, sums_of
 from activation_extraction.text.batch import Cursor
 
 SHARDS_AT_ONCE = 16  # most of them are being uploaded
@@ -43,10 +40,12 @@ NOT_FINITE = (
 
 @dataclass(eq=False)
 class _Job:
-    """A shard that is being stored. holds: the bytes of memory that are free once it is stored.
-    phase: what it is waiting for."""
+    """A shard that is being stored. order: how many shards come before it in this process; in a
+    repair, their numbers are in another order. holds: the bytes of memory that are free once it is
+    stored. phase: what it is waiting for."""
 
     number: int
+    order: int
     holds: int
     phase: str = "packing"
     stored: Future[None] = field(default_factory=Future)
@@ -56,17 +55,15 @@ class ShardWriter:
     """Stores shards in the folders that this process owns, one folder after the other.
 
     names: the hooks' full names by key. encoded: the hooks to encode, which is done in the
-    background. max_bytes: how many bytes may wait to be stored.
-    threads: how many threads pack shards. record: counts what is committed; the files that the
-    samples come from are recorded before a shard is committed. `made` lists the shards that this
-    process has stored. `bytes_waiting` counts the bytes in memory that wait to be stored. `waited`
-    maps each phase to the seconds for which the caller waited because the oldest shard was in that
-    phase.
+    background. max_bytes: how many bytes may wait to be stored. threads: how many threads pack
+    shards. record: counts what is committed. `made` lists the shards that this process has stored.
+    `bytes_waiting` counts the bytes in memory that wait to be stored. `waited` maps each phase to
+    the seconds for which the caller waited because the oldest shard was in that phase.
     """
 
     def __init__(
         self,
-        owners: Sequence[Ownership],
+        owners: Sequence[Owner],
         names: Mapping[Key, str],
         encoded: Collection[Key],
         shard_format: ShardFormat,
@@ -76,13 +73,12 @@ class ShardWriter:
         max_bytes: float,
     ) -> None:
         self.made: list[Commit] = []
-        self._failure: tuple[int, StorageError] | None = None  # the first shard that failed
+        self._failure: tuple[int, Exception] | None = None  # the first shard that failed
         self._stopped = False
         self.waited = {"packing": 0.0, "writing": 0.0, "committing": 0.0}
         self._owners = owners
         self._names = names
         self._format = shard_format
-        self._run = identity.run
         self._identity = identity
         self._encoded = encoded
         self._record = record
@@ -90,24 +86,15 @@ class ShardWriter:
         self._packing = threading.Semaphore(threads)
         self._shards = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
         self._max_bytes = max_bytes
-        # A compressed shard for a bucket is in memory beside its uncompressed arrays, and so are
-        # encoded values beside those that they were made from.
-        buckets = [owner for owner in owners if not owner.folder.local]
-        self._copies = 1 + shard_format.compressed * len(buckets) + bool(encoded)
+        # A compressed shard is in memory beside its uncompressed arrays, and so are encoded values
+        # beside those that they were made from.
+        self._copies = 1 + shard_format.compressed + bool(encoded)
         self.bytes_waiting = 0
-        self._batches: list[int] = []  # the bytes of each batch that later shards may use
+        self._order = self._unchanged = 0
+        self._taken: list[int] = []  # the bytes of batches that no shard is charged with yet
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()  # a shard was stored, or has failed
-        self.begin({})
-
-    def begin(self, expected: Mapping[int, Commit]) -> None:
-        """Takes the current time as the beginning of the run.
-
-        expected: the shards that are computed again, by number; a shard with the same bytes keeps
-        its JSON.
-        """
         self._began = round(time.time(), 3)
-        self._expected = expected
 
     def take(self, size: int) -> None:
         """Counts the `size` bytes of a batch as waiting to be stored, and waits if these are too
@@ -116,8 +103,8 @@ class ShardWriter:
         Raises StorageError if any shard so far could not be committed.
         """
         size *= self._copies
-        self._batches.append(size)
         with self._changed:
+            self._taken.append(size)
             self.bytes_waiting += size
             while self.bytes_waiting > self._max_bytes and self._jobs and self._failure is None:
                 began, phase = time.perf_counter(), self._jobs[0].phase
@@ -125,21 +112,20 @@ class ShardWriter:
                 self.waited[phase] += time.perf_counter() - began
         self.check()
 
-    def commit(
-        self, shard: Shard, cursor: Cursor | None, number: int, partial: bool, in_use: int
-    ) -> None:
-        """Stores shard `number` in the background.
+    def commit(self, shard: Shard, mark: Cursor | None, number: int) -> None:
+        """Stores shard `number` in the background. mark: where a run continues after it.
 
-        in_use: how many of the last batches may have samples for later shards. Raises StorageError
-        if any shard so far could not be committed.
+        It is charged with the memory of all batches before the last, which may have samples for
+        later shards. Raises StorageError if any shard so far could not be committed.
         """
         self.check()
-        job = _Job(number, sum(self._batches[:-in_use]))
-        del self._batches[:-in_use]
+        job = _Job(number, self._order, sum(self._taken[:-1]))
+        self._order += 1
+        del self._taken[:-1]
         with self._changed:
             previous = self._jobs[-1] if self._jobs else None
             self._jobs.append(job)
-        self._shards.submit(self._run_job, job, previous, shard, cursor, partial)
+        self._shards.submit(self._run_job, job, previous, shard, mark)
 
     def check(self, before: float = math.inf) -> None:
         """Raises StorageError if any shard, or any shard before a certain number, has failed."""
@@ -150,7 +136,7 @@ class ShardWriter:
         """Waits until all shards are stored. If one has failed, waits for the shards before it and
         raises StorageError."""
         while jobs := list(self._jobs):
-            if self._failure is not None and self._failure[0] < jobs[0].number:
+            if self._failure is not None and self._failure[0] < jobs[0].order:
                 break
             wait([jobs[0].stored], timeout=0.2)  # briefly, to notice Ctrl-C
         self.check()
@@ -169,27 +155,25 @@ class ShardWriter:
 
     def close(self, patient: bool) -> None:
         """Ends the threads; if `patient`, they finish their work first."""
-        self._stopped = not patient
+        self._stopped = self._stopped or not patient
         for pool in (self._shards, self._threads.pool):
             pool.shutdown(wait=patient, cancel_futures=True)
 
-    def _run_job(
-        self, job: _Job, previous: _Job | None, shard: Shard, cursor: Cursor | None, partial: bool
-    ) -> None:
+    def _run_job(self, job: _Job, previous: _Job | None, shard: Shard, mark: Cursor | None) -> None:
         """Stores a shard, and keeps the first failure for the next `check`."""
         try:
-            self.check(before=job.number)
-            commit = self._store(job, shard, cursor, partial)
+            self.check(before=job.order)
+            commits, rows = self._store(job, shard, mark), shard.samples
             job.phase = "committing"
             if previous is not None:
                 previous.stored.result()
-            self.check(before=job.number)
-            self._commit(commit)
+            self.check(before=job.order)
+            self._commit(commits, rows)
         except BaseException as error:  # whatever it is, no later shard may be committed
             failure = self._as_storage_error(error)
             with self._changed:
-                if self._failure is None or job.number < self._failure[0]:
-                    self._failure = job.number, failure
+                if self._failure is None or job.order < self._failure[0]:
+                    self._failure = job.order, failure
         finally:
             del shard
             with self._changed:
@@ -198,66 +182,68 @@ class ShardWriter:
                 self._changed.notify_all()
             job.stored.set_result(None)
 
-    def _as_storage_error(self, error: BaseException) -> StorageError:
+    def _as_storage_error(self, error: BaseException) -> Exception:
         if self._stopped:  # `close` did not wait for this shard
             return StorageError("storing was stopped")
-        if isinstance(error, OSError):  # from the disk
-            return StorageError(f"{self._owners[0].folder.url}: {reason_of(error)[0]}")
         user_error = for_the_user(error)
+        if isinstance(user_error, LostError):
+            return user_error
         return StorageError(one_line(user_error), remedy=getattr(user_error, "remedy", None))
 
-    def _store(self, job: _Job, shard: Shard, cursor: Cursor | None, partial: bool) -> Commit:
-        """Writes the files of a shard, and returns its commit."""
-        name, began = self._format.file_name(job.number), time.perf_counter()
-        try:
-            with ExitStack() as stack:
-                with self._packing:
-                    shard, errors = encode_shard(shard, self._encoded, self._threads.in_order)
-                    sums = self._sums(shard)
-                    files = []
-                    for owner in self._owners:
-                        files.append(owner.new_file(name))
-                        stack.enter_context(files[-1])
-                    sinks = [file.write for file in files]
-                    packed = self._format.write(shard, self._names, self._threads, sinks)
-                statistics = pack_sums({self._names[key]: sums[key] for key in sums})
-                table = pack_table(shard.samples)
-                packing = time.perf_counter() - began
-                job.phase = "writing"
-                commit = Commit(
-                    file=name,
-                    sha256=packed.sha256,
-                    bytes=packed.bytes,
-                    unpacked=packed.unpacked,
-                    first=shard.samples[0].sample_idx,
-                    last=shard.samples[-1].sample_idx,
-                    count=len(shard.samples),
-                    tokens=shard.tokens,
-                    partial=partial,
-                    cursor=None if cursor is None else cursor.to_json(),
-                    hooks=self._describe_hooks(shard, sums, errors),
-                    run=self._run,
-                    committed=0,
-                    began=self._began,
-                    statistics=hashlib.sha256(statistics).hexdigest(),
-                    table=hashlib.sha256(table).hexdigest(),
-                    cut_samples=sum(row.cut > 0 for row in shard.samples),
-                    cut_tokens=sum(row.cut for row in shard.samples),
-                    empty_samples=sum(not len(row.positions) for row in shard.samples),
-                )
-                for owner, file in zip(self._owners, files, strict=True):
-                    file.finish()
-                    owner.begin_shard(commit.name)
-                    file.publish()
-                    owner.write(commit.statistics_file, statistics)
-                    owner.write(commit.table_file, table)
-        except OSError as error:
-            where = f"{self._owners[0].folder.url}/{name}"
-            raise StorageError(f"{where}: {reason_of(error)[0]}") from error
+    def _store(self, job: _Job, shard: Shard, mark: Cursor | None) -> list[Commit]:
+        """Writes the files of a shard, and returns its commit for each of the folders."""
+        began = time.perf_counter()
+        name = self._format.file_name(job.number) if shard.samples else ""
+        commit = Commit(
+            number=job.number,
+            run="",  # the owner fills this in, and the next two
+            owner="",
+            url="",
+            file=name,
+            files={},
+            unpacked=0,
+            first=min((row.sample_idx for row in shard.samples), default=0),
+            last=max((row.sample_idx for row in shard.samples), default=0),
+            count=len(shard.samples),
+            tokens=shard.tokens,
+            hooks=[],
+            mark=None if mark is None else mark.to_json(),
+            committed=0,
+            began=self._began,
+            cut_samples=sum(row.cut > 0 for row in shard.samples),
+            cut_tokens=sum(row.cut for row in shard.samples),
+            empty_samples=sum(not len(row.positions) for row in shard.samples),
+        )
+        if not shard.samples:
+            return [commit] * len(self._owners)
+        with self._packing:
+            shard, errors = encode_shard(shard, self._encoded, self._threads.in_order)
+            sums = self._sums(shard)
+            packed = self._format.pack(shard, self._names, self._threads)
+        beside = {
+            commit.statistics_file: pack_sums({self._names[key]: sums[key] for key in sums}),
+            commit.table_file: pack_table(shard.samples),
+        }
+        contents: dict[str, Sequence[bytes | memoryview]]
+        contents = {name: packed.parts, **{file: [data] for file, data in beside.items()}}
+        files = {name: FileFacts(packed.bytes, packed.sha256, crc32c=packed.crc32c)}
+        for file, data in beside.items():
+            files[file] = FileFacts(len(data), hashlib.sha256(data).hexdigest())
+        hooks = self._describe_hooks(shard, sums, errors)
+        commit = replace(commit, unpacked=packed.unpacked, hooks=hooks)
+        packing = time.perf_counter() - began
+        job.phase = "writing"
+        commits = []
+        for owner in self._owners:
+            written = {
+                file: replace(facts, version=owner.write_file(file, contents[file]))
+                for file, facts in files.items()
+            }
+            commits.append(replace(commit, files=written))
         with self._changed:
             self._record.totals.pack_seconds += packing
             self._record.totals.write_seconds += time.perf_counter() - began - packing
-        return commit
+        return commits
 
     def _sums(self, shard: Shard) -> dict[Key, Sums]:
         """Returns the sums by hook. Raises StorageError, naming the sample, for NaN or infinity."""
@@ -291,18 +277,29 @@ class ShardWriter:
             for key, width in widths.items()
         ]
 
-    def _commit(self, commit: Commit) -> None:
-        """Writes the JSON of a shard, once all shards before it are committed."""
-        commit = replace(commit, committed=round(time.time(), 3))
-        expected = self._expected.get(commit.number)
-        if expected is not None and expected.sha256 == commit.sha256:
-            commit = replace(expected, statistics=commit.statistics, table=commit.table)
-        self._record.settle()
-        for owner in self._owners:
-            owner.commit(commit.name, seal(commit.to_json()))
-        self.made.append(commit)
-        log.debug("%s: %d samples, %d bytes", commit.file, commit.count, commit.bytes)
-        self._record.add(commit)
+    def _commit(self, commits: Sequence[Commit], rows: Sequence[SampleRow]) -> None:
+        """Writes the JSON of a shard, once all shards before it are committed. commits: one for
+        each of the folders. rows: its samples."""
+        self._check_sources(rows)
+        for owner, commit in zip(self._owners, commits, strict=True):
+            made = owner.commit(replace(commit, committed=round(time.time(), 3)))
+        self.made.append(made)
+        log.debug("shard %d: %d samples, %d bytes", made.number, made.count, made.bytes)
+        self._record.add(made)
+
+    def _check_sources(self, rows: Sequence[SampleRow]) -> None:
+        """Raises StorageError if a file that samples come from has changed, and names the shards
+        that were committed since it was last seen unchanged."""
+        try:
+            self._record.check_sources(row.row for row in rows if row.row is not None)
+        except RunError as error:
+            since = [commit.number for commit in self.made[self._unchanged :]]
+            names = ", ".join(map(str, since)) or "none"
+            raise StorageError(
+                f"{error}; shards committed since it was last seen unchanged: {names}",
+                remedy=error.remedy,
+            ) from error
+        self._unchanged = len(self.made)
 
 
 def sum_shard(
@@ -325,7 +322,19 @@ def sum_shard(
 
 
 def sum_samples(shard: Shard, key: Key, samples: slice, hook: str, identity: Identity) -> Sums:
-    """Returns the sums of some samples of a shard at the hook with this key and full name."""
-    scales = shard.scales[key][samples] if key in shard.scales else None
+    """Returns the sums of some samples of a shard at the hook with this key and full name.
+
+    Integers have no statistics, so their sums are over no tokens. The sums leave out tokens that
+    have no value.
+    """
+    values = shard.slices[key][samples]
+    if hook in identity.integer_hooks:
+        return Sums.zeros(values[0].shape[1])
     positions = [row.positions for row in shard.samples[samples]]
-    return hook_sums(identity, hook, shard.slices[key][samples], positions, scales)
+    if identity.leaves_out_firsts(hook):
+        masks = [defined_tokens(*pair) for pair in zip(values, positions, strict=True)]
+        values, positions = (
+            [each[mask] for each, mask in zip(arrays, masks, strict=True)]
+            for arrays in (values, positions)
+        )
+    return sums_of(values, positions, shard.scales[key][samples] if key in shard.scales else None)

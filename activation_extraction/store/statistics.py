@@ -7,8 +7,6 @@ JSON, as arrays `HOOK/FIELD` that `numpy.load` reads. Its bytes depend on the su
 
 import io
 import math
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -17,19 +15,11 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.encodings import decode
-from activation_extraction.common.errors import RunError
-from activation_extraction.store.encode_shard import EncodingError
-from activation_extraction.store.identity import Identity
+from activation_extraction.store.shard import EncodingError
 
 BLOCK_BYTES = 4 * 2**20  # of float64 values, so that a block stays in a core's caches
 BUCKETS = 32  # the number of position buckets
 SINK, OTHER = 0, 1
-
-UNREADABLE = (
-    *(ValueError, KeyError, OSError, EOFError, RuntimeError, NotImplementedError),
-    *(zipfile.BadZipFile, zlib.error),
-)
-DTYPES = ("<i8", "<f8", "<f8", "<f8", "<f8")  # the dtypes of the fields of Sums
 
 
 @dataclass(eq=False)
@@ -111,8 +101,8 @@ class Sums:
         return Statistics(
             tokens=tokens,
             values=values,
-            mean=mean,
-            variance=max(0.0, float(self.squares.sum()) / values - mean * mean),
+            overall_mean=mean,
+            overall_variance=max(0.0, float(self.squares.sum()) / values - mean * mean),
             mean_norm=float(self.norms.sum()) / tokens,
             max_norm=float(self.largest),
         )
@@ -151,31 +141,6 @@ def sums_of(
     return total
 
 
-def hook_sums(
-    identity: Identity,
-    hook: str,
-    values: Sequence[np.ndarray],
-    positions: Sequence[np.ndarray],
-    scales: Sequence[np.ndarray] | None = None,
-) -> Sums:
-    """Returns the sums over tokens at a hook of a run, whose identity says what the hook's values
-    are. The other arguments are those of `Sums.add`.
-
-    Integers have no statistics, so their sums are over no tokens. The sums leave out tokens that
-    have no value.
-    """
-    if hook in identity.integer_hooks:
-        return Sums.zeros(values[0].shape[1])
-    if identity.leaves_out_firsts(hook):
-        pairs = list(zip(values, positions, strict=True))
-        masks = [defined_tokens(*pair) for pair in pairs]
-        values, positions = (
-            [each[mask] for each, mask in zip(arrays, masks, strict=True)]
-            for arrays in (values, positions)
-        )
-    return sums_of(values, positions, scales)
-
-
 def defined_tokens(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Returns which tokens have a loss, bool (tokens,).
 
@@ -186,16 +151,18 @@ def defined_tokens(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of activations (tokens, width): mean and (population) variance over all values,
-    mean and largest Euclidean norm over tokens.
+    """Statistics of activations (tokens, width).
 
-    error: what encoding changed; None for activations that are not encoded.
+    tokens, values: how many there are. overall_mean, overall_variance: numbers over all values (the
+    variance is that of a population), which the JSON files call `mean` and `variance`. mean_norm,
+    max_norm: of the Euclidean norms of tokens. error: what encoding changed; None for activations
+    that are not encoded.
     """
 
     tokens: int = 0
     values: int = 0
-    mean: float = 0.0
-    variance: float = 0.0
+    overall_mean: float = 0.0
+    overall_variance: float = 0.0
     mean_norm: float = 0.0
     max_norm: float = 0.0
     error: EncodingError | None = None
@@ -211,13 +178,13 @@ class Statistics:
             return self if self.values else other
         errors = [each.error or EncodingError() for each in (self, other)]
         share = other.values / (self.values + other.values)
-        delta = other.mean - self.mean
+        delta = other.overall_mean - self.overall_mean
         return Statistics(
             tokens=self.tokens + other.tokens,
             values=self.values + other.values,
-            mean=self.mean + delta * share,
-            variance=self.variance * (1 - share)
-            + other.variance * share
+            overall_mean=self.overall_mean + delta * share,
+            overall_variance=self.overall_variance * (1 - share)
+            + other.overall_variance * share
             + delta * delta * share * (1 - share),
             mean_norm=(self.mean_norm * self.tokens + other.mean_norm * other.tokens)
             / (self.tokens + other.tokens),
@@ -227,16 +194,20 @@ class Statistics:
 
     def to_json(self) -> dict[str, Any]:
         error = {} if self.error is None else {"error": self.error.to_json()}
-        return {name: getattr(self, name) for name in STATISTICS} | error
+        return {key: getattr(self, name) for key, name in STATISTICS.items()} | error
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Statistics":
         """Reads what `to_json` returned, and ignores other keys."""
         error = EncodingError.from_json(content["error"]) if "error" in content else None
-        return cls(**{name: content[name] for name in STATISTICS}, error=error)
+        return cls(**{name: content[key] for key, name in STATISTICS.items()}, error=error)
 
 
-STATISTICS = [each.name for each in fields(Statistics) if each.name != "error"]
+STATISTICS = {  # what the JSON files call the fields of Statistics
+    each.name.removeprefix("overall_"): each.name
+    for each in fields(Statistics)
+    if each.name != "error"
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,13 +221,9 @@ class DimensionStatistics:
     mean_norm: float
 
 
-@dataclass(frozen=True)
-class HookStatistics:
+@dataclass(frozen=True, kw_only=True)
+class HookStatistics(Statistics):
     """Statistics of a hook over everything that is stored.
-
-    tokens, values: how many there are. overall_mean, overall_variance: numbers over all values,
-    which the JSON files call `mean` and `variance`. mean_norm, max_norm: of the Euclidean norms of
-    tokens. error: what encoding changed; None for activations that are not encoded.
 
     `mean` and `variance` are those of every dimension, float64 (width,), here as in `all_tokens`
     and `without_first_token`. They are read when they are first asked for, and raise OSError for
@@ -264,28 +231,12 @@ class HookStatistics:
     that of other tokens.
     """
 
-    tokens: int
-    values: int
-    overall_mean: float
-    overall_variance: float
-    mean_norm: float
-    max_norm: float
-    error: EncodingError | None
     load: Callable[[], Sums] = field(repr=False, compare=False)
 
     @classmethod
     def of(cls, recorded: Statistics, load: Callable[[], Sums]) -> "HookStatistics":
         """Returns the statistics that the JSON files record. load: reads the sums."""
-        return cls(
-            tokens=recorded.tokens,
-            values=recorded.values,
-            overall_mean=recorded.mean,
-            overall_variance=recorded.variance,
-            mean_norm=recorded.mean_norm,
-            max_norm=recorded.max_norm,
-            error=recorded.error,
-            load=load,
-        )
+        return cls(**vars(recorded), load=load)
 
     @property
     def mean(self) -> np.ndarray:
@@ -337,43 +288,7 @@ def pack_sums(sums: Mapping[str, Sums]) -> bytes:
     return file.getvalue()
 
 
-def unpack_sums(data: bytes, hooks: Iterable[tuple[str, int]], where: str) -> dict[str, Sums]:
-    """Reads what `pack_sums` returned. hooks: the names and widths of the hooks to read.
-
-    where: names the file in messages. Raises RunError if the data is damaged.
-    """
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            entries = archive.infolist()
-            if any(entry.file_size != entry.compress_size for entry in entries):
-                raise ValueError("it is compressed")
-            if sum(entry.file_size for entry in entries) > len(data):
-                raise ValueError("its arrays overlap")
-            return {hook: _sums(archive, hook, width) for hook, width in hooks}
-    except UNREADABLE as error:
-        raise RunError(f"{where}: cannot be read: {error}") from error
-
-
-def _sums(archive: zipfile.ZipFile, hook: str, width: int) -> Sums:
-    shapes = [(BUCKETS,), (BUCKETS,), (2, width), (2, width), ()]
-    arrays = []
-    for name, shape, dtype in zip(FIELDS, shapes, DTYPES, strict=True):
-        data = archive.read(f"{hook}/{name}.npy")
-        arrays.append(_array(data, shape, dtype, f"{hook}/{name}"))
-    return Sums(*arrays)
-
-
-def _array(data: bytes, shape: tuple[int, ...], dtype: str, where: str) -> np.ndarray:
-    """Reads an array from the content of a .npy file.
-
-    `numpy.load` would allocate whatever the header says before it looks for the values, so the
-    header is compared with the expected one.
-    """
-    expected, end = io.BytesIO(), 10 + int.from_bytes(data[8:10], "little")
-    header = {"descr": dtype, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(expected, header)
-    if data[:8] != expected.getvalue()[:8]:
-        raise ValueError(f"{where} has an unknown version")
-    if data[10:end].split() != expected.getvalue()[10:].split():
-        raise ValueError(f"{where} is {data[10:end].strip()!r:.200}, expected {header}")
-    return np.frombuffer(data, dtype, offset=end).reshape(shape).copy()
+def unpack_sums(data: bytes, hooks: Iterable[str]) -> dict[str, Sums]:
+    """Reads the sums at these hooks from what `pack_sums` returned."""
+    with np.load(io.BytesIO(data)) as arrays:
+        return {hook: Sums(*(arrays[f"{hook}/{name}"] for name in FIELDS)) for hook in hooks}

@@ -1,10 +1,11 @@
 """ActivationStorage: stores activations that are added in samples or in batches.
 
-A planner (resume.py) finds out what is stored already; ownership.py keeps other processes out;
+A planner (resume.py) finds out what is stored already; owner.py keeps other processes out;
 shard_cutter.py gathers samples into shards, shard_writer.py stores these, and run_record.py records
 the run.
 """
 
+import math
 import re
 import uuid
 from collections.abc import Mapping
@@ -22,24 +23,36 @@ import numpy as np
 from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.errors import InputError, RunError, StorageError
 from activation_extraction.common.visible import counted, plain_url
-from activation_extraction.store.commit import Outline, Totals
+from activation_extraction.store.commit import (
+    METADATA,
+    METRICS,
+    MOST_BYTES,
+    REPAIRS,
+    Totals,
+    number_of,
+)
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SAFETENSORS, chosen_format
+from activation_extraction.store.given import as_int32, check_labels, own_array
 from activation_extraction.store.identity import Identity, StorageOptions
-from activation_extraction.store.labels import as_labels, check_labels
 from activation_extraction.store.local_files import check_output_dir
-from activation_extraction.store.metadata import check_own
-from activation_extraction.store.own_arrays import as_int32, own_array
-from activation_extraction.store.ownership import Ownership
+from activation_extraction.store.metadata import check_own, read_stored
+from activation_extraction.store.owner import LostError, Owner, new_id
 from activation_extraction.store.patience import reason_of
-from activation_extraction.store.resume import Planner, ResumePlanner, StoragePlan
+from activation_extraction.store.resume import (
+    Planner,
+    ResumePlanner,
+    StoragePlan,
+    check_local_copy,
+    stored_after,
+    stored_numbers,
+)
 from activation_extraction.store.run_record import RunFacts, RunRecord
 from activation_extraction.store.safetensors_file import SCALE
 from activation_extraction.store.shard import DocId, Key, SampleRow
 from activation_extraction.store.shard_cutter import ShardCutter
 from activation_extraction.store.shard_writer import ShardWriter
-from activation_extraction.store.stored_samples import StoredSamples
-from activation_extraction.text.batch import Batch, Cursor
+from activation_extraction.text.batch import Batch, Cursor, StoredSample
 
 
 class State(Enum):
@@ -58,12 +71,11 @@ class ActivationStorage:
     sample is complete when it has an activation for every key; samples must become complete in
     ascending order.
 
-    A stored extraction with the same `identity` is continued. A program gives the same samples
-    again, and those that are in full shards are skipped; or, if it numbers them from 0 without
-    gaps, it begins with sample `totals.samples`. A last shard that is not full is made again, so
-    all of its samples must be given again. `cursor` says where the samples of batches
-    continue. A `planner` may decide otherwise, for a repair. The constructor only reads. Nothing is
-    written before `open`, which is called on entering the context, or by the first sample.
+    A stored extraction with the same `identity` is continued: what is stored stays as it is, and a
+    program that gives the same samples again has those that are stored skipped. `mark` says where
+    the data continues, and `stored_after_mark` which samples after it are stored. A `planner` may
+    decide otherwise, for a repair. The constructor only reads. Nothing is written before `open`,
+    which is called on entering the context, or by the first sample.
 
     remote: a folder in a bucket. Shards are then stored there, from memory, and locally only
     without `delete_local_after_upload`; metadata.json and metrics.jsonl are in both folders. facts:
@@ -77,7 +89,8 @@ class ActivationStorage:
     metadata.json then says "interrupted", or "failed" if a shard could not be committed. Without an
     exception the extraction is complete, and takes no more samples. Raises InputError if
     `output_dir` is not a local folder or holds another extraction, or for an unknown shard format;
-    and StorageError at the next call after a shard could not be stored.
+    StorageError at the next call after a shard could not be stored; and LostError, an InputError,
+    once another process has begun to write to the same folder.
     """
 
     def __init__(
@@ -106,18 +119,24 @@ class ActivationStorage:
                 raise InputError(f"hook {name}: has the name of another hook's scales")
         self.format = chosen_format(options.shard_format, options.compress_shards)
         check_output_dir(self.folder)
-        owner = uuid.uuid4().hex
-        self._local = Ownership(Folder(str(self.folder)), owner)
-        self._remote = None if remote is None else Ownership(remote, owner)
-        owners = [self._local] if self._remote is None else [self._local, self._remote]
+        if remote is not None and options.shard_bytes > (remote.largest or math.inf):
+            raise InputError(
+                f"--shard_size_gb {options.shard_size_gb:g}: {remote.url} takes at most "
+                f"{remote.largest:,} bytes in one request"
+            )
+        owner = new_id()
+        copies = remote is not None and not options.delete_local_after_upload
+        self._local = Owner(Folder(str(self.folder)), owner, copy=copies)
+        self._remote = None if remote is None else Owner(remote, owner)
+        self._main = self._remote or self._local
         if options.overwrite:
-            for ownership in owners:
-                check_own(ownership.folder)
+            for each in filter(None, (self._local, self._remote)):
+                check_own(each.folder)
         self._record = RunRecord(
             self._local, self._remote, self._names, self._identity, options.limits, facts
         )
         self._writer = ShardWriter(
-            owners[-1:] if options.delete_local_after_upload else owners,
+            [self._local, self._main] if copies else [self._main],
             self._names,
             self._encoded,
             self.format,
@@ -128,48 +147,81 @@ class ActivationStorage:
         )
         self.made, self.waited = self._writer.made, self._writer.waited
         self.gauges = self._writer.gauges
-        self._planner = planner or ResumePlanner(
-            self._local.folder,
-            remote,
-            self._identity,
-            options.limits,
-            more_rows=facts.sources is not None and facts.sources.grown,
-        )
-        self._follow(StoragePlan() if options.overwrite else self._planner.plan())
+        self._planner = planner or ResumePlanner(self._identity, options.limits)
+        if options.overwrite:
+            self._follow(StoragePlan())
+        else:
+            if remote is not None:
+                local = read_stored(self._local.folder)
+                check_local_copy(local, self._identity, remote.url)
+            self._follow(self._planner(read_stored(self.destination)))
         self._incomplete: dict[int, tuple[SampleRow, dict[Key, np.ndarray]]] = {}
         self._labels: list[str] | None = None  # the names that all samples have
+        self._last = -1  # the last sample that `add_activation` has completed
         self._state = State.PLANNED
 
     def _follow(self, plan: StoragePlan) -> None:
         self.plan = plan
         self._record.follow(plan)
-        self._stored = StoredSamples(self.destination, plan, self._identity.worker)
-        self._forms: dict[Key, tuple[int, str]] = {}  # the width and dtype at each hook so far
-        self._writer.begin(plan.expected)
+        hooks = plan.commits[-1].hooks if plan.commits else []
+        # The width and dtype at each hook so far.
+        self._forms = {hook["key"]: (hook["width"], hook["dtype"]) for hook in hooks}
+        self._stored_numbers: np.ndarray | None = None
+        self._after_mark: dict[int, StoredSample] | None = None
         self._cutter = ShardCutter(
             self._writer,
             list(self._names),
             self._encoded,
             self.options.shard_bytes,
-            self._identity,
+            not self._identity.every_token,
             plan,
-            self.destination.url,
         )
 
     @property
     def destination(self) -> Folder:
         """The folder that the shards are committed to: the one in the bucket, if there is one."""
-        return (self._remote or self._local).folder
+        return self._main.folder
+
+    @property
+    def _stored(self) -> np.ndarray:
+        """The numbers of all stored samples, ascending."""
+        if self._stored_numbers is None:
+            stride = self._identity.worker.stride
+            self._stored_numbers = stored_numbers(self.destination, self.plan.commits, stride)
+        return self._stored_numbers
+
+    @property
+    def mark(self) -> Cursor | None:
+        """Where in the data the run continues; None at its beginning."""
+        return self.plan.mark
+
+    @property
+    def until(self) -> int | None:
+        """How many samples of this host come before the end of a repair; None for all."""
+        return self.plan.until
+
+    @property
+    def stored_after_mark(self) -> dict[int, StoredSample]:
+        """The samples after the mark that are stored, by `sample_idx`, and perhaps some others.
+        Raises InputError if a sample before the mark is not stored."""
+        if self._after_mark is None:
+            before = 0 if self.mark is None else self.mark.samples
+            first = self._identity.worker.sample_idx(before)
+            found = stored_after(self.destination, self.plan.commits, first)
+            after = sum(number >= first for number in found)
+            if (lost := before + after - self.plan.totals.samples) > 0:
+                # A shard of an earlier repair, which was the last one, has been deleted.
+                raise InputError(
+                    f"{self.destination.url}: {counted(lost, 'sample')} before the mark of its "
+                    f"shards not stored; {REPAIRS}"
+                )
+            self._after_mark = found
+        return self._after_mark
 
     @property
     def totals(self) -> Totals:
         """The totals of everything that is stored, also by earlier runs."""
         return self._record.totals
-
-    @property
-    def cursor(self) -> Cursor | None:
-        """Where the stream of samples continues; None at its beginning."""
-        return self._cutter.cursor
 
     @property
     def complete(self) -> bool:
@@ -183,9 +235,9 @@ class ActivationStorage:
         return {name: recorded.get(name, most) for name, most in self.options.limits.items()}
 
     def open(self) -> None:
-        """Takes ownership of the folder, and deletes its extraction if `overwrite` is set.
+        """Takes ownership of the folder. With `overwrite`, a new run begins there.
 
-        Does nothing if the folder is open already, or if nothing is left to do. `cursor` and
+        Does nothing if the folder is open already, or if nothing is left to do. `mark` and
         `complete` may change, because another process may have written in the meantime. Raises
         StorageError, and RunError if another process is writing to the folder.
         """
@@ -195,32 +247,43 @@ class ActivationStorage:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._local.lock()
-            if self.options.overwrite:
-                self._local.clear()
-                if self._remote is not None:
-                    self._remote.clear()
-            elif not self._take_over():
+            if not self._take_over():
                 return self._local.unlock()
             self._state = State.OPEN
-            self._record.write("running")  # first, because shards without metadata are refused
-            self._record.upload_metrics()
-            if not self.options.overwrite:
+            if self.options.overwrite:
+                (self.folder / METRICS).unlink(missing_ok=True)
+            else:
                 self._record.fetch_metrics()
-            for name in self.plan.obsolete:
-                self.destination.remove(name)
+            self._record.upload_metrics()
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
 
     def _take_over(self) -> bool:
-        """Plans again until no other process has written between planning and claiming.
-
-        Returns False if nothing is left to do.
-        """
+        """Begins in the folder, and reserves the number of the first shard to store, until no other
+        process has committed one in between. Returns False if nothing is left to do."""
+        new_run = uuid.uuid4().hex
         while True:
-            self._follow(self._planner.plan_again(self.plan))
+            stored = read_stored(self.destination)
+            anew = self.options.overwrite and self._main.run != new_run
+            self._follow(StoragePlan() if anew else self._planner(stored))
             if self.plan.up_to_date:
                 return False
-            if self._remote is None or self._remote.claim(self.plan):
+            run = self.plan.run or new_run
+            content = self._record.content("running", counted=False)
+            if not self._main.begin(run, content, stored.version):
+                continue
+            if self._main is not self._local:
+                found = self._local.folder.read_with_version(METADATA, most=MOST_BYTES)
+                self._local.begin(run, content, found and found[1])
+            stored = read_stored(self.destination)
+            if self.options.overwrite:  # JSONs that cannot be read are not of the new run
+                for name in stored.damaged:
+                    self._main.withdraw(number_of(name))
+                stored = replace(stored, damaged={})
+            self._follow(self._planner(stored))
+            for number in self.plan.withdrawn:
+                self._main.withdraw(number)
+            if self.plan.complete or self._main.reserve(self.plan.next):
                 return True
 
     def __enter__(self) -> "ActivationStorage":
@@ -239,36 +302,32 @@ class ActivationStorage:
             if not isinstance(error, StorageError):
                 raise
 
-    def add_batch(self, batch: Batch, activations: Mapping[Key, np.ndarray]) -> int:
-        """Adds the samples of a batch that are not stored yet, and returns their number.
+    def add_batch(self, batch: Batch, activations: Mapping[Key, np.ndarray]) -> None:
+        """Adds the samples of a batch.
 
         activations: arrays (B, T, width), or (tokens, width) for the batch's kept tokens, by the
-        key of the hook; they are kept without a copy until their shard is written. A sample waits
-        until all samples before it have come in batches. Raises StorageError as soon as anything
-        fails in the background.
+        key of the hook; they are kept without a copy until their shard is written. The samples must
+        come in the order of the batches, without those of `stored_after_mark`. Raises StorageError
+        as soon as anything fails in the background.
         """
         self.open()
         self._writer.take(sum(values.nbytes for values in activations.values()))
-        added = {}
         for placed, (where, positions) in zip(batch.samples, batch.kept_tokens(), strict=True):
             sample = placed.sample
-            if self._cutter.needs(sample.sample_idx):
-                row = SampleRow(
-                    sample.sample_idx,
-                    sample.token_ids[positions],
-                    positions,
-                    sample.text_preview,
-                    sample.doc_id,
-                    sample.row,
-                    sample.cut,
-                    sample.columns,
-                    {name: values[positions] for name, values in sample.labels.items()},
-                )
-                self._check_next(row)
-                slices = {key: activations[key][where] for key in self._names}
-                added[sample.sample_idx] = row, slices
-        self._cutter.add_batch(batch, added)
-        return len(added)
+            row = SampleRow(
+                sample.sample_idx,
+                sample.token_ids[positions],
+                positions,
+                sample.text_preview,
+                sample.doc_id,
+                sample.row,
+                sample.cut,
+                sample.columns,
+                {name: values[positions] for name, values in sample.labels.items()},
+            )
+            self._check_next(row)
+            slices = {key: activations[key][where] for key in self._names}
+            self._cutter.add(row, slices, placed.mark)
 
     def add_activation(
         self,
@@ -299,20 +358,21 @@ class ActivationStorage:
         self.open()
         if layer_idx not in self._names:
             raise KeyError(f"hook {layer_idx!r} is not one of {list(self._names)}")
-        if index(sample_idx) in self._stored:
+        at = np.searchsorted(self._stored, index(sample_idx))
+        if at < len(self._stored) and self._stored[at] == sample_idx:
             return
         where = f"sample {sample_idx}, hook {layer_idx!r}"
         activation, ids = self._copies(where, activation, token_ids)
         positions = np.arange(len(activation), dtype=np.int32)
         try:
-            given = as_labels(labels or {})
+            given = {name: as_int32(each) for name, each in sorted((labels or {}).items())}
         except ValueError as error:
             raise ValueError(f"sample {sample_idx}: {error}") from error
         known = text_preview, doc_id, deepcopy(row), cut, deepcopy(columns or {}), given
         sample = SampleRow(index(sample_idx), ids, positions, *known)
         sample, slices = self._incomplete.get(sample.sample_idx, (sample, {}))
         self._check_next(sample)
-        if layer_idx in slices:
+        if layer_idx in slices or sample.sample_idx <= self._last:
             raise ValueError(f"{where}: given twice or out of order")
         if len(activation) != len(sample.positions):
             expected = counted(len(sample.positions), "token")
@@ -323,6 +383,7 @@ class ActivationStorage:
         if len(slices) == len(self._names):
             del self._incomplete[sample.sample_idx]
             self._writer.take(sum(each.nbytes for each in slices.values()))
+            self._last = sample.sample_idx
             self._cutter.add(sample, slices)
 
     def _copies(
@@ -356,7 +417,7 @@ class ActivationStorage:
         if self._identity.is_encoded(self._names[key]):  # it will be, whatever is given
             dtype = VALUES.name
         due = self._identity.dtype_of(self._names[key]) or dtype
-        expected = self._forms.get(key) or self._stored.forms.get(key, (width, due))
+        expected = self._forms.get(key, (width, due))
         if (width, dtype) != expected:
             raise ValueError(
                 f"{where}: width {width}, dtype {dtype}, expected width {expected[0]}, dtype "
@@ -365,11 +426,9 @@ class ActivationStorage:
         self._forms[key] = expected
 
     def _check_next(self, sample: SampleRow) -> None:
-        """Raises ValueError for a sample that cannot follow the last one."""
+        """Raises ValueError for a sample that cannot follow the ones before it."""
         sample_idx = sample.sample_idx
-        if sample_idx <= self._cutter.last_sample or sample_idx in self._cutter.waiting:
-            raise ValueError(f"sample {sample_idx}: given twice or out of order")
-        if self._cutter.done:
+        if self.complete:
             raise ValueError(
                 f"sample {sample_idx}: {self.folder} holds a complete extraction of "
                 f"{counted(self.totals.samples, 'sample')}; give another folder, or overwrite it"
@@ -396,11 +455,9 @@ class ActivationStorage:
     def finalize(self, complete: bool = True, skipped_rows: int = 0, empty_rows: int = 0) -> None:
         """Commits every complete sample and metadata.json, and waits until they are stored.
 
-        A sample that came in a batch is not stored as long as one before it is missing.
         complete: False if the run ends before its data does. skipped_rows, empty_rows: their total
-        numbers, if these are larger than in the cursors. A second call does nothing. Raises
-        ValueError, after committing, if a complete run has a sample that is not stored: it lacks
-        hooks, or a sample before it is missing.
+        numbers, if these are larger than in the marks. A second call does nothing. Raises
+        ValueError, after committing, if a complete run has a sample that lacks hooks.
         """
         if self._state is State.PLANNED:
             self.open()
@@ -417,20 +474,18 @@ class ActivationStorage:
                 self._writer.wait()  # for the shards before the failed one
                 raise
             self._writer.wait()
-            if self._remote is not None:
-                self._remote.check()
-                self._remote.release()
-            if complete and self.plan.recorded is not None:
+            if complete:
                 commits = [*self.plan.commits, *self.made]
-                # Totals depend on the order of addition, which is that of the run itself.
-                self._record.count(sorted(commits, key=lambda commit: commit.number), Outline())
+                self._main.remove_rest(commits)
             self._record.write("complete" if complete else "interrupted", counted=complete)
             self._record.upload_metrics()
             done = True
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
+        except LostError:
+            raise
         except RunError:
-            with suppress(OSError):
+            with suppress(OSError, RunError, InputError):
                 self._record.write("failed", upload=False)
             raise
         finally:  # after a second Ctrl-C or a failure, nothing waits for uploads
@@ -438,8 +493,6 @@ class ActivationStorage:
         for number, (_, slices) in self._incomplete.items() if complete else ():
             missing = [key for key in self._names if key not in slices]
             raise ValueError(f"sample {number} has no activation for {missing}; it is not stored")
-        for number in self._cutter.waiting if complete else ():
-            raise ValueError(f"sample {number} has come before others; it is not stored")
 
     def close(self, patient: bool = False) -> None:
         """Releases the folder and ends the threads. Shards that are not committed are lost."""

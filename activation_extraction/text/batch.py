@@ -26,7 +26,7 @@ class Worker:
 
     @property
     def stride(self) -> int:
-        """The difference between the indices of two consecutive samples of this worker."""
+        """The difference between the indices of consecutive samples of this worker."""
         return self.hosts * self.machines
 
 
@@ -37,8 +37,7 @@ class Cursor:
     samples: how many samples come before it. stream: the state of the documents at the start of a
     chunk. skip: how many samples of that chunk come before the position. skipped_rows: how many
     rows before it were skipped because they could not be used; empty_rows: how many have no text.
-    tokens: how many tokens the samples before it keep. taken: the numbers of the samples after it
-    that are in earlier batches, ascending; a stream gives them again, and `pack` leaves them out.
+    tokens: how many tokens the samples before it keep.
     """
 
     samples: int
@@ -47,23 +46,17 @@ class Cursor:
     empty_rows: int = 0
     stream: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 0
-    taken: tuple[int, ...] = ()
-
-    @property
-    def left_out(self) -> tuple[int, ...]:
-        """The numbers of samples that a run which continues here does not compute: the `taken`
-        ones, and the last one of those before."""
-        return (*((self.samples - 1,) if self.samples else ()), *self.taken)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields as a shard's JSON records them, without `taken` if that is empty."""
-        content = {**vars(self), "stream": dict(self.stream), "taken": list(self.taken)}
-        return content if self.taken else {k: v for k, v in content.items() if k != "taken"}
+        return {**vars(self), "stream": dict(self.stream)}
 
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "Cursor":
-        """Raises TypeError for fields that are missing or unknown."""
-        return cls(**{**content, "taken": tuple(content.get("taken", ()))})
+
+class StoredSample(NamedTuple):
+    """What the table of samples says of a stored sample: how many tokens are stored, and the row
+    that it comes from, as of the Sample."""
+
+    tokens: int
+    row: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -71,6 +64,7 @@ class Sample:
     """One tokenised document, or a piece of one. `cursor` continues at this sample, `next_cursor`
     after it.
 
+    token_ids: int32 (tokens,); none if the sample keeps no token, since nothing needs them then.
     row: the row of the data set that it comes from (see `Document`). cut: how many tokens of the
     document were left out at its end. columns: those of the row that are kept, as JSON values.
     labels: int32 (tokens,) each, by name: "role" (a number in ROLES) and "turn". kept: the
@@ -78,7 +72,7 @@ class Sample:
     """
 
     sample_idx: int
-    token_ids: np.ndarray  # int32, shape (tokens,)
+    token_ids: np.ndarray
     text_preview: str
     doc_id: str | int | float | None
     cursor: Cursor
@@ -96,21 +90,24 @@ class Sample:
 
     @property
     def kept_positions(self) -> np.ndarray:
-        """The positions of the kept tokens, int32."""
         return np.arange(len(self.token_ids), dtype=np.int32) if self.kept is None else self.kept
 
     @property
     def num_kept(self) -> int:
-        """How many tokens are kept."""
         return len(self.token_ids if self.kept is None else self.kept)
 
 
 class Placed(NamedTuple):
-    """A sample and its place in a batch."""
+    """A sample and its place in a batch; one without tokens takes no room there.
+
+    mark: where a run continues if this sample and all those before it, in this batch and in earlier
+    ones, are stored. Some samples after the mark may be stored already.
+    """
 
     sample: Sample
     row: int
     start: int
+    mark: Cursor
 
     @property
     def stop(self) -> int:
@@ -119,25 +116,20 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Arrays (B, T) int32 and the samples in them, in stream order, perhaps with gaps.
+    """Arrays (B, T) int32 and the samples in them, row by row, each row from left to right.
 
     segment_ids: 1, 2, ... for the samples of each row, 0 for padding. positions: counted from 0
-    within each sample. cursor: where a run continues that forms this batch again; next_cursor: the
-    same for the next batch. The samples before `next_cursor` are all in this batch or earlier ones.
-    kept: bool (B, T), the tokens whose activations are wanted; None for all.
+    within each sample. kept: bool (B, T), the tokens whose activations are wanted; None for all.
     """
 
     token_ids: np.ndarray
     segment_ids: np.ndarray
     positions: np.ndarray
     samples: tuple[Placed, ...]
-    cursor: Cursor
-    next_cursor: Cursor
     kept: np.ndarray | None = None
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each sample."""
         return [len(placed.sample.token_ids) for placed in self.samples]
 
     def kept_tokens(self) -> Iterator[tuple[Any, np.ndarray]]:
@@ -147,9 +139,9 @@ class Batch:
         (tokens, ...) of these, row by row.
         """
         if self.kept is None:
-            for sample, row, start in self.samples:
-                stop = start + len(sample.token_ids)
-                yield (row, slice(start, stop)), np.arange(stop - start, dtype=np.int32)
+            for placed in self.samples:
+                every = np.arange(placed.stop - placed.start, dtype=np.int32)
+                yield (placed.row, slice(placed.start, placed.stop)), every
             return
         before = np.concatenate([[0], np.cumsum(self.kept)])
         for placed in self.samples:

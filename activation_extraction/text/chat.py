@@ -32,8 +32,8 @@ from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.text.rows import TEMPLATE, Content, Span, UnusableRowError, valid
 
 START, END = "<|im_start|>", "<|im_end|>"
-BLOCK = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)<\|im_end\|>", re.DOTALL)
-THINK, THOUGHT = "<think>", "</think>"
+TURN_BLOCK = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)<\|im_end\|>", re.DOTALL)
+MARKS = THINK, THOUGHT = "<think>", "</think>"
 THINKING = re.compile(r"<think>.*?</think>\n{0,2}", re.DOTALL)
 ONCE = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
 LOOK = {
@@ -45,7 +45,7 @@ LOOK = {
     },
 }
 # Arguments of transformers' apply_chat_template that are not for the template.
-RESERVED = {
+RESERVED_ARGUMENTS = {
     *("conversation", "messages", "tools", "chat_template", "continue_final_message", "tokenize"),
     *("sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors"),
     *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
@@ -96,7 +96,7 @@ class ChatTemplate:
                 raise InputError(
                     f"{where}: has no chat template; give one with --chat_template FILE"
                 )
-        for name in RESERVED & arguments.keys():
+        for name in RESERVED_ARGUMENTS & arguments.keys():
             raise InputError(f"--chat_template_args {name}: is no argument of a template")
         for name in arguments:
             if name != "add_generation_prompt" and not any(name in s for s in sources.values()):
@@ -166,9 +166,12 @@ class ChatTemplate:
         if tools and self.with_tools is not None:
             return self.with_tools.content(messages, tools)
         if self.has_roles:
-            _refuse_markers([messages, tools])
-        if self.marks_thinking:
-            _check_thinking(messages)
+            _refuse([messages, tools], (START, END), "its text holds {}, which would end a turn")
+        for message in messages if self.marks_thinking else ():
+            # The marks could end the thinking early, or look like it.
+            if message.get("reasoning_content"):
+                texts = [message["reasoning_content"], message.get("content")]
+                _refuse(texts, MARKS, "a message has its thinking apart, and {} in its text")
         text = self._render(messages, tools)
         if not self.has_roles:
             try:
@@ -180,7 +183,7 @@ class ChatTemplate:
             return Content(text)
         if START not in text:
             raise UnusableRowError(f"the template writes no turns that begin with {START}")
-        blocks = list(BLOCK.finditer(text))
+        blocks = list(TURN_BLOCK.finditer(text))
         end = blocks[-1].end() if blocks else 0
         if text.count(START) - len(blocks) != text.count(START, end) or text.count(START, end) > 1:
             raise UnusableRowError(f"the template writes no blocks of {START} and {END}")
@@ -287,7 +290,6 @@ def _turns_of(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> lis
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its content, if it has one, as a list of parts."""
     if "content" not in message:
         return message
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
@@ -318,16 +320,14 @@ def _as_text(arguments: Any) -> Any:
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
-def _refuse_markers(value: Any) -> None:
-    """Raises UnusableRowError where a text in it holds what begins or ends a turn."""
+def _refuse(value: Any, marks: Iterable[str], why: str) -> None:
     for text in _texts(value):
-        for marker in (START, END):
-            if marker in text:
-                raise UnusableRowError(f"its text holds {marker}, which would end a turn")
+        for mark in marks:
+            if mark in text:
+                raise UnusableRowError(why.format(mark))
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All text in a value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -337,16 +337,3 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _texts(each)
-
-
-def _check_thinking(messages: Iterable[Mapping[str, Any]]) -> None:
-    """Raises UnusableRowError where a message has its thinking apart and the marks in its text:
-    it could end the thinking early, or look like it."""
-    for message in messages:
-        if message.get("reasoning_content"):
-            for text in _texts([message["reasoning_content"], message.get("content")]):
-                for mark in (THINK, THOUGHT):
-                    if mark in text:
-                        raise UnusableRowError(
-                            f"a message has its thinking apart, and {mark} in its text"
-                        )

@@ -7,12 +7,12 @@ data sets, and rows.py reads their rows.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 
@@ -81,33 +81,12 @@ class RowCounts:
         log.log(level, "skipped a row: %s: %s", where, why)
 
 
-class Documents(Protocol):
-    """The documents of one worker, in an order that never changes."""
-
-    worker: Worker
-    counts: RowCounts
-
-    def state(self) -> dict[str, Any]:
-        """Returns the position after the row that was read last, as JSON."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Makes the next iteration continue from where `state` was taken."""
-        ...
-
-    def __iter__(self) -> Iterator[Document | None]:
-        """Yields one item per row of this worker: None if the row is skipped or has no content.
-
-        Raises RunError when reading fails, and for a row that cannot be used.
-        """
-        ...
-
-
 class DocumentStream:
-    """The documents of one worker in one data set.
+    """The documents of one worker in one data set, in an order that never changes.
 
-    counts: of the rows that give none. reads: is called with the name of every file that a row is
-    read from. shuffle: a seed; None for the order of the data set. source: its name in a mixture.
+    counts: of the rows that give none. leave: is called with a list of the last row of a file, as
+    samples have it, before a row of another file is read and at the end. shuffle: a seed; None for
+    the order of the data set. source: its name in a mixture.
 
     Every row belongs to exactly one worker, and a machine's rows do not depend on how many hosts
     any machine has. If there are enough pieces (files or Parquet row groups), machines take whole
@@ -121,7 +100,7 @@ class DocumentStream:
         form: RowForm,
         worker: Worker | None = None,
         counts: RowCounts | None = None,
-        reads: Callable[[str], None] = lambda name: None,
+        leave: Callable[[Sequence[Mapping[str, Any]]], None] = lambda rows: None,
         shuffle: int | None = None,
         source: str | None = None,
     ) -> None:
@@ -134,7 +113,8 @@ class DocumentStream:
         self._ordered = self._dataset if shuffle is None else ShuffledRows(self._dataset, shuffle)
         self._form = form
         self.counts = counts or RowCounts()
-        self._reads = reads
+        self._leave = leave
+        self._row: Mapping[str, Any] = {}  # the last one of this worker
         self._source = {} if source is None else {"source": source}
         self._rows = 0  # rows read from the pieces, including those of other workers
         self._position: dict[str, Any] | None = None  # the data set's; None before the first row
@@ -152,15 +132,21 @@ class DocumentStream:
             self._share = ", ".join(filter(None, (self._share, f"{group} of {groups}")))
 
     def state(self) -> dict[str, Any]:
+        """Returns the position after the row that was read last, as JSON."""
         counts = {"skipped": self.counts.skipped, "empty": self.counts.empty}
         return {"rows": self._rows, **counts, "dataset": self._position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Makes the next iteration continue from where `state` was taken."""
         # A copy: the data set changes the state that it loads.
         self._rows, self._position = state["rows"], deepcopy(state["dataset"])
         self.counts.skipped, self.counts.empty = state["skipped"], state["empty"]
 
     def __iter__(self) -> Iterator[Document | None]:
+        """Yields one item per row of this worker: None if the row is skipped or has no content.
+
+        Raises RunError when reading fails, and for a row that cannot be used.
+        """
         if self._position is not None:
             self._ordered.load_state_dict(self._position)
         rows = iter(self._ordered)
@@ -169,6 +155,7 @@ class DocumentStream:
                 row = next(rows)
                 self._position = self._ordered.state_dict()
             except StopIteration:
+                self._go_on_to({})
                 return
             except Exception as error:  # whatever a file system or a file format may raise
                 remedy = error.remedy if isinstance(error, RunError) else None
@@ -181,6 +168,12 @@ class DocumentStream:
             if mine:
                 yield self._document(row)
 
+    def _go_on_to(self, row: Mapping[str, Any]) -> None:
+        """Leaves the file of the row before, unless this one comes from the same file."""
+        if "file" in self._row and self._row["file"] != row.get("file"):
+            self._leave([self._row])
+        self._row = row
+
     def _document(self, row: FileRow | dict[str, Any]) -> Document | None:
         """Returns the document in the row that was read last; None if there is none."""
         if not isinstance(row, FileRow):
@@ -189,9 +182,8 @@ class DocumentStream:
             whose = "the data set" if self.worker == Worker() else "the rows that this host reads"
             where = f"row {number} (from 0) of {whose}{own_id}"
             row = FileRow(where, {"row": number}, partial(as_structs, row, self._dataset.features))
-        if "file" in row.row:
-            self._reads(row.row["file"])
-        elif self._share:
+        self._go_on_to(row.row)
+        if "file" not in row.row and self._share:
             row = replace(row, row={"share": self._share, **row.row})
         reader = self._form.reader
         try:

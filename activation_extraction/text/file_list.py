@@ -7,6 +7,7 @@ them.
 import json
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from typing import Any
 
 import fsspec
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.log import log
@@ -26,22 +28,22 @@ from activation_extraction.text.file_forms import PACKINGS, packing_of, unpacked
 
 JSON_LINES = (".jsonl", ".ndjson")
 # A kind of files and how their names end, in small or capital letters.
-KINDS = {
+FILE_KINDS = {
     "JSON": (*JSON_LINES, ".json"),
     "CSV": (".csv",),
     "Parquet": (".parquet",),
     "Arrow": (".arrow",),
 }
-MAY_BE_PACKED = ("JSON", "CSV")
-# What `datasets` writes beside the data in its folders.
-INFO, STATE, RESULTS = "dataset_info.json", "state.json", "cache-*.arrow"
+TEXT = ("JSON", "CSV")  # kinds of files that may be packed, and that may grow at their ends
+# What `datasets` writes beside the files that it saves; the last lists the splits of a data set.
+STATE, SPLITS = "state.json", "dataset_dict.json"
+SAVED = ("dataset_info.json", STATE, SPLITS)
 MAX_STATE_BYTES = 2**26
-SPLITS = "/dataset_dict.json"  # in a folder of such folders, one per split
 SPECIAL = "is a named pipe, a socket or a device; expected a file"
 DELTA = "_delta_log"  # the folder that makes another one a Delta table
 READERS = 32  # files that are described at the same time
-# What stores say of a file's content: Google Cloud Storage, S3, Azure and HTTP servers.
-VERSIONS = ("md5Hash", "crc32c", "ETag", "etag", "content_md5", "generation")
+# What stores say of a file's content: Google Cloud Storage, S3, Azure, HTTP servers and the hub.
+VERSIONS = ("md5Hash", "crc32c", "ETag", "etag", "content_md5", "generation", "blob_id")
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class TextFile:
 
     name: relative to the folder that the data set is, or is in, or that comes before its first
     wildcard. version: the checksum or version that the store of a URL has for its content, "" if
-    it has none; for a file on this machine, when it was last modified.
+    it has none; for a file on this machine, when it was last modified, in nanoseconds.
     """
 
     url: str
@@ -62,6 +64,16 @@ class TextFile:
     def local(self) -> bool:
         return "://" not in self.url
 
+    @property
+    def may_grow(self) -> bool:
+        """Returns whether the file can be read up to a byte where it once ended."""
+        return self.local and kind_of(self.url) in TEXT
+
+    @property
+    def read_to(self) -> int | None:
+        """Returns how many of its bytes are read; None for all."""
+        return self.size if self.may_grow else None
+
 
 def list_files(path: str) -> list[TextFile]:
     """Lists the files of a data set: a file, a folder with its subfolders, a glob, or a URL.
@@ -71,7 +83,10 @@ def list_files(path: str) -> list[TextFile]:
     if a file is listed twice.
     """
     with refusing(path), ThreadPoolExecutor(READERS) as pool:
-        fs, root = _located(path)
+        if "://" in path:
+            fs, root = url_to_fs(path)
+        else:  # url_to_fs would take :: for a chain of URLs
+            fs, root = fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(path))
         if fs.isfile(root):
             found, base = [root], plain_url(root).rpartition("/")[0]  # a query may have a /
         elif any(c in root for c in "*?[") and not fs.exists(root):
@@ -82,7 +97,7 @@ def list_files(path: str) -> list[TextFile]:
                 raise InputError(f"--dataset_path {path}: matches only folders; add /* to it")
         else:
             found, base = sorted(fs.find(root)), root
-            if found == [root] and _is_local(fs):
+            if found == [root] and isinstance(fs, LocalFileSystem):
                 raise InputError(f"--dataset_path {path}: {SPECIAL}")
         if found == [root]:
             known, others = [name for name in found if kind_of(name)], ""
@@ -90,7 +105,7 @@ def list_files(path: str) -> list[TextFile]:
             _refuse_delta(path, fs, base, found)
             known, others = _chosen(path, fs, root, found)
         if not known:
-            ends = ", ".join(end for ends in KINDS.values() for end in ends)
+            ends = ", ".join(end for ends in FILE_KINDS.values() for end in ends)
             packed = f" (JSON and CSV also packed: {', '.join(PACKINGS)})"
             why = "no such file or folder"
             if found or fs.isdir(root):
@@ -105,16 +120,6 @@ def list_files(path: str) -> list[TextFile]:
         files = list(pool.map(partial(_describe, fs, plain_url(base)), known))
     refuse_repeated(files)
     return files
-
-
-def _located(path: str) -> tuple[Any, str]:
-    """Returns the file system of a path or URL, and where it is there.
-
-    In a local path, fsspec would take :: for a chain of URLs.
-    """
-    if "://" in path:
-        return url_to_fs(path)
-    return fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(path))
 
 
 def refuse_repeated(files: Iterable[TextFile]) -> None:
@@ -138,15 +143,15 @@ def is_path(source: str) -> bool:
 
 
 def kind_of(url: str) -> str | None:
-    """Returns which of KINDS a file is by its name; None: it is no data.
+    """Returns which of FILE_KINDS a file is by its name; None: it is no data.
 
     A name that ends in .zst alone is JSON Lines, as of the dumps of Reddit.
     """
     name, packing = unpacked_name(url), packing_of(url)
-    kind = next((kind for kind, ends in KINDS.items() if name.endswith(ends)), None)
+    kind = next((kind for kind, ends in FILE_KINDS.items() if name.endswith(ends)), None)
     if packing == ".zst" and "." not in name.rpartition("/")[2]:
         return "JSON"
-    return kind if not packing or kind in MAY_BE_PACKED else None
+    return kind if not packing or kind in TEXT else None
 
 
 def _chosen(path: str, fs: Any, root: str, found: Sequence[str]) -> tuple[list[str], str]:
@@ -159,12 +164,18 @@ def _chosen(path: str, fs: Any, root: str, found: Sequence[str]) -> tuple[list[s
         if _is_hidden(name, root):
             why[name] = "name or folder begins with . or _" if kind_of(name) else ""
         elif not kind_of(name):
-            is_link = _is_local(fs) and os.path.isdir(name)
+            is_link = isinstance(fs, LocalFileSystem) and os.path.isdir(name)
             why[name] = "link to a folder" if is_link else os.path.splitext(name)[1] or "no ending"
+    arrow = [name for name in found if name not in why and kind_of(name) == "Arrow"]
+    if arrow:
+        _refuse_splits(path, fs, found, arrow)
+        why |= {name: "" for name in found if os.path.basename(name) in SAVED}
+    for folder in sorted({os.path.dirname(name) for name in arrow}):
+        listed = _listed_in(fs, f"{folder}/{STATE}")
+        inside = [name for name in arrow if os.path.dirname(name) == folder]
+        if listed is not None:
+            why |= {name: f"not listed in {STATE}" for name in inside if name not in listed}
     data = [name for name in found if name not in why]
-    _refuse_splits(path, fs, data)
-    why |= _beside_saved(fs, data)
-    data = [name for name in data if name not in why]
     if not all(unpacked_name(name).endswith(".json") for name in data):  # some have it for settings
         why |= {name: ".json beside other data" for name in data if name.lower().endswith(".json")}
     counts = Counter(filter(None, why.values()))
@@ -174,11 +185,11 @@ def _chosen(path: str, fs: Any, root: str, found: Sequence[str]) -> tuple[list[s
 
 def _refuse_kinds(path: str, names: Sequence[str]) -> None:
     """Raises InputError if there are files of several kinds."""
-    kinds = [kind for kind in reversed(KINDS) if kind in set(map(kind_of, names))]
+    kinds = [kind for kind in reversed(FILE_KINDS) if kind in set(map(kind_of, names))]
     if len(kinds) > 1:
         raise InputError(
             f"--dataset_path {path}: holds both {kinds[0]} and {kinds[1]}; choose one of "
-            f"them, for example with a glob such as FOLDER/*{KINDS[kinds[0]][0]}"
+            f"them, for example with a glob such as FOLDER/*{FILE_KINDS[kinds[0]][0]}"
         )
 
 
@@ -207,60 +218,40 @@ def _refuse_delta(path: str, fs: Any, base: str, found: Sequence[str]) -> None:
         )
 
 
-def _beside_saved(fs: Any, names: Sequence[str]) -> dict[str, str]:
-    """Returns the files that are no data where `datasets` has saved some, and why.
-
-    A folder that was saved to twice has files of both times; its state says which count.
-    """
-    why = {name: "" for name in names if name.endswith(SPLITS)}
-    for folder in sorted({name.rpartition("/")[0] for name in names if kind_of(name) == "Arrow"}):
-        listed = _state_of(fs, folder)
-        inside = {
-            name: name.rpartition("/")[2] for name in names if name.rpartition("/")[0] == folder
-        }
-        for name, last in inside.items():
-            if last in (INFO, STATE):
-                why[name] = ""
-            elif kind_of(name) == "Arrow" and listed is not None and last not in listed:
-                why[name] = f"not listed in {STATE}"
-            elif INFO in inside.values() and listed is None and fnmatch(last, RESULTS):
-                why[name] = "results that datasets keeps"
-    return why
-
-
-def _state_of(fs: Any, folder: str) -> set[str] | None:
-    """Returns the names of the files that count in a folder that `datasets` has saved; None if it
-    does not say so. Raises InputError if it is damaged, or if one is missing."""
-    path = f"{folder}/{STATE}"
+def _listed_in(fs: Any, path: str) -> set[str] | None:
+    """Returns the files that `datasets` has saved in a folder according to the state there, which
+    may also hold older ones; None if it does not say. Raises InputError if one is missing."""
     if not fs.isfile(path):
         return None
     with fs.open(path, "rb") as file:
         content = file.read(MAX_STATE_BYTES)
     try:
-        state = json.loads(content)
-        if not isinstance(state, dict) or "_data_files" not in state:
-            return None
-        listed = {each["filename"] for each in state["_data_files"]}
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        files = json.loads(content).get("_data_files")
+        names = None if files is None else {each["filename"] for each in files}
+    except (AttributeError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(
             f"--dataset_path {path}: is damaged, but says which files count: {one_line(error)}"
         ) from error
+    if names is None:
+        return None
+    listed = {f"{os.path.dirname(path)}/{name}" for name in names}
     for name in sorted(listed):
-        if not fs.isfile(f"{folder}/{name}"):
-            raise InputError(f"--dataset_path {path}: lists {name}, which is missing")
+        if not fs.isfile(name):
+            raise InputError(
+                f"--dataset_path {path}: lists {os.path.basename(name)}, which is missing"
+            )
     return listed
 
 
-def _refuse_splits(path: str, fs: Any, names: Sequence[str]) -> None:
+def _refuse_splits(path: str, fs: Any, found: Sequence[str], arrow: Sequence[str]) -> None:
     """Raises InputError if `datasets` has saved several splits there: they are not one data set."""
-    arrow = [name for name in names if kind_of(name) == "Arrow"]
-    for folder in (name.removesuffix(SPLITS) for name in names if name.endswith(SPLITS)):
+    for folder in (os.path.dirname(name) for name in found if os.path.basename(name) == SPLITS):
         inside = [
             name.removeprefix(f"{folder}/") for name in arrow if name.startswith(f"{folder}/")
         ]
         splits = sorted({name.split("/")[0] for name in inside})
         if len(splits) > 1:
-            where = folder if _is_local(fs) else fs.unstrip_protocol(folder)
+            where = folder if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(folder)
             raise InputError(
                 f"--dataset_path {path}: holds several splits of a data set ({', '.join(splits)}); "
                 f"choose one of them, such as {where}/{splits[0]}"
@@ -268,25 +259,17 @@ def _refuse_splits(path: str, fs: Any, names: Sequence[str]) -> None:
 
 
 def _describe(fs: Any, folder: str, path: str) -> TextFile:
-    found = fs.info(path)
-    if _is_local(fs) and found["type"] != "file":
-        raise InputError(f"--dataset_path {path}: {SPECIAL}")
     plain = plain_url(path)
     relative = (plain.partition(folder)[2] if folder else plain).lstrip("/")
     name = os.fsencode(relative).decode(errors="backslashreplace")
-    if _is_local(fs):
-        return TextFile(path, name, found["size"], modified(found["mtime"]))
+    if isinstance(fs, LocalFileSystem):
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError(f"--dataset_path {path}: {SPECIAL}")
+        return TextFile(path, name, status.st_size, str(status.st_mtime_ns))
+    found = fs.info(path)  # out of the listing, if the store's client keeps that
     version = next((f"{key} {found[key]}" for key in VERSIONS if found.get(key)), "")
     return TextFile(fs.unstrip_protocol(path), name, found["size"], version)
-
-
-def _is_local(fs: Any) -> bool:
-    return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
-
-
-def modified(mtime: float) -> str:
-    """Returns the version of a file on this machine. mtime: in seconds, as os.stat has it."""
-    return f"modified {mtime!r}"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import re
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -28,14 +28,18 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from activation_extraction.common.errors import RunError, one_line
+from activation_extraction.common.log import log
 from activation_extraction.text.file_forms import (
     FORM_BYTES,
-    OtherFormError,
+    REPLACE,
+    UnreadableFileError,
     check_form,
     content_of,
     open_file,
+    packing_of,
     unpacked_name,
 )
+from activation_extraction.text.file_list import TextFile, kind_of
 from activation_extraction.text.rows import Columns, Struct, UnusableRowError
 
 LONGEST = 2**27  # characters of a line, or of an element of an array
@@ -45,22 +49,14 @@ OPENING = re.compile(rf"{BLANK}\[{BLANK}(\])?")  # what comes before the first e
 BETWEEN = re.compile(rf"{BLANK}(?:,{BLANK}|(\]))")  # before the next one
 MAGIC = b"ARROW1"  # begins an IPC file; a stream has none
 AS_BYTES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
-REPLACE = (
-    "replace the damaged file by an intact one; if its size changes, the run cannot continue and "
-    "needs --overwrite"
-)
-
-
-class DamagedFileError(Exception):
-    """The rest of a file cannot be read. The message says why."""
-
-
 DAMAGE = (
     *(EOFError, UnicodeError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, csv.Error),
-    *(pyarrow.ArrowException, DamagedFileError),
+    pyarrow.ArrowException,
 )
 # Packages and modules that raise an OSError of their own for a damaged file.
 UNPACKERS = {"pyarrow", "bz2", "_compression", "_streams"}
+LINE_ENDS = ("\n", "\r", 10, 13)  # the last character of a line, or its last byte
+CUT_ROW = "%s: its last row is not read: it was not complete when the run began"
 SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 NOT_DOUBLED = "save it with doubled quotes in quoted fields, as RFC 4180 has them"
 # A quote in a field, which would end right behind it if quotes were escaped by backslashes.
@@ -79,38 +75,30 @@ class FileRow:
     read: Callable[[], dict[str, Any]]
 
 
-def json_rows(urls: list[str], names: list[str]) -> Iterator[FileRow]:
-    """Yields the lines of files, except blank ones; lines are counted from 1.
+def file_rows(pieces: list[TextFile], wanted: Columns) -> Iterator[FileRow]:
+    """Yields the rows of files that are not Parquet, counted from 0; lines of JSON, from 1.
 
-    A file that is .json by its name may also be an array, whose elements are counted from 0.
+    Blank lines are no rows, nor is the header of CSV. A file that is .json by its name may also be
+    an array.
     """
-    for url, name in zip(urls, names, strict=True):
-        rows_of = _elements_or_lines if unpacked_name(url).endswith(".json") else _lines
-        yield from _naming(url, rows_of(url, name))
+    for file in pieces:
+        kind = kind_of(file.url)
+        if kind == "Arrow":
+            rows = _rows_of_batches(file, wanted)
+        elif kind == "CSV":
+            rows = _below_header(file)
+        elif unpacked_name(file.url).endswith(".json"):
+            rows = _elements_or_lines(file)
+        else:
+            rows = _lines(file)
+        yield from _naming(file.url, rows)
 
 
-def csv_rows(urls: list[str], names: list[str]) -> Iterator[FileRow]:
-    """Yields the rows of CSV files below their headers, except blank ones, counted from 0."""
-    for url, name in zip(urls, names, strict=True):
-        yield from _naming(url, _below_header(url, name))
-
-
-def arrow_rows(urls: list[str], names: list[str], wanted: Columns) -> Iterator[FileRow]:
-    """Yields the rows of Arrow IPC files and streams, counted from 0."""
-    for url, name in zip(urls, names, strict=True):
-        yield from _naming(url, _rows_of_batches(url, name, wanted))
-
-
-def parquet_rows(
-    urls: list[str], names: list[str], groups: list[int], wanted: Columns
-) -> Iterator[FileRow]:
-    """Yields the rows of row groups: group `groups[i]` of file `urls[i]`, called `names[i]`.
-
-    Rows and row groups are counted from 0.
-    """
-    for (url, name), pairs in groupby(zip(urls, names, groups, strict=True), itemgetter(0, 1)):
-        numbers = [group for *_, group in pairs]
-        yield from _naming(url, _rows_of_groups(url, name, numbers, wanted))
+def parquet_rows(pieces: list[tuple[TextFile, int]], wanted: Columns) -> Iterator[FileRow]:
+    """Yields the rows of row groups, each a file and a number. All are counted from 0."""
+    for file, groups in groupby(pieces, itemgetter(0)):
+        numbers = [number for _, number in groups]
+        yield from _naming(file.url, _rows_of_groups(file, numbers, wanted))
 
 
 def _naming(url: str, rows: Iterable[FileRow]) -> Iterator[FileRow]:
@@ -122,10 +110,8 @@ def _naming(url: str, rows: Iterable[FileRow]) -> Iterator[FileRow]:
             last = row.where
     except Exception as error:
         so_far = f"; the last row before: {last.removeprefix(url).lstrip()}" if last else ""
-        remedy = error.remedy if isinstance(error, OtherFormError) else None
-        raise RunError(
-            f"{url}: {one_line(error)}{so_far}", remedy=REPLACE if _is_damage(error) else remedy
-        ) from error
+        remedy = REPLACE if _is_damage(error) else getattr(error, "remedy", None)
+        raise RunError(f"{url}: {one_line(error)}{so_far}", remedy=remedy) from error
 
 
 def _is_damage(error: Exception) -> bool:
@@ -135,12 +121,12 @@ def _is_damage(error: Exception) -> bool:
     return isinstance(error, DAMAGE) or (isinstance(error, OSError) and unpacking)
 
 
-def _lines(url: str, name: str) -> Iterator[FileRow]:
-    with content_of(url) as content:
-        for number, line in enumerate(_limited(content), start=1):
+def _lines(file: TextFile) -> Iterator[FileRow]:
+    with content_of(file.url, file.read_to) as content:
+        for number, line in enumerate(_limited(content, file), start=1):
             if line.strip():
-                row = {"file": name, "line": number}
-                yield FileRow(f"{url} line {number}", row, partial(_json_object, line))
+                row = {"file": file.name, "line": number}
+                yield FileRow(f"{file.url} line {number}", row, partial(_json_object, line))
 
 
 def _json_object(line: bytes) -> dict[str, Any]:
@@ -162,14 +148,14 @@ def _object(row: Any) -> dict[str, Any]:
     return row
 
 
-def _numbered(url: str, name: str, number: int, read: Callable[[], dict[str, Any]]) -> FileRow:
-    return FileRow(f"{url} row {number} (from 0)", {"file": name, "row": number}, read)
+def _numbered(file: TextFile, number: int, read: Callable[[], dict[str, Any]]) -> FileRow:
+    return FileRow(f"{file.url} row {number} (from 0)", {"file": file.name, "row": number}, read)
 
 
 @contextmanager
-def _text_of(url: str) -> Iterator[TextIO]:
+def _characters(file: TextFile) -> Iterator[TextIO]:
     """Opens a file for its text, in which bytes that are not UTF-8 are lone surrogates."""
-    with content_of(url) as content:
+    with content_of(file.url, file.read_to) as content:
         yield io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline="")
 
 
@@ -181,17 +167,17 @@ def _is_utf8(texts: Iterable[str]) -> bool:
         return False
 
 
-def _elements_or_lines(url: str, name: str) -> Iterator[FileRow]:
-    with _text_of(url) as text:
+def _elements_or_lines(file: TextFile) -> Iterator[FileRow]:
+    with _characters(file) as text:
         first = text.read(PIECE).lstrip(" \t\r\n").partition("\n")[0]
     if first.strip() == "{":  # an object over several lines
-        raise DamagedFileError("expected an array of objects, or an object on every line")
+        raise UnreadableFileError("expected an array of objects, or an object on every line")
     if not first.startswith("["):
-        yield from _lines(url, name)
+        yield from _lines(file)
         return
-    with _text_of(url) as text:
+    with _characters(file) as text:
         for number, (value, source) in enumerate(_elements(text)):
-            yield _numbered(url, name, number, partial(_element, value, source))
+            yield _numbered(file, number, partial(_element, value, source))
 
 
 def _element(value: Any, source: str) -> dict[str, Any]:
@@ -201,7 +187,7 @@ def _element(value: Any, source: str) -> dict[str, Any]:
 
 
 def _elements(text: TextIO) -> Iterator[tuple[Any, str]]:
-    """Yields each element of a JSON array and its source. Raises DamagedFileError where it ends.
+    """Yields each element of a JSON array and its source. Raises UnreadableFileError where it ends.
 
     Whatever cannot be understood may only be cut off, so it is tried again with more of the text.
     """
@@ -220,54 +206,62 @@ def _elements(text: TextIO) -> Iterator[tuple[Any, str]]:
         except json.JSONDecodeError as error:
             size = len(buffer) - at
             if size >= LONGEST:
-                raise DamagedFileError(
+                raise UnreadableFileError(
                     f"a row has {LONGEST:,} characters or more, or is not JSON: {error.msg}"
                 ) from error
             more = text.read(max(PIECE, size))
             if not more:
-                raise DamagedFileError(f"not a JSON array: {error.msg}") from error
+                raise UnreadableFileError(f"not a JSON array: {error.msg}") from error
             buffer, at = buffer[at:] + more, 0
         except (ValueError, RecursionError) as error:
-            raise DamagedFileError(f"not JSON: {one_line(error)}") from error
+            raise UnreadableFileError(f"not JSON: {one_line(error)}") from error
         else:
             yield value, buffer[found.end() : end]
             at, before = end, BETWEEN
     behind = buffer[found.end() :]
     while behind:
         if behind.strip(" \t\r\n"):
-            raise DamagedFileError("there is more behind the array; expected one array")
+            raise UnreadableFileError("there is more behind the array; expected one array")
         behind = text.read(PIECE)
 
 
-def _below_header(url: str, name: str) -> Iterator[FileRow]:
+def _below_header(file: TextFile) -> Iterator[FileRow]:
     csv.field_size_limit(LONGEST)  # for the whole process; it is 131,072 otherwise
-    with _text_of(url) as text:
-        rows = filter(None, _records(text))
+    with _characters(file) as text:
+        rows = filter(None, _records(text, file))
         header = next(rows, [])
-        _check_separator(header)
+        for separator, words in SEPARATORS.items():
+            if len(header) == 1 and separator in header[0]:
+                raise UnreadableFileError(
+                    f"its header {header[0]!r:.80} has {words}, expected commas",
+                    "save it with commas between the fields",
+                )
         if "" in header:
-            raise DamagedFileError(f"column {header.index('') + 1} has no name in the header")
+            raise UnreadableFileError(f"column {header.index('') + 1} has no name in the header")
         column, times = next(iter(Counter(header).most_common(1)), ("", 0))
         if times > 1:
-            raise DamagedFileError(f"the header names {column!r} {times} times")
+            raise UnreadableFileError(f"the header names {column!r} {times} times")
         if not _is_utf8(header):
-            raise DamagedFileError("the header is not UTF-8")
+            raise UnreadableFileError("the header is not UTF-8")
         for number, fields in enumerate(rows):
-            yield _numbered(url, name, number, partial(_csv_row, header, fields))
+            yield _numbered(file, number, partial(_csv_row, header, fields))
 
 
-def _records(text: TextIO) -> Iterator[list[str]]:
+def _records(text: TextIO, file: TextFile) -> Iterator[list[str]]:
     try:
-        yield from csv.reader(_limited(text), strict=True)
+        yield from csv.reader(_limited(text, file), strict=True)
     except csv.Error as error:
         if "expected after" in str(error):
-            raise OtherFormError(
+            raise UnreadableFileError(
                 f"{one_line(error)}: quotes in a quoted field are not doubled; they are bare, or "
                 "escaped by backslashes",
                 NOT_DOUBLED,
             ) from error
         if "end of data" in str(error):
-            raise OtherFormError(
+            if _byte_behind(file):
+                log.warning(CUT_ROW, file.url)
+                return
+            raise UnreadableFileError(
                 f"{one_line(error)}: a quoted field has no end; the file is cut off, or quotes in "
                 "it are not doubled",
                 f"replace it by a whole one, or {NOT_DOUBLED}",
@@ -275,22 +269,27 @@ def _records(text: TextIO) -> Iterator[list[str]]:
         raise
 
 
-def _check_separator(header: Sequence[str]) -> None:
-    """Raises OtherFormError if the one name in the header seems to be several."""
-    for separator, words in SEPARATORS.items():
-        if len(header) == 1 and separator in header[0]:
-            raise OtherFormError(
-                f"its header {header[0]!r:.80} has {words}, expected commas",
-                "save it with commas between the fields",
-            )
+def _byte_behind(file: TextFile) -> bytes:
+    """Returns what follows where a file is read to; b"" if it ends there, or is packed."""
+    if file.read_to is None or packing_of(file.url):
+        return b""
+    with open_file(file.url) as opened:
+        opened.seek(file.read_to)
+        return opened.read(1)
 
 
-def _limited(lines: IO[AnyStr]) -> Iterator[AnyStr]:
-    """Yields lines. A file without any end of a line must not fill the memory, nor a small one
-    that unpacks to such a line."""
+def _limited(lines: IO[AnyStr], file: TextFile) -> Iterator[AnyStr]:
+    """Yields the lines up to where a file may be read, except one that goes on behind that.
+
+    A file without any end of a line must not fill the memory, nor a small one that unpacks to such
+    a line.
+    """
     while line := lines.readline(LONGEST):
         if len(line) == LONGEST:
-            raise DamagedFileError(f"a line has {LONGEST:,} characters or more")
+            raise UnreadableFileError(f"a line has {LONGEST:,} characters or more")
+        if line[-1] not in LINE_ENDS and _byte_behind(file) not in (b"", b"\n", b"\r"):
+            log.warning(CUT_ROW, file.url)
+            return
         yield line
 
 
@@ -310,44 +309,39 @@ def _csv_row(header: list[str], fields: list[str]) -> dict[str, Any]:
     return dict(zip(header, fields, strict=True))
 
 
-def _rows_of_batches(url: str, name: str, wanted: Columns) -> Iterator[FileRow]:
+def _rows_of_batches(file: TextFile, wanted: Columns) -> Iterator[FileRow]:
+    """Yields the rows of an Arrow file, with the needed columns only."""
     number = 0
-    for batch in _batches(url, wanted):
-        for at in range(batch.num_rows):
-            yield _numbered(url, name, number, partial(_arrow_row, batch.slice(at, 1)))
-            number += 1
-
-
-def _batches(url: str, wanted: Columns) -> Iterator[pyarrow.RecordBatch]:
-    """Yields the batches of an Arrow file, with the needed columns only."""
-    with open_file(url) as file:
-        first = file.read(FORM_BYTES)
+    with open_file(file.url) as opened:
+        first = opened.read(FORM_BYTES)
         check_form(first)
         is_stream = not first.startswith(MAGIC)
         open_arrow = pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file
-        file.seek(0)
-        names = open_arrow(file).schema.names
+        opened.seek(0)
+        names = open_arrow(opened).schema.names
         fields = [names.index(column) for column in wanted.among(names)]
-        file.seek(0)
-        arrow = open_arrow(file, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))
+        opened.seek(0)
+        arrow = open_arrow(opened, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))
         batches = arrow if is_stream else map(arrow.get_batch, range(arrow.num_record_batches))
         for batch in batches:
             for column in batch.columns:  # damage must not crash the process; bad text may pass
                 as_bytes = AS_BYTES.get(column.type)
                 (column.view(as_bytes) if as_bytes else column).validate(full=True)
-            yield batch
+            for at in range(len(batch)):
+                yield _numbered(file, number, partial(_arrow_row, batch.slice(at, 1)))
+                number += 1
 
 
-def _rows_of_groups(url: str, name: str, groups: list[int], wanted: Columns) -> Iterator[FileRow]:
-    with open_file(url) as file:
-        parquet = pyarrow.parquet.ParquetFile(file)
+def _rows_of_groups(file: TextFile, groups: list[int], wanted: Columns) -> Iterator[FileRow]:
+    with open_file(file.url) as opened:
+        parquet = pyarrow.parquet.ParquetFile(opened)
         columns = wanted.among(parquet.schema_arrow.names)
         for group in groups:
             number = 0
             for batch in parquet.iter_batches(256, row_groups=[group], columns=columns):
                 for at in range(batch.num_rows):
-                    where = f"{url} row group {group} row {number} (both from 0)"
-                    row = {"file": name, "row_group": group, "row": number}
+                    where = f"{file.url} row group {group} row {number} (both from 0)"
+                    row = {"file": file.name, "row_group": group, "row": number}
                     yield FileRow(where, row, partial(_arrow_row, batch.slice(at, 1)))
                     number += 1
 

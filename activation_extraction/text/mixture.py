@@ -14,7 +14,7 @@ from activation_extraction.text.documents import Document, DocumentStream, RowCo
 
 
 class Mixture:
-    """The documents of one worker in several data sets.
+    """The documents of one worker in several data sets, with the methods of a DocumentStream.
 
     streams: of each data set, all with the same worker and counts. names: for messages. weights:
     positive, in documents; rows without content do not count.
@@ -31,17 +31,14 @@ class Mixture:
         self._given = [0] * len(streams)
 
     def state(self) -> dict[str, Any]:
-        """Returns the position after the row that was read last, as JSON."""
         return {"given": list(self._given), "streams": [each.state() for each in self._streams]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Makes the next iteration continue from where `state` was taken."""
         self._given = list(state["given"])
         for stream, own in zip(self._streams, state["streams"], strict=True):
             stream.restore(own)
 
     def __iter__(self) -> Iterator[Document | None]:
-        """Yields one item per row of this worker, as a DocumentStream does."""
         rows = {number: iter(stream) for number, stream in enumerate(self._streams)}
         while rows:
             number = min(rows, key=lambda n: (self._given[n] + 0.5) / self._weights[n])
@@ -58,3 +55,6 @@ class Mixture:
                 continue
             self._given[number] += document is not None
             yield document
+
+
+Documents = DocumentStream | Mixture

@@ -1,20 +1,24 @@
 """Samples -> packed batches of one fixed shape, with the tokens marked that are kept.
 
-Several samples share a row; segment ids keep them apart in attention, and positions restart at 0. A
-row begins with the oldest sample that waits, followed by later ones that fill it. None of these is
-WINDOW or more samples after the oldest that still waits, so what is stored lags little behind. A
-batch follows from its cursor alone.
+Several samples share a row; segment ids keep them apart in attention, and positions restart at 0.
+Samples are read in groups, in the order of the stream. A group is packed on its own, the longest
+sample first, each into the row that it fills best. Batches are cut from the one stream of the rows
+of all groups. So a run that continues needs to know only where a group began (`Placed.mark`), and
+which samples after that are stored.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
+from activation_extraction.common.errors import RunError
 from activation_extraction.text.batch import Batch, Cursor, Placed, Sample
+from activation_extraction.text.samples import ChangedDataError
 
-WINDOW = 64  # samples; `taken` in a shard's JSON may list no more
-FULL = 128  # a row is full enough once at most one part in FULL of it is empty
+GROUP_ROWS, LEAST_ROWS = 256, 16  # as many rows as the samples of a group fill, if packed tightly
+GROUP_TOKENS = 2**20  # fewer rows have as many tokens
+GROUP_SAMPLES = 2**16  # the most samples of a group, however short they are
 
 
 def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Sample]:
@@ -24,126 +28,101 @@ def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Samp
         yield Sample(number, np.asarray(ids, np.int32), "", None, here, after)
 
 
-def pack(
-    samples: Iterator[Sample], rows: int, length: int, taken: Iterable[int] = ()
-) -> Iterator[Batch]:
+def rows_of_group(length: int) -> int:
+    """Returns how many rows of `length` tokens the samples of a group would fill exactly."""
+    return max(LEAST_ROWS, min(GROUP_ROWS, GROUP_TOKENS // length))
+
+
+def pack(samples: Iterable[Sample], rows: int, length: int) -> Iterator[Batch]:
     """Packs samples (each at most `length` tokens) into batches of `rows` x `length` tokens.
 
-    taken: the `taken` of the cursor at which the samples begin. If reading fails, samples whose
-    window is not complete are left out: packed without the ones that follow, they would not get the
-    same bits as in a run that can read on.
+    The rows of a group come in the order of their first samples. A sample without tokens comes as
+    if it had a row, but takes none. If reading ends with a RunError, that is raised after all
+    samples before it have come.
     """
-    waiting = _Waiting(samples, taken)
-    cursor = waiting.cursor()
-    while waiting.any:
-        placed: list[Placed] = []
-        for row in range(rows):
+    failure: RunError | None = None
+
+    def readable() -> Iterator[Sample]:
+        nonlocal failure
+        try:
+            yield from samples
+        except ChangedDataError:  # nor are the samples before it to be trusted
+            raise
+        except RunError as error:
+            failure = error
+
+    placed: list[Placed] = []
+    filled = 0  # rows of the next batch
+    for group in _groups(readable(), length):
+        order = best_fit([len(sample.token_ids) for sample in group], length)
+        last = order[-1][-1]
+        for row in order:
             start = 0
-            for sample in waiting.take(length):
-                placed.append(Placed(sample, row, start))
+            for number in row:
+                mark = group[-1].next_cursor if number == last else group[0].cursor
+                placed.append(Placed(group[number], filled, start, mark))
                 start = placed[-1].stop
-        here, cursor = cursor, waiting.cursor()
-        yield _lay_out(placed, rows, length, here, cursor)
+            filled += start > 0
+            if filled == rows or len(placed) >= GROUP_SAMPLES:
+                yield _lay_out(placed, rows, length)
+                placed, filled = [], 0
+    if placed:
+        yield _lay_out(placed, rows, length)
+    if failure is not None:
+        raise failure
 
 
-class _Waiting:
-    """The samples that are in no batch yet, from the oldest on; they are read as they are needed.
+def _groups(samples: Iterable[Sample], length: int) -> Iterator[list[Sample]]:
+    """Yields the samples that are packed together: as many as follow each other and fit."""
+    room = rows_of_group(length) * length
+    group: list[Sample] = []
+    tokens = 0
+    for sample in samples:
+        size = len(sample.token_ids)
+        if size > length:
+            raise ValueError(f"a sample of {size} tokens, more than the {length} of a row")
+        if tokens + size > room or len(group) == GROUP_SAMPLES:
+            yield group
+            group, tokens = [], 0
+        group.append(sample)
+        tokens += size
+    if group:
+        yield group
 
-    taken: the numbers of samples that are in a batch already.
+
+def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Distributes lengths, each at most `room`, among rows that have `room`.
+
+    Returns the indices of the lengths in each row, ascending, and the rows in the order of their
+    first ones. The longest comes first, and goes where it leaves the least room, or into a new row.
+    A length of 0 has a row of its own.
     """
-
-    def __init__(self, samples: Iterator[Sample], taken: Iterable[int]) -> None:
-        self._samples = samples
-        self._read: list[Sample] = []
-        self._taken = set(taken)
-        self._end = Cursor(0)  # after the sample that was read last
-
-    @property
-    def any(self) -> bool:
-        """Whether a sample waits, among those that have been read."""
-        return bool(self._read)
-
-    def cursor(self) -> Cursor:
-        """Returns where a run continues that makes the same rows from here on."""
-        oldest = self._look(0)
-        if oldest is None:
-            return self._end
-        self._taken = {number for number in self._taken if number > oldest.number}
-        return replace(oldest.cursor, taken=tuple(sorted(self._taken)))
-
-    def take(self, length: int) -> list[Sample]:
-        """Takes the samples of one row of `length` tokens, in order.
-
-        The window is the WINDOW samples from the oldest one that waits, without those in earlier
-        rows. The oldest one comes first, and more follow in order while all of the window fits,
-        which moves on with them. Of the last window, those are taken that fill the row best.
-        """
-        begin = end = tokens = 0  # of the window, and how many tokens it has
-        room = length
-        while (oldest := self._look(begin)) is not None:
-            while (last := self._look(end)) is not None and last.number < oldest.number + WINDOW:
-                tokens += len(last.token_ids)
-                end += 1
-            if begin and tokens > room:
-                break
-            begin += 1
-            tokens -= len(oldest.token_ids)
-            room -= len(oldest.token_ids)
-            if room < 0:
-                raise ValueError(f"a sample of more tokens than the {length} of a row")
-        lengths = [len(sample.token_ids) for sample in self._read[begin:end]]
-        chosen = {begin + item for item in fullest(lengths, room, room - length // FULL)}
-        row = [s for at, s in enumerate(self._read) if at < begin or at in chosen]
-        self._read = [s for at, s in enumerate(self._read) if at >= begin and at not in chosen]
-        self._taken |= {sample.number for sample in row}
-        return row
-
-    def _look(self, at: int) -> Sample | None:
-        """Returns one of the samples that wait, counted from the oldest; None after the last."""
-        while at >= len(self._read):
-            sample = next(self._samples, None)
-            if sample is None:
-                return None
-            self._end = sample.next_cursor
-            if sample.number not in self._taken:
-                self._read.append(sample)
-        return self._read[at]
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # how much, and in which row, ascending; no row that is full
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        length = lengths[index]
+        at = bisect_left(free, (length, 0)) if length else len(free)
+        if at < len(free):
+            left, row = free.pop(at)
+            rows[row].append(index)
+        else:
+            left, row = room if length else 0, len(rows)
+            rows.append([index])
+        if left > length:
+            insort(free, (left - length, row))
+    return sorted(map(sorted, rows))
 
 
-def fullest(lengths: Sequence[int], room: int, enough: int) -> list[int]:
-    """Returns the numbers of the lengths whose sum comes closest to `room` without exceeding it.
-
-    It looks at no further lengths once some of the first ones add up to `enough`. Of equally good
-    choices, it takes the one whose last length comes first.
-    """
-    sums = [1]  # bit n of sums[i] says whether some of the first i lengths add up to n
-    for length in lengths:
-        sums.append((sums[-1] | sums[-1] << length) & (2 << room) - 1)
-        if sums[-1].bit_length() > enough:
-            break
-    left = sums[-1].bit_length() - 1
-    chosen = []
-    for item in reversed(range(len(sums) - 1)):
-        if not sums[item] >> left & 1:
-            chosen.append(item)
-            left -= lengths[item]
-    return chosen[::-1]
-
-
-def _lay_out(
-    placed: Sequence[Placed], rows: int, length: int, here: Cursor, after: Cursor
-) -> Batch:
-    """Fills the arrays of a batch. placed: row by row."""
+def _lay_out(placed: Sequence[Placed], rows: int, length: int) -> Batch:
     token_ids, segment_ids, positions = np.zeros((3, rows, length), np.int32)
     segments = [0] * rows
     kept = None if all(p.sample.kept is None for p in placed) else np.zeros((rows, length), bool)
     for item in placed:
         span = item.row, slice(item.start, item.stop)
-        segments[item.row] += 1
+        segments[item.row] += item.stop > item.start
         token_ids[span] = item.sample.token_ids
         segment_ids[span] = segments[item.row]
         positions[span] = np.arange(item.stop - item.start)
         if kept is not None:
             kept[item.row, item.start + item.sample.kept_positions] = True
-    in_order = tuple(sorted(placed, key=lambda item: item.sample.number))
-    return Batch(token_ids, segment_ids, positions, in_order, here, after, kept)
+    return Batch(token_ids, segment_ids, positions, tuple(placed), kept)

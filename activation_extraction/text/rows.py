@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from activation_extraction.common.choices import ROLES
+from activation_extraction.common.choices import ATTENTION_MASK, ROLES
 from activation_extraction.common.errors import near_miss
 
 DocId = str | int | float | None
@@ -19,7 +19,6 @@ MAX_COLUMN_BYTES = 2**19  # bytes of JSON that the kept columns of a row may tak
 MAX_LEVELS = 60  # of lists and objects in a kept column; shards have room for a few more
 MAX_ID_BYTES = 2**18  # of JSON that the id of a row may take
 AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
-ATTENTION_MASK = "attention_mask"  # the name of a column whose zeros are padding
 
 
 class UnusableRowError(Exception):
@@ -147,7 +146,6 @@ def arc_prompt(row: Mapping[str, Any]) -> str:
 
 
 def is_arc_task(row: Mapping[str, Any]) -> bool:
-    """Returns whether a row has the columns of an ARC-AGI task."""
     return all(isinstance(row.get(column), list) for column in ARC)
 
 
@@ -222,7 +220,6 @@ class IdsColumn:
         return Content(token_ids=ids.astype(np.int32), mask=mask)
 
     def _integers(self, given: Any, name: str, flag: str) -> np.ndarray:
-        """A list of whole numbers as an array, int64."""
         plain = isinstance(given, list) and all(type(n) in (int, bool) for n in given)
         try:
             if plain and given:

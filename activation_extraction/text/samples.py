@@ -1,14 +1,16 @@
 """Documents -> samples: tokenises documents, cuts or splits them, and keeps cursors.
 
 Documents are tokenised in chunks. A cursor is the state of the documents before a chunk plus the
-number of samples to skip within it, so continuing from any sample reads at most one chunk twice.
+number of samples to skip within it. A run that continues leaves out the samples that are stored.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +19,9 @@ from tokenizers import Encoding, Tokenizer
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.late_imports import transformers
 from activation_extraction.common.log import log
-from activation_extraction.text.batch import Cursor, Sample
-from activation_extraction.text.documents import Document, Documents
+from activation_extraction.text.batch import Cursor, Sample, StoredSample
+from activation_extraction.text.documents import Document
+from activation_extraction.text.mixture import Documents
 from activation_extraction.text.rows import TEMPLATE, Content
 from activation_extraction.text.token_choice import TokenChoice
 
@@ -48,6 +51,10 @@ PROBES = (
     "ქართული հայերեն አማርኛ ᠮᠣᠩᠭᠣᠯ",
     "👩🏽‍💻❤️ 🇫🇷 ∑∞ ½ ① Ａ１",
 )
+
+
+class ChangedDataError(RunError):
+    """The data set gives another row for a sample that is stored."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,11 @@ def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> T
     own = pretrained(path)
     tokenizer: Tokenizer = own.backend_tokenizer
     if path.name == TOKENIZER_JSON:
-        tokenizer = _read_tokenizer(path)
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises no other type
+            message = f"{path}: the tokenizer cannot be loaded: {one_line(error)}"
+            raise InputError(message) from error
         if (probe := _first_difference(tokenizer, own.backend_tokenizer)) is not None:
             other = f"{type(own).__name__} of transformers makes other tokens of {probe!r}"
             log.info("token ids are those of %s; %s", path, other)
@@ -138,13 +149,6 @@ def tokenizer_file(files: Iterable[Path], model_path: str) -> Path:
                 f"{TOKENIZER_JSON}, or from vocab.json with merges.txt"
             )
     return paths.get(TOKENIZER_JSON) or paths["vocab.json"]
-
-
-def _read_tokenizer(path: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises no other type
-        raise InputError(f"{path}: the tokenizer cannot be loaded: {one_line(error)}") from error
 
 
 def _first_difference(tokenizer: Tokenizer, other: Tokenizer) -> str | None:
@@ -175,23 +179,74 @@ def samples(
     max_samples: int | None = None,
     start: Cursor | None = None,
     max_tokens: int | None = None,
+    stored: Mapping[int, StoredSample] = MappingProxyType({}),
+    until: int | None = None,
 ) -> Iterator[Sample]:
-    """Yields the samples of one worker.
+    """Yields the samples of one worker that are not stored.
 
-    tokenizer: None if documents are token ids. Stops after `max_samples` samples, or once the
-    samples keep `max_tokens` tokens: the last one is cut to end there. Both count from the
-    beginning. start: a cursor from an earlier iteration over the same data. A document without a
-    single token gives no sample, and its row counts as empty; the row of one that the tokenizer
-    cannot take cannot be used.
+    tokenizer: None if documents are token ids. start: a cursor from an earlier iteration over the
+    same data. stored: by `sample_idx`. until: the number of the first sample that is not read.
+    Stops after `max_samples` samples, or once the samples keep `max_tokens` tokens: the last one is
+    cut to end there. Both count from the beginning of the data, with stored samples as they are
+    stored. A document without a single token gives no sample, and its row counts as empty; the row
+    of one that the tokenizer cannot take cannot be used. Raises ChangedDataError if a stored sample
+    now comes from another row.
     """
     limits = Limits(max_samples, max_tokens)
-    number = first = stored = 0
-    if start is not None:
-        documents.restore(start.stream)
-        number, first, stored = start.samples - start.skip, start.samples, start.tokens
+    here = start or Cursor(0)
+    if here.stream:
+        documents.restore(here.stream)
+    pieces = _pieces(documents, tokenizer, form, here, max_samples)
+    number, tokens = here.samples, here.tokens
+    while not limits.reached(number, tokens) and number != until:
+        piece = next(pieces, None)
+        if piece is None:
+            return
+        here = Cursor(*piece.position, tokens)
+        sample_idx = documents.worker.sample_idx(number)
+        if (known := stored.get(sample_idx)) is None:
+            sample = _sample(sample_idx, piece, form, here, limits)
+            tokens += sample.num_kept
+            yield sample
+        else:
+            if dict(known.row) != piece.row:
+                raise ChangedDataError(
+                    f"sample {sample_idx}: was stored from row {json.dumps(dict(known.row))}, but "
+                    f"the data set now gives it row {json.dumps(piece.row)}",
+                    remedy="the data set has changed: restore it, or give another --output_dir",
+                )
+            tokens += known.tokens
+        number += 1
+    # What was read on does not count.
+    documents.counts.skipped, documents.counts.empty = here.skipped_rows, here.empty_rows
+
+
+class _Piece(NamedTuple):
+    """A document, or a piece of one. number: of the piece in the document. row: as of the Sample.
+
+    position: the fields of the cursor that continues here, up to `stream`.
+    """
+
+    document: Document
+    tokens: Tokens
+    number: int
+    span: range
+    row: dict[str, Any]
+    position: tuple[int, int, int, int, dict[str, Any]]
+
+
+def _pieces(
+    documents: Documents,
+    tokenizer: Tokenizer | None,
+    form: SampleForm,
+    start: Cursor,
+    max_samples: int | None,
+) -> Iterator[_Piece]:
+    """Yields what becomes a sample each, from `start` on. It reads ahead, but not for more samples
+    than `max_samples`."""
+    number = start.samples - start.skip
     rows, counts = iter(documents), documents.counts
-    before = (0, 0) if start is None else (start.skipped_rows, start.empty_rows)
-    while not limits.reached(number, stored):
+    while True:
         state, begin = documents.state(), number
         wanted = CHUNK_ROWS if max_samples is None else min(CHUNK_ROWS, max_samples - number)
         chunk, failure = _read(rows, wanted)
@@ -199,35 +254,25 @@ def samples(
         found = [document for document in chunk if document is not None]
         tokens = _tokens(tokenizer, [document.content for document in found], form)
         for document, each in zip(found, tokens, strict=True):
-            if limits.reached(number, stored):
-                break
             if isinstance(each, str):
                 counts.reject(document.where, each)
                 continue
             if not len(each.ids):
                 counts.empty += 1
                 continue
-            for piece in enumerate(form.pieces(each.total)):
-                if limits.reached(number, stored):
-                    break
-                if number >= first:
-                    # Rows are also counted here, after all rows of the chunk have been read.
-                    skipped_rows = document.skipped_rows + counts.skipped - skipped
-                    empty_rows = document.empty_rows + counts.empty - empty
-                    before = skipped_rows, empty_rows
-                    cursor = Cursor(number, number - begin, skipped_rows, empty_rows, state, stored)
-                    sample_idx = documents.worker.sample_idx(number)
-                    sample = _sample(sample_idx, document, each, piece, form, cursor, limits)
-                    stored += sample.num_kept
-                    yield sample
+            # Rows are also counted here, after all rows of the chunk have been read.
+            skipped_rows = document.skipped_rows + counts.skipped - skipped
+            empty_rows = document.empty_rows + counts.empty - empty
+            for item, span in enumerate(form.pieces(each.total)):
+                if number >= start.samples:
+                    own = {"piece": item, "start": span.start} if form.split else {}
+                    position = number, number - begin, skipped_rows, empty_rows, state
+                    yield _Piece(document, each, item, span, {**document.row, **own}, position)
                 number += 1
-        if limits.reached(number, stored):
-            break
         if failure is not None:
             raise failure
         if len(chunk) < wanted:
             return
-    counts.skipped, counts.empty = before  # what was read on does not count
 
 
 def _read(
@@ -244,50 +289,56 @@ def _read(
 
 
 def _sample(
-    sample_idx: int,
-    document: Document,
-    tokens: Tokens,
-    piece: tuple[int, range],
-    form: SampleForm,
-    cursor: Cursor,
-    limits: Limits,
+    sample_idx: int, piece: _Piece, form: SampleForm, here: Cursor, limits: Limits
 ) -> Sample:
-    """The sample of one piece of a document, cut where the limit of tokens is reached.
+    """Makes the sample of one piece of a document, cut where the limit of tokens is reached.
 
     What comes after a token does not change its activations.
     """
-    number, span = piece
-    part = slice(span.start, span.stop)
-    ids = tokens.ids[part]
-    labels = {name: values[part] for name, values in tokens.labels.items()}
-    content, kept = document.content, None
-    if not form.everything or content.mask is not None:
-        allowed = np.ones(len(ids), bool) if content.mask is None else content.mask[part].copy()
-        allowed[: form.overlap if number else 0] = False
-        kept = form.choice.kept(sample_idx, ids, labels, allowed)
-    most = None if limits.max_tokens is None else limits.max_tokens - cursor.tokens
-    if most is not None and len(ids if kept is None else kept) > most:
-        kept = None if kept is None else kept[:most]
-        stop = most if kept is None else int(kept[-1]) + 1
-        ids, labels = ids[:stop], {name: values[:stop] for name, values in labels.items()}
-    stored = cursor.tokens + len(ids if kept is None else kept)
-    after = replace(cursor, samples=cursor.samples + 1, skip=cursor.skip + 1, tokens=stored)
+    document, tokens, span = piece.document, piece.tokens, piece.span
+    content, part = document.content, slice(span.start, span.stop)
+    ids, labels = tokens.ids[part], {name: values[part] for name, values in tokens.labels.items()}
+    kept = _kept(sample_idx, piece, form, ids, labels)
+    count, stop = len(ids if kept is None else kept), len(ids)
+    if limits.max_tokens is not None and count > limits.max_tokens - here.tokens:
+        count = limits.max_tokens - here.tokens
+        kept = None if kept is None else kept[:count]
+        stop = count if kept is None else int(kept[-1]) + 1
+    after = Cursor(here.samples + 1, here.skip + 1, *piece.position[2:], here.tokens + count)
     followed = form.split and not limits.reached(after.samples, after.tokens)
-    at = 0 if tokens.starts is None or not number else int(tokens.starts[span.start])
-    own = {"piece": number, "start": span.start} if form.split else {}
+    cut = 0 if followed else tokens.total - span.start - stop  # the next piece has the rest
+    stop = stop if count else 0
+    at = 0 if tokens.starts is None or not piece.number else int(tokens.starts[span.start])
     return Sample(
         sample_idx=sample_idx,
-        token_ids=ids,
+        token_ids=ids[:stop],
         text_preview=content.text[at : at + PREVIEW_CHARACTERS],
         doc_id=document.doc_id,
-        cursor=cursor,
+        cursor=here,
         next_cursor=after,
-        row={**document.row, **own},
-        cut=0 if followed else tokens.total - span.start - len(ids),  # the next piece has the rest
+        row=piece.row,
+        cut=cut,
         columns=document.columns,
-        labels=labels,
+        labels={name: values[:stop] for name, values in labels.items()},
         kept=kept,
     )
+
+
+def _kept(
+    sample_idx: int,
+    piece: _Piece,
+    form: SampleForm,
+    ids: np.ndarray,
+    labels: Mapping[str, np.ndarray],
+) -> np.ndarray | None:
+    """Returns the positions of the tokens that a sample keeps; None for all."""
+    mask = piece.document.content.mask
+    if form.everything and mask is None:
+        return None
+    part = slice(piece.span.start, piece.span.stop)
+    allowed = np.ones(len(ids), bool) if mask is None else mask[part].copy()
+    allowed[: form.overlap if piece.number else 0] = False
+    return form.choice.kept(sample_idx, ids, labels, allowed)
 
 
 def _tokens(

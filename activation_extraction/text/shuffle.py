@@ -16,6 +16,7 @@ import datasets
 import numpy as np
 
 from activation_extraction.text.file_rows import FileRow
+from activation_extraction.text.rows import as_structs
 
 BLOCK_ROWS = 1024
 
@@ -49,16 +50,14 @@ class ShuffledRows:
                 order = np.random.default_rng([self._seed, piece, block]).permutation(len(read))
                 for taken, at in enumerate(order[state["taken"] :].tolist(), state["taken"] + 1):
                     self._state = {**state, "taken": taken}
-                    yield _row(read[at], piece, block * BLOCK_ROWS + at)
+                    row = read[at]
+                    if not isinstance(row, FileRow):  # of the hub; those of files have a position
+                        row_number = block * BLOCK_ROWS + at
+                        where = f"row {row_number} of shard {piece} (both from 0)"
+                        read_row = partial(as_structs, row, rows.features)
+                        row = FileRow(where, {"shard": piece, "row": row_number}, read_row)
+                    yield row
                 block += 1
                 begin = rows.state_dict()
                 state = {"piece": number, "block": block, "taken": 0, "begin": begin}
             state = {"piece": number + 1, "block": 0, "taken": 0, "begin": None}
-
-
-def _row(row: FileRow | dict[str, Any], piece: int, number: int) -> FileRow:
-    """A row with its position. number: of a row of the hub, in its piece."""
-    if isinstance(row, FileRow):
-        return row
-    where = f"row {number} of shard {piece} (both from 0)"
-    return FileRow(where, {"shard": piece, "row": number}, partial(dict, row))

@@ -27,21 +27,19 @@ from activation_extraction.common.retries import (
 )
 from activation_extraction.text.file_forms import (
     FORM_BYTES,
-    OtherFormError,
+    UnreadableFileError,
     check_form,
     open_file,
 )
-from activation_extraction.text.file_list import TextFile, kind_of, list_files, refusing
-from activation_extraction.text.file_rows import (
-    FileRow,
-    arrow_rows,
-    csv_rows,
-    json_rows,
-    parquet_rows,
+from activation_extraction.text.file_list import (
+    READERS,
+    TextFile,
+    kind_of,
+    list_files,
+    refusing,
 )
+from activation_extraction.text.file_rows import FileRow, file_rows, parquet_rows
 from activation_extraction.text.rows import Columns
-
-READERS = 32  # Parquet files whose footers are read at the same time
 
 
 def open_files(
@@ -49,53 +47,37 @@ def open_files(
 ) -> datasets.IterableDataset:
     """Opens the files of `path`. files: in the order in which they are read; None: as listed.
 
-    Only the needed columns of Parquet and Arrow files are read. Raises InputError if a Parquet file
-    is not what its name says.
+    Of local files of text, which may grow, no more is read than their size in `files`. Only the
+    needed columns of Parquet and Arrow files are read. Raises InputError if a Parquet file is not
+    what its name says.
     """
     files = list_files(path) if files is None else files
-    kind = kind_of(files[0].url) or ""
-    pieces: dict[str, Any] = {
-        "urls": [file.url for file in files],
-        "names": [file.name for file in files],
-    }
+    rows_of: Callable[..., Iterator[FileRow]] = file_rows
+    pieces: list[Any] = list(files)
     with refusing(path), _writable_cache():
-        if kind == "Parquet":
-            return _open_row_groups(path, files, columns)
-        if kind == "Arrow":
-            pieces["wanted"] = columns
-        readers: dict[str, Callable[..., Iterator[FileRow]]] = {
-            "JSON": json_rows,
-            "CSV": csv_rows,
-            "Arrow": arrow_rows,
-        }
-        return datasets.IterableDataset.from_generator(readers[kind], gen_kwargs=pieces)
+        if kind_of(files[0].url) == "Parquet":
+            with ThreadPoolExecutor(READERS) as pool:
+                counts = zip(files, pool.map(_row_groups, files), strict=True)
+                pieces = [(file, number) for file, count in counts for number in range(count)]
+            if not pieces:
+                raise InputError(f"--dataset_path {path}: is empty; expected rows with text")
+            rows_of = parquet_rows
+        kwargs = {"pieces": pieces, "wanted": columns}
+        return datasets.IterableDataset.from_generator(rows_of, gen_kwargs=kwargs)
 
 
-def _open_row_groups(
-    path: str, files: Sequence[TextFile], wanted: Columns
-) -> datasets.IterableDataset:
-    with ThreadPoolExecutor(READERS) as pool:
-        counts = pool.map(_row_groups, [file.url for file in files])
-        pairs = zip(files, counts, strict=True)
-        groups = [(file.url, file.name, n) for file, count in pairs for n in range(count)]
-    if not groups:
-        raise InputError(f"--dataset_path {path}: is empty; expected rows with text")
-    urls, names, numbers = map(list, zip(*groups, strict=True))
-    pieces = {"urls": urls, "names": names, "groups": numbers, "wanted": wanted}
-    return datasets.IterableDataset.from_generator(parquet_rows, gen_kwargs=pieces)
-
-
-def _row_groups(url: str) -> int:
-    with open_file(url) as file:
+def _row_groups(file: TextFile) -> int:
+    with open_file(file.url) as opened:
         try:
-            return pyarrow.parquet.ParquetFile(file).num_row_groups
+            return pyarrow.parquet.ParquetFile(opened).num_row_groups
         except pyarrow.ArrowException as error:
-            file.seek(0)
+            why = one_line(error)
+            opened.seek(0)
             try:
-                check_form(file.read(FORM_BYTES))
-            except OtherFormError as other:
-                raise InputError(f"--dataset_path {url}: {other}; {other.remedy}") from error
-            raise InputError(f"--dataset_path {url}: {one_line(error)}") from error
+                check_form(opened.read(FORM_BYTES))
+            except UnreadableFileError as other:
+                why = f"{other}; {other.remedy}"
+            raise InputError(f"--dataset_path {file.url}: {why}") from error
 
 
 @contextmanager

@@ -13,8 +13,6 @@ import numpy as np
 from activation_extraction.common.choices import ROLES
 from activation_extraction.common.positions import Positions
 
-NO_LABELS: Mapping[str, np.ndarray] = MappingProxyType({})
-
 
 @dataclass(frozen=True)
 class TokenChoice:
@@ -41,7 +39,7 @@ class TokenChoice:
         self,
         sample_idx: int,
         token_ids: np.ndarray,
-        labels: Mapping[str, np.ndarray] = NO_LABELS,
+        labels: Mapping[str, np.ndarray] = MappingProxyType({}),
         allowed: np.ndarray | None = None,
     ) -> np.ndarray:
         """Returns the positions of a sample's kept tokens, int32, in ascending order.

@@ -7,7 +7,6 @@ import runpy
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from activation_extraction.dataset.dataset import ActivationDataset
@@ -47,35 +46,6 @@ def dictionary_learning(data):
         "device": "cpu",
     }
     trainSAE(data, [trainer], steps=STEPS, device="cpu")
-
-
-class MemmapCache(torch.utils.data.Dataset):
-    """One hook of an export, in the way of jkminder's ActivationCache and of its dictionaries,
-    which subtract the mean and divide by the root of the sum of all variances."""
-
-    def __init__(self, folder):
-        self.mean, std, squares, count = (
-            torch.load(folder / f"{name}.pt", weights_only=True)
-            for name in ("mean", "std", "M2", "count")
-        )
-        torch.testing.assert_close(std, torch.sqrt(squares / (count - 1)))
-        self.scale = 1.0 / torch.sqrt((std**2).sum() + 1e-8)
-        config = json.loads((folder / "config.json").read_text())
-        self.shards = []
-        for number in range(config["shard_count"]):
-            meta = json.loads((folder / f"shard_{number}.meta").read_text())
-            assert meta["dtype"] == "torch.bfloat16"
-            path, shape = folder / f"shard_{number}.memmap", tuple(meta["shape"])
-            self.shards.append(np.memmap(path, np.int16, mode="r", shape=shape))
-        self.ends = np.cumsum([len(shard) for shard in self.shards])
-
-    def __len__(self):
-        return int(self.ends[-1])
-
-    def __getitem__(self, index):
-        shard = int(np.searchsorted(self.ends, index, "right"))
-        values = self.shards[shard][index - self.ends[shard]]
-        return (torch.tensor(values).view(torch.bfloat16) - self.mean) * self.scale
 
 
 def llamascopium_settings(hook_in, hook_out):
@@ -150,12 +120,6 @@ def llamascopium_iterator():
     Trainer(settings.trainer).fit(sae=sae, activation_stream=stream())
 
 
-def memmap():
-    cache = MemmapCache(Path("export") / SECOND)
-    loader = torch.utils.data.DataLoader(cache, batch_size=SIZE, shuffle=True)
-    dictionary_learning(loader)
-
-
 def sae_lens_cached():
     """SAELens's own runner, with nothing of ours but the export. It asks for a model and for a data
     set of tokens, which it does not use for training."""
@@ -197,7 +161,6 @@ TRAINERS = {
     "sae_lens_cached": sae_lens_cached,
     "pytorch": lambda: lines("pytorch_lines.py"),
     "dictionary_learning": lambda: dictionary_learning(b[SECOND] for b in epochs([SECOND])),
-    "memmap": memmap,
     "llamascopium": lambda: llamascopium_export(SECOND, SECOND),
     "llamascopium_transcoder": lambda: llamascopium_export(FIRST, SECOND),
     "transcoder": llamascopium_iterator,

@@ -1,0 +1,102 @@
+"""BatchOptions: what batches are asked for, of a run or of several that are read as one."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from activation_extraction.common.visible import counted
+
+BUFFER_BATCHES, BUFFER_BYTES = 64, 2**30  # the default buffer, whichever is less
+FLOATING = "float16", "bfloat16", "float32", "float64"  # dtypes that activations are read as
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """The arguments of `ActivationDataset.batches`, which describes them. Raises ValueError for
+    values that make no sense for any run.
+
+    A TokenSource has them complete: hooks by their canonical names, a limit for each hook in
+    `max_norm`, the name of the dtype, and of `where` a digest of its mask.
+    """
+
+    size: int
+    hooks: Any = None
+    shuffle: int | None = None
+    buffer: Any = None
+    skip_first: int = 0
+    max_norm: Any = None
+    dtype: Any = None
+    worker: int = 0
+    workers: int = 1
+    where: Any = None
+    roles: Any = None
+    columns: Any = ()
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size {self.size}: expected 1 or more tokens")
+        if self.buffer is not None and self.buffer < 2 * self.size:
+            raise ValueError(
+                f"buffer {self.buffer}: it must hold two batches of {self.size} tokens"
+            )
+        if self.skip_first < 0:
+            raise ValueError(f"skip_first {self.skip_first}: expected 0 or more tokens")
+        if not 0 <= self.worker < self.workers:
+            raise ValueError(
+                f"worker {self.worker}: expected 0 to {self.workers - 1}, of {self.workers} workers"
+            )
+        if isinstance(self.shuffle, bool) or (self.shuffle is not None and self.shuffle < 0):
+            raise ValueError(f"shuffle {self.shuffle}: expected a seed, 0 or larger, or None")
+        if self.dtype is not None and dtype_of(self.dtype).name not in FLOATING:
+            raise ValueError(f"dtype {self.dtype!r:.40}: expected {', '.join(FLOATING)}")
+        limits = [self.max_norm]
+        if isinstance(self.max_norm, Mapping):
+            limits = list(self.max_norm.values())
+        if any(limit is not None and not limit >= 0 for limit in limits):
+            raise ValueError(f"max_norm {self.max_norm}: expected 0 or more")
+
+    @property
+    def filters(self) -> list[str]:
+        """The arguments that leave out tokens."""
+        given = {name: getattr(self, name) for name in ("skip_first", "max_norm", "roles")}
+        found = [f"{name}={value!r}" for name, value in given.items() if value]
+        return found + ["where"] * (self.where is not None)
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """All that the order of the tokens depends on."""
+        return {name: value for name, value in asdict(self).items() if name != "columns"}
+
+
+def dtype_of(name: Any) -> np.dtype:
+    """Returns the dtype of this name. Raises ValueError if there is none."""
+    try:
+        return np.dtype(name)
+    except TypeError as error:
+        raise ValueError(f"dtype {name!r}: {error}") from error
+
+
+def default_buffer(size: int, row: int) -> int:
+    """Returns how many tokens of `row` bytes are kept in memory for batches of `size`."""
+    return max(min(BUFFER_BATCHES * size, BUFFER_BYTES // max(row, 1)), 2 * size)
+
+
+def as_mask(mask: Any, samples: int) -> np.ndarray:
+    """Returns a mask over so many samples as an array. Raises ValueError for anything else."""
+    found = values = np.asarray(mask)
+    if found.dtype == object or not found.size:  # of pandas or pyarrow, where null is possible
+        values = np.array([v for v in found.flat if isinstance(v, bool | np.bool_)], bool)
+    if values.dtype != bool or not values.shape == found.shape == (samples,):
+        raise ValueError(
+            f"where: {found.dtype}, shape {found.shape}: expected true or false, never null, for "
+            f"each of {counted(samples, 'sample')}"
+        )
+    return values
+
+
+def digest_of_mask(mask: np.ndarray) -> str:
+    """Returns the SHA-256 of a mask."""
+    return hashlib.sha256(np.packbits(mask).tobytes()).hexdigest()

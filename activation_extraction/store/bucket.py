@@ -1,0 +1,291 @@
+"""A folder in a bucket of Google Cloud Storage, S3 or Azure, by obstore.
+
+obstore finds the credentials (Google's application default credentials or service account, the
+AWS_* and AZURE_* variables, or the machine's own), and repeats reads that fail. The version of an
+object is its ETag, which every answer and every listing has. A conditional write is sent once,
+because a second attempt could not be told from somebody else's write. What obstore raises becomes a
+RequestError with the store's own words.
+"""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from activation_extraction.store.patience import (
+    ANY,
+    CHANGED,
+    GONE,
+    Anything,
+    FileEntry,
+    RequestError,
+    check_size,
+    is_final,
+    timeout_for,
+)
+
+if TYPE_CHECKING:
+    from obstore import GetOptions
+
+RETRIES = 3  # by obstore, within a second or two; Folder goes on, and says so
+SILENCE = 60.0  # seconds without a byte of an answer, after which it is asked for again
+GB = 10**9
+FORKED = (
+    "this process was forked from one that had used a bucket, and lacks its threads; start it "
+    'otherwise, as DataLoader(..., multiprocessing_context="spawn") does'
+)
+DETAILS = "\n\nDebug source:\n"  # in an obstore error: what follows is Rust
+
+
+def _open_google(bucket: str, options: dict[str, Any]) -> GCSStore:
+    emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
+    if emulator:
+        options["base_url"] = emulator if "://" in emulator else f"http://{emulator}"
+        options["credential_provider"] = lambda: {"token": "", "expires_at": None}
+    return GCSStore(bucket, **options)
+
+
+def _open_s3(bucket: str, options: dict[str, Any]) -> S3Store:
+    return S3Store(bucket, checksum_algorithm="SHA256", **options)  # S3 compares it
+
+
+def _open_azure(container: str, options: dict[str, Any]) -> AzureStore:
+    name, _, host = container.partition("@")  # abfs://container@account.dfs.core.windows.net
+    if host:
+        options["account_name"] = host.split(".")[0]
+    return AzureStore(name, **options)
+
+
+class Kind(NamedTuple):
+    """A kind of store. largest: the bytes that one request may write; permission: what a refused
+    request needs; renew: how credentials are given; endpoint: the variable with another address."""
+
+    open: Callable[[str, dict[str, Any]], Any]
+    largest: int
+    permission: str
+    renew: str
+    endpoint: str
+
+
+GOOGLE = Kind(
+    _open_google,
+    5 * 2**40,
+    "roles/storage.objectUser on the bucket",
+    "run `gcloud auth application-default login`, or name a service account's key in "
+    "GOOGLE_APPLICATION_CREDENTIALS",
+    "STORAGE_EMULATOR_HOST",
+)
+S3 = Kind(
+    _open_s3,
+    5 * 2**30,
+    "s3:ListBucket on the bucket; s3:GetObject, s3:PutObject and s3:DeleteObject on its objects",
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role",
+    "AWS_ENDPOINT_URL",
+)
+AZURE = Kind(
+    _open_azure,
+    5000 * 2**20,
+    "the role Storage Blob Data Contributor on the container",
+    "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or log in with `az login`",
+    "AZURE_STORAGE_ENDPOINT",
+)
+KINDS = {
+    **dict.fromkeys(("gs", "gcs"), GOOGLE),
+    **dict.fromkeys(("s3", "s3a"), S3),
+    **dict.fromkeys(("az", "abfs", "abfss"), AZURE),
+}
+
+
+class Bucket:
+    """The folder at `url`. `LocalFolder` describes its methods; they raise RequestError."""
+
+    _process: ClassVar[int | None] = None  # the first that asked; a fork of it would wait for ever
+
+    def __init__(self, url: str, patience: float) -> None:
+        scheme, _, path = url.partition("://")
+        self._bucket, _, self._prefix = path.partition("/")
+        self._kind, self.patience = KINDS[scheme], patience
+        self.largest = self._kind.largest
+        self._worked = False  # whether a request has ever succeeded
+
+    def entries(self) -> tuple[dict[str, FileEntry], list[str]]:
+        prefix = self._prefix or None
+        found = self._ask(lambda: obstore.list_with_delimiter(self._store(0), prefix))
+        files = {
+            _last(entry["path"]): FileEntry(entry["size"], entry["e_tag"])
+            for entry in found["objects"]
+            if entry["path"] != self._prefix  # what consoles leave in an empty folder
+        }
+        return files, sorted(map(_last, found["common_prefixes"]))
+
+    def entry(self, name: str) -> FileEntry | None:
+        try:
+            found = self._ask(lambda: obstore.head(self._store(0), self._key(name)))
+        except FileNotFoundError:
+            return None
+        return FileEntry(found["size"], found["e_tag"])
+
+    def read(
+        self, name: str, start: int | None, stop: int | None, version: str | None, most: int | None
+    ) -> tuple[bytes, str | None] | None:
+        options: GetOptions = {} if version is None else {"if_match": version}
+        if start is not None and start < 0:
+            options["range"] = {"suffix": -start}
+        elif stop is not None:
+            options["range"] = (start or 0, stop)
+        elif start:
+            options["range"] = {"offset": start}
+        # Of a file that is read whole, the size is not yet known.
+        size = (stop or 0) - (start or 0) if stop else most or GB
+
+        def get() -> tuple[bytes, str | None]:
+            try:
+                answer = obstore.get(self._store(size), self._key(name), options=options)
+            except GenericError as error:
+                if _status(error) == 416:  # the range begins past the end
+                    return b"", None
+                raise
+            check_size(answer.meta["size"], most)
+            return answer.bytes().to_bytes(), answer.meta["e_tag"]
+
+        if start == stop and start is not None:
+            return b"", None
+        try:
+            return self._ask(get)
+        except FileNotFoundError:
+            return None
+
+    def write(
+        self, name: str, parts: Sequence[memoryview], expected: str | None | Anything
+    ) -> str | None:
+        size = sum(part.nbytes for part in parts)
+        if size > self.largest:
+            sizes = f"has {size / GB:.1f} GB, more than the {self.largest / GB:.1f} GB"
+            raise RequestError(f"{sizes} that this kind of bucket takes in one request")
+
+        def put() -> str | None:
+            mode = self._mode(name, expected)
+            # put_async would often abort a process that ends soon after it.
+            store, key = self._store(size, expected is ANY), self._key(name)
+            return obstore.put(store, key, parts, mode=mode, use_multipart=False)["e_tag"]
+
+        try:
+            return self._ask(put)
+        except FileNotFoundError as error:
+            raise RequestError(GONE, changed=True) from error
+
+    def _mode(self, name: str, expected: str | None | Anything) -> Any:
+        """Returns the condition of a write as obstore wants it."""
+        if expected is None:
+            return "create"
+        if expected is ANY:
+            return "overwrite"
+        if self._kind is not GOOGLE:
+            return {"e_tag": expected}
+        # Google compares generations, which no listing has.
+        found = obstore.head(self._store(0), self._key(name))
+        if found["e_tag"] != expected:
+            raise RequestError(CHANGED, changed=True)
+        return {"e_tag": found["e_tag"], "version": found["version"]}
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._ask(lambda: obstore.delete(self._store(0), self._key(name)))
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+    def _store(self, size: int, may_retry: bool = True) -> Any:
+        """Returns the bucket for requests that move `size` bytes."""
+        retries = RETRIES if may_retry else 0
+        endpoint = os.environ.get(self._kind.endpoint, "")
+        seconds = timeout_for(size, self.patience)
+        try:
+            return _connect(self._kind, self._bucket, endpoint, seconds, self.patience, retries)
+        except (BaseError, OSError, ValueError) as error:  # of the settings that it finds
+            text = _message(str(error).partition(DETAILS)[0])
+            raise RequestError(f"{text}; {self._kind.renew}") from error
+
+    def _ask(self, action: Callable[[], Any]) -> Any:
+        """Returns the result of a request. Raises FileNotFoundError if the object is missing."""
+        Bucket._process = Bucket._process or os.getpid()
+        if Bucket._process != os.getpid():
+            raise RequestError(FORKED)
+        try:
+            result = action()
+            self._worked = True
+            return result
+        except (BaseError, FileNotFoundError) as error:
+            text = str(error).partition(DETAILS)[0]
+            if "NoSuchBucket" in text or "ContainerNotFound" in text:
+                raise RequestError(f"no such bucket: {self._bucket}") from error
+            if isinstance(error, FileNotFoundError):
+                raise
+            raise self._explained(error) from error
+
+    def _explained(self, error: BaseError) -> RequestError:
+        """Returns an obstore error in short: the code and message of the store's answer, or what
+        the operating system says. Nothing else of it is shown: it may hold secrets."""
+        text, _, details = str(error).partition(DETAILS)
+        status = _status(error)
+        if status:
+            said = ": ".join(re.findall(r"<(?:Code|Message)>([^<]*)</", text))
+            reason = said or text.rpartition("status code: ")[2].partition(":")[0]
+        elif "TimedOut" in details:
+            reason = "no answer"
+        else:
+            found = re.search(r'(?:message|error): "([^"]+)"', details)
+            said = "the connection broke" if "HTTP error" in text else _message(text)
+            reason = found[1] if found else said
+        if re.search("169.254|metadata.google|token request", text):
+            # A machine that has given credentials before will do so again.
+            reason = f"no credentials were found, nor given by the machine ({reason})"
+            return RequestError(f"{reason}; {self._kind.renew}", final=not self._worked)
+        if status == 404:  # S3 says so of a version that is to be replaced
+            return RequestError(GONE, changed=True)
+        if status == 412:
+            exists = isinstance(error, AlreadyExistsError)
+            return RequestError("exists already" if exists else CHANGED, changed=True)
+        if status == 401:
+            reason = f"the credentials are missing, invalid or have expired ({reason})"
+            return RequestError(f"{reason}; {self._kind.renew}")
+        if status == 403:
+            return RequestError(f"permission denied ({reason}); needed: {self._kind.permission}")
+        final = is_final(status) or not (status or isinstance(error, GenericError))
+        return RequestError(reason, final)
+
+
+@lru_cache(64)
+def _connect(
+    kind: Kind, bucket: str, endpoint: str, seconds: float, patience: float, retries: int
+) -> Any:
+    """Returns an obstore client, which keeps connections and credentials for all folders."""
+    client = {
+        "timeout": timedelta(seconds=seconds),
+        "allow_http": bool(endpoint) and not endpoint.startswith("https://"),
+    }
+    if retries:  # while the answer to a long upload begins late
+        client["read_timeout"] = timedelta(seconds=min(SILENCE, patience))
+    retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=patience)}
+    return kind.open(bucket, {"client_options": client, "retry_config": retry})
+
+
+def _status(error: BaseError) -> int:
+    """Returns the HTTP status of the answer that an error is about; 0 if there was none."""
+    answer = re.search(r"status code: (\d+)", str(error).partition(DETAILS)[0])
+    return int(answer[1]) if answer else 0
+
+
+def _message(text: str) -> str:
+    return text.rpartition(" error: ")[2]
+
+
+def _last(path: str) -> str:
+    return path.rsplit("/", 1)[-1]

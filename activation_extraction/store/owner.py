@@ -1,0 +1,237 @@
+"""Owner: of several processes that write to one folder, only the last to begin may go on.
+
+What is stored is what the committed shards list, and commits are made in order and never replaced,
+as in the log of Delta Lake (Armbrust et al., VLDB 2020). Every write has one order: read which
+version stands there, check that metadata.json still names this process, and write on condition of
+exactly that version. Whatever goes wrong or stays unknown, the same order begins again; so a write
+that succeeded although its answer was lost does no harm.
+
+- A process begins by writing its id into metadata.json; only then it reads what is stored.
+- It reserves the next number: it writes that shard's JSON with its own id alone. From then on no
+  earlier process can commit, because JSONs are written strictly one after the other, and none
+  replaces a commit of the same run.
+- A shard's JSON follows its files, and records their versions.
+
+In a local folder there is a lock, too, which the process keeps until it ends.
+"""
+
+import os
+import platform
+import random
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from activation_extraction.common.errors import InputError
+from activation_extraction.store.commit import (
+    FORMAT_VERSION,
+    METADATA,
+    MOST_BYTES,
+    Commit,
+    DamagedError,
+    commit_name,
+    seal,
+)
+from activation_extraction.store.folder import ChangedError, Folder, FolderError, UnsureError
+from activation_extraction.store.local_files import lock_folder, unlock
+from activation_extraction.store.metadata import (
+    RESERVED,
+    own_files,
+    parse_commit,
+    read_metadata,
+)
+from activation_extraction.store.patience import FIRST_PAUSE, MAX_PAUSE
+
+
+class LostError(InputError):
+    """Another process has taken over the folder."""
+
+
+@dataclass
+class Owner:
+    """This process as the writer of one folder. Its methods raise LostError once another process
+    has begun there, and FolderError for a request that fails.
+
+    id: of this process. copy: whether the folder only copies a bucket, so that a commit which the
+    bucket lacks is made again. run: the id of the run, once it has begun.
+    """
+
+    folder: Folder
+    id: str
+    copy: bool = False
+    run: str = ""
+    _lock: int | None = None
+    _reserved: str = ""
+
+    def lock(self) -> None:
+        """Locks a local folder, if its file system has locks. Raises RunError if it is locked."""
+        self._lock = lock_folder(Path(self.folder.url))
+
+    def unlock(self) -> None:
+        """Releases the lock."""
+        unlock(self._lock)
+        self._lock = None
+
+    def begin(self, run: str, content: Mapping[str, Any], version: str | None) -> bool:
+        """Writes the first metadata.json of this process.
+
+        run: the id of the run. version: of the metadata.json that the process has read; None if
+        there was none. Returns False if another process has written it since.
+        """
+        try:
+            self.folder.write(METADATA, self._metadata(content, run), version)
+        except (ChangedError, UnsureError):
+            if (read_metadata(self.folder) or {}).get("owner") != self.id:
+                return False
+        self.run = run
+        return True
+
+    def _metadata(self, content: Mapping[str, Any], run: str) -> bytes:
+        return seal({**content, "run": run, "owner": self.id})
+
+    def check(self) -> None:
+        """Raises LostError unless metadata.json names this process."""
+        self._check((read_metadata(self.folder) or {}).get("owner"))
+
+    def _check(self, owner: object) -> None:
+        if owner != self.id:
+            raise LostError(
+                f"{self.folder.url}: {owner or 'somebody who left no name'} has taken over, so "
+                "this process stops; what it has committed is safe; give each machine a "
+                "--machine_id of its own"
+            )
+
+    def write_metadata(self, content: Mapping[str, Any]) -> None:
+        """Replaces metadata.json."""
+        data = self._metadata(content, self.run)
+        for attempt in self._attempts(METADATA):
+            found = self.folder.read_with_version(METADATA, most=MOST_BYTES)
+            if found is not None and found[0] == data:
+                return
+            self.check()
+            with attempt:
+                self.folder.write(METADATA, data, found and found[1])
+                return
+
+    def write_file(self, name: str, parts: Sequence[bytes | memoryview]) -> str | None:
+        """Writes a file of a shard, and returns its version."""
+        for attempt in self._attempts(name):
+            entry = self.folder.entry(name)
+            self.check()
+            with attempt:
+                return self.folder.write(name, parts, None if entry is None else entry.version)
+        raise AssertionError
+
+    def reserve(self, number: int) -> bool:
+        """Reserves the number of the first shard to store. Returns False if the run has committed
+        that shard in the meantime."""
+        self._reserved = commit_name(number)
+        return self._write_json(number, {RESERVED: True}, replaces=False) is None
+
+    def withdraw(self, number: int) -> None:
+        """Replaces a commit, whose shard is damaged, by a reservation."""
+        self._write_json(number, {RESERVED: True}, replaces=True)
+
+    def commit(self, commit: Commit) -> Commit:
+        """Writes the JSON of a shard, after all of its files, and returns what it says."""
+        commit = replace(commit, run=self.run, owner=self.id, url=self.folder.url)
+        other = self._write_json(commit.number, commit.to_json(), replaces=self.copy)
+        if other is not None:
+            self._check(other.owner)
+        return commit
+
+    def _write_json(self, number: int, content: Mapping[str, Any], replaces: bool) -> Commit | None:
+        """Writes the JSON of a shard; or returns the commit of this run that stands there, unless
+        it `replaces` one."""
+        name = commit_name(number)
+        head = {"format_version": FORMAT_VERSION, "run": self.run, "owner": self.id}
+        data = seal({**head, **content})
+        for attempt in self._attempts(name):
+            found = self.folder.read_with_version(name, most=MOST_BYTES)
+            if found is not None and found[0] == data:
+                return None
+            standing = None if found is None else self._commit_in(found[0], name)
+            if standing is not None and not replaces:
+                return standing
+            self.check()
+            with attempt:
+                self.folder.write(name, data, found and found[1])
+                return None
+        raise AssertionError
+
+    def _commit_in(self, data: bytes, name: str) -> Commit | None:
+        """Returns the commit of this run in a JSON; None if it is none."""
+        try:
+            commit = parse_commit(data, name, name)
+        except DamagedError:
+            return None
+        return commit if commit is not None and commit.run == self.run else None
+
+    def _attempts(self, name: str) -> Iterator["_Attempt"]:
+        """Yields attempts to write a file, with pauses between them. Raises FolderError once the
+        folder's patience is used up; only pauses and silence use it up, not long uploads."""
+        spent, pause = 0.0, FIRST_PAUSE
+        while True:
+            attempt = _Attempt()
+            yield attempt
+            spent += attempt.silence
+            if spent + pause > self.folder.patience:
+                raise FolderError(
+                    f"{self.folder.url}: writing {name} kept failing for {spent:.0f} s: "
+                    f"{attempt.reason}",
+                    final=False,
+                )
+            self.folder.on_progress()
+            slept = pause * random.uniform(0.5, 1)
+            time.sleep(slept)
+            spent += slept
+            pause = min(2 * pause, MAX_PAUSE)
+
+    def remove_rest(self, commits: Sequence[Commit]) -> None:
+        """Deletes the files of shards that do not belong to these commits, which are all that the
+        run has. Raises FolderError if a committed file is missing or has changed."""
+        kept = {name for commit in commits for name in (commit.name, *commit.files)}
+        kept.add(self._reserved)  # as long as it is there, no earlier process can commit
+        for name in own_files(self.folder.files()):
+            if name.startswith(("shard_", ".shard_")) and name not in kept:
+                self.check()
+                self.folder.remove(name)
+        listing = self.folder.listing()
+        for commit in commits:
+            for name, facts in commit.files.items():
+                entry = listing.get(name)
+                if entry is None or entry.size != facts.bytes:
+                    why = "is missing" if entry is None else f"has {entry.size} bytes"
+                elif commit.owner == self.id and entry.version != facts.version:
+                    why = "was replaced"
+                else:
+                    continue
+                self.check()  # a process that has taken over may do this
+                raise FolderError(
+                    f"{self.folder.url}/{name}: {why} although shard {commit.number} is committed",
+                    final=True,
+                )
+
+
+class _Attempt:
+    """Suppresses the failures after which a write is tried again. reason: the last of these.
+    silence: the seconds that passed without an answer."""
+
+    reason, silence = "", 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        self.reason = str(error)
+        if getattr(error and error.__cause__, "silent", False):
+            self.silence = time.monotonic() - self._began
+        return isinstance(error, ChangedError | UnsureError)
+
+
+def new_id() -> str:
+    """Returns an id of this process, which says on which machine it runs."""
+    return f"{platform.node() or 'host'}:{os.getpid()}:{uuid.uuid4().hex[:12]}"

@@ -1,0 +1,120 @@
+"""A bucket in memory whose requests fail, have unknown outcomes, or stop a process.
+
+Each process has a `MemoryFolder` of its own into the same `MemoryBucket`. Conditions are obeyed as
+the stores obey them.
+"""
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from activation_extraction.store.folder import ANY, FileEntry, Folder
+from activation_extraction.store.patience import RequestError
+
+
+class Stopped(BaseException):
+    """Stands for SIGKILL: no request of this process is carried out from here on."""
+
+
+class MemoryBucket:
+    """The objects of a bucket: path -> (content, version). replaced: the commits that another one
+    of the same run has replaced, which may never happen."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, tuple[bytes, str]] = {}
+        self.lock = threading.Lock()
+        self.versions = 0
+        self.replaced: list[str] = []
+
+    def put(self, path: str, data: bytes) -> str:
+        if "/shard_" in path and path.endswith(".json"):
+            before, now = (json.loads(each) for each in (self.objects.get(path, ["{}"])[0], data))
+            if "files" in before and "files" in now and before["run"] == now["run"]:
+                self.replaced.append(path)
+        self.versions += 1
+        self.objects[path] = data, f"v{self.versions}"
+        return self.objects[path][1]
+
+
+@dataclass
+class Process:
+    """One process. fate: is called before each of its requests with the request's number and name;
+    it may return "stop" (the process ends instead), "fail" (the request is not carried out) or
+    "lost" (it is, but its answer does not arrive)."""
+
+    fate: Callable[[int, str], str | None] = lambda number, request: None
+    requests: int = 0
+    dead: bool = False
+
+
+class MemoryFolder(Folder):
+    """A process's way to a folder of the bucket."""
+
+    def __init__(self, bucket: MemoryBucket, process: Process, url: str = "mem://bucket") -> None:
+        self.bucket, self.process = bucket, process
+        super().__init__(url, patience=60)
+
+    def child(self, name: str) -> "MemoryFolder":
+        return MemoryFolder(self.bucket, self.process, f"{self.url}/{name}")
+
+    def _open(self, scheme: str) -> Any:
+        return _Files(self.bucket, self.process, self.given)
+
+
+class _Files:
+    """The requests to one folder; store/local_files.py describes them."""
+
+    largest = None
+
+    def __init__(self, bucket: MemoryBucket, process: Process, url: str) -> None:
+        self.bucket, self.process, self.url = bucket, process, url
+
+    def _ask(self, request: str, action: Callable[[dict[str, tuple[bytes, str]]], Any]) -> Any:
+        process = self.process
+        with self.bucket.lock:
+            number, process.requests = process.requests, process.requests + 1
+        fate = None if process.dead else process.fate(number, request)
+        if process.dead or fate == "stop":
+            process.dead = True
+            raise Stopped
+        if fate != "fail":
+            with self.bucket.lock:
+                result = action(self.bucket.objects)
+        if fate in ("fail", "lost"):
+            raise RequestError("no answer", final=False)
+        return result
+
+    def entries(self) -> tuple[dict[str, FileEntry], list[str]]:
+        below = f"{self.url}/"
+        found = self._ask("listing", lambda objects: dict(objects))
+        names = {p.removeprefix(below): each for p, each in found.items() if p.startswith(below)}
+        files = {n: FileEntry(len(data), v) for n, (data, v) in names.items() if "/" not in n}
+        return files, sorted({name.split("/")[0] for name in names if "/" in name})
+
+    def _get(self, request: str, name: str) -> tuple[bytes, str] | None:
+        return self._ask(f"{request} {name}", lambda objects: objects.get(f"{self.url}/{name}"))
+
+    def entry(self, name: str) -> FileEntry | None:
+        found = self._get("looking at", name)
+        return None if found is None else FileEntry(len(found[0]), found[1])
+
+    def read(self, name: str, start: Any, stop: Any, version: Any, most: Any) -> Any:
+        found = self._get("reading", name)
+        if found is not None and version not in (None, found[1]):
+            raise RequestError("is another version now", changed=True)
+        return None if found is None else (found[0][start:stop], found[1])
+
+    def write(self, name: str, parts: Any, expected: Any) -> str:
+        path = f"{self.url}/{name}"
+
+        def put(objects: dict[str, tuple[bytes, str]]) -> str:
+            if expected is not ANY and expected != (objects.get(path) or (None, None))[1]:
+                raise RequestError("is another version", changed=True)
+            return self.bucket.put(path, b"".join(parts))
+
+        return self._ask(f"writing {name}", put)
+
+    def remove(self, name: str) -> None:
+        self._ask(f"deleting {name}", lambda objects: objects.pop(f"{self.url}/{name}", None))
