@@ -159,7 +159,7 @@ def test_a_run_that_has_stored_nothing_yet(tmp_path):
 
 
 def test_a_shard_without_samples_is_passed_over(copy, small):
-    """As --repair leaves it, where other shards have all that it held."""
+    """--repair leaves one where other shards have all that it held."""
     number = len(list(copy.glob("shard_*.json"))) + 1
     shutil.copy(copy / "shard_0001.json", copy / f"shard_{number:04d}.json")
     nothing = {"file": "", "files": {}, "samples": {"first": 0, "last": 0, "count": 0}}

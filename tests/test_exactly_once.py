@@ -44,9 +44,9 @@ METADATA = {"model": {"hidden_size": HIDDEN, "vocab_size": VOCABULARY}}
 
 
 class Case(NamedTuple):
-    """What is extracted. flags: of the text. before: more flags of the processes that come first;
-    they may fail. shard: the most bytes of a shard. grows: whether the file has grown when the
-    others come."""
+    """A case says what is extracted. flags: of the text. before: more flags of the processes that
+    come first; they may fail. shard: the most bytes of a shard. grows: whether the file has grown
+    when the others come."""
 
     flags: str
     before: str | None = None
@@ -270,6 +270,10 @@ def test_a_process_may_stop_at_any_request(run):
         assert run.stored_in(bucket) == whole, stop
 
 
+def jsons_in(bucket):
+    return sorted(p for p in bucket.objects if "shard" in p and p.endswith(".json"))
+
+
 DAMAGE = {
     "no file": lambda objects, json: objects.pop(json.replace(".json", ".npz"), None),
     "no JSON": lambda objects, json: objects.pop(json, None),
@@ -288,12 +292,12 @@ DAMAGE = {
 )
 @pytest.mark.parametrize("complete", [True, False])
 def test_any_shards_may_be_lost_and_a_repair_may_stop_at_any_request(run, complete):
-    """Of a run that was interrupted, and so has a short shard, and was perhaps completed."""
+    """The run was interrupted, so it has a short shard, and was perhaps completed later."""
     whole, _ = run.undisturbed()
     original = MemoryBucket()
     for stop_after in (2, None if complete else 4):
         run(original, stop_after=stop_after)
-    jsons = sorted(p for p in original.objects if "shard" in p and p.endswith(".json"))
+    jsons = jsons_in(original)
     assert len(jsons) >= 2
     lost = [each for size in (1, 2, len(jsons)) for each in combinations(jsons, size)]
     for case, each in enumerate(lost):
@@ -311,14 +315,14 @@ def test_any_shards_may_be_lost_and_a_repair_may_stop_at_any_request(run, comple
 
 
 def damaged(run):
-    """A complete run of which a shard in the middle and the last one are bad, and its shards."""
+    """A complete run of which a shard in the middle and the last one are bad."""
     bucket = MemoryBucket()
     run(bucket, shard_size_gb=1e-6)
-    jsons = sorted(p for p in bucket.objects if "shard" in p and p.endswith(".json"))
+    jsons = jsons_in(bucket)
     assert len(jsons) > 5
     for number, damage in ((1, "a damaged table"), (3, "no JSON"), (-1, "a damaged JSON")):
         DAMAGE[damage](bucket.objects, jsons[number])
-    return bucket, jsons
+    return bucket
 
 
 @pytest.mark.parametrize("size", [0.5e-6, 4e-6])
@@ -326,9 +330,9 @@ def test_the_shards_of_a_repair_may_be_lost(run, size):
     """Smaller ones do not fit the numbers of the bad ones, and larger ones leave some empty. The
     last one may have samples before the mark of others: no run goes on without them."""
     whole, _ = run.undisturbed()
-    bucket, jsons = damaged(run)
+    bucket = damaged(run)
     run(bucket, repair=True, shard_size_gb=size)
-    there = sorted(p for p in bucket.objects if "shard" in p and p.endswith(".json"))
+    there = jsons_in(bucket)
     for name in (there[-1], there[1]):
         again = MemoryBucket()
         again.objects |= bucket.objects
@@ -344,10 +348,10 @@ def test_a_repair_may_begin_at_any_request_of_another(run):
     """The first one wakes up when the second one has stored some shards, or everything."""
     whole, _ = run.undisturbed()
     process = Process()
-    run(damaged(run)[0], process, repair=True)
+    run(damaged(run), process, repair=True)
     for halt in range(0, process.requests, 5):
         for second_halts in (60, 10**6):
-            bucket, _ = damaged(run)
+            bucket = damaged(run)
             first = Halted(run, bucket, halt, repair=True)
             second = Halted(run, bucket, second_halts, repair=True, shard_size_gb=0.5e-6)
             assert isinstance(first.go_on(), InputError | None)

@@ -221,7 +221,7 @@ TARGETS = {  # what is there already -> why it is refused
 
 @pytest.mark.parametrize("case", TARGETS)
 def test_a_target_that_cannot_be_made_is_refused(case, run, tmp_path):
-    """What is there is left alone."""
+    """An export leaves alone what is in the folder."""
     prepare, why = TARGETS[case]
     target = (tmp_path / "file" if case == "a file above" else tmp_path) / "export"
     prepare(target)

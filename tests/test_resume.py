@@ -15,9 +15,11 @@ from small_runs import HIDDEN, HOOKS, content, status, stream_of
 from storages import open_storage
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.store.folder import Folder
+from activation_extraction.store import owner as owner_module
+from activation_extraction.store.folder import Folder, FolderError
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import read_stored
+from activation_extraction.store.owner import Owner
 from activation_extraction.text import file_forms
 
 
@@ -182,3 +184,46 @@ def test_nothing_is_overwritten_that_is_nowhere_else(run, bucket, tmp_path):
         run(moved, remote=bucket.child("other"))
     run(moved, remote=bucket)
     assert samples_in(bucket) == 36
+
+
+def test_the_patience_with_writes_begins_at_the_first_failure(monkeypatch):
+    """A long upload that fails at its end is sent again, but silence does not go on for ever."""
+    monkeypatch.setattr(owner_module, "FIRST_PAUSE", 0.0)
+    now, written, failures = [0.0], [], [1, 10**6]
+    monkeypatch.setattr(owner_module.time, "monotonic", lambda: now[0])
+
+    def fail(number, request):
+        if request == "writing file":
+            written.append(request)
+            now[0] += 100.0  # more than the patience
+            return "fail" if len(written) <= failures[0] else None
+
+    folder = MemoryFolder(MemoryBucket(), Process(fail))
+    owner = Owner(folder, "this process")
+    totals = dict.fromkeys(("shards", "samples", "tokens", "bytes", "written"), 0)
+    content = {"format_version": 5, "identity": Identity().to_json(), "status": "running"}
+    assert owner.begin("run", {**content, **totals, "max_samples": None}, None)
+    assert owner.write_file("file", [b"x"]) is not None and len(written) == 2
+    del written[:], failures[0]
+    with pytest.raises(FolderError, match="writing file kept failing for 100 s: .*no answer"):
+        owner.write_file("file", [b"y"])
+    assert len(written) == 2
+
+
+def test_what_belongs_to_the_process_that_opens_the_folder(bucket, tmp_path, monkeypatch):
+    """The beginning of its shards is not that of loading weights, and with `overwrite` metrics of
+    the earlier run are gone."""
+
+    def store(name, **options):
+        place = open_storage(tmp_path / name, {0: "h"}, remote=bucket, **options)
+        monkeypatch.setattr(owner_module.time, "time", lambda: 5000.0)
+        place.open()
+        place.add_activation(0, np.ones((3, 2), np.float32), 0, "", np.zeros(3, np.int32))
+        return place
+
+    place = store("first")
+    place.record({"line": 1})
+    place.finalize()
+    assert read_stored(bucket).commits[1].began == 5000.0 and read_stored(bucket).metrics
+    store("first", overwrite=True).finalize()
+    assert not read_stored(bucket).metrics and not (tmp_path / "first/metrics.jsonl").exists()

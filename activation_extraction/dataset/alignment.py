@@ -83,7 +83,7 @@ class AlignedSource(Generic[T]):
 
     @property
     def options(self) -> BatchOptions:
-        """Those of the first run."""
+        """The options of the first run, which decide the order."""
         return self.sources[0].options
 
     @property

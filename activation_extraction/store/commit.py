@@ -105,14 +105,14 @@ class Commit:
     """A committed shard, as its JSON describes it.
 
     run: the id of the run; owner: that of the process. url: the folder that it was written to; a
-    copy elsewhere has other versions. file: the activations; "" for a shard
-    without samples, which has no files. files: every file of the shard, by name. unpacked: the
-    bytes of the activations before compression. first, last: the smallest and the largest number of
-    a sample; count: how many samples there are. tokens: how many tokens are stored. cut_samples:
-    how many samples are cut at their end; cut_tokens: how many tokens that left out. empty_samples:
-    how many samples keep no token. hooks: the key, name, width, dtype, scale and statistics of each
-    hook. mark: where a run continues after this shard. committed: Unix time in seconds. began: when
-    the process that wrote the shard began to store.
+    copy elsewhere has other versions. file: the activations; "" for a shard without samples, which
+    has no files. files: every file of the shard, by name. unpacked: the bytes of the activations
+    before compression. first, last: the smallest and the largest number of a sample; count: how
+    many samples there are. tokens: how many tokens are stored. cut_samples: how many samples are
+    cut at their end; cut_tokens: how many tokens that left out. empty_samples: how many samples
+    keep no token. hooks: the key, name, width, dtype, scale and statistics of each hook. mark:
+    where a run continues after this shard. committed: Unix time in seconds. began: when the process
+    that wrote the shard began to store.
     """
 
     number: int

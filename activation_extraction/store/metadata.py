@@ -241,9 +241,14 @@ def read_metadata(folder: Folder) -> dict[str, Any] | None:
     --verify reports a damaged one.
     """
     data = folder.read(METADATA, most=MOST_BYTES)
+    return None if data is None else metadata_in(data) or None
+
+
+def metadata_in(data: bytes) -> dict[str, Any]:
+    """Returns the content of a metadata.json; an empty one if it is damaged."""
     with suppress(DamagedError):
-        return None if data is None else parse_metadata(data, METADATA)
-    return None
+        return parse_metadata(data, METADATA)
+    return {}
 
 
 def check_own(folder: Folder) -> None:
@@ -257,8 +262,7 @@ def check_own(folder: Folder) -> None:
         return
     sound = {number_of(name) for name in names if is_commit(name) and _is_sealed(folder, name)}
     for name in names:
-        own = sound if not name.startswith("shard_") else number_of(name) in sound
-        if not own:
+        if not sound or (name.startswith("shard_") and number_of(name) not in sound):
             raise InputError(
                 f"{folder.url}: --overwrite: {name} may not be of this program: there is no sound "
                 f"{METADATA}, and no JSON of a shard names it; move it, or give another folder"

@@ -39,6 +39,7 @@ from activation_extraction.store.folder import ChangedError, Folder, FolderError
 from activation_extraction.store.local_files import lock_folder, unlock
 from activation_extraction.store.metadata import (
     RESERVED,
+    metadata_in,
     own_files,
     parse_commit,
     read_metadata,
@@ -111,7 +112,7 @@ class Owner:
             found = self.folder.read_with_version(METADATA, most=MOST_BYTES)
             if found is not None and found[0] == data:
                 return
-            self.check()
+            self._check(None if found is None else metadata_in(found[0]).get("owner"))
             with attempt:
                 self.folder.write(METADATA, data, found and found[1])
                 return
@@ -171,23 +172,23 @@ class Owner:
         return commit if commit is not None and commit.run == self.run else None
 
     def _attempts(self, name: str) -> Iterator["_Attempt"]:
-        """Yields attempts to write a file, with pauses between them. Raises FolderError once the
-        folder's patience is used up; only pauses and silence use it up, not long uploads."""
-        spent, pause = 0.0, FIRST_PAUSE
+        """Yields attempts to write a file, with pauses between them. Raises FolderError once they
+        have failed for as long as the folder's patience, counted from the first failure: a long
+        upload that fails at its end is sent again."""
+        failed, pause = 0.0, FIRST_PAUSE
         while True:
             attempt = _Attempt()
             yield attempt
-            spent += attempt.silence
-            if spent + pause > self.folder.patience:
+            now = time.monotonic()
+            failed = failed or now
+            if now - failed + pause > self.folder.patience:
                 raise FolderError(
-                    f"{self.folder.url}: writing {name} kept failing for {spent:.0f} s: "
+                    f"{self.folder.url}: writing {name} kept failing for {now - failed:.0f} s: "
                     f"{attempt.reason}",
                     final=False,
                 )
             self.folder.on_progress()
-            slept = pause * random.uniform(0.5, 1)
-            time.sleep(slept)
-            spent += slept
+            time.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, MAX_PAUSE)
 
     def remove_rest(self, commits: Sequence[Commit]) -> None:
@@ -217,18 +218,15 @@ class Owner:
 
 
 class _Attempt:
-    """Suppresses the failures after which a write is tried again. reason: the last of these.
-    silence: the seconds that passed without an answer."""
+    """Suppresses the failures after which a write is tried again. reason: the last of these."""
 
-    reason, silence = "", 0.0
+    reason = ""
 
     def __enter__(self) -> None:
-        self._began = time.monotonic()
+        pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         self.reason = str(error)
-        if getattr(error and error.__cause__, "silent", False):
-            self.silence = time.monotonic() - self._began
         return isinstance(error, ChangedError | UnsureError)
 
 

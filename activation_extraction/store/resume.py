@@ -28,7 +28,7 @@ FLAGS_REMEDY = "give the same flags as before, another folder, or --overwrite to
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """What is stored and kept, and where the run goes on.
+    """A plan says what is stored and kept, and where the run goes on.
 
     commits: the shards that are kept. run: the id of the run that goes on; None for the one that
     metadata.json names, if any. next: the number of the next new shard. mark: where in the

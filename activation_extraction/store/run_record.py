@@ -140,12 +140,17 @@ class RunRecord:
         if time.monotonic() - self._metrics_uploaded > METRICS_SECONDS:
             self.upload_metrics()
 
-    def fetch_metrics(self) -> None:
-        """Downloads earlier metrics from the bucket, if the local folder lacks them."""
-        if self._remote is not None and not self._metrics_file.exists():
+    def begin_metrics(self, anew: bool) -> None:
+        """Deletes earlier metrics if the run begins anew; or else makes them the same in both
+        folders, of which the local one may be on another disk than before."""
+        if anew:
+            for owner in self._owners:
+                owner.folder.remove(METRICS)
+        elif self._remote is not None and not self._metrics_file.exists():
             data = self._remote.folder.read(METRICS)
             if data is not None:
                 write_bytes(self._metrics_file, data)
+        self.upload_metrics()
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Appends a line to metrics.jsonl. Raises StorageError."""

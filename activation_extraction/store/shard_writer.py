@@ -94,6 +94,10 @@ class ShardWriter:
         self._taken: list[int] = []  # the bytes of batches that no shard is charged with yet
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()  # a shard was stored, or has failed
+        self.begin()
+
+    def begin(self) -> None:
+        """Takes the current time as the beginning of this process's shards."""
         self._began = round(time.time(), 3)
 
     def take(self, size: int) -> None:
@@ -128,7 +132,8 @@ class ShardWriter:
         self._shards.submit(self._run_job, job, previous, shard, mark)
 
     def check(self, before: float = math.inf) -> None:
-        """Raises StorageError if any shard, or any shard before a certain number, has failed."""
+        """Raises what a shard has failed with. before: only failures of shards whose order is
+        smaller count."""
         if self._failure is not None and self._failure[0] < before:
             raise self._failure[1]
 

@@ -25,7 +25,6 @@ from activation_extraction.common.errors import InputError, RunError, StorageErr
 from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.store.commit import (
     METADATA,
-    METRICS,
     MOST_BYTES,
     REPAIRS,
     Totals,
@@ -209,7 +208,8 @@ class ActivationStorage:
             first = self._identity.worker.sample_idx(before)
             found = stored_after(self.destination, self.plan.commits, first)
             after = sum(number >= first for number in found)
-            if (lost := before + after - self.plan.totals.samples) > 0:
+            stored = sum(commit.count for commit in self.plan.commits)
+            if (lost := before + after - stored) > 0:
                 # A shard of an earlier repair, which was the last one, has been deleted.
                 raise InputError(
                     f"{self.destination.url}: {counted(lost, 'sample')} before the mark of its "
@@ -244,17 +244,14 @@ class ActivationStorage:
         if self._state is not State.PLANNED or self.plan.up_to_date:
             return
         self._record.begin()
+        self._writer.begin()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._local.lock()
             if not self._take_over():
                 return self._local.unlock()
             self._state = State.OPEN
-            if self.options.overwrite:
-                (self.folder / METRICS).unlink(missing_ok=True)
-            else:
-                self._record.fetch_metrics()
-            self._record.upload_metrics()
+            self._record.begin_metrics(anew=self.options.overwrite)
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
 
