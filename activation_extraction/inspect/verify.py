@@ -276,12 +276,12 @@ def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterat
         yield f"{name}: holds the shards of {expected}"
     if metadata["status"] != "complete":
         yield f"{where}: the run is not complete: {metadata['status']}"
-    if metadata["status"] == "complete":
-        yield from (f"{where}: {problem}" for problem in total_problems(stored.in_order, metadata))
-        committed = {commit.file for commit in stored.in_order}
-        for file in stored.files:
-            if SHARD_FILE.fullmatch(file) and file not in committed:
-                yield f"{file_path(name, file)}: has no JSON"
+        return
+    yield from (f"{where}: {problem}" for problem in total_problems(stored.in_order, metadata))
+    committed = {commit.file for commit in stored.in_order}
+    for file in stored.files:
+        if SHARD_FILE.fullmatch(file) and file not in committed:
+            yield f"{file_path(name, file)}: has no JSON"
 
 
 def total_problems(commits: Iterable[Commit], metadata: dict[str, Any]) -> Iterator[str]:

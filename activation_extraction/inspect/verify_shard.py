@@ -13,6 +13,7 @@ from activation_extraction.common.errors import RunError
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import Stored
+from activation_extraction.store.resume import furthest_mark
 from activation_extraction.store.sample_table import read_table
 from activation_extraction.store.shard import SampleRow, Shard
 from activation_extraction.store.shard_reader import check_shard_file, read_shard, read_sums
@@ -91,9 +92,7 @@ def _choose(
     identity, first = stored.identity, commit.first
     assert identity is not None
     number = (first - identity.worker.sample_idx(0)) // identity.worker.stride
-    marks = [each.position for each in stored.in_order]
-    before = [mark for mark in marks if mark is not None and mark.samples <= number]
-    start = max(before, key=lambda mark: mark.samples, default=None)
+    start = furthest_mark(stored.in_order, number)
     return [
         ChosenSample(
             where=f"{where}: sample {shard.samples[i].sample_idx}",

@@ -7,9 +7,11 @@ what was there when the run began.
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +50,11 @@ class DataFiles:
         """Takes the fingerprints of the files, unless they are recorded already."""
         self.files = tuple(files)
         self.recorded = tuple(_together(_record, files) if recorded is None else recorded)
+        # By the names that rows may have for it: those of several sources begin with a number here.
+        self._local: defaultdict[str, list[tuple[TextFile, Recorded]]] = defaultdict(list)
+        for file, own in zip(self.files, self.recorded, strict=True):
+            for name in {file.name, file.name.partition("/")[2]} if file.local else ():
+                self._local[name].append((file, own))
 
     @classmethod
     def as_recorded(
@@ -92,14 +99,11 @@ class DataFiles:
     def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Raises RunError if a local file of these rows is not what it was when the run began.
 
-        rows: as samples have them. Here, the name of a file begins with the number of its source if
-        there are several; a file of the same name in another source is checked, too. A fingerprint
-        is compared only if the file's size or time is another.
+        rows: as samples have them. A file of the same name in another source is checked, too. A
+        fingerprint is compared only if the file's size or time is another.
         """
-        names = {row.get("file") for row in rows}
-        for file, recorded in zip(self.files, self.recorded, strict=True):
-            if not file.local or names.isdisjoint((file.name, file.name.partition("/")[2])):
-                continue
+        names = {row["file"] for row in rows if "file" in row}
+        for file, recorded in chain.from_iterable(self._local.get(name, ()) for name in names):
             problem = f"{file.url}: has changed while the run was reading it"
             try:
                 with naming_unreadable(Path(file.url)):

@@ -173,6 +173,8 @@ class HostText:
         documents = self.dataset.documents(
             self.rows, self.worker, request.skip_bad_rows, request.shuffle_documents
         )
+        if storage.complete:
+            return documents, Prefetch(iter(()), BATCHES_AHEAD)
         stream = samples(
             documents,
             self.tokenizer,
@@ -184,9 +186,7 @@ class HostText:
         )
         # While the devices compute the batches of a group, the next one is read.
         ahead = BATCHES_AHEAD + rows_of_group(length) // rows
-        batches = Prefetch(iter(()) if storage.complete else pack(stream, rows, length), ahead)
-        if storage.complete:
-            return documents, batches
+        batches = Prefetch(pack(stream, rows, length), ahead)
         try:
             with watchdog:
                 first = batches.peek()
