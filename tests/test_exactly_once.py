@@ -28,7 +28,6 @@ from activation_extraction.run import demo
 from activation_extraction.run.host_text import HostText, load_text_files, row_form
 from activation_extraction.run.open_data import TextRequest, open_dataset
 from activation_extraction.run.repair import RepairPlanner
-from activation_extraction.store import owner as owner_module
 from activation_extraction.store import patience
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import read_metadata, read_stored
@@ -107,9 +106,8 @@ def data(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Pauses are short, and small data has several groups and chunks."""
-    for module in (owner_module, patience):
-        monkeypatch.setattr(module, "FIRST_PAUSE", 0.001)
-        monkeypatch.setattr(module, "MAX_PAUSE", 0.002)
+    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(patience, "MAX_PAUSE", 0.002)
     monkeypatch.setattr(packing, "LEAST_ROWS", GROUP)
     monkeypatch.setattr(packing, "GROUP_ROWS", GROUP)
     monkeypatch.setattr(text_samples, "CHUNK_ROWS", 5)

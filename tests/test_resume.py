@@ -6,6 +6,7 @@ test_exactly_once.py shows that whatever is continued holds every sample once.
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from small_runs import HIDDEN, HOOKS, content, status, stream_of
 from storages import open_storage
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.store import owner as owner_module
+from activation_extraction.store import patience
 from activation_extraction.store.folder import Folder, FolderError
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import read_stored
@@ -188,9 +189,9 @@ def test_nothing_is_overwritten_that_is_nowhere_else(run, bucket, tmp_path):
 
 def test_the_patience_with_writes_begins_at_the_first_failure(monkeypatch):
     """A long upload that fails at its end is sent again, but silence does not go on for ever."""
-    monkeypatch.setattr(owner_module, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.0)
     now, written, failures = [0.0], [], [1, 10**6]
-    monkeypatch.setattr(owner_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     def fail(number, request):
         if request == "writing file":
@@ -216,7 +217,7 @@ def test_what_belongs_to_the_process_that_opens_the_folder(bucket, tmp_path, mon
 
     def store(name, **options):
         place = open_storage(tmp_path / name, {0: "h"}, remote=bucket, **options)
-        monkeypatch.setattr(owner_module.time, "time", lambda: 5000.0)
+        monkeypatch.setattr(time, "time", lambda: 5000.0)
         place.open()
         place.add_activation(0, np.ones((3, 2), np.float32), 0, "", np.zeros(3, np.int32))
         return place

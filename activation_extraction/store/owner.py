@@ -17,10 +17,8 @@ In a local folder there is a lock, too, which the process keeps until it ends.
 
 import os
 import platform
-import random
-import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,7 @@ from activation_extraction.store.metadata import (
     parse_commit,
     read_metadata,
 )
-from activation_extraction.store.patience import FIRST_PAUSE, MAX_PAUSE
+from activation_extraction.store.patience import Attempts
 
 
 class LostError(InputError):
@@ -108,23 +106,30 @@ class Owner:
     def write_metadata(self, content: Mapping[str, Any]) -> None:
         """Replaces metadata.json."""
         data = self._metadata(content, self.run)
-        for attempt in self._attempts(METADATA):
+        attempts = Attempts(self.folder, f"writing {METADATA}")
+        while True:
             found = self.folder.read_with_version(METADATA, most=MOST_BYTES)
             if found is not None and found[0] == data:
                 return
             self._check(None if found is None else metadata_in(found[0]).get("owner"))
-            with attempt:
+            try:
                 self.folder.write(METADATA, data, found and found[1])
                 return
+            except (ChangedError, UnsureError) as error:
+                attempts.failed(str(error))
+            attempts.pause()
 
     def write_file(self, name: str, parts: Sequence[bytes | memoryview]) -> str | None:
         """Writes a file of a shard, and returns its version."""
-        for attempt in self._attempts(name):
+        attempts = Attempts(self.folder, f"writing {name}")
+        while True:
             entry = self.folder.entry(name)
             self.check()
-            with attempt:
+            try:
                 return self.folder.write(name, parts, None if entry is None else entry.version)
-        raise AssertionError
+            except (ChangedError, UnsureError) as error:
+                attempts.failed(str(error))
+            attempts.pause()
 
     def reserve(self, number: int) -> bool:
         """Reserves the number of the first shard to store. Returns False if the run has committed
@@ -150,7 +155,8 @@ class Owner:
         name = commit_name(number)
         head = {"format_version": FORMAT_VERSION, "run": self.run, "owner": self.id}
         data = seal({**head, **content})
-        for attempt in self._attempts(name):
+        attempts = Attempts(self.folder, f"writing {name}")
+        while True:
             found = self.folder.read_with_version(name, most=MOST_BYTES)
             if found is not None and found[0] == data:
                 return None
@@ -158,10 +164,12 @@ class Owner:
             if standing is not None and not replaces:
                 return standing
             self.check()
-            with attempt:
+            try:
                 self.folder.write(name, data, found and found[1])
                 return None
-        raise AssertionError
+            except (ChangedError, UnsureError) as error:
+                attempts.failed(str(error))
+            attempts.pause()
 
     def _commit_in(self, data: bytes, name: str) -> Commit | None:
         """Returns the commit of this run in a JSON; None if it is none."""
@@ -170,26 +178,6 @@ class Owner:
         except DamagedError:
             return None
         return commit if commit is not None and commit.run == self.run else None
-
-    def _attempts(self, name: str) -> Iterator["_Attempt"]:
-        """Yields attempts to write a file, with pauses between them. Raises FolderError once they
-        have failed for as long as the folder's patience, counted from the first failure: a long
-        upload that fails at its end is sent again."""
-        failed, pause = 0.0, FIRST_PAUSE
-        while True:
-            attempt = _Attempt()
-            yield attempt
-            now = time.monotonic()
-            failed = failed or now
-            if now - failed + pause > self.folder.patience:
-                raise FolderError(
-                    f"{self.folder.url}: writing {name} kept failing for {now - failed:.0f} s: "
-                    f"{attempt.reason}",
-                    final=False,
-                )
-            self.folder.on_progress()
-            time.sleep(pause * random.uniform(0.5, 1))
-            pause = min(2 * pause, MAX_PAUSE)
 
     def remove_rest(self, commits: Sequence[Commit]) -> None:
         """Deletes the files of shards that do not belong to these commits, which are all that the
@@ -215,19 +203,6 @@ class Owner:
                     f"{self.folder.url}/{name}: {why} although shard {commit.number} is committed",
                     final=True,
                 )
-
-
-class _Attempt:
-    """Suppresses the failures after which a write is tried again. reason: the last of these."""
-
-    reason = ""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        self.reason = str(error)
-        return isinstance(error, ChangedError | UnsureError)
 
 
 def new_id() -> str:

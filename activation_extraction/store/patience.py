@@ -119,7 +119,7 @@ class Retrying:
         self.retries = 0
         self.patience = patience
         self._flag = flag
-        self._by_flag = f" ({flag})" if flag else ""
+        self.by_flag = f" ({flag})" if flag else ""
         self._failing = False  # whether a request has failed since the last success
 
     def _retry(self, request: str, action: Callable[[], T]) -> T:
@@ -127,22 +127,15 @@ class Retrying:
 
         request: names it in messages.
         """
-        began, pause = time.monotonic(), FIRST_PAUSE
+        attempts = Attempts(self, request)
         while True:
             try:
                 return self._attempt(request, action)
             except RequestError as error:
-                spent = time.monotonic() - began
-                if spent + pause > self.patience:
-                    raise FolderError(
-                        f"{self.url}: {request} kept failing for {spent:.0f} s{self._by_flag}: "
-                        f"{error.reason}",
-                        final=False,
-                    ) from error
-                again = f"trying again for up to {self.patience:g} s{self._by_flag}"
+                attempts.failed(error.reason)
+                again = f"trying again for up to {self.patience:g} s{self.by_flag}"
                 self._note(request, error.reason, again)
-            time.sleep(pause * random.uniform(0.5, 1))
-            pause = min(2 * pause, MAX_PAUSE)
+            attempts.pause()
 
     def _attempt(self, request: str, action: Callable[[], T]) -> T:
         """Returns the result of `action`. Raises RequestError if it is worth another attempt, and
@@ -170,6 +163,35 @@ class Retrying:
         level = log.debug if self._failing else log.warning
         level("%s: %s failed (%s); %s", self.url, request, f"{reason:.200}", next_step)
         self._failing = True
+
+
+class Attempts:
+    """The attempts at one request to a folder. The folder's patience counts from the first failure,
+    so that a long transfer which fails at its end is tried again."""
+
+    def __init__(self, folder: Retrying, request: str) -> None:
+        self._folder, self._request = folder, request
+        self._first_failure: float | None = None
+        self._pause = FIRST_PAUSE
+
+    def failed(self, reason: str) -> None:
+        """Raises FolderError if there is no patience left for another attempt."""
+        now, folder = time.monotonic(), self._folder
+        if self._first_failure is None:
+            self._first_failure = now
+        spent = now - self._first_failure
+        if spent + self._pause > folder.patience:
+            raise FolderError(
+                f"{folder.url}: {self._request} kept failing for {spent:.0f} s{folder.by_flag}: "
+                f"{reason}",
+                final=False,
+            )
+
+    def pause(self) -> None:
+        """Waits before the next attempt, longer each time."""
+        self._folder.on_progress()
+        time.sleep(self._pause * random.uniform(0.5, 1))
+        self._pause = min(2 * self._pause, MAX_PAUSE)
 
 
 IS_A_LINK = "is a symbolic link; expected a file or folder of its own, or none"
