@@ -12,8 +12,8 @@ export PYTHONDONTWRITEBYTECODE :=
 SOURCES := extract_activations.py qwen2_jax.py qwen2_jax_with_hooks.py activation_extraction tests benchmarks
 
 # On two cores: while two processes compute, the third one waits for hosts, buckets or a scheduler.
-# The one that is done first takes over some of the others' tests.
-PYTEST := JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest -n 3 --dist worksteal
+# One of them runs all tests of a model family (see tests/conftest.py).
+PYTEST := JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest -n 3 --dist loadgroup
 
 .PHONY: demo test test-all test-quick trainers lint bench clean
 
@@ -21,10 +21,10 @@ demo: $(VENV)/.runtime
 	JAX_PLATFORMS=cpu $(BIN)/python extract_activations.py --demo --output_dir demo_activations --overwrite
 
 # What protects numbers, every sample stored once, formats and messages.
-test: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm
+test: $(VENV)/.dev $(VENV)/.libtpu
 	$(PYTEST) -m "not rare"
 
-# Also TPU programs of large models, SkyPilot, the package, the image, benchmarks.
+# Also TPU programs of large models, Slurm, SkyPilot, the package, the image, benchmarks.
 test-all: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm $(VENV)/skypilot/.done
 	$(PYTEST)
 

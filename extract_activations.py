@@ -15,13 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from activation_extraction.common.home import set_cache_home
-
 # These are set before the libraries are imported: otherwise `datasets` would load PyTorch wherever
 # it is installed, and transformers would warn that it has none.
 os.environ.setdefault("USE_TORCH", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-set_cache_home()
+if os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~").startswith("~"):
+    os.environ["XDG_CACHE_HOME"] = os.devnull  # without a home; a folder called ~ would be made
 # Modules stay in memory, so the garbage collector would find nothing while they are imported, and
 # its search would take a quarter of the time.
 gc.disable()
@@ -64,7 +63,6 @@ from activation_extraction.run.summary import (
     how_to_continue,
     list_hooks,
     make_progress,
-    no_token_kept,
     print_summary,
 )
 from activation_extraction.text.batch import Batch
@@ -118,9 +116,10 @@ def run(config: Config) -> int:
                 remedy=error.remedy or remedy,
             ) from error
         print_summary(job, clock, complete, config.verbose)
-        nothing_stored = complete and no_token_kept(job)
+        totals = job.storage.totals
+        samples, tokens = any_host(host, [totals.samples > 0, totals.tokens > 0])
         leave(host)
-    if nothing_stored:
+    if complete and samples and not tokens:
         raise RunError(
             f"no token was stored: no sample has a token that is kept ({job.text.form.choice})",
             remedy="start anew with another choice and --overwrite",
@@ -165,10 +164,7 @@ def start_together(job: Job, overwrite: bool, watchdog: Watchdog) -> tuple[Step,
         step = compile_step(job.forward)
     except Exception as error:  # the other hosts must not wait for this one
         failure = error
-    for firsts_turn in (
-        True,
-        False,
-    ):  # if two pods begin here, the first hosts decide which goes on
+    for firsts_turn in (True, False):  # if two pods begin, the first hosts decide which goes on
         raise_together(job.host, failure)
         try:
             if (job.host.id == 0) == firsts_turn:

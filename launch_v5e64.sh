@@ -25,10 +25,9 @@ Environment variables become flags; flags on the command line come later and win
 END
 }
 
-problems=0
-problem() {
+fail() {
     echo "error: $1" >&2
-    problems=1
+    exit 2
 }
 
 # given FLAG...: whether the command line has one of these flags.
@@ -42,13 +41,6 @@ given() {
     return 1
 }
 
-# needs A B: if variable A is set, B must be set too.
-needs() {
-    if [[ ${!1:-} && ! ${!2:-} ]]; then
-        problem "$2: is not set; $1 needs it"
-    fi
-}
-
 dry_run=
 arguments=()
 for argument in "$@"; do
@@ -60,26 +52,11 @@ for argument in "$@"; do
     esac
 done
 
-if [[ ! ${MODEL_PATH:-} ]] && ! given model_path demo; then
-    problem "MODEL_PATH: is not set; give a hub name such as Qwen/Qwen2.5-7B, or a folder on every host"
-fi
-if [[ ! ${GCS_BUCKET:-}${OUTPUT_DIR:-} ]] && ! given gcs_bucket output_dir; then
-    problem "GCS_BUCKET: is not set; give a bucket, or set OUTPUT_DIR to keep the shards on this host"
-fi
-needs GCS_PREFIX GCS_BUCKET
-needs UPLOAD_TIMEOUT GCS_BUCKET
-needs DELETE_LOCAL_AFTER_UPLOAD GCS_BUCKET
-needs MACHINE_ID TOTAL_MACHINES
-needs TOTAL_MACHINES MACHINE_ID
-needs TPU_AXIS_NAMES TPU_MESH_CONFIG
-if [[ ${COORDINATOR_ADDRESS:-}${HOST_ID:-}${NUM_HOSTS:-} && ${NUM_HOSTS:-} != 1 ]]; then
-    for name in COORDINATOR_ADDRESS HOST_ID NUM_HOSTS; do
-        [[ ${!name:-} ]] || problem "$name: is not set; a host needs all three variables, or none on Cloud TPU"
-    done
-fi
-[[ ${DELETE_LOCAL_AFTER_UPLOAD:-true} =~ ^(true|false)$ ]] ||
-    problem "DELETE_LOCAL_AFTER_UPLOAD=$DELETE_LOCAL_AFTER_UPLOAD: expected true or false"
-((problems == 0)) || exit 2
+# Without these the tool would take its defaults, which nobody wants on a pod. It checks the rest.
+[[ ${MODEL_PATH:-} ]] || given model_path demo ||
+    fail "MODEL_PATH: is not set; give a hub name such as Qwen/Qwen2.5-7B, or a folder on every host"
+[[ ${GCS_BUCKET:-}${OUTPUT_DIR:-} ]] || given gcs_bucket output_dir ||
+    fail "GCS_BUCKET: is not set; give a bucket, or set OUTPUT_DIR to keep the shards on this host"
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-$here/.venv/bin/python}
@@ -94,45 +71,36 @@ flags() {
     [[ ${#words[@]} == 0 ]] || command+=("--$1" "${words[@]}")
 }
 
-if [[ ${NUM_HOSTS:-} != 1 ]]; then
-    given multihost || command+=(--multihost)
-    for name in COORDINATOR_ADDRESS HOST_ID NUM_HOSTS; do flag "${name,,}" "$name"; done
-fi
-for name in MODEL_PATH DTYPE DATASET_NAME DATASET_CONFIG DATASET_SPLIT DATASET_PATH TEXT_COLUMN \
-    MAX_SAMPLES MACHINE_ID TOTAL_MACHINES ACTIVATION_TYPE BATCH_SIZE MAX_SEQ_LENGTH MESH_TYPE \
-    STALL_TIMEOUT OUTPUT_DIR ACTIVATION_DTYPE SHARD_FORMAT SHARD_SIZE_GB; do
+[[ ${NUM_HOSTS:-} == 1 ]] || given multihost || command+=(--multihost)
+[[ ${NUM_HOSTS:-} == 1 ]] && unset COORDINATOR_ADDRESS HOST_ID NUM_HOSTS
+for name in COORDINATOR_ADDRESS HOST_ID NUM_HOSTS MODEL_PATH DTYPE DATASET_NAME DATASET_CONFIG \
+    DATASET_SPLIT DATASET_PATH TEXT_COLUMN MAX_SAMPLES MACHINE_ID TOTAL_MACHINES ACTIVATION_TYPE \
+    BATCH_SIZE MAX_SEQ_LENGTH MESH_TYPE STALL_TIMEOUT OUTPUT_DIR ACTIVATION_DTYPE SHARD_FORMAT \
+    SHARD_SIZE_GB GCS_BUCKET GCS_PREFIX UPLOAD_TIMEOUT; do
     flag "${name,,}" "$name"
 done
 flag mesh_shape TPU_MESH_CONFIG
 flag mesh_axes TPU_AXIS_NAMES
 flags layers_to_extract LAYERS_TO_EXTRACT
 flags hook_names HOOK_NAMES
-if [[ ${GCS_BUCKET:-} ]]; then
-    command+=(--upload_to_gcs)
-    for name in GCS_BUCKET GCS_PREFIX UPLOAD_TIMEOUT; do flag "${name,,}" "$name"; done
-    case ${DELETE_LOCAL_AFTER_UPLOAD:-} in
-        true) command+=(--delete_local_after_upload) ;;
-        false) command+=(--keep_local) ;;
-    esac
-fi
+[[ ! ${GCS_BUCKET:-} ]] || command+=(--upload_to_gcs)
+case ${DELETE_LOCAL_AFTER_UPLOAD:-true} in
+    true) ;;
+    false) command+=(--keep_local) ;;
+    *) fail "DELETE_LOCAL_AFTER_UPLOAD=$DELETE_LOCAL_AFTER_UPLOAD: expected true or false" ;;
+esac
 command+=("${arguments[@]}")
 
-# The tool's own parser checks the flags, if the tool's packages are installed here.
-check_flags() {
-    local said status=0
-    said=$(PYTHONPATH=$here "$python" -m activation_extraction.cli.config "${command[@]:2}" 2>&1 >/dev/null) ||
-        status=$?
-    case $status in
-        0) ;;
-        2) echo "$said" >&2 && exit 2 ;;
-        *) echo "the flags were not checked: $python cannot run extract_activations.py here" >&2 ;;
-    esac
-}
+[[ $dry_run ]] || exec "${command[@]}"
 
-if [[ $dry_run ]]; then
-    check_flags
-    printf '%q ' "${command[@]}"
-    echo
-else
-    exec "${command[@]}"
-fi
+# The tool's own parser checks the flags, if the tool's packages are installed here.
+status=0
+said=$(PYTHONPATH=$here "$python" -m activation_extraction.cli.config "${command[@]:2}" 2>&1 >/dev/null) ||
+    status=$?
+case $status in
+    0) ;;
+    2) echo "$said" >&2 && exit 2 ;;
+    *) echo "the flags were not checked: $python cannot run extract_activations.py here" >&2 ;;
+esac
+printf '%q ' "${command[@]}"
+echo

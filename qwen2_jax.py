@@ -24,8 +24,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax.traverse_util import unflatten_dict
 from jax import Array
 
 from activation_extraction.model.attention import Attention, attention_pattern
@@ -117,9 +115,8 @@ class SelfAttention(nn.Module):
         k = out["rot_k"] = rotate(k, rotary, self.config).astype(self.dtype)
         q = (q * self.config.head_dim**-0.5).astype(self.dtype)
         with jax.named_scope("attention"):
-            attend = partial(_attend_with_window, self.layout, self.config.sliding_window, slides)
-            out["pattern"] = partial(attend, attention_pattern, q, k, k, segment_ids)
-            heads = attend(self.attention, q, k, v, segment_ids)
+            out["pattern"] = partial(self._attend, attention_pattern, slides, q, k, k, segment_ids)
+            heads = self._attend(self.attention, slides, q, k, v, segment_ids)
         if self.config.q_gate:
             gate = jax.nn.sigmoid(out["q_gate"].astype(jnp.float32))
             heads = (heads.astype(jnp.float32) * gate).astype(self.dtype)
@@ -127,19 +124,13 @@ class SelfAttention(nn.Module):
         out["out"] = constrain(self.o_proj(heads).astype(self.dtype), *STREAM)
         return out["out"], out
 
-
-def _attend_with_window(
-    layout: Layout, window: int | None, slides: Array | None, attention: Attention, *inputs: Array
-) -> Array:
-    """Attends with or without the window.
-
-    slides: whether this layer has the window; None in a model without any.
-    """
-    full = partial(layout.attend, attention)
-    if slides is None:
-        return full(*inputs)
-    windowed = partial(layout.attend, partial(attention, window=window))
-    return jax.lax.cond(slides, windowed, full, *inputs)
+    def _attend(self, attention: Attention, slides: Array | None, *inputs: Array) -> Array:
+        """Attends with the window or without it. slides: None in a model that has none."""
+        full = partial(self.layout.attend, attention)
+        if slides is None:
+            return full(*inputs)
+        window = partial(attention, window=self.config.sliding_window)
+        return jax.lax.cond(slides, partial(self.layout.attend, window), full, *inputs)
 
 
 class MLP(nn.Module):
@@ -282,30 +273,20 @@ def weight_table(model: nn.Module, tensors: Iterable[str] = ()) -> dict[ParamPat
     renamed = _renamed(model.config, fused)
     # The weights are the same on devices that are not here, whose kernels cannot run.
     plain = model.clone(kernels=Kernels(), layout=Layout(), parent=None)
-    return {
-        path: _weight(path, boxed.value.shape, boxed.names, model, renamed)
-        for path, boxed in declared(plain).items()
-    }
+    return {path: _weight(path, box, model, renamed) for path, box in declared(plain).items()}
 
 
-def _weight(
-    path: ParamPath,
-    shape: tuple[int, ...],
-    axes: tuple[str, ...],
-    model: nn.Module,
-    renamed: Mapping[str, tuple[str, TensorSlice | None]],
-) -> WeightSpec:
-    config, last = model.config, model.whole_layers
-    if path == ("lm_head", "weight") and not config.tie_word_embeddings:
-        return WeightSpec(shape, axes, (HEAD,))
+def _weight(path: ParamPath, box: Any, model: nn.Module, renamed: Mapping[str, Any]) -> WeightSpec:
+    config, last, shape, axes = model.config, model.whole_layers, box.value.shape, box.names
     if path[0] not in ("layers", "last_layer"):
-        module = "embed_tokens" if path[0] == "lm_head" else path[0]
-        return WeightSpec(shape, axes, (f"{config.prefix}{module}.weight",))
+        if path[0] == "lm_head":
+            tied = f"{config.prefix}embed_tokens.weight"
+            return WeightSpec(shape, axes, (tied if config.tie_word_embeddings else HEAD,))
+        return WeightSpec(shape, axes, (f"{config.prefix}{path[0]}.weight",))
     layers, inside = [last], path[1:]
     if path[0] == "layers":
         types, mixed = config.layer_types, len(set(config.layer_types)) > 1
-        if mixed:
-            inside = path[2:]
+        inside = path[2:] if mixed else path[1:]
         layers = [k for k in range(last) if not mixed or types[k] == path[1]]
     tensor, tensor_slice = renamed.get(".".join(inside), (".".join(inside), None))
     names = [f"{config.prefix}layers.{k}.{tensor}" for k in layers]
@@ -339,23 +320,3 @@ def _renamed(config: QwenConfig, fused: bool) -> dict[str, tuple[str, TensorSlic
             per_expert = f"mlp.experts.{{}}.{projection}.weight", None
             renamed[f"mlp.experts.{projection}.weight"] = in_fused if fused else per_expert
     return renamed
-
-
-def convert_hf_to_jax_weights(
-    hf_weights: Mapping[str, np.ndarray], model: nn.Module, dtype: Any = jnp.float32
-) -> dict[str, Any]:
-    """Turns Hugging Face tensors in memory into the parameters of `model`, as NumPy arrays.
-
-    For checkpoints on disk use `activation_extraction.model.weights`, which never loads them whole.
-    Raises InputError if a tensor is missing or has the wrong shape.
-    """
-
-    def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
-        return np.asarray(hf_weights[name])[index]
-
-    table = weight_table(model, hf_weights)
-    for spec in table.values():
-        for name in spec.hf_names:
-            shape = np.shape(hf_weights[name]) if name in hf_weights else None
-            spec.check(name, shape, "hf_weights")
-    return unflatten_dict({path: spec.read_whole(read, dtype) for path, spec in table.items()})

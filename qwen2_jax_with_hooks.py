@@ -4,6 +4,7 @@
 row to the table of kinds in hooks.py, and a line to the module of qwen2_jax.py that computes it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -46,9 +47,6 @@ from qwen2_jax import Embedding, Qwen2, decoder, weight_table
 IN_ORDER = [value for _, _, _, value, _, _ in HOOK_KINDS]
 BEFORE_ATTENTION = frozenset(IN_ORDER[: IN_ORDER.index("attn.pattern")])
 BEFORE_ATTENTION -= {f"linear_attn.{name}" for name in ("recurrence_out", "gated", "out")}
-
-# Computes the bits of the hooks after the last layer from the stream that leaves it.
-End = Callable[[Capture, Array], list[Array]]
 
 # A kind in the loop costs each layer a write, and an exchange of values that are split over
 # devices; a layer after the loop takes time to compile.
@@ -121,10 +119,9 @@ class HookedQwen2(nn.Module):
         """Returns the floating-point operations for samples of these lengths."""
         total = 0.0
         for layer in range(self.num_layers):
-            paths, attends = None, True
-            if layer == self.whole_layers:
-                paths = self.last_layer
-                attends = self.hooks[-1].kind.value not in BEFORE_ATTENTION
+            last = layer == self.whole_layers
+            paths = self.last_layer if last else None
+            attends = not last or self.hooks[-1].kind.value not in BEFORE_ATTENTION
             weights = _weights_of_a_token(self.config, layer, paths)
             total += self.config.flops_of(layer, weights, attends, lengths)
         if self.predicts:
@@ -155,30 +152,21 @@ class HookedQwen2(nn.Module):
             if self.predicts:
                 head.table()
             return {}
+        sizes = self.config.sizes_with(token_ids.shape[1])
+        capture = Capture(self.hooks, sizes, self.captured_dtype, self.layout)
         run = self._scanned if self.stages == 1 else self._pipelined
-        end = partial(self._end, norm, head, token_ids, positions)
-        return run(params, embed, end, token_ids, segment_ids, positions)
+        end = partial(self._end, capture, norm, head, token_ids, positions)
+        return run(capture, params, embed, end, token_ids, segment_ids, positions)
 
     def _layers(self) -> Decoder:
         return decoder(self.config, self.dtype, self.kernels, self.layout)
 
-    def _capture(self, length: int) -> Capture:
-        sizes = self.config.sizes_with(length)
-        return Capture(self.hooks, sizes, self.captured_dtype, self.layout)
-
-    def _end(
-        self,
-        norm: RMSNorm,
-        head: Embedding,
-        token_ids: Array,
-        positions: Array,
-        capture: Capture,
-        x: Array,
-    ) -> list[Array]:
+    def _end(self, capture: Capture, norm: RMSNorm, head: Embedding, *others: Array) -> list[Array]:
         """Returns the bits of the hooks that come after the last layer, (B, T, width).
 
-        x: (B, T, D), the residual stream after the last layer.
+        others: token ids, positions, and (B, T, D), the residual stream after the last layer.
         """
+        token_ids, positions, x = others
         hidden, final = norm(x)
         out: Out = {"resid_pre": x, "final": final}
         if self.predicts:
@@ -196,57 +184,53 @@ class HookedQwen2(nn.Module):
                 )
         return capture.bits_of(capture.plan_end().kinds, out)
 
-    def _scanned(self, params: Any, embed: Embedding, end: End, *batch: Array) -> dict[Form, Array]:
+    def _scanned(
+        self, capture: Capture, params: Any, embed: Embedding, end: Callable, *batch: Array
+    ) -> dict[Form, Array]:
         """Runs a loop over the whole layers, then what is needed of the last one."""
-        token_ids, segment_ids, positions = batch
-        capture, whole = self._capture(token_ids.shape[1]), self.whole_layers
+        (token_ids, segment_ids, positions), whole = batch, self.whole_layers
         inside, after = capture.plan(range(whole)), capture.plan(range(whole, self.num_layers))
         at_end = capture.plan_end()
         carry = embed(token_ids), capture.buffers([inside, after, at_end], token_ids.shape)
         inputs = rotary_table(positions, self.config), segment_ids
         if whole:
             with jax.named_scope("layers"):
-                keep = partial(capture.bits_of, inside.kinds)
                 layers = self._layers().stacked(params["layers"])
-                carry = self._loop(capture, layers, inside, carry, keep, *inputs)
+                carry = self._loop(capture, layers, inside, carry, inputs)
         x, buffers = carry
         if self.last_layer is not None:
             with jax.named_scope("last_layer"):
-                last = params.get("last_layer", {})
 
                 def keep_last(out: Out) -> tuple[list[Array], Array | None]:
                     stream = to_bits(out["resid_post"]) if self.runs_to_the_end else None
                     return capture.bits_of(after.kinds, out), stream
 
-                values, stream = self._layers().partial_layer(whole, last, keep_last, x, *inputs)
-                buffers = capture.write_once(buffers, after, values)
+                last, partial_layer = params.get("last_layer", {}), self._layers().partial_layer
+                values, stream = partial_layer(whole, last, keep_last, x, *inputs)
+                buffers = capture.write(buffers, after.only(), values)
                 x = x if stream is None else from_bits(stream, self.dtype)
         if self.runs_to_the_end:
-            buffers = capture.write_once(buffers, at_end, end(capture, x))
+            buffers = capture.write(buffers, at_end.only(), end(x))
         return capture.result(buffers)
 
     def _loop(
-        self,
-        capture: Capture,
-        layers: Layers,
-        plan: Writes,
-        carry: tuple[Array, Buffers],
-        keep: Callable[[Out], list[Array]],
-        rotary: tuple[Array, Array],
-        segment_ids: Array,
-        *at: Array,
+        self, capture: Capture, layers: Layers, plan: Writes, carry: Any, inputs: Any, *at: Array
     ) -> tuple[Array, Buffers]:
-        """Runs all whole layers, or those of one stage. at: the micro-batch in a pipeline."""
+        """Runs all whole layers, or those of one stage; the carry is the stream and the buffers.
+
+        inputs: of a layer, the rotary table and the segment ids. at: the micro-batch in a pipeline.
+        """
 
         def block(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
             x, buffers = carry
-            x, values = layer(x, rotary, segment_ids)
-            return x, capture.write(buffers, plan.kinds, values, slots, *at)
+            x, values = layer(x, *inputs)
+            return x, capture.write(buffers, plan._replace(slots=slots), values, *at)
 
+        keep = partial(capture.bits_of, plan.kinds)
         return self._layers().scan(layers, block, carry, plan.slots, keep)
 
     def _pipelined(
-        self, params: Any, embed: Embedding, end: End, *batch: Array
+        self, capture: Capture, params: Any, embed: Embedding, end: Callable, *batch: Array
     ) -> dict[Form, Array]:
         """Runs all stages at once, each on a different micro-batch.
 
@@ -254,7 +238,6 @@ class HookedQwen2(nn.Module):
         Each stage captures the hooks of its own layers.
         """
         stages, (rows, length) = self.stages, batch[0].shape
-        capture = self._capture(length)
         micro_batches = self.micro_batches(rows)
         layers = self._layers().stacked(params["layers"])
         per_stage = jax.tree.map(lambda x: x.reshape(stages, -1, *x.shape[1:]), layers)
@@ -262,7 +245,6 @@ class HookedQwen2(nn.Module):
             x.reshape(-1, micro_batches, length).swapaxes(0, 1) for x in batch
         )
         plan, numbers = capture.plan_stages(stages, self.layers_per_stage), jnp.arange(stages)
-        keep = partial(capture.bits_of, plan.kinds)
 
         def stage(layers: Layers, slots: Any, x: Array, buffers: Buffers, number: Array) -> Any:
             """Runs a stage. number: of the micro-batch.
@@ -274,7 +256,7 @@ class HookedQwen2(nn.Module):
             number = jnp.clip(number, 0, micro_batches - 1)
             inputs = rotary_table(positions[number], self.config), segment_ids[number]
             own = plan._replace(slots=slots)
-            return self._loop(capture, layers, own, (x, buffers), keep, *inputs, number)
+            return self._loop(capture, layers, own, (x, buffers), inputs, number)
 
         def tick(carry: tuple[Array, Buffers], time: Array) -> tuple[Any, Array | None]:
             x, buffers = carry
@@ -295,8 +277,7 @@ class HookedQwen2(nn.Module):
             assert streams is not None
             x = from_bits(streams[stages - 1 :], self.dtype).swapaxes(0, 1)
             x = self.layout.constrain(x.reshape(rows, length, -1), *STREAM)
-            kinds = capture.plan_end().kinds
-            at_end = dict(zip(kinds, end(capture, x), strict=True))
+            at_end = dict(zip(capture.plan_end().kinds, end(x), strict=True))
         return capture.result_of_stages(buffers, rows, self.layers_per_stage, at_end)
 
 
@@ -324,13 +305,13 @@ def _weights_of_a_token(config: QwenConfig, number: int, paths: frozenset[ParamP
 
     paths: the parameters that the layer has; None for all.
     """
-    sizes = decoder(config, jnp.float32, Kernels(), Layout()).matrix_sizes(number)
-    total = 0
-    for path in sizes if paths is None else paths:
-        if config.experts is not None and "experts" in path:
-            total += sizes[path] * config.experts.per_token // config.experts.count
-        else:
-            total += sizes[path]
+    layers, total = decoder(config, jnp.float32, Kernels(), Layout()), 0
+    for path, box in layers.parameters(config.layer_types[number]).items():
+        if path[-1] == "weight" and len(box.names) > 1 and (paths is None or path in paths):
+            size = math.prod(box.value.shape)
+            if config.experts is not None and "experts" in path:
+                size = size * config.experts.per_token // config.experts.count
+            total += size
     return total
 
 

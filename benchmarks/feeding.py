@@ -28,7 +28,8 @@ from activation_extraction.run.open_data import TextRequest, open_dataset
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.chat import END, START, ChatTemplate
 from activation_extraction.text.packing import pack, samples_of
-from activation_extraction.text.samples import SampleForm, load_tokenizer, pretrained, samples
+from activation_extraction.text.samples import SampleForm, samples
+from activation_extraction.text.tokenizer import load_tokenizer, pretrained
 
 TEMPLATE = """\
 {%- for message in messages %}

@@ -39,7 +39,7 @@ import extract_activations  # noqa: E402
 from activation_extraction.run import demo  # noqa: E402
 from activation_extraction.store.folder import Folder  # noqa: E402
 from activation_extraction.store.metadata import read_stored  # noqa: E402
-from activation_extraction.store.sample_table import read_table  # noqa: E402
+from activation_extraction.store.sample_table import TableRow, read_table, rows_of  # noqa: E402
 from activation_extraction.store.shard_reader import read_shard  # noqa: E402
 from benchmarks.shapes import SHAPES  # noqa: E402
 
@@ -170,7 +170,7 @@ class Sample(NamedTuple):
     """A stored sample: its tokens and their positions, its row of the table, its activations."""
 
     tokens: tuple[list[int], list[int]]
-    row: Mapping[str, Any]
+    row: TableRow
     values: Mapping[Any, np.ndarray]
 
 
@@ -184,9 +184,9 @@ def samples_in(*urls: object) -> dict[int, Sample]:
             raise RuntimeError(f"{folder.url}: {stored.damaged}, missing: {stored.missing()}")
         for commit in (each for each in stored.in_order if each.count):
             shard = read_shard(folder, commit)
-            rows = read_table(folder, commit).to_pylist()
+            rows = rows_of(read_table(folder, commit))
             for i, (sample, row) in enumerate(zip(shard.samples, rows, strict=True)):
-                if sample.sample_idx in found or sample.sample_idx != row["sample_idx"]:
+                if sample.sample_idx in found or sample.sample_idx != row.sample_idx:
                     raise RuntimeError(f"{folder.url}: sample {sample.sample_idx} is there twice")
                 ids = [] if sample.token_ids is None else sample.token_ids.tolist()
                 values = {key: shard.activation(key, i) for key in commit.names}

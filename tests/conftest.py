@@ -2,11 +2,10 @@
 
 Compiling takes longer than what the tests compute. So most of the compiler's optimizations are off,
 fusions are compiled in its older and quicker way, and in one thread, as other tests need the cores.
-The fixture `optimized` has programs compiled as in a run. Tests marked `slow` have it, and
-`optimized_for_some` gives it to one model of each family.
+The fixture `optimized` has programs compiled as in a run. Tests marked `slow` have it.
 torch has one thread, as several would mostly wait for each other.
-What is compiled is kept until the session ends, for its own tests and for the processes that they
-start. Each worker of pytest-xdist has a cache of its own, as JAX does not write entries atomically.
+What is compiled is kept for later sessions, too, in a cache that all workers share: JAX locks one
+that has a limit.
 Temporary files are in memory where there is room for them: what is stored is forced to disk file by
 file, and a disk makes tests wait for that. TMPDIR, if set, says where they are instead.
 torch is imported where it is used, which takes seconds; transformers before the tool imports it
@@ -19,6 +18,7 @@ import gc
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 gc.disable()  # while all this is imported; see extract_activations.py
 
@@ -45,7 +45,8 @@ os.environ |= {
     "JAX_PLATFORMS": "cpu",
     "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # tests import gcsfs before the product
     "HF_HOME": f"{SESSION_FOLDER}/hf-home",
-    "JAX_COMPILATION_CACHE_DIR": f"{SESSION_FOLDER}/jax",
+    "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parents[1] / ".pytest_cache/jax"),
+    "JAX_COMPILATION_CACHE_MAX_SIZE": str(2 * 10**9),
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "XLA_FLAGS": f"{QUICK_TO_COMPILE} {FLAGS_OF_THE_CALLER}".strip(),
@@ -68,17 +69,15 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 import pytest
 import transformers  # noqa: F401
-from cloud import Cloud
 from delta_reference import inside_delta_net
 from jax._src import compiler
-from tiny_models import OPTIMIZED, QUICK_REFERENCE, TINY
+from tiny_models import QUICK_REFERENCE, TINY
 from tokenizers import Tokenizer
 
 from activation_extraction.common.choices import DEFAULT_TOP_LOGITS
@@ -87,7 +86,7 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.run import demo
 from activation_extraction.store.folder import Folder
-from activation_extraction.text.samples import load_tokenizer
+from activation_extraction.text.tokenizer import load_tokenizer
 from qwen2_jax_with_hooks import FAMILIES
 
 if TYPE_CHECKING:
@@ -100,6 +99,17 @@ pytest_plugins = ["small_runs", "gcs_server", "pods"]
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker runs all tests of a tiny model, or else those of a module, unless they name a
+    group themselves: their programs and fixtures are made once."""
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("xdist_group") is None:
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            group = parameters.get("reference", item.module.__name__)
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_unconfigure() -> None:
@@ -298,13 +308,6 @@ def _optimized_at_full_size(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("optimized")
 
 
-@pytest.fixture
-def optimized_for_some(request: pytest.FixtureRequest) -> None:
-    """`optimized`, for the models in OPTIMIZED alone."""
-    if request.node.callspec.params["reference"] in OPTIMIZED:
-        request.getfixturevalue("optimized")
-
-
 def references(*names: str) -> pytest.MarkDecorator:
     """For a test of a few tiny models instead of all."""
     return pytest.mark.parametrize("reference", _marked(names), indirect=True)
@@ -378,14 +381,6 @@ def texts(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
-
-
-@pytest.fixture
-def cloud(tmp_path: Path) -> Iterator[Cloud]:
-    """Machines that run the small job."""
-    cloud = Cloud(tmp_path)
-    yield cloud
-    cloud.close()
 
 
 @pytest.fixture

@@ -4,97 +4,45 @@ from typing import Any
 
 import numpy as np
 
-VISION = dict(
-    depth=1,
-    hidden_size=16,
-    intermediate_size=16,
-    num_heads=2,
-    out_hidden_size=64,
-    num_position_embeddings=16,
-)
+VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2)
+VISION |= dict(out_hidden_size=64, num_position_embeddings=16)
 
-# Outputs of a gated delta net are often close to 0: its norm would amplify their rounding, were eps
-# as small as usual.
+
+def delta(keys: int, values: int, key_size: int, value_size: int, **more: Any) -> dict[str, Any]:
+    """The fields of a model with gated delta nets: how many heads they have, and their sizes.
+
+    Their outputs are often close to 0: the norm would amplify their rounding, were eps as small as
+    usual.
+    """
+    heads = dict(linear_num_key_heads=keys, linear_num_value_heads=values, rms_norm_eps=1e-2)
+    sizes = dict(linear_key_head_dim=key_size, linear_value_head_dim=value_size)
+    return heads | sizes | more
+
+
+def experts(count: int, per_token: int, width: int, **more: Any) -> dict[str, Any]:
+    sizes = dict(num_experts=count, num_experts_per_tok=per_token, moe_intermediate_size=width)
+    return sizes | more
+
+
+FULL, LINEAR = "full_attention", "linear_attention"
+_TEXT = dict(model_type="qwen3_5_text", head_dim=64)
+_MORE_VALUES = delta(2, 6, 16, 24, num_key_value_heads=2, num_hidden_layers=4, **_TEXT)
+_MORE_VALUES |= dict(full_attention_interval=3)
+_HALF = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.5)
+_AT_THE_END = delta(4, 4, 16, 64, num_key_value_heads=4, num_hidden_layers=3, **_TEXT)
+_AT_THE_END |= dict(tie_word_embeddings=True, rope_parameters=_HALF, linear_conv_kernel_dim=3)
+_BESIDE = delta(1, 4, 32, 16, num_hidden_layers=3, layer_types=[FULL, LINEAR, FULL], head_dim=256)
+_BESIDE |= dict(vocab_size=211, hidden_size=64, intermediate_size=112, num_attention_heads=3)
+_BESIDE |= dict(num_key_value_heads=1, tie_word_embeddings=True)
+_VISION = dict(tie_word_embeddings=True, vision_config=VISION)
+_SHARED = "shared_expert_intermediate_size"
 QWEN3_5: dict[str, dict[str, Any]] = {
-    "qwen3_5_more_values": dict(
-        model_type="qwen3_5_text",
-        num_key_value_heads=2,
-        head_dim=64,
-        num_hidden_layers=4,
-        full_attention_interval=3,
-        rms_norm_eps=1e-2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=6,
-        linear_key_head_dim=16,
-        linear_value_head_dim=24,
-    ),
-    "qwen3_5_tied_beside_vision": dict(
-        model_type="qwen3_5",
-        tie_word_embeddings=True,
-        vision_config=VISION,
-        text_config=dict(
-            vocab_size=211,
-            hidden_size=64,
-            intermediate_size=112,
-            num_hidden_layers=3,
-            rms_norm_eps=1e-2,
-            num_attention_heads=3,
-            num_key_value_heads=1,
-            head_dim=256,
-            layer_types=["full_attention", "linear_attention", "full_attention"],
-            linear_num_key_heads=1,
-            linear_num_value_heads=4,
-            linear_key_head_dim=32,
-            linear_value_head_dim=16,
-            tie_word_embeddings=True,
-        ),
-    ),
-    "qwen3_5_linear_at_the_end": dict(
-        model_type="qwen3_5_text",
-        num_key_value_heads=4,
-        head_dim=64,
-        tie_word_embeddings=True,
-        rms_norm_eps=1e-2,
-        rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.5),
-        num_hidden_layers=3,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_key_heads=4,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=64,
-        linear_conv_kernel_dim=3,
-    ),
-}
-
-_NESTED = QWEN3_5["qwen3_5_tied_beside_vision"]
-QWEN3_5 |= {
-    "qwen3_5_moe": QWEN3_5["qwen3_5_more_values"]
-    | dict(
-        model_type="qwen3_5_moe_text",
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=40,
-        shared_expert_intermediate_size=72,
-    ),
-    "qwen3_5_moe_tied_beside_vision": _NESTED
-    | dict(
-        model_type="qwen3_5_moe",
-        text_config=_NESTED["text_config"]
-        | dict(
-            num_experts=5,
-            num_experts_per_tok=3,
-            moe_intermediate_size=24,
-            shared_expert_intermediate_size=24,
-        ),
-    ),
-    "qwen3_5_moe_linear_at_the_end": QWEN3_5["qwen3_5_linear_at_the_end"]
-    | dict(
-        model_type="qwen3_5_moe_text",
-        num_experts=9,
-        num_experts_per_tok=4,
-        moe_intermediate_size=56,
-        shared_expert_intermediate_size=17,
-    ),
+    "qwen3_5_more_values": _MORE_VALUES,
+    "qwen3_5_tied_beside_vision": _VISION | dict(model_type="qwen3_5", text_config=_BESIDE),
+    "qwen3_5_linear_at_the_end": _AT_THE_END | dict(layer_types=[LINEAR, FULL, LINEAR]),
+    "qwen3_5_moe": _MORE_VALUES | experts(6, 2, 40, model_type="qwen3_5_moe_text", **{_SHARED: 72}),
+    "qwen3_5_moe_tied_beside_vision": _VISION
+    | dict(model_type="qwen3_5_moe", text_config=_BESIDE | experts(5, 3, 24, **{_SHARED: 24})),
 }
 
 

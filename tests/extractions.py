@@ -19,7 +19,7 @@ from activation_extraction.store.identity import Identity
 from activation_extraction.store.pickle_file import read_records
 from activation_extraction.store.sample_table import pack_table, rows_of
 from activation_extraction.store.shard import SampleRow
-from activation_extraction.store.statistics import Statistics, sums_of
+from activation_extraction.store.statistics import Statistics
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Cursor, Sample, Worker
 from activation_extraction.text.packing import pack
@@ -171,11 +171,6 @@ def change_table(folder: Path, number: int, change: Callable[[list[dict]], objec
     cuts = [row["cut"] for row in rows if row["cut"] > 0]
     span = {"first": numbers[0], "last": numbers[-1], "count": len(numbers)}
     agree(path, samples=span, cut_samples=len(cuts), cut_tokens=sum(cuts))
-
-
-def statistics_of(activation: np.ndarray) -> Statistics:
-    """The statistics of an array (tokens, width)."""
-    return sums_of([activation], [np.ones(len(activation), np.int32)]).statistics
 
 
 def merge_all(parts: Iterable[Statistics]) -> Statistics:

@@ -10,95 +10,52 @@ import gc
 import json
 import os
 import runpy
-import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 READ_ON_IMPORT = "JAX_", "XLA_", "HF_", "FSSPEC_", "GCSFS_", "PYTHON", "OMP_"
 DEVICES = "JAX_NUM_CPU_DEVICES"
 LARGEST = 1 << 17  # bytes of a request
 MOST = 4  # parents that are kept, of 300 MB each
+PARENTS: dict[frozenset[tuple[str, str]], socket.socket] = {}  # the last one used is the last one
 
 
 class Forked:
     """A running process, with the methods of subprocess.Popen that the tests use."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, news: socket.socket) -> None:
+        self._news, self.pid = news, int(news.recv(64))
         self.returncode: int | None = None
-        self._ended = threading.Event()
-
-    def end(self, status: int) -> None:
-        self.returncode = os.waitstatus_to_exitcode(status)
-        self._ended.set()
 
     def wait(self, timeout: float | None = None) -> int:
-        if not self._ended.wait(timeout):
-            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
-        assert self.returncode is not None
+        if self.returncode is None:
+            self._news.settimeout(timeout)
+            try:
+                self.returncode = os.waitstatus_to_exitcode(int(self._news.recv(64)))
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0) from None
+            self._news.close()
         return self.returncode
 
     def poll(self) -> int | None:
-        return self.returncode
+        try:
+            return self.wait(1e-3)
+        except subprocess.TimeoutExpired:
+            return None
 
     def send_signal(self, number: int) -> None:
-        if self.returncode is None:
+        if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
-
-
-class Parent:
-    """The process that has imported the tool, as the tests see it."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, __file__, str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-        )
-        theirs.close()
-        self.running: dict[int, Forked] = {}
-        self._started: list[Forked] = []
-        self._news = threading.Condition()
-        threading.Thread(target=self._listen, daemon=True).start()
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._process.wait()
-        self._socket.close()
-        atexit.unregister(self.close)
-
-    def start(self, command: Sequence[str], variables: Mapping[str, str], log: int) -> Forked:
-        request = json.dumps({"command": command, "variables": variables, "folder": os.getcwd()})
-        with self._news:
-            socket.send_fds(self._socket, [request.encode()], [log])
-            assert self._news.wait_for(lambda: self._started, timeout=600)
-            return self._started.pop()
-
-    def _listen(self) -> None:
-        while message := self._socket.recv(LARGEST):
-            pid, status = json.loads(message)
-            with self._news:
-                if status is None:
-                    self.running[pid] = Forked(pid)
-                    self._started.append(self.running[pid])
-                    self._news.notify()
-                else:
-                    self.running.pop(pid).end(status)
-
-
-PARENTS: dict[frozenset[tuple[str, str]], Parent] = {}
+        self.wait()
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], log: int) -> Forked:
@@ -109,48 +66,55 @@ def start(command: Sequence[str], environment: Mapping[str, str], log: int) -> F
         if name.startswith(READ_ON_IMPORT) and name != DEVICES
     }
     key = frozenset(early.items())
-    parent = PARENTS.pop(key, None) or Parent({"PATH": os.environ["PATH"], **early})
-    idle = [other for other, of_other in PARENTS.items() if not of_other.running]
-    if len(PARENTS) >= MOST and idle:
-        PARENTS.pop(idle[0]).close()
-    PARENTS[key] = parent  # the last one used is the last one
-    return parent.start(command, environment, log)
+    parent = PARENTS.pop(key, None) or new_parent({"PATH": os.environ["PATH"], **early})
+    if len(PARENTS) >= MOST:
+        PARENTS.pop(next(iter(PARENTS))).close()  # its processes go on
+    PARENTS[key] = parent
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    request = {"command": command, "variables": dict(environment), "folder": os.getcwd()}
+    with theirs:
+        socket.send_fds(parent, [json.dumps(request).encode()], [log, theirs.fileno()])
+    return Forked(ours)
+
+
+def new_parent(environment: Mapping[str, str]) -> socket.socket:
+    """Starts a process that imports the tool, and ends when this end of its socket is closed."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command, given = [sys.executable, __file__, str(theirs.fileno())], {theirs.fileno()}
+    process = subprocess.Popen(command, env=environment, pass_fds=given, stdin=subprocess.DEVNULL)
+    process.returncode = 0  # nobody waits for it, of which Python would warn
+    theirs.close()
+    atexit.register(ours.close)
+    return ours
 
 
 def serve(tests: socket.socket) -> None:
-    """Forks for every request, and tells the tests of every process that has ended."""
-    ended, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    children = 0
+    """Forks for every request; a second process waits for the forked one, and tells the tests."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the second ones
     while True:
-        sources: list[Any] = [tests, ended]
-        ready = select.select(sources, [], [])[0]
-        if ended in ready:
-            os.read(ended, 4096)
-        while children and (found := os.waitpid(-1, os.WNOHANG))[0]:
-            children -= 1
-            tests.send(json.dumps(found).encode())
-        if tests in ready:
-            request, logs, *_ = socket.recv_fds(tests, LARGEST, 1)
-            if not request:
-                return
-            pid = os.fork()
-            if not pid:
-                tests.close()
-                become(json.loads(request), logs[0])
-            os.close(logs[0])
-            children += 1
-            tests.send(json.dumps([pid, None]).encode())
+        request, descriptors, *_ = socket.recv_fds(tests, LARGEST, 2)
+        if not request:
+            return
+        if os.fork():
+            for descriptor in descriptors:
+                os.close(descriptor)
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        tests.close()
+        log, news = descriptors
+        if not (pid := os.fork()):
+            os.close(news)
+            become(json.loads(request), log)
+        with socket.socket(fileno=news) as told:
+            told.send(str(pid).encode())
+            told.send(str(os.waitpid(pid, 0)[1]).encode())
+        os._exit(0)
 
 
 def become(request: dict[str, Any], log: int) -> None:
     """Runs the script as a new process does, and ends."""
     import jax
 
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

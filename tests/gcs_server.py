@@ -32,11 +32,7 @@ import pytest
 
 # A number is the HTTP status of the answer; the others are what networks do. Another one is
 # "half", after which nothing arrives.
-FAULTS = ("503", "429", "reset", "stall", "truncated", "lost")
-STALL_SECONDS = 3.0
-CHUNK = 65536
-PAGE = 1000  # names in one answer to a listing, as in the real stores
-MUTATIONS = {"POST", "PUT", "DELETE", "PATCH"}
+FAULTS = ("503", "429", "reset", "truncated", "lost")
 
 
 @dataclass(frozen=True)
@@ -59,24 +55,21 @@ class Stored:
 
 class Bucket:
     """The bucket `name`. Set `rate` to have that share of the requests fail in one of `faults`;
-    `bytes_per_second` slows uploads down, all together. `failed` counts what was done, `served` the
-    bytes of objects in answers. `asked` lists the requests: (method, name of the object). `before`
-    is called with each one before it is served, `after` also with its status."""
+    `failed` counts what was done. `served` counts the bytes of objects in answers. `asked` lists
+    the requests: (method, name of the object). `before` is called with each one before it is
+    served."""
 
     name = "bucket"
 
     def __init__(self) -> None:
         self.rate = 0.0
         self.faults: tuple[str, ...] = FAULTS
-        self.bytes_per_second: float | None = None
         self.failed: Counter[str] = Counter()
         self.served = 0
         self.asked: list[tuple[str, str]] = []
         self.before: Callable[[str, str], None] = lambda method, name: None
-        self.after: Callable[[str, str, int], None] = lambda method, name, status: None
         self.chance = random.Random(0)
-        self.lock = threading.Lock()
-        self.writing = threading.Lock()  # a condition and its write are one step
+        self.lock = threading.RLock()
         self.stored: dict[str, Stored] = {}
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.bucket = self
@@ -137,12 +130,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self) -> None:
         bucket = self.server.bucket
         fault = bucket.choose_fault()
-        body = self._body(bucket)
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length)
         url = urlsplit(self.path)
         self.query = {key: values[0] for key, values in parse_qs(url.query, True).items()}
         self.json = url.path.startswith(("/storage/", "/download/"))
-        if body is None or fault in ("reset", "stall"):  # None: the client is gone
-            time.sleep(STALL_SECONDS if fault == "stall" else 0)
+        if fault == "reset" or len(body) < length:  # the client is gone
             return self._reset()
         if fault is not None and fault.isdigit():
             return self._send(self._error(int(fault), "no"))
@@ -152,18 +145,17 @@ class _Handler(BaseHTTPRequestHandler):
         bucket.before(self.command, name)
         if place != bucket.name:
             answer = self._error(404, "no such bucket", "NoSuchBucket")
-        elif self.command in MUTATIONS:
-            with bucket.writing:
+        elif self.command in ("POST", "PUT", "DELETE"):
+            with bucket.lock:  # a condition and its write are one step
                 answer = self._change(bucket, name, body)
         else:
             answer = self._object(bucket, name) if name else self._listing(bucket)
-        bucket.after(self.command, name, answer[0])
         if fault == "lost":
             self._reset()
         else:
             self._send(answer, fault)
 
-    do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = _serve
+    do_GET = do_POST = do_PUT = do_DELETE = do_HEAD = _serve
 
     def _change(self, bucket: Bucket, name: str, body: bytes) -> Answer:
         found, headers = bucket.stored.get(name), self.headers
@@ -210,22 +202,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _listing(self, bucket: Bucket) -> Answer:
         prefix, delimiter = (self.query.get(key, "") for key in ("prefix", "delimiter"))
-        after = self.query.get("pageToken") or self.query.get("continuation-token") or ""
         entries: dict[str, Stored | None] = {}  # None is a folder
         for name, stored in sorted(dict(bucket.stored).items()):
             folder, found, _ = name[len(prefix) :].partition(delimiter or "\0")
             if name.startswith(prefix):
                 key = prefix + folder + delimiter if delimiter and found else name
                 entries[key] = None if key != name else stored
-        names = [name for name in entries if name > after]
-        page = {name: entries[name] for name in names[:PAGE]}
-        token = names[PAGE - 1] if len(names) > PAGE else ""
-        files = {name: stored for name, stored in page.items() if stored}
-        folders = [name for name, stored in page.items() if not stored]
+        files = {name: stored for name, stored in entries.items() if stored}
+        folders = [name for name, stored in entries.items() if not stored]
         if self.json:
             items = [_resource(name, stored) for name, stored in files.items()]
-            more = {"nextPageToken": token} if token else {}
-            return 200, {}, json.dumps({"items": items, "prefixes": folders, **more}).encode()
+            return 200, {}, json.dumps({"items": items, "prefixes": folders}).encode()
         text = "".join(
             f"<Contents><Key>{escape(name)}</Key><Size>{len(stored.data)}</Size><ETag>{stored.tag}"
             "</ETag><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
@@ -233,7 +220,6 @@ class _Handler(BaseHTTPRequestHandler):
         )
         for name in folders:
             text += f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
-        text += f"<NextContinuationToken>{escape(token)}</NextContinuationToken>" if token else ""
         return 200, {}, f"<ListBucketResult>{text}</ListBucketResult>".encode()
 
     def _error(self, status: int, message: str, code: str = "") -> Answer:
@@ -243,16 +229,6 @@ class _Handler(BaseHTTPRequestHandler):
         code = code or http.HTTPStatus(status).phrase.replace(" ", "")
         text = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
         return status, {}, text.encode()
-
-    def _body(self, bucket: Bucket) -> bytes | None:
-        left, parts = int(self.headers.get("Content-Length") or 0), []
-        while left and (part := self.rfile.read(min(left, CHUNK))):
-            if bucket.bytes_per_second is not None:
-                with bucket.lock:
-                    time.sleep(len(part) / bucket.bytes_per_second)
-            left -= len(part)
-            parts.append(part)
-        return None if left else b"".join(parts)
 
     def _send(self, answer: Answer, fault: str | None = None) -> None:
         status, headers, content = answer
@@ -266,7 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[: len(content) // 2] if cut else content)
         if cut:
             self.wfile.flush()
-            time.sleep(STALL_SECONDS if fault == "half" else 0)
+            time.sleep(3 if fault == "half" else 0)
             self._reset()
 
     def _reset(self) -> None:

@@ -1,11 +1,10 @@
 """A local HTTP server that answers as the Hugging Face hub does, for tests without internet.
 
 It owns the part of the hub's protocol that downloads and streaming use: repository information,
-file trees, and files with their commit, ETag (safetensors are LFS files, with their SHA-256) and
-byte ranges; no Xet or login. Set HF_ENDPOINT to its address before huggingface_hub, datasets or
-transformers is imported. Files are read at each request from `models/ORG/NAME/` and
-`datasets/ORG/NAME/` under one root. These are the revision `main`; `NAME@v1` beside it is the
-revision `v1`. Commit ids are derived from the files, so changed files are a new commit.
+file trees, and files with their commit, ETag (safetensors are LFS files) and byte ranges; no Xet or
+login. Set HF_ENDPOINT to its address before huggingface_hub is imported. Files are read at each
+request from `models/ORG/NAME/` and `datasets/ORG/NAME/` under one root. These are the revision
+`main`; `NAME@v1` beside it is the revision `v1`. A commit is derived from the files.
 """
 
 import hashlib
@@ -21,10 +20,8 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 _NAME = r"(\w[\w.-]*/\w[\w.-]*)"
-_ACTION = r"(revision|tree|paths-info)/([^/]+)(?:/(.+))?"
-_API = re.compile(rf"/api/(models|datasets)/{_NAME}(?:/{_ACTION})?")
+_API = re.compile(rf"/api/(models|datasets)/{_NAME}(?:/(tree|paths-info|revision)/([^/]+)(.*))?")
 _RESOLVE = re.compile(rf"/(?:(datasets)/)?{_NAME}/resolve/([^/]+)/(.+)")
-_RANGE = re.compile(r"bytes=(?:(\d+)-(\d*)|-(\d+))")
 
 
 @dataclass
@@ -47,7 +44,7 @@ class _Server(ThreadingHTTPServer):
 
 @contextmanager
 def serve_hub(root: Path) -> Iterator[Hub]:
-    """Serve the repositories under `root` on a free local port until the block ends."""
+    """Serves the repositories under `root` on a free local port until the block ends."""
     with _Server(root) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
@@ -59,17 +56,11 @@ def serve_hub(root: Path) -> Iterator[Hub]:
 
 
 class _NotFound(Exception):
-    """A refusal in the hub's form: clients choose their exception by X-Error-Code."""
+    """A refusal: clients choose their exception by `code`."""
 
-    def __init__(self, code: str, message: str, commit: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, code: str, commit: str = "") -> None:
+        super().__init__(code)
         self.headers = {"X-Error-Code": code} | ({"X-Repo-Commit": commit} if commit else {})
-
-
-@lru_cache(maxsize=4096)
-def _blob_id(path: Path, size: int, _mtime_ns: int) -> str:
-    """Git's id of a file's content, computed again only when its size or time changes."""
-    return hashlib.sha1(b"blob %d\0" % size + path.read_bytes()).hexdigest()
 
 
 @lru_cache(maxsize=4096)
@@ -84,43 +75,30 @@ class _Repo:
         self.name = name
         main = root / kind / name
         if not main.is_dir():
-            raise _NotFound("RepoNotFound", "Repository not found")
-        for folder in (main, *main.parent.glob(f"{main.name}@*")):
-            self.folder = folder
-            entries = [self._entry(path) for path in sorted(folder.rglob("*"))]
+            raise _NotFound("RepoNotFound")
+        for self.folder in (main, *main.parent.glob(f"{main.name}@*")):
+            entries = [self._entry(path) for path in sorted(self.folder.rglob("*"))]
             self.entries = {entry["path"]: entry for entry in entries}
             self.commit = hashlib.sha1(json.dumps([kind, name, entries]).encode()).hexdigest()
-            if revision in (folder.name.partition("@")[2] or "main", self.commit):
+            if revision in (self.folder.name.partition("@")[2] or "main", self.commit):
                 return
-        raise _NotFound("RevisionNotFound", f"Invalid rev id: {revision}")
+        raise _NotFound("RevisionNotFound")
 
     def _entry(self, path: Path) -> dict:
         name, stat = path.relative_to(self.folder).as_posix(), path.stat()
         if path.is_dir():
-            oid = hashlib.sha1(name.encode()).hexdigest()
-            return {"type": "directory", "oid": oid, "size": 0, "path": name}
-        oid = _blob_id(path, stat.st_size, stat.st_mtime_ns)
-        entry = {"type": "file", "oid": oid, "size": stat.st_size, "path": name}
+            return {"type": "directory", "oid": name, "size": 0, "path": name}
+        digest = _sha256(path, stat.st_size, stat.st_mtime_ns)
+        entry = {"type": "file", "oid": digest[:40], "size": stat.st_size, "path": name}
         if path.suffix == ".safetensors":
-            digest = _sha256(path, stat.st_size, stat.st_mtime_ns)
             entry["lfs"] = {"oid": digest, "size": stat.st_size, "pointerSize": 134}
         return entry
-
-    def info(self) -> dict:
-        files = [entry for entry in self.entries.values() if entry["type"] == "file"]
-        siblings = [{"rfilename": entry["path"]} for entry in files]
-        return {"id": self.name, "sha": self.commit, "tags": [], "siblings": siblings}
 
     def entry(self, name: str, kind: str) -> dict:
         entry = self.entries.get(name)
         if entry is None or entry["type"] != kind:
-            raise _NotFound("EntryNotFound", f"No {kind} {name}", self.commit)
+            raise _NotFound("EntryNotFound", self.commit)
         return entry
-
-    def tree(self, folder: str, recursive: bool) -> list[dict]:
-        prefix = self.entry(folder, "directory")["path"] + "/" if folder else ""
-        inside = [entry for path, entry in self.entries.items() if path.startswith(prefix)]
-        return [e for e in inside if recursive or "/" not in e["path"].removeprefix(prefix)]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -129,66 +107,59 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def log_message(self, *args: object) -> None:
-        """Stay silent: `Hub.requests` is the log."""
+        """Stays silent: `Hub.requests` is the log."""
 
     def do_GET(self) -> None:
         self.server.hub.requests.append((self.command, self.path))
         self.server.hub.authorizations.add(self.headers.get("Authorization"))
-        form = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        form = parse_qs(self.rfile.read(int(self.headers.get("Content-Length", 0))).decode())
+        url = urlsplit(self.path)
         try:
-            self._route(urlsplit(self.path).path, form.decode(errors="replace"))
+            if match := _RESOLVE.fullmatch(url.path):
+                kind, name, revision, filename = map(unquote, match.groups("models"))
+                self._send_file(_Repo(self.server.root, kind, name, revision), filename)
+            elif match := _API.fullmatch(url.path):
+                kind, name, action, revision, folder = map(unquote, match.groups(""))
+                repo = _Repo(self.server.root, kind, name, revision or "main")
+                answer = self._ask(repo, action, folder.strip("/"), form | parse_qs(url.query))
+                self._send(200, json.dumps(answer).encode())
+            else:
+                raise _NotFound("NotFound")
         except _NotFound as error:
             self._send(404, json.dumps({"error": str(error)}).encode(), error.headers)
 
     do_HEAD = do_POST = do_GET
 
-    def _route(self, path: str, form: str) -> None:
-        if match := _RESOLVE.fullmatch(path):
-            kind, name, revision, filename = map(unquote, match.groups("models"))
-            self._send_file(_Repo(self.server.root, kind, name, revision), filename)
-        elif match := _API.fullmatch(path):
-            kind, name, action, revision, folder = map(unquote, match.groups(""))
-            repo = _Repo(self.server.root, kind, name, revision or "main")
-            self._send(200, json.dumps(self._ask(repo, action, folder, form)).encode())
-        else:
-            raise _NotFound("NotFound", f"This test hub has no {path}")
-
-    def _ask(self, repo: _Repo, action: str, folder: str, form: str) -> dict | list:
-        if action == "tree":
-            query = parse_qs(urlsplit(self.path).query)
-            return repo.tree(folder, recursive=query.get("recursive") in (["true"], ["True"]))
+    def _ask(self, repo: _Repo, action: str, folder: str, query: dict) -> dict | list:
         if action == "paths-info":
-            wanted = parse_qs(form).get("paths", [])
-            return [repo.entries[path] for path in wanted if path in repo.entries]
-        return repo.info()
+            return [repo.entries[path] for path in query["paths"] if path in repo.entries]
+        if action == "tree":
+            prefix = repo.entry(folder, "directory")["path"] + "/" if folder else ""
+            inside = [entry for path, entry in repo.entries.items() if path.startswith(prefix)]
+            if query.get("recursive") in (["true"], ["True"]):
+                return inside
+            return [each for each in inside if "/" not in each["path"].removeprefix(prefix)]
+        files = [path for path, entry in repo.entries.items() if entry["type"] == "file"]
+        siblings = [{"rfilename": path} for path in files]
+        return {"id": repo.name, "sha": repo.commit, "tags": [], "siblings": siblings}
 
     def _send_file(self, repo: _Repo, filename: str) -> None:
         entry = repo.entry(filename, "file")
-        status, start, end = self._byte_range(entry["size"])
         headers = {"X-Repo-Commit": repo.commit, "ETag": f'"{entry["oid"]}"'}
-        if "lfs" in entry:
-            digest = entry["lfs"]["oid"]
-            headers |= {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(entry["size"])}
-            if self.command != "HEAD":
-                with self.server.counting:
-                    self.server.hub.sent += end - start
         headers |= {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
-        if status != 200:
-            span = f"{start}-{end - 1}" if status == 206 else "*"
-            headers["Content-Range"] = f"bytes {span}/{entry['size']}"
+        size, status, start, end = entry["size"], 200, 0, entry["size"]
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            status, start, end = 206, int(asked[1]), min(int(asked[2] or size) + 1, size)
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
         with (repo.folder / filename).open("rb") as file:
             file.seek(start)
-            self._send(status, file.read(end - start), headers)
-
-    def _byte_range(self, size: int) -> tuple[int, int, int]:
-        """The status to answer with, the first byte to send and the one past the last."""
-        match = _RANGE.fullmatch(self.headers.get("Range", ""))
-        if not match:
-            return 200, 0, size
-        first, last, tail = match.groups()
-        start = int(first) if first else max(size - int(tail), 0)
-        end = min(int(last) + 1, size) if last else size
-        return (206, start, end) if start < end else (416, 0, 0)
+            data = file.read(end - start)
+        if "lfs" in entry:
+            headers |= {"X-Linked-ETag": f'"{entry["lfs"]["oid"]}"', "X-Linked-Size": str(size)}
+            if self.command != "HEAD":
+                with self.server.counting:
+                    self.server.hub.sent += len(data)
+        self._send(status, data, headers)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)

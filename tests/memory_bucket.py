@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from activation_extraction.store.folder import ANY, FileEntry, Folder
-from activation_extraction.store.patience import RequestError
+from activation_extraction.store.folder import ANY, ChangedError, FileEntry, Folder, FolderError
 
 
 class Stopped(BaseException):
@@ -83,27 +82,22 @@ class _Files:
             with self.bucket.lock:
                 result = action(self.bucket.objects)
         if fate in ("fail", "lost"):
-            raise RequestError("no answer", final=False)
+            raise FolderError("no answer", final=False)
         return result
 
-    def entries(self) -> tuple[dict[str, FileEntry], list[str]]:
+    def entries(self) -> dict[str, FileEntry | None]:
         below = f"{self.url}/"
         found = self._ask("listing", lambda objects: dict(objects))
         names = {p.removeprefix(below): each for p, each in found.items() if p.startswith(below)}
         files = {n: FileEntry(len(data), v) for n, (data, v) in names.items() if "/" not in n}
-        return files, sorted({name.split("/")[0] for name in names if "/" in name})
+        return {**{name.split("/")[0]: None for name in names if "/" in name}, **files}
 
-    def _get(self, request: str, name: str) -> tuple[bytes, str] | None:
-        return self._ask(f"{request} {name}", lambda objects: objects.get(f"{self.url}/{name}"))
-
-    def entry(self, name: str) -> FileEntry | None:
-        found = self._get("looking at", name)
-        return None if found is None else FileEntry(len(found[0]), found[1])
-
-    def read(self, name: str, start: Any, stop: Any, version: Any, most: Any) -> Any:
-        found = self._get("reading", name)
+    def read(
+        self, name: str, start: Any = None, stop: Any = None, version: Any = None, most: Any = None
+    ) -> Any:
+        found = self._ask(f"reading {name}", lambda objects: objects.get(f"{self.url}/{name}"))
         if found is not None and version not in (None, found[1]):
-            raise RequestError("is another version now", changed=True)
+            raise ChangedError("is another version now")
         return None if found is None else (found[0][start:stop], found[1])
 
     def write(self, name: str, parts: Any, expected: Any) -> str:
@@ -111,7 +105,7 @@ class _Files:
 
         def put(objects: dict[str, tuple[bytes, str]]) -> str:
             if expected is not ANY and expected != (objects.get(path) or (None, None))[1]:
-                raise RequestError("is another version", changed=True)
+                raise ChangedError("is another version now")
             return self.bucket.put(path, b"".join(parts))
 
         return self._ask(f"writing {name}", put)

@@ -33,18 +33,10 @@ class Pod:
     """Processes that were started together; their exit statuses and what they printed."""
 
     def __init__(
-        self,
-        folder,
-        hosts,
-        devices,
-        *flags,
-        only=None,
-        through_environment=False,
-        script=SCRIPT,
-        of_each=(),
-        **variables,
+        self, folder, hosts, devices, *flags, only=None, script=SCRIPT, of_each=(), **variables
     ):
-        """of_each: variables of each host; the others are those of all."""
+        """flags: of all, or a list for each host. of_each: variables of each host, beside those of
+        all. Even hosts are told by flags where they meet, odd ones by variables."""
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             self.address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -52,20 +44,20 @@ class Pod:
         self.processes = {}
         for i in range(hosts) if only is None else only:
             own = flags[i] if flags and isinstance(flags[0], list) else flags
-            where = {"COORDINATOR_ADDRESS": self.address, "HOST_ID": i, "NUM_HOSTS": hosts}
+            command = [str(script), "--multihost", *map(str, own)]
             environment = os.environ | {
                 "JAX_PLATFORMS": "cpu",
                 "JAX_NUM_CPU_DEVICES": str(devices),
                 "PYTHONUNBUFFERED": "1",
                 "PYTHONPATH": str(SCRIPT.parent),
+                "HOST_ID": str(i),
             }
             environment |= variables | (of_each[i] if of_each else {})
-            command = [str(script), "--multihost", *map(str, own)]
-            if through_environment:
-                environment |= {name: str(value) for name, value in where.items()}
+            if i % 2:
+                environment |= {"COORDINATOR_ADDRESS": self.address, "NUM_HOSTS": str(hosts)}
             else:
-                for name, value in where.items():
-                    command += [f"--{name.lower()}", str(value)]
+                command += ["--coordinator_address", self.address]
+                command += ["--num_hosts", str(hosts), "--host_id", str(i)]
             with open(self.logs[i], "w") as log:
                 self.processes[i] = forks.start(command, environment, log.fileno())
 
@@ -118,7 +110,8 @@ def stored(output):
 
 @pytest.fixture(scope="session")
 def alone(demo_inputs, tmp_path_factory):
-    return stored_alone(demo_inputs, tmp_path_factory.mktemp("alone"), LAYERS)
+    """What one process with one device stores."""
+    return stored_alone(demo_inputs, tmp_path_factory.mktemp("alone"))
 
 
 @pytest.fixture(scope="session")
@@ -126,7 +119,7 @@ def alone_with_few(demo_inputs, tmp_path_factory):
     """A file with 100 of the documents, and what one device stores of them."""
     folder = tmp_path_factory.mktemp("few")
     few = first_documents(demo_inputs, folder / "few.parquet", 100)
-    return few, stored_alone(demo_inputs, folder / "alone", LAYERS, "--dataset_path", few)
+    return few, stored_alone(demo_inputs, folder / "alone", "--dataset_path", few)
 
 
 def first_documents(demo_inputs, path, count):
@@ -135,9 +128,8 @@ def first_documents(demo_inputs, path, count):
     return path
 
 
-def stored_alone(demo_inputs, out, hooks, *more):
-    """What one process with one device stores."""
-    flags = flags_for(demo_inputs, out, "--overwrite", "--no_data_parallel", *more, hooks=hooks)
+def stored_alone(demo_inputs, out, *more):
+    flags = flags_for(demo_inputs, out, "--overwrite", "--no_data_parallel", *more)
     assert main(*flags) == 0
     return alone_of(out, demo_inputs / "model")
 

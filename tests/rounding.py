@@ -1,8 +1,4 @@
-"""How far apart two right computations may be, whatever processor they ran on.
-
-Processors, threads and devices differ in the order in which a sum is added up, and in whether a
-product is rounded before. A tolerance that was measured on one of them is red on the next.
-"""
+"""How far apart two right computations may be, whatever processor they ran on."""
 
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
@@ -20,18 +16,11 @@ def allowed_errors(
 ) -> dict[Name, float]:
     """The largest difference between two float32 evaluations of function(inputs), for each value.
 
-    inputs: arrays, in any tree. terms: the number n of terms of the longest sum.
-
-    In whatever order it is added up, a sum is the exact sum of terms that were each changed by
-    n u / (1 - n u) of their size at most, u = 2^-24 (Higham, Accuracy and Stability of Numerical
-    Algorithms, 2002, section 3.1), and in all likelihood by about sqrt(n) u (Higham and Mary, SIAM
-    J. Sci. Comput. 41, 2019). How much such changes move a result is its condition: the largest
-    change that random changes of all inputs cause, over the size of those (Kenney and Laub, SIAM
-    J. Sci. Comput. 15, 1994). The errors of two evaluations are independent. So they differ by
-
-        sqrt(2 n) u condition
-
-    `function` should be the reference, so that a wrong formula does not excuse itself.
+    inputs: arrays, in any tree. terms: the number n of terms of the longest sum. Two evaluations
+    differ by sqrt(2 n) u condition, u = 2^-24 (Higham and Mary, SIAM J. Sci. Comput. 41, 2019),
+    where the condition is the largest change that random changes of all inputs cause, over the size
+    of those (Kenney and Laub, SIAM J. Sci. Comput. 15, 1994). `function` should be the reference,
+    so that a wrong formula does not excuse itself.
     """
     draw, expected = np.random.default_rng(0), function(inputs)
     moved = dict.fromkeys(expected, 0.0)

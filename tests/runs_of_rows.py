@@ -28,12 +28,17 @@ def row_of(row):
     )
 
 
+def columns_of(row):
+    """Those that are kept; of one, not every row has a value, and of another the types differ."""
+    tags = {"tags": [{"a": row}]} if row % 3 else {}
+    return {"even": row % 2 == 0, "mixed": [row, "ä", None][row % 3], **tags}
+
+
 def out_of_order(count):
     """The numbers from 0 on as packing may order samples: those of several shards interleave."""
-    numbers = np.arange(count)
-    for group in np.split(numbers, range(16, count, 16)):
-        np.random.default_rng(0).shuffle(group)
-    return numbers.tolist()
+    chance = np.random.default_rng(0)
+    groups = np.split(np.arange(count), range(16, count, 16))
+    return [int(number) for group in groups for number in chance.permutation(group)]
 
 
 @dataclass
@@ -107,7 +112,7 @@ class Run:
             ids[self.changed[1]] += 1
         known = sample_idx, ids, f"text {row}", f"id-{row}", Cursor(index), Cursor(index + 1)
         labels = {"role": roles, "turn": roles + 1}
-        sample = Sample(*known, row_of(row), columns={"even": row % 2 == 0}, labels=labels)
+        sample = Sample(*known, row_of(row), columns=columns_of(row), labels=labels)
         kept = self.positions(row)
         values = {key: self.values(row, hook)[kept] for key, hook in self.hooks.items()}
         storage.add_batch(batch_of(sample, kept, LENGTH), values)
@@ -174,11 +179,9 @@ def contents(pair):
     return [[array.tobytes() for array in batch.arrays] for batch in pair]
 
 
-def some_run(chance, seed, like=None, **given):
+def some_run(chance, seed, **given):
     """A run of random rows in a random order, cut and stored in a random way."""
     rows = chance.permutation(60)[: chance.integers(25, 60)].tolist()
-    if chance.random() < 0.4:
-        rows = sorted(rows)
     options = dict(
         kept=str(chance.choice(["all", "first", "odd", "random"])),
         shard_format=str(chance.choice(FORMATS)),
@@ -187,7 +190,7 @@ def some_run(chance, seed, like=None, **given):
         hosts=int(chance.integers(1, 3)),
         dtype=str(chance.choice(["float32", "bfloat16"])),
     )
-    return Run(rows, seed, **(options | given))
+    return Run(sorted(rows) if chance.random() < 0.4 else rows, seed, **(options | given))
 
 
 def random_runs(seed, **given):

@@ -1,24 +1,26 @@
 """Runs of all but the model over texts of a few bytes: the fixture `run`, and what it leaves."""
 
 import json
+import math
 import random
 from pathlib import Path
 
 import numpy as np
 import pytest
+from extractions import edit
 from storages import open_storage
 
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import demo
-from activation_extraction.store.commit import seal
 from activation_extraction.store.formats import chosen_format
 from activation_extraction.store.identity import Identity
 from activation_extraction.text.documents import DocumentStream, RowCounts
 from activation_extraction.text.packing import pack
 from activation_extraction.text.rows import RowForm, TextColumn
-from activation_extraction.text.samples import SampleForm, load_tokenizer, samples
+from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.sources import open_files
+from activation_extraction.text.tokenizer import load_tokenizer
 
 HOOKS = {1: "blocks.1.hook_resid_post", 2: "blocks.2.hook_resid_post"}
 HIDDEN = 4
@@ -50,15 +52,13 @@ def byte_tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     demo.write_tokenizer(folder, [])
     (folder / "config.json").write_text("{}")
-    files = Checkpoint(str(folder)).tokenizer_files()
-    return load_tokenizer(files, str(folder), 2048)
+    return load_tokenizer(Checkpoint(str(folder)).tokenizer_files(), str(folder), 2048)
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """Texts of 1 to 30 bytes, some empty."""
-    chance = random.Random(1)
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    chance, path = random.Random(1), tmp_path_factory.mktemp("rows") / "rows.jsonl"
     texts = ["x" * chance.choice([0, 1, *range(2, 31)]) for _ in range(DOCUMENTS)]
     path.write_text("".join(json.dumps({"text": t, "id": i}) + "\n" for i, t in enumerate(texts)))
     return path
@@ -82,31 +82,24 @@ def shard_name(number, shard_format="pickle"):
 def run(byte_tokenizer, rows, shard_format):
     """Runs all but the model; with `interrupt_after`, up to the batch with that sample."""
 
-    def run(folder, *, interrupt_after=None, **options):
+    def run(folder, *, interrupt_after=math.inf, **options):
         usual = {"shard_size_gb": 1.5e-6, "shard_format": shard_format}
         identity = Identity(model_digest="tiny")
         place = open_storage(folder, HOOKS, **({"identity": identity} | usual | options))
         try:
             place.open()
-            if place.complete:
-                place.finalize()
-                return place
-            found = samples(
-                stream_of(rows),
-                byte_tokenizer,
-                SampleForm(24),
-                start=place.mark,
-                stored=place.stored_after_mark,
-                **place.limits,
-            )
-            complete = True
-            for batch in pack(found, 2, 32):
-                place.add_batch(batch, activations(batch))
-                last = max(placed.sample.sample_idx for placed in batch.samples)
-                if interrupt_after is not None and last >= interrupt_after:
-                    complete = False
-                    break
-            place.finalize(complete)
+            if not place.complete:
+                form, marks = (
+                    SampleForm(24),
+                    {"start": place.mark, "stored": place.stored_after_mark},
+                )
+                found = samples(stream_of(rows), byte_tokenizer, form, **marks, **place.limits)
+                for batch in pack(found, 2, 32):
+                    place.add_batch(batch, activations(batch))
+                    if max(each.sample.sample_idx for each in batch.samples) >= interrupt_after:
+                        place.finalize(complete=False)
+                        break
+            place.finalize()
         finally:
             place.close(patient=True)
         return place
@@ -117,16 +110,12 @@ def run(byte_tokenizer, rows, shard_format):
 def content(folder: Path) -> dict[str, object]:
     """Shards as bytes, commits without what differs between two runs."""
     found: dict[str, object] = {}
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith("shard") and path.suffix == ".json":
+    differs = {"committed", "began", "checksum", "run", "owner", "url", "files"}
+    for path in sorted(folder.glob("shard_*")):
+        found[path.name] = path.read_bytes()
+        if path.suffix == ".json":
             commit = json.loads(path.read_bytes())
-            found[path.name] = {
-                key: value
-                for key, value in commit.items()
-                if key not in ("committed", "began", "checksum", "run", "owner", "url", "files")
-            }
-        elif path.is_file() and path.name not in ("metadata.json", "metrics.jsonl"):
-            found[path.name] = path.read_bytes()
+            found[path.name] = {key: commit[key] for key in commit if key not in differs}
     return found
 
 
@@ -136,6 +125,4 @@ def status(folder):
 
 def set_status(folder, status):
     """As a run leaves it that was killed."""
-    metadata = json.loads((folder / "metadata.json").read_bytes())
-    del metadata["checksum"]
-    (folder / "metadata.json").write_bytes(seal({**metadata, "status": status}))
+    edit(folder / "metadata.json", lambda content: content.update(status=status))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from command_line import main
 from pods import flags_for
+from test_model import matching
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common import host_memory
@@ -18,7 +19,6 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.devices import CHIPS, memory_of
 from activation_extraction.model.forward import build_model
-from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.run.prepare import model_request
 from benchmarks.shapes import SHAPES, evenly_spaced
@@ -47,8 +47,8 @@ def step_of(name, rows, length=2048):
     return StepSizes(model, weight_table(model), rows, length)
 
 
-def devices(count, kind="TPU v5e", **how):
-    return [Device(number, kind, **how) for number in range(count)]
+def devices(count, kind="TPU v5e"):
+    return [Device(number, kind) for number in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,12 @@ def test_what_fits_nowhere_takes_the_least_memory_and_says_so():
 
 def test_gpus_of_one_host_gather_sooner_than_those_of_several():
     """A GPU's links end at its host; of two hosts of two, none should gather over four."""
-    step = step_of("7B", 64)
+    step, kind = step_of("7B", 64), "NVIDIA H100 80GB HBM3"
     layout = build_layout(jax.devices()[:4], {"data": 1, "fsdp": 4}, 4)
-    one_host = devices(4, "NVIDIA H100 80GB HBM3", platform="gpu")
-    two_hosts = [
-        Device(number, "NVIDIA H100 80GB HBM3", "gpu", process_index=number // 2)
-        for number in range(4)
-    ]
-    slow, fast = (step.estimate(layout, group).gathers for group in (two_hosts, one_host))
+    slow, fast = (
+        step.estimate(layout, [Device(n, kind, "gpu", n // of_host) for n in range(4)]).gathers
+        for of_host in (2, 4)
+    )
     assert slow == pytest.approx(9 * fast)
 
 
@@ -125,21 +123,16 @@ def test_rows_and_widths_that_divide_on_no_mesh_are_refused():
         step.choose_mesh(devices(5), None)
 
 
-def test_memory_is_what_the_device_says_or_what_its_kind_has():
-    assert memory_of(SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 5})) == 5
-    assert memory_of(Device(0, "TPU v6 lite")) == 32e9
-    assert memory_of(Device(0, "cpu")) is None
-
-
 @pytest.mark.parametrize("limited", [True, False])
-def test_cpu_devices_share_the_memory_of_the_machine_or_of_its_container(
-    limited, monkeypatch, tmp_path
-):
+def test_memory(limited, monkeypatch, tmp_path):
+    """CPU devices share that of the machine or of its container; others say what they have."""
     most, used = container = tmp_path / "memory.max", tmp_path / "memory.current"
     most.write_text("16000000\n" if limited else "max\n")
     used.write_text("15000000\n")
     monkeypatch.setattr(host_memory, "CONTAINER", container)
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert memory_of(SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 5})) == 5
+    assert memory_of(Device(0, "TPU v6 lite")) == 32e9 and memory_of(Device(0, "cpu")) is None
     assert 8 * memory_of(jax.local_devices()[0]) == (16e6 if limited else machine)
     available = host_memory.available_memory()
     assert available == 1e6 if limited else 1e6 < available <= machine
@@ -150,8 +143,7 @@ def test_the_head_counts_where_logits_are_computed():
     layout = build_layout(jax.devices(), {"data": 2, "fsdp": 4}, 4)
     found = []
     for names in (["ln_final.hook_out"], ["ln_final.hook_out", "loss"]):
-        hooks = [*hook_table(config).matching(names, 28).values()]
-        model = create_model_with_hooks(config, hooks, jax.numpy.dtype("bfloat16"))
+        model = create_model_with_hooks(config, matching(config, names), np.dtype("bfloat16"))
         found.append(StepSizes(model, weight_table(model), 16, 2048).memory(layout))
     head = 2 * config.vocab_size * config.hidden_size
     assert head < found[1] - found[0] < 2 * head  # gathered, and the logits of a block
@@ -161,11 +153,11 @@ def test_the_least_memory_of_all_hosts_decides():
     """A host cannot ask the devices of another one."""
     family, config = FAMILIES.parse_config(SHAPES["0.5B"])
     request = model_request(parse_args(["--batch_size", "8", "--layers_to_extract", "3"]))
-    shapes = [
-        build_model(family, dataclasses.replace(request, memory=memory), config)[0].layout.shape
+    large, small = (
+        build_model(family, dataclasses.replace(request, memory=memory), config)[0].layout
         for memory in (1e12, 1e9)
-    ]
-    assert shapes[0] == {"data": 8} and shapes[1].get("fsdp", 1) > 1
+    )
+    assert large.shape == {"data": 8} and small.size("fsdp") > 1
 
 
 def test_a_run_says_which_mesh_it_took_and_why(demo_inputs, tmp_path, capsys):

@@ -17,13 +17,9 @@ from activation_extraction.common.positions import parse_positions
 from activation_extraction.text.chat import ChatTemplate
 from activation_extraction.text.messages import MessagesColumn
 from activation_extraction.text.rows import RowForm, UnusableRowError, arc_prompt
-from activation_extraction.text.samples import (
-    SampleForm,
-    load_tokenizer,
-    pretrained,
-    samples,
-)
+from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.token_choice import TokenChoice
+from activation_extraction.text.tokenizer import load_tokenizer, pretrained
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 WORDS = [

@@ -5,12 +5,12 @@ import json
 import os
 import re
 
-import pyarrow
-import pyarrow.parquet
+import fsspec
 import pytest
 from command_line import main
 from pods import flags_for
 from small_runs import TEXT, content
+from test_file_kinds import as_arrow, as_lines, as_parquet, rows_of
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError, RunError
@@ -18,15 +18,15 @@ from activation_extraction.run.data_files import DataFiles
 from activation_extraction.run.open_data import TextRequest, open_dataset
 from activation_extraction.store.identity import Identity
 from activation_extraction.text.batch import Worker
-from activation_extraction.text.file_list import TextFile, list_files
+from activation_extraction.text.file_list import list_files
 
 # How a data set in the folder {} is asked for; the second source of a mixture is another folder.
 ASKED = {
     "folder": ["--dataset_path", "{}/data"],
-    "glob": ["--dataset_path", "{}/data/*.jsonl"],
-    "shuffled": ["--dataset_path", "{}/data", "--shuffle_documents", "3"],
+    "shuffled": ["--dataset_path", "{}/data/*.jsonl", "--shuffle_documents", "3"],
     "mixture": ["--mix", "{}/more=0.5", "{}/data=1"],
 }
+every_way = pytest.mark.parametrize("asked", ASKED)
 
 
 def lines(*names):
@@ -34,6 +34,7 @@ def lines(*names):
 
 
 A, B = ([f"{letter}{n}" for n in range(30)] for letter in "ab")
+NEW = lines("new")
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def data(tmp_path):
     return tmp_path / "data"
 
 
-def opened(folder, asked, earlier=()):
+def opened(folder, asked="folder", earlier=()):
     """A data set as a run opens it whose hosts have stored this metadata."""
     flags = [flag.format(folder) for flag in ASKED[asked]]
     return open_dataset(parse_args(flags).part(TextRequest), TEXT.columns, earlier)
@@ -53,33 +54,28 @@ def opened(folder, asked, earlier=()):
 
 def metadata_of(dataset):
     identity = Identity(data=dataset.name, data_revision=dataset.content)
-    return json.loads(
-        json.dumps({"identity": identity.to_json(), "data_files": dataset.files.to_json()})
-    )
+    metadata = {"identity": identity.to_json(), "data_files": dataset.files.to_json()}
+    return json.loads(json.dumps(metadata))
 
 
 def documents_of(dataset, asked):
-    seed = 3 if asked == "shuffled" else None
-    return dataset.documents(TEXT, Worker(), False, seed)
+    return dataset.documents(TEXT, Worker(), False, 3 if asked == "shuffled" else None)
 
 
-def texts_of(dataset, asked):
+def texts_of(dataset, asked="folder"):
     return [document.content.text for document in documents_of(dataset, asked)]
 
 
-def write(name, content):
+def write(name, content, mode="w"):
     def change(folder):
-        (folder / name).write_text(content)
-
-    return change
-
-
-def append(name, content):
-    def change(folder):
-        with open(folder / name, "a") as file:
+        with open(folder / name, mode) as file:
             file.write(content)
 
     return change
+
+
+def append(name):
+    return write(name, NEW, "a")
 
 
 def rename(*pairs):
@@ -93,66 +89,42 @@ def rename(*pairs):
 
 
 def both(*changes):
-    def change(folder):
-        for each in changes:
-            each(folder)
-
-    return change
+    return lambda folder: [change(folder) for change in changes]
 
 
+def delete(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def touch(name):
+    return lambda folder: os.utime(folder / name, (1, 1))
+
+
+REVERSED = write("a.jsonl", lines(*reversed(A)))
+LONGER = r"/data/{}\.jsonl is not the file that .* \([\d,]+ bytes then, [\d,]+ now\); a run".format
 # What happens to the files between two starts, and the refusal; None: the same rows are read.
 BETWEEN_STARTS = {
-    "nothing": (lambda folder: None, None),
+    "nothing": (both(), None),
     "renamed": (rename(("a.jsonl", "z.jsonl")), None),
-    "all renamed, and listed in another order": (
-        rename(("a.jsonl", "z.jsonl"), ("b.jsonl", "y.jsonl")),
-        None,
-    ),
-    "grown": (append("a.jsonl", lines("new")), None),
-    "renamed and grown": (
-        both(append("a.jsonl", lines("new")), rename(("a.jsonl", "z.jsonl"))),
-        None,
-    ),
-    "other files that are left out": (
-        both(*(write(name, lines("new")) for name in ("_b.jsonl", ".c.jsonl", "d.md", "e.json"))),
-        None,
-    ),
-    "reordered rows": (
-        write("a.jsonl", lines(*reversed(A))),
-        r"/data/a\.jsonl is not the file that the run began with; a run over other data",
-    ),
-    "exchanged for another file": (
-        write("b.jsonl", lines("other", *B)),
-        r"/data/b\.jsonl is not the file that .* \([\d,]+ bytes then, [\d,]+ now\); a run",
-    ),
+    "all renamed": (rename(("a.jsonl", "z.jsonl"), ("b.jsonl", "y.jsonl")), None),
+    "grown": (append("a.jsonl"), None),
+    "renamed and grown": (both(append("a.jsonl"), rename(("a.jsonl", "z.jsonl"))), None),
+    "left out": (both(*(write(name, NEW) for name in ("_b.jsonl", ".c.jsonl", "e.json"))), None),
+    "reordered rows": (REVERSED, r"/data/a\.jsonl is not the file that the run began with; a run "),
+    "exchanged": (write("b.jsonl", lines("other", *B)), LONGER("b")),
     "exchanged for each other": (
         rename(("a.jsonl", "b.jsonl"), ("b.jsonl", "a.jsonl")),
         r"/data/a\.jsonl is not the file that the run began with; ",
     ),
-    "shortened": (
-        write("a.jsonl", lines(*A[:-1])),
-        r"/data/a\.jsonl is not the file that .* \([\d,]+ bytes then, [\d,]+ now\); a run",
-    ),
-    "changed and grown": (
-        write("a.jsonl", lines(*reversed(A), "new")),
-        r"/data/a\.jsonl is not the file that .* \([\d,]+ bytes then, [\d,]+ now\); a run",
-    ),
-    "missing": (
-        lambda folder: (folder / "b.jsonl").unlink(),
-        r"b\.jsonl is missing; a run over other data needs another .*; this one needs the file",
-    ),
-    "renamed and changed": (
-        both(rename(("a.jsonl", "z.jsonl")), write("z.jsonl", lines(*reversed(A)))),
-        r"a\.jsonl is missing; ",
-    ),
-    "additional": (
-        write("0.jsonl", lines("new")),
-        r"0\.jsonl was not read when the run began; take it out, or give a glob that leaves it out",
-    ),
+    "shortened": (write("a.jsonl", lines(*A[:-1])), LONGER("a")),
+    "changed and grown": (write("a.jsonl", lines(*reversed(A), "new")), LONGER("a")),
+    "missing": (delete("b.jsonl"), r"b\.jsonl is missing; a run .*; this one needs the file"),
+    "renamed and changed": (both(REVERSED, rename(("a.jsonl", "z.jsonl"))), r"a\.jsonl is missing"),
+    "additional": (write("0.jsonl", NEW), r"0\.jsonl was not read when the run began; take it out"),
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@every_way
 @pytest.mark.parametrize("case", BETWEEN_STARTS)
 def test_a_continued_run_reads_the_same_rows_or_names_the_file(data, case, asked):
     change, refused = BETWEEN_STARTS[case]
@@ -169,233 +141,153 @@ def test_a_continued_run_reads_the_same_rows_or_names_the_file(data, case, asked
     assert metadata_of(again) == stored
 
 
-def test_a_file_that_is_not_asked_for_may_come(data):
-    stored = metadata_of(opened(data.parent, "glob"))
-    write("c.ndjson", lines("new"))(data)
-    assert metadata_of(opened(data.parent, "glob", [stored])) == stored
-    with pytest.raises(InputError, match=r"c\.ndjson was not read when the run began"):
-        opened(data.parent, "folder", [stored])
-
-
 def test_what_is_not_read_of_files_that_have_grown_is_said_in_one_line(data, caplog):
-    stored = metadata_of(opened(data.parent, "folder"))
-    append("a.jsonl", lines("new"))(data)
-    append("b.jsonl", lines("new"))(data)
-    opened(data.parent, "folder", [stored])
-    told = f"the last {2 * len(lines('new'))} bytes of {data}/a.jsonl and 1 other "
-    assert [each.message for each in caplog.records] == [
-        f"{told}file are not read: they were not there when the run began"
-    ]
+    stored = metadata_of(opened(data.parent))
+    for name, told in (("a.jsonl", f"{data}/a.jsonl"), ("b.jsonl", "2 files")):
+        append(name)(data)
+        caplog.clear()
+        opened(data.parent, earlier=[stored])
+        size = len(NEW) * (1 + (name == "b.jsonl"))
+        assert caplog.messages == [
+            f"the last {size} bytes of {told} are not read: they were not there when the run began"
+        ]
 
 
-def as_csv(*names):
-    return "text,id\n" + "".join(f"text {name},{name}\n" for name in names)
-
-
-def as_parquet(*names):
-    sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.table({"text": names}), sink)
-    return sink.getvalue().to_pybytes()
-
-
-def as_arrow(*names):
-    table, sink = pyarrow.table({"text": names}), pyarrow.BufferOutputStream()
-    with pyarrow.ipc.new_stream(sink, table.schema) as stream:
-        stream.write_table(table)
-    return sink.getvalue().to_pybytes()
-
-
+ROWS, LINES = rows_of([1]), as_lines(rows_of([1]))
 # The name of a file, its content, what is written behind it, and whether the run continues.
 KINDS = [
-    ("a.ndjson", lines("x").encode(), lines("new").encode(), True),
-    ("a.JSONL", lines("x").encode(), lines("new").encode(), True),
-    ("a.json", b'[{"text": "x"}]', b"\n", True),
-    ("a.csv", as_csv("x").encode(), b"new,new\n", True),
-    ("a.jsonl.gz", gzip.compress(lines("x").encode()), gzip.compress(b"new"), True),
-    ("a.parquet", as_parquet("x"), b"new", False),
-    ("a.arrow", as_arrow("x"), b"new", False),
+    ("a.JSONL", LINES, LINES, True),
+    ("a.json", b"[" + LINES + b"]", b"\n", True),
+    ("a.csv", b"text,id\nx,1\n", b"new,new\n", True),
+    ("a.jsonl.gz", gzip.compress(LINES), gzip.compress(b"new"), True),
+    ("a.parquet", as_parquet(ROWS), b"new", False),
+    ("a.arrow", as_arrow(ROWS), b"new", False),
 ]
 
 
 @pytest.mark.parametrize("name,content,more,continues", KINDS, ids=[each[0] for each in KINDS])
 def test_files_of_text_may_grow_and_others_may_not(tmp_path, name, content, more, continues):
     (tmp_path / "data").mkdir()
-    path = tmp_path / "data" / name
-    path.write_bytes(content)
-    first = opened(tmp_path, "folder")
-    stored, texts = metadata_of(first), texts_of(first, "folder")
+    write(name, content, "wb")(tmp_path / "data")
+    first = opened(tmp_path)
+    stored, texts = metadata_of(first), texts_of(first)
     assert len(texts) == 1
-    assert texts_of(opened(tmp_path, "folder", [stored]), "folder") == texts
-    path.write_bytes(content + more)
+    write(name, more, "ab")(tmp_path / "data")
     if continues:
         first.files.check([{"file": name}])
-        assert texts_of(opened(tmp_path, "folder", [stored]), "folder") == texts
+        assert texts_of(opened(tmp_path, earlier=[stored])) == texts
         return
     with pytest.raises(RunError, match=f"{name}: has changed while the run was reading it"):
         first.files.check([{"file": name}])
     with pytest.raises(InputError, match=f"{name} is not the file that the run began with"):
-        opened(tmp_path, "folder", [stored])
+        opened(tmp_path, earlier=[stored])
 
 
-# What a file has when the run begins, what comes behind it, and the texts; None: it is damaged.
-CUT = {
-    "a row": ("a.jsonl", '{"text": "1"}\n{"text": "2', '"}\n', ["1"]),
-    "a row of .json": ("a.json", '{"text": "1"}\n{"te', 'xt": "2"}\n', ["1"]),
-    "only the end of the line": ("a.jsonl", '{"text": "1"}', '\n{"text": "2"}\n', ["1"]),
-    "only half of the end": ("a.jsonl", '{"text": "1"}\r', '\n{"text": "2"}\n', ["1"]),
-    "nothing": ("a.jsonl", '{"text": "1"}\n', '{"text": "2"}\n', ["1"]),
-    "nothing, the file ends": ("a.jsonl", '{"text": "1"}\n{"text": "2"}', "", ["1", "2"]),
-    "everything": ("a.jsonl", '{"te', 'xt": "1"}\n', []),
-    "a field": ("a.csv", "text\n1\n2", "2\n", ["1"]),
-    "only the end of a record": ("a.csv", "text\n1\n2", "\n3\n", ["1", "2"]),
-    "a quoted field": ("a.csv", 'text\n1\n"2', '2"\n', ["1"]),
-    "a quoted field at the end of a line": ("a.csv", 'text\n1\n"2\n', '2"\n', ["1"]),
-    "a quoted field, the file ends": ("a.csv", 'text\n1\n"2\n', "", None),
-}
+ONE = '{"text": "1"}'
+# What a file has when the run begins, what comes behind it, the texts, and whether a row is cut.
+CUT = [
+    ("a.jsonl", f'{ONE}\n{{"text": "2', '"}\n', ["1"], True),
+    ("a.json", f'{ONE}\n{{"te', 'xt": "2"}\n', ["1"], True),
+    ("a.jsonl", ONE, f"\n{ONE}\n", ["1"], False),
+    ("a.jsonl", f"{ONE}\r", f"\n{ONE}\n", ["1"], False),
+    ("a.jsonl", ONE, f"\r\n{ONE}\n", ["1"], False),
+    ("a.jsonl", f"{ONE}\n", f"{ONE}\n", ["1"], False),
+    ("a.jsonl", f"{ONE}\n{ONE}", "", ["1", "1"], False),
+    ("a.jsonl", ONE[:5], ONE[5:], [], True),
+    ("a.csv", "text\n1\n2", "2\n", ["1"], True),
+    ("a.csv", "text\n1\n2", "\n3\n", ["1", "2"], False),
+    ("a.csv", 'text\n1\n"2', '2"\n', ["1"], True),
+    ("a.csv", 'text\n1\n"2\n', '2"\n', ["1"], True),
+]
 
 
-@pytest.mark.parametrize("case", CUT)
-def test_a_row_that_the_recorded_size_cuts_is_not_read(tmp_path, case, caplog):
-    name, begins, more, texts = CUT[case]
+@pytest.mark.parametrize("name,begins,more,texts,cut", CUT)
+def test_a_row_that_the_recorded_size_cuts_is_not_read(
+    tmp_path, name, begins, more, texts, cut, caplog
+):
     (tmp_path / "data").mkdir()
     write(name, begins)(tmp_path / "data")
-    dataset = opened(tmp_path, "folder")
-    append(name, more)(tmp_path / "data")
-    if texts is None:
-        with pytest.raises(RunError, match="a quoted field has no end"):
-            texts_of(dataset, "folder")
-        return
-    assert texts_of(dataset, "folder") == texts
-    whole = case.startswith(("only", "nothing"))
-    assert ("its last row is not read: it was not complete when" in caplog.text) != whole
+    dataset = opened(tmp_path)
+    write(name, more, "a")(tmp_path / "data")
+    assert texts_of(dataset) == texts
+    assert ("its last row is not read: it was not complete when" in caplog.text) == cut
 
 
-def touch(name):
-    return lambda folder: os.utime(folder / name, (1, 1))
-
-
-# What happens to the files while the run reads a.jsonl, and what ends it; None: it goes on.
+CHANGED = "has changed while the run was reading it"
+# Whose first row has been read when something happens to the files, what, and what ends the run.
 WHILE_READ = {
-    "nothing": (lambda folder: None, None),
-    "touched": (touch("a.jsonl"), None),
-    "written again": (write("a.jsonl", lines(*A)), None),
-    "grown": (append("a.jsonl", lines("new")), None),
-    "another one has changed": (write("b.jsonl", lines("new")), None),
-    "reordered": (write("a.jsonl", lines(*reversed(A))), "has changed while the run was reading"),
-    "shortened": (write("a.jsonl", lines(*A[:-1])), "has changed while the run was reading it"),
-    "emptied": (write("a.jsonl", ""), "has changed while the run was reading it"),
-    "deleted": (lambda folder: (folder / "a.jsonl").unlink(), "cannot be read: No such file"),
-    "exchanged": (rename(("b.jsonl", "a.jsonl")), "has changed while the run was reading it"),
+    "touched": ("a", touch("a.jsonl"), None),
+    "grown": ("a", append("a.jsonl"), None),
+    "grown, the other one": ("b", append("b.jsonl"), None),
+    "reordered": ("a", REVERSED, CHANGED),
+    "exchanged": ("b", write("b.jsonl", NEW), CHANGED),
+    "shortened": ("a", write("a.jsonl", lines(*A[:-1])), CHANGED),
+    "deleted": ("b", delete("b.jsonl"), "cannot be read: No such file"),
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@every_way
 @pytest.mark.parametrize("case", WHILE_READ)
 def test_a_file_that_changes_while_it_is_read_ends_the_run(data, case, asked):
-    """Also if it was looked at before, when nothing had happened to it but a new time."""
-    change, told = WHILE_READ[case]
-    files = opened(data.parent, asked).files
-    for before in (lambda folder: None, touch("a.jsonl")):
-        before(data)
-        files.check([{"file": "a.jsonl"}])
-    change(data)
-    if told is None:
-        files.check([{"file": "a.jsonl"}])
-        write("a.jsonl", lines(*reversed(A)))(data)
-        told = "has changed while the run was reading it"
-    with pytest.raises(RunError, match=rf"/data/a\.jsonl: {told}") as raised:
-        files.check([{"file": "a.jsonl"}])
-    assert "put the file back as it was" in raised.value.remedy
-    if case != "another one has changed":
-        files.check([{"row": 0}] + [{"file": "b.jsonl"}] * (case != "exchanged"))
-
-
-@pytest.mark.parametrize("asked", ["folder", "mixture", "shuffled"])
-@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl"])
-def test_a_file_is_looked_at_when_it_is_left(data, name, asked):
     """After its last row, be there another file or none."""
-    letter, given = name[0], []
-    with pytest.raises(RunError, match=rf"/data/{name}: has changed while the run was reading it"):
+    letter, change, told = WHILE_READ[case]
+    given = []
+
+    def read():
         for document in documents_of(opened(data.parent, asked), asked):
-            if document.doc_id[0] == letter and not any(each[0] == letter for each in given):
-                write(name, lines("new"))(data)
-            given.append(document.doc_id)
-    assert sum(each[0] == letter for each in given) == 30
+            if document.doc_id[0] == letter and letter not in given:
+                change(data)
+            given.append(document.doc_id[0])
 
-
-# What another host has, and what is said of it; None: the same.
-OTHER_HOST = {
-    "the same": (lambda folder: None, None),
-    "rows in another order": (write("b.jsonl", lines(*reversed(B))), ["data file {}b.jsonl"]),
-    "a longer file": (append("a.jsonl", lines("new")), ["data file {}a.jsonl"]),
-    "another name": (
-        rename(("a.jsonl", "c.jsonl")),
-        ["data file {}a.jsonl", "data file {}c.jsonl"],
-    ),
-}
-
-
-@pytest.mark.parametrize("asked", ["folder", "mixture"])
-@pytest.mark.parametrize("case", OTHER_HOST)
-def test_hosts_compare_what_their_files_hold(data, tmp_path, case, asked):
-    change, names = OTHER_HOST[case]
-    here = opened(data.parent, asked).files.fingerprints()
-    change(data)
-    there = opened(data.parent, asked).files.fingerprints()
-    differing = {name for name in {*here, *there} if here.get(name) != there.get(name)}
-    assert differing == {name.format("1/" * (asked == "mixture")) for name in names or ()}
-
-
-def test_what_other_hosts_have_stored_is_read_here_too(data):
-    """What this host has stored itself comes first."""
-    theirs = metadata_of(opened(data.parent, "folder"))
-    append("a.jsonl", lines("new"))(data)
-    own = metadata_of(opened(data.parent, "folder"))
-    assert metadata_of(opened(data.parent, "folder", [theirs])) == theirs != own
-    assert metadata_of(opened(data.parent, "folder", [own, theirs])) == own
-    with pytest.raises(InputError, match="the hosts of this run have read different files"):
-        renamed = [{**file, "name": file["name"] * 2} for file in theirs["data_files"]]
-        opened(data.parent, "folder", [own, {**theirs, "data_files": renamed}])
-
-
-def at_url(version, size=9):
-    return DataFiles([TextFile("gs://b/a.jsonl", "a.jsonl", size, version)])
-
-
-@pytest.mark.parametrize(
-    "now,same",
-    [
-        (at_url("md5Hash abc="), True),
-        (at_url("md5Hash xyz="), False),
-        (at_url("md5Hash xyz=", 10), False),
-    ],
-)
-def test_files_at_a_url_count_by_what_their_store_says(now, same):
-    before = {"data_files": at_url("md5Hash abc=").to_json()}
-    if same:
-        assert DataFiles.as_recorded(now.files, [before]).to_json() == before["data_files"]
+    if told is None:
+        read()
+        assert (given.count("a"), given.count("b")) == (30, 30)
         return
-    with pytest.raises(InputError, match=r"gs://b/a\.jsonl is not the file that the run"):
-        DataFiles.as_recorded(now.files, [before])
+    with pytest.raises(RunError, match=rf"/data/{letter}\.jsonl: {told}") as raised:
+        read()
+    assert "put the file back as it was" in raised.value.remedy
+    assert given.count(letter) == 30
 
 
-def test_one_listing_tells_the_checksums_of_a_bucket_s_files(bucket):
+@pytest.mark.parametrize("asked,prefix", [("folder", ""), ("mixture", "1/")])
+def test_hosts_compare_what_their_files_hold(data, asked, prefix):
+    """What other hosts have stored is read here, too, and must be the same."""
+    here = opened(data.parent, asked)
+    for change in (append("b.jsonl"), write("b.jsonl", lines(*reversed(B)))):
+        before = here.files.fingerprints()
+        change(data)
+        there = opened(data.parent, asked)
+        differing = set(before.items()) ^ set(there.files.fingerprints().items())
+        assert {name for name, _ in differing} == {f"data file {prefix}b.jsonl"}
+        with pytest.raises(InputError, match="the hosts of this run have read different files"):
+            opened(data.parent, asked, [metadata_of(here), metadata_of(there)])
+
+
+def test_files_at_a_url_count_by_what_their_store_says(bucket):
+    """One listing says it of all of them."""
     for number in range(9):
-        bucket.put(f"data/{number}.jsonl", b'{"text": "x"}\n')
+        bucket.put(f"data/{number}.jsonl", LINES)
     bucket.asked.clear()
-    assert {file.version[:8] for file in list_files("gs://bucket/data")} == {"md5Hash "}
-    assert len(bucket.asked) < 9
+    files = DataFiles(list_files("gs://bucket/data"))
+    assert {file.version[:8] for file in files.files} == {"md5Hash "} and len(bucket.asked) < 9
+    before = {"data_files": files.to_json()}
+    assert (
+        DataFiles.as_recorded(list_files("gs://bucket/data"), [before]).to_json() == files.to_json()
+    )
+    for changed in (LINES.swapcase(), LINES * 2):
+        bucket.put("data/4.jsonl", changed)
+        fsspec.filesystem("gs").invalidate_cache()
+        with pytest.raises(InputError, match=r"gs://bucket/data/4\.jsonl is not the file that the"):
+            DataFiles.as_recorded(list_files("gs://bucket/data"), [before])
 
 
 def test_names_that_are_not_utf8_can_be_recorded(tmp_path):
     (tmp_path / "data").mkdir()
     with open(os.fsencode(tmp_path / "data") + b"/\xff.jsonl", "w") as file:
         file.write(lines("x"))
-    dataset = opened(tmp_path, "folder")
-    stored = metadata_of(dataset)
+    stored = metadata_of(opened(tmp_path))
     assert stored["data_files"][0]["name"] == "\\xff.jsonl"
-    assert metadata_of(opened(tmp_path, "folder", [stored])) == stored
-    assert texts_of(dataset, "folder") == ["text x"]
+    assert metadata_of(opened(tmp_path, earlier=[stored])) == stored
 
 
 @pytest.fixture
@@ -410,30 +302,26 @@ def extract(demo_inputs, data, tmp_path):
     return run
 
 
-def recorded(folder):
-    return json.loads((folder / "metadata.json").read_text())["data_files"]
-
-
 def test_a_run_records_every_file_and_refuses_others(extract, data, tmp_path, capsys):
     """Also a file that no stored sample comes from; what is stored stays as it is."""
     assert extract("out", "--max_samples", 10) == 0
-    listed = recorded(tmp_path / "out")
-    assert [(each["name"], each["bytes"]) for each in listed] == [
-        (name, (data / name).stat().st_size) for name in ("a.jsonl", "b.jsonl")
-    ]
+
+    def recorded():
+        return json.loads((tmp_path / "out/metadata.json").read_text())
+
+    listed = recorded()["data_files"]
+    sizes = [(name, (data / name).stat().st_size) for name in ("a.jsonl", "b.jsonl")]
+    assert [(each["name"], each["bytes"]) for each in listed] == sizes
     assert all(re.fullmatch(r"blocks \w{64}", each["fingerprint"]) for each in listed)
     before = content(tmp_path / "out")
     write("b.jsonl", lines(*reversed(B)))(data)
     assert extract("out", "--max_samples", 40) == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith(
-        f"error: --dataset_path: {data}/b.jsonl is not the file that the run began with"
-    )
+    told = f"error: --dataset_path: {data}/b.jsonl is not the file that the run began with"
+    assert capsys.readouterr().err.splitlines()[-1].startswith(told)
     assert content(tmp_path / "out") == before
     both(write("b.jsonl", lines(*B, "new")), rename(("a.jsonl", "z.jsonl")))(data)
     assert extract("out") == 0
-    assert recorded(tmp_path / "out") == listed
-    assert json.loads((tmp_path / "out/metadata.json").read_text())["samples"] == 60
+    assert recorded()["data_files"] == listed and recorded()["samples"] == 60
 
 
 def test_machines_that_read_the_same_file_differently(extract, data, tmp_path, check, capsys):
@@ -442,13 +330,8 @@ def test_machines_that_read_the_same_file_differently(extract, data, tmp_path, c
         write("a.jsonl", lines(*A[::order]))(data)
         flags = "--total_machines", 2, "--machine_id", machine
         assert extract("out", *flags) == 2 * machine  # the second one is refused
-        assert extract("apart", *flags, "--overwrite") == 0
-        (tmp_path / f"machine_{machine}").mkdir()
-        (tmp_path / f"apart/machine_00{machine}").rename(tmp_path / f"machine_{machine}/kept")
+        assert extract(f"apart{machine}", *flags) == 0
     assert "a.jsonl is not the file that the run began with" in capsys.readouterr().err
-    (tmp_path / "both").mkdir()
-    for machine in range(2):
-        kept = tmp_path / f"machine_{machine}/kept"
-        kept.rename(tmp_path / f"both/machine_00{machine}")
-    told = check(tmp_path / "both")
+    (tmp_path / "apart1/machine_001").rename(tmp_path / "apart0/machine_001")
+    told = check(tmp_path / "apart0")
     assert "machine_001: has read a file a.jsonl with other content than others have" in told

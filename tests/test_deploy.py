@@ -1,111 +1,172 @@
-"""deploy/deploy.sh: an extraction on one pod is started, followed and stopped; README's commands.
+"""deploy/deploy.sh starts, follows and stops an extraction on a pod; the commands of the README."""
 
-One test extracts the demo; what is about starting, following and stopping has the small job.
-"""
-
+import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
-from cloud import DEPLOY, LAUNCH, ODD, REPOSITORY, Cloud
-from pods import stored
+from cloud import DEPLOY, LAUNCH, ODD, REPOSITORY, script
 from test_readme import PODS, blocks, section
 
 pytestmark = pytest.mark.long
 
 IMAGE = "us-docker.pkg.dev/project/images/extraction:1"
 START = ["start", "pod", "--image", IMAGE]
+# Plays gcloud, the docker of the two hosts, and the interpreter on the laptop; records all calls. A
+# container has no process: it runs until its exit status is written down.
+STAND_IN = """#!{python} -S
+import json, os, subprocess, sys, time
+from pathlib import Path
+root, name, words = Path("{root}"), Path(sys.argv[0]).name, sys.argv[1:]
+home = Path(os.environ["HOME"])
+container, status = home / "container", home / "status"
+with open(root / "calls", "a") as file:
+    file.write(json.dumps([home.name, name, *words]) + "\\n")
+if name == "python":  # it cannot check flags
+    sys.exit(words[0] == "-m")
+if words[:4] == ["compute", "tpus", "tpu-vm", "ssh"]:
+    (command,) = [word.removeprefix("--command=") for word in words if "--command=" in word]
+    hosts = []
+    for host in ("0", "1"):
+        own = dict(os.environ, HOME=str(root / host), HOSTNAME="t1v-n-0a1b2c3d-w-" + host)
+        does = "exit 255" if (root / host / "down").exists() else command
+        hosts.append(subprocess.Popen(["sh", "-c", does], env=own, start_new_session=True))
+    sys.exit(max(host.wait() for host in hosts))
+if words[0] == "pull":
+    sys.exit((home / "no_image").exists())
+if words[0] == "rm":
+    status.unlink()  # fails while the container runs
+    container.unlink()
+if words[0] == "run":
+    if container.exists():
+        sys.exit("the container name extraction is already in use")
+    for mount in (word for word in words if word.startswith("type=bind,source=")):
+        if not Path(source := mount.split("=")[2].split(",")[0]).exists():
+            sys.exit("bind source path does not exist: " + source)
+    container.touch()
+    if (root / "finish").exists():
+        status.write_text("0")
+if words[0] == "stop":
+    status.write_text("143")
+    print(words[-1])
+if words[0] in ("logs", "wait"):
+    if words[0] == "logs":
+        print("working", flush=True)
+    while not status.exists() or not status.read_text():
+        time.sleep(0.02)
+    if words[0] == "wait":
+        print(status.read_text())
+"""
+
+
+class Pod:
+    """A laptop, and a Cloud TPU of two hosts, whose homes are the folders 0 and 1."""
+
+    def __init__(self, root):
+        self.root, self.started = root, []
+        for name in ("0", "1", "bin", "laptop"):
+            (root / name).mkdir()
+        for name in ("gcloud", "docker", "python"):
+            script(root / "bin" / name, STAND_IN.format(python=sys.executable, root=root))
+        script(root / "bin/sudo", '#!/bin/sh\nexec "$@"\n')
+        self.environment = {"PATH": f"{root}/bin:{os.environ['PATH']}", "OUTPUT_DIR": "out"}
+        self.environment |= {"HOME": f"{root}/laptop", "PYTHON": "python", "MODEL_PATH": "model"}
+
+    def start(self, *arguments, **variables):
+        """deploy.sh in a process group of its own, as a terminal would start it."""
+        process = subprocess.Popen(
+            ["bash", DEPLOY, *arguments],
+            env=self.environment | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
+
+    def deploy(self, *arguments, **variables):
+        """(exit status, output) of deploy.sh."""
+        process = self.start(*arguments, **variables)
+        text = process.communicate(timeout=600)[0]
+        return process.returncode, text
+
+    def calls(self, *first):
+        """[where, program, argument, ...] of the calls of a program with these words."""
+        path = self.root / "calls"
+        found = map(json.loads, path.read_text().splitlines() if path.exists() else ())
+        return [call for call in found if call[1 : len(first) + 1] == [*first]]
 
 
 @pytest.fixture
-def pod(cloud):
-    """A pod of two hosts."""
-    cloud.tpu("pod", 2)
-    return cloud
+def pod(tmp_path):
+    pod = Pod(tmp_path)
+    yield pod
+    for host in ("0", "1"):  # ends what a failed test has left running
+        (tmp_path / host / "status").write_text("0")
+    for process in pod.started:
+        process.kill()
+        process.communicate()
 
 
-def test_a_pod_of_two_hosts_extracts(tmp_path):
-    cloud = Cloud(tmp_path, sys.executable)
-    cloud.tpu("pod", 2)
-    flags = ["--demo", "--max_seq_length", "64", "--layers_to_extract", "1", "3"]
-    status, text = cloud.deploy(*START, "--", *flags, MODEL_PATH=None)
-    cloud.close()
-    assert status == 0 and "[1] done: " in text and text.count("read it with") == 1, text
-    outputs = [cloud.root / f"hosts/pod-w-{i}/activation-extraction/out" for i in range(2)]
-    for folder in outputs[1].iterdir():  # every host has its own disk
-        shutil.move(folder, outputs[0])
-    found = stored(outputs[0])
-    assert {folder for folder, _ in found} == {f"machine_000_host_{i:02d}" for i in range(2)}
-    for layer in (1, 3):
-        records = [r for (_, at), part in found.items() if at == layer for r in part]
-        assert sorted(r["doc_id"] for r in records) == [f"<urn:demo:{n:04d}>" for n in range(300)]
+def read_until_it_works(process):
+    assert sorted(process.stdout.readline().split("] ")[-1] for _ in range(2)) == ["working\n"] * 2
 
 
 def test_all_hosts_get_the_same_image_and_any_argument(pod):
-    pod.finish()
+    (pod.root / "finish").touch()
     reach = ["--zone", "us-west4-a", "--tunnel-through-iap"]
     variables = {"DATASET_NAME": 'it\'s a "$set"', "HOST_ID": "1", "NUM_HOSTS": "5"}
     status, text = pod.deploy(*START, *reach, "--", "--odd", *ODD, **variables)
     assert status == 0, text
-    for host in range(2):
-        assert f"[{host}] working as {host}\n" in text and f"[{host}] finished\n" in text
-        assert f"[{host}] ended with status 0\n" in text
-    jobs = sorted(pod.lines("jobs"), key=lambda job: job["who"])
-    assert [job["who"] for job in jobs] == ["0", "1"]
-    for job in jobs:
-        argv = job["argv"]
-        assert argv[0].endswith("/extract_activations.py") and argv[1] == "--multihost"
-        assert argv[argv.index("--odd") + 1 :] == ODD
-        assert argv[argv.index("--dataset_name") + 1] == 'it\'s a "$set"'
-        assert "--host_id" not in argv
-        assert job["xla"] == os.environ["XLA_FLAGS"]  # so that hosts compile as tests do
-        assert job["cwd"] == f"{pod.root}/hosts/pod-w-{job['who']}/activation-extraction"
-    calls = pod.lines("calls")
-    assert calls.count(["docker", "pull", "--quiet", IMAGE]) == 2
-    assert calls.count(["gcloud", "auth", "configure-docker", "us-docker.pkg.dev", "--quiet"]) == 2
-    runs = [call for call in calls if call[:2] == ["docker", "run"]]
-    assert len(runs) == 2 and all("--privileged" in run and "--net=host" in run for run in runs)
-    for call in calls:
-        if call[:2] == ["gcloud", "compute"]:
-            assert "--zone=us-west4-a" in call and "--tunnel-through-iap" in call
+    for host in ("0", "1"):
+        assert f"[{host}] working\n" in text and f"[{host}] ended with status 0\n" in text
+        assert (pod.root / host / "activation-extraction").is_dir()
+    runs = pod.calls("docker", "run")
+    assert sorted(run[0] for run in runs) == ["0", "1"]
+    flags, same = (run[run.index(IMAGE) + 1 :] for run in runs)
+    assert flags == same
+    assert flags[0] == "--multihost" and flags[flags.index("--odd") + 1 :] == ODD
+    assert flags[flags.index("--dataset_name") + 1] == 'it\'s a "$set"'
+    assert "--host_id" not in flags
+    assert {"--privileged", "--net=host", "--init", "--detach"} < set(runs[0])
+    assert runs[0][runs[0].index("--workdir") + 1] == "/data"
+    assert f"{pod.root}/0/activation-extraction:/data" in runs[0] + runs[1]
+    assert len(pod.calls("docker", "pull", "--quiet", IMAGE)) == 2
+    assert len(pod.calls("gcloud", "auth", "configure-docker", "us-docker.pkg.dev")) == 2
+    for call in pod.calls("gcloud", "compute"):
+        assert {"--zone=us-west4-a", "--tunnel-through-iap", "--worker=all"} < set(call)
+        assert "--batch-size=all" in call  # else hosts of a large pod would wait for the others
 
 
 def test_ctrl_c_ends_the_following_only_and_stop_stops(pod):
     process = pod.start(*START)
-    pod.read_until(process, "] working as", 2)
+    assert process.stdout.readline().startswith("the flags were not checked: ")
+    assert process.stdout.readline().startswith("started; Ctrl-C ends following")
+    read_until_it_works(process)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(600) != 0
+    status, text = pod.deploy(*START)  # what runs is not started twice
+    assert status != 0 and text.count("the container name extraction is already in use") == 2
     again = pod.start("follow", "pod")
-    pod.read_until(again, "] working as", 2)
+    read_until_it_works(again)
     status, text = pod.deploy("stop", "pod")
     assert status == 0 and text == "extraction\n" * 2
     text = again.communicate(timeout=600)[0]
-    assert again.returncode != 0 and len(pod.lines("jobs")) == 2
-    for host in range(2):
-        assert f"[{host}] stored\n" in text and f"[{host}] ended with status 143\n" in text
-
-
-def test_what_runs_is_not_started_twice_and_what_ended_is_started_again(pod):
-    process = pod.start(*START)
-    pod.read_until(process, "] working as", 2)
-    status, text = pod.deploy(*START)
-    assert status != 0 and text.count("the container name extraction is already in use") == 2
-    pod.finish()
-    process.communicate(timeout=600)
-    assert process.returncode == 0 and len(pod.lines("jobs")) == 2
-    status, text = pod.deploy(*START)
-    assert status == 0 and len(pod.lines("jobs")) == 4, text
+    assert again.returncode != 0
+    assert all(f"[{host}] ended with status 143\n" in text for host in range(2))
+    (pod.root / "finish").touch()
+    assert pod.deploy(*START)[0] == 0  # what has ended is
 
 
 @pytest.mark.parametrize("fault", ["down", "no_image"])
 def test_nothing_starts_where_a_host_lacks_something(pod, fault):
-    (pod.root / "hosts/pod-w-1" / fault).touch()
+    (pod.root / "1" / fault).touch()
     status, text = pod.deploy(*START)
-    assert status != 0 and "started" not in text and not pod.lines("jobs")
+    assert status != 0 and "started" not in text and not pod.calls("docker", "run")
 
 
 def test_paths_are_those_of_the_hosts(pod):
@@ -115,55 +176,51 @@ def test_paths_are_those_of_the_hosts(pod):
     assert status != 0 and f"bind source path does not exist: {data}/model" in text
     (data / "model").mkdir(parents=True)
     (data / "texts").mkdir()
-    pod.finish()
-    status, text = pod.deploy(*START, "--", f"--compilation_cache={data}", **flags)
-    assert status == 0, text
-    run = [call for call in pod.lines("calls") if call[:2] == ["docker", "run"]][-1]
+    (pod.root / "finish").touch()
+    assert pod.deploy(*START, "--", f"--compilation_cache={data}", **flags)[0] == 0
     for path in (f"{data}/model", f"{data}/texts/", data):
-        assert f"type=bind,source={path},target={path}" in run
+        assert f"type=bind,source={path},target={path}" in pod.calls("docker", "run")[-1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
-        ([], {}, "VERB: expected start, follow or stop"),
-        (["ssh", "a"], {}, "ssh: expected start, follow or stop"),
-        (["start"], {}, "TPU: is not given"),
-        (["stop", "--zone", "z"], {}, "TPU: is not given"),
-        (["start", "pod"], {}, "--image: is not given"),
-        (["start", "pod", "--image"], {}, "--image: needs a value"),
-        (["start", "pod", "other"], {}, "other: unknown"),
-        (["follow", "pod", "--max_samples", "4"], {}, "--max_samples: unknown option; flags of"),
-        ([*START], {"MODEL_PATH": None}, "MODEL_PATH: is not set"),
+        ("", {}, "VERB: expected start, follow or stop"),
+        ("start", {}, "TPU: is not given"),
+        ("stop --zone z", {}, "TPU: is not given"),
+        ("start pod", {}, "--image: is not given"),
+        ("start pod --image", {}, "--image: needs a value"),
+        ("start pod other", {}, "other: unknown"),
+        ("follow pod --max_samples 4", {}, "--max_samples: unknown option; flags of"),
+        ("start pod --image i", {"MODEL_PATH": ""}, "MODEL_PATH: is not set"),
+        ("start pod --image i -- --top 3", {"PYTHON": sys.executable}, "unrecognized arguments"),
     ],
 )
-def test_bad_input_is_one_line(cloud, arguments, variables, message):
-    status, text = cloud.deploy(*arguments, **variables)
-    assert status == 2 and not cloud.lines("calls")
+def test_bad_input_is_one_line(pod, arguments, variables, message):
+    status, text = pod.deploy(*arguments.split(), **variables)
+    assert status == 2 and not pod.calls("gcloud")
     assert text.startswith(f"error: {message}") and text.count("\n") == 1
 
 
-def test_the_commands_of_the_readme(cloud):
+def test_the_commands_of_the_readme(pod):
     """As written, in one shell and one folder; the answers of the cloud are stand-ins."""
-    names = ["deploy", "launch_v5e64.sh", *(p.name for p in REPOSITORY.glob("*.py"))]
-    for name in [*names, "activation_extraction"]:
-        (cloud.laptop / name).symlink_to(REPOSITORY / name)
-    (cloud.laptop / ".venv/bin").mkdir(parents=True)
-    (cloud.laptop / ".venv/bin/python").symlink_to(cloud.root / "image_bin/python")
-    cloud.finish()
-    script = "set -eux\n" + "\n".join(blocks(section(PODS)))
-    environment = {"PATH": f"{cloud.root}/bin:{os.environ['PATH']}", "HOME": str(cloud.laptop)}
-    environment |= {"IMAGE": "registry.example/extraction:1", "BUCKET": "my-bucket"}
+    laptop = pod.root / "laptop"
+    for name in ("deploy", "launch_v5e64.sh"):
+        (laptop / name).symlink_to(REPOSITORY / name)
+    (laptop / ".venv").symlink_to(pod.root)  # its bin/python is the stand-in
+    (pod.root / "finish").touch()
+    commands = "set -eux\n" + "\n".join(blocks(section(PODS)))
+    variables = {"IMAGE": "registry.example/extraction:1", "BUCKET": "my-bucket"}
+    variables |= {"PATH": pod.environment["PATH"], "HOME": str(laptop)}
     result = subprocess.run(
-        ["bash", "-c", script], cwd=cloud.laptop, env=environment, capture_output=True, text=True
+        ["bash", "-c", commands], cwd=laptop, env=variables, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    calls = cloud.lines("calls")
-    assert ["docker", "push"] in [call[:2] for call in calls]
-    told = [" ".join(call) for call in calls if call[0] == "gcloud"]
-    assert sum("tpu-vm create" in call for call in told) == 1
-    assert len(cloud.lines("jobs")) == 2 + 2  # the pod; the rehearsal
-    for variable in re.findall(r"^([A-Z_]{4,})=", script, flags=re.M):
+    assert pod.calls("docker", "build") and pod.calls("docker", "push")
+    assert len(pod.calls("gcloud", "compute", "tpus", "tpu-vm", "create")) == 1
+    assert len(pod.calls("docker", "run")) == 2
+    assert len(pod.calls("python", "extract_activations.py", "--multihost")) == 2  # the rehearsal
+    for variable in re.findall(r"^([A-Z_]{4,})=", commands, flags=re.M):
         assert f" {variable}" in LAUNCH.read_text() or variable in DEPLOY.read_text()
     files = re.findall(r"deploy/[\w.]+", section(PODS))
     assert {"deploy/deploy.sh", "deploy/slurm.sbatch", "deploy/job.yaml"} < set(files)

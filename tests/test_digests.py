@@ -5,32 +5,15 @@ That they are the same for a model at a URL is tested in test_remote_weights.py.
 
 import json
 import os
-import shutil
 
 import pytest
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.run.digests import (
-    BLOCK,
-    BLOCKS,
-    digest_files,
-    file_fingerprint,
-    model_digest,
-    sampled_blocks,
-)
+from activation_extraction.run.digests import digest_files, file_fingerprint, model_digest
 
-LARGE = 10 * 2**20  # bytes; more than all blocks
-BETWEEN = BLOCK + 1000  # a byte behind the first block, and before the second one of a large file
-
-
-@pytest.fixture
-def large(tmp_path):
-    """A large file, which takes no room on the disk."""
-    path = tmp_path / "large"
-    with open(path, "wb") as file:
-        file.truncate(LARGE)
-    return path
+BLOCK, SMALL, LARGE = 2**16, 2**22, 10 * 2**20  # bytes; up to SMALL, a file is read whole
+THIRTIETH = (LARGE - BLOCK) * 30 // 63  # where that block of a large file begins
 
 
 def flip(path, at):
@@ -42,97 +25,73 @@ def flip(path, at):
         file.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.parametrize("size", [0, 1, BLOCK, BLOCK + 1, BLOCK * BLOCKS])
-def test_a_small_file_is_read_whole(size):
-    bounds = [0, *(bound for block in sampled_blocks(size) for bound in block), size]
-    assert bounds[::2] == bounds[1::2]  # a block begins where the one before ends
-
-
-@pytest.mark.parametrize("size", [BLOCK * BLOCKS + 1, LARGE, 40 * 10**9, 10**15 + 7])
-def test_blocks_are_spread_over_a_large_file(size):
-    starts, stops = zip(*sampled_blocks(size), strict=True)
-    assert len(starts) == BLOCKS and {b - a for a, b in sampled_blocks(size)} == {BLOCK}
-    assert starts[0] == 0 and stops[-1] == size
-    gaps = {after - before for before, after in zip(starts, starts[1:], strict=False)}
-    assert max(gaps) - min(gaps) <= 1
-
-
 @pytest.mark.parametrize(
-    "at,is_seen",
+    "size,at,is_seen",
     [
-        *((0, True), (BLOCK - 1, True), (BETWEEN, False)),
-        *((next(start for start, _ in list(sampled_blocks(LARGE))[30:]), True), (LARGE - 1, True)),
+        *((1, 0, True), (BLOCK + 1, BLOCK, True), (SMALL, BLOCK + 1000, True), (SMALL, -1, True)),
+        *((LARGE, 0, True), (LARGE, BLOCK - 1, True), (LARGE, -1, True), (LARGE, -BLOCK, True)),
+        *((LARGE, THIRTIETH, True), (LARGE, THIRTIETH + BLOCK - 1, True)),
+        *((LARGE, BLOCK, False), (LARGE, THIRTIETH - 1, False), (LARGE, -BLOCK - 1, False)),
     ],
 )
-def test_an_edit_is_seen_in_a_block_alone(large, at, is_seen):
-    before = file_fingerprint(large, LARGE)
-    flip(large, at)
-    assert (file_fingerprint(large, LARGE) != before) == is_seen
+def test_an_edit_is_seen_in_a_block_alone(tmp_path, size, at, is_seen):
+    """64 blocks are spread evenly over a large file, which takes no room on the disk."""
+    path = tmp_path / "file"
+    with open(path, "wb") as file:
+        file.truncate(size)
+    before = file_fingerprint(path, size)
+    flip(path, at)
+    assert (file_fingerprint(path, size) != before) == is_seen
 
 
-def test_the_fingerprint_is_that_of_the_first_bytes(large):
-    before = file_fingerprint(large, LARGE)
-    with open(large, "ab") as file:
-        file.write(b"more")
-    assert file_fingerprint(large, LARGE) == before != file_fingerprint(large, LARGE + 4)
-    os.truncate(large, LARGE - 1)
-    assert file_fingerprint(large, LARGE) != before
-    os.truncate(large, LARGE)
-    assert file_fingerprint(large, LARGE) != file_fingerprint(large, LARGE - 1)  # all bytes are 0
+@pytest.mark.parametrize("size", [0, 5, LARGE])
+def test_the_fingerprint_is_that_of_the_first_bytes(tmp_path, size):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(size) + b"more")
+    before = file_fingerprint(path, size)
+    assert before != file_fingerprint(path, size + 4)
+    os.truncate(path, size)
+    assert file_fingerprint(path, size) == before
+    assert size == 0 or file_fingerprint(path, size - 1) != before  # all bytes are 0
 
 
 def test_names_and_contents_count_and_folders_do_not(tmp_path):
-    for folder, names in (("a", ("x", "y")), ("b", ("x", "y")), ("c", ("x", "z"))):
+    folders = {"a": {"x": "x", "y": "y"}, "b": {"x": "x", "y": "y"}}
+    folders |= {"c": {"x": "x", "z": "y"}, "d": {"x": "x", "y": "x"}}
+    for folder, files in folders.items():
         (tmp_path / folder).mkdir()
-        for name in names:
-            (tmp_path / folder / name).write_text(name)
-    shutil.copytree(tmp_path / "a", tmp_path / "d")
-    (tmp_path / "d/y").write_text("x")
-    a, b, c, d = (digest_files(sorted((tmp_path / name).iterdir())) for name in "abcd")
+        for name, text in files.items():
+            (tmp_path / folder / name).write_text(text)
+    a, b, c, d = (digest_files(sorted((tmp_path / name).iterdir())) for name in folders)
     assert a == b and len({a, c, d}) == 3
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
     for read in (lambda path: digest_files([path]), lambda path: file_fingerprint(path, 1)):
         with pytest.raises(InputError, match="/nothing: cannot be read: No such file"):
             read(tmp_path / "nothing")
 
 
-@pytest.fixture
-def model(tmp_path):
-    """A folder with a configuration and one large tensor, whose header is longer than a block."""
-    (tmp_path / "model").mkdir()
+def test_a_model_is_known_by_its_header_samples_and_configuration(tmp_path):
+    """The header is longer than a block, and all of it counts."""
+    weights = tmp_path / "model.safetensors"
     tensor = {"dtype": "F32", "shape": [LARGE // 4], "data_offsets": [0, LARGE]}
-    notes = {"note": "x" * 2 * BLOCK}
-    header = json.dumps({"__metadata__": notes, "tensor": tensor}).encode()
-    with open(tmp_path / "model/model.safetensors", "wb") as file:
+    header = json.dumps({"__metadata__": {"note": "x" * 2 * BLOCK}, "tensor": tensor}).encode()
+    with open(weights, "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + LARGE)
-    (tmp_path / "model/config.json").write_text("{}")
-    return tmp_path / "model"
+    (tmp_path / "config.json").write_text("{}")
 
+    def digest():
+        checkpoint = Checkpoint(str(tmp_path))
+        assert checkpoint.tensors == {"tensor"}  # this checks the weights
+        return model_digest(checkpoint)
 
-def digest_of(folder):
-    checkpoint = Checkpoint(str(folder))
-    assert checkpoint.tensors == {"tensor"}  # this checks the weights
-    return model_digest(checkpoint)
-
-
-@pytest.mark.parametrize(
-    "change,is_seen",
-    [
-        (lambda folder: flip(folder / "model.safetensors", BETWEEN), True),  # in the header
-        (lambda folder: flip(folder / "model.safetensors", 3 * BLOCK + BETWEEN), False),
-        (lambda folder: flip(folder / "model.safetensors", -1), True),
-        (lambda folder: (folder / "config.json").write_text("{ }"), True),
-        (lambda folder: os.utime(folder / "model.safetensors", (1, 1)), False),
-        (lambda folder: (folder / "README.md").write_text("more"), False),
-    ],
-    ids=["header", "between blocks", "last byte", "configuration", "time", "another file"],
-)
-def test_a_model_is_known_by_its_header_samples_and_configuration(model, tmp_path, change, is_seen):
-    before = digest_of(model)
-    shutil.copytree(model, tmp_path / "copy")
-    assert digest_of(tmp_path / "copy") == before
-    change(model)
-    assert (digest_of(model) != before) == is_seen
+    for change, is_seen in (
+        (lambda: flip(weights, BLOCK + 1000), True),  # in the header
+        (lambda: flip(weights, 4 * BLOCK + 1000), False),  # between blocks
+        (lambda: flip(weights, -1), True),
+        (lambda: (tmp_path / "config.json").write_text("{ }"), True),
+        (lambda: os.utime(weights, (1, 1)), False),
+        (lambda: (tmp_path / "README.md").write_text("more"), False),
+    ):
+        before = digest()
+        change()
+        assert (digest() != before) == is_seen

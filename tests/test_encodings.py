@@ -33,16 +33,16 @@ def activations(width, tokens=12):
     return x
 
 
-@pytest.mark.parametrize("width", [*range(1, 71), 256])
-def test_values_are_those_of_the_formula(width):
-    x = activations(width)
-    values, scales = encode(x)
-    wanted = np.abs(x).max(axis=1, keepdims=True).astype(np.float64) / 448
-    np.testing.assert_allclose(scales, np.maximum(wanted, TINY), rtol=2e-7)
-    # ml_dtypes rounds once, to the nearest and ties to even
-    assert values.tobytes() == (x / scales).astype(ml_dtypes.float8_e4m3fn).tobytes()
-    assert values.dtype == ml_dtypes.float8_e4m3fn and scales.shape == (len(x), 1)
-    assert scales.dtype == np.float32
+def test_values_are_those_of_the_formula():
+    for width in (*range(1, 71), 256):
+        x = activations(width)
+        values, scales = encode(x)
+        wanted = np.abs(x).max(axis=1, keepdims=True).astype(np.float64) / 448
+        np.testing.assert_allclose(scales, np.maximum(wanted, TINY), rtol=2e-7)
+        # ml_dtypes rounds once, to the nearest and ties to even
+        assert values.tobytes() == (x / scales).astype(ml_dtypes.float8_e4m3fn).tobytes()
+        assert values.dtype == ml_dtypes.float8_e4m3fn
+        assert scales.shape == (len(x), 1) and scales.dtype == np.float32
 
 
 def test_every_tie_and_its_neighbours_are_rounded_as_by_ml_dtypes():
@@ -65,16 +65,15 @@ def test_other_types_and_layouts_are_encoded_alike(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("width", [1, 31, 33, 64, 70001])
+@pytest.mark.parametrize("width", [1, 31, 64, 70001])
 def test_decoding_multiplies_by_the_scale(width, dtype):
     tokens = 3 if width > 1000 else 4099  # more than are decoded at once
-    x = np.random.default_rng(width).standard_normal((tokens, width), np.float32)
-    values, scales = encode(x)
-    expected = values.astype(np.float32) * scales
+    values, scales = encode(np.random.default_rng(width).standard_normal((tokens, width)))
+    expected = (values.astype(np.float32) * scales).astype(dtype)
     found = decode(values, scales, np.dtype(dtype))
-    assert found.dtype == dtype
-    assert found.tobytes() == expected.astype(dtype).tobytes()
-    assert decode(values[1:2], scales[1:2]).tobytes() == expected[1].tobytes()
+    assert found.dtype == dtype and found.tobytes() == expected.tobytes()
+    part = decode(values[1:2], scales[1:2], np.dtype(dtype))
+    assert part.tobytes() == expected[1].tobytes()
 
 
 def test_the_error_is_relative_to_the_norm_of_the_token():
@@ -92,13 +91,10 @@ def test_a_token_that_is_not_finite_stays_visible(bad):
     x[1, 40] = bad
     found = decode(*encode(x))
     assert np.isfinite(found[[0, 2]]).all() and np.isnan(found[1]).all()
-
-
-def test_values_that_are_nan_decode_to_nan():
-    values = np.array([[0x7F, 0xFF, 0x7E, 0]], np.uint8).view(VALUES)
+    values = np.array([[0x7F, 0xFF, 0x7E, 0]], np.uint8).view(VALUES)  # NaN, NaN, 448, 0
     for part in (values, values[:, 1:]):
-        found = decode(part, np.ones((1, 1), np.float32))[0]
-        np.testing.assert_array_equal(found, part.astype(np.float32)[0])
+        found = decode(part, np.ones((1, 1), np.float32))
+        np.testing.assert_array_equal(found, part.astype(np.float32))
 
 
 def test_a_token_has_a_byte_per_value_and_a_scale():

@@ -1,17 +1,16 @@
-"""Whole runs with a tiny model of every family: stored, verified, and on two hosts.
+"""Whole runs with a tiny model of every family: listed, stored and verified.
 
 Each family has an entry in RUNS. That of Qwen2 is the demo's, which the other tests of runs have.
 """
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from command_line import main
 from conftest import inputs_with
-from pods import Pod, alone_of, check_union, first_documents, flags_for
+from pods import first_documents, flags_for
 
 from activation_extraction.run import demo
 from qwen2_jax_with_hooks import FAMILIES
@@ -30,13 +29,10 @@ HEADS = SMALL | {"head_dim": 32}
 EXPERTS = dict(
     num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=2
 )
-DELTA = dict(
-    full_attention_interval=2,
-    linear_num_key_heads=4,
-    linear_num_value_heads=8,
-    linear_key_head_dim=16,
-    linear_value_head_dim=16,
+DELTA: dict[str, Any] = dict(
+    full_attention_interval=2, linear_num_key_heads=4, linear_num_value_heads=8
 )
+DELTA |= dict(linear_key_head_dim=16, linear_value_head_dim=16, rms_norm_eps=1e-2)
 LAST = {"blocks.3.hook_resid_post": {"width": 64}}
 NORMED = {"blocks.1.attn.hook_k_normed": {"width": 64, "heads": 2, "head_size": 32}}
 ROUTER = {"blocks.3.mlp.gate.hook_out": {"width": 6}}
@@ -58,17 +54,12 @@ RUNS = {
         NORMED | LAST | ROUTER,
     ),
     "qwen3_5": Run(
-        {"text_config": HEADS | DELTA | {"rms_norm_eps": 1e-2}, "tie_word_embeddings": True},
+        {"text_config": HEADS | DELTA, "tie_word_embeddings": True},
         "blocks.K.linear_attn.hook_beta (K: 0, 2) 8 float32 32",
         LAST | {"blocks.2.linear_attn.hook_log_decay": {"width": 8}},
     ),
     "qwen3_5_moe": Run(
-        {
-            "text_config": HEADS
-            | DELTA
-            | EXPERTS
-            | {"shared_expert_intermediate_size": 48, "rms_norm_eps": 1e-2}
-        },
+        {"text_config": HEADS | DELTA | EXPERTS | {"shared_expert_intermediate_size": 48}},
         "blocks.K.mlp.gate.hook_out model.layers.K.mlp.gate.output 6 float32 24",
         NORMED | LAST | ROUTER | {"blocks.0.linear_attn.hook_log_decay": {"width": 8}},
     ),
@@ -81,94 +72,29 @@ def test_every_family_has_a_run():
     assert {name for name in known if not name.endswith("_text")} == {"qwen2", *RUNS}
 
 
-class Stored(NamedTuple):
-    """Inputs of a run, and what it stored on one device."""
-
-    of: Run
-    inputs: Path
-    folder: Path
-
-    @property
-    def hooks(self) -> list[str]:
-        return ["--hook_names", *self.of.stored]
-
-
-def store(family: str, demo_inputs: Path, folder: Path) -> Stored:
-    of = RUNS[family]
-    inputs = inputs_with({**of.config, "model_type": family}, demo_inputs, folder / "inputs")
-    first_documents(demo_inputs, inputs / "documents.parquet", 120)  # more than ten batches
-    found = Stored(of, inputs, folder / "whole")
-    more = "--shard_size_gb", 8e-4, "--batch_size", 8, "--no_data_parallel"
-    assert main(*flags_for(inputs, found.folder, *more, hooks=found.hooks)) == 0
-    assert len([*found.folder.glob("shard_*.pkl.gz")]) > 2
-    return found
-
-
-@pytest.fixture(scope="module")
-def stored(demo_inputs, tmp_path_factory):
-    """What a run with the model of this family stores; made once."""
-    made: dict[str, Stored] = {}
-
-    def get(family: str) -> Stored:
-        if family not in made:
-            made[family] = store(family, demo_inputs, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return get
-
-
-every_family = pytest.mark.parametrize("family", RUNS)
-
-
 @pytest.mark.long
-@every_family
-def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(stored, family, capsys):
-    run = stored(family)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in RUNS]
+)
+def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(
+    family, demo_inputs, tmp_path, capsys
+):
+    of, folder = RUNS[family], tmp_path / "out"
+    inputs = inputs_with({**of.config, "model_type": family}, demo_inputs, tmp_path / "inputs")
+    first_documents(demo_inputs, inputs / "documents.parquet", 60)
+    more = "--shard_size_gb", 8e-4, "--batch_size", 8, "--mesh_shape", "4,2"
+    assert main(*flags_for(inputs, folder, *more, hooks=["--hook_names", *of.stored])) == 0
+    assert len([*folder.glob("shard_*.pkl.gz")]) > 1
     capsys.readouterr()
-    model = ["--model_path", str(run.inputs / "model")]
+    model = ["--model_path", str(inputs / "model")]
     assert main("--list_hooks", *model) == 0
-    assert run.of.listed in [
-        " ".join(line.split()) for line in capsys.readouterr().out.splitlines()
-    ]
-    metadata = json.loads((run.folder / "metadata.json").read_text())
+    assert of.listed in [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    metadata = json.loads((folder / "metadata.json").read_text())
     assert metadata["model"]["model_type"] == family
     facts = {hook["name"]: hook for hook in metadata["hooks"]}
-    assert facts.keys() == run.of.stored.keys()
-    for name, expected in run.of.stored.items():
+    assert facts.keys() == of.stored.keys()
+    for name, expected in of.stored.items():
         assert expected.items() <= facts[name].items()
-    verify = ["--verify", "--verify_samples", "3", "--output_dir", str(run.folder)]
+    verify = ["--verify", "--verify_samples", "3", "--output_dir", str(folder)]
     assert main(*verify, *model) == 0
     assert "3 samples recomputed; 0 problems" in capsys.readouterr().out
-
-
-# Several runs in one process, which joins the other host once.
-SEVERAL = """
-import json, os, sys
-import extract_activations as script
-joined, leave = [], script.leave
-def join_once(config, join=script.join_hosts):
-    joined[:] = joined or [join(config)]
-    return joined[0]
-script.join_hosts, script.leave = join_once, lambda host: None
-for flags in json.loads(os.environ["RUNS"]):
-    if status := script.main([*flags, *sys.argv[1:]]):
-        os._exit(status)
-leave(joined[0])
-sys.stdout.flush()
-os._exit(0)
-"""
-
-
-@pytest.mark.long
-def test_two_hosts_store_what_one_device_computes(stored, tmp_path):
-    script, runs = tmp_path / "several.py", {family: stored(family) for family in RUNS}
-    script.write_text(SEVERAL)
-    flags = [
-        [*map(str, flags_for(run.inputs, tmp_path / family, hooks=run.hooks))]
-        for family, run in runs.items()
-    ]
-    pod = Pod(tmp_path, 2, 4, script=script, RUNS=json.dumps(flags))
-    assert pod.wait(900) == [0, 0], [pod.text(i) for i in range(2)]  # they compile every model
-    for family, run in runs.items():
-        hosts = {"machine_000_host_00", "machine_000_host_01"}
-        check_union(tmp_path / family, alone_of(run.folder, run.inputs / "model"), hosts)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from chat_templates import QWEN3, add_markers
 from memory_bucket import MemoryBucket, MemoryFolder, Process, Stopped
-from small_runs import HIDDEN, HOOKS
+from small_runs import HIDDEN, HOOKS, activations
 from storages import open_storage
 
 from activation_extraction.cli.config import parse_args
@@ -28,7 +28,7 @@ from activation_extraction.run import demo
 from activation_extraction.run.host_text import HostText, load_text_files, row_form
 from activation_extraction.run.open_data import TextRequest, open_dataset
 from activation_extraction.run.repair import RepairPlanner
-from activation_extraction.store import patience
+from activation_extraction.store import folder
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import read_metadata, read_stored
 from activation_extraction.store.owner import LostError
@@ -106,8 +106,8 @@ def data(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Pauses are short, and small data has several groups and chunks."""
-    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(patience, "MAX_PAUSE", 0.002)
+    monkeypatch.setattr(folder, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(folder, "MAX_PAUSE", 0.002)
     monkeypatch.setattr(packing, "LEAST_ROWS", GROUP)
     monkeypatch.setattr(packing, "GROUP_ROWS", GROUP)
     monkeypatch.setattr(text_samples, "CHUNK_ROWS", 5)
@@ -124,17 +124,7 @@ def request_of(flags, data):
 
 def values_of(number, positions, key):
     """The activations of a sample, (tokens, width), however it is packed."""
-    return np.float32(number * 10 + key + positions[:, None] / 64 + np.arange(HIDDEN))
-
-
-def activations(batch):
-    values = {key: np.zeros((*batch.token_ids.shape, HIDDEN), np.float32) for key in HOOKS}
-    for placed in batch.samples:
-        positions = np.arange(placed.stop - placed.start)
-        for key, array in values.items():
-            own = values_of(placed.sample.sample_idx, positions, key)
-            array[placed.row, placed.start : placed.stop] = own
-    return values if batch.kept is None else {key: v[batch.kept] for key, v in values.items()}
+    return np.float32(number + key - 1 + positions[:, None] / 64 + np.arange(HIDDEN))
 
 
 class Run:
@@ -188,7 +178,9 @@ class Run:
                 for number, batch in enumerate(text.open(place, nullcontext())[1]):
                     if number == stop_after:
                         return
-                    place.add_batch(batch, activations(batch))
+                    values, kept = activations(batch), batch.kept
+                    rows_kept = {key: v if kept is None else v[kept] for key, v in values.items()}
+                    place.add_batch(batch, rows_kept)
                 complete = True
             finally:
                 place.finalize(complete)
@@ -211,13 +203,14 @@ class Run:
             assert self.stored_in(bucket)
         return self.stored_in(bucket), counts[::-1]
 
-    def stored_in(self, bucket):
+    def stored_in(self, bucket, process=None):
         """Returns all samples by number: their rows of the table. Reads as a reader does, and
         requires that everything holds together."""
         assert not bucket.replaced
         found = {}
         for host in range(self.case.hosts):
-            folder = MemoryFolder(bucket, Process()).child(f"machine_000_host_{host:02d}")
+            root = MemoryFolder(bucket, process or Process())
+            folder = root.child(f"machine_000_host_{host:02d}")
             stored = read_stored(folder)
             assert not stored.damaged and not any(stored.missing())
             for commit in stored.in_order:
@@ -433,3 +426,14 @@ def test_a_run_may_be_overwritten_and_read_at_any_request(run):
         run(bucket, overwrite=True, shard_size_gb=5e-6)
         assert isinstance(first.go_on(), InputError | None)  # it may not have begun before
         assert run.stored_in(bucket) == whole
+
+
+def test_a_writer_may_go_on_at_any_request_of_a_reader(run):
+    """What is committed in the meantime is read whole, or not at all."""
+    whole, (requests,) = run.undisturbed()
+    for halt in range(requests):
+        bucket = MemoryBucket()
+        writer, moment = Halted(run, bucket, halt), halt % 5
+        reader = Process(lambda n, _, m=moment, w=writer: w.go_on() if n == m else None)
+        assert run.stored_in(bucket, reader).items() <= whole.items()
+        assert writer.go_on() is None

@@ -11,28 +11,27 @@ import pyarrow.parquet
 import pytest
 import safetensors.numpy
 from extractions import activations_of, batches, open_part
-from storages import open_storage
 
 from activation_extraction import ActivationDataset
 from activation_extraction import store as store_package
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.store import sample_table
-from activation_extraction.store.formats import FORMATS, format_of
-from activation_extraction.store.metadata import own_files
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.formats import BY_SUFFIX, format_of
+from activation_extraction.store.metadata import own_files, read_stored
+from activation_extraction.store.shard_reader import read_shard
 from activation_extraction.store.statistics import STATISTICS
 
 
-@pytest.mark.parametrize("each", FORMATS, ids=lambda each: each.suffix)
+@pytest.mark.parametrize("each", BY_SUFFIX.values(), ids=lambda each: each.suffix)
 def test_files_are_known_by_their_names(each):
     name = each.file_name(12345)
     assert name == f"shard_12345{each.suffix}" and format_of(name) is each
-    own = [name, f".{name}.tmp"]
-    others = [f"{name}.bak", f"x{name}", "shard_1.pkl", "shard_0000.json"]
+    own = [f".{name}.tmp", name]
+    others = [f"{name}.bak", f"x{name}", f"{name}x", "shard_1.pkl", "shard_0000.json"]
     others += [f"shard_{number}{each.suffix}" for number in ("00001", "٠٠٠١")]
-    assert sorted(own_files([*own, *others])) == sorted(own)
-    assert not any(map(format_of, others))
-    for other in (f"{name}x", f".{name}", "shard_0001.json", "metadata.json"):
-        assert format_of(other) is None
+    assert own_files([*own, *others]) == own
+    assert not any(map(format_of, [*others, f".{name}", "shard_0001.json", "metadata.json"]))
 
 
 @pytest.mark.parametrize("shard_format", SHARD_FORMATS)
@@ -69,12 +68,12 @@ def test_the_page_of_the_format_is_enough_to_read_it(tmp_path, shard_format):
         found, ids = record["activation"], record["token_ids"]
     np.testing.assert_array_equal(found, expected[1][content["hooks"][1]["name"]])
     np.testing.assert_array_equal(ids, expected[1].token_ids)
+    folder = Folder(str(tmp_path))
+    whole = read_shard(folder, read_stored(folder).commits[1])
+    for row, *slices in zip(whole.samples, *whole.slices.values(), strict=True):
+        sample = expected[row.sample_idx]
+        np.testing.assert_array_equal(row.token_ids, sample.token_ids)
+        np.testing.assert_equal(slices, list(sample.activations.values()))
     checksum = content.pop("checksum")
     plain = json.dumps(content, sort_keys=True, ensure_ascii=False)
     assert hashlib.sha256(plain.encode()).hexdigest() == checksum
-
-
-def test_safetensors_need_token_ids(tmp_path):
-    storage = open_storage(tmp_path, {0: "h"}, shard_format="safetensors")
-    with pytest.raises(ValueError, match="sample 0, hook 0: has no token ids"):
-        storage.add_activation(0, np.zeros((1, 2), np.float32), 0, "")

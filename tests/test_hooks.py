@@ -1,88 +1,117 @@
-"""Hooks: their names, which parts of a model they need, and values that depend on nothing else."""
+"""Hooks: their names, which parts of a model they need, and runs that store them."""
 
-import gzip
+import dataclasses
 import json
 import pickle
 
+import flax.linen as nn
 import jax
+import numpy as np
 import pytest
-from command_line import main
-from conftest import Reference, make_reference
-from test_model import (
-    assert_same_but_for_rounding,
-    every_hook,
-    flops_of,
-    load,
-    rounding_of,
-    rows,
-    run,
-)
+from command_line import main, records_of
+from pods import flags_for
+from test_model import flops_of, matching
+from tiny_models import MOE_TEXT, SHARED, TEXT
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.mesh import build_layout
+from activation_extraction.model.decoder import stage_length
+from activation_extraction.model.hooks import hook_table
+from activation_extraction.model.mesh import build_layout, usable_devices
 from activation_extraction.run import demo
 from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
 
 DEPTH = 4
+BASE = dict(model_type="qwen2", vocab_size=211, hidden_size=64, intermediate_size=112)
+BASE |= dict(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=DEPTH)
+QWEN2, QWEN3 = (FAMILIES.config(BASE | {"model_type": name}) for name in ("qwen2", "qwen3"))
+DELTA, BOTH = FAMILIES.config(TEXT), FAMILIES.config(MOE_TEXT)
+EXPERTS = FAMILIES.config(BASE | SHARED | dict(decoder_sparse_step=2))
 HALF = {"input_layernorm", "q_proj", "k_proj", "v_proj", "o_proj"}  # a layer without its MLP
 
 
-def named(*names, depth=DEPTH):
-    return list(HOOKS.matching(names, depth).values())
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Reference:
-    folder = tmp_path_factory.mktemp("tiny")
-    return make_reference(folder, num_key_value_heads=2, num_hidden_layers=DEPTH)
-
-
 def test_every_hook_of_the_table_has_its_own_names():
-    names = [name for hook in HOOKS.all_hooks(DEPTH) for name in hook.names()]
+    every = HOOKS.all_hooks(DEPTH)
+    names = [name for hook in every for name in hook.names()]
     assert len(names) == len(set(names))
-    assert {hook.layer for hook in HOOKS.all_hooks(DEPTH) if hook.name == "hook_embed"} == {0}
-    assert [hook.name for hook in HOOKS.all_hooks(DEPTH)[-6:]] == [
+    assert {hook.layer for hook in every if hook.name == "hook_embed"} == {0}
+    assert [hook.name for hook in every[-6:]] == [
         *("ln_final.hook_normalized", "ln_final.hook_out"),
         *("logits.top_ids", "logits.top_logprobs", "loss", "entropy"),
     ]
+    assert len(hook_table(QWEN3).kinds) == len(HOOKS.kinds) + 2
 
 
 @pytest.mark.parametrize(
-    "asked,hook",
+    "config,asked,expected",
     [
-        ("blocks.1.mlp.hook_in", "blocks.1.ln2.hook_out"),
-        ("blocks.1.attn.hook_in", "blocks.1.ln1.hook_out"),
-        ("blocks.1.hook_out", "blocks.1.hook_resid_post"),
-        ("blocks.1.attn.o.hook_in", "blocks.1.attn.hook_z"),
-        ("model.layers.1.mlp.input", "blocks.1.ln2.hook_out"),
-        ("model.layers.1.mlp.down_proj.input", "blocks.1.mlp.hook_post"),
-        ("model.layers.1.self_attn.o_proj.input", "blocks.1.attn.hook_z"),
-        ("model.layers.1.post_attention_layernorm.output", "blocks.1.ln2.hook_out"),
-        ("model.layers.1.output", "blocks.1.hook_resid_post"),
-        ("model.norm.output", "ln_final.hook_out"),
+        (QWEN2, "blocks.1.mlp.hook_in", "blocks.1.ln2.hook_out"),
+        (QWEN2, "blocks.1.attn.hook_in", "blocks.1.ln1.hook_out"),
+        (QWEN2, "blocks.1.hook_out", "blocks.1.hook_resid_post"),
+        (QWEN2, "blocks.1.attn.o.hook_in", "blocks.1.attn.hook_z"),
+        (QWEN2, "model.layers.1.mlp.input", "blocks.1.ln2.hook_out"),
+        (QWEN2, "model.layers.1.mlp.down_proj.input", "blocks.1.mlp.hook_post"),
+        (QWEN2, "model.layers.1.self_attn.o_proj.input", "blocks.1.attn.hook_z"),
+        (QWEN2, "model.layers.1.post_attention_layernorm.output", "blocks.1.ln2.hook_out"),
+        (QWEN2, "model.layers.1.output", "blocks.1.hook_resid_post"),
+        (QWEN2, "model.norm.output", "ln_final.hook_out"),
+        (QWEN2, "lm_head.output", "logits"),
+        (QWEN2, "unembed.hook_out", "logits"),
+        (QWEN3, "model.layers.2.self_attn.k_norm.output", "blocks.2.attn.hook_k_normed"),
+        (DELTA, "blocks.2.linear_attn.hook_in", "blocks.2.ln1.hook_out"),
+        (EXPERTS, "blocks.1.mlp.gate.hook_out", "blocks.1.mlp.gate.hook_out"),
+        (EXPERTS, "blocks.2.mlp.dense_gate.hook_out", "blocks.2.mlp.hook_pre"),
+        (EXPERTS, "blocks.2.mlp.dense_out.hook_in", "blocks.2.mlp.hook_post"),
     ],
 )
-def test_a_hook_is_found_by_any_name_and_keeps_the_one_that_was_asked_for(asked, hook):
-    assert {key: found.name for key, found in HOOKS.matching([asked], DEPTH).items()} == {
-        asked: hook
-    }
+def test_a_hook_is_found_by_any_name_and_keeps_the_one_that_was_asked_for(config, asked, expected):
+    found = hook_table(config).matching([asked], DEPTH)
+    assert {key: hook.name for key, hook in found.items()} == {asked: expected}
 
 
-def test_globs_ask_for_canonical_names_first():
+def test_globs_ask_for_canonical_names_first_and_for_no_large_hook():
     block = HOOKS.matching(["blocks.2.*"], DEPTH)
     assert list(block) == [hook.name for hook in block.values()] and len(block) == 18
     assert list(HOOKS.matching(["model.layers.*.mlp.output", "blocks.0.*mlp_out"], DEPTH)) == [
         f"model.layers.{layer}.mlp.output" for layer in range(DEPTH)
     ]
-    assert len(HOOKS.matching(["*"], DEPTH)) == 18 * DEPTH + 7
+    every = HOOKS.matching(["*"], DEPTH)
+    assert len(every) == 18 * DEPTH + 7 and "loss" in every and "logits" not in every
 
 
-@pytest.mark.parametrize("name", ["blocks.4.hook_resid_post", "blocks.*.hook_mlp_in", "resid"])
-def test_a_name_that_no_hook_has_is_refused(name):
-    with pytest.raises(InputError, match="matches no hook of a model with layers 0 to 3"):
-        HOOKS.matching(["blocks.0.hook_resid_post", name], DEPTH)
+@pytest.mark.parametrize(
+    "config,pattern,said",
+    [
+        *(
+            (QWEN2, pattern, "matches no hook of a model with layers 0 to 3")
+            for pattern in ("blocks.4.hook_resid_post", "blocks.*.hook_mlp_in", "resid")
+        ),
+        (QWEN2, "blocks.0.attn.hook_q_normed", "matches no hook"),
+        (QWEN2, "*.logits", "did you mean logits"),
+        *((QWEN2, p, "logits, which takes 422 bytes") for p in ("lm_head.*", "logi?s")),
+        (DELTA, "blocks.0.hook_attn_out", "layer 0 is of type linear_attention and has no such"),
+        (EXPERTS, "blocks.1.mlp.hook_post", "is of type sparse and has no such hook"),
+        (EXPERTS, "model.layers.3.mlp.down_proj.output", "is of type sparse and has no such hook"),
+    ],
+)
+def test_a_name_that_no_hook_has_is_refused(config, pattern, said):
+    with pytest.raises(InputError, match=said):
+        hook_table(config).matching(["blocks.0.hook_resid_post", pattern], DEPTH)
+
+
+def test_hooks_of_layers_and_what_is_recorded_of_them():
+    assert len(hook_table(EXPERTS).of_layers([0, 1], "mlp", DEPTH)) == 2
+    for layer in (-1, DEPTH):
+        with pytest.raises(InputError, match=f"{layer}: the model has layers 0 to 3"):
+            HOOKS.of_layers([0, layer], "mlp", DEPTH)
+    table, sizes = hook_table(DELTA), DELTA.sizes
+    (hook,) = table.matching(["blocks.2.ln1.hook_out"], DEPTH).values()
+    module, alias = "model.layers.2.input_layernorm.output", "blocks.2.linear_attn.hook_in"
+    assert hook.facts(sizes) == {"module": module, "aliases": [alias, module], "width": 64}
+    (values,) = table.matching(["blocks.0.linear_attn.hook_v"], DEPTH).values()
+    heads = {"heads": 8, "head_size": 16}
+    assert values.facts(sizes) == {"module": None, "aliases": [], "width": 128} | heads
 
 
 @pytest.mark.parametrize(
@@ -102,53 +131,68 @@ def test_a_name_that_no_hook_has_is_refused(name):
         (["blocks.2.hook_resid_post"], 3, None),
     ],
 )
-def test_only_what_a_hook_needs_is_loaded(names, layers, last, tiny):
-    model = create_model_with_hooks(tiny.config, named(*names))
+def test_only_what_a_hook_needs_is_loaded(names, layers, last):
+    model = create_model_with_hooks(QWEN2, matching(QWEN2, names))
     table = weight_table(model)
     stacked = [spec for path, spec in table.items() if path[0] == "layers"]
     assert {len(spec.hf_names) for spec in stacked} == ({layers} if layers else set())
     assert "norm" not in {path[0] for path in table} and "lm_head" not in table
-    loaded = {path[-2] for path in table if path[0] == "last_layer"}
-    assert loaded == (last or set())
+    assert {path[-2] for path in table if path[0] == "last_layer"} == (last or set())
     assert (model.last_layer is None) == (last is None)
-    names_there = {
-        name for path, spec in table.items() for name in spec.hf_names if "last" in path[0]
-    }
-    assert all(name.startswith(f"model.layers.{layers}.") for name in names_there)
+    ours = {name for path, x in table.items() for name in x.hf_names if path[0] == "last_layer"}
+    assert all(name.startswith(f"model.layers.{layers}.") for name in ours)
 
 
-@pytest.mark.long
-def test_any_set_of_hooks_gives_the_values_of_all_hooks(tiny):
-    """Of all kinds and widths; with work left to do after a hook, and with kinds that are in use
-    but not asked for at other layers."""
-    everything = create_model_with_hooks(tiny.config, every_hook(tiny.config))
-    batch = rows(tiny.config.vocab_size, (1, 40))
-    params = load(everything, tiny.folder)
-    expected, allowed = run(everything, params, *batch), rounding_of(everything, params, *batch)
-    for names in (
-        ["blocks.0.hook_attn_out"],
-        ["blocks.0.hook_resid_post", "blocks.3.hook_mlp_out"],
-        ["hook_embed", "blocks.1.attn.hook_k", "blocks.2.mlp.hook_pre", "blocks.2.hook_resid_mid"],
-        ["blocks.1.attn.hook_z", "blocks.1.mlp.hook_post", "blocks.3.attn.hook_q"],
-        ["blocks.0.attn.hook_rot_q", "ln_final.hook_out", "blocks.3.hook_resid_post"],
-        ["blocks.2.*", "blocks.0.mlp.hook_pre"],
-        ["blocks.3.ln2.hook_normalized", "blocks.3.ln2.hook_out", "blocks.1.hook_resid_pre"],
-        ["blocks.*.ln2.hook_out", "blocks.*.hook_mlp_out"],
+def test_a_type_that_no_layer_of_the_loop_has_is_not_loaded():
+    hooks = matching(DELTA, ["blocks.0.hook_resid_post", "blocks.1.attn.hook_q"])
+    paths = {path[:3] for path in weight_table(create_model_with_hooks(DELTA, hooks))}
+    assert {path[1] for path in paths if path[0] == "layers"} == {"linear_attention"}
+    assert ("last_layer", "self_attn", "q_proj") in paths
+
+
+@pytest.mark.parametrize(
+    "stages,last,length", [(2, 5, 3), (2, 6, 4), (4, 5, 2), (4, 7, 2), (8, 7, 1), (2, 15, 8)]
+)
+def test_stages_have_only_the_layers_up_to_the_last_hook(stages, last, length):
+    """The stages are as short as can be."""
+    layout = build_layout(usable_devices(every=True)[:stages], {"pipeline": stages}, 2)
+    config = dataclasses.replace(QWEN2, num_hidden_layers=16)
+    hooks = HOOKS.of_layers([2, last], "mlp", 16)
+    model = create_model_with_hooks(config, hooks, layout=layout)
+    assert (model.num_layers, model.layers_per_stage) == (last + 1, length)
+    table = weight_table(model)
+    assert {x.shape[0] for path, x in table.items() if path[0] == "layers"} == {stages * length}
+    named = {name for spec in table.values() for name in spec.hf_names}
+    layers = {int(name.split(".")[2]) for name in named if ".layers." in name}
+    assert layers == set(range(last + 1)) and "model.norm.weight" not in named
+
+
+def test_stages_have_the_same_sequence_of_types():
+    for types, stages, length in (
+        ("aaaaa", 2, 3),
+        ("aaaaa", 4, 2),  # the last stage is filled up completely, as with one type it may be
+        ("abbabbab", 3, 3),
+        ("aaabaaabaaabaa", 2, 8),  # 7 would not repeat
+        ("abbb", 1, 4),
     ):
-        model = create_model_with_hooks(tiny.config, named(*names))
-        found = run(model, load(model, tiny.folder), *batch)
-        assert_same_but_for_rounding(found, expected, allowed)
+        assert stage_length(types, stages) == length
+    layout = build_layout(usable_devices(every=True)[:2], {"pipeline": 2}, 2)
+    config = FAMILIES.config(BASE | SHARED | dict(mlp_only_layers=[0]))
+    hooks = hook_table(config).of_layers([2], "residual", 4)
+    with pytest.raises(InputError, match="2 pipeline stages .* 0 to 2 are 1 dense, 2 sparse"):
+        create_model_with_hooks(config, hooks, layout=layout)
 
 
 @pytest.mark.long
-def test_what_comes_after_the_last_hook_does_not_run(tiny):
+def test_what_comes_after_the_last_hook_does_not_run():
     one_cpu = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=2)
+    batch = [jax.ShapeDtypeStruct((4, 64), np.int32)] * 3
 
     def products(name):
-        hooks = named(f"blocks.1.{name}")
-        model = create_model_with_hooks(tiny.config, hooks, layout=one_cpu)
-        params = {"params": load(model, tiny.folder)}
-        program = jax.jit(model.apply).lower(params, *rows(tiny.config.vocab_size, (4, 1024)))
+        hooks = matching(QWEN2, [f"blocks.1.{name}"])
+        model = create_model_with_hooks(QWEN2, hooks, layout=one_cpu)
+        params = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), *batch))
+        program = jax.jit(model.apply).lower(params, *batch)
         return program.compile().as_text().count(" dot(")
 
     before_attention, before_mlp = products("hook_resid_pre"), products("hook_resid_mid")
@@ -156,56 +200,91 @@ def test_what_comes_after_the_last_hook_does_not_run(tiny):
     assert products("mlp.hook_pre") == before_mlp + 1 > before_attention + 5
 
 
-def test_operations_are_counted_as_far_as_layers_run(tiny):
+def test_operations_are_counted_as_far_as_layers_run():
     def flops(name):
-        return create_model_with_hooks(tiny.config, named(name)).flops([10, 30])
+        return create_model_with_hooks(QWEN2, matching(QWEN2, [name])).flops([10, 30])
 
-    size = tiny.config.sizes
-    head, whole = 2 * 40 * size["D"] * size["H"], flops_of(tiny.config, 1, [10, 30])
+    size = QWEN2.sizes
+    head, whole = 2 * 40 * size["D"] * size["H"], flops_of(QWEN2, 1, [10, 30])
     attention = 2 * (10**2 + 30**2) * size["N"] * size["H"]
     assert flops("hook_embed") == 0 and flops("blocks.2.ln1.hook_out") == 2 * whole
     assert flops("blocks.2.hook_resid_post") == flops("ln_final.hook_out") * 3 / 4 == 3 * whole
+    assert flops("loss") - flops("ln_final.hook_out") == 2 * size["D"] * size["V"] * 40
     assert flops("blocks.2.attn.hook_q") == 2 * whole + size["N"] * head
     assert flops("blocks.2.attn.hook_v") == 2 * whole + size["K"] * head
     all_heads = 2 * size["N"] + 2 * size["K"]
     assert flops("blocks.2.hook_resid_mid") == 2 * whole + all_heads * head + attention
 
 
+ASKED = ["blocks.1.mlp.hook_in", "model.layers.1.mlp.output", "blocks.0.attn.hook_k"]
+ASKED += ["model.layers.2.mlp.down_proj.input", "blocks.1.attn.hook_pattern"]
+STORED = ["blocks.0.attn.hook_k", "blocks.1.attn.hook_pattern", "blocks.1.ln2.hook_out"]
+STORED += ["blocks.1.hook_mlp_out", "blocks.2.mlp.hook_post"]
+
+
+@pytest.fixture(scope="module", params=["pickle", "safetensors"])
+def run(demo_inputs, tmp_path_factory, request):
+    """A run that stores hooks of several widths under the names that were asked for."""
+    folder = tmp_path_factory.mktemp("run")
+    flags = "--max_samples", 12, "--shard_format", request.param
+    assert main(*flags_for(demo_inputs, folder, *flags, hooks=("--hook_names", *ASKED))) == 0
+    return folder
+
+
 @pytest.mark.long
-def test_a_run_stores_hooks_of_any_width_under_the_names_that_were_asked_for(
-    demo_inputs, tmp_path, capsys
-):
-    """Transcoder pairs and more, in one pass; --verify recomputes them."""
-    model = ["--model_path", str(demo_inputs / "model")]
-    data = ["--dataset_path", str(demo_inputs / "documents.parquet"), "--max_samples", "20"]
-    asked = ["blocks.1.mlp.hook_in", "model.layers.1.mlp.output", "blocks.0.attn.hook_k"]
-    asked += ["model.layers.2.mlp.down_proj.input"]
-    flags = ["--hook_names", *asked, "--max_seq_length", "64", "--output_dir", str(tmp_path)]
-    assert main(*model, *data, *flags) == 0
-    shard = pickle.load(gzip.open(tmp_path / "shard_0001.pkl.gz"))
-    assert list(shard) == [asked[2], asked[0], asked[1], asked[3]]
-    assert {key: records[0]["activation"].shape[1] for key, records in shard.items()} == dict(
-        zip(asked, (128, 128, 64, 384), strict=True)
-    )
-    assert shard[asked[0]][1]["hook"] == "blocks.1.ln2.hook_out"  # the canonical name
-    hooks = json.loads((tmp_path / "metadata.json").read_text())["hooks"]
-    facts = [
-        {name: hook.get(name) for name in ("key", "name", "module", "width")} for hook in hooks
-    ]
-    assert facts[0] == dict(
-        key=asked[2], name=asked[2], module="model.layers.0.self_attn.k_proj.output", width=64
-    )
-    assert facts[1] | {"width": 128} == facts[1]
-    assert facts[1]["name"] == "blocks.1.ln2.hook_out"
-    assert facts[3]["name"] == "blocks.2.mlp.hook_post" and facts[3]["module"] == asked[3]
-    assert (hooks[0]["heads"], hooks[0]["head_size"]) == (2, 32) and "heads" not in hooks[1]
-    commit = json.loads((tmp_path / "shard_0001.json").read_text())
-    assert [hook["width"] for hook in commit["hooks"]] == [64, 128, 128, 384]
-    assert main("--verify", "--verify_samples", "3", *model, *flags[-2:]) == 0
+def test_a_run_stores_hooks_under_the_names_that_were_asked_for(run, demo_inputs, capsys):
+    widths = [64, 4 * 64, 128, 128, 384]
+    typed = [ASKED[2], ASKED[4], ASKED[0], ASKED[1], ASKED[3]]
+    if records := records_of(run):
+        assert list(records) == typed
+        assert [of_hook[0]["activation"].shape[1] for of_hook in records.values()] == widths
+        assert records[ASKED[0]][1]["hook"] == STORED[2]  # the canonical name
+    hooks = json.loads((run / "metadata.json").read_text())["hooks"]
+    assert [hook["key"] for hook in hooks] == typed
+    assert [hook["name"] for hook in hooks] == STORED
+    assert [hook["width"] for hook in hooks] == widths
+    assert hooks[0]["module"] == "model.layers.0.self_attn.k_proj.output"
+    assert (hooks[0]["heads"], hooks[0]["head_size"]) == (2, 32) and "heads" not in hooks[2]
+    assert (hooks[1]["heads"], hooks[1]["keys"]) == (4, 64)
+    commit = json.loads((run / "shard_0001.json").read_text())
+    assert [hook["width"] for hook in commit["hooks"]] == widths
+    model = "--model_path", demo_inputs / "model"
+    assert main("--verify", "--verify_samples", 3, *model, "--output_dir", run) == 0
     assert "3 samples recomputed; 0 problems" in capsys.readouterr().out
-    other = [flags[0], "blocks.1.ln2.hook_out", *flags[2:]]
-    assert main(*model, *data, *other) == 2
-    assert "differs in keyed_by" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [STORED[2], *ASKED[:1], "model.layers.1.mlp.input", "*1.mlp.inp*"])
+def test_a_hook_is_read_by_any_of_its_names_and_by_globs(run, name):
+    whole, stored = ActivationDataset(run), STORED[2]
+    alias, module = ASKED[0], "model.layers.1.mlp.input"
+    assert list(whole.hooks) == STORED
+    dataset = ActivationDataset(run, hooks=[name])
+    assert list(dataset.hooks) == [stored] and dataset.hooks[alias] == whole.hooks[stored]
+    expected = whole[1].activations[stored]
+    for sample in (dataset[1], pickle.loads(pickle.dumps(dataset[1]))):
+        np.testing.assert_array_equal(sample[alias], expected)
+        np.testing.assert_array_equal(sample[module], expected)
+    assert dataset.statistics[module] == whole.statistics[stored]
+    (batch,) = whole.batches(10**4, hooks=[name], max_norm={alias: 1e9}, dtype="float32")
+    assert list(batch.activations) == [stored]
+    for each in (batch, batch.jax(), batch.torch()):
+        np.testing.assert_array_equal(np.asarray(each[alias]), batch[stored])
+
+
+def test_names_that_a_run_lacks_are_refused_wherever_a_hook_is_asked_for(run, tmp_path, capsys):
+    with pytest.raises(ValueError, match="has no hook 'blocks.2.mlp.hook_in'; it has blocks.0"):
+        ActivationDataset(run, hooks=["blocks.2.mlp.hook_in"])
+    dataset = ActivationDataset(run, hooks=[STORED[4]])
+    with pytest.raises(ValueError, match=f"has no hook '{ASKED[0]}'"):  # which is not read
+        dataset.batches(8, hooks=[ASKED[0]])
+    with pytest.raises(KeyError, match=ASKED[0]):
+        dataset[0][ASKED[0]]
+    where = "--export", "memmap", "--output_dir", run, "--export_dir", tmp_path / "copy"
+    assert main(*where, "--hook_names", "blocks.[12].mlp.hook_in") == 0
+    copies = {path.name for path in (tmp_path / "copy").iterdir() if path.is_dir()}
+    assert copies == {STORED[2]}
+    assert main(*where[:-1], tmp_path / "other", "--hook_names", "blocks.2.mlp.hook_in") == 2
+    assert "has no hook 'blocks.2.mlp.hook_in'; it has blocks.0" in capsys.readouterr().err
 
 
 def test_list_hooks_needs_nothing_but_the_configuration(demo_inputs, tmp_path, capsys):
@@ -219,8 +298,17 @@ def test_list_hooks_needs_nothing_but_the_configuration(demo_inputs, tmp_path, c
     assert row[4] == "256" and "blocks.K.mlp.hook_in" in " ".join(row[5:])
     assert next(line.split() for line in lines if "top_ids" in line)[1:] == ["10", "int32", "40"]
     assert lines[-1] == "K is the layer, from 0 to 11"
-    assert not list(tmp_path.glob("shard*"))
     assert main("--list_hooks", "--status") == 2
+
+
+def test_a_pattern_that_is_too_wide_is_refused_with_its_bytes(tmp_path, capsys):
+    flags = ["--demo", "--hook_names", "blocks.1.attn.hook_pattern", "--max_seq_length", 2048]
+    assert main(*flags, "--activation_dtype", "float32", "--output_dir", tmp_path) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "error: --hook_names blocks.1.attn.hook_pattern: takes 32,768 bytes per token and "
+        "67,108,864 per row with --max_seq_length 2048; at most 33,554,432 per row are stored; "
+        "choose a smaller --max_seq_length"
+    )
 
 
 @pytest.mark.long
@@ -234,15 +322,13 @@ def test_clipped_default_layers_are_told(texts, tmp_path, capsys):
     weights = weight_table(Qwen2(FAMILIES.config(config))).values()
     demo.write_weights(model / "model.safetensors", weights)
     flags = ["--model_path", model, "--dataset_path", texts([{"text": "one"}])]
-    flags += ["--output_dir", tmp_path / "out", "--max_seq_length", 16]
-    assert main(*flags) == 0
-    log = capsys.readouterr().err
-    assert "the default layers, 10 to 23, are clipped: the model has layers 0 to 5\n" in log
-    assert "hooks: blocks.5.hook_resid_post; width 128" in log
-    for typed, layers in ((["all"], range(6)), (["4-5", "0"], (0, 4, 5))):
-        out = tmp_path / typed[0]
-        flags[flags.index("--output_dir") + 1] = out
-        more = [*map(str, flags), "--layers_to_extract", *typed]
-        assert main(*more) == 0
+    flags += ["--max_seq_length", 16]
+    for typed, layers in (([], (5,)), (["all"], range(6)), (["4-5", "0"], (0, 4, 5))):
+        out = tmp_path / "-".join(["out", *typed])
+        asked = ["--layers_to_extract", *typed] if typed else []
+        assert main(*flags, "--output_dir", out, *asked) == 0
+        log = capsys.readouterr().err
+        clipped = "the default layers, 10 to 23, are clipped: the model has layers 0 to 5\n"
+        assert (clipped in log) == (not typed)
         names = [f"blocks.{layer}.hook_resid_post" for layer in layers]
         assert list(ActivationDataset(out).hooks) == names

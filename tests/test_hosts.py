@@ -35,39 +35,29 @@ def test_every_mesh_of_four_hosts(demo_inputs, alone_with_few, tmp_path, name):
     assert metadata["mesh"] == sizes
 
 
-def test_uneven_ends_and_a_host_without_data(demo_inputs, texts, tmp_path):
-    """One row for host 0, none for host 1; then a limit that the two hosts share."""
-    one, many = texts([{"text": "alone"}], "a.jsonl"), texts([{"text": "x"}] * 40, "b.jsonl")
-    for path, flags, expected in ((one, [], [1, 0]), (many, ["--max_samples", 7], [4, 3])):
-        out = tmp_path / path.stem
-        options = flags_for(demo_inputs, out, "--dataset_path", path, *flags)
-        pod = Pod(tmp_path, 2, 4, *options)
+ENDS = {  # rows of text, flags, samples of each of two hosts, and what all say of the second one
+    "a host without data": ("x", [], [1, 0], None),
+    "a limit that is shared": ("x" * 40, ["--max_samples", 7], [4, 3], None),
+    "every second row is empty": (
+        *("x " * 6, ["--max_samples", 6, "--max_tokens", 60], [3, 0]),
+        "0 of at most 3 samples (its share of --max_samples) and 0 of at most 30 tokens (its share "
+        "of --max_tokens)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_uneven_ends(demo_inputs, texts, tmp_path, name):
+    rows, flags, expected, short = ENDS[name]
+    path, out = texts([{"text": row.strip() * 9} for row in rows]), tmp_path / "out"
+    for _ in range(1 if short is None else 2):  # also when all has been computed before
+        pod = Pod(tmp_path, 2, 2, *flags_for(demo_inputs, out, "--dataset_path", path, *flags))
         assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
-        assert not any("short: " in pod.text(i) for i in range(2))
-        found = [
-            json.loads((out / f"machine_000_host_{i:02d}/metadata.json").read_text())["samples"]
-            for i in range(2)
-        ]
-        assert found == expected
-
-
-def test_a_host_that_cannot_fill_its_share_is_named_on_all(demo_inputs, texts, tmp_path):
-    """Every second row is without text, so the second of two hosts has none."""
-    path = texts([{"text": "word " * 9 if n % 2 == 0 else ""} for n in range(12)])
-    samples, tokens = "0 of at most 3 samples", "0 of at most 30 tokens"
-    cases = {
-        ("--max_samples", "6"): f"{samples} (its share of --max_samples)",
-        ("--max_tokens", "60", "--max_samples", "6"): f"{samples} (its share of --max_samples) and "
-        f"{tokens} (its share of --max_tokens)",
-    }
-    for number, (flags, told) in enumerate(cases.items()):
-        options = flags_for(demo_inputs, tmp_path / str(number), "--dataset_path", path, *flags)
-        for _ in range(2):  # also when all has been computed before
-            pod = Pod(tmp_path, 2, 2, *options)
-            assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
-            for host in range(2):
-                (line,) = re.findall("^short: .*$", pod.text(host), re.M)
-                assert line == f"short: the data of host 1 ended after {told}"
+        for host in range(2):
+            told = [] if short is None else [f"short: the data of host 1 ended after {short}"]
+            assert re.findall("^short: .*$", pod.text(host), re.M) == told
+            metadata = json.loads((out / f"machine_000_host_{host:02d}/metadata.json").read_text())
+            assert metadata["samples"] == expected[host]
 
 
 def test_folders_of_another_number_of_hosts_are_refused_and_named(demo_inputs, tmp_path, capsys):

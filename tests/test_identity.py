@@ -1,7 +1,9 @@
-"""What an output holds already: the same run's, which is continued, or another's, which is refused,
-and with --overwrite replaced."""
+"""What an output holds already: the same run's, which is continued, or another's, which is refused
+by the name of the field, and with --overwrite replaced."""
 
+import json
 import shutil
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -10,8 +12,55 @@ from pods import flags_for, rounding_of_run
 from small_runs import set_status
 from storages import open_storage
 
+from activation_extraction.store.commit import DamagedError
+from activation_extraction.store.identity import Difference, Identity
 from activation_extraction.store.local_files import AtomicFile
-from activation_extraction.store.patience import reason_of
+from activation_extraction.store.metadata import identity_of
+
+ONE = Identity(
+    model_digest="1" * 64,
+    data="files",
+    hooks=("blocks.1.hook_mlp_out", "blocks.2.hook_mlp_out"),
+    activation_dtype="float16",
+    total_machines=2,
+    num_hosts=2,
+    machine=1,
+)
+
+
+def other(value):
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    return value + (("x",) if isinstance(value, tuple) else "x" if isinstance(value, str) else 1)
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(Identity)])
+def test_every_field_is_recorded_and_compared(name):
+    changed = replace(ONE, **{name: other(getattr(ONE, name))})
+    assert Identity.from_json(json.loads(json.dumps(changed.to_json()))) == changed
+    expected = Difference(name, getattr(ONE, name), getattr(changed, name))
+    per_host, turned_on = name in ("machine", "host", "num_hosts"), name == "skip_bad_rows"
+    assert changed.compare(ONE) == (None if turned_on else expected)
+    assert ONE.compare(changed) == Difference(name, expected.now, expected.before)
+    ignored = turned_on or per_host
+    assert changed.compare(ONE, shared_only=True) == (None if ignored else expected)
+    assert (name in ONE.shared) == (not ignored)
+
+
+def test_whether_every_token_is_kept():
+    whole = {"shard_format": "safetensors", "mask_column": "attention_mask"}  # zeros are padding
+    assert replace(ONE, **whole).every_token
+    some = {"mask_column": "mask", "positions": "last", "drop_token_ids": (5,), "roles": ("user",)}
+    for name, value in (some | {"overlap": 3}).items():
+        assert not replace(ONE, **{name: value}).every_token, name
+
+
+@pytest.mark.parametrize("content", [{"colour": "red"}, [], None, {"hooks": 3}])
+def test_what_this_version_does_not_know_is_damaged(content):
+    with pytest.raises(DamagedError, match="out/metadata.json: its identity: cannot be read"):
+        identity_of({"identity": content}, "out/metadata.json")
+
 
 REFUSED = {
     "max_seq_length": ["--max_seq_length", "48"],
@@ -25,64 +74,53 @@ REFUSED = {
     "shard_format": ["--shard_format", "safetensors"],
     "positions": ["--positions", "last"],
     "drop_token_ids": ["--drop_token_ids", "3"],
-    "model_digest": ["--model_path", "{other_model}"],
-    "tokenizer_digest": ["--model_path", "{other_tokenizer}"],
-    "text_column": ["--text_column", "url"],
+    "model_digest": ["--model_path", "other_model"],
+    "tokenizer_digest": ["--model_path", "other_tokenizer"],
+    "text_column": ["--text_column", "id"],
 }
+LAYERS = ["--layers_to_extract", "1", "3"]
 
 
 @pytest.fixture(scope="module")
 def started(demo_inputs, tmp_path_factory):
     """An extraction of the demo's inputs, and inputs that differ in one thing each."""
     folder = tmp_path_factory.mktemp("started")
-    flags = [
-        *("--model_path", str(demo_inputs / "model")),
-        *("--dataset_path", str(demo_inputs / "documents.parquet")),
-        *("--max_seq_length", "64", "--max_samples", "40", "--shard_size_gb", "0.0005"),
-        *("--output_dir", str(folder / "out")),
-    ]
-    assert main(*flags, "--layers_to_extract", "1", "3") == 0
+    flags = ["--model_path", demo_inputs / "model", "--max_seq_length", 64, "--max_samples", 40]
+    flags += ["--dataset_path", demo_inputs / "documents.parquet", "--shard_size_gb", 0.0005]
+    assert main(*flags, "--output_dir", folder / "out", *LAYERS) == 0
     for name in ("other_model", "other_tokenizer"):
         shutil.copytree(demo_inputs / "model", folder / name)
     weights = bytearray((folder / "other_model/model.safetensors").read_bytes())
     weights[-1] ^= 1
     (folder / "other_model/model.safetensors").write_bytes(weights)
     (folder / "other_tokenizer/tokenizer_config.json").write_text("{}")
-    return folder, flags
+    return folder, [*flags, "--output_dir"]
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_a_changed_request_is_refused_naming_the_field(started, capsys, field):
+def test_a_changed_request_is_refused_naming_the_field(started, capsys, field, monkeypatch):
     folder, flags = started
+    monkeypatch.chdir(folder)
     before = {p.name: p.read_bytes() for p in (folder / "out").iterdir()}
-    changed = [flag.format(**{p.name: p for p in folder.iterdir()}) for flag in REFUSED[field]]
-    layers = ["--layers_to_extract", "1", "3"]
-    if "--layers_to_extract" in changed or "--hook_names" in changed:
-        layers = []
-    assert main(*flags, *layers, *changed) == 2
+    changed = REFUSED[field]
+    layers = [] if {"--layers_to_extract", "--hook_names"} & {*changed} else LAYERS
+    assert main(*flags, folder / "out", *layers, *changed) == 2
     error = capsys.readouterr().err
     assert f"already holds an extraction that differs in {field.strip()}: " in error
     assert {p.name: p.read_bytes() for p in (folder / "out").iterdir()} == before
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "changes",
-    [["--batch_size", "4"], ["--mesh_shape", "2,4"], ["--no_data_parallel"], ["--mesh_type", "1d"]],
-    ids=" ".join,
-)
-def test_what_does_not_change_the_contents_may_change(demo_inputs, started, tmp_path, changes):
+def test_what_does_not_change_the_contents_may_change(demo_inputs, started, tmp_path):
     """Batch size and mesh, halfway: same samples, same values within rounding."""
     folder, flags = started
-    flags = [*flags[:-1], str(tmp_path / "out"), "--layers_to_extract", "1", "3"]
-    shutil.copytree(folder / "out", tmp_path / "out")
-    for path in (tmp_path / "out").glob("shard_*"):
-        if int(path.name[6:10]) > 2:
-            path.unlink()
-    set_status(tmp_path / "out", "running")
-    assert main(*flags, *changes) == 0
+    out = shutil.copytree(folder / "out", tmp_path / "out")
+    for path in out.glob("shard_000[3-9]*"):
+        path.unlink()
+    set_status(out, "running")
+    assert main(*flags, out, *LAYERS, "--batch_size", "4", "--mesh_shape", "2,4") == 0
     allowed = rounding_of_run(folder / "out", demo_inputs / "model")
-    first, second = records_of(folder / "out"), records_of(tmp_path / "out")
+    first, second = records_of(folder / "out"), records_of(out)
     for key in first:
         for before, after in zip(first[key], second[key], strict=True):
             assert before["sample_idx"] == after["sample_idx"]
@@ -91,26 +129,22 @@ def test_what_does_not_change_the_contents_may_change(demo_inputs, started, tmp_
 
 
 def test_machines_of_one_output_must_agree(started, tmp_path, capsys):
-    _, flags = started
-    flags = [*flags[:-1], str(tmp_path / "out"), "--layers_to_extract", "1", "--max_samples", "5"]
-    assert main(*flags, "--total_machines", "2") == 0
-    second = [*flags, "--total_machines", "2", "--machine_id", "1"]
-    assert main(*second, "--dtype", "bfloat16") == 2
-    assert (
-        "machine_000: already holds an extraction that differs in dtype: float32, now bfloat16"
-        in (capsys.readouterr().err)
-    )
-    assert main(*flags, "--total_machines", "3", "--machine_id", "1") == 2
-    assert "differs in total_machines: 2, now 3" in capsys.readouterr().err
-    assert main(*second) == 0
+    flags = [*started[1], tmp_path / "out", *LAYERS, "--max_samples", "5", "--total_machines"]
+    assert main(*flags, "2") == 0
+    for changed, told in (
+        (["2", "--dtype", "bfloat16"], "in dtype: float32, now bfloat16"),
+        (["3"], "in total_machines: 2, now 3"),
+    ):
+        assert main(*flags, *changed, "--machine_id", "1") == 2
+        told = f"machine_000: already holds an extraction that differs {told}"
+        assert told in capsys.readouterr().err
+    assert main(*flags, "2", "--machine_id", "1") == 0
 
 
 @pytest.mark.long
 def test_a_commit_says_what_failed_and_what_continues(started, tmp_path, monkeypatch, capsys):
     """A full disk in the middle of a run: status 1, one line; the same command then completes."""
-    folder, flags = started
-    flags = [*flags[:-1], str(tmp_path / "out"), "--layers_to_extract", "1", "3"]
-    original = AtomicFile.finish
+    flags, original = [*started[1], tmp_path / "out", *LAYERS], AtomicFile.finish
 
     def full(file):
         if file._path.name == "shard_0002.pkl.gz":
@@ -125,7 +159,6 @@ def test_a_commit_says_what_failed_and_what_continues(started, tmp_path, monkeyp
             assert "shard_0002.pkl.gz: the disk is full; make room first. Stored in" in error
             assert " 1 shard," in error and error.endswith(f"run the same command again{again}")
     assert main(*flags) == 0 == main("--verify", "--output_dir", tmp_path / "out")
-    assert reason_of(OSError(30, ""))[0].startswith("the file system is read-only")
 
 
 def test_overwrite_spares_what_another_process_writes_and_other_numbers_of_machines(

@@ -1,7 +1,6 @@
-"""Runs that keep some tokens: what leaves the devices, is stored, verified, continued and read."""
+"""Runs that keep some tokens: what leaves the devices, is stored, verified and read."""
 
 import shutil
-from operator import itemgetter
 
 import jax
 import numpy as np
@@ -12,7 +11,6 @@ from pods import rounding_of_run
 
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
-from activation_extraction.inspect.trainer_files import EXPORT_FORMS
 from activation_extraction.model import kept as kept_module
 from activation_extraction.model.hooks import Form
 from activation_extraction.model.kept import take_kept
@@ -20,98 +18,68 @@ from activation_extraction.model.mesh import build_layout, host_rows
 from activation_extraction.text.token_choice import TokenChoice
 
 HOOKS = ["blocks.0.attn.hook_k", "blocks.1.hook_resid_post", "blocks.2.mlp.hook_post"]
-SHARES = {
-    "last": ["--positions", "last"],
-    "random": ["--positions", "random:0.1:3"],
-    "many": ["--drop_token_ids", "12", "14", "20"],
-    "few": ["--positions", "last", "--drop_token_ids", *map(str, range(300))],  # often none
-}
-MESHES = {
-    "one device": ["--no_data_parallel"],
-    "2d": [],
-    "pipeline": ["--mesh_shape", "2,2,2", "--mesh_axes", "pipeline,data,model"],
-    "rows that do not divide": ["--max_seq_length", "84"],
-}
-
-
-def long(name, quick):
-    """A parameter that `make test-quick` leaves out unless it is the quick one."""
-    return pytest.param(name, marks=[] if name == quick else pytest.mark.long)
+RANDOM = ["--positions", "random:0.1:3"]
+FEW = ["--positions", "last", "--drop_token_ids", *map(str, range(300))]  # often none of a sample
+PIPELINE = ["--mesh_shape", "2,2,2", "--mesh_axes", "pipeline,data,model"]
 
 
 @pytest.fixture(scope="module")
-def flags(demo_inputs):
-    return [
-        *("--model_path", demo_inputs / "model", "--hook_names", *HOOKS),
-        *("--dataset_path", demo_inputs / "documents.parquet", "--max_samples", 60),
-        *("--max_seq_length", 96, "--shard_size_gb", 0.0004),
-    ]
+def stored(demo_inputs, tmp_path_factory):
+    """A function that returns a run with these flags, which tests must not change."""
+    usual = ["--model_path", demo_inputs / "model", "--hook_names", *HOOKS, "--max_samples", 60]
+    usual += ["--dataset_path", demo_inputs / "documents.parquet", "--shard_size_gb", 0.0004]
+    made = {}
+
+    def get(*more, status=0):
+        if more not in made:
+            made[more] = tmp_path_factory.mktemp("run")
+            flags = [*usual, "--max_seq_length", 96, *more, "--output_dir", made[more]]
+            assert main(*flags) == status
+        return made[more]
+
+    return get
 
 
-@pytest.fixture(scope="module")
-def whole(flags, tmp_path_factory):
-    """All tokens of the same samples, from one device."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert main(*flags, "--no_data_parallel", "--output_dir", folder) == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
-def allowed(whole, demo_inputs):
-    """Hook -> how far values may be from the whole by rounding."""
-    return rounding_of_run(whole, demo_inputs / "model")
-
-
-@pytest.fixture(scope="module")
-def few(flags, tmp_path_factory):
-    """The run of which random tokens are kept."""
-    folder = tmp_path_factory.mktemp("few")
-    assert main(*flags, *SHARES["random"], "--output_dir", folder) == 0
-    assert len(list(folder.glob("*.pkl.gz"))) > 3
-    return folder
-
-
-def chosen(flags):
-    config = parse_args(flags)
-    return TokenChoice(config.positions, config.drop_token_ids)
-
-
-def check(folder, whole, allowed, choice, length=96):
-    """Every sample is there, with its kept tokens and the values that they have in the whole."""
-    found, expected = records_of(folder), records_of(whole)
-    assert list(found) == list(expected) == HOOKS
+@pytest.mark.parametrize(
+    "kept,mesh",
+    [
+        (RANDOM, []),
+        pytest.param(FEW, PIPELINE, marks=pytest.mark.long),
+        # Rows that do not divide among the devices.
+        pytest.param(RANDOM, ["--max_seq_length", "84"], marks=pytest.mark.long),
+    ],
+)
+def test_kept_tokens_have_the_values_of_the_whole(kept, mesh, stored, demo_inputs, capsys):
+    out, whole = stored(*kept, *mesh), stored("--no_data_parallel")
+    config, allowed = parse_args([*kept, *mesh]), rounding_of_run(whole, demo_inputs / "model")
+    choice, length = TokenChoice(config.positions, config.drop_token_ids), config.max_seq_length
+    found, expected, dataset = records_of(out), records_of(whole), ActivationDataset(out)
+    assert list(found) == list(expected) == HOOKS and len(dataset) == 60
+    lengths = []
     for hook in HOOKS:
-        in_order = (sorted(each[hook], key=itemgetter("sample_idx")) for each in (found, expected))
-        for record, every in zip(*in_order, strict=True):
-            token_ids = every["token_ids"][:length]
-            positions = choice.kept(every["sample_idx"], token_ids)
-            assert record["sample_idx"] == every["sample_idx"]
+        records = {record["sample_idx"]: record for record in found[hook]}
+        assert len(records) == len(expected[hook]) == 60
+        for alone, sample in zip(expected[hook], dataset, strict=True):
+            assert "positions" not in alone  # since it keeps everything
+            record, token_ids = records[alone["sample_idx"]], alone["token_ids"][:length]
+            positions = choice.kept(alone["sample_idx"], token_ids)
             assert record["positions"].dtype == record["token_ids"].dtype == np.int32
             np.testing.assert_array_equal(record["positions"], positions)
             np.testing.assert_array_equal(record["token_ids"], token_ids[positions])
-            values = every["activation"]
-            assert record["activation"].shape == (len(positions), values.shape[1])
-            assert record["shape"] == record["activation"].shape
-            error = np.abs(record["activation"] - values[positions]).max(initial=0)
-            assert error <= allowed[hook]
-
-
-@pytest.mark.parametrize("mesh", [long(mesh, "2d") for mesh in MESHES])
-@pytest.mark.parametrize("share", [long(share, "random") for share in SHARES])
-def test_kept_tokens_have_the_values_of_the_whole(
-    share, mesh, flags, whole, allowed, tmp_path, capsys
-):
-    asked = [*flags, *SHARES[share], *MESHES[mesh], "--output_dir", tmp_path]
-    assert main(*asked) == 0
-    length = 84 if "84" in MESHES[mesh] else 96
-    check(tmp_path, whole, allowed, chosen(SHARES[share]), length)
-    assert main("--verify", "--output_dir", tmp_path) == 0
+            values, kept_values = record["activation"], alone["activation"][positions]
+            assert record["shape"] == values.shape == kept_values.shape
+            assert np.abs(values - kept_values).max(initial=0) <= allowed[hook]
+            assert sample.sample_idx == alone["sample_idx"]
+            np.testing.assert_array_equal(sample[hook], values)
+            np.testing.assert_array_equal(sample.position, positions)
+            lengths.append(len(positions))
+    assert lengths.count(0) > 60 or kept is not FEW
+    assert main("--verify", "--output_dir", out) == 0
     assert "60 samples" in capsys.readouterr().out
-
-
-def test_a_run_that_keeps_everything_stores_no_positions(whole):
-    for records in records_of(whole).values():
-        assert all("positions" not in record for record in records)
+    every = np.concatenate([record["positions"] for record in found[HOOKS[0]]])
+    shuffled = np.concatenate([batch.position for batch in dataset.batches(50, shuffle=1)])
+    assert sorted(shuffled.tolist()) == sorted(every.tolist())
+    assert sum(map(len, dataset.batches(50, skip_first=70))) == (every >= 70).sum()
 
 
 def test_only_kept_tokens_leave_the_devices(monkeypatch):
@@ -132,105 +100,42 @@ def test_only_kept_tokens_leave_the_devices(monkeypatch):
             np.testing.assert_array_equal(sent.receive()[form], part[:, kept])
 
 
-def verify(folder, demo_inputs, *more):
-    model = ["--model_path", demo_inputs / "model", "--verify_samples", 60]
-    return main("--verify", *model, *more, "--output_dir", folder)
+def shift(record):
+    record["positions"] = record["positions"] + np.int32(1)
+
+
+def scale(record):
+    record["activation"] = record["activation"] * np.float32(1.1)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "change,problem",
+    [
+        (None, "60 samples recomputed; 0 problems"),
+        (shift, "the data set now gives other tokens than those that are stored"),
+        (scale, "recomputed, it differs by 0.0"),
+    ],
+)
 def test_verify_reads_the_text_again_to_recompute_kept_tokens(
-    few, demo_inputs, texts, tmp_path, capsys
+    change, problem, stored, demo_inputs, tmp_path, capsys
 ):
-    assert verify(few, demo_inputs) == 0
-    assert "60 samples recomputed; 0 problems" in capsys.readouterr().out
-    other = tmp_path / "documents.parquet"
-    shutil.copy(demo_inputs / "documents.parquet", other)
-    assert verify(few, demo_inputs, "--dataset_path", other) == 0
-    assert verify(few, demo_inputs, "--dataset_path", texts([{"text": "other"}])) == 2
-    assert "documents.parquet is missing; " in capsys.readouterr().err
-
-
-def edited(few, tmp_path, change):
-    """A copy of the run with a record that was changed, to which everything else agrees."""
-    shutil.copytree(few, tmp_path / "out")
-    number = len(list(few.glob("shard_*.json")))
-
-    def of_last(shard):
-        for records in shard.values():
-            record = next(r for r in reversed(records) if len(r["positions"]))
-            change(record)
-
-    change_shard(tmp_path / "out", number, of_last)
-    return tmp_path / "out"
-
-
-CHANGES = {
-    "shifted positions": (
-        lambda r: r.update(positions=r["positions"] + np.int32(1)),
-        "the data set now gives other tokens than those that are stored",
-    ),
-    "other values": (
-        lambda r: r.update(activation=r["activation"] * np.float32(1.1)),
-        "recomputed, it differs by 0.0",
-    ),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", CHANGES)
-def test_recomputing_finds_what_is_wrong_with_kept_tokens(name, few, demo_inputs, tmp_path, capsys):
-    change, problem = CHANGES[name]
-    out = edited(few, tmp_path, change)
-    assert main("--verify", "--output_dir", out) == 0
-    assert verify(out, demo_inputs) == 1
+    """A record was changed, and everything else agrees to it."""
+    out = shutil.copytree(stored(*RANDOM), tmp_path / "out")
+    if change:
+        last = len(list(out.glob("shard_*.json")))
+        change_shard(out, last, lambda shard: [change(r) for each in shard.values() for r in each])
+    flags = "--verify", "--output_dir", out
+    assert main(*flags) == 0
+    model = "--model_path", demo_inputs / "model", "--verify_samples", 60
+    assert main(*flags, *model) == (1 if change else 0)
     assert problem in capsys.readouterr().out
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("share", ["few", "random"])
-def test_what_is_kept_is_read_back(share, flags, few, tmp_path, capsys):
-    out = few
-    if share == "few":
-        out = tmp_path / "out"
-        assert main(*flags, *SHARES[share], "--output_dir", out) == 0
-    dataset, records = ActivationDataset(out), records_of(out)
-    assert len(dataset) == 60
-    assert dataset.tokens == sum(len(r["token_ids"]) for r in records[HOOKS[0]])
-    if share == "few":
-        assert sum(not len(r["token_ids"]) for r in records[HOOKS[0]]) > 20
-    for number, sample in enumerate(dataset):
-        for hook in HOOKS:
-            np.testing.assert_array_equal(sample[hook], records[hook][number]["activation"])
-        np.testing.assert_array_equal(sample.position, records[HOOKS[0]][number]["positions"])
-        np.testing.assert_array_equal(sample.token_ids, records[HOOKS[0]][number]["token_ids"])
-    every = np.concatenate([r["positions"] for r in records[HOOKS[1]]])
-    for shuffle in (None, 1):
-        batches = list(dataset.batches(50, shuffle=shuffle))
-        found = np.concatenate([batch.position for batch in batches])
-        assert sorted(found.tolist()) == sorted(every.tolist())
-    late = dataset.batches(50, skip_first=70)
-    assert sum(map(len, late)) == (every >= 70).sum()
-    assert main("--status", "--output_dir", out) == 0
-    assert f"{dataset.tokens:,}" in capsys.readouterr().out
-    assert main("--report", tmp_path / "report.html", "--output_dir", out) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert str(chosen(SHARES[share]).positions) in page and "their lengths are not known" in page
-
-
-@pytest.mark.parametrize("form", EXPORT_FORMS)
-def test_kept_tokens_are_exported(form, few, tmp_path, capsys):
-    asked = ["--export", form, "--export_dir", tmp_path / "export", "--hook_names", HOOKS[1]]
-    assert main(*asked, "--output_dir", few) == 0
-    tokens = ActivationDataset(few).tokens
-    tokens -= tokens % EXPORT_FORMS[form].row
-    assert f"exported: {tokens:,} tokens" in capsys.readouterr().out
-
-
-@pytest.mark.long
-def test_a_run_of_which_no_token_is_kept(flags, tmp_path, capsys):
+def test_a_run_of_which_no_token_is_kept(stored, capsys):
     """It fails, since it is of no use, and yet all is in order."""
-    out = tmp_path / "out"
-    assert main(*flags, "--positions", "random:1e-15", "--output_dir", out) == 1
+    out = stored("--positions", "random:1e-15", status=1)
     assert main("--verify", "--output_dir", out) == 0
     dataset = ActivationDataset(out)
     assert (len(dataset), dataset.tokens) == (60, 0) and dataset[7].token_ids.shape == (0,)

@@ -1,4 +1,4 @@
-"""The kernels of attention against its definition, run in Pallas's interpret mode on the CPU."""
+"""Kernels of attention and experts against their definitions; Pallas's in its interpret mode."""
 
 import base64
 import re
@@ -13,12 +13,21 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from rounding import assert_rounded_alike, assert_within_rounding
 from test_trial import trials_of_experts
 
-from activation_extraction.model.attention import dense_attention
-from activation_extraction.model.kernels import (
-    cudnn_attention,
-    splash_attention,
-    tokamax_experts,
+from activation_extraction.model.attention import (
+    KEY_BLOCK,
+    Segments,
+    blocked_attention,
+    dense_attention,
 )
+from activation_extraction.model.experts import (
+    TILE,
+    one_expert_after_the_other,
+    ragged_experts,
+    route,
+    tiled_experts,
+)
+from activation_extraction.model.kernels import cudnn_attention, splash_attention, tokamax_experts
+from activation_extraction.model.layers import others_of_pairs, others_of_pairs_on_tpu
 from activation_extraction.model.trial import TOLERANCE, largest_error
 
 # T, S, first query, query heads, key/value heads, head size
@@ -30,22 +39,89 @@ CASES = {
 }
 
 
-def inputs(case, dtype):
-    """Two packed rows of three segments; the second ends in padding."""
-    length, keys, first, heads, kv_heads, size = CASES[case]
+def inputs(length, keys, first, heads, kv_heads, size, dtype=jnp.float32):
+    """Rows of three segments, of three and padding, of one, and of nothing but padding."""
     generator = np.random.default_rng(0)
-    shapes = (2, length, heads, size), *[(2, keys, kv_heads, size)] * 2
+    shapes = (4, length, heads, size), *[(4, keys, kv_heads, size)] * 2
     q, k, v = (jnp.asarray(generator.standard_normal(shape), dtype) for shape in shapes)
-    segments = np.ones((2, keys), np.int32)
-    segments[:, keys // 3 :], segments[:, keys // 2 :] = 2, 3
-    segments[1, -keys // 5 :] = 0
-    return (
-        q * (2 * size**-0.5),
-        k,
-        v,
-        jnp.asarray(segments[:, first : first + length]),
-        jnp.asarray(segments),
-    )
+    segments = np.ones((4, keys), np.int32)
+    segments[:2, keys // 3 :], segments[:2, keys // 2 :] = 2, 3
+    segments[1, -keys // 5 :] = segments[3] = 0
+    of_queries = segments[:, first : first + length]
+    return q * (2 * size**-0.5), k, v, Segments(*map(jnp.asarray, (of_queries, segments)))
+
+
+def wide(arrays):
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, arrays)
+
+
+def assert_attention(got, arrays, first, window=None):
+    """Padding may be anything."""
+    real, definition = arrays[3].q > 0, partial(dense_attention, window=window)
+    assert got.dtype == arrays[0].dtype and got.shape == arrays[0].shape
+    if got.dtype == jnp.float32:
+        reference = lambda *qkv: definition(*qkv, arrays[3], first)[real]  # noqa: E731
+        assert_within_rounding(got[real], reference, arrays[:3], arrays[1].shape[1])
+    else:  # no worse than rounding probabilities and values once each
+        results = got, definition(*arrays, first), definition(*wide(arrays), first)
+        assert_rounded_alike(*(x[real] for x in results))
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_dense_attention_by_hand(window):
+    """Two segments of one row, against plain loops."""
+
+    def by_hand(q, k, v):
+        out = np.zeros_like(q)
+        for t in range(5):
+            seen = [s for s in range(t + 1) if segments[0, s] == segments[0, t]][-(window or 9) :]
+            for n in range(4):
+                scores = np.array([q[0, t, n] @ k[0, s, n // 2] for s in seen])
+                weights = np.exp(scores - scores.max())
+                out[0, t, n] = weights @ v[0, seen, n // 2] / weights.sum()
+        return out
+
+    chance = np.random.default_rng(2)
+    q, k, v = (chance.standard_normal((1, 5, n, 4)).astype(np.float32) for n in (4, 2, 2))
+    segments = np.array([[1, 1, 1, 2, 2]], np.int32)
+    both = Segments(jnp.asarray(segments), jnp.asarray(segments))
+    got = dense_attention(*map(jnp.asarray, (q, k, v)), both, 0, window)
+    assert_within_rounding(got, by_hand, (q, k, v), terms=5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "keys,first,kv_heads,window",
+    [
+        (40, 0, 2, None),
+        (300, 100, 1, None),
+        (300, 100, 2, 1),
+        (300, 100, 4, 70),
+        (5000, 2500, 2, 2500),
+    ],
+)
+def test_blocked_attention_computes_attention(keys, first, kv_heads, window):
+    """Whether the first query is known to the compiler or not."""
+    arrays = inputs(min(200, keys - first), keys, first, 4, kv_heads, 16)
+    blocked = partial(blocked_attention, window=window)
+    for got in (jax.jit(blocked), jax.jit(blocked, static_argnums=4)):
+        assert_attention(got(*arrays, first), arrays, first, window)
+
+
+def test_blocked_attention_reads_no_other_segments_nor_keys_before_the_window():
+    """What lies there is not a number."""
+    q, k, v, _ = inputs(1024, 1024, 0, 4, 2, 16)
+    q, k, v = q[:1], k[:1], v[:1]
+    segments = jnp.asarray(np.repeat([1, 2, 3], [256, 384, 384])[None], jnp.int32)
+    near = np.arange(256 - KEY_BLOCK, 640)  # lengths are rounded up
+    few = [jnp.full_like(x, jnp.nan).at[:, near].set(x[:, near]) for x in (k, v)]
+    got = np.asarray(blocked_attention(q, *few, Segments(segments, segments), 0))
+    assert np.isfinite(got[:, 256:640]).all()
+    assert np.isnan(got[:, :128]).all() and np.isnan(got[:, 640:]).all()
+    late = [x.at[:, :512].set(jnp.nan) for x in (k, v)]
+    ones = jnp.ones_like(segments)
+    got = np.asarray(blocked_attention(q, *late, Segments(ones, ones), 0, window=65))
+    assert np.isfinite(got[:, 640:]).all() and np.isnan(got[:, :512]).all()
 
 
 @pytest.mark.long
@@ -55,56 +131,17 @@ def inputs(case, dtype):
     "traced,dtype", [(False, jnp.float32), (True, jnp.float32), (True, jnp.bfloat16)]
 )
 def test_splash_attention_computes_attention(dtype, case, traced, window):
-    arrays, first = inputs(case, dtype), CASES[case][2]
+    arrays, first = inputs(*CASES[case], dtype), CASES[case][2]
     run = partial(splash_attention, window=window, interpret=True)
-    definition = partial(dense_attention, window=window)
-    got = jax.jit(run)(*arrays, first) if traced else run(*arrays, first)
-    exact = definition(*(x.astype(jnp.float32) for x in arrays[:3]), *arrays[3:], first)
-    assert got.dtype == dtype
-    if dtype == jnp.float32:
-        assert_within_rounding(
-            got, lambda *qkv: definition(*qkv, *arrays[3:], first), arrays[:3], CASES[case][1]
-        )
-    else:  # no worse than rounding probabilities and values once each
-        assert_rounded_alike(got, definition(*arrays, first), exact)
+    assert_attention((jax.jit(run) if traced else run)(*arrays, first), arrays, first, window)
 
 
 @pytest.mark.long
 def test_large_scores_are_not_rounded():
     """Scores of some hundreds, as the biases of Qwen's keys make them: an error is multiplied."""
-    q, k, v, *segments = inputs("rows that end within a block", jnp.bfloat16)
-    arrays = 8 * q, 4 * k, v, *segments
-    exact = dense_attention(*(x.astype(jnp.float32) for x in arrays[:3]), *segments, 0)
-    rounded = dense_attention(*arrays, 0)
-    assert_rounded_alike(splash_attention(*arrays, 0, interpret=True), rounded, exact)
-
-
-def lowered(attention, platform, dtype, case="second half of the queries"):
-    return program(
-        lambda *arrays: attention(*arrays, CASES[case][2]), inputs(case, dtype), platform
-    )
-
-
-def program(function, arrays, platform):
-    """For a platform that is not here; newer versions of JAX ask for which GPU."""
-    gpu = AbstractDevice("NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
-        traced = jax.jit(function).trace(*arrays)
-        return traced.lower(lowering_platforms=(platform,)).as_text()
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_tpu_multiplies_float32_as_such(dtype):
-    text = lowered(splash_attention, "tpu", dtype)
-    kernel = re.search(r"\\22body\\22: ?\\22([^\\]+)", text)
-    assert kernel is not None
-    exact = b"contract_precision<fp32>" in base64.b64decode(kernel[1])
-    assert exact == (dtype == jnp.float32)
-
-
-def test_a_gpu_multiplies_float32_as_such():
-    text = lowered(cudnn_attention, "cuda", jnp.float32)
-    assert "cudnn" not in text and "precision = [HIGHEST, HIGHEST]" in text
+    q, k, v, segments = inputs(*CASES["rows that end within a block"], jnp.bfloat16)
+    arrays = 8 * q, 4 * k, v, segments
+    assert_attention(splash_attention(*arrays, 0, interpret=True), arrays, 0)
 
 
 @pytest.mark.long
@@ -119,11 +156,33 @@ def test_what_cudnn_is_asked_for_is_attention(case, monkeypatch):
             return answer(*arrays, **how)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", ask)
-    arrays, first = inputs(case, jnp.bfloat16), CASES[case][2]
-    got = cudnn_attention(*arrays, first)
-    exact = dense_attention(*(x.astype(jnp.float32) for x in arrays[:3]), *arrays[3:], first)
+    arrays, first = inputs(*CASES[case], jnp.bfloat16), CASES[case][2]
+    assert_attention(cudnn_attention(*arrays, first), arrays, first)
     assert asked == ["cudnn"]
-    assert_rounded_alike(got, dense_attention(*arrays, first), exact)
+
+
+def program(function, arrays, platform):
+    """For a platform that is not here; newer versions of JAX ask for which GPU."""
+    gpu = AbstractDevice("NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+        traced = jax.jit(function).trace(*arrays)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_accelerators_multiply_float32_as_such(dtype):
+    case, exact = CASES["second half of the queries"], dtype == jnp.float32
+    arrays = inputs(*case, dtype)
+    text = program(lambda *arrays: splash_attention(*arrays, case[2]), arrays, "tpu")
+    kernel = re.search(r"\\22body\\22: ?\\22([^\\]+)", text)
+    assert kernel is not None
+    assert (b"contract_precision<fp32>" in base64.b64decode(kernel[1])) == exact
+    if exact:
+        text = program(lambda *arrays: cudnn_attention(*arrays, case[2]), arrays, "cuda")
+        assert "cudnn" not in text and "precision = [HIGHEST, HIGHEST]" in text
+        ((_, arrays, _),) = trials_of_experts((8, 256, 128), jnp.dtype("float32"))
+        text = program(tokamax_experts, arrays, "cuda")
+        assert "triton" not in text and "mosaic" not in text and "[HIGHEST, HIGHEST]" in text
 
 
 @pytest.mark.filterwarnings("ignore:jax.experimental.pallas.dot was moved:DeprecationWarning")
@@ -132,12 +191,6 @@ def test_tokamax_can_be_lowered_from_here():
     with tokamax.config.cross_compile(True), jax.numpy_dtype_promotion("standard"):
         text = program(tokamax_experts, arrays, "cuda")
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 3 and "chlo.ragged_dot" not in text
-
-
-def test_tokamax_gets_no_float32():
-    ((_, arrays, _),) = trials_of_experts((8, 256, 128), jnp.dtype("float32"))
-    text = program(tokamax_experts, arrays, "cuda")
-    assert "triton" not in text and "mosaic" not in text and "[HIGHEST, HIGHEST]" in text
 
 
 @pytest.mark.parametrize("experts", [1, 8])
@@ -155,3 +208,39 @@ def test_what_tokamax_is_asked_for_are_experts(experts, monkeypatch):
     error = largest_error(tokamax_experts, trials)
     assert asked == [("mosaic", "triton")] * 3
     assert error < TOLERANCE["bfloat16"] / 2
+
+
+@pytest.mark.parametrize("kernel", [tiled_experts, ragged_experts])
+@pytest.mark.parametrize("sizes", [(0, 200, 1, 63, 64, 0), (5, 0, 0, 0, 0, 0)])
+def test_experts_compute_what_the_definition_says(sizes, kernel):
+    """Rows after those of all experts, as other devices' are, do not matter."""
+    rng, total, counts = np.random.default_rng(0), sum(sizes), jnp.array(sizes, jnp.int32)
+    x = jnp.array(rng.standard_normal((total + 30, 32)), jnp.float32)
+    gate, up = jnp.array(rng.standard_normal((2, 6, 32, 24)) / 5, jnp.float32)
+    down = jnp.array(rng.standard_normal((6, 24, 32)) / 5, jnp.float32)
+    assert TILE < 200
+
+    def definition(x, *matrices):
+        return one_expert_after_the_other(x, counts, *matrices)[:total]
+
+    got = jax.jit(kernel)(x, counts, gate, up, down)
+    assert got.shape == x.shape
+    assert_within_rounding(got[:total], definition, (x, gate, up, down), terms=32)
+
+
+def test_equal_logits_choose_the_first_experts():
+    weights, chosen = route(jnp.array([[[1.0, 3.0, 3.0, 2.0, 3.0]]]), 2, True)
+    assert chosen.tolist() == [[[1, 2]]] and weights.tolist() == [[[0.5, 0.5]]]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("half", [1, 8, 32])
+def test_a_product_finds_the_other_of_each_rotated_pair_exactly(half, dtype):
+    x = jax.random.normal(jax.random.key(half), (2, 5, 3, 64), dtype)
+    found, product = others_of_pairs(half, x), others_of_pairs_on_tpu(half, x)
+    assert found.dtype == product.dtype == jnp.float32
+    np.testing.assert_array_equal(found, product)
+    x = np.asarray(x.astype(jnp.float32))
+    np.testing.assert_array_equal(found[..., :half], x[..., half : 2 * half])
+    np.testing.assert_array_equal(found[..., half : 2 * half], x[..., :half])
+    assert not np.asarray(found[..., 2 * half :]).any()

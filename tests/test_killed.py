@@ -3,13 +3,11 @@
 What may happen at each single request, test_exactly_once.py sweeps.
 """
 
-import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from command_line import main
@@ -47,12 +45,10 @@ def is_whole(undisturbed, check):
 
     def is_whole(url: object) -> None:
         folder = Folder(str(url))
-        stored = read_stored(folder)
         expected = {"metadata.json", "metrics.jsonl"}
-        for commit in stored.in_order:
+        for commit in read_stored(folder).in_order:
             expected |= {commit.name, *commit.files}
-            found = {name for name in folder.files() if not name.startswith(".write_test_")}
-        assert found == expected
+        assert {name for name in folder.files() if not name.startswith(".write_test_")} == expected
         assert deviation(samples_in(url), undisturbed) == 0 and check(url) == []
 
     return is_whole
@@ -63,42 +59,44 @@ def upload_flags(flags, output, *more):
     return [str(flag) for flag in (*flags, *where, "--gcs_prefix", "run", *more)]
 
 
-def wait_for(bucket, name: str, running: Callable[[], int | None]) -> None:
+def slow_down(bucket, seconds=0.3):
+    """Has uploads take a while, so that shards wait for them, and the run for room."""
+    bucket.before = lambda method, name: time.sleep(seconds if method == "PUT" else 0)
+
+
+def wait_for(bucket, name, process):
     """Until the bucket has an object."""
     while name not in bucket.objects():
-        assert running() is None
+        assert process.poll() is None
         time.sleep(0.02)
 
 
-def test_runs_killed_at_random_moments(flags, is_whole, tmp_path):
-    out = tmp_path / "out"
-    extraction = Extraction(tmp_path, [*flags, "--output_dir", str(out)])
-    assert extraction.kill(lambda: len([*out.glob("*.json")]), 8) == 8
-    is_whole(out)
-
-
-def test_uploading_runs_killed_at_random_moments(flags, is_whole, bucket, tmp_path):
-    """And a fifth of the requests fail."""
-    bucket.bytes_per_second, bucket.rate = 2e6, 0.2  # so that kills find uploads under way
-    extraction = Extraction(tmp_path, upload_flags(flags, tmp_path / "out"), bucket.environment)
-    assert extraction.kill(lambda: len(bucket.objects()), 5) == 5
-    assert sum(bucket.failed.values()) > 10, bucket.failed
-    bucket.rate = 0
-    is_whole(URL)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "metadata.json",
-        "metrics.jsonl",
-    }
+@pytest.mark.parametrize("in_bucket", [False, True])
+def test_runs_killed_at_random_moments(flags, is_whole, bucket, tmp_path, in_bucket):
+    """A fifth of the requests to the bucket fail."""
+    out, kills = tmp_path / "out", 5
+    if in_bucket:
+        slow_down(bucket)
+        bucket.rate = 0.2
+        extraction = Extraction(tmp_path, upload_flags(flags, out), bucket.environment)
+        assert extraction.kill(lambda: len(bucket.objects()), kills) == kills
+        assert sum(bucket.failed.values()) > 10, bucket.failed
+        bucket.rate = 0
+        assert {path.name for path in out.iterdir()} == {"metadata.json", "metrics.jsonl"}
+    else:
+        extraction = Extraction(tmp_path, [*flags, "--output_dir", str(out)])
+        assert extraction.kill(lambda: len([*out.glob("*.json")]), kills) == kills
+    is_whole(URL if in_bucket else out)
 
 
 def test_of_two_writers_the_later_one_goes_on(flags, is_whole, bucket, tmp_path):
     """The earlier one sleeps meanwhile, says that it has lost, and ends with status 2."""
     extraction = Extraction(tmp_path, upload_flags(flags, tmp_path / "a"), bucket.environment)
     earlier = extraction.start()
-    wait_for(bucket, "run/machine_000/shard_0002.json", earlier.process.poll)
+    wait_for(bucket, "run/machine_000/shard_0002.json", earlier.process)
     earlier.process.send_signal(signal.SIGSTOP)
     later = extraction.start("--output_dir", str(tmp_path / "b"))
-    wait_for(bucket, "run/machine_000/shard_0004.json", later.process.poll)
+    wait_for(bucket, "run/machine_000/shard_0004.json", later.process)
     earlier.process.send_signal(signal.SIGCONT)
     assert earlier.end() == "lost" and later.end() == "done"
     (error,) = (line for line in earlier.log.read_text().splitlines() if LOST in line)
@@ -110,21 +108,19 @@ def test_what_is_complete_is_in_the_bucket_after_sigterm(
     flags, undisturbed, is_whole, bucket, tmp_path
 ):
     """An engine sends SIGTERM some seconds before it kills. The last shard is short."""
-    bucket.bytes_per_second = 4e5  # so that shards wait for their upload, and the run for them
+    slow_down(bucket)
     given = upload_flags(flags, tmp_path, "--waiting_shards_gb", "0.001")
-    extraction = Extraction(tmp_path, given, bucket.environment)
-    started = extraction.start()
-    wait_for(bucket, "run/machine_000/shard_0002.json", started.process.poll)
+    started = Extraction(tmp_path, given, bucket.environment).start()
+    wait_for(bucket, "run/machine_000/shard_0002.json", started.process)
     started.process.send_signal(signal.SIGTERM)
     assert started.process.wait(600) == 128 + signal.SIGTERM
-    stored = read_stored(Folder(URL))
-    assert stored.metadata["status"] == "interrupted" and not any(stored.missing())
-    found = samples_in(URL)
+    stored, found = read_stored(Folder(URL)), samples_in(URL)
+    assert stored.metadata["status"] == "interrupted"
     assert f"interrupted: {len(found):,} samples" in started.log.read_text()
     assert 0 < len(found) < 200 and found.keys() <= undisturbed.keys()
     *full, last = (commit.tokens for commit in stored.in_order)
     assert last < min(full) and not list(tmp_path.glob("shard_*"))
-    bucket.bytes_per_second = None
+    slow_down(bucket, 0)
     assert main(*given) == 0
     is_whole(URL)
 
@@ -151,61 +147,31 @@ def test_a_full_disk_ends_the_run_and_the_next_one_completes(flags, is_whole, tm
     is_whole(out)
 
 
-@pytest.fixture(scope="module")
-def two_hosts(demo_inputs, tmp_path_factory):
-    """Flags, and what two hosts store that nobody disturbs."""
-    folder = tmp_path_factory.mktemp("two_hosts")
+def test_a_host_of_a_pod_is_killed_or_has_nothing_left_to_do(demo_inputs, bucket, tmp_path, check):
+    """Both start again, and each continues its own part; a host that is done helps the other."""
     flags = [
-        *("--model_path", demo_inputs / "model", "--layers_to_extract", 1),
+        *("--model_path", demo_inputs / "model", "--layers_to_extract", 1, "--batch_size", 4),
         *("--dataset_path", demo_inputs / "documents.parquet", "--max_seq_length", 64),
-        *("--batch_size", 4, "--shard_size_gb", 2e-4, "--heartbeat_timeout", 10),
+        *("--shard_size_gb", 2e-4, "--heartbeat_timeout", 10, "--max_samples", 60),
     ]
-    assert Pod(folder, 2, 2, *flags, "--output_dir", folder / "whole").wait() == [0, 0]
-    return flags, samples_in(*(folder / "whole").glob("machine_*"))
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_either_of_two_hosts_killed(two_hosts, bucket, tmp_path, check, victim):
-    """Both start again, and each continues its own part."""
-    flags, whole = two_hosts
-    folders = [f"machine_000_host_{host:02d}" for host in range(2)]
-    where = upload_flags(flags, tmp_path / "out")
-    bucket.bytes_per_second = 4e5
-    pod = Pod(tmp_path, 2, 2, *where, **bucket.environment)
-    wait_for(bucket, f"run/{folders[victim]}/shard_0002.json", pod.processes[victim].poll)
-    pod.processes[victim].send_signal(signal.SIGKILL)
+    names = [f"machine_000_host_{host:02d}" for host in range(2)]
+    out = tmp_path / "out"
+    local = *flags, "--output_dir", out
+    assert Pod(tmp_path, 2, 1, *local).wait() == [0, 0]
+    whole = samples_in(*(out / name for name in names))
+    shutil.rmtree(out / names[0])
+    pod = Pod(tmp_path, 2, 1, *local)
+    assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
+    assert deviation(samples_in(*(out / name for name in names)), whole) < 1e-5
+    slow_down(bucket)
+    given = upload_flags(flags, tmp_path / "bucket")
+    pod = Pod(tmp_path, 2, 1, *given, **bucket.environment)
+    wait_for(bucket, f"run/{names[0]}/shard_0002.json", pod.processes[0])
+    pod.processes[0].send_signal(signal.SIGKILL)
     assert all(pod.wait())
-    pod.wait_for_words(1 - victim, "start all hosts again")  # a helper writes them afterwards
-    bucket.bytes_per_second = None
-    pod = Pod(tmp_path, 2, 2, *where, **bucket.environment)
+    pod.wait_for_words(1, "start all hosts again")  # a helper writes them afterwards
+    slow_down(bucket, 0)
+    pod = Pod(tmp_path, 2, 1, *given, **bucket.environment)
     assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
-    found = samples_in(*(f"gs://bucket/run/{name}" for name in folders))
-    assert deviation(found, whole) < 1e-5
+    assert deviation(samples_in(*(f"gs://bucket/run/{name}" for name in names)), whole) < 1e-5
     assert check("gs://bucket/run") == []
-    metadata = json.loads(bucket.objects()[f"run/{folders[victim]}/metadata.json"])
-    assert metadata["status"] == "complete"
-
-
-def test_a_host_that_is_done_helps_the_others(demo_inputs, bucket, tmp_path):
-    """The bucket has lost all that host 1 stored, which is computed again: its local files do not
-    count. Host 0, which coordinates, has nothing to do but to wait for it."""
-    flags = [
-        *("--model_path", demo_inputs / "model", "--layers_to_extract", 1, "--max_samples", 60),
-        *("--dataset_path", demo_inputs / "documents.parquet", "--max_seq_length", 64),
-        *("--shard_size_gb", 2e-4, "--keep_local"),
-    ]
-    where = upload_flags(flags, tmp_path / "out")
-    assert Pod(tmp_path, 2, 2, *where, **bucket.environment).wait() == [0, 0]
-    urls = [f"gs://bucket/run/machine_000_host_{host:02d}" for host in range(2)]
-    before = samples_in(*urls)
-    for name in [name for name in bucket.objects() if "host_01" in name]:
-        bucket.delete(name)
-    bucket.asked.clear()
-    pod = Pod(tmp_path, 2, 2, *where, **bucket.environment)
-    assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
-    assert deviation(samples_in(*urls), before) == 0
-    local = [tmp_path / "out" / Path(url).name for url in urls]
-    assert deviation(samples_in(*local), before) == 0
-    assert not [
-        name for method, name in bucket.asked if method == "PUT" and "host_00/shard" in name
-    ]

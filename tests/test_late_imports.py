@@ -24,17 +24,12 @@ def run(*arguments):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("look", ["--status", "--verify"])
-def test_looking_at_what_is_stored_does_without_transformers(look, tmp_path):
-    assert run(look, "--output_dir", tmp_path)[0].split()[1:] == ["False", "False"]
-
-
-@pytest.mark.long
-def test_a_model_is_read_by_transformers_without_pytorch(demo_inputs, tmp_path):
+def test_looking_does_without_transformers_and_a_run_without_pytorch(inputs, tmp_path):
     """PyTorch is installed here; loading it would take seconds. Nothing is said about it."""
     pytest.importorskip("torch")
-    model = ["--model_path", demo_inputs / "model"]
-    assert run("--list_hooks", *model) == ("0 True False", "")
-    flags = ["--dataset_path", demo_inputs / "documents.parquet", "--max_samples", 1]
-    out, log = run(*model, *flags, "--max_seq_length", 32, "--output_dir", tmp_path / "out")
-    assert out == "0 True False" and "PyTorch" not in log
+    assert run("--list_hooks", *inputs[:2]) == ("0 True False", "")
+    out = "--output_dir", tmp_path / "out"
+    last, log = run(*inputs, "--max_samples", 1, *out)
+    assert last == "0 True False" and "PyTorch" not in log
+    for look in ("--status", "--verify"):
+        assert run(look, *out)[0] == "0 False False"

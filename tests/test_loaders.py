@@ -6,6 +6,7 @@ JAX's threads holds would never be released.
 
 import multiprocessing
 import pickle
+import re
 from itertools import islice
 
 import numpy as np
@@ -22,13 +23,9 @@ multiprocessing.set_forkserver_preload(
     ["torch.utils.data", "activation_extraction.dataset.dataset"]
 )
 OPTIONS = dict(shuffle=0, buffer=64, hooks=[next(iter(WIDTHS))])
-WORKERS = [
-    dict(num_workers=0),
-    *(
-        dict(num_workers=n, multiprocessing_context="forkserver", persistent_workers=persistent)
-        for n, persistent in ((1, True), (2, False))
-    ),
-]
+both = pytest.mark.parametrize(
+    "workers", [{}, dict(num_workers=2, multiprocessing_context="forkserver")], ids=str
+)
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -46,42 +43,40 @@ def tokens_of(batches):
     return [token for batch in pairs for token in batch]
 
 
-def every_token(run):
-    return sorted(tokens_of(batches_of(run)))
+def refused(loader, error, told):
+    try:
+        next(iter(loader))
+    except error as raised:
+        assert re.search(told, str(raised))
+        # It would keep the workers until it is collected, in any thread, which takes 5 s for each.
+        raised.__traceback__ = None
+    else:
+        pytest.fail(f"expected {told}")
 
 
-@pytest.mark.parametrize("workers", WORKERS, ids=str)
+@both
 def test_every_epoch_has_each_token_once(run, workers):
-    """Also after one that was broken off, whatever its workers have read ahead."""
+    """Also after one that was broken off. Workers read shares of their own, so where this process
+    stands says nothing of theirs."""
+    every = sorted(tokens_of(batches_of(run)))
     loader = DataLoader(batches_of(run).torch(), batch_size=None, **workers)
-    for _ in range(2):
-        assert sorted(tokens_of(loader)) == every_token(run)
     tokens_of(islice(loader, 2))
-    assert sorted(tokens_of(loader)) == every_token(run)
-
-
-@pytest.mark.parametrize("workers", WORKERS, ids=str)
-def test_after_restore_a_loader_continues_or_raises(run, workers):
-    """Workers read shares of their own, so the state of this process says nothing of theirs."""
-    before = batches_of(run)
+    assert sorted(tokens_of(loader)) == every
+    before, batches = batches_of(run), batches_of(run)
     first = tokens_of(islice(before, 5))
-    batches = batches_of(run)
     batches.restore(before.state())
     for middle in (before, batches):
         loader = DataLoader(middle.torch(), batch_size=None, **workers)
-        if workers["num_workers"]:
-            with pytest.raises(ValueError, match="these batches stand in the middle of the data"):
-                tokens_of(loader)
+        if workers:
+            refused(loader, ValueError, "these batches stand in the middle of the data")
         else:
-            assert sorted(first + tokens_of(loader)) == every_token(run)
-            assert sorted(tokens_of(loader)) == every_token(run)
+            assert sorted(first + tokens_of(loader)) == every
+            assert sorted(tokens_of(loader)) == every
     batches.restore(batches_of(run).state())
-    assert sorted(tokens_of(DataLoader(batches.torch(), batch_size=None, **workers))) == (
-        every_token(run)
-    )
+    assert sorted(tokens_of(DataLoader(batches.torch(), batch_size=None, **workers))) == every
 
 
-@pytest.mark.parametrize("workers", WORKERS, ids=str)
+@both
 def test_a_stateful_loader_continues_and_replays_nothing(run, workers, caplog):
     """From a state that was stored, in a loader that was made anew; the next epoch is whole."""
 
@@ -89,38 +84,31 @@ def test_a_stateful_loader_continues_and_replays_nothing(run, workers, caplog):
         return StatefulDataLoader(batches.torch(), batch_size=None, **workers)
 
     whole = tokens_of(loader_of(batches_of(run)))
-    assert sorted(whole) == every_token(run)
-    for steps in (0, 1, 7, 10**6):
+    assert sorted(whole) == sorted(tokens_of(batches_of(run)))
+    for steps in (0, 7, 10**6):
         loader = loader_of(batches_of(run))
         first = tokens_of(islice(loader, steps))
         state = pickle.dumps(loader.state_dict())
-        del loader
         again = loader_of(batches_of(run))
         again.load_state_dict(pickle.loads(state))
         rest = whole if steps == 10**6 else whole[len(first) :]  # then a new epoch begins
         assert tokens_of(again) == rest
-        assert tokens_of(again) == whole
+    assert tokens_of(again) == whole
     assert "naively fast-forwarding" not in caplog.text  # torchdata logs that it replays
+    if not workers:
+        other = ActivationDataset(run).batches(8, **OPTIONS).torch()
+        loader = StatefulDataLoader(other, batch_size=None)
+        loader.load_state_dict(loader_of(batches_of(run)).state_dict())
+        refused(loader, ValueError, "the state is of other batches: its size is 16, not 8")
 
 
-def test_a_state_of_other_batches_is_refused(run):
-    loader = StatefulDataLoader(batches_of(run).torch(), batch_size=None)
-    next(iter(loader))
-    other = ActivationDataset(run).batches(8, **OPTIONS).torch()
-    again = StatefulDataLoader(other, batch_size=None)
-    again.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match="the state is of other batches: its size is 16, not 8"):
-        next(iter(again))
-
-
-@pytest.mark.parametrize("workers", WORKERS[:2], ids=str)
+@both
 def test_a_loader_that_would_make_batches_of_batches_says_so(tmp_path, workers):
     with open_storage(tmp_path, {0: "h"}) as storage:
         values, ids = np.ones((20, 2), np.float32), np.zeros(20, np.int32)
         storage.add_activation(0, values, 0, "", ids, None, {"line": 1})
     for run in (ActivationDataset(tmp_path), paired(tmp_path, tmp_path)):
-        for size in ({}, dict(batch_size=2)):
-            loader = DataLoader(run.batches(4).torch(), **size, **workers)
-            with pytest.raises(TypeError, match="batches already: give the DataLoader batch_size="):
-                next(iter(loader))
-        assert len(list(DataLoader(run.batches(4).torch(), batch_size=None, **workers))) == 5
+        loader = DataLoader(run.batches(4).torch(), batch_size=2, **workers)
+        refused(loader, TypeError, "batches already: give the DataLoader batch_size=")
+        loader = DataLoader(run.batches(4).torch(), batch_size=None, **workers)
+        assert len(list(loader)) >= 5

@@ -17,19 +17,17 @@ class Exchange:
     """Sums what several threads bring, each time when all have come."""
 
     def __init__(self, count: int) -> None:
-        self._barrier = threading.Barrier(count, timeout=600)
-        self._brought: list[np.ndarray] = []
-        self._lock = threading.Lock()
+        self._barrier = threading.Barrier(count, self._add_up, timeout=600)
+        self._brought: list[Sequence[bool]] = []
+
+    def _add_up(self) -> None:
+        self._total = np.sum(self._brought, axis=0)
+        self._brought.clear()
 
     def __call__(self, flags: Sequence[bool]) -> list[bool]:
-        with self._lock:
-            self._brought.append(np.array(flags, int))
+        self._brought.append(flags)
         self._barrier.wait()
-        total = np.sum(self._brought[-self._barrier.parties :], axis=0)
-        if self._barrier.wait() == 0:
-            self._brought.clear()
-        self._barrier.wait()
-        return [bool(votes) for votes in total]
+        return [bool(votes) for votes in self._total]
 
 
 @dataclass
@@ -125,10 +123,7 @@ def test_a_signal_on_one_host_stops_all_at_the_same_step(at):
 def test_a_defect_is_reported_with_its_traceback(caplog):
     steps = Lockstep(iter([]), lambda: False, list, Clock())
     with caplog.at_level("ERROR", "extract_activations"):
-        try:
-            int("a defect")
-        except ValueError as error:
-            steps.fail(error)
-    assert "unexpected ValueError" in str(steps.failure)
+        steps.fail(ValueError("a defect"))
+    assert "unexpected ValueError" in str(steps.failure) and caplog.records[0].exc_info
     steps.fail(RunError("a later one"))
     assert "ValueError" in str(steps.failure)  # the first one counts

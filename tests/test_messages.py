@@ -19,7 +19,7 @@ from activation_extraction.text.chat import ChatTemplate
 from activation_extraction.text.documents import DocumentStream
 from activation_extraction.text.messages import MessagesColumn
 from activation_extraction.text.rows import RowForm
-from activation_extraction.text.samples import pretrained
+from activation_extraction.text.tokenizer import pretrained
 
 JSON = pyarrow.json_()
 # As Qwen3.5 and VL: a part that has the key is an image, whatever its value is.

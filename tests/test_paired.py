@@ -1,4 +1,4 @@
-"""Two runs as one: the same tokens side by side, or with the hooks of both. What is due is built
+"""Runs read as one: the same tokens side by side, or with the hooks of all. What is due is built
 from the rows of the data set alone."""
 
 import json
@@ -9,7 +9,8 @@ from collections import Counter
 import numpy as np
 import pyarrow.compute
 import pytest
-from extractions import change_table
+import torch
+from extractions import change_table, upload
 from runs_of_rows import (
     HOOKS,
     IDS,
@@ -26,10 +27,12 @@ from runs_of_rows import (
     tokens_of,
 )
 from runs_to_read import FORMATS
+from torch.utils.data import DataLoader
 
 from activation_extraction import ActivationDataset, paired
 from activation_extraction.common.choices import ROLES
-from activation_extraction.dataset import open_shards
+
+ONE, TWO = HOOKS.values()
 
 
 def pair_of(runs, tmp_path):
@@ -40,34 +43,29 @@ def is_even(table):
     return table["even"]
 
 
-def is_odd(table):
-    return pyarrow.compute.invert(table["even"])
-
-
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(10))
 def test_every_token_of_random_pairs(seed, tmp_path):
     runs = random_runs(seed)
     pair = pair_of(runs, tmp_path)
     for run in pair.runs:
-        run._local = seed % 2 == 0  # otherwise, several chunks are read at the same time
+        run.shards.local = seed % 2 == 0  # otherwise, several chunks are read at the same time
     common = set(runs[0].rows) & set(runs[1].rows)
     assert len(pair) == len(common)
     assert pair.unpaired_samples == tuple(len(run.rows) - len(common) for run in runs)
-    keys = [run.tokens().keys() for run in runs]
-    assert pair.unpaired_tokens == tuple(len(k) - len(keys[0] & keys[1]) for k in keys)
-    size = int(np.random.default_rng(seed).choice([1, 7, 64]))
-    stored = [key for key in expected_order(pair.runs[0]) if key in keys[1]]
+    size = int(np.random.default_rng(seed).choice([3, 16, 64]))
+    order = [(int(s.doc_id[3:]), int(p)) for s in pair.runs[0] for p in s.position]
+    theirs = runs[1].tokens()
+    stored = [key for key in order if key in theirs]
     assert check(pair.batches(size, columns=IDS), runs) == stored
-    order = check(pair.batches(size, shuffle=seed, buffer=3 * size, columns=IDS), runs)
-    assert order == check(pair.batches(size, shuffle=seed, buffer=3 * size, columns=IDS), runs)
-    assert len(order) < 50 or size == 1 or order != stored
+    shuffled = [
+        check(pair.batches(size, shuffle=seed, buffer=3 * size, columns=IDS), runs)
+        for _ in range(2)
+    ]
+    assert shuffled[0] == shuffled[1]
+    assert len(stored) < 50 or shuffled[0] != stored
 
 
-def expected_order(dataset):
-    return [(int(sample.doc_id[3:]), int(p)) for sample in dataset for p in sample.position]
-
-
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(9))
 def test_random_filters_of_random_pairs(seed, tmp_path):
     """Each filter is there or not, and holds in both runs; workers share what passes all."""
     runs = random_runs(100 + seed)
@@ -108,7 +106,20 @@ def test_random_filters_of_random_pairs(seed, tmp_path):
     check([batch for share in shares for batch in share], runs, wanted)
 
 
-@pytest.mark.parametrize("seed", range(6))
+def test_a_function_chooses_samples_in_each_run(tmp_path):
+    """By their own tables, which count other tokens."""
+    runs = [Run(list(range(20)), 0), Run(list(range(20)), 1, kept="odd")]
+    many = dict(where=lambda table: pyarrow.compute.greater(table["tokens"], 4), columns=IDS)
+
+    def wanted(key, token):
+        return all(len(run.positions(key[0])) > 4 for run in runs)
+
+    assert check(pair_of(runs, tmp_path).batches(8, **many), runs, wanted)
+    pair = paired(tmp_path / "1", tmp_path / "0")
+    assert check(pair.batches(8, **many), runs[::-1], wanted)
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_a_changed_token_is_found(seed, tmp_path):
     """Any token that both runs have may be it; the error names the sample and the position."""
     runs = random_runs(200 + seed)
@@ -122,37 +133,26 @@ def test_a_changed_token_is_found(seed, tmp_path):
     in_each = (f"{token + 1} in one and {token}", f"{token} in one and {token + 1}")[seed % 2]
     told = f"sample {first} of .*/0 and sample {second} of .*/1 come from the same row, but the "
     told += f"token at position {position} is {in_each} in"
-    for options in (dict(shuffle=seed), dict(), dict(skip_first=LENGTH - 1), dict(hooks=HOOKS[2])):
+    for options in (dict(shuffle=seed), dict(skip_first=LENGTH - 1), dict(hooks=HOOKS[2])):
         with pytest.raises(ValueError, match=told):
             list(pair.batches(16, **options))
-    with pytest.raises(ValueError, match=told):
-        print(pair.unpaired_tokens)
     where = dict(where=lambda table: pyarrow.compute.not_equal(table["doc_id"], f"id-{row}"))
     check(pair.batches(8, columns=IDS, **where), runs, lambda key, token: key[0] != row)
 
 
-def test_hooks_for_both_or_for_each(tmp_path):
+def test_hooks_limits_and_dtypes(tmp_path):
     runs = random_runs(4)
     pair = pair_of(runs, tmp_path)
-    one, two = HOOKS.values()
-    for hooks, due in (
-        ([one], ([one], [one])),
-        (one, ([one], [one])),
-        ((one, two), ([one, two], [one, two])),
-        (([one], [two]), ([one], [two])),
-        (([], [two]), ([], [two])),
-        ([], ([], [])),
-        ((None, [two]), ([one, two], [two])),
-        ([None, two], ([one, two], [two])),
-        ((["*resid*"], None), ([one], [one, two])),
-    ):
-        assert tuple(map(list, next(pair.batches(8, hooks=hooks)))) == due
-    first, second = next(pair.batches(8, hooks=([one], [two]), max_norm={two: 9}, dtype="float16"))
-    assert first[one].dtype == second[two].dtype == np.float16
+    for hooks, due in ((ONE, [ONE]), ([ONE, TWO], [ONE, TWO]), ([], []), (["*resid*"], [ONE])):
+        assert [list(batch) for batch in next(pair.batches(8, hooks=hooks))] == [due] * 2
+    one, two = pair.runs
+    each = paired(ActivationDataset(one.url, [ONE]), ActivationDataset(two.url, [TWO]))
+    first, second = next(each.batches(8, max_norm={TWO: 9}, dtype="float16"))
+    assert ([*first], [*second]) == ([ONE], [TWO])
+    assert first[ONE].dtype == second[TWO].dtype == np.float16
     for wrong, told in (
-        (dict(hooks=[[one]] * 3), "or a list for each of two runs"),
         (dict(hooks=["x"]), "has no hook 'x'"),
-        (dict(hooks=([one], [one]), max_norm={two: 1}), "max_norm: hook .* is not read"),
+        (dict(hooks=[ONE], max_norm={TWO: 1}), "max_norm: hook .* is not read"),
         (dict(buffer=9), "must hold two batches"),
         (dict(where=[True]), "where: bool"),
     ):
@@ -161,13 +161,9 @@ def test_hooks_for_both_or_for_each(tmp_path):
 
 
 @pytest.mark.parametrize("shard_format", FORMATS)
-@pytest.mark.parametrize(
-    "options",
-    [dict(shuffle=2, buffer=64), dict(skip_first=2), dict(roles=ROLES[:3], where=is_even), dict()],
-)
-def test_restored_at_every_batch_and_copied(shard_format, options, tmp_path):
-    runs = random_runs(5, shard_format=shard_format)
-    pair = pair_of(runs, tmp_path)
+def test_restored_at_every_batch_and_copied(shard_format, tmp_path):
+    pair = pair_of(random_runs(5, shard_format=shard_format), tmp_path)
+    options = dict(shuffle=2, buffer=64, roles=ROLES[:3], where=is_even)
     batches = pair.batches(16, **options)
     states, due = [batches.state()], []
     for batch in batches:
@@ -178,26 +174,17 @@ def test_restored_at_every_batch_and_copied(shard_format, options, tmp_path):
     for number, state in enumerate(states):
         continued.restore(json.loads(json.dumps(state)))
         assert [contents(batch) for batch in continued] == due[number:]
-    next(batches := pair.batches(16, **options))
-    copy = pickle.loads(pickle.dumps(batches))
-    assert [contents(batch) for batch in copy] == due[1:]
-    other = paired(pair.runs[1], pair.runs[0]).batches(16, **options)
+    odd = dict(where=lambda table: pyarrow.compute.invert(table["even"]))
+    narrow = ActivationDataset(pair.runs[1].url, [ONE])
     for different, told in (
-        (other, "its data is"),
-        (pair.batches(16, hooks=(None, [HOOKS[1]]), **options), "its others is"),
+        (paired(pair.runs[1], pair.runs[0]).batches(16, **options), "its data is"),
+        (paired(pair.runs[0], narrow).batches(16, **options), "its others is"),
         (pair.runs[0].batches(16, **options), "its data is"),
         (pair.batches(16, **options | dict(roles=[ROLES[0]])), "its roles is"),
-        (pair.batches(16, **options | dict(where=is_odd)), "its where is"),
+        (pair.batches(16, **options | odd), "its where is"),
     ):
         with pytest.raises(ValueError, match=f"the state is of other batches: {told}"):
             different.restore(states[1])
-
-
-def test_both_batches_of_a_pair_are_arrays_of_jax(tmp_path):
-    """test_paired_in_a_bucket.py has those of torch, from a loader's workers."""
-    runs = random_runs(6, dtype="float32")
-    batches = pair_of(runs, tmp_path).batches(16, shuffle=0, columns=IDS).jax()
-    check([tuple(batch.map(np.asarray) for batch in both) for both in batches], runs)
 
 
 def test_what_only_one_run_has_is_said_once(tmp_path, caplog):
@@ -210,9 +197,8 @@ def test_what_only_one_run_has_is_said_once(tmp_path, caplog):
         f"{tmp_path}/0: 3 samples ({lost[0]} tokens) left out: not all runs have them",
         f"{tmp_path}/1: 5 samples ({lost[1]} tokens) left out: not all runs have them",
     ]
-    assert (pair.unpaired_samples, pair.unpaired_tokens) == ((3, 5), tuple(lost))
     caplog.clear()
-    paired(tmp_path / "0", ActivationDataset(tmp_path / "0", hooks=[HOOKS[1]]))
+    paired(tmp_path / "0", ActivationDataset(tmp_path / "0", hooks=[ONE]))
     assert caplog.records == []
     paired(tmp_path / "0", Run(list(range(20)), 2, kept="odd").store(tmp_path / "2"))
     assert "store different tokens of the same samples" in caplog.records[0].getMessage()
@@ -261,38 +247,34 @@ def test_runs_over_other_data_are_refused(name, tmp_path):
             together(one, two)
 
 
-@pytest.mark.parametrize(
-    "identity",
-    [
-        {"model_digest": "4" * 64, "tokenizer_digest": "5" * 64, "dtype": "bfloat16"},
-        {"skip_bad_rows": True, "shuffle_documents": "7", "id_column": "name"},
-        {"roles": ("user",), "drop_token_ids": (5,), "mask_column": "mask"},
-        {"data": "", "text_column": "none", "max_seq_length": 0},  # of a program of one's own
-    ],
-)
-def test_runs_that_store_the_same_samples_in_another_way_are_paired(identity, tmp_path):
-    runs = [Run([1, 2], 0), Run([2, 1], 1, identity=identity)]
-    assert len(pair_of(runs, tmp_path)) == 2
+def test_runs_that_store_the_same_samples_in_another_way_are_paired(tmp_path):
+    Run([1, 2], 0).store(tmp_path / "one")
+    for name, identity in {
+        "model": {"model_digest": "4" * 64, "tokenizer_digest": "5" * 64, "dtype": "bfloat16"},
+        "tokens": {"roles": ("user",), "drop_token_ids": (5,), "mask_column": "mask"},
+        "own program": {"data": "", "text_column": "none", "max_seq_length": 0},
+    }.items():
+        other = Run([2, 1], 1, identity=identity).store(tmp_path / name)
+        assert len(paired(tmp_path / "one", other)) == 2
 
 
 def test_files_of_the_same_name_are_compared(tmp_path):
     """By their size and, where both are local, by their fingerprint."""
-
-    def file(size, fingerprint, name="0.jsonl"):
-        return [{"name": name, "bytes": size, "fingerprint": fingerprint}]
-
     one, two = (f"blocks {digit * 64}" for digit in "12")
-    cases = [
-        (file(5, one), file(5, two), f"5 bytes, {one} in one and 5 bytes, {two} in the other"),
-        (file(5, one), file(6, two), f"5 bytes, {one} in one and 6 bytes, {two} in the other"),
-        (file(5, one), file(6, "an etag"), "0.jsonl is 5 bytes in one and 6 bytes in the other"),
-        (file(5, one), file(5, "an etag"), None),
-        (file(5, one), file(6, two, "another.jsonl"), None),
-        (file(5, one), file(5, one) + file(9, two, "more.jsonl"), None),
-    ]
-    for number, (*files, told) in enumerate(cases):
-        runs = [Run([1, 2], n, hosts=2, data_files=each) for n, each in enumerate(files)]
-        stored = [run.store(tmp_path / f"{number}_{n}") for n, run in enumerate(runs)]
+    for number, (size, known, name, told) in enumerate(
+        (
+            (5, two, "0.jsonl", f"the content of data file 0.jsonl is {one} in one and {two} in"),
+            (6, "an etag", "0.jsonl", "the size of data file 0.jsonl is 5 in one and 6 in the"),
+            (5, "an etag", "0.jsonl", None),
+            (6, two, "another.jsonl", None),
+        )
+    ):
+        files = [{"name": "0.jsonl", "bytes": 5, "fingerprint": one}]
+        others = [{"name": name, "bytes": size, "fingerprint": known}]
+        stored = [
+            Run([1, 2], n, hosts=2, data_files=each).store(tmp_path / f"{number}_{n}")
+            for n, each in enumerate((files, others))
+        ]
         if told is None:
             assert len(paired(*stored)) == 2
         else:
@@ -300,38 +282,7 @@ def test_files_of_the_same_name_are_compared(tmp_path):
                 paired(*stored)
 
 
-@pytest.fixture
-def opened(monkeypatch):
-    """The folder and number of every shard that is opened."""
-    numbers, original = [], open_shards.open_shard
-
-    def open_one(folder, commit, hooks):
-        numbers.append((folder.url, commit.number))
-        return original(folder, commit, hooks)
-
-    monkeypatch.setattr(open_shards, "open_shard", open_one)
-    return numbers
-
-
-def test_pickles_are_unpacked_once_for_each_shard_of_the_first_run(tmp_path, opened):
-    """Whatever their order; and none that has no token which is wanted."""
-    runs = [Run(list(range(60)), 0, shard_format="pickle")]
-    runs.append(Run(list(range(20, 60))[::-1], 1, shard_format="pickle", hosts=3, shard_gb=8e-6))
-    pair = pair_of(runs, tmp_path)
-    first, second = (len(run._commits) for run in pair.runs)
-    for shuffle in (None, 0):
-        opened.clear()
-        list(pair.batches(8, shuffle=shuffle, buffer=32))
-        counts = Counter(url.removeprefix(f"{tmp_path}/")[0] for url, _ in opened)
-        assert counts["0"] < first and counts["1"] <= counts["0"] * second
-        opened.clear()
-        not_in_both = [True] + [False] * 59
-        with pytest.raises(ValueError, match="no token passes these filters: where"):
-            next(pair.batches(8, shuffle=shuffle, where=not_in_both))
-        assert opened == []
-
-
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_join(seed, tmp_path):
     chance = np.random.default_rng(seed)
     runs = some_run(chance, 0), some_run(chance, 1, hooks=OTHER_HOOKS)
@@ -344,10 +295,15 @@ def test_join(seed, tmp_path):
         if key in every[1]
     }
     assert list(joined.hooks.items()) == list(WIDTHS.items()) and len(joined.dtypes) == 3
+
+    def tokens(batches):
+        found = [found_in(batch) for batch in batches]
+        every = {key: token for batch in found for key, token in batch.items()}
+        assert sum(map(len, found)) == len(every)
+        return every
+
     for shuffle in (None, 0):
-        found = [found_in(batch) for batch in joined.batches(16, shuffle=shuffle, columns=IDS)]
-        same({key: token for batch in found for key, token in batch.items()}, due)
-        assert sum(map(len, found)) == len(due)
+        same(tokens(joined.batches(16, shuffle=shuffle, columns=IDS)), due)
     samples = {}
     for sample in joined:
         for t, position in enumerate(sample.position):
@@ -359,15 +315,14 @@ def test_join(seed, tmp_path):
     assert [s.doc_id for s in joined[-2:]] == joined.samples["doc_id"].to_pylist()[-2:]
     assert joined.statistics[OTHER_HOOKS[3]] == two.statistics[OTHER_HOOKS[3]]
     (hook,) = OTHER_HOOKS.values()
-    for only in ([hook], [HOOKS[1]], [HOOKS[2], hook]):
-        found = [found_in(batch) for batch in joined.batches(16, only, shuffle=1, columns=IDS)]
+    for only in ([hook], [TWO, hook]):
         narrow = {k: (*v[:2], {h: v[2][h] for h in only}) for k, v in due.items()}
-        same({key: token for batch in found for key, token in batch.items()}, narrow)
-    even = joined.batches(16, where=lambda table: table["even"], max_norm={hook: 2.5}, columns=IDS)
-    found = {key: token for batch in even for key, token in found_in(batch).items()}
+        same(tokens(joined.batches(16, only, shuffle=1, columns=IDS)), narrow)
     small = {k: v for k, v in due.items() if k[0] % 2 == 0 and np.linalg.norm(v[2][hook]) <= 2.5}
-    same(found, small)
-    with pytest.raises(ValueError, match=f"hook '{HOOKS[1]}' is in more than one of the runs"):
+    for where in (is_even, joined.samples["even"].to_pylist()):
+        options = dict(where=where, max_norm={hook: 2.5}, columns=IDS)
+        same(tokens(joined.batches(16, **options)), small)
+    with pytest.raises(ValueError, match=f"hook '{ONE}' is in more than one of the runs"):
         one.join(tmp_path / "0")
     with pytest.raises(IndexError):
         joined[len(joined)]
@@ -375,15 +330,65 @@ def test_join(seed, tmp_path):
 
 def test_three_runs_are_joined_and_a_changed_token_is_found(tmp_path):
     rows = list(range(12))
-    one, two = HOOKS.items()
-    runs = [Run(rows, n, hooks=dict([hook])) for n, hook in enumerate((one, two))]
+    runs = [Run(rows, n, hooks=dict([hook])) for n, hook in enumerate(HOOKS.items())]
     runs.append(Run(rows[::-1], 2, hooks=OTHER_HOOKS, changed=(5, 3)))
     urls = [run.store(tmp_path / str(number)) for number, run in enumerate(runs)]
     joined = ActivationDataset(urls[0]).join(urls[1])
-    assert list(joined.join(urls[2]).hooks) == list(WIDTHS)
     assert sum(map(len, joined.batches(8))) == len(runs[0].tokens())
     every = joined.join(urls[2])
     for read in (lambda: list(every.batches(8)), lambda: every[5]):
         with pytest.raises(ValueError, match="sample 5 of .*/0 and sample 6 of .*/2 .* position 3"):
             print(read())
     assert list(every[4].activations) == list(WIDTHS)
+
+
+def in_bucket(runs, tmp_path):
+    urls = [f"gs://bucket/runs/{number}" for number, _ in enumerate(runs)]
+    for number, (run, url) in enumerate(zip(runs, urls, strict=True)):
+        upload(run.store(tmp_path / str(number)), url)
+    return paired(*urls)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX has threads in this process
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_pair_in_a_bucket_by_workers(bucket, tmp_path):
+    """One run has safetensors, the other one pickles."""
+    runs = random_runs(7, dtype="float32", hosts=2, shard_gb=8e-6)
+    for run, form in zip(runs, ("safetensors", "pickle"), strict=True):
+        run.shard_format = form
+    batches = in_bucket(runs, tmp_path).batches(16, shuffle=0, buffer=64, columns=IDS)
+    usual = dict(batch_size=None, num_workers=2)
+    loader = DataLoader(batches.torch(), multiprocessing_context="spawn", **usual)
+    check([tuple(batch.map(torch.Tensor.numpy) for batch in read) for read in loader], runs)
+    with pytest.raises(OSError, match="forked from one that had used a bucket"):
+        next(iter(DataLoader(batches.torch(), multiprocessing_context="fork", **usual)))
+    check([tuple(b.map(np.asarray) for b in both) for both in batches.jax()], runs)
+
+
+@pytest.mark.parametrize("shard_format", FORMATS)
+def test_a_run_of_three_hosts_takes_about_three_times_the_requests(shard_format, bucket, tmp_path):
+    """Samples that lie together are read at once, though the other run mixes those of the hosts;
+    and a shard of the first run fetches each pickle that has some of its samples once."""
+    rows, like = list(range(60)), dict(shard_gb=1e-5)
+    runs = [Run(rows, 0, **like), Run(rows, 1, hosts=3, shard_format=shard_format, **like)]
+    pair = in_bucket(runs, tmp_path)
+
+    def asked(batches):
+        bucket.asked.clear()
+        assert sum(map(len, batches)) == pair.runs[0].tokens
+        names = [name.split("/") for _, name in bucket.asked]
+        return Counter(name[1] for name in names if len(name) > 1)  # gcsfs may ask for the bucket
+
+    for options in (dict(), dict(shuffle=0)):
+        alone = sum(
+            (asked(run.batches(16, buffer=1600, **options)) for run in pair.runs), Counter()
+        )
+        together = asked(first for first, _ in pair.batches(16, buffer=1600, **options))
+        assert together["0"] <= alone["0"] and together["1"] <= 4 * alone["1"]
+    bucket.asked.clear()
+    with pytest.raises(ValueError, match="no token passes these filters: "):
+        next(pair.batches(16, where=[n == 0 for n in range(60)], skip_first=LENGTH))
+    assert {name.rsplit("/")[-1] for _, name in bucket.asked if "shard_" in name} <= {
+        "shard_0001.safetensors", "shard_0001.pkl.gz"
+    }  # fmt: skip

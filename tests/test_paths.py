@@ -4,28 +4,23 @@ import pytest
 
 from activation_extraction.dataset.folders import HostFolder, host_folders
 
-
-@pytest.mark.parametrize(
-    "machine,host,hosts,name",
-    [
-        (0, 0, 1, "machine_000"),
-        (3, 1, 2, "machine_003_host_01"),
-        (1234, 100, 128, "machine_1234_host_100"),
-    ],
-)
-def test_names_are_read_back(machine, host, hosts, name):
-    folder = HostFolder.of(machine, host, hosts)
-    assert folder.name == name
-    assert HostFolder.parse(name) == folder
-
-
+NAMES = {  # (machine, host, hosts)
+    "machine_000": (0, 0, 1),
+    "machine_003_host_01": (3, 1, 2),
+    "machine_1234_host_100": (1234, 100, 128),
+}
 OTHERS = (
     "|machine|machine_|machine_x|machine_000_host|machine_000 |xmachine_000|machine_0001"
     "|machine_٠٠١|machine_000_host_001"
 )
 
 
-@pytest.mark.parametrize("name", OTHERS.split("|"))
-def test_other_names_are_no_host_folders(name):
-    assert HostFolder.parse(name) is None
-    assert host_folders([name, "machine_001"]) == {"machine_001": HostFolder(1)}
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_read_back(name):
+    folder = HostFolder.of(*NAMES[name])
+    assert folder.name == name and HostFolder.parse(name) == folder
+
+
+def test_other_names_are_no_host_folders():
+    assert not any(HostFolder.parse(name) for name in OTHERS.split("|"))
+    assert host_folders([*OTHERS.split("|"), "machine_001"]) == {"machine_001": HostFolder(1)}

@@ -12,49 +12,44 @@ from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
 from activation_extraction.text.token_choice import TokenChoice
 
-SLICES = {
-    "all": slice(None),
-    "last": slice(-1, None),
-    "first:3": slice(3),
-    "last:3": slice(-3, None),
-    "every:4": slice(None, None, 4),
-    "1:": slice(1, None),
-    ":-1": slice(-1),
-    "2:9:3": slice(2, 9, 3),
-    "-5:-1": slice(-5, -1),
-    "::2": slice(None, None, 2),
+SLICES = {  # a rule, the slice, how it is recorded
+    "all": (slice(None), "all"),
+    "last": (slice(-1, None), "last:1"),
+    "first:3": (slice(3), "first:3"),
+    "0:3": (slice(3), "first:3"),
+    "last:3": (slice(-3, None), "last:3"),
+    "every:4": (slice(None, None, 4), "every:4"),
+    "::2": (slice(None, None, 2), "every:2"),
+    ":": (slice(None), "all"),
+    "1:": (slice(1, None), "1:"),
+    ":-1": (slice(-1), ":-1"),
+    "2:9:3": (slice(2, 9, 3), "2:9:3"),
+    "-5:-1": (slice(-5, -1), "-5:-1"),
 }
 FIRST = [4, 8, 18, 31, 39, 42, 76, 83]  # of sample 0
 
 
-def choice_of(*flags):
-    config = parse_args(list(flags))
+def choice_of(flags):
+    config = parse_args(flags.split())
     return TokenChoice(config.positions, config.drop_token_ids)
 
 
 @pytest.mark.parametrize("rule", SLICES)
 def test_slices_mean_what_they_mean_in_python(rule):
+    where, recorded = SLICES[rule]
+    choice = choice_of(f"--positions={rule}")
+    assert str(choice) == f"positions {recorded}" and choice.everything == (recorded == "all")
+    assert choice == choice_of(f"--positions={recorded}")
     for length in (1, 2, 3, 8, 50):
-        kept = choice_of(f"--positions={rule}").kept(7, np.zeros(length, np.int32))
-        assert kept.dtype == np.int32
-        np.testing.assert_array_equal(kept, np.arange(length)[SLICES[rule]])
-
-
-def test_rules_that_mean_the_same_are_spelt_the_same():
-    same = [("last", "last:1", "-1:"), ("first:3", ":3", "0:3"), ("every:2", "::2"), ("all", ":")]
-    for rules in same:
-        assert len({choice_of(f"--positions={rule}") for rule in rules}) == 1
-    assert choice_of("--positions", ":").everything and choice_of().everything
-    assert str(choice_of("--positions", "random:.5")) == "positions random:0.5:0"
-    dropped = choice_of("--drop_token_ids", "9", "3", "9")
-    assert not dropped.everything and dropped.dropped == (3, 9)
-    assert str(dropped) == "positions all, without the token ids 3, 9"
+        kept = choice.kept(7, np.zeros(length, np.int32))
+        assert kept.dtype == np.int32 and kept.tolist() == list(range(length))[where]
 
 
 def test_a_random_choice_depends_on_sample_position_and_seed_alone():
     """The positions are written down here: they may never change, or runs could not continue."""
     ids = np.zeros(2000, np.int32)
-    choice = choice_of("--positions", "random:0.1")
+    choice = choice_of("--positions random:.1")
+    assert str(choice) == "positions random:0.1:0"
     found = [choice.kept(index, ids) for index in range(300)]
     assert found[0][:8].tolist() == FIRST
     np.testing.assert_array_equal(choice.kept(4, ids[:500]), found[4][found[4] < 500])
@@ -62,22 +57,24 @@ def test_a_random_choice_depends_on_sample_position_and_seed_alone():
     assert abs(shares.mean() - 0.1) < 5 * (0.1 * 0.9 / 600_000) ** 0.5
     counts = np.bincount(np.concatenate(found), minlength=2000)
     assert abs(counts.std() - (300 * 0.1 * 0.9) ** 0.5) < 0.5
-    both = len(np.intersect1d(found[0], found[1]))
-    assert 5 < both < 40  # about 1 % of the tokens, as of independent choices
-    other = choice_of("--positions", "random:0.1:1").kept(0, ids)
-    assert 5 < len(np.intersect1d(found[0], other)) < 40
+    other = choice_of("--positions random:0.1:1").kept(0, ids)
+    for each in (found[1], other):  # about 1 % of the tokens, as of independent choices
+        assert 5 < len(np.intersect1d(found[0], each)) < 40
 
 
 def test_token_ids_are_dropped_after_positions_are_counted():
     ids = np.array([5, 9, 5, 5, 9, 7], np.int32)
-    assert choice_of("--drop_token_ids", "5").kept(0, ids).tolist() == [1, 4, 5]
-    assert choice_of("--positions", "first:3", "--drop_token_ids", "9").kept(0, ids).tolist() == [
-        0,
-        2,
-    ]
-    assert choice_of("--positions", "last", "--drop_token_ids", "7").kept(0, ids).tolist() == []
+    for flags, kept in (
+        ("--drop_token_ids 5", [1, 4, 5]),
+        ("--positions first:3 --drop_token_ids 9", [0, 2]),
+        ("--positions last --drop_token_ids 7", []),
+    ):
+        assert choice_of(flags).kept(0, ids).tolist() == kept
+    dropped = choice_of("--drop_token_ids 9 3 9")
+    assert str(dropped) == "positions all, without the token ids 3, 9" and not dropped.everything
 
 
+@pytest.mark.long
 def test_tokens_may_be_dropped_by_their_names(inputs, tmp_path, capsys):
     """What is recorded are ids, so a run that began with these continues with names."""
     tokenizer = tokenizer_of(Path(inputs[1]), 2048)
@@ -85,9 +82,8 @@ def test_tokens_may_be_dropped_by_their_names(inputs, tmp_path, capsys):
     ids = sorted(map(tokenizer.token_to_id, names))
     more = "--max_samples", 9, "--output_dir", tmp_path
     assert main(*inputs, "--drop_token_ids", *ids, *more) == 0
-    assert main(*inputs, "--drop_token_ids", *names, *more) == 0
+    assert main(*inputs, "--drop_token_ids", ids[0], *names, *more) == 0
     assert "everything has been computed already" in capsys.readouterr().err
-    assert main(*inputs, "--drop_token_ids", ids[0], *names, *more, "--overwrite") == 0
     metadata = json.loads((tmp_path / "metadata.json").read_text())
     for part in ("identity", "configuration"):
         assert metadata[part]["drop_token_ids"] == ids

@@ -12,11 +12,6 @@ from small_runs import set_status
 from activation_extraction import ActivationDataset
 
 
-def flip(data):
-    middle = len(data) // 2
-    return data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :]
-
-
 @pytest.fixture(scope="module")
 def flags(demo_inputs):
     return [
@@ -43,21 +38,22 @@ def values_in(output):
 
 
 def same_values(output, whole):
-    (numbers, values), (expected, due) = values_in(output), values_in(whole)
-    np.testing.assert_array_equal(numbers, expected)
-    np.testing.assert_array_equal(values, due)
+    for found, due in zip(values_in(output), values_in(whole), strict=True):
+        np.testing.assert_array_equal(found, due)
 
 
-def harm(folder, number):
-    path = shard_file(folder, number)
-    path.write_bytes(flip(path.read_bytes()))
+def harm(folder, *numbers):
+    for number in numbers:
+        path = shard_file(folder, number)
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
 
 
 def test_the_command_repairs_a_folder(flags, undisturbed, tmp_path, capsys):
     out = shutil.copytree(undisturbed, tmp_path / "out")
     (out / "shard_0004.json").unlink()
-    for number in (1, 6, 7):
-        harm(out, number)
+    harm(out, 1, 6, 7)
     repair = [*flags, "--output_dir", out, "--repair", "--batch_size", 3]
     assert main(*repair) == 0
     *_, told, verdict = capsys.readouterr().out.splitlines()
@@ -66,13 +62,11 @@ def test_the_command_repairs_a_folder(flags, undisturbed, tmp_path, capsys):
     same_values(out, undisturbed)
     assert main(*repair) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith(": none")
-    for number in (3, 10):
-        harm(out, number)
+    harm(out, 3, 10)
     assert main(*repair) == 0
     same_values(out, undisturbed)
     set_status(out, "interrupted")  # what comes after the mark of its shards is left to the run
-    for number in (3, 10):
-        harm(out, number)
+    harm(out, 3, 10)
     capsys.readouterr()
     assert main(*repair) == 1
     told, left, *_, verdict = capsys.readouterr().out.splitlines()
@@ -106,14 +100,18 @@ def test_each_machine_repairs_its_own_folder(flags, tmp_path, capsys):
     for each in of_machine:
         assert main(*each) == 0
     whole = shutil.copytree(out, tmp_path / "whole")
-    for machine, number in ((0, 2), (1, 1)):
-        harm(out / f"machine_{machine:03d}", number)
+    harm(out / "machine_000", 2)
+    harm(out / "machine_001", 1)
     (out / "machine_001/metadata.json").unlink()
     for each in of_machine:
         assert main(*each, "--repair") in (0, 1)
     assert main(*of_machine[1], "--repair") == 0
     assert main("--verify", "--output_dir", out) == 0
     same_values(out, whole)
+    shutil.copytree(out / "machine_001", tmp_path / "fewer" / "machine_001")
+    capsys.readouterr()
+    assert main(*flags, "--output_dir", tmp_path / "fewer") == 2
+    assert "machine_001: holds an extraction with another number of" in capsys.readouterr().err
     other = [*of_machine[0], "--layers_to_extract", 2]
     harm(out / "machine_000", 1)
     capsys.readouterr()
@@ -127,8 +125,7 @@ def test_each_host_of_a_pod_repairs_its_own_folder(demo_inputs, tmp_path):
     flags = flags_for(demo_inputs, out, "--shard_size_gb", 0.0008, "--max_samples", 120)
     assert Pod(tmp_path, 2, 1, *flags).wait() == [0, 0]
     whole = shutil.copytree(out, tmp_path / "whole")
-    for number in (1, 3):
-        harm(out / "machine_000_host_01", number)
+    harm(out / "machine_000_host_01", 1, 3)
     pod = Pod(tmp_path, 2, 1, *flags, "--repair", "--verbose")
     assert pod.wait() == [0, 0], pod.text(1)
     same_values(out, whole)

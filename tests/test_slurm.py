@@ -1,121 +1,164 @@
-"""deploy/slurm.sbatch on a real Slurm: machines are killed and requeued, and nothing is lost."""
+"""deploy/slurm.sbatch on a real Slurm: a machine is killed and requeued, and nothing is lost.
+
+Its daemons run here, with nodes that are different loopback addresses.
+"""
 
 import os
-import signal
+import shutil
+import socket
+import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
-from cloud import REPOSITORY, Cloud
+from cloud import REPOSITORY, free_port, script
 from pods import check_union, flags_for
-from slurm import missing, run_slurm
 
-from activation_extraction.store.folder import Folder
-
-pytestmark = [pytest.mark.long, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
-SBATCH = REPOSITORY / "deploy/slurm.sbatch"
-
-# In the place of Python: at their first start machines 5 and 7 stop after two steps until they are
-# told to end, and say which process they are.
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+pytestmark = [
+    *(pytest.mark.long, pytest.mark.rare),
+    pytest.mark.skipif(not all(map(shutil.which, PROGRAMS)), reason="Slurm is not installed"),
+    pytest.mark.skipif(os.getuid() != 0, reason="Slurm's daemons run as root"),
+]
+# The names of the nodes are addresses because JAX connects to them. It takes its port from the
+# number of the job, so clusters begin with different numbers.
+CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+FirstJobId={first}
+AuthType=auth/munge
+AuthInfo=socket={own}/munge.socket
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={own}/state
+SlurmdSpoolDir={own}/spool-%n
+SlurmctldPidFile={own}/slurmctld.pid
+SlurmdPidFile={own}/slurmd-%n.pid
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=1,bf_interval=1
+JobRequeue=1
+MailProg=/bin/true
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+# In the place of Python: machine 1 is killed at its first start.
 PYTHON = """#!/bin/sh
-case $SLURM_ARRAY_TASK_ID:${{SLURM_RESTART_COUNT:-0}}:$SLURM_JOB_NUM_NODES in
-    [57]:0:1) shift; exec {python} {folder}/hold.py {folder}/held-$SLURM_ARRAY_TASK_ID "$@" ;;
-esac
+[ $SLURM_ARRAY_TASK_ID:${{SLURM_RESTART_COUNT:-0}}:$SLURM_JOB_NUM_NODES = 1:0:1 ] && kill -9 $$
 exec {python} "$@"
 """
-HOLD = """
-import os, sys, time
-from pathlib import Path
-import extract_activations as script
-held = Path(sys.argv[1])
-extract = script.extract
-def hold(*arguments):
-    storage, stopped, steps = arguments[0].storage, arguments[-1], []
-    add = storage.add_batch
-    def add_and_hold(*batch):
-        result = add(*batch)
-        steps.append(1)
-        if len(steps) == 2:
-            held.with_suffix(".part").write_text(str(os.getpid()))
-            held.with_suffix(".part").rename(held)
-            while not stopped():
-                time.sleep(0.02)
-        return result
-    storage.add_batch = add_and_hold
-    return extract(*arguments)
-script.extract = hold
-os._exit(script.main(sys.argv[2:]))
-"""
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory, demo_inputs):
-    """Two nodes on which 8 machines of one node and one machine of two have run to their end.
+class Slurm:
+    """A cluster of two nodes, which share what CPUs there are. Its jobs log to `folder`."""
 
-    Machine 7, the last, was killed, machine 5 requeued; a job with bad input ended, and one
-    that was cancelled.
-    """
-    folder = tmp_path_factory.mktemp("slurm")
-    (folder / "hold.py").write_text(HOLD)
-    Cloud.script(folder / "python", PYTHON.format(python=sys.executable, folder=folder))
+    def __init__(self, folder, own):
+        """own: a folder for the daemons' files; paths of sockets have to be short."""
+        self.folder = folder
+        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.daemons = []
+        host, nodes = socket.gethostname(), ("127.0.0.1", "127.0.0.2")
+        lines = [CONFIGURATION.format(host=host, port=free_port(), first=free_port(), own=own)]
+        for name in nodes:
+            lines.append(f"NodeName={name} NodeHostname={host} Port={free_port()} CPUs=4\n")
+        (folder / "slurm.conf").write_text("".join(lines))
+        (own / "state").mkdir()
+        key = own / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o600)
+        files = [f"--{name}-file={own}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+        self.start("munged", "--foreground", "--force", f"--socket={own}/munge.socket", *files)
+        self.wait((own / "munge.socket").exists)
+        self.start("slurmctld", "-D")
+        for name in nodes:
+            self.start("slurmd", "-D", "-N", name)
+        states = ["sinfo", "--noheader", "--Node", "--format=%T"]
+        self.wait(lambda: self.run(*states).stdout.split().count("idle") == 2)
+
+    def start(self, *command):
+        with open(self.folder / f"daemon-{len(self.daemons)}", "w") as log:
+            daemon = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
+            self.daemons.append(daemon)
+
+    def run(self, *words, **variables):
+        command, environment = [*map(str, words)], self.environment | variables
+        return subprocess.run(
+            command, env=environment, cwd=REPOSITORY, capture_output=True, text=True
+        )
+
+    def command(self, *words, **variables):
+        done = self.run(*words, **variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.strip()
+
+    def submit(self, options, flags, **variables):
+        output = f"--output={self.folder}/%A_%a.log"
+        command = ["sbatch", "--parsable", output, *options.split(), "deploy/slurm.sbatch", *flags]
+        return self.command(*command, **variables)
+
+    def wait(self, condition, seconds=240):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            logs = [path.read_text() for path in self.folder.glob("*_*.log")]
+            assert time.monotonic() < deadline, logs
+            time.sleep(0.2)
+
+    def ended(self):
+        jobs = self.command("squeue", "--noheader", "--format=%i %r").splitlines()
+        for job, reason in (line.split(maxsplit=1) for line in jobs):
+            if "held" in reason:  # it began sooner than Slurm likes, because of `skip_delay`
+                self.command("scontrol", "release", job)
+        return not jobs
+
+    def skip_delay(self, job):
+        """A job that is requeued waits for two minutes; this one for two seconds.
+
+        Slurm refuses to start it in the second in which it revoked the job's last credential.
+        """
+        asked = ("squeue", "--noheader", f"--job={job}", "--format=%r")
+        self.wait(lambda: self.command(*asked) == "BeginTime")
+        self.command("scontrol", "update", f"JobId={job}", "StartTime=now+2")
+
+    def close(self):
+        for daemon in reversed(self.daemons):
+            daemon.terminate()
+            daemon.wait()
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    with tempfile.TemporaryDirectory(prefix="slurm_") as own:
+        slurm = Slurm(tmp_path, Path(own))
+        yield slurm
+        slurm.close()
+
+
+def test_a_killed_machine_is_queued_again_and_every_document_is_stored_once(
+    slurm, demo_inputs, alone, check
+):
+    """Also a machine of two nodes, and bad input, which is not tried again."""
+    folder = slurm.folder
+    script(folder / "python", PYTHON.format(python=sys.executable))
+    variables = {"PYTHON": str(folder / "python"), "JAX_NUM_CPU_DEVICES": "2"}
     flags = flags_for(demo_inputs, folder / "out", "--batch_size", 2, "--shard_size_gb", 1e-4)
-    variables = {"PYTHON": str(folder / "python"), "PYTHONPATH": str(REPOSITORY)}
-    variables |= {"JAX_ENABLE_COMPILATION_CACHE": "true", "XDG_CACHE_HOME": str(folder / "cache")}
-    variables |= {"JAX_NUM_CPU_DEVICES": "2"}
-    with run_slurm(folder, 2) as slurm:
-        many = slurm.submit("--array=0-7%3", "--cpus-per-task=2", SBATCH, *flags, **variables)
-        two = flags_for(demo_inputs, folder / "two", "--batch_size", 4)
-        slurm.submit("--nodes=2", SBATCH, *two, **variables)
-        bad = slurm.submit("--array=0", SBATCH, "--machine_id", 1, "--demo", **variables)
-        Cloud.script(folder / "sleeper", f"#!/bin/sh\ntouch {folder}/asleep; exec sleep 1000\n")
-        cancelled = slurm.submit("--array=0", SBATCH, PYTHON=str(folder / "sleeper"))
-        slurm.wait((folder / "asleep").exists)
-        slurm.command("scancel", cancelled)
-        slurm.wait((folder / "held-7").exists)
-        os.kill(int((folder / "held-7").read_text()), signal.SIGKILL)
-        slurm.wait((folder / "held-5").exists)
-        before = Folder(str(folder / "out/machine_005")).files()
-        slurm.command("scontrol", "requeue", f"{many}_5")
-        for machine in (5, 7):
-            slurm.skip_delay(f"{many}_{machine}")
-        slurm.wait(slurm.ended)
-        told = [slurm.command("scontrol", "show", "job", job) for job in (bad, cancelled)]
-        yield folder, many, before, bad, told
-
-
-def test_every_document_is_stored_once(cluster, alone, check):
-    folder, *_ = cluster
-    check_union(folder / "out", alone, {f"machine_{number:03d}" for number in range(8)})
-    assert check(folder / "out") == []
-
-
-def test_a_machine_of_two_nodes(cluster, alone, check):
-    folder, *_ = cluster
+    two = flags_for(demo_inputs, folder / "two", "--batch_size", 4)
+    many = slurm.submit("--array=0-2 --cpus-per-task=2", flags, **variables)
+    slurm.submit("--nodes=2", two, **variables)
+    bad = slurm.submit("--array=0", ["--machine_id", 1, "--demo"], **variables)
+    slurm.skip_delay(f"{many}_1")
+    slurm.wait(slurm.ended)
+    check_union(folder / "out", alone, {f"machine_{number:03d}" for number in range(3)})
     check_union(folder / "two", alone, {f"machine_000_host_{number:02d}" for number in range(2)})
-    assert check(folder / "two") == []
-
-
-def test_the_killed_machine_was_queued_again_by_the_script(cluster):
-    folder, many, *_ = cluster
-    log = (folder / f"{many}_7.log").read_text()
+    assert check(folder / "out") == check(folder / "two") == []
+    log = (folder / f"{many}_1.log").read_text()
     assert "exit status 137: this machine is queued again and will continue" in log
-    assert log.count("machine 7 of 8 (SLURM_ARRAY_TASK_ID)") == 2 and "done: " in log
-
-
-def test_the_requeued_machine_stored_what_was_complete(cluster):
-    """And is queued once, by Slurm: the script sees that and leaves it alone."""
-    folder, many, before, *_ = cluster
-    log = (folder / f"{many}_5.log").read_text()
-    assert "interrupted: " in log and "done: " in log and "queued again" not in log
-    assert before and "metadata.json" in before
-
-
-def test_bad_input_is_not_tried_again(cluster):
-    folder, *_, bad, told = cluster
+    assert "machine 1 of 3 (SLURM_ARRAY_TASK_ID)" in log and "done: " in log
+    told = slurm.command("scontrol", "show", "job", bad)
     for field in ("ExitCode=2:0", "Restarts=0", "JobState=FAILED"):
-        assert field in told[0]
+        assert field in told
     assert "--machine_id 1: out of range" in (folder / f"{bad}_0.log").read_text()
-
-
-def test_a_cancelled_machine_is_not_queued_again(cluster):
-    *_, told = cluster
-    assert "JobState=CANCELLED" in told[1] and "Restarts=0" in told[1]

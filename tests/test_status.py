@@ -1,9 +1,8 @@
 """--status tells how far every machine and host is, from JSON files alone, at any time."""
 
 import json
-import re
-import socket
-import threading
+import os
+import time
 
 import numpy as np
 import pytest
@@ -20,16 +19,17 @@ from extractions import (
     open_part,
 )
 
-from activation_extraction.common.errors import InputError, StorageError
+from activation_extraction.common.errors import StorageError
+from activation_extraction.dataset import folders as folders_module
 from activation_extraction.dataset.folders import read_folders
-from activation_extraction.inspect import look
-from activation_extraction.inspect import status as status_module
-from activation_extraction.inspect.status import aggregate, host_states, show_status
-from activation_extraction.inspect.verify import verify
+from activation_extraction.inspect.status import host_states, show_status
+from activation_extraction.store import local_files
 from activation_extraction.store.commit import unseal
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import AGGREGATE
 from activation_extraction.store.statistics import Statistics
+
+NOW = 1_800_000_000.0
 
 
 def parts_at(root):
@@ -51,22 +51,10 @@ def begin(root, *part, count=7, **options):
     return storage
 
 
-def in_every_state(root):
-    """Three machines with two hosts each, only one of them as it should be."""
-    extract(root, 0, 0, 3, 2, count=7)
-    kill(begin(root, 0, 1, 3, 2, max_samples=100))
-    with pytest.raises(KeyboardInterrupt):
-        with begin(root, 1, 0, 3, 2):
-            raise KeyboardInterrupt
-    with pytest.raises(StorageError):
-        with begin(root, 1, 1, 3, 2) as storage:
-            for key in HOOKS:
-                values = np.full((3, HIDDEN), np.nan, np.float32)
-                storage.add_activation(key, values, 99, "")
-    extract(root, 2, 1, 3, 2, count=4)
-    path = root / folder_name(2, 1, 3, 2) / "shard_0002.json"
-    path.write_bytes(path.read_bytes().replace(b"tokens", b"Tokens"))
-    return root
+def fail(root, *part):
+    with pytest.raises(StorageError), begin(root, *part) as storage:
+        for key in HOOKS:
+            storage.add_activation(key, np.full((3, HIDDEN), np.nan, np.float32), 99, "")
 
 
 STATES = {
@@ -79,8 +67,16 @@ STATES = {
 }
 
 
-def test_every_part_in_its_state(tmp_path):
-    parts = parts_at(in_every_state(tmp_path))
+def test_every_part_in_its_state(tmp_path, capsys):
+    """Three machines with two hosts each, only one of them as it should be."""
+    extract(tmp_path, 0, 0, 3, 2, count=7)
+    kill(begin(tmp_path, 0, 1, 3, 2, max_samples=100))
+    begin(tmp_path, 1, 0, 3, 2).finalize(complete=False)
+    fail(tmp_path, 1, 1, 3, 2)
+    extract(tmp_path, 2, 1, 3, 2, count=4)
+    path = tmp_path / folder_name(2, 1, 3, 2) / "shard_0002.json"
+    path.write_bytes(path.read_bytes().replace(b"tokens", b"Tokens"))
+    parts = parts_at(tmp_path)
     found = {name: (part.state, part.shards, part.samples) for name, part in parts.items()}
     assert found == STATES
     for name, part in parts.items():
@@ -91,142 +87,105 @@ def test_every_part_in_its_state(tmp_path):
             stored = [json.loads(path.read_text()) for path in commits]
             assert part.bytes == sum(c["files"][c["file"]]["bytes"] for c in stored)
             assert part.last_commit == max((c["committed"] for c in stored), default=None)
-
-
-def test_the_table_and_its_sum(tmp_path, capsys):
-    assert show_status(Folder(str(in_every_state(tmp_path))), write=False) == 1
+    assert main("--status", "--output_dir", tmp_path) == 1
     lines = capsys.readouterr().out.splitlines()
     cells = [line.split() for line in lines]
     assert cells[0][:6] == ["machine", "host", "state", "shards", "samples", "tokens"]
-    assert [row[2] for row in cells[1:6]] == [
-        *("complete", "killed", "interrupted", "failed", "damaged")
-    ]
+    states = [state for state, *_ in STATES.values() if state != "not started"]
+    assert [row[2] for row in cells[1:6]] == states
     assert cells[6][:5] == ["all", "incomplete", "11", "29", "290"]
     assert lines[7] == "not started: machine_002_host_00"
     assert lines[8].startswith("damaged: ") and "shard_0002.json: is damaged" in lines[8]
-    assert len(lines) == 9
-    assert not (tmp_path / AGGREGATE).exists()
+    assert len(lines) == 9 and not (tmp_path / AGGREGATE).exists()
 
 
 def test_metadata_missing_or_damaged_is_told_and_the_rest_counts(tmp_path, capsys):
     for machine in range(2):
         extract(tmp_path, machine, 0, 2, 1)
     path = tmp_path / "machine_000" / "metadata.json"
-    for data in (None, b"{", b"[]", path.read_bytes()[:-9]):
+    for data in (None, b"[]", path.read_bytes()[:-9]):
         path.unlink(missing_ok=True)
         if data is not None:
             path.write_bytes(data)
-        assert show_status(Folder(str(tmp_path)), write=False) == 1
+        assert main("--status", "--output_dir", tmp_path) == 1
         *_, total, told = capsys.readouterr().out.splitlines()
         assert total.split()[:5] == ["all", "incomplete", "8", "20", "200"]
         assert told.startswith("damaged: ") and "machine_000/metadata.json: is " in told
-        folders = read_folders(Folder(str(tmp_path)))
-        whole = aggregate(folders, host_states(folders))
-        assert [hook["tokens"] for hook in whole["hooks"]] == [whole["tokens"]] * 2
+        assert main("--status", "--json", "--output_dir", tmp_path) == 1
+        assert [h["tokens"] for h in json.loads(capsys.readouterr().out)["hooks"]] == [200, 200]
 
 
 CUT_SHORT = "is missing or cut short"
+LOST = {
+    "shard_0004.json shard_0004.pkl.gz": "shard_0004.json: is missing",
+    "shard_0002.json shard_0003.json": "shard_0002.json to shard_0003.json: are missing",
+    "shard_0003.pkl.gz": f"shard_0003.pkl.gz: {CUT_SHORT}",
+    "shard_0001.npz shard_0002.npz": f"shard_0001.pkl.gz: {CUT_SHORT}, and so are files of 1 other "
+    "shard",
+    "shard_0003.samples.parquet": f"shard_0003.pkl.gz: {CUT_SHORT}",
+}
 
 
 @pytest.mark.parametrize("place", ["local", "bucket"])
-@pytest.mark.parametrize(
-    "lost,told",
-    [
-        (["shard_0004.json", "shard_0004.pkl.gz"], "shard_0004.json: is missing"),
-        (["shard_0002.json", "shard_0003.json"], "shard_0002.json to shard_0003.json: are missing"),
-        (["shard_0003.pkl.gz"], f"shard_0003.pkl.gz: {CUT_SHORT}"),
-        (
-            ["shard_0001.npz", "shard_0002.npz"],
-            f"shard_0001.pkl.gz: {CUT_SHORT}, and so are files of 1 other shard",
-        ),
-        (["shard_0003.samples.parquet"], f"shard_0003.pkl.gz: {CUT_SHORT}"),
-    ],
-)
-def test_missing_shards_are_named(tmp_path, capsys, place, lost, told):
+@pytest.mark.parametrize("lost", LOST)
+def test_missing_shards_are_named(tmp_path, capsys, place, lost):
     folder = tmp_path / "bucket" / "machine_000"
     extract(tmp_path, remote=Folder(f"file://{folder}") if place == "bucket" else None)
+    if place == "bucket":  # what uploads keeps no shards here
+        assert not list(tmp_path.glob("*.pkl.gz"))
+        assert main("--status", "--output_dir", tmp_path) == 0
     folder = folder if place == "bucket" else tmp_path
-    for name in lost:
+    for name in lost.split():
         (folder / name).unlink()
+    capsys.readouterr()
     assert main("--status", "--output_dir", folder) == 1
     *_, total, line = capsys.readouterr().out.splitlines()
-    assert line == f"damaged: {folder}/{told}" and total.split()[1] == "incomplete"
-    assert parts_at(folder)[""].state == "damaged"
+    assert line == f"damaged: {folder}/{LOST[lost]}" and total.split()[1] == "incomplete"
+    assert main("--status", "--json", "--output_dir", folder) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == [f"{folder}/{LOST[lost]}"]
+    assert [part["state"] for part in found["parts"]] == ["damaged"]
 
 
-def test_a_folder_that_uploads_keeps_no_shards(tmp_path, capsys):
-    extract(tmp_path, remote=Folder(f"file://{tmp_path}/bucket/machine_000"))
-    assert not list(tmp_path.glob("*.pkl.gz"))
-    assert main("--status", "--output_dir", tmp_path) == 0
-
-
-def test_a_run_that_has_stored_nothing_yet(tmp_path, capsys):
+def test_a_run_that_has_stored_nothing_yet(tmp_path):
     storage = open_part(tmp_path, max_samples=10)
     storage.open()
     kill(storage)
     (part,) = parts_at(tmp_path).values()
     assert (part.state, part.shards, part.last_commit) == ("killed", 0, None)
     assert part.tokens_per_second is part.expected_end is None
-    assert show_status(Folder(str(tmp_path)), write=True) == 1
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_the_exit_status_says_whether_somebody_has_to_do_something(as_json, tmp_path, monkeypatch):
-    """A host that was killed, failed or fell silent; not one that runs, waits or was stopped."""
-
-    def status(name):
-        return show_status(Folder(str(tmp_path / name)), write=False, as_json=as_json)
-
+def test_the_exit_status_says_whether_somebody_has_to_do_something(tmp_path):
+    """A host that was killed, failed or is damaged; not one that runs, waits or was stopped."""
     extract(tmp_path / "complete")
     extract(tmp_path / "not started", 0, 0, 2, 1)
     begin(tmp_path / "interrupted").finalize(complete=False)
     running = begin(tmp_path / "running")
-    names = "complete", "not started", "interrupted", "running"
-    assert [status(name) for name in names] == [0] * 4
-    running._writer.wait()  # so that it writes no more
-    edit(tmp_path / "running/metadata.json", lambda content: content.update(system="another"))
-    assert status("running") == 0  # what another system does cannot be seen
-    now = status_module.time.time
-    with monkeypatch.context() as patch:
-        patch.setattr(status_module.time, "time", lambda: now() + 10 * status_module.SILENCE)
-        assert status("running") == 1
-    running.close()
     kill(begin(tmp_path / "killed"))
-    with pytest.raises(StorageError), begin(tmp_path / "failed") as storage:
-        for key in HOOKS:
-            storage.add_activation(key, np.full((3, HIDDEN), np.nan, np.float32), 99, "")
+    fail(tmp_path / "failed")
     extract(tmp_path / "damaged")
     (tmp_path / "damaged/shard_0001.pkl.gz").unlink()
-    assert [status(name) for name in ("killed", "failed", "damaged")] == [1] * 3
+    for flags in (["--status"], ["--status", "--json"]):
+        found = {path.name: main(*flags, "--output_dir", path) for path in tmp_path.iterdir()}
+        assert {name for name, status in found.items() if status} == {"killed", "failed", "damaged"}
+        assert len(found) == 7
+    running.close()
 
 
 def test_the_share_done_is_that_of_the_nearer_limit(tmp_path, capsys):
     """Over all hosts it is the mean; a host that has not started has done nothing."""
     begin(tmp_path, 0, 0, 2, 1, max_samples=20, max_tokens=10**6).finalize(complete=False)
-    part = parts_at(tmp_path)["machine_000"]
-    assert (part.samples, part.share) == (7, 7 / 20)
+    assert parts_at(tmp_path)["machine_000"].share == 7 / 20
     assert show_status(Folder(str(tmp_path)), write=False) == 0
     _, machine, whole = capsys.readouterr().out.splitlines()[:3]
     assert "35.0%" in machine and "17.5%" in whole
-
-
-def test_the_status_as_json(tmp_path, capsys):
-    extract(tmp_path)
-    (tmp_path / "shard_0002.npz").unlink()
-    assert main("--status", "--json", "--aggregate", "--output_dir", tmp_path) == 1
-    found = json.loads(capsys.readouterr().out)
-    (problem,) = found.pop("problems")
-    assert problem.endswith(f"shard_0002.pkl.gz: {CUT_SHORT}")
-    written = json.loads((tmp_path / "aggregated_metadata.json").read_text())
-    assert found == {name: written[name] for name in found} and found["samples"] == 10
-    assert [part["state"] for part in found["parts"]] == ["damaged"]
 
 
 def test_the_aggregate_adds_up_and_is_left_alone(tmp_path, capsys):
     for machine in range(3):
         for host in range(2):
             extract(tmp_path, machine, host, 3, 2, count=7)
-    root = Folder(str(tmp_path))
     assert main("--status", "--aggregate", "--output_dir", tmp_path) == 0
     assert capsys.readouterr().out.endswith(f"written: {tmp_path}/{AGGREGATE}\n")
     content = unseal((tmp_path / AGGREGATE).read_bytes(), AGGREGATE)
@@ -234,25 +193,20 @@ def test_the_aggregate_adds_up_and_is_left_alone(tmp_path, capsys):
     assert (content["shards"], content["samples"], content["tokens"]) == (18, 42, 420)
     for what in ("shards", "samples", "tokens", "bytes"):
         assert content[what] == sum(part[what] for part in content["parts"])
-    files = [path for path in tmp_path.rglob("*.pkl.gz")]
-    assert content["bytes"] == sum(path.stat().st_size for path in files)
+    assert content["bytes"] == sum(path.stat().st_size for path in tmp_path.rglob("*.pkl.gz"))
     metadata = [json.loads(path.read_text()) for path in tmp_path.glob("machine_*/metadata.json")]
     for number, hook in enumerate(content["hooks"]):
         whole = merge_all(Statistics.from_json(one["hooks"][number]) for one in metadata)
         assert hook["name"] == list(HOOKS.values())[number]
         for what, value in whole.to_json().items():
             assert hook[what] == pytest.approx(value, rel=1e-9), what
-    # Nobody takes it for a part of the extraction.
-    before = parts_at(tmp_path)
+    before = parts_at(tmp_path)  # nobody takes it for a part of the extraction
     assert len(before) == 6 and not (tmp_path / f".{AGGREGATE}.tmp").exists()
-    assert verify(root, None, 0) == 0
+    assert main("--verify", "--output_dir", tmp_path) == 0
     assert open_part(tmp_path, 0, 1, 3, 2, max_samples=None).complete
-    assert show_status(root, write=True) == 0
+    assert main("--status", "--json", "--aggregate", "--output_dir", tmp_path) == 0
     assert parts_at(tmp_path) == before
-
-
-def test_an_aggregate_that_cannot_be_written_is_told_in_one_line(tmp_path, capsys):
-    extract(tmp_path)
+    (tmp_path / AGGREGATE).unlink()
     (tmp_path / AGGREGATE).mkdir()
     assert main("--status", "--aggregate", "--output_dir", tmp_path) == 2
     (error,) = capsys.readouterr().err.splitlines()
@@ -264,11 +218,8 @@ def test_a_bucket(bucket, tmp_path, capsys):
     for machine in range(2):
         extract(tmp_path, machine, 0, 2, 1, remote=Folder(f"{url}/machine_{machine:03d}"))
     assert main("--status", "--aggregate", "--output_dir", url) == 0
-    out = capsys.readouterr().out
-    assert "all" in out and f"written: {url}/{AGGREGATE}" in out
     content = unseal(bucket.objects()[f"run/{AGGREGATE}"], "")
     assert (content["status"], content["samples"]) == ("complete", 20)
-    assert [part["state"] for part in content["parts"]] == ["complete"] * 2
     assert main("--verify", "--output_dir", url) == 0
     bucket.delete("run/machine_001/shard_0002.pkl.gz")
     capsys.readouterr()
@@ -277,98 +228,133 @@ def test_a_bucket(bucket, tmp_path, capsys):
     assert first == "machine_001/shard_0002.pkl.gz: is missing"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "own,told", [(0.3, ": no answer"), (20, r" \(--upload_timeout\): no answer")]
-)
-def test_a_bucket_that_is_silent_is_told_with_the_flag_only_if_that_decided(
-    bucket, monkeypatch, capsys, own, told
-):
-    monkeypatch.setattr(look, "STATUS_PATIENCE", own)
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        flags = ("--output_dir", "gs://bucket/run", "--upload_timeout", 1)
-        assert main("--status", *flags) == 1
-    assert re.search(rf"kept failing for \d+ s{told}", capsys.readouterr().err)
+def test_nothing_to_look_at_is_bad_input(tmp_path, capsys):
+    (tmp_path / "machine_000").mkdir()
+    (tmp_path / "notes.txt").touch()
+    for flags in (["--status", "--aggregate"], ["--verify"]):
+        for place, named in (
+            (tmp_path, f"{tmp_path}: holds no extraction"),
+            (tmp_path / "notes.txt", "holds no extraction"),
+            ("nope://x", "nope://x: Protocol not known: nope"),
+            ("memory://nowhere", "holds no extraction"),
+        ):
+            assert main(*flags, "--output_dir", place) == 2
+            (error,) = capsys.readouterr().err.splitlines()
+            assert error.startswith("error: ") and named in error
 
 
-def test_while_a_run_writes(tmp_path):
-    """Nothing is ever damaged, nothing counts down, and the sum is right at every moment."""
-    done = threading.Event()
-
-    def write():
-        extract(tmp_path, 1, 0, 2, 1, count=300)
-        done.set()
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    seen = []
-    try:
-        while not done.is_set():
-            try:
-                folders = read_folders(Folder(str(tmp_path)))
-            except InputError:  # not begun
-                continue
-            parts = host_states(folders)
-            assert [part.state for part in parts] in (
-                ["not started", "running"],
-                ["not started", "complete"],
-            )
-            total = aggregate(folders, parts)
-            assert total["tokens"] == 10 * total["samples"]
-            assert all(hook["tokens"] == total["tokens"] for hook in total["hooks"])
-            seen.append(total["samples"])
-    finally:
-        thread.join()
-    assert seen == sorted(seen) and len(set(seen)) > 1
-    assert parts_at(tmp_path)["machine_001"].samples == 300
-
-
-def test_shards_are_not_opened(tmp_path):
+def test_shards_are_not_opened_and_metrics_that_are_no_numbers_are_left_out(tmp_path, capsys):
     extract(tmp_path)
     for path in tmp_path.glob("*.pkl.gz"):
         path.write_bytes(bytes(path.stat().st_size))
-    assert parts_at(tmp_path)[""].samples == 10
-    assert parts_at(tmp_path)[""].state == "complete"
-
-
-@pytest.mark.parametrize(
-    "place,named",
-    [
-        ("{}", "{}: holds no extraction"),
-        ("{}/nowhere", "nowhere: holds no extraction"),
-        ("{}/notes/notes.txt", "holds no extraction"),
-        ("nope://x", "nope://x: Protocol not known: nope"),
-        ("memory://nowhere", "holds no extraction"),
-    ],
-)
-@pytest.mark.parametrize("flags", [["--status"], ["--status", "--aggregate"], ["--verify"]])
-def test_nothing_to_look_at_is_bad_input(place, named, flags, tmp_path, capsys):
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "notes.txt").touch()
-    (tmp_path / "machine_000").mkdir()
-    assert main(*flags, "--output_dir", place.format(tmp_path)) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
-    assert named.format(tmp_path) in err
-
-
-def test_durations():
-    for seconds, told in (
-        (-5, "0 min 0 s"),
-        (61, "1 min 1 s"),
-        (3660, "1 h 1 min"),
-        (90000, "1 d 1 h"),
-    ):
-        assert status_module._duration(seconds) == told
-
-
-@pytest.mark.parametrize("line", ['{"time": "x"}', '{"time": 1, "tokens": "y"}', "[" * 10**5])
-def test_metrics_that_are_no_numbers_are_left_out(line, tmp_path, capsys):
-    extract(tmp_path)
-    more = '{"time": 1, "model_flops_utilisation": "evil", "steps": [1]}'
-    (tmp_path / "metrics.jsonl").write_text(f"{line}\n{more}\n")
+    more = '{"model_flops_utilisation": "evil", "steps": [1], "waited_write_seconds": 70}'
+    (tmp_path / "metrics.jsonl").write_text(f"{'[' * 10**5}\n{more}\n")
     assert main("--status", "--output_dir", tmp_path) == 0
-    assert "evil" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "evil" not in out and "1 min 10 s (write)" in out
+
+
+# The pace of a run, and whether it is still going on.
+
+
+def set_times(folder, started, commits, began=None):
+    """Commit times of the shards, in order; when the metadata was written, and the run began."""
+    edit(folder / "metadata.json", lambda content: content.update(written=started))
+    paths = sorted(folder.glob("shard_*.json"))
+    for number, (path, when) in enumerate(zip(paths, commits, strict=True)):
+        since = started if began is None else began[number]
+        edit(path, lambda content, at=(when, since): content.update(committed=at[0], began=at[1]))
+
+
+def test_rates_and_the_expected_end(tmp_path, monkeypatch, capsys):
+    """30 tokens and 3 samples every 10 seconds, on two machines at once."""
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    running = []  # for as long as nobody closes them
+    for machine in range(2):
+        running.append(begin(tmp_path, machine, 0, 2, 1, count=13, max_samples=103))
+        running[-1]._writer.wait()
+        folder = tmp_path / folder_name(machine, 0, 2, 1)
+        set_times(folder, NOW - 60, [NOW - 50, NOW - 40, NOW - 30, NOW - 20])
+    for part in parts_at(tmp_path).values():
+        assert part.state == "running" and part.samples == 12
+        assert part.tokens_per_second == pytest.approx(3)
+        assert part.expected_end == pytest.approx(NOW - 20 + (103 - 12) / 0.3)
+    for later, told in ((0, "0 min 20 s ago"), (3600, "1 h 0 min ago"), (90000, "1 d 1 h ago")):
+        monkeypatch.setattr(time, "time", lambda later=later: NOW + later)
+        show_status(Folder(str(tmp_path)), write=False)
+        cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].split("  ")]
+        ends = "in 4 min 43 s" if later == 0 else "in 0 min 0 s"
+        assert [cell for cell in cells if cell][-3:] == [told, "6", ends]
+    for storage in running:
+        storage.close()
+    assert {part.state for part in parts_at(tmp_path).values()} == {"killed"}
+
+
+@pytest.mark.parametrize("place", ["bucket", "another system"])
+def test_a_run_that_has_gone_silent_is_not_called_running(tmp_path, monkeypatch, capsys, place):
+    """Where its lock cannot be seen."""
+    folder = tmp_path / "bucket" / "machine_000"
+    remote = Folder(f"file://{folder}") if place == "bucket" else None
+    kill(begin(tmp_path, count=13, max_samples=103, remote=remote))
+    if place != "bucket":
+        folder = tmp_path
+        edit(folder / "metadata.json", lambda content: content.update(system="another"))
+    for interval, patience in ((10, 900), (1000, 5000)):
+        set_times(folder, NOW, [NOW + interval * n for n in range(1, 5)])
+        last = NOW + 4 * interval
+        for later, state in ((patience - 1, "running"), (patience + 1, "silent")):
+            monkeypatch.setattr(time, "time", lambda now=last + later: now)
+            (part,) = parts_at(f"file://{folder}").values()
+            assert part.state == state
+            assert (part.expected_end is None) == (state == "silent")
+    assert main("--status", "--output_dir", folder) == 1
+    assert "silent for 1 h 23 min" in capsys.readouterr().out
+
+
+def test_a_run_is_running_for_as_long_as_it_has_its_lock(tmp_path, monkeypatch):
+    """However long it is silent; killed as soon as it is gone; running again when it goes on, and
+    complete if it ends while it is looked at."""
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    for _ in range(2):
+        storage = begin(tmp_path, max_samples=100)
+        storage._writer.wait()
+        monkeypatch.setattr(time, "time", lambda: NOW + 10**6)
+        assert parts_at(tmp_path)[""].state == "running"
+        storage.close()
+        assert parts_at(f"file://{tmp_path}")[""].state == "killed"
+    storage = begin(tmp_path / "ends")
+
+    def late(folder):
+        storage.finalize()
+        return local_files.is_locked(folder)
+
+    monkeypatch.setattr(folders_module, "is_locked", late)
+    assert parts_at(tmp_path / "ends")[""].state == "complete"
+
+
+def test_looking_does_not_keep_a_run_from_starting(tmp_path, monkeypatch):
+    lock = local_files.lock_folder(tmp_path)
+    monkeypatch.setattr(local_files.time, "sleep", lambda _: os.close(lock))
+    open_part(tmp_path).open()
+    assert local_files.is_locked(tmp_path)
+
+
+def test_a_rate_is_of_the_last_shards_and_not_of_the_time_between_two_runs(tmp_path):
+    kill(begin(tmp_path, count=92))
+    assert len(list(tmp_path.glob("shard_*.json"))) == 30
+    slow_then_fast = [NOW + 100 * n for n in range(10)]
+    slow_then_fast += [slow_then_fast[-1] + n for n in range(1, 21)]
+    set_times(tmp_path, NOW - 100, slow_then_fast)
+    assert parts_at(tmp_path)[""].tokens_per_second == pytest.approx(30)
+    # Stood still for a day, then started again: four shards since, at the same rate.
+    times = [NOW - 86400 + 10 * n for n in range(26)] + [NOW + 10 * n for n in range(1, 5)]
+    began = [NOW - 86410] * 26 + [NOW] * 4
+    for state, started in (("running", NOW), ("interrupted", NOW + 41), ("running", NOW + 10**6)):
+        set_times(tmp_path, started, times, began)
+        edit(tmp_path / "metadata.json", lambda content, state=state: content.update(status=state))
+        assert parts_at(tmp_path)[""].tokens_per_second == pytest.approx(3)
+    # One shard in every start; then the clock was set back.
+    set_times(tmp_path, NOW, times, [when - 5 for when in times])
+    assert parts_at(tmp_path)[""].tokens_per_second == pytest.approx(6)
+    set_times(tmp_path, NOW - 10**6, times[::-1], [NOW + 10**6] * 30)
+    assert parts_at(tmp_path)[""].tokens_per_second is None

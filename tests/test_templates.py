@@ -10,14 +10,14 @@ from row_files import write_rows
 
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
-from activation_extraction.common.activity import activity
 from activation_extraction.common.errors import InputError
+from activation_extraction.common.log import activity
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import hosts
 from activation_extraction.run.host_text import load_text_files, row_form
 from activation_extraction.run.hosts import Watchdog
 from activation_extraction.run.open_data import TextRequest
-from activation_extraction.text import samples as text_samples
+from activation_extraction.text import tokenizer
 from activation_extraction.text.chat import ChatTemplate
 from activation_extraction.text.rows import UnusableRowError
 
@@ -36,7 +36,7 @@ def model(demo_inputs, tmp_path):
     """The demo's, with a template in its settings, in a file beside them, and for tools."""
 
     def make(template=None, beside=None, tool_use=None):
-        text_samples.pretrained.cache_clear()  # a run is a process of its own
+        tokenizer.pretrained.cache_clear()  # a run is a process of its own
         folder = chat_model(demo_inputs, tmp_path / "inputs", template)
         for name, source in (
             ("chat_template", beside),

@@ -5,15 +5,15 @@ benchmarks/transformer_lens_expectations.py wrote them, and says with which vers
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from test_model import TOLERANCE, error_of, run
+from conftest import Reference
+from safetensors.numpy import save_file
+from test_model import TOLERANCE, error_of, values_on
 
 from activation_extraction.model.hooks import hook_table
-from qwen2_jax import convert_hf_to_jax_weights
-from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
+from qwen2_jax_with_hooks import FAMILIES
 
 STORED = Path(__file__).parent / "transformer_lens_expectations.npz"
 MODELS = [
@@ -27,62 +27,44 @@ LACKING = {
 }
 
 
-class Expected(NamedTuple):
-    """What the file holds of one model."""
-
-    config: Any
-    token_ids: np.ndarray
-    weights: dict[str, np.ndarray]
-    hooks: dict[str, np.ndarray]  # canonical name -> (tokens, width)
-    aliases: dict[str, list[str]]  # canonical name -> other names in TransformerLens
-
-    def ours(self):
-        """Every hook that we have in this model."""
-        table = hook_table(self.config)
-        every = table.all_hooks(self.config.num_hidden_layers, large=True)
-        return [hook for hook in every if not hook.kind.value.startswith("predicted.")]
-
-
 @pytest.fixture(scope="module", params=MODELS)
-def expected(request) -> Expected:
+def expected(request):
+    """What the file holds of one model: by name without the model's."""
+    start = f"{request.param}/"
     with np.load(STORED) as file:
+        return {n.removeprefix(start): file[n] for n in file.files if n.startswith(start)}
 
-        def below(folder: str) -> dict[str, np.ndarray]:
-            start = f"{request.param}/{folder}"
-            return {n.removeprefix(start): file[n] for n in file.files if n.startswith(start)}
 
-        return Expected(
-            FAMILIES.config(json.loads(str(file[f"{request.param}/config"]))),
-            file[f"{request.param}/token_ids"],
-            below("weights/"),
-            below("hooks/"),
-            json.loads(str(file[f"{request.param}/aliases"])),
-        )
+def below(folder, expected):
+    return {n.removeprefix(folder): x for n, x in expected.items() if n.startswith(folder)}
+
+
+def hooks_of(expected):
+    """The configuration, and every hook that we have in this model."""
+    config = FAMILIES.config(json.loads(str(expected["config"])))
+    every = hook_table(config).all_hooks(config.num_hidden_layers, large=True)
+    return config, [hook for hook in every if not hook.kind.value.startswith("predicted.")]
 
 
 def test_transformer_lens_has_every_hook_of_our_table_and_every_alias(expected):
     """But for a few that are named here; so every other hook is compared."""
-    ours = {
-        hook.name: [a.format(hook.layer) for a in hook.kind.aliases] for hook in expected.ours()
-    }
-    for name in LACKING.get(expected.config.model_type, ()):
+    config, hooks = hooks_of(expected)
+    ours = {hook.name: [a.format(hook.layer) for a in hook.kind.aliases] for hook in hooks}
+    for name in LACKING.get(config.model_type, ()):
         assert not ours.pop(name)
-    assert expected.aliases == ours
-    assert set(expected.hooks) == set(ours)
+    assert json.loads(str(expected["aliases"])) == ours
+    assert {*below("hooks/", expected)} == {*ours}
 
 
 @pytest.mark.long
-def test_every_hook_equals_transformer_lens(expected):
+def test_every_hook_equals_transformer_lens(expected, tmp_path):
     """For one row, in float32."""
-    ours = expected.ours()
-    model = create_model_with_hooks(expected.config, ours)
-    params = convert_hf_to_jax_weights(expected.weights, model)
-    token_ids = expected.token_ids.astype(np.int32)[None]
+    config, hooks = hooks_of(expected)
+    save_file(below("weights/", expected), tmp_path / "model.safetensors")
+    token_ids = expected["token_ids"].astype(np.int32)[None]
     positions = np.arange(token_ids.size, dtype=np.int32)[None]
-    got = run(model, params, token_ids, np.ones_like(token_ids), positions)
-    errors = {
-        hook.name: error_of(got[hook][0], expected.hooks[hook.name])
-        for hook in ours
-        if hook.name in expected.hooks
-    }
-    assert not {name: error for name, error in errors.items() if not error < TOLERANCE}
+    batch, model = (token_ids, np.ones_like(token_ids), positions), Reference(None, tmp_path)
+    (tmp_path / "config.json").write_text(str(expected["config"]))
+    got = {h.name: x[0] for h, x in values_on({"data": 1}, model, hooks, batch).items()}
+    for name, wanted in below("hooks/", expected).items():
+        assert error_of(got[name], wanted) < TOLERANCE, name

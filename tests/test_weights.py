@@ -1,12 +1,13 @@
-"""Reading weights: each tensor once, to the bit, and few at a time."""
+"""Reading weights: each tensor once, to the bit, few at a time, and from what is stored."""
 
-import dataclasses
 import json
+import math
 import threading
 
 import fsspec
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -15,17 +16,22 @@ from command_line import main
 from conftest import Reference, make_reference, references
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
-from test_model import TOLERANCE, error_of
+from test_model import MESHES, MODELS, TOLERANCE, error_of, every_hook, load, matching
 from watched import Watched
 
+from activation_extraction.common.errors import InputError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model.checkpoint import INDEX_FILE, Checkpoint
 from activation_extraction.model.hooks import hook_table
-from activation_extraction.model.mesh import build_layout
-from activation_extraction.model.model_config import as_stored
-from activation_extraction.model.weights import WEIGHT_READERS, WeightSpec, load_params
+from activation_extraction.model.mesh import build_layout, usable_devices
+from activation_extraction.model.weights import (
+    WEIGHT_READERS,
+    WeightSpec,
+    check_tensors,
+    load_params,
+)
 from qwen2_jax import Qwen2, weight_table
-from qwen2_jax_with_hooks import create_model_with_hooks
+from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
@@ -48,67 +54,131 @@ def test_parts_are_what_the_file_holds_to_the_bit(tmp_path, dtype, metadata):
         assert part.ctypes.data % 64 == 0
 
 
-def load(reference, checkpoint, progress=lambda _: None):
-    layout = build_layout(jax.devices()[:2], {"data": 2}, kv_heads=1)
-    table = weight_table(Qwen2(reference.config), checkpoint.tensors)
-    return load_params(table, checkpoint, np.float32, layout, progress=progress)
+MIXED = references("two_kv_heads_tied", "qwen3_5_moe")
 
 
-def test_every_tensor_is_read_once_however_many_devices_hold_it(reference: Reference):
-    checkpoint = Watched(reference.folder)
-    loaded: list[int] = []
-    params = load(reference, checkpoint, loaded.append)
-    tied = reference.config.tie_word_embeddings
-    again = {f"{reference.config.prefix}embed_tokens.weight"} if tied else set()
-    assert {name for (name, _), count in checkpoint.parts.items() if count > 1} <= again
-    assert 1 <= len(checkpoint.threads) <= WEIGHT_READERS
-    assert sum(loaded) == sum(array.nbytes for array in jax.tree.leaves(params))
-
-
-@references("two_kv_heads_tied", "qwen3_5_moe")
-def test_tensors_are_read_side_by_side(reference: Reference):
-    """Nothing is read before a second thread reads, too."""
+@MIXED
+def test_a_read_that_fails_ends_the_loading(reference: Reference):
+    """Tensors are read side by side: nothing is read before a second thread reads, too."""
+    layers, norm = f"{reference.config.prefix}layers", "post_attention_layernorm.weight"
     two = threading.Event()
 
-    def wait(_tensor: str) -> None:
+    def before(tensor: str) -> None:
         if len(checkpoint.threads) > 1:
             two.set()
         assert two.wait(600)
-
-    checkpoint = Watched(reference.folder, wait)
-    load(reference, checkpoint)
-
-
-@references("two_kv_heads_tied", "qwen3_5_moe")
-def test_a_read_that_fails_ends_the_loading(reference: Reference):
-    layers, norm = f"{reference.config.prefix}layers", "post_attention_layernorm.weight"
-
-    def fail(tensor: str) -> None:
         if tensor == f"{layers}.1.{norm}":
             raise OSError("the disk is gone")
 
-    checkpoint = Watched(reference.folder, fail)
+    checkpoint = Watched(reference.folder, before)
+    layout = build_layout(jax.devices()[:2], {"data": 2}, kv_heads=1)
+    table = weight_table(Qwen2(reference.config), checkpoint.tensors)
     with pytest.raises(OSError, match="the disk is gone"):
-        load(reference, checkpoint)
+        load_params(table, checkpoint, np.float32, layout)
     assert f"{layers}.2.{norm}" not in checkpoint.sizes
 
 
-def test_every_layer_lies_where_the_model_has_it(reference: Reference):
+def test_every_tensor_is_read_once_and_lies_where_the_model_has_it(reference: Reference):
     """In two stages of a pipeline if they can have the same sequence of layers."""
-    config, checkpoint = reference.config, Checkpoint(str(reference.folder))
+    config, checkpoint = reference.config, Watched(reference.folder)
     half = config.num_hidden_layers // 2
     stages = 2 if config.layer_types[:half] == config.layer_types[half:] else 1
     layout = build_layout(jax.devices()[: 2 * stages], {"pipeline": stages, "data": 2}, kv_heads=1)
     hooks = list(hook_table(config).all_hooks(config.num_hidden_layers))
     model = create_model_with_hooks(config, hooks, layout=layout)
     table, dtype = weight_table(model, checkpoint.tensors), jnp.dtype("bfloat16")
-    params = flatten_dict(load_params(table, checkpoint, dtype, layout, as_bits=True))
+    loaded: list[int] = []
+    params = load_params(table, checkpoint, dtype, layout, as_bits=True, progress=loaded.append)
+    assert sum(loaded) == sum(array.nbytes for array in jax.tree.leaves(params))
+    assert max(checkpoint.parts.values()) == 1 <= len(checkpoint.threads) <= WEIGHT_READERS
+    params = flatten_dict(params)
     assert params.keys() == table.keys()
+    state = {name: tensor.numpy() for name, tensor in reference.model.state_dict().items()}
     for path, spec in table.items():
         assert params[path].dtype == np.uint16
         assert params[path].sharding == layout.sharding(spec.axes, spec.shape)
-        expected = spec.read_whole(checkpoint.read, dtype).view(np.uint16)
-        np.testing.assert_array_equal(params[path], expected)
+        if spec.stacked < 2 and spec.tensor_slice is None:  # transformers holds experts fused
+            flat = [state[name].reshape(-1) for name in spec.hf_names]
+            expected = np.concatenate(flat).astype(dtype).view(np.uint16)
+            np.testing.assert_array_equal(np.ravel(params[path])[: expected.size], expected)
+
+
+@pytest.mark.parametrize("name", ["1 kv head", "2 kv heads", "4 kv heads", "delta", "experts"])
+def test_weights_are_split_and_read_only_once(tmp_path, name):
+    """Per device: what the axes leave of each weight; per process: every byte once."""
+    reference = make_reference(tmp_path, **MODELS[name])
+    mesh = {"delta": "2d", "experts": "expert and data"}.get(name, "pipeline and fsdp")
+    config, checkpoint = reference.config, Watched(reference.folder)
+    layout = build_layout(usable_devices(every=True), MESHES[mesh], config.num_key_value_heads)
+    hooks = matching(config, [f"blocks.{config.num_hidden_layers - 1}.hook_resid_post"])
+    table = weight_table(create_model_with_hooks(config, hooks, layout=layout))
+    params = flatten_dict(load_params(table, checkpoint, np.float32, layout), sep="/")
+    heads = 4 // math.gcd(config.num_key_value_heads, 2)
+    shapes = {
+        "layers/mlp/gate_proj/weight": (3, 64, 32),  # of (6 with padding, 128, 64)
+        "layers/self_attn/q_proj/weight": (3, heads, config.head_dim, 32),
+    }
+    if name == "delta":  # key heads are split with their value heads
+        of_layer = "layers/linear_attention/linear_attn/"
+        shapes = {
+            f"{of_layer}in_proj_q/weight": (2, 1, 16, 64),
+            f"{of_layer}in_proj_v/weight": (2, 1, 2, 16, 64),
+            f"{of_layer}conv1d_k/weight": (2, 1, 16, 1, 4),
+            f"{of_layer}out_proj/weight": (2, 64, 32),
+            f"{of_layer}A_log": (2, 1, 2),
+        }
+    if name == "experts":
+        shapes = {"layers/sparse/mlp/experts/gate_proj/weight": (2, 3, 64, 20)}
+        one = "model.layers.1.mlp.experts.4.gate_proj.weight"
+        assert checkpoint.sizes[one] == [4 * 20 * 64] * 2
+    for path, shape in shapes.items():
+        assert {shard.data.shape for shard in params[path].addressable_shards} == {shape}, path
+    checkpoint.check_read_once(table)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_both_layouts_of_experts_give_the_same_weights(tmp_path, fused):
+    """transformers writes a tensor for each expert, and holds fused ones in memory."""
+    reference = make_reference(tmp_path, **MODELS["experts"])
+    state = {name: tensor.numpy() for name, tensor in reference.model.state_dict().items()}
+    if fused:
+        save_file(state, tmp_path / "model.safetensors")
+    checkpoint, model = Checkpoint(str(tmp_path)), Qwen2(reference.config)
+    assert ("model.layers.1.mlp.experts.gate_up_proj" in checkpoint.tensors) == fused
+    known = FAMILIES.by_model_type("qwen2_moe").tensor_names(reference.config, checkpoint.tensors)
+    check_tensors(checkpoint, weight_table(model, checkpoint.tensors).values(), known)
+    sparse = load(model, tmp_path)["layers"]["sparse"]["mlp"]["experts"]
+    both = state["model.layers.3.mlp.experts.gate_up_proj"]
+    down = state["model.layers.1.mlp.experts.down_proj"]
+    wanted = ("gate_proj", 1, both[:, :40]), ("up_proj", 1, both[:, 40:]), ("down_proj", 0, down)
+    for name, row, expected in wanted:
+        np.testing.assert_array_equal(sparse[name]["weight"][row], expected.swapaxes(1, 2))
+
+
+def test_some_weights_in_float32_and_what_is_beside_the_language_model(tmp_path):
+    """As released: rounded as transformers rounds them; and only the language model is read."""
+    import torch
+
+    reference = make_reference(tmp_path, **MODELS["qwen3_5_tied_beside_vision"])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    kept = [name for name in tensors if name.endswith(("A_log", "linear_attn.norm.weight"))]
+    assert len(kept) == 2 and any("visual" in name for name in tensors)
+    rounded = {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()}
+    beside = {"mtp.fc.weight": np.ones((2, 2), np.float32)}
+    save_file(rounded | {name: tensors[name] for name in kept} | beside, file)
+    family, config = FAMILIES.read_config(tmp_path / "config.json")
+    model = create_model_with_hooks(config, every_hook(config))
+    checkpoint, table = Checkpoint(str(tmp_path)), family.weight_table(model)
+    known = family.tensor_names(config, checkpoint.tensors)
+    check_tensors(checkpoint, table.values(), known, family.ignored)
+    with pytest.raises(InputError, match="tensor m.* is unknown"):
+        check_tensors(checkpoint, table.values(), known)
+    params = load(model, tmp_path, ml_dtypes.bfloat16)
+    (delta,) = (one for one in reference.language.bfloat16().layers if hasattr(one, "linear_attn"))
+    got = np.asarray(params["layers"]["linear_attention"]["linear_attn"]["A_log"]).reshape(-1)
+    expected = delta.linear_attn.A_log.detach().to(torch.float32).numpy()
+    np.testing.assert_array_equal(got.astype(np.float32), expected)
 
 
 TOKEN_IDS = np.random.default_rng(0).integers(0, 211, 30, np.int32)
@@ -156,8 +226,6 @@ def test_a_stored_head_counts_although_it_is_said_to_be_tied(tied, tmp_path, cap
         assert error_of(found[name][used], expected[name][0][used]) < TOLERANCE
         assert error_of(before[name][used], expected[name][0][used]) > 0.1
     assert capsys.readouterr().err.count(says) == 1
-    extract(tied.folder, tmp_path, *flags[:1], flags[3])  # no hook needs the head
-    assert says not in capsys.readouterr().err
 
 
 def test_a_decoder_with_another_head_has_the_values_of_the_language_model(tied, tmp_path):
@@ -173,12 +241,6 @@ def test_a_decoder_with_another_head_has_the_values_of_the_language_model(tied, 
         for hook, values in expected.items():
             np.testing.assert_array_equal(found[hook], values)
         change(tied.folder, lambda name: name.removeprefix("model."))
-
-
-def test_a_decoder_beside_vision_may_lack_the_prefix_of_the_whole(tied):
-    beside = dataclasses.replace(tied.config, prefix="model.language_model.")
-    for prefix in ("model.language_model.", "language_model."):
-        assert as_stored(beside, {f"{prefix}embed_tokens.weight"}).prefix == prefix
 
 
 @pytest.mark.parametrize("where", ["folder", "URL"])

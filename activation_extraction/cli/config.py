@@ -1,18 +1,15 @@
 """From the command line to the configuration: what was given, what stands in for the rest, checks.
 
-Nothing outside this folder sees argparse's result, and only the script, run and inspect/look.py see
-the whole `Config`. `python -m activation_extraction.cli.config FLAGS` checks flags and starts
-nothing.
+What one flag may be is checked where it is parsed; here is what flags are together. Nothing outside
+this folder sees argparse's result, and only the script, run and inspect/look.py see the whole
+`Config`. `python -m activation_extraction.cli.config FLAGS` checks flags and starts nothing.
 """
 
 import os
-import re
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
-from activation_extraction.cli.engines import SLURM_COUNT, check_array, machine_variables
 from activation_extraction.cli.flags import (
     DATASET,
     DEMO_MAX_SEQ_LENGTH,
@@ -22,12 +19,14 @@ from activation_extraction.cli.flags import (
     Config,
 )
 from activation_extraction.cli.parser import build_parser
-from activation_extraction.common.choices import BUCKET_PROTOCOLS, MAX_COLUMNS, SAMPLE_COLUMNS
-from activation_extraction.common.errors import InputError, one_line
-from activation_extraction.common.home import expand_home
-from activation_extraction.common.visible import counted, make_streams_safe, plain_url, say_error
+from activation_extraction.common.choices import MAX_COLUMNS, SAMPLE_COLUMNS
+from activation_extraction.common.errors import InputError, exit_status
+from activation_extraction.common.visible import counted, make_streams_safe, plain_url
 
-HOST_AND_PORT = r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)"
+# How schedulers number the machines that they start: this one's number, and how many there are.
+SLURM = "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT"
+SKYPILOT = "SKYPILOT_JOB_RANK", "SKYPILOT_NUM_JOBS"
+KUBERNETES = "JOB_COMPLETION_INDEX", ""
 # The flags that were given, by name, as argparse read them.
 Given = dict[str, Any]
 
@@ -39,9 +38,10 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     machine_from = _fill_from_scheduler(given)
     _refuse_conflicts(given)
     _check_hosts(given)
-    _check_bucket(given)
+    for name, value in given.items():
+        if isinstance(value, list):
+            given[name] = FLAGS[name].collect(value)
     config = Config(**{**given, **_depending(given), "machine_from": machine_from})
-    _check_protocols(config)
     _check_values(config)
     return config
 
@@ -63,7 +63,7 @@ def _fill_from_environment(given: Given) -> None:
 def _take_variable(given: Given, name: str, variable: str) -> None:
     """Sets a flag to the value of an environment variable, which must exist."""
     try:
-        given |= vars(build_parser().parse_args([f"--{name}", os.environ[variable]]))
+        given |= vars(build_parser().parse_args([f"--{name}={os.environ[variable]}"]))
     except InputError as error:
         raise InputError(f"environment variable {variable}: {error}") from error
 
@@ -73,35 +73,58 @@ def _fill_from_scheduler(given: Given) -> str | None:
 
     Returns the flag or variable that says which machine this is.
     """
-    looking = _looking(given)
-    number, count = (None, None) if looking else machine_variables(os.environ, "multihost" in given)
-    if count is not None and "total_machines" not in given:
-        if count == SLURM_COUNT:
-            check_array(os.environ)
+    number = count = ""
+    if not _looking(given):
+        number, count = _variables_of_scheduler("multihost" in given)
+    if count and "total_machines" not in given:
+        if count == SLURM[1]:
+            _check_slurm_array()
         _take_variable(given, "total_machines", count)
     if "machine_id" in given:
         return "--machine_id"
-    if number is not None:
-        if "total_machines" not in given:
-            raise InputError(
-                f"--total_machines: is missing; {number} says which machine this is, but not how "
-                "many there are"
-            )
+    if number and "total_machines" not in given:
+        raise InputError(
+            f"--total_machines: is missing; {number} says which machine this is, but not how many "
+            "there are"
+        )
+    if number:
         _take_variable(given, "machine_id", number)
-    return number
+    return number or None
 
 
 def _looking(given: Given) -> bool:
     return any(mode in given for mode in LOOKING)
 
 
+def _variables_of_scheduler(multihost: bool) -> tuple[str, str]:
+    """Returns the names of the two variables of the scheduler that started this process, or "".
+
+    If the hosts of a pod are an indexed Job of Kubernetes, its index is the number of the host.
+    """
+    if os.environ.get(SKYPILOT[1], "").isdigit():  # "None" unless there are several jobs
+        return SKYPILOT
+    if SLURM[0] in os.environ:
+        return SLURM
+    return KUBERNETES if KUBERNETES[0] in os.environ and not multihost else ("", "")
+
+
+def _check_slurm_array() -> None:
+    """Raises InputError unless the indices of the Slurm array are 0 to N-1."""
+    count, first, last = (os.environ.get(f"SLURM_ARRAY_TASK_{n}") for n in ("COUNT", "MIN", "MAX"))
+    if first != "0" or not (count or "").isdigit() or last != str(int(count or 0) - 1):
+        raise InputError(
+            "--total_machines: is missing and cannot be read off this Slurm array, which has "
+            f"{count} indices from {first} to {last}; expected 0 to N-1 without gaps, or the flag"
+        )
+
+
 def _refuse_conflicts(given: Given) -> None:
     """Raises InputError for given flags that cannot be used together, or that need another one."""
-    for name in [name for name in FLAGS if name in given]:
+    for name in given:
         for other in FLAGS[name].excludes:
             if other in given:
                 raise InputError(f"--{name} and --{other} cannot be used together")
-    for name in [name for name in FLAGS if name in given]:
+    for name in given:
         needed = [other for other in FLAGS[name].needs.split(" or ") if other]
         if needed and not any(other in given for other in needed):
             raise InputError(f"--{name}: needs {' or '.join(f'--{other}' for other in needed)}")
@@ -128,73 +151,24 @@ def _check_hosts(given: Given) -> None:
     """Checks the flags that name the hosts of a pod: all of them must be given, or none."""
     names = ("coordinator_address", "host_id", "num_hosts")
     present = [name for name in names if name in given]
-    if not present:
-        return
-    if len(present) < len(names):
+    if 0 < len(present) < len(names):
         missing = next(name for name in names if name not in given)
         raise InputError(f"--{missing}: is missing; --{present[0]} needs it")
-    if given["host_id"] >= given["num_hosts"]:
+    if present and given["host_id"] >= given["num_hosts"]:
         raise InputError(
             f"--host_id {given['host_id']}: out of range for --num_hosts {given['num_hosts']}; "
             "hosts are counted from 0"
         )
-    address = re.fullmatch(HOST_AND_PORT, given["coordinator_address"])
-    if address is None or not 0 < int(address[2]) < 65536:
-        raise InputError(
-            f"--coordinator_address {given['coordinator_address']}: expected HOST:PORT of host 0, "
-            "such as 10.0.0.1:8476"
-        )
-
-
-def _check_bucket(given: Given) -> None:
-    bucket, prefix = given.get("gcs_bucket", ""), given.get("gcs_prefix", "")
-    for name, value, path in (
-        ("gcs_bucket", bucket, bucket.partition("://")[2]),
-        ("gcs_prefix", prefix, prefix),
-    ):
-        # Clients would take these for something else, or write them in another way.
-        if re.search(r"[*?\[\]#;\\\s]|::", value) or not value.isprintable():
-            raise InputError(
-                f"--{name} {value!r}: contains a space, a wildcard, a control character, '#', ';', "
-                "'\\' or '::'; choose another name"
-            )
-        segments = path.strip("/").split("/")
-        if len(segments) > 1 and "" in segments or {".", ".."}.intersection(segments):
-            raise InputError(
-                f"--{name} {value}: has a folder without a name, or called . or ..; expected names "
-                "with one / between them"
-            )
-    protocol, is_url, name = bucket.partition("://")
-    if is_url and (protocol not in BUCKET_PROTOCOLS or not name):
-        raise InputError(
-            f"--gcs_bucket {bucket}: is not the URL of a bucket; expected a name, or a URL such as "
-            f"s3://bucket, which begins with one of {', '.join(BUCKET_PROTOCOLS)}"
-        )
-    if "://" not in bucket and "/" in bucket.rstrip("/"):
-        raise InputError(
-            f"--gcs_bucket {bucket}: is a path; give only the bucket's name here, and the folder "
-            "in it as --gcs_prefix"
-        )
 
 
 def _depending(given: Given) -> Given:
-    """Returns the fields whose values depend on several flags, or on how a flag was given."""
+    """Returns the fields whose values depend on several flags."""
     recompute = "verify" in given and "model_path" in given
     values: Given = {
         "verify_samples": given.get("verify_samples", Config.verify_samples) if recompute else 0,
         "compress_shards": given.get("compress_shards", True)
-        and given.get("shard_format", Config.shard_format) == "pickle",
-        "drop_token_ids": tuple(
-            sorted(set(given.get("drop_token_ids", ())), key=lambda x: (isinstance(x, str), x))
-        ),
+        and given.get("shard_format") != "safetensors",
     }
-    for name in ("output_dir", "export_dir", "compilation_cache", "report"):
-        if name in given:
-            values[name] = expand_home(name, given[name])
-    for name in ("keep_columns", "roles"):
-        values[name] = tuple(dict.fromkeys(given.get(name, ())))
-    values["chat_template_args"] = tuple(dict(given.get("chat_template_args", ())).items())
-    values["mix"] = tuple(given.get("mix", ()))
     if not {"dataset_path", "mix", "demo"} & given.keys():
         values["dataset_name"] = given.get("dataset_name", DATASET[0])
         # The default configuration is the default data set's.
@@ -204,32 +178,7 @@ def _depending(given: Given) -> Given:
         values["max_seq_length"] = given.get("max_seq_length", DEMO_MAX_SEQ_LENGTH)
     if "mesh_shape" in given:
         values["mesh_type"] = given.get("mesh_type")
-    if "hook_names" in given:
-        values["hook_names"] = tuple(given["hook_names"])
-    if "layers_to_extract" in given:
-        ranges = given["layers_to_extract"]
-        each_once = dict.fromkeys(layer for layers in ranges for layer in layers)
-        values["layers_to_extract"] = "all" if "all" in ranges else tuple(each_once)
     return values
-
-
-def _check_protocols(config: Config) -> None:
-    """Raises InputError for a URL whose protocol fsspec does not know, or has no library for.
-
-    Without fsspec, as where a laptop only checks the flags, nothing is said of protocols.
-    """
-    if find_spec("fsspec") is None:
-        return
-    import fsspec
-
-    names = ("model_path", "dataset_path", "output_dir")
-    values = [(name, getattr(config, name) or "") for name in names]
-    for name, value in [*values, *(("mix", source) for source, _ in config.mix)]:
-        for protocol in re.findall(r"(?:^|::)([\w+.-]+)://", value):
-            try:
-                fsspec.get_filesystem_class(protocol)
-            except (ValueError, ImportError) as error:
-                raise InputError(f"--{name} {value}: {one_line(error)}") from error
 
 
 def _check_values(config: Config) -> None:
@@ -288,15 +237,10 @@ def _check_values(config: Config) -> None:
 
 
 def check_flags() -> int:
-    """Checks the command line; returns 0 if it is good, and 2 like a run if it is not."""
-    try:
-        parse_args()
-    except InputError as error:
-        say_error(f"error: {error}")
-        return 2
+    parse_args()
     return 0
 
 
 if __name__ == "__main__":
     make_streams_safe()
-    sys.exit(check_flags())
+    sys.exit(exit_status(check_flags))

@@ -4,7 +4,7 @@ import logging
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,10 +88,8 @@ class Progress:
         self._in_tokens = max_tokens is not None
         self._most = max_tokens if self._in_tokens else max_samples
         self._interval = interval
-        self._chips = chips
-        self._peak_flops = peak_flops
-        self._gauges = gauges
-        self._record = record
+        self._chips, self._peak_flops = chips, peak_flops
+        self._gauges, self._record = gauges, record
         self._reported = time.perf_counter(), 0, 0.0  # when, tokens, FLOPs
         unit = "tokens" if self._in_tokens else "samples"
         known = "{l_bar}{bar}| {n_fmt}/{total_fmt} UNIT [{elapsed}<{remaining}{postfix}]"
@@ -144,24 +142,14 @@ class Progress:
                 kept = f"{self.kept:,} of {counted(self._most or 0, 'token')}"
             elif self._most is not None:
                 samples = f"{metrics['samples']:,} of {counted(self._most, 'sample')}"
-            utilisation = "" if share is None else f", {share:.0%} of peak"
             log.info(
-                "%s, %s, %.0f tokens/s%s%s",
-                *(samples, kept, rate, utilisation, _storing(metrics)),
+                "%s, %s, %.0f tokens/s%s; stored %s, %.2f GB, %d being written, retries: %d",
+                *(samples, kept, rate, "" if share is None else f", {share:.0%} of peak"),
+                *(counted(metrics["shards_stored"], "shard"), metrics["bytes_stored"] / 1e9),
+                *(metrics["shards_writing"], metrics["upload_retries"]),
             )
 
     def close(self) -> None:
         if self._reported[1] < self.tokens:
             self._report()
         self._bar.close()
-
-
-def _storing(metrics: Mapping[str, Any]) -> str:
-    """Returns what a line of progress says of shards; nothing before there is one."""
-    shards, writing = metrics["shards_stored"], metrics["shards_writing"]
-    retries, told = metrics["upload_retries"], []
-    if shards:
-        told.append(f"stored {counted(shards, 'shard')}, {metrics['bytes_stored'] / 1e9:.2f} GB")
-    if shards or writing or retries:
-        told.append(f"{writing} being written, {retries} {'retry' if retries == 1 else 'retries'}")
-    return f"; {', '.join(told)}" if told else ""

@@ -1,25 +1,44 @@
 """How a flag of the table is declared, and the parsers of what is typed after it.
 
-The parsers are for argparse, and raise ArgumentTypeError.
+The parsers are for argparse: they raise ArgumentTypeError, or ValueError for what is no number.
 """
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from activation_extraction.common.choices import MESH_AXES
+from activation_extraction.common.choices import BUCKET_PROTOCOLS, MESH_AXES
 
 MOST = 10**9  # the largest whole number that any flag takes; more is a typo
 MOST_LAYERS = 10_000
 
 
 def text(typed: str) -> str:
+    """Returns what was typed. Bytes that are not UTF-8 are refused: JSON cannot hold them."""
     if not typed.strip():
         raise argparse.ArgumentTypeError("is empty (an unset variable?)")
+    if re.search("[\ud800-\udfff]", typed):
+        raise argparse.ArgumentTypeError(f"is not UTF-8: {ascii(typed)}")
     return typed
+
+
+def path(typed: str) -> str:
+    """Returns a path with the home folder for ~; without one, a folder called ~ would be made."""
+    expanded = os.path.expanduser(text(typed))
+    if expanded.startswith("~"):
+        raise argparse.ArgumentTypeError(
+            f"{typed}: no home folder is known for {typed.split('/')[0]}; set HOME, or give a path "
+            f"without ~ (./{typed} if this is its name)"
+        )
+    return expanded
+
+
+def path_or_default(typed: str) -> str:
+    return path(typed) if typed else ""
 
 
 def integer(least: int) -> Callable[[str], int]:
@@ -27,22 +46,19 @@ def integer(least: int) -> Callable[[str], int]:
 
     def parse(typed: str) -> int:
         value = int(typed)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-        if value > MOST:
-            raise argparse.ArgumentTypeError(f"{value} is more than {MOST}")
+        if not least <= value <= MOST:
+            raise argparse.ArgumentTypeError(f"{value} is not a number from {least} to {MOST}")
         return value
 
-    parse.__name__ = "integer"
+    parse.__name__ = "integer"  # in messages of argparse
     return parse
 
 
 def rows(typed: str) -> int | str:
-    """Returns a number of rows, or "auto"."""
     return typed if typed == "auto" else integer(1)(typed)
 
 
-rows.__name__ = "integer or auto"  # in messages of argparse
+rows.__name__ = "integer or auto"
 
 
 def token(typed: str) -> int | str:
@@ -68,10 +84,7 @@ def layers(typed: str) -> tuple[int, ...] | str:
 
 
 def sizes(typed: str) -> tuple[int, ...]:
-    """Returns positive numbers that have commas between them."""
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", typed):
-        raise argparse.ArgumentTypeError(f"{typed!r} is not a list of positive numbers such as 4,4")
-    return tuple(map(int, typed.split(",")))
+    return tuple(map(integer(1), typed.split(",")))
 
 
 def axes(typed: str) -> tuple[str, ...]:
@@ -84,25 +97,35 @@ def axes(typed: str) -> tuple[str, ...]:
     return names
 
 
-def size_in_gb(typed: str) -> float:
-    """Returns a positive size in 10^9 bytes."""
+def address(typed: str) -> str:
+    """Returns HOST:PORT. The host may be a name, or an address of either kind."""
+    found = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)", typed)
+    if found is None or not 0 < int(found[2]) < 65536:
+        raise argparse.ArgumentTypeError(
+            f"{typed}: expected HOST:PORT of host 0, such as 10.0.0.1:8476"
+        )
+    return typed
+
+
+def positive(typed: str) -> float:
     value = float(typed)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{typed} is not a positive size in GB")
+        raise argparse.ArgumentTypeError(f"{typed} is not a positive number")
     return value
 
 
-def free_size_in_gb(typed: str) -> float:
-    """Returns a size in 10^9 bytes, which may be 0."""
-    return size_in_gb(typed) if float(typed) else 0.0
+def positive_or_0(typed: str) -> float:
+    return positive(typed) if float(typed) else 0.0
+
+
+positive.__name__ = positive_or_0.__name__ = "number"
 
 
 def dollars(typed: str) -> tuple[float, ...]:
-    """Returns one or two prices, positive numbers with a comma between them."""
-    values = tuple(map(float, typed.split(",")))
-    if len(values) > 2 or not all(0 < value < float("inf") for value in values):
+    """Returns one or two prices with a comma between them."""
+    if typed.count(",") > 1:
         raise argparse.ArgumentTypeError(f"{typed!r} is not one or two prices such as 1.2,0.4")
-    return values
+    return tuple(map(positive, typed.split(",")))
 
 
 def argument(typed: str) -> tuple[str, Any]:
@@ -128,19 +151,47 @@ def argument(typed: str) -> tuple[str, Any]:
 
 def weighted(typed: str) -> tuple[str, float]:
     """Returns the source and the weight of SOURCE=WEIGHT."""
-    source, _, weight = typed.rpartition("=")
+    source, _, weight = text(typed).rpartition("=")
     try:
-        value = float(weight)
-    except ValueError:
-        value = 0.0
-    if not source.strip() or not 0 < value < float("inf"):
+        return text(source), positive(weight)
+    except (ValueError, argparse.ArgumentTypeError) as error:
         raise argparse.ArgumentTypeError(
             f"{typed!r} is not SOURCE=WEIGHT with a positive weight, such as texts.jsonl=0.7"
+        ) from error
+
+
+def in_bucket(typed: str) -> str:
+    """Returns a folder in a bucket. Names are refused that clients would take for something else,
+    or write in another way."""
+    if re.search(r"[*?\[\]#;\\\s]|::", text(typed)) or not typed.isprintable():
+        raise argparse.ArgumentTypeError(
+            f"{typed!r}: contains a space, a wildcard, a control character, '#', ';', '\\' or "
+            "'::'; choose another name"
         )
-    return source, value
+    folders = typed.strip("/").split("/")
+    if len(folders) > 1 and "" in folders or {".", ".."}.intersection(folders):
+        raise argparse.ArgumentTypeError(
+            f"{typed}: has a folder without a name, or called . or ..; expected names with one / "
+            "between them"
+        )
+    return typed
 
 
-size_in_gb.__name__ = free_size_in_gb.__name__ = "size in GB"
+def bucket(typed: str) -> str:
+    """Returns the name of a bucket, or a URL of a bucket and perhaps of a folder in it."""
+    protocol, is_url, rest = typed.partition("://")
+    in_bucket(rest or typed)
+    if is_url and (protocol not in BUCKET_PROTOCOLS or not rest):
+        raise argparse.ArgumentTypeError(
+            f"{typed}: is not the URL of a bucket; expected a name, or a URL such as s3://bucket, "
+            f"which begins with one of {', '.join(BUCKET_PROTOCOLS)}"
+        )
+    if not is_url and "/" in typed.rstrip("/"):
+        raise argparse.ArgumentTypeError(
+            f"{typed}: is a path; give only the bucket's name here, and the folder in it as "
+            "--gcs_prefix"
+        )
+    return typed
 
 
 @dataclass(frozen=True)
@@ -150,7 +201,8 @@ class Flag:
     options: of argparse. needs: another flag without which this one means nothing, or several with
     " or " between them, of which one is enough. excludes: flags that cannot be given with this one.
     variables: environment variables that stand in for the flag; the first that is set counts.
-    opposite: the name of the flag that means no, and its help.
+    opposite: the name of the flag that means no, and its help. collect: makes the value of a flag
+    that takes several out of their list.
     """
 
     options: dict[str, Any]
@@ -158,6 +210,7 @@ class Flag:
     excludes: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     opposite: tuple[str, str] | None = None
+    collect: Callable[[list[Any]], Any] = tuple
 
 
 def flag(
@@ -170,6 +223,7 @@ def flag(
     needs: str = "",
     excludes: tuple[str, ...] = (),
     variables: tuple[str, ...] = (),
+    collect: Callable[[list[Any]], Any] = tuple,
     **options: Any,
 ) -> Any:
     """Declares a flag that takes a value.
@@ -183,7 +237,7 @@ def flag(
         help += f" (default: {', else '.join(alternatives)})"
     if "choices" not in options:
         options = {"type": parse, "metavar": "NAME", **options}
-    declared = Flag({"help": help, **options}, needs, excludes, variables)
+    declared = Flag({"help": help, **options}, needs, excludes, variables, collect=collect)
     return field(default=default, metadata={"flag": declared})
 
 
@@ -198,6 +252,10 @@ def pair(help: str, opposite: str, opposite_help: str) -> Any:
     options = {"help": f"{help} (default)", "action": "store_true"}
     declared = Flag(options, opposite=(opposite, opposite_help))
     return field(default=True, metadata={"flag": declared})
+
+
+def each_once(values: list[Any]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(values))
 
 
 def several(
@@ -221,5 +279,5 @@ def seconds(help: str, default: int) -> Any:
 
 def gigabytes(help: str, default: float | None = None, **options: Any) -> Any:
     """Declares a flag that takes a size in GB."""
-    help, options = f"{help}; in units of 10^9 bytes", {"parse": size_in_gb} | options
+    help, options = f"{help}; in units of 10^9 bytes", {"parse": positive} | options
     return flag(help, default, unit=" GB", metavar="GB", **options)

@@ -11,15 +11,21 @@ from typing import Any, TypeVar, cast
 
 from activation_extraction.cli.declare import (
     Flag,
+    address,
     argument,
     axes,
+    bucket,
     dollars,
+    each_once,
     flag,
-    free_size_in_gb,
     gigabytes,
+    in_bucket,
     layers,
     number,
     pair,
+    path,
+    path_or_default,
+    positive_or_0,
     rows,
     seconds,
     several,
@@ -79,6 +85,14 @@ GROUPS = {
 }
 
 
+def _all_layers(ranges: list[tuple[int, ...] | str]) -> tuple[int, ...] | str:
+    return "all" if "all" in ranges else each_once([n for layers in ranges for n in layers])
+
+
+def _ids_and_names(tokens: list[int | str]) -> tuple[int | str, ...]:
+    return tuple(sorted(set(tokens), key=lambda each: (isinstance(each, str), each)))
+
+
 @dataclass(frozen=True)
 class Config:
     """One run, as the user asked for it.
@@ -111,6 +125,7 @@ class Config:
         "layers, counted from 0: numbers, ranges such as 1-3, or all",
         default_is=f"{DEFAULT_LAYERS[0]}-{DEFAULT_LAYERS[-1]}, clipped to the model's depth",
         parse=layers,
+        collect=_all_layers,
         nargs="+",
         metavar="N|N-M|all",
     )
@@ -143,8 +158,7 @@ class Config:
     positions: Positions = flag(
         "all, last, first:N, last:N, every:N (0, N, 2N, ...), a slice as in Python, such as 4:-1, "
         "random:P or random:P:SEED, which keep every token with probability P (SEED is 0 if none "
-        "is given), or last_of_turn, the last token of every turn of a conversation. Records then "
-        "say the positions of their tokens",
+        "is given), or last_of_turn, the last token of every turn of a conversation",
         Positions(),
         parse=parse_positions,
         metavar="RULE",
@@ -156,12 +170,14 @@ class Config:
         default_is="all",
         needs="messages_column",
         choices=ROLES,
+        collect=each_once,
         metavar="ROLE",
     )
     drop_token_ids: tuple[Any, ...] = several(
         "of the tokens that --positions keeps, leave out these: ids, or names as in "
         "tokenizer.json, such as '<|im_end|>'; a number is an id",
         token,
+        collect=_ids_and_names,
         metavar="ID|NAME",
     )
     dataset_name: str | None = flag(
@@ -175,8 +191,8 @@ class Config:
     dataset_path: str | None = flag(
         "your own files instead: .jsonl, .ndjson, .json (an array of objects, or lines), .csv "
         "(with a header), each also packed (.gz, .zst, .bz2, .xz), .parquet, .arrow or what "
-        "save_to_disk of `datasets` has written; a file, a folder or a glob, local or a URL such "
-        "as gs://bucket/folder. Names that begin with . or _ are left out",
+        "save_to_disk of `datasets` has written; a file, a folder or a glob, local or a URL. "
+        "Names that begin with . or _ are left out",
         excludes=("dataset_name", "dataset_config", "dataset_split"),
         metavar="PATH",
     )
@@ -190,15 +206,14 @@ class Config:
     )
     text_column: str = flag(
         "the column that holds the text; in rows without it, ARC-AGI's columns train and test "
-        "become a prompt, see below",
+        "become a prompt",
         "text",
     )
     messages_column: str | None = flag(
         "the column that holds a conversation: messages with role and content, or from and value. "
         "The chat template makes them one text, with the tools of a column tools; a row is bad if "
-        "it leaves out text of a message, apart from thinking. Tokens have a role and the number "
-        "of a turn, for --roles and --positions last_of_turn, only if the template writes turns "
-        "between <|im_start|> and <|im_end|>, as Qwen's do and DeepSeek-R1-Distill-Qwen's does not",
+        "it leaves out text of a message, apart from thinking. Tokens have a role and a turn only "
+        "if the template writes turns between <|im_start|> and <|im_end|>, as Qwen's do",
         excludes=("text_column",),
     )
     chat_template: str | None = flag(
@@ -208,11 +223,11 @@ class Config:
         metavar="FILE",
     )
     chat_template_args: tuple[tuple[str, Any], ...] = several(
-        "extra variables for the template, such as enable_thinking=false or "
-        "add_generation_prompt=true",
+        "extra variables for the template, such as enable_thinking=false",
         argument,
         default_is="nothing",
         needs="messages_column",
+        collect=lambda arguments: tuple(dict(arguments).items()),
         metavar="NAME=VALUE",
     )
     ids_column: str | None = flag(
@@ -229,7 +244,9 @@ class Config:
         "the column that holds the id of a row, which is stored as doc_id",
         default_is="id, or task_id of ARC-AGI, where rows have it",
     )
-    keep_columns: tuple[str, ...] = several("columns to store with each sample, such as a label")
+    keep_columns: tuple[str, ...] = several(
+        "columns to store with each sample, such as a label", collect=each_once
+    )
     long_documents: str = flag(
         "what to do with documents longer than --max_seq_length. cut: leave out the rest; split: "
         "make several samples, of which --max_samples and --positions count each",
@@ -242,7 +259,6 @@ class Config:
         0,
         least=0,
         unit=" tokens",
-        needs="long_documents",
     )
     shuffle_documents: int | None = number(
         "shuffle the documents with this seed: files and row groups, and rows within blocks of "
@@ -322,6 +338,7 @@ class Config:
         "or URL that all hosts share",
         default_is="activation_extraction/jax in XDG_CACHE_HOME or ~/.cache; off with --multihost",
         variables=("JAX_COMPILATION_CACHE_DIR",),
+        parse=path,
         metavar="FOLDER",
     )
     multihost: bool = switch(
@@ -331,6 +348,7 @@ class Config:
         "the address of host 0",
         variables=("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS"),
         needs="multihost",
+        parse=address,
         metavar="HOST:PORT",
     )
     host_id: int | None = number(
@@ -349,12 +367,13 @@ class Config:
     output_dir: str = flag(
         "the folder for the shards; the same command continues a run that was interrupted there",
         "activations",
+        path,
         metavar="FOLDER",
     )
     min_free_gb: float = gigabytes(
         "refuse to start if the disk of --output_dir has less than this free",
         0.0,
-        parse=free_size_in_gb,
+        parse=positive_or_0,
     )
     activation_dtype: str = flag(
         "the type of the stored activations; float8 takes half of bfloat16 plus 4 bytes per token "
@@ -392,8 +411,7 @@ class Config:
     )
     repair: bool = switch(
         "with the flags of a run: compute the samples of damaged and missing shards again, verify "
-        "the folder, and exit with that status; if the end of the run is missing, the same command "
-        "continues it"
+        "the folder, and exit with that status"
     )
     upload_to_gcs: bool = switch(
         "store the shards in a bucket, from memory; a shard counts as stored only once the bucket "
@@ -402,11 +420,13 @@ class Config:
     )
     gcs_bucket: str | None = flag(
         "the name of a bucket of Google Cloud, or a URL: gs://, s3://, s3a://, az:// or abfs://",
+        parse=bucket,
         needs="upload_to_gcs",
     )
     gcs_prefix: str = flag(
         "a folder in the bucket; it gets one folder for each machine and host",
         "activations",
+        in_bucket,
         needs="upload_to_gcs",
         metavar="PATH",
     )
@@ -419,10 +439,10 @@ class Config:
         "how long to keep retrying a failing upload before the run stops", 300
     )
     plan: str | None = flag(
-        "estimate what the run would take on a machine, on the mesh of auto and on the one that "
-        "is asked for: whether it fits, what a step is bound by, hours, dollars and bytes. Names "
-        "of machines: v5e:8x8, v5litepod-64 or v4-32 for TPUs, h100 or h100-8 for GPUs. If the "
-        "package libtpu is installed, the TPU compiler also says whether the program fits",
+        "estimate what the run would take on a machine, such as v5e:8x8, v5litepod-64, v4-32, h100 "
+        "or h100-8, on the mesh of auto and on the one that is asked for: whether it fits, what a "
+        "step is bound by, hours, dollars and bytes. If the package libtpu is installed, the TPU "
+        "compiler also says whether the program fits",
         metavar="TOPOLOGY",
     )
     chips_per_host: int | None = number(
@@ -447,8 +467,8 @@ class Config:
     )
     json: bool = switch(
         "with --status or --plan: print one JSON object. That of --plan has meshes, best (the "
-        "fastest mesh that fits), hours and dollars as [least, most], with the prices of spot "
-        "machines and of those on demand, and terabytes before compression; null is unknown",
+        "fastest mesh that fits), hours and dollars as [least, most], and terabytes before "
+        "compression; null is unknown",
         needs="status or plan",
     )
     verify: bool = switch(
@@ -461,7 +481,7 @@ class Config:
         "write an HTML page about the activations: norms by layer and position, outlier tokens and "
         "dimensions, lengths of documents, throughput; also works during a run",
         default_is="report.html in --output_dir, or in the working directory for a bucket",
-        parse=str,
+        parse=path_or_default,
         nargs="?",
         const="",
         metavar="FILE",
@@ -475,7 +495,10 @@ class Config:
         choices=("memmap", "llamascopium", "sae_lens"),
     )
     export_dir: str | None = flag(
-        "the folder that --export makes; it must not exist yet", needs="export", metavar="FOLDER"
+        "the folder that --export makes; it must not exist yet",
+        parse=path,
+        needs="export",
+        metavar="FOLDER",
     )
     demo: bool = switch(
         "make a tiny model and sample documents in --output_dir/demo_inputs and extract from them",

@@ -2,7 +2,7 @@
 
 errors.py defines the two kinds of failure; log.py is the log, and visible.py filters all text that
 leaves the program; retries.py rewords what libraries log about requests that they retry;
-positions.py parses rules for positions, and choices.py has the values that flags offer;
-encodings.py has the encoding of activations in one byte per value. This folder imports no JAX and
+positions.py parses rules for positions, choices.py has the values that flags offer, and
+encodings.py the encoding of activations in one byte per value. This folder imports no JAX and
 nothing from the other folders.
 """

@@ -7,31 +7,26 @@ from pathlib import Path
 MACHINE = Path("/proc/meminfo")
 PROCESS = Path("/proc/self/statm")  # in pages
 CONTAINER = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def host_memory() -> int:
-    most, _ = _container()
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return machine if most is None else min(machine, most)
+    machine = os.sysconf("SC_PHYS_PAGES") * PAGE
+    return min(machine, _container()[0] or machine)
 
 
 def available_memory() -> int:
     """Returns how many bytes of memory this process can still get, as far as the system says."""
     most, used = _container()
-    room = [host_memory()]
-    if most is not None:
-        room.append(max(most - used, 0))
-    if MACHINE.exists() and (
-        available := re.search(r"MemAvailable: *([0-9]+) kB", MACHINE.read_text())
-    ):
-        room.append(int(available[1]) * 1024)
-    return min(room)
+    room = host_memory() if most is None else min(host_memory(), max(most - used, 0))
+    said = MACHINE.read_text() if MACHINE.exists() else ""
+    available = re.search(r"MemAvailable: *([0-9]+) kB", said)
+    return min(room, int(available[1]) * 1024) if available else room
 
 
 def resident_memory() -> int:
     """Returns the bytes of memory that this process has taken; 0 where the system does not say."""
-    pages = int(PROCESS.read_text().split()[1]) if PROCESS.exists() else 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return int(PROCESS.read_text().split()[1]) * PAGE if PROCESS.exists() else 0
 
 
 def _container() -> tuple[int | None, int]:

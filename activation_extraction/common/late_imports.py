@@ -9,19 +9,16 @@ from types import ModuleType
 
 
 def transformers() -> ModuleType:
-    """Returns the library, imported without PyTorch, which it would load wherever that is
-    installed.
+    """Returns the library, imported without PyTorch, which it would load wherever it finds it.
 
-    A process that has imported transformers already keeps it as it is.
+    A process that has imported one of them already keeps it as it is.
     """
-    hide_torch = "transformers" not in sys.modules and "torch" not in sys.modules
-    if hide_torch:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
+    if "transformers" in sys.modules or "torch" in sys.modules:
+        return importlib.import_module("transformers")
+    sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
     try:
         library = importlib.import_module("transformers")
-        for name in ("AutoConfig", "AutoTokenizer"):  # transformers imports these on first use
-            getattr(library, name)
+        _ = library.AutoConfig, library.AutoTokenizer  # these are imported on first use
         return library
     finally:
-        if hide_torch:
-            del sys.modules["torch"]
+        del sys.modules["torch"]

@@ -1,13 +1,20 @@
-"""The log prints one line per event to stderr, through the filter of visible.py."""
+"""The log prints one line per event to stderr, through the filter of visible.py.
+
+It also knows what each thread is busy with, which a watchdog names when nothing moves.
+"""
 
 import logging
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from activation_extraction.common.visible import visible
 
 log = logging.getLogger("extract_activations")
 LIBRARIES = ("datasets", "huggingface_hub", "transformers")  # these log to stderr by themselves
+activities: dict[int, str] = {}  # thread -> what it is busy with
 
 
 def start_logging(verbose: bool, machine: int, host: int | None) -> None:
@@ -37,6 +44,16 @@ def start_logging(verbose: bool, machine: int, host: int | None) -> None:
 def on_terminal() -> bool:
     """Returns whether stderr is a terminal: terminals get a progress bar, log files get lines."""
     return sys.stderr.isatty()
+
+
+@contextmanager
+def activity(words: str) -> Iterator[None]:
+    """Says what this thread does inside the block, such as "reading x.jsonl line 5"."""
+    activities[threading.get_ident()] = words
+    try:
+        yield
+    finally:
+        activities.pop(threading.get_ident(), None)
 
 
 class VisibleFormatter(logging.Formatter):

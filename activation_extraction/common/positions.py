@@ -7,12 +7,10 @@ import argparse
 import re
 from dataclasses import dataclass
 
-ALL = "all"
-MOST_NUMBER = 10**9
-SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(\d+)?)?")
-RANDOM = re.compile(r"random:(\d*\.?\d+(?:[eE]-?\d+)?)(?::(\d+))?")
-NAMED = re.compile(r"(first|last|every):(\d+)")
-LAST_OF_TURN = "last_of_turn"
+ALL, LAST_OF_TURN = "all", "last_of_turn"
+SLICE = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?(?::([1-9]\d{0,8})?)?")
+RANDOM = re.compile(r"random:(\d*\.?\d+(?:[eE]-?\d+)?)(?::(\d{1,9}))?")
+NAMED = re.compile(r"(first|last|every):([1-9]\d{0,8})")
 EXPECTED = (
     "expected all, last, first:N, last:N, every:N, random:P, random:P:SEED, last_of_turn or a "
     "slice such as 4:-1"
@@ -78,7 +76,7 @@ def parse_positions(typed: str) -> Positions:
     if typed == LAST_OF_TURN:
         return Positions(last_of_turn=True)
     if match := NAMED.fullmatch(typed):
-        count = _in_range(typed, match[2], least=1)
+        count = int(match[2])
         slices = {
             "first": (None, count, 1),
             "last": (-count, None, 1),
@@ -88,16 +86,8 @@ def parse_positions(typed: str) -> Positions:
     if match := RANDOM.fullmatch(typed):
         if not 0 < (share := float(match[1])) < 1:
             raise argparse.ArgumentTypeError(f"{typed}: the share is not between 0 and 1")
-        return Positions(share=share, seed=_in_range(typed, match[2] or "0"))
+        return Positions(share=share, seed=int(match[2] or 0))
     if match := SLICE.fullmatch(typed):
-        start = _in_range(typed, match[1] or "0")
-        stop = None if match[2] is None else _in_range(typed, match[2])
-        return Positions(start or None, stop, _in_range(typed, match[3] or "1", least=1))
+        start, stop, step = (None if each is None else int(each) for each in match.groups())
+        return Positions(start or None, stop, step or 1)
     raise argparse.ArgumentTypeError(f"{typed!r} is no choice of positions; {EXPECTED}")
-
-
-def _in_range(typed: str, digits: str, least: int = -MOST_NUMBER) -> int:
-    number = int(digits)
-    if not least <= number <= MOST_NUMBER:
-        raise argparse.ArgumentTypeError(f"{typed}: expected numbers from {least} to {MOST_NUMBER}")
-    return number

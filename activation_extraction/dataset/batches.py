@@ -7,45 +7,19 @@ import json
 import sys
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
-
-import numpy as np
+from typing import Any, TypeVar
 
 from activation_extraction.common.log import log
+from activation_extraction.dataset.alignment import AlignedSource
 from activation_extraction.dataset.options import BatchOptions
 from activation_extraction.dataset.token_batch import TokenBatch, TokenPair
-from activation_extraction.dataset.windows import Plan, Position, Window, Windows
+from activation_extraction.dataset.windows import Position, Window
+
+ALONE = 0, 1  # the share of a process without a DataLoader: the first of one
+T = TypeVar("T", TokenBatch, TokenPair)
 
 
-class LoaderWorker(NamedTuple):
-    """Worker number `part` of the `parts` workers of a DataLoader."""
-
-    part: int
-    parts: int
-
-
-ALONE = LoaderWorker(0, 1)  # reads what a process without a DataLoader reads
-T_co = TypeVar("T_co", TokenBatch, TokenPair, covariant=True)
-
-
-class Source(Protocol[T_co]):
-    """What Batches are made of: one run, or several that are read as one.
-
-    options: those of the first run. setting: all that the order of the tokens depends on.
-    """
-
-    @property
-    def options(self) -> BatchOptions: ...
-    @property
-    def setting(self) -> dict[str, Any]: ...
-    @property
-    def filters(self) -> list[str]: ...
-    def plan(self, part: int, parts: int) -> Plan: ...
-    def take(self, memory: tuple[TokenBatch, ...], rows: np.ndarray) -> T_co:
-        """Returns the tokens with these numbers as a batch of its own."""
-
-
-class Batches(Iterator[T_co]):
+class Batches(Iterator[T]):
     """Batches of tokens; the last one may be shorter. `state` and `restore` are exact.
 
     They are of type TokenBatch, or pairs of these where two runs are read side by side. It goes
@@ -54,11 +28,11 @@ class Batches(Iterator[T_co]):
     Asking for a batch raises ValueError if no token of the run passes the filters.
     """
 
-    def __init__(self, source: Source[T_co]) -> None:
-        self.source: Source[T_co] = source
+    def __init__(self, source: AlignedSource[T]) -> None:
+        self.source: AlignedSource[T] = source
         self.options: BatchOptions = source.options
         self._position = Position()
-        self._loader_worker: LoaderWorker | None = None  # whose share the position is in
+        self._loader_worker: tuple[int, int] | None = None  # whose share the position is in
         self._looped = False  # whether a loop over tensors has begun here since `restore`
         self._windows: Generator[Window, None, None] | None = None
         self._window: Window | None = None
@@ -92,10 +66,6 @@ class Batches(Iterator[T_co]):
         part, parts = _loader_worker() or ALONE
         setting: dict[str, Any] = json.loads(json.dumps(self.source.setting))
         return {**setting, "part": part, "parts": parts}
-
-    def again(self) -> "Batches[T_co]":
-        """Returns the same batches from the start."""
-        return Batches(self.source)
 
     def close(self) -> None:
         """Ends the reading ahead and frees the buffer."""
@@ -141,17 +111,17 @@ class Batches(Iterator[T_co]):
         default_collate_fn_map[TokenBatch] = _refuse_to_collate
         return TorchBatches(self)
 
-    def jax(self) -> Iterator[T_co]:
+    def jax(self) -> Iterator[T]:
         """Returns the same batches as JAX arrays."""
         return (batch.jax() for batch in self)
 
-    def __next__(self) -> T_co:
+    def __next__(self) -> T:
         if self._loader_worker != (worker := _loader_worker()):
             if self._position != Position():
                 raise ValueError(
                     "these batches stand in the middle of the data, of which each worker of a "
                     "DataLoader reads a share of its own: continue with num_workers=0 or with "
-                    "torchdata's StatefulDataLoader, or begin anew with again()"
+                    "torchdata's StatefulDataLoader, or make new batches"
                 )
             self.close()  # the threads of another process do not run here
             self._loader_worker = worker
@@ -169,11 +139,9 @@ class Batches(Iterator[T_co]):
 
     def _next_window(self) -> Window:
         """Returns the window at the position. Raises StopIteration after the last one."""
-        options = self.options
         if self._windows is None:
-            plan = self.source.plan(*(self._loader_worker or ALONE))
-            most = options.buffer // 2 // options.size * options.size
-            self._windows = Windows(plan, most, options.shuffle).beginning(self._position)
+            windows = self.source.windows(*(self._loader_worker or ALONE))
+            self._windows = windows.beginning(self._position)
         try:
             return next(self._windows)
         except StopIteration:
@@ -200,11 +168,11 @@ class Batches(Iterator[T_co]):
         log.warning("in the share of worker %d of %d, %s", worker, workers, told)
 
 
-def _loader_worker() -> LoaderWorker | None:
-    """Returns which of PyTorch's DataLoader workers this is; None outside of them."""
+def _loader_worker() -> tuple[int, int] | None:
+    """The number of this worker of a DataLoader of PyTorch, and of all; None outside of them."""
     data = sys.modules.get("torch.utils.data")
     info = data.get_worker_info() if data is not None else None
-    return None if info is None else LoaderWorker(info.id, info.num_workers)
+    return None if info is None else (info.id, info.num_workers)
 
 
 def _refuse_to_collate(*_: Any, **__: Any) -> Any:

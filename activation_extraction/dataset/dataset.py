@@ -4,40 +4,46 @@ It reads the JSON files of all machines and hosts once, at the start, and shards
 needed.
 """
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import accumulate
-from typing import Any, overload
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import pyarrow
 
 from activation_extraction.common.choices import ROLES
-from activation_extraction.common.errors import RunError
 from activation_extraction.common.visible import counted
+from activation_extraction.dataset.alignment import AlignedSource
 from activation_extraction.dataset.batches import Batches
 from activation_extraction.dataset.folders import expected_names, read_run
-from activation_extraction.dataset.open_shards import OpenShards
+from activation_extraction.dataset.open_shards import OpenShards, as_os_errors
 from activation_extraction.dataset.options import (
     BatchOptions,
     as_mask,
     default_buffer,
-    digest_of_mask,
     dtype_of,
 )
 from activation_extraction.dataset.paired import JoinedRuns, PairedRuns
-from activation_extraction.dataset.sample_activations import SampleActivations, joined, piece_of
+from activation_extraction.dataset.sample_activations import (
+    SampleActivations,
+    Samples,
+    joined,
+    piece_of,
+)
 from activation_extraction.dataset.token_batch import ByHook, TokenBatch, recorded_aliases
 from activation_extraction.dataset.token_source import TokenSource
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.metadata import identity_of
+from activation_extraction.store.sample_table import concatenated
 from activation_extraction.store.shard_reader import StoredHook, read_rows
-from activation_extraction.store.statistics import HookStatistics, Statistics
+from activation_extraction.store.statistics import HookStatistics, Statistics, Sums
 
 
-class ActivationDataset(Sequence[SampleActivations]):
+class ActivationDataset(Samples):
     """The samples of a run, in the order of its machines, hosts and shards. Within a shard their
     numbers ascend, but those of several shards may interleave.
 
@@ -65,7 +71,8 @@ class ActivationDataset(Sequence[SampleActivations]):
         self.url = root.url
         every = [stored.metadata for stored in folders.values() if stored.metadata is not None]
         self.metadata: dict[str, Any] = every[0]
-        self.data_files = _data_files(every)
+        files = [file for each in reversed(every) for file in each.get("data_files", ())]
+        self.data_files = {file["name"]: (file["bytes"], file["fingerprint"]) for file in files}
         self._going_on = {
             name for name, s in folders.items() if s.metadata and s.metadata["status"] != "complete"
         }
@@ -74,28 +81,28 @@ class ActivationDataset(Sequence[SampleActivations]):
         described = self.metadata.get("hooks", ())
         aliases = recorded_aliases(described)
         recorded = ByHook({hook["name"]: hook for hook in described}, aliases)
-        in_shards = {h["name"]: h for s in folders.values() for c in s.in_order for h in c.hooks}
         names = recorded.chosen(self.url, hooks)
         if not names:
             raise ValueError(f"{self.url}: no hook is asked for; it has {', '.join(recorded)}")
+        commits = [(name, commit) for name in folders for commit in folders[name].in_order]
+        in_shards = {hook["name"]: hook for _, commit in commits for hook in commit.hooks}
         stored = {
             name: _stored_hook(in_shards.get(name, {}) | recorded[name], self.metadata)
             for name in names
         }
-        commits = [(name, commit) for name in folders for commit in folders[name].in_order]
         with_samples = [each for each in commits if each[1].count]  # --repair may leave others
-        self.shards = OpenShards(root.given, with_samples, ByHook(stored, aliases))
-        self.shards.check_sizes(self.url)
-        self._commits = [commit for _, commit in self.shards.shards]
-        self._ends = list(accumulate(commit.count for commit in self._commits))
-        self._local = root.local
+        self.shards = OpenShards(root.given, root.local, with_samples, ByHook(stored, aliases))
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process reads the table of samples for itself."""
-        return {name: value for name, value in vars(self).items() if name != "samples"}
+        """A copy in another process reads what can be read again for itself."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("samples", "statistics")
+        }
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self.shards.firsts[-1]
 
     def __repr__(self) -> str:
         return (
@@ -106,7 +113,7 @@ class ActivationDataset(Sequence[SampleActivations]):
     @property
     def tokens(self) -> int:
         """The tokens of all samples."""
-        return sum(commit.tokens for commit in self._commits)
+        return sum(commit.tokens for commit in self.shards.commits)
 
     @property
     def hooks(self) -> ByHook[int]:
@@ -135,13 +142,17 @@ class ActivationDataset(Sequence[SampleActivations]):
         the shards when they are first asked for.
         """
         found = dict.fromkeys(self.hooks, Statistics())
-        for hook in (hook for commit in self._commits for hook in commit.hooks):
+        for hook in (hook for commit in self.shards.commits for hook in commit.hooks):
             if hook["name"] in found:
                 found[hook["name"]] = found[hook["name"]].merge(Statistics.from_json(hook))
         statistics = {
-            name: HookStatistics.of(found[name], partial(self.shards.sums, name)) for name in found
+            name: HookStatistics(**vars(found[name]), load=partial(self._sums, name))
+            for name in found
         }
         return ByHook(statistics, self.shards.hooks.aliases)
+
+    def _sums(self, hook: str) -> Sums:
+        return self.shards.sums.get(hook) or Sums.zeros(self.hooks[hook])
 
     @cached_property
     def samples(self) -> pyarrow.Table:
@@ -152,7 +163,7 @@ class ActivationDataset(Sequence[SampleActivations]):
         Values of several types become texts. `samples.to_pandas()` makes a frame of it. Raises
         OSError for a table that is damaged.
         """
-        return self.shards.samples()
+        return concatenated(self.shards.tables())
 
     @property
     def tokenizer_path(self) -> str:
@@ -162,15 +173,6 @@ class ActivationDataset(Sequence[SampleActivations]):
             return str(self.metadata["configuration"]["model_path"])
         except KeyError:
             raise ValueError(f"{self.url}: its metadata does not name the model") from None
-
-    @overload
-    def __getitem__(self, index: int) -> SampleActivations: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[SampleActivations]: ...
-    def __getitem__(self, index: int | slice) -> SampleActivations | list[SampleActivations]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return self._sample(*self._place(index))
 
     def document(self, index: int) -> SampleActivations:
         """Returns the whole document that sample `index` belongs to, every token of it once.
@@ -182,11 +184,11 @@ class ActivationDataset(Sequence[SampleActivations]):
 
         Raises ValueError where pieces are missing, or may be because the run still goes on.
         """
-        shard, number = self._place(index)
+        shard, number = self._place(self.number(index))
         folder = self.shards.shards[shard][0]
         own = self.shards.row(shard, number)
         if (found := piece_of(own.row)) is None:
-            return self._sample(shard, number)
+            return self[index]
         piece, _, document = found
         # The pieces of a document have consecutive numbers, but may lie in any shards of the host.
         stride, starts, places = self._strides[folder], list[int](), list[tuple[int, int]]()
@@ -207,15 +209,12 @@ class ActivationDataset(Sequence[SampleActivations]):
                 f"sample {index}: its document may have pieces that are not stored yet; the run "
                 "goes on"
             )
-        return joined([self._sample(*each) for each in places], starts)
+        return joined([self._read(*each) for each in places], starts)
 
-    def _place(self, index: int) -> tuple[int, int]:
-        """The number of a sample's shard, and its own number there. Raises IndexError."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index}: the dataset has {counted(len(self), 'sample')}")
-        index %= len(self)
-        shard = bisect_right(self._ends, index)
-        return shard, index - self._ends[shard] + self._commits[shard].count
+    def _place(self, number: int) -> tuple[int, int]:
+        """The number of a sample's shard, and its own number there."""
+        shard = bisect_right(self.shards.firsts, number) - 1
+        return shard, number - self.shards.firsts[shard]
 
     def batches(self, size: int, hooks: Any = None, **options: Any) -> Batches[TokenBatch]:
         """Returns all tokens, in batches of `size`: one pass over the data.
@@ -240,7 +239,8 @@ class ActivationDataset(Sequence[SampleActivations]):
         Raises ValueError for arguments that make no sense, and for a choice of samples or roles
         that is empty.
         """
-        return Batches(self.source(BatchOptions(size, hooks, **options)))
+        source = self.source(BatchOptions(size, hooks, **options))
+        return Batches(AlignedSource((source,), itemgetter(0)))
 
     def source(self, options: BatchOptions) -> TokenSource:
         """Returns what batches with these options are made of."""
@@ -257,17 +257,16 @@ class ActivationDataset(Sequence[SampleActivations]):
             buffer=options.buffer or default_buffer(options.size, self.shards.row_bytes(names)),
             dtype=None if options.dtype is None else dtype_of(options.dtype).name,
             roles=None if options.roles is None else self._known_roles(options.roles),
-            where=None if mask is None else digest_of_mask(mask),
+            where=None if mask is None else hashlib.sha256(np.packbits(mask).tobytes()).hexdigest(),
             columns=self._known_columns(options.columns),
         )
-        return TokenSource(self.shards, complete, self._local, mask)
+        return TokenSource(self.shards, complete, mask)
 
     def _limits(self, names: Sequence[str], max_norm: Any) -> dict[str, float]:
         """Returns the largest norm at each hook that has a limit. Raises ValueError."""
-        aliases = self.hooks.aliases
         floats = [name for name in names if self.shards.hooks[name].activations]
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(floats, max_norm)
-        limits = {aliases.get(name, name): limit for name, limit in limits.items()}
+        limits = {self.hooks.aliases.get(name, name): limit for name, limit in limits.items()}
         for name in limits:
             if name not in names:
                 raise ValueError(f"max_norm: hook {name!r} is not read; {', '.join(names)} are")
@@ -292,14 +291,13 @@ class ActivationDataset(Sequence[SampleActivations]):
     def _known_roles(self, roles: Sequence[str]) -> tuple[str, ...]:
         """The roles that are asked for, in the order of ROLES. Raises ValueError."""
         asked = [roles] if isinstance(roles, str) else list(roles)
+        expected = f"expected some of {', '.join(ROLES)}"
         if not asked:
-            raise ValueError(f"roles: none is asked for; expected some of {', '.join(ROLES)}")
+            raise ValueError(f"roles: none is asked for; {expected}")
         for role in asked:
             if role not in ROLES:
-                raise ValueError(
-                    f"roles: unknown role {role!r}; expected some of {', '.join(ROLES)}"
-                )
-        if self._commits and "role" not in self.shards.get(0).labels(0, 0):
+                raise ValueError(f"roles: unknown role {role!r}; {expected}")
+        if len(self) and "role" not in self.shards.get(0).labels(0, 0):
             raise ValueError(f"roles: {self.url} has no roles; only runs of conversations do")
         stored = identity_of(self.metadata, METADATA).roles or ROLES
         if not set(asked) <= {*stored}:
@@ -309,58 +307,47 @@ class ActivationDataset(Sequence[SampleActivations]):
     def _known_columns(self, columns: Sequence[str]) -> tuple[str, ...]:
         """The columns that are asked for. Raises ValueError for one that the samples lack."""
         asked = (columns,) if isinstance(columns, str) else tuple(columns)
-        if asked and self._commits:
-            there = self.shards.table(0).column_names
-            for name in asked:
-                if name not in there:
-                    raise ValueError(
-                        f"columns: samples have no {name!r}; they have {', '.join(there)}"
-                    )
+        known = self.shards.table(0).column_names if asked and len(self) else asked
+        for name in asked:
+            if name not in known:
+                raise ValueError(f"columns: samples have no {name!r}; they have {', '.join(known)}")
         return asked
 
-    def _sample(self, shard: int, number: int) -> SampleActivations:
-        try:
-            reader = self.shards.get(shard)
-            span = [int(offset) for offset in reader.offsets[number : number + 2]]
-            row = self.shards.row(shard, number)
-            token_ids, position = reader.tokens(*span)
-            labels = {name: np.array(each) for name, each in reader.labels(*span).items()}
-            rows = {
-                name: np.array(read_rows(reader, name, hook, (span[0], span[1])))
+    def _sample(self, number: int) -> SampleActivations:
+        return self._read(*self._place(number))
+
+    def _read(self, shard: int, number: int) -> SampleActivations:
+        with as_os_errors():
+            reader, row = self.shards.get(shard), self.shards.row(shard, number)
+            start, stop = reader.offsets[number : number + 2].tolist()
+            token_ids, position = map(np.array, reader.tokens(start, stop))
+            labels = {name: np.array(each) for name, each in reader.labels(start, stop).items()}
+            values = {
+                name: np.array(read_rows(reader, name, hook, (start, stop)))
                 for name, hook in self.shards.hooks.items()
             }
-        except RunError as error:
-            raise OSError(str(error)) from error
         return SampleActivations(
-            activations=ByHook(rows, self.shards.hooks.aliases),
-            token_ids=np.array(token_ids),
-            position=np.array(position),
-            sample_idx=row.sample_idx,
-            text_preview=row.text_preview,
-            doc_id=row.doc_id,
-            row=row.row,
-            cut=row.cut,
-            columns=row.columns,
+            ByHook(values, self.shards.hooks.aliases),
+            token_ids,
+            position,
+            row.sample_idx,
+            row.text_preview,
+            row.doc_id,
+            row.row,
+            row.cut,
+            row.columns,
             **labels,
         )
 
 
-def _data_files(every: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, str]]:
-    """Returns the bytes and fingerprint of every file of the data, as the first host has them."""
-    files = (file for metadata in reversed(every) for file in metadata.get("data_files", ()))
-    return {file["name"]: (file["bytes"], file["fingerprint"]) for file in files}
-
-
 def _stored_hook(recorded: Mapping[str, Any], metadata: Mapping[str, Any]) -> StoredHook:
-    """recorded: what the shards and the metadata say of the hook. Before there is a shard, the
-    run's settings have to do."""
+    """recorded: what the shards say of the hook, or, before there is one, the metadata alone."""
     if (width := recorded.get("width")) is None:
         raise ValueError(f"the metadata does not record how wide {recorded['name']} is")
     identity, name = identity_of(metadata, METADATA), recorded["name"]
     encoded, activations = identity.is_encoded(name), identity.has_activations(name)
-    dtype = dtype_of(recorded.get("dtype", identity.dtype_of(name)))
-    if encoded:
-        dtype = np.dtype(np.float32)
+    stored = recorded.get("dtype", identity.dtype_of(name))
+    dtype = dtype_of("float32" if encoded else stored)
     return StoredHook(recorded["key"], width, dtype, activations, encoded)
 
 
@@ -368,21 +355,17 @@ def paired(a: Any, b: Any) -> PairedRuns:
     """Returns two runs over the same data as one, such as those of a base and a chat model.
 
     a, b: ActivationDatasets, or what these take as `url`. Tokens are paired that come from the same
-    row of the data set, as in the `row` of the samples, and have the same position. It does not
-    matter how the runs were cut into shards, in which order and on how many machines they stored
-    their samples, or in which format; only rows of a hub data set that are counted within a share
+    row of the data set, as in the `row` of the samples, and have the same position, however the
+    runs were cut, ordered and stored; only rows of a hub data set that are counted within a share
     are the same on equally many machines and hosts alone. Tokens that one of the runs lacks are
-    left out; the log says so once, and `unpaired_samples` and `unpaired_tokens` count them.
+    left out; the log says so once, and `unpaired_samples` counts samples.
 
     The order is that of `a`; `b` is read wherever its tokens lie. If `b` stores pickles, those that
     have samples of a shard of `a` are all unpacked for it, and up to six shards come on top of the
     buffer. If its order is quite another one, this takes long.
 
     Raises ValueError when there is no such run, when a run has two samples of a row, when no row is
-    in both, or when the metadata of the runs shows that their samples come from other data or were
-    made in another way: another data set or revision, other files under the same names, another
-    column, chat template or --max_seq_length, or other pieces of long documents. Reading raises
-    ValueError for a token whose id differs in the two runs, and OSError for a damaged shard, as
-    ActivationDataset finds it.
+    in both, or when the metadata shows that the samples come from other data or were made in
+    another way. Reading raises ValueError for a token whose id differs in the two runs.
     """
     return PairedRuns(*map(ActivationDataset.opened, (a, b)))

@@ -19,10 +19,10 @@ from activation_extraction.store.commit import METADATA, REPAIRS, commit_name
 from activation_extraction.store.folder import Folder, local_path
 from activation_extraction.store.local_files import is_locked, running_system
 from activation_extraction.store.metadata import Stored, own_files, read_stored
+from activation_extraction.store.resume import shown
 
 NAME = re.compile(r"machine_([0-9]{3}|[1-9][0-9]{3,})(?:_host_([0-9]{2}|[1-9][0-9]{2,}))?")
 FOLDERS = 16  # read at the same time
-MAX_HOSTS = 10_000  # of a machine; --status and --verify name all of them
 
 
 @dataclass(frozen=True, order=True)
@@ -42,9 +42,7 @@ class HostFolder:
         """Returns the host whose folder has this name; None if it is not the name of such a
         folder."""
         found = NAME.fullmatch(name)
-        if found is None:
-            return None
-        return cls(int(found[1]), None if found[2] is None else int(found[2]))
+        return found and cls(int(found[1]), None if found[2] is None else int(found[2]))
 
     @property
     def name(self) -> str:
@@ -63,7 +61,7 @@ def read_folders(root: Folder) -> dict[str, Stored]:
 
     Raises InputError when there is no extraction at all.
     """
-    here = root.names()
+    here = root.listing()
     names = list(host_folders(here))
     if _finished_files(here):
         names.insert(0, "")
@@ -93,22 +91,34 @@ def read_run(url: str) -> tuple[Folder, dict[str, Stored]]:
             raise OSError(problem if stored.damaged else f"{problem}; {REPAIRS}")
         if stored.moved_to and not all(map(stored.has, stored.in_order)):
             raise OSError(f"{stored.url}: the shards were uploaded to {stored.moved_to}")
-    every = {name: stored.identity for name, stored in folders.items() if stored.identity}
-    (first, shared), *others = every.items()
-    for name, identity in others:
-        if difference := shared.compare_shared(identity):
-            raise ValueError(
-                f"{root.url}: holds shards of different runs: their {difference.name} differs: it "
-                f"is {difference.before} in {name} and {difference.now} in {first or 'the folder'}"
-            )
-    expected = expected_names(folders)
-    for name, identity in every.items():
-        own = HostFolder.of(identity.machine, identity.host, identity.num_hosts).name
-        if name not in expected or name not in ("", own):
-            raise ValueError(
-                f"{root.url}: {name or 'the folder itself'} is not part of the same run"
-            )
+    for stranger in strangers(folders):
+        raise ValueError(f"{root.url}: {stranger}")
     return root, folders
+
+
+def strangers(folders: dict[str, Stored]) -> Iterator[str]:
+    """Yields which folders are not part of the same run as the first one that is readable."""
+    expected = expected_names(folders)
+    hosts: dict[int, int] = {}  # of every machine
+    known = [(name, stored.identity) for name, stored in folders.items() if stored.identity]
+    for name, stored in folders.items():
+        where = name or "the output itself"
+        if name not in expected:
+            yield f"{where}: holds shards that are not part of this run"
+        if (identity := stored.identity) is None:
+            continue
+        own = HostFolder.of(identity.machine, identity.host, identity.num_hosts).name
+        first, shared = known[0]
+        if difference := shared.compare(identity, shared_only=True):
+            before, now = shown(difference.before), shown(difference.now)
+            other = (
+                f"its {difference.name} is {before}, but {now} in {first or 'the output itself'}"
+            )
+            yield f"{where}: belongs to another run: {other}"
+        elif hosts.setdefault(identity.machine, identity.num_hosts) != identity.num_hosts:
+            yield f"{where}: belongs to another run: its num_hosts differs"
+        elif name not in ("", own):
+            yield f"{where}: holds the shards of {own}"
 
 
 def problems_of(stored: Stored) -> list[str]:
@@ -171,15 +181,11 @@ def expected_names(folders: dict[str, Stored]) -> list[str]:
         return list(folders)
     if "" in known:
         return [""]
-    of_machine: defaultdict[int, dict[str, HostFolder]] = defaultdict(dict)
-    for name, folder in host_folders(folders).items():
-        of_machine[folder.machine][name] = folder
-    expected = []
-    for machine in range(next(iter(known.values())).total_machines):
-        found = of_machine[machine]
-        recorded = [known[name].num_hosts for name in found if name in known]
-        numbers = [folder.host for folder in found.values() if folder.host is not None]
-        least = max(*numbers, 1) + 1 if numbers else 1  # hosts, as far as the names tell
-        hosts = recorded[0] if recorded else least
-        expected += [HostFolder.of(machine, host, hosts).name for host in range(hosts)]
-    return expected
+    hosts: defaultdict[int, int] = defaultdict(lambda: 1)  # by machine, as far as names tell
+    for folder in host_folders(folders).values():
+        if folder.host is not None:
+            hosts[folder.machine] = max(hosts[folder.machine], folder.host + 1, 2)
+    for identity in reversed(known.values()):
+        hosts[identity.machine] = identity.num_hosts
+    machines = range(next(iter(known.values())).total_machines)
+    return [HostFolder.of(m, host, hosts[m]).name for m in machines for host in range(hosts[m])]

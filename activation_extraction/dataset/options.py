@@ -1,6 +1,5 @@
 """BatchOptions: what batches are asked for, of a run or of several that are read as one."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -36,27 +35,27 @@ class BatchOptions:
     columns: Any = ()
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size {self.size}: expected 1 or more tokens")
-        if self.buffer is not None and self.buffer < 2 * self.size:
-            raise ValueError(
-                f"buffer {self.buffer}: it must hold two batches of {self.size} tokens"
-            )
-        if self.skip_first < 0:
-            raise ValueError(f"skip_first {self.skip_first}: expected 0 or more tokens")
-        if not 0 <= self.worker < self.workers:
-            raise ValueError(
-                f"worker {self.worker}: expected 0 to {self.workers - 1}, of {self.workers} workers"
-            )
-        if isinstance(self.shuffle, bool) or (self.shuffle is not None and self.shuffle < 0):
-            raise ValueError(f"shuffle {self.shuffle}: expected a seed, 0 or larger, or None")
-        if self.dtype is not None and dtype_of(self.dtype).name not in FLOATING:
-            raise ValueError(f"dtype {self.dtype!r:.40}: expected {', '.join(FLOATING)}")
-        limits = [self.max_norm]
-        if isinstance(self.max_norm, Mapping):
-            limits = list(self.max_norm.values())
-        if any(limit is not None and not limit >= 0 for limit in limits):
-            raise ValueError(f"max_norm {self.max_norm}: expected 0 or more")
+        limits = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
+        no_seed = isinstance(self.shuffle, bool) or (self.shuffle or 0) < 0
+        no_buffer = self.buffer is not None and self.buffer < 2 * self.size
+        workers = f"expected 0 to {self.workers - 1}, of {self.workers} workers"
+        for wrong, told in (
+            (self.size < 1, f"size {self.size}: expected 1 or more tokens"),
+            (no_buffer, f"buffer {self.buffer}: it must hold two batches of {self.size} tokens"),
+            (self.skip_first < 0, f"skip_first {self.skip_first}: expected 0 or more tokens"),
+            (not 0 <= self.worker < self.workers, f"worker {self.worker}: {workers}"),
+            (no_seed, f"shuffle {self.shuffle}: expected a seed, 0 or larger, or None"),
+            (
+                self.dtype is not None and dtype_of(self.dtype).name not in FLOATING,
+                f"dtype {self.dtype!r:.40}: expected {', '.join(FLOATING)}",
+            ),
+            (
+                not all(limit is None or limit >= 0 for limit in limits),
+                f"max_norm {self.max_norm}: expected 0 or more",
+            ),
+        ):
+            if wrong:
+                raise ValueError(told)
 
     @property
     def filters(self) -> list[str]:
@@ -95,8 +94,3 @@ def as_mask(mask: Any, samples: int) -> np.ndarray:
             f"each of {counted(samples, 'sample')}"
         )
     return values
-
-
-def digest_of_mask(mask: np.ndarray) -> str:
-    """Returns the SHA-256 of a mask."""
-    return hashlib.sha256(np.packbits(mask).tobytes()).hexdigest()

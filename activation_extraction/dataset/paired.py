@@ -8,20 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, without_secrets
-from activation_extraction.dataset.alignment import AlignedSource, joined_hooks, samples_in_all
+from activation_extraction.dataset.alignment import AlignedSource, samples_in_all
 from activation_extraction.dataset.batches import Batches
 from activation_extraction.dataset.options import BatchOptions, as_mask, default_buffer
-from activation_extraction.dataset.sample_activations import SampleActivations
+from activation_extraction.dataset.sample_activations import SampleActivations, Samples
 from activation_extraction.dataset.token_batch import ByHook, TokenBatch, TokenPair
 from activation_extraction.dataset.token_source import TokenSource
 from activation_extraction.store.commit import METADATA
-from activation_extraction.store.identity import Difference
 from activation_extraction.store.metadata import identity_of
 from activation_extraction.store.resume import shown
 from activation_extraction.store.statistics import HookStatistics
@@ -41,9 +40,19 @@ OF_SAMPLES = (
 BLOCKS = "blocks "  # what the fingerprint of a local file begins with
 
 
-def _joined(batches: Sequence[TokenBatch]) -> TokenBatch:
-    hooks = joined_hooks([batch.activations for batch in batches])
-    return replace(batches[0], activations=hooks)
+def joined_hooks(every: Sequence[ByHook[Any]]) -> ByHook[Any]:
+    """Returns the values of several runs by hook. Raises ValueError for a hook that two have."""
+    values: dict[str, Any] = {}
+    for hook, value in (each for of_run in every for each in of_run.items()):
+        if hook in values:
+            raise ValueError(f"hook {hook!r} is in more than one of the runs")
+        values[hook] = value
+    return ByHook(values, {a: hook for each in every for a, hook in each.aliases.items()})
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    """Batches or samples of several runs as one, with the hooks of all."""
+    return replace(batches[0], activations=joined_hooks([each.activations for each in batches]))
 
 
 class AlignedRuns:
@@ -73,17 +82,6 @@ class AlignedRuns:
     def __len__(self) -> int:
         return self._numbers.shape[1]
 
-    @cached_property
-    def unpaired_tokens(self) -> tuple[int, ...]:
-        """How many tokens each run has that not all have, those of unpaired samples among them.
-
-        Their ids are read for it, and whole shards where these are pickles. Raises OSError, and
-        ValueError for a token id that differs.
-        """
-        no_hooks = [()] * len(self.runs)
-        in_all = sum(map(len, self._batches(itemgetter(0), no_hooks, BatchOptions(2**14))))
-        return tuple(run.tokens - in_all for run in self.runs)
-
     def _batches(
         self,
         form: Callable[[Sequence[TokenBatch]], T],
@@ -98,48 +96,41 @@ class AlignedRuns:
         runs = list(zip(self.runs, hooks, strict=True))
         row = sum(run.shards.row_bytes(names) for run, names in runs)
         options = replace(options, buffer=options.buffer or default_buffer(options.size, row))
-        limits, sources = [options.max_norm for _ in runs], list[TokenSource]()
-        if isinstance(options.max_norm, Mapping):
-            limits = [
-                {n: m for n, m in options.max_norm.items() if run.hooks.aliases.get(n, n) in names}
-                for run, names in runs
-            ]
-            for name in options.max_norm.keys() - {name for each in limits for name in each}:
-                raise ValueError(f"max_norm: hook {name!r} is not read")
-        for (run, names), limit in zip(runs, limits, strict=True):
+        unread = set(options.max_norm) if isinstance(options.max_norm, Mapping) else set()
+        sources: list[TokenSource] = []
+        for run, names in runs:
+            limits = options.max_norm
+            if isinstance(limits, Mapping):
+                aliases = run.hooks.aliases
+                limits = {n: limit for n, limit in limits.items() if aliases.get(n, n) in names}
+                unread -= limits.keys()
             where = options.where if callable(options.where) or not sources else None
-            sources.append(run.source(replace(options, hooks=names, max_norm=limit, where=where)))
+            sources.append(run.source(replace(options, hooks=names, max_norm=limits, where=where)))
+        for name in unread:
+            raise ValueError(f"max_norm: hook {name!r} is not read")
         sources[0] = sources[0].of(self._numbers[0])
-        return Batches(AlignedSource(tuple(sources), self._numbers, form))
+        return Batches(AlignedSource(tuple(sources), form, self._numbers))
 
 
 class PairedRuns(AlignedRuns):
     """Two runs side by side; `paired` makes it."""
-
-    def __repr__(self) -> str:
-        return f"paired({self.runs[0]!r}, {self.runs[1]!r}: {counted(len(self), 'sample')} in both)"
 
     def batches(self, size: int, hooks: Any = None, **options: Any) -> Batches[TokenPair]:
         """Returns all tokens that both runs have, as pairs of batches of `size`, a batch of each
         run: row t of every array belongs to the same token.
 
         The arguments are those of `ActivationDataset.batches`, and the order is that of the first
-        run. A token comes only if it passes the filters in both runs. hooks: names for both runs,
-        or a pair of such lists, where None stands for all. where: a function is called with the
-        table of each run; a mask is over the samples of the first.
+        run. A token comes only if it passes the filters in both runs. hooks: names for both runs;
+        to read other hooks of each, give datasets of these to `paired`. where: a function is called
+        with the table of each run; a mask is over the samples of the first.
 
         Raises ValueError for arguments that make no sense.
         """
-        one_list = hooks is None or all(isinstance(each, str) for each in hooks)
-        of_runs = [hooks, hooks] if one_list else list(hooks)
-        if len(of_runs) != 2:
-            raise ValueError(f"hooks {hooks!r}: expected names, or a list for each of two runs")
-        every = zip(self.runs, of_runs, strict=True)
-        names = [run.hooks.chosen(run.url, each) for run, each in every]
+        names = [run.hooks.chosen(run.url, hooks) for run in self.runs]
         return self._batches(TokenPair._make, names, BatchOptions(size, **options))
 
 
-class JoinedRuns(AlignedRuns, Sequence[SampleActivations]):
+class JoinedRuns(AlignedRuns, Samples):
     """Runs of different hooks over the same data, as one dataset; `ActivationDataset.join` makes
     it. It has the samples and tokens that all runs have, in the order of the first run."""
 
@@ -171,16 +162,8 @@ class JoinedRuns(AlignedRuns, Sequence[SampleActivations]):
         """Returns the same with the hooks of another run, too. See `ActivationDataset.join`."""
         return JoinedRuns(*self.runs, self.runs[0].opened(other))
 
-    @overload
-    def __getitem__(self, index: int) -> SampleActivations: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[SampleActivations]: ...
-    def __getitem__(self, index: int | slice) -> SampleActivations | list[SampleActivations]:
+    def _sample(self, index: int) -> SampleActivations:
         """Raises ValueError where the runs have different token ids."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index}: there are {counted(len(self), 'sample')}")
         numbers = map(int, self._numbers[:, index])
         samples = [run[number] for run, number in zip(self.runs, numbers, strict=True)]
         position = reduce(np.intersect1d, (sample.position for sample in samples))
@@ -192,7 +175,7 @@ class JoinedRuns(AlignedRuns, Sequence[SampleActivations]):
                     f"{each.sample_idx} of {run.url} have different tokens at position "
                     f"{each.position[different[0]]}"
                 )
-        return replace(cut[0], activations=joined_hooks([each.activations for each in cut]))
+        return _joined(cut)
 
     def batches(self, size: int, hooks: Any = None, **options: Any) -> Batches[TokenBatch]:
         """Returns all tokens, in batches of `size`, with the hooks of all runs.
@@ -216,14 +199,9 @@ class JoinedRuns(AlignedRuns, Sequence[SampleActivations]):
 def _at_positions(sample: SampleActivations, position: np.ndarray) -> SampleActivations:
     """The tokens of a sample that are at these positions."""
     rows = np.isin(sample.position, position)
-    return replace(
-        sample,
-        activations=sample.activations.map(lambda values: values[rows]),
-        token_ids=sample.token_ids[rows],
-        position=sample.position[rows],
-        role=None if sample.role is None else sample.role[rows],
-        turn=None if sample.turn is None else sample.turn[rows],
-    )
+    names = [n for n in ("token_ids", "position", "role", "turn") if getattr(sample, n) is not None]
+    kept = {name: getattr(sample, name)[rows] for name in names}
+    return replace(sample, activations=sample.activations.map(itemgetter(rows)), **kept)
 
 
 def _refuse_other_data(one: "ActivationDataset", other: "ActivationDataset") -> None:
@@ -231,27 +209,20 @@ def _refuse_other_data(one: "ActivationDataset", other: "ActivationDataset") -> 
     a, b = (identity_of(run.metadata, METADATA) for run in (one, other))
     if not (a.data and b.data):  # the run of a program that stores activations of its own
         return
-    found = [Difference(name, getattr(a, name), getattr(b, name)) for name in OF_SAMPLES]
-    for name, file in one.data_files.items():
-        if name in other.data_files:
-            found.append(Difference(f"data file {name}", *_contents(file, other.data_files[name])))
-    for each in found:
-        if each.before != each.now:
+    found = [(name, getattr(a, name), getattr(b, name)) for name in OF_SAMPLES]
+    for name in one.data_files.keys() & other.data_files.keys():
+        (size, known), (other_size, other_known) = one.data_files[name], other.data_files[name]
+        found.append((f"the size of data file {name}", size, other_size))
+        # That of a file at a URL is its store's, and says nothing about a copy elsewhere.
+        if known.startswith(BLOCKS) and other_known.startswith(BLOCKS):
+            found.append((f"the content of data file {name}", known, other_known))
+    for name, before, now in found:
+        if before != now:
             told = (
                 f"{one.url} and {other.url}: their samples are not those of the same data: "
-                f"{each.name} is {shown(each.before)} in one and {shown(each.now)} in the other"
+                f"{name} is {shown(before)} in one and {shown(now)} in the other"
             )
             raise ValueError(without_secrets(told))
-
-
-def _contents(*files: tuple[int, str]) -> list[str]:
-    """Returns how messages show the content of two files, as far as it can be compared.
-
-    Bytes and fingerprint of each. That of a file at a URL is its store's, and says nothing about a
-    copy elsewhere.
-    """
-    comparable = all(fingerprint.startswith(BLOCKS) for _, fingerprint in files)
-    return [f"{size:,} bytes" + f", {known}" * comparable for size, known in files]
 
 
 def _choice(run: "ActivationDataset") -> tuple[Any, ...]:

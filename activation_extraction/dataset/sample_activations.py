@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
+from activation_extraction.common.visible import counted
 from activation_extraction.dataset.token_batch import ByHook
 
 
@@ -39,6 +40,29 @@ class SampleActivations:
         return self.activations[hook]
 
 
+class Samples(Sequence[SampleActivations]):
+    """Samples that are read when they are asked for, by `_sample` of their number from 0."""
+
+    def number(self, index: int) -> int:
+        """Returns the number of a sample, which an index may count from the end. Raises
+        IndexError."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index}: the dataset has {counted(len(self), 'sample')}")
+        return index % len(self)
+
+    @overload
+    def __getitem__(self, index: int) -> SampleActivations: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[SampleActivations]: ...
+    def __getitem__(self, index: int | slice) -> SampleActivations | list[SampleActivations]:
+        if isinstance(index, slice):
+            return [self._sample(number) for number in range(*index.indices(len(self)))]
+        return self._sample(self.number(index))
+
+    def _sample(self, number: int) -> SampleActivations:
+        raise NotImplementedError
+
+
 def piece_of(row: Mapping[str, Any] | None) -> tuple[int, int, dict[str, Any]] | None:
     """Returns the number and the start of a piece of a document, and its row without these; None
     for the row of a sample that is no piece."""
@@ -52,20 +76,18 @@ def joined(pieces: Sequence[SampleActivations], starts: Sequence[int]) -> Sample
 
     pieces: all of them, in their order. starts: where in the document each begins.
     """
-
-    def whole(parts: Sequence[np.ndarray | None]) -> Any:
-        found = [part for part in parts if part is not None]
-        return np.concatenate(found) if len(found) == len(parts) else None
-
-    first, last = pieces[0], pieces[-1]
+    first = pieces[0]
     at = [start + piece.position for start, piece in zip(starts, pieces, strict=True)]
-    values = {hook: whole([piece[hook] for piece in pieces]) for hook in first.activations}
+    values = {hook: np.concatenate([p[hook] for p in pieces]) for hook in first.activations}
+    whole: dict[str, Any] = {
+        name: np.concatenate([getattr(piece, name) for piece in pieces])
+        for name in ("token_ids", "role", "turn")
+        if getattr(first, name) is not None
+    }
     return replace(
         first,
         activations=ByHook(values, first.activations.aliases),
-        token_ids=whole([piece.token_ids for piece in pieces]),
         position=np.concatenate(at).astype(np.int32),
-        cut=last.cut,
-        role=whole([piece.role for piece in pieces]),
-        turn=whole([piece.turn for piece in pieces]),
+        cut=pieces[-1].cut,
+        **whole,
     )

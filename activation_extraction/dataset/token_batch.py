@@ -5,7 +5,7 @@ canonical name, the key, which is what was asked for, and the other names. Value
 canonical name.
 """
 
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from operator import methodcaller
@@ -40,30 +40,22 @@ class ByHook(dict[str, T]):
         """Returns `convert` applied to every value."""
         return ByHook({hook: convert(value) for hook, value in self.items()}, self.aliases)
 
-    def matching(self, patterns: Iterable[str]) -> list[str]:
-        """Returns the hooks that have a name which any glob matches, in the order of the globs.
-
-        Raises KeyError with the first glob that matches nothing.
-        """
+    def chosen(self, where: str, hooks: Any) -> list[str]:
+        """Returns the hooks that have a name which any of these globs matches, in the order of the
+        globs; None asks for all. Raises ValueError for a glob that matches nothing. where: names
+        the run in messages."""
+        if hooks is None:
+            return list(self)
         names = {hook: [hook] for hook in self}
         for alias, hook in self.aliases.items():
             names.get(hook, []).append(alias)
-        found: list[str] = []
-        for pattern in patterns:
-            hooks = [h for h, known in names.items() if any(fnmatchcase(n, pattern) for n in known)]
-            if not hooks:
-                raise KeyError(pattern)
-            found += [hook for hook in hooks if hook not in found]
-        return found
-
-    def chosen(self, where: str, hooks: Any) -> list[str]:
-        """Returns the hooks that were asked for; None asks for all. Raises ValueError for one that
-        is not there. where: names the run in messages."""
-        asked = [hooks] if isinstance(hooks, str) else hooks
-        try:
-            return list(self) if asked is None else self.matching(asked)
-        except KeyError as error:
-            raise ValueError(f"{where}: has no hook {error}; it has {', '.join(self)}") from None
+        found: dict[str, None] = {}
+        for pattern in [hooks] if isinstance(hooks, str) else hooks:
+            new = [h for h, known in names.items() if any(fnmatchcase(n, pattern) for n in known)]
+            if not new:
+                raise ValueError(f"{where}: has no hook {pattern!r}; it has {', '.join(self)}")
+            found |= dict.fromkeys(new)
+        return list(found)
 
 
 def recorded_aliases(hooks: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -6,7 +6,7 @@ again by the windows that follow. Where a window begins and how many tokens were
 exactly where an iteration stands, so nothing has to be stored to restore it.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import itemgetter
@@ -41,16 +41,6 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What one worker reads, and how. read: returns a block of each run. requests: how many chunks
-    are read at the same time."""
-
-    chunks: Sequence[Chunk]
-    read: Callable[[Chunk], tuple[Block, ...]]
-    requests: int
-
-
-@dataclass(frozen=True)
 class Position:
     """Where an iteration stands.
 
@@ -77,14 +67,21 @@ class Windows:
     """Windows of `most` tokens; the last one may be shorter. seed: for shuffling; None keeps the
     order.
 
-    A thread fills a window, others read its chunks. A window's memory is used again when the next
-    but one is asked for.
+    read: returns a block of each run for one of the chunks. requests: how many chunks are read at
+    the same time. A thread fills a window, others read its chunks. A window's memory is used again
+    when the next but one is asked for.
     """
 
-    def __init__(self, plan: Plan, most: int, seed: int | None) -> None:
-        self._plan = plan
-        self._most = min(most, sum(map(len, plan.chunks)))
-        self._seed = seed
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        read: Callable[[Chunk], tuple[Block, ...]],
+        requests: int,
+        most: int,
+        seed: int | None,
+    ) -> None:
+        self._chunks, self._read, self._requests = chunks, read, requests
+        self._most, self._seed = min(most, sum(map(len, chunks))), seed
         self._stopped = False
         self._reading: dict[int, Future[tuple[Block, ...]]] = {}
         self._memory: list[tuple[TokenBatch, ...]] = []
@@ -114,14 +111,17 @@ class Windows:
         """The window that begins there; None if no tokens are left."""
         chunk, row, filled = begin.chunk, begin.row, 0
         memory: tuple[TokenBatch, ...] = ()
-        with ThreadPoolExecutor(self._plan.requests, "read-ahead") as pool:
-            while filled < self._most and chunk < len(self._plan.chunks) and not self._stopped:
-                blocks = self._read(chunk, pool)
+        with ThreadPoolExecutor(self._requests, "read-ahead") as pool:
+            while filled < self._most and chunk < len(self._chunks) and not self._stopped:
+                blocks = self._blocks(chunk, pool)
                 left = len(blocks[0].rows) - row
                 span = slice(filled, min(filled + left, self._most))
                 if left > 0:
                     if not self._memory:
-                        self._memory = [self._empty(blocks) for _ in range(2)]
+                        self._memory = [
+                            tuple(empty_batch(tokens, self._most) for tokens, _ in blocks)
+                            for _ in range(2)
+                        ]
                     memory = self._memory[begin.window % 2]
                     for (tokens, rows), target in zip(blocks, memory, strict=True):
                         wanted = rows[row : row + span.stop - filled]
@@ -131,23 +131,41 @@ class Windows:
                     chunk, row = chunk + 1, 0
         if not filled:
             return None
-        if self._seed is None:
-            order = np.arange(filled)
-        else:
-            order = np.random.default_rng([self._seed, begin.window]).permutation(filled)
+        order = np.arange(filled)
+        if self._seed is not None:
+            np.random.default_rng([self._seed, begin.window]).shuffle(order)
         return Window(memory, order, Position(begin.window + 1, chunk, row))
 
-    def _empty(self, blocks: tuple[Block, ...]) -> tuple[TokenBatch, ...]:
-        """Memory for a window of such blocks."""
-        return tuple(empty_batch(tokens, self._most) for tokens, _ in blocks)
-
-    def _read(self, chunk: int, pool: ThreadPoolExecutor) -> tuple[Block, ...]:
+    def _blocks(self, chunk: int, pool: ThreadPoolExecutor) -> tuple[Block, ...]:
         """A chunk of each run. Some of those that follow are read meanwhile.
 
         When the program ends, the pool raises RuntimeError, which ends the filling.
         """
         self._reading.pop(chunk - 1, None)
-        for number in range(chunk, min(chunk + self._plan.requests, len(self._plan.chunks))):
+        for number in range(chunk, min(chunk + self._requests, len(self._chunks))):
             if number not in self._reading:
-                self._reading[number] = pool.submit(self._plan.read, self._plan.chunks[number])
+                self._reading[number] = pool.submit(self._read, self._chunks[number])
         return self._reading[chunk].result()
+
+
+def cut(chunks: Iterable[Chunk], size: int) -> list[Chunk]:
+    """Returns the chunks in pieces of `size` tokens; the last one of each may be shorter."""
+    return [
+        Chunk(chunk.shard, at, min(at + size, chunk.stop))
+        for chunk in chunks
+        for at in range(chunk.start, chunk.stop, size)
+    ]
+
+
+def shuffled(chunks: list[Chunk], seed: int | None, *within: int) -> list[Chunk]:
+    """Returns the chunks in the order of a seed, and of what they are within; None keeps theirs."""
+    if seed is None:
+        return chunks
+    return [chunks[i] for i in np.random.default_rng([seed, *within]).permutation(len(chunks))]
+
+
+def share(chunks: list[Chunk], worker: int, workers: int) -> list[Chunk]:
+    """Returns every n-th chunk; where there are too few chunks, they are cut."""
+    if len(chunks) < workers:
+        chunks = [piece for each in chunks for piece in cut([each], -(-len(each) // workers))]
+    return chunks[worker::workers]

@@ -36,8 +36,8 @@ def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None)
     """
     form = EXPORT_FORMS[name]
     if find_spec(form.library) is None:
-        how = f"run: pip install {form.library}"
-        raise InputError(f"--export {name}: needs {form.library}; {how}")
+        needed = f"needs {form.library}; run: pip install {form.library}"
+        raise InputError(f"--export {name}: {needed}")
     if "://" in target:
         raise InputError(f"--export_dir {target}: is a URL; expected a local folder")
     target = os.path.normpath(target)
@@ -55,6 +55,8 @@ def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None)
     chunk = max(CHUNK_BYTES // token_bytes // form.row, 1) * form.row
     # Beside activations, the files have up to 16 bytes per token and hook: token ids and masks.
     with _new_folder(target, dataset.tokens * (token_bytes + 16 * len(hooks))) as folder:
+        for hook in hooks:
+            (folder / hook).mkdir()
         tokens = form.write(folder, dataset, hooks, _chunks(dataset, hooks, chunk))
     say(
         f"exported: {counted(tokens, 'token')}, {counted(len(hooks), 'hook')}, "
@@ -83,14 +85,11 @@ def _finished_run(root: Folder) -> ActivationDataset:
 
 def _choose_hooks(dataset: ActivationDataset, patterns: Sequence[str] | None) -> list[str]:
     """Returns the names of the hooks to export, in the run's order."""
-    known = dataset.hooks
     try:
-        chosen = known if patterns is None else known.matching(patterns)
-    except KeyError as error:
-        raise InputError(
-            f"--hook_names {error.args[0]}: no such hook; the run has {', '.join(known)}"
-        ) from None
-    return [hook for hook in known if hook in chosen]
+        chosen = dataset.hooks.chosen(dataset.url, patterns)
+    except ValueError as error:
+        raise InputError(f"--hook_names: {error}") from None
+    return [hook for hook in dataset.hooks if hook in chosen]
 
 
 @contextmanager
@@ -127,11 +126,11 @@ def _new_folder(target: str, needed: int) -> Iterator[Path]:
 
 def _chunks(dataset: ActivationDataset, hooks: Sequence[str], size: int) -> Iterator[TokenBatch]:
     """Yields all tokens in stored order, `size` at a time, with a progress bar."""
-    batches = dataset.batches(size, hooks, buffer=2 * size)
-    bar = tqdm(
-        total=dataset.tokens, unit=" tokens", unit_scale=True, desc="exporting", disable=None
-    )
-    with closing(batches), bar:
+    settings = dict(unit=" tokens", unit_scale=True, desc="exporting", disable=None)
+    with (
+        closing(dataset.batches(size, hooks, buffer=2 * size)) as batches,
+        tqdm(total=dataset.tokens, **settings) as bar,
+    ):
         for batch in batches:
             yield batch
             bar.update(len(batch))

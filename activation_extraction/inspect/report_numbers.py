@@ -16,7 +16,7 @@ from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.inspect.status import shard_seconds
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.sample_table import TableRow, rows_of
-from activation_extraction.store.statistics import HookStatistics, Statistics, Sums
+from activation_extraction.store.statistics import HookStatistics, Sums, sums_of
 
 READ_BYTES, BATCH_BYTES = 1e9, 2**24  # about how much is read of activations: in all, and at once
 TOKENS = 1000, 200_000  # are read at least, and at most
@@ -90,7 +90,7 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
             norms[hook].append(np.linalg.norm(values.astype(np.float64), axis=1))
             for sample in batch.sample_idx[~(norms[hook][-1] < MAX_NORM)]:
                 raise OSError(f"{dataset.url}: sample {sample}, {hook}: NaN or huge values")
-            sums[hook].add([values], [batch.position])
+            sums[hook].merge(sums_of([values], [batch.position]))
         shared.append((batch.sample_idx, batch.token_ids, batch.position))
     if not shared:
         raise ValueError(f"{dataset.url}: the sampled shards hold no tokens")
@@ -110,10 +110,8 @@ class HookReport:
     """
 
     def __init__(self, sample: TokenSample, number: int, name: str) -> None:
-        norms, statistics = (
-            sample.norms[name],
-            HookStatistics.of(Statistics(), lambda: sample.sums[name]),
-        )
+        norms = sample.norms[name]
+        statistics = HookStatistics(load=lambda: sample.sums[name])
         match = re.fullmatch(r"blocks\.([0-9]{1,9})\.(.+)", name)
         self.name = name
         self.kind, self.layer = (match[2], int(match[1])) if match else (OTHER, number)

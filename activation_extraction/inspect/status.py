@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from activation_extraction.common.visible import counted, say
@@ -75,10 +75,8 @@ def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
         _print_table(hosts, total)
         if not_started := [host.name for host in hosts if host.state == "not started"]:
             say(f"not started: {', '.join(not_started)}")
-        for line in _errors(total["hooks"]):
+        for line in (*_errors(total["hooks"]), *(f"damaged: {problem}" for problem in problems)):
             say(line)
-        for problem in problems:
-            say(f"damaged: {problem}")
     if write:
         root.write(AGGREGATE, seal(total), ANY)
         if not as_json:
@@ -93,36 +91,38 @@ def host_states(folders: dict[str, Stored]) -> list[HostState]:
 
 
 def _host_state(name: str, stored: Stored) -> HostState:
-    commits = stored.in_order
-    metadata, totals = stored.metadata, stored.totals
-    pace = last_sign = expected_end = share = None
-    state = "damaged" if stored.files else "not started"
-    if metadata is not None:
-        pace = _pace(commits)
-        last_sign = max([metadata["written"], *(commit.committed for commit in commits)])
-        state = _state(stored, metadata, pace, last_sign)
-        limits = {name: metadata.get(f"max_{name}") for name in ("samples", "tokens")}
-        given = {name: limit for name, limit in limits.items() if limit is not None}
-        if given:
-            share = max(getattr(totals, name) / (limit or 1) for name, limit in given.items())
-            share = 1.0 if state == "complete" else share
-        if state == "running" and pace is not None:
-            left = [(limit - getattr(totals, name), name) for name, limit in given.items()]
-            seconds = [n / getattr(pace, name) for n, name in left if getattr(pace, name)]
-            expected_end = last_sign + min(seconds) if seconds else None
-    phases = {key: re.fullmatch("waited_([a-z]+)_seconds", key) for key in stored.metrics}
     folder = HostFolder.parse(name) or HostFolder(0)
-    return HostState(
+    commits, metadata, totals = stored.in_order, stored.metadata, stored.totals
+    phases = {key: re.fullmatch("waited_([a-z]+)_seconds", key) for key in stored.metrics}
+    known = HostState(
         name=name,
         machine=folder.machine,
         host=folder.host or 0,
-        state=state,
+        state="damaged" if stored.files else "not started",
         **{field: getattr(totals, field) for field in SUMS},
         last_commit=commits[-1].committed if commits else None,
-        last_sign=last_sign,
-        tokens_per_second=None if pace is None else pace.tokens,
         utilisation=stored.metrics.get("model_flops_utilisation"),
         waited={match[1]: stored.metrics[key] for key, match in phases.items() if match},
+    )
+    if metadata is None:
+        return known
+    pace, expected_end, share = _pace(commits), None, None
+    last_sign = max([metadata["written"], *(commit.committed for commit in commits)])
+    state = _state(stored, metadata, pace, last_sign)
+    limits = {name: metadata.get(f"max_{name}") for name in ("samples", "tokens")}
+    if given := {name: limit for name, limit in limits.items() if limit is not None}:
+        share = max(getattr(totals, name) / (limit or 1) for name, limit in given.items())
+        share = 1.0 if state == "complete" else share
+    if state == "running" and pace is not None:
+        rates = {name: getattr(pace, name) for name in given}
+        left = {name: limit - getattr(totals, name) for name, limit in given.items()}
+        seconds = [left[name] / rate for name, rate in rates.items() if rate]
+        expected_end = last_sign + min(seconds) if seconds else None
+    return replace(
+        known,
+        state=state,
+        last_sign=last_sign,
+        tokens_per_second=None if pace is None else pace.tokens,
         expected_end=expected_end,
         share=share,
     )
@@ -153,9 +153,7 @@ def shard_seconds(commits: Iterable[Commit]) -> Iterator[tuple[Commit, float]]:
 
 def _pace(commits: list[Commit]) -> Pace | None:
     """Returns the pace of the last shards; None if they do not show it."""
-    timed = list(shard_seconds(commits[-RECENT - 1 :]))
-    if len(commits) > RECENT:  # nothing is known of the commit before the first of these
-        timed = [each for each in timed if each[0] is not commits[-RECENT - 1]]
+    timed = list(shard_seconds(commits))[-RECENT:]
     if not timed:
         return None
     seconds = sum(each for _, each in timed)
@@ -209,9 +207,9 @@ def _errors(hooks: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Yields lines on the encoded hooks with the largest errors, and one on how many others there
     are."""
     errors = {hook["name"]: Statistics.from_json(hook).error for hook in hooks}
-    encoded = [(error.others.mean, name, error) for name, error in errors.items() if error]
+    encoded = [(error["others"].mean, name, error) for name, error in errors.items() if error]
     for _, name, error in sorted(encoded, key=lambda each: -each[0])[:SHOWN]:
-        sinks, others = error.sinks, error.others
+        sinks, others = error["sinks"], error["others"]
         yield (
             f"{name}: relative error of a token {others.mean:.2%} on average, at most "
             f"{others.worst:.2%}; first tokens of documents {sinks.mean:.2%}, {sinks.worst:.2%}"
@@ -230,11 +228,14 @@ def _print_table(hosts: list[HostState], total: dict[str, Any]) -> None:
 
 
 def _sum(hosts: list[HostState], total: dict[str, Any]) -> HostState:
-    """Returns the last row of the table. A run ends when its last host ends."""
+    """Returns the last row of the table. A run ends when its last host ends. How much of it is done
+    is known if all hosts that have started have a limit."""
     running = [host for host in hosts if host.state == "running"]
     rates = [host.tokens_per_second for host in running if host.tokens_per_second is not None]
     ends = [host.expected_end for host in running if host.expected_end is not None]
     commits = [host.last_commit for host in hosts if host.last_commit is not None]
+    begun = [host.share for host in hosts if host.state != "not started"]
+    done = [share for share in begun if share is not None]
     return HostState(
         name="",
         machine=0,
@@ -244,15 +245,8 @@ def _sum(hosts: list[HostState], total: dict[str, Any]) -> HostState:
         last_commit=max(commits, default=None),
         tokens_per_second=sum(rates) if rates else None,
         expected_end=max(ends) if ends and len(ends) == len(running) else None,
-        share=_share_of(hosts),
+        share=sum(done) / len(hosts) if done and len(done) == len(begun) else None,
     )
-
-
-def _share_of(hosts: list[HostState]) -> float | None:
-    """How much of the run is done, all hosts together; None if some have no limit."""
-    begun = [host.share for host in hosts if host.state != "not started"]
-    known = [share for share in begun if share is not None]
-    return sum(known) / len(hosts) if known and len(known) == len(begun) else None
 
 
 def _row(host: HostState) -> dict[str, str]:
@@ -286,7 +280,6 @@ def _row(host: HostState) -> dict[str, str]:
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(int(max(seconds, 0)), 60)
     hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
+    if hours >= 24:
+        return f"{hours // 24} d {hours % 24} h"
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -1,8 +1,8 @@
 """The files that trainers of autoencoders read: a function for each form, which writes them.
 
-Each gets an empty folder, a run, the names of the hooks to export, and all tokens of the run in
-chunks; every chunk but the last has a multiple of the form's `row` tokens. It returns how many
-tokens it wrote. The libraries are imported only where they are needed.
+Each gets a folder, which has an empty folder for each hook, a run, the names of the hooks to
+export, and all tokens of the run in chunks; every chunk but the last has a multiple of the form's
+`row` tokens. It returns how many tokens it wrote. The libraries are imported where they are needed.
 """
 
 import json
@@ -44,13 +44,11 @@ def write_llamascopium(
 ) -> int:
     """Writes Llamascopium's cached activations, for its target `activations-1d`.
 
-    There is a folder of chunks for each hook. There is no padding, so both masks are 1.
+    There are files of chunks for each hook. There is no padding, so both masks are 1.
     """
     from safetensors.numpy import save
 
     tokens = 0
-    for hook in hooks:
-        (folder / hook).mkdir()
     for number, batch in enumerate(chunks):
         ones = np.ones(len(batch), np.int32)
         shared = {"mask": ones, "attention_mask": ones, "tokens": batch.token_ids.astype(np.int64)}
@@ -73,8 +71,6 @@ def write_memmap(
     """
     import torch
 
-    for hook in hooks:
-        (folder / hook).mkdir()
     scratch = folder / "tokens.bin"  # the ids of all tokens need not fit into memory
     tokens, shards, starts, sample = 0, [], [], None
     with open(scratch, "wb") as file:
@@ -108,11 +104,11 @@ def write_memmap(
         of_hook = dataset.statistics[hook].all_tokens
         if of_hook.tokens:  # hooks that hold no activations have no statistics
             # The cache calls the sum of the squared deviations M2 (RunningStatWelford).
-            squares = torch.tensor(of_hook.variance * of_hook.tokens)
-            std = torch.sqrt(squares / (of_hook.tokens - 1))
-            floats = {"mean": torch.tensor(of_hook.mean), "std": std, "M2": squares}
-            floats = {name: values.float() for name, values in floats.items()}
-            _save(folder / hook, count=torch.tensor(of_hook.tokens), **floats)
+            squares = of_hook.variance * of_hook.tokens
+            std = np.sqrt(squares / max(of_hook.tokens - 1, 1))
+            floats = {"mean": of_hook.mean, "std": std, "M2": squares}
+            tensors = {name: torch.tensor(values).float() for name, values in floats.items()}
+            _save(folder / hook, count=torch.tensor(of_hook.tokens), **tensors)
     return tokens
 
 
@@ -142,7 +138,6 @@ def write_sae_lens(
         shape, dtype = (form.row, dataset.hooks[hook]), form.dtype_of(dataset, hook).name
         ids = datasets.List(datasets.Value("int32"), length=form.row)
         features = datasets.Features({hook: datasets.Array2D(shape, dtype), "token_ids": ids})
-        (folder / hook).mkdir()
         datasets.DatasetInfo(features=features).write_to_directory(str(folder / hook))
         writers[hook] = ArrowWriter(features=features, path=str(folder / hook / file))
     for batch in chunks:
@@ -154,15 +149,9 @@ def write_sae_lens(
             column = column.astype(form.dtype_of(dataset, hook), copy=False)
             writers[hook].write_batch({hook: column, "token_ids": token_ids})
         tokens += whole
-    state: dict[str, Any] = {
-        "_data_files": [{"filename": file}],
-        "_fingerprint": None,  # `datasets` makes one
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": None,
-    }
+    state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))
+    state |= {"_fingerprint": None, "_format_kwargs": {}, "_output_all_columns": False}
+    state["_data_files"] = [{"filename": file}]  # `datasets` makes the fingerprint
     for hook, writer in writers.items():
         writer.finalize()
         (folder / hook / "state.json").write_text(json.dumps(state, indent=2))

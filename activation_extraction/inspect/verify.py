@@ -16,10 +16,10 @@ from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.folders import (
-    HostFolder,
     expected_names,
     missing_jsons,
     read_folders,
+    strangers,
 )
 from activation_extraction.inspect.verify_shard import (
     CheckedShard,
@@ -130,17 +130,15 @@ def _pick(shards: list[tuple[str, Commit]], count: int) -> list[list[int]]:
 # How much recomputed activations may differ from the stored ones, relative to the norm of a sample
 # at a hook. This is the error of the computation, by the dtype of the model and by whether the
 # platform is the one of the run.
-COMPUTED = {
+COMPUTED = {  # on the platform of the run, and on another one
     # Products have the highest precision on every platform, but another mesh or packing changes the
-    # order in which they are summed. On a CPU, 2e-6 was measured after 12 layers.
-    ("float32", True): 1e-3,
-    # Functions such as exp and rsqrt differ between platforms.
-    ("float32", False): 2e-3,
+    # order in which they are summed: on a CPU, 2e-6 was measured after 12 layers. Functions such as
+    # exp and rsqrt differ between platforms.
+    "float32": (1e-3, 2e-3),
     # Each value is rounded to 8 bits, and may be rounded to the other side if the sum before it
     # differs; later layers propagate the difference. On a CPU, 1.6e-2 was measured after 12 layers.
     # The functions of two platforms differ by less than one such rounding.
-    ("bfloat16", True): 5e-2,
-    ("bfloat16", False): 5e-2,
+    "bfloat16": (5e-2, 5e-2),
 }
 # This is the error of rounding both to the stored dtype: 0.4 of a unit in the last place (the RMS
 # of two roundings), which is at most 2**-10 or 2**-7 of a value. Encoded activations are compared
@@ -160,12 +158,12 @@ def tolerance(identity: Identity, same_platform: bool) -> float:
     """Returns the largest relative error that rounding explains. Raises InputError for other
     dtypes."""
     dtype, stored = identity.dtype, identity.activation_dtype
-    if (dtype, same_platform) not in COMPUTED or stored not in STORED:
+    if dtype not in COMPUTED or stored not in STORED:
         raise InputError(
             f"{METADATA}: computed in {dtype or 'an unknown dtype'}, stored in {stored}: expected "
-            f"one of float32, bfloat16, and one of {', '.join(STORED)}"
+            f"one of {', '.join(COMPUTED)}, and one of {', '.join(STORED)}"
         )
-    return COMPUTED[dtype, same_platform] + STORED[stored]
+    return COMPUTED[dtype][not same_platform] + STORED[stored]
 
 
 def _compare(
@@ -178,28 +176,22 @@ def _compare(
             continue
         for name, stored in zip(identity.hooks, sample.activations, strict=True):
             before, now = (np.asarray(each, np.float64) for each in (stored, activations[name]))
+            where = f"{sample.where}, {name}: recomputed,"
             if np.issubdtype(activations[name].dtype, np.integer):
                 different = int((now != before).sum())
                 most = max(int(OTHER_NUMBERS[identity.dtype] * now.size), TIE)
                 if different > most:
-                    yield (
-                        f"{sample.where}, {name}: recomputed, {different} of its {now.size} "
-                        f"numbers differ (allowed: {most})"
-                    )
+                    yield f"{where} {different} of its {now.size} numbers differ (allowed: {most})"
                 continue
-            limit = allowed
-            if name in identity.float32_hooks:
-                limit -= STORED[identity.activation_dtype]
+            as_computed = name in identity.float32_hooks
+            limit = allowed - as_computed * STORED[identity.activation_dtype]
             if identity.leaves_out_firsts(name):
                 positions = sample.row.positions
                 defined = defined_tokens(before, positions) | defined_tokens(now, positions)
                 before, now = before[defined], now[defined]
             error = float(np.linalg.norm(now - before)) / max(float(np.linalg.norm(before)), 1e-30)
             if not error <= limit:
-                yield (
-                    f"{sample.where}, {name}: recomputed, it differs by {error:.2g} of its norm "
-                    f"(allowed: {limit:g})"
-                )
+                yield f"{where} it differs by {error:.2g} of its norm (allowed: {limit:g})"
 
 
 def check_numbers(folders: dict[str, Stored], checked: Sequence[CheckedShard]) -> Iterator[str]:
@@ -231,57 +223,24 @@ def check_numbers(folders: dict[str, Stored], checked: Sequence[CheckedShard]) -
 
 def check_folders(folders: dict[str, Stored]) -> Iterator[str]:
     """Yields all problems that the JSON files and the names of the files show."""
-    expected = expected_names(folders)
-    yield from (f"{name}: is missing" for name in expected if name not in folders)
-    readable: list[str] = []
+    yield from (f"{name}: is missing" for name in expected_names(folders) if name not in folders)
+    yield from strangers(folders)
+    prints: dict[tuple[str, int], str] = {}  # of the data set's files, by name and size
     for name, stored in folders.items():
-        if name not in expected:
-            yield f"{name or 'the output itself'}: holds shards that are not part of this run"
         yield from stored.damaged.values()
         yield from missing_jsons(stored, name)
-        if stored.metadata is not None:
-            yield from _check_folder(name, stored, stored.metadata)
-            readable.append(name)
-    yield from _check_one_run(folders, readable)
-
-
-def _check_one_run(folders: dict[str, Stored], names: Iterable[str]) -> Iterator[str]:
-    """Yields how these folders differ from the run that the first one belongs to."""
-    common: dict[str, Any] = {}
-    hosts: dict[int, int] = {}  # the number of hosts of every machine
-    prints: dict[tuple[str, int], str] = {}  # of the data set's files, by name and size
-    for name in names:
-        for file in (folders[name].metadata or {}).get("data_files", ()):
-            name_and_size, found = (file["name"], file["bytes"]), file["fingerprint"]
-            if prints.setdefault(name_and_size, found) != found:
+        metadata, where = stored.metadata or {}, file_path(name, METADATA)
+        for file in metadata.get("data_files", ()):
+            found = file["fingerprint"]
+            if prints.setdefault((file["name"], file["bytes"]), found) != found:
                 yield f"{name}: has read a file {file['name']} with other content than others have"
-        identity = folders[name].identity
-        assert identity is not None
-        shared = identity.shared
-        common = common or shared
-        if hosts.setdefault(identity.machine, identity.num_hosts) != identity.num_hosts:
-            yield f"{name}: belongs to another run: its num_hosts differs"
-        for key in common:
-            if shared[key] != common[key]:
-                yield f"{name}: belongs to another run: its {key} differs"
-
-
-def _check_folder(name: str, stored: Stored, metadata: dict[str, Any]) -> Iterator[str]:
-    """Yields all problems of one folder."""
-    identity = stored.identity
-    assert identity is not None
-    where = file_path(name, METADATA)
-    expected = HostFolder.of(identity.machine, identity.host, identity.num_hosts).name
-    if name not in ("", expected):
-        yield f"{name}: holds the shards of {expected}"
-    if metadata["status"] != "complete":
-        yield f"{where}: the run is not complete: {metadata['status']}"
-        return
-    yield from (f"{where}: {problem}" for problem in total_problems(stored.in_order, metadata))
-    committed = {commit.file for commit in stored.in_order}
-    for file in stored.files:
-        if SHARD_FILE.fullmatch(file) and file not in committed:
-            yield f"{file_path(name, file)}: has no JSON"
+        if metadata and metadata["status"] != "complete":
+            yield f"{where}: the run is not complete: {metadata['status']}"
+        elif metadata:
+            yield from (f"{where}: {each}" for each in total_problems(stored.in_order, metadata))
+            for file in sorted(stored.files.keys() - {commit.file for commit in stored.in_order}):
+                if SHARD_FILE.fullmatch(file):
+                    yield f"{file_path(name, file)}: has no JSON"
 
 
 def total_problems(commits: Iterable[Commit], metadata: dict[str, Any]) -> Iterator[str]:

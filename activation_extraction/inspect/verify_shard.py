@@ -3,7 +3,6 @@
 Its activations are read only if some of them are to be recomputed.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import Stored
 from activation_extraction.store.resume import furthest_mark
 from activation_extraction.store.sample_table import read_table
-from activation_extraction.store.shard import SampleRow, Shard
+from activation_extraction.store.shard import SampleRow
 from activation_extraction.store.shard_reader import check_shard_file, read_shard, read_sums
 from activation_extraction.text.batch import Cursor, Worker
 
@@ -61,10 +60,19 @@ def check_shard(
         return CheckedShard(folder, commit, [], [], np.zeros(0, np.int64))
     where, chosen = file_path(folder, commit.file), []
     try:
-        _check_size(store, stored, commit)
+        if (size := stored.files.get(commit.file)) is None:
+            moved = stored.moved_to
+            raise RunError(f"is missing{f' here, it was uploaded to {moved}' if moved else ''}")
+        if size != commit.bytes:
+            raise RunError(f"has {size} bytes, its JSON says {commit.bytes}")
         if wanted and stored.identity is not None:
-            shard = read_shard(store, commit)
-            chosen = _choose(where, shard, wanted, stored, commit)
+            worker, shard = stored.identity.worker, read_shard(store, commit)
+            number = (commit.first - worker.sample_idx(0)) // worker.stride
+            start = furthest_mark(stored.in_order, number)
+            for i in wanted:
+                row, values = shard.samples[i], [shard.activation(key, i) for key in shard.slices]
+                name = f"{where}: sample {row.sample_idx}"
+                chosen.append(ChosenSample(name, row, values, worker, commit.number, start))
         else:
             check_shard_file(store, commit)
         read_sums(store, commit, ())
@@ -73,34 +81,3 @@ def check_shard(
         problem = f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")
         return CheckedShard(folder, commit, [problem], [])
     return CheckedShard(folder, commit, [], chosen, table["sample_idx"].to_numpy())
-
-
-def _check_size(store: Folder, stored: Stored, commit: Commit) -> None:
-    """Raises RunError if the listing lacks the shard's file, or has it with another size."""
-    size = stored.files.get(commit.file)
-    if size is None:
-        moved = (stored.metadata or {}).get("remote")
-        hint = f" here, it was uploaded to {moved}" if moved and store.local else ""
-        raise RunError(f"is missing{hint}")
-    if size != commit.bytes:
-        raise RunError(f"has {size} bytes, its JSON says {commit.bytes}")
-
-
-def _choose(
-    where: str, shard: Shard, wanted: Sequence[int], stored: Stored, commit: Commit
-) -> list[ChosenSample]:
-    identity, first = stored.identity, commit.first
-    assert identity is not None
-    number = (first - identity.worker.sample_idx(0)) // identity.worker.stride
-    start = furthest_mark(stored.in_order, number)
-    return [
-        ChosenSample(
-            where=f"{where}: sample {shard.samples[i].sample_idx}",
-            row=shard.samples[i],
-            activations=[shard.activation(key, i) for key in shard.slices],
-            worker=identity.worker,
-            shard=commit.number,
-            start=start,
-        )
-        for i in wanted
-    ]

@@ -8,6 +8,7 @@ Letters: B rows, T queries, S keys, N query heads, K key/value heads, G = N / K,
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,22 @@ from jax import Array, lax
 
 from activation_extraction.model.layers import einsum, from_bits, to_bits
 
-# (q BTNH, k BSKH, v BSKH, q_segments BT, k_segments BS, first_query) -> BTNH in q's dtype.
-# Query head n reads key/value head n // (N / K). Scores are the products of q and k: q has been
-# multiplied by H**-0.5 before it was rounded. The queries are the T tokens of the row from
-# `first_query` on (an int or a traced scalar), the keys are the whole row. A token sees the tokens
-# of its own segment up to itself; with the keyword `window` (an int) it sees only the last `window`
-# of them. The segments of a row follow one another; padding, segment 0, comes last, and its output
-# means nothing.
+
+class Segments(NamedTuple):
+    """The segments of queries (B, T) and keys (B, S).
+
+    The segments of a row follow one another; padding, segment 0, comes last.
+    """
+
+    q: Array
+    k: Array
+
+
+# (q BTNH, k BSKH, v BSKH, segments, first) -> BTNH in q's dtype. Query head n reads key/value head
+# n // (N / K). Scores are the products of q and k: q has been multiplied by H**-0.5 before it was
+# rounded. The queries are the T tokens of the row from `first` on (an int or a traced scalar), the
+# keys are the whole row. A token sees the tokens of its own segment up to itself; with the keyword
+# `window` (an int) it sees only the last `window` of them. The output of padding means nothing.
 Attention = Callable[..., Array]
 
 QUERY_BLOCK = 64
@@ -30,55 +40,39 @@ MOST_LENGTHS = 32  # of spans of keys: the time to compile grows with it
 
 
 def visible_keys(
-    q_segments: Array,
-    k_segments: Array,
-    first_query: int | Array,
-    first_key: int | Array = 0,
-    window: int | None = None,
+    segments: Segments, first: int | Array, window: int | None = None, first_key: int | Array = 0
 ) -> Array:
     """Returns the keys each query sees: (..., T) and (..., S) segments -> (..., T, S) bool.
 
-    The queries and keys are those of their row from `first_query` and `first_key` on.
+    The queries and keys are those of their row from `first` and `first_key` on.
     """
-    queries = first_query + jnp.arange(q_segments.shape[-1])[:, None]
-    keys = first_key + jnp.arange(k_segments.shape[-1])
-    seen = (queries >= keys) & (q_segments[..., :, None] == k_segments[..., None, :])
+    queries = first + jnp.arange(segments.q.shape[-1])[:, None]
+    keys = first_key + jnp.arange(segments.k.shape[-1])
+    seen = (queries >= keys) & (segments.q[..., :, None] == segments.k[..., None, :])
     return seen if window is None else seen & (queries - keys < window)
 
 
 def dense_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_segments: Array,
-    k_segments: Array,
-    first_query: int | Array,
-    window: int | None = None,
+    q: Array, k: Array, v: Array, segments: Segments, first: int | Array, window: int | None = None
 ) -> Array:
     """Computes all (T, S) scores at once; it is the reference for tests. See `Attention`."""
-    seen = visible_keys(q_segments, k_segments, first_query, window=window)
+    seen = visible_keys(segments, first, window)
     out = einsum("BKGTS,BSKH->BTKGH", _probabilities(q, k, seen).astype(v.dtype), v)
     return out.reshape(q.shape).astype(q.dtype)
 
 
 def attention_pattern(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_segments: Array,
-    k_segments: Array,
-    first_query: int | Array,
-    window: int | None = None,
+    q: Array, k: Array, v: Array, segments: Segments, first: int | Array, window: int | None = None
 ) -> Array:
     """Returns how much each head of a token attends to its segment's tokens: (B, T, N, S), like q.
 
     Column j belongs to the token at position j of the query's own segment, wherever in the row that
     lies; tokens that the query does not see have 0. It takes what `Attention` takes and ignores v.
     """
-    seen = visible_keys(q_segments, k_segments, first_query, window=window)
+    seen = visible_keys(segments, first, window)
     pattern = jnp.moveaxis(_probabilities(q, k, seen), 3, 1)  # BTKGS
     pattern = pattern.reshape(*q.shape[:3], k.shape[1]).astype(q.dtype)
-    same = q_segments[..., :, None] == k_segments[..., None, :]
+    same = segments.q[..., :, None] == segments.k[..., None, :]
     columns = jnp.argmax(same, axis=-1)[..., None] + jnp.arange(k.shape[1])  # other segments have 0
     return jnp.take_along_axis(pattern, columns[:, :, None] % k.shape[1], axis=-1)
 
@@ -92,13 +86,7 @@ def _probabilities(q: Array, k: Array, seen: Array) -> Array:
 
 
 def blocked_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_segments: Array,
-    k_segments: Array,
-    first_query: int | Array,
-    window: int | None = None,
+    q: Array, k: Array, v: Array, segments: Segments, first: int | Array, window: int | None = None
 ) -> Array:
     """Computes blocks of queries, each with only the keys that it may see. See `Attention`.
 
@@ -111,30 +99,30 @@ def blocked_attention(
     keys, kv_heads = k.shape[1:3]
     if padding := -length % QUERY_BLOCK:
         q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
-        q_segments = jnp.pad(q_segments, ((0, 0), (0, padding)))
+        segments = segments._replace(q=jnp.pad(segments.q, ((0, 0), (0, padding))))
     per_row = (length + padding) // QUERY_BLOCK
     step = KEY_BLOCK * -(-keys // (KEY_BLOCK * MOST_LENGTHS))
     sizes = [*range(step, keys, step), keys]  # lengths of spans; the last one covers all keys
-    choices = _span_choices(q_segments, k_segments, first_query, sizes, window)
-    segments = q_segments.reshape(-1, QUERY_BLOCK)
+    choices = _span_choices(segments, first, sizes, window)
+    of_blocks = segments.q.reshape(-1, QUERY_BLOCK)
     # The queries of a block and the heads of a group are rows of one product for each of K heads.
     grouped = to_bits(q).reshape(-1, QUERY_BLOCK, kv_heads, heads // kv_heads * head_dim)
-    grouped = grouped.swapaxes(1, 2).reshape(len(segments), kv_heads, -1, head_dim)
+    grouped = grouped.swapaxes(1, 2).reshape(len(of_blocks), kv_heads, -1, head_dim)
     k_bits, v_bits = to_bits(k).swapaxes(1, 2), to_bits(v).swapaxes(1, 2)  # BKSH
 
     def block(number: Array) -> Array:
         row = number // per_row
-        start = first_query + number % per_row * QUERY_BLOCK
+        start = first + number % per_row * QUERY_BLOCK
 
         def attend_to_span(size: int) -> Array:
-            first = jnp.clip(start + QUERY_BLOCK - size, 0, keys - size)
-            span = (row, 0, first, 0), (1, kv_heads, size, head_dim)
-            span_segments = lax.dynamic_slice(k_segments, (row, first), (1, size))[0]
+            first_key = jnp.clip(start + QUERY_BLOCK - size, 0, keys - size)
+            span = (row, 0, first_key, 0), (1, kv_heads, size, head_dim)
+            of_span = lax.dynamic_slice(segments.k, (row, first_key), (1, size))[0]
             out = _attend(
                 from_bits(grouped[number], q.dtype),
                 from_bits(lax.dynamic_slice(k_bits, *span)[0], k.dtype),
                 from_bits(lax.dynamic_slice(v_bits, *span)[0], v.dtype),
-                visible_keys(segments[number], span_segments, start, first, window),
+                visible_keys(Segments(of_blocks[number], of_span), start, window, first_key),
             )
             return to_bits(out)
 
@@ -144,26 +132,22 @@ def blocked_attention(
         spans = [partial(attend_to_span, size) for size in sizes]
         return lax.switch(choices[number], [skip, *spans])
 
-    out = lax.map(block, jnp.arange(len(segments)))
-    out = out.reshape(len(segments), kv_heads, QUERY_BLOCK, -1).swapaxes(1, 2)
+    out = lax.map(block, jnp.arange(len(of_blocks)))
+    out = out.reshape(len(of_blocks), kv_heads, QUERY_BLOCK, -1).swapaxes(1, 2)
     return from_bits(out.reshape(batch, -1, heads, head_dim)[:, :length], q.dtype)
 
 
 def _span_choices(
-    q_segments: Array,
-    k_segments: Array,
-    first_query: int | Array,
-    sizes: list[int],
-    window: int | None,
+    segments: Segments, first: int | Array, sizes: list[int], window: int | None
 ) -> Array:
     """Returns, row by row, which of `sizes` each block needs, counted from 1; 0 is for padding."""
-    firsts = q_segments[:, ::QUERY_BLOCK, None]
-    begins = jnp.argmax(k_segments[:, None, :] == firsts, axis=-1)
-    ends = first_query + QUERY_BLOCK * jnp.arange(1, begins.shape[1] + 1)
+    firsts = segments.q[:, ::QUERY_BLOCK, None]
+    begins = jnp.argmax(segments.k[:, None, :] == firsts, axis=-1)
+    ends = first + QUERY_BLOCK * jnp.arange(1, begins.shape[1] + 1)
     if window is not None:
         begins = jnp.maximum(begins, ends - QUERY_BLOCK - window + 1)
     needed = jnp.searchsorted(jnp.asarray(sizes), jnp.minimum(ends, sizes[-1]) - begins) + 1
-    real = q_segments.reshape(*begins.shape, QUERY_BLOCK).any(axis=-1)
+    real = segments.q.reshape(*begins.shape, QUERY_BLOCK).any(axis=-1)
     return jnp.where(real, needed, 0).reshape(-1)
 
 

@@ -20,6 +20,7 @@ stages.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +32,13 @@ from jax.sharding import AbstractMesh
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.devices import CHIPS, USABLE, Chip, at_dtype, chip_of
 from activation_extraction.model.family import HookedModel, WeightTable
-from activation_extraction.model.mesh import RULES, Layout, check_divisibility, mesh_axes
+from activation_extraction.model.mesh import (
+    BOTH,
+    RULES,
+    Layout,
+    check_divisibility,
+    mesh_axes,
+)
 from activation_extraction.model.predictions import TOKENS_OF_A_BLOCK
 from activation_extraction.model.weights import WeightSpec
 
@@ -58,9 +65,6 @@ class Estimate(NamedTuple):
     def seconds(self) -> float:
         return max(self.products, self.gathers) + self.exchanges
 
-    def fits(self, limit: float | None) -> bool:
-        return limit is None or self.memory <= USABLE * limit
-
 
 @dataclass(frozen=True)
 class StepSizes:
@@ -84,13 +88,14 @@ class StepSizes:
         mesh divides the rows and widths.
         """
         estimates = self._estimates(devices)
-        fitting = [each for each in estimates if each.fits(limit)]
+        fitting = [x for x in estimates if limit is None or x.memory <= USABLE * limit]
         if not fitting:
             best = min(estimates, key=lambda each: each.memory)
             return best.layout.shape, f"{_memory(best, limit)}; no mesh fits by this estimate"
         shortest = min(each.seconds for each in fitting)
         alike = [each for each in fitting if each.seconds <= ALIKE * shortest]
-        best = min(alike, key=_splits)
+        splits = "model", "expert", "fsdp"  # in this order, as few as can be
+        best = min(alike, key=lambda each: [each.layout.shape.get(axis, 1) for axis in splits])
         return best.layout.shape, _why(best, limit)
 
     def _estimates(self, devices: Sequence[Any]) -> list[Estimate]:
@@ -128,7 +133,7 @@ class StepSizes:
         chip, linked = chip_of(devices[0]) or UNKNOWN, linked_devices(devices)
         chip = at_dtype(chip, self.model.dtype, devices[0].platform)
         speed = {axis: link_speed(layout, axis, chip, linked) for axis in AXES}
-        products = self._flops / _devices(layout) / chip.flops
+        products = self._flops / layout.size(*AXES, "query") / chip.flops
         exchanges = self._sent_by_model(layout) / speed["model"]
         exchanges += self._sent_by_experts(layout) / speed["expert"]
         gathers = self._gathered(layout) / speed["fsdp"]
@@ -142,11 +147,10 @@ class StepSizes:
     def memory(self, layout: Layout) -> float:
         """Returns the bytes that one device holds; gathered layers count as working memory."""
         config, item = self.model.config, self.model.dtype.itemsize
-        weights = sum(_numbers(layout, spec) for spec in self.weights.values())
-        held = 0.0
+        held = float(sum(_numbers(layout, spec) for spec in self.weights.values()))
         if layout.size("fsdp") > 1:  # one layer computes while the next one is gathered
             held += 2 * self._largest_layer(layout)
-        parts = layout.size("model", "query")
+        parts = layout.size(*BOTH)
         widths = 6 * config.hidden_size + 4 * config.sizes.get("F", 0) // parts
         if config.experts is not None:  # every token has a row for each of its experts
             rows = config.experts.per_token * layout.size("expert")
@@ -161,8 +165,8 @@ class StepSizes:
         captured = self.rows * self.length * sum(form.bytes for form in forms)
         # The next step's activations are there before the last one's have left, and some are held
         # while a step computes.
-        results = 2.5 * captured / _devices(layout)
-        return item * (weights + held + self._tokens(layout) * widths) + results
+        results = 2.5 * captured / layout.size(*AXES, "query")
+        return item * (held + self._tokens(layout) * widths) + results
 
     def _moved(self, layout: Layout) -> float:
         """Returns the bytes of memory that one device reads and writes in a step, by formula.
@@ -178,18 +182,16 @@ class StepSizes:
             if path[-1] == "weight" and path[0] == "layers" and len(spec.shape) > 2:
                 rows = experts.per_token if experts is not None and "experts" in path else 1
                 layers, *_, outputs, inputs = spec.shape
-                parts = layout.size("model", "query")
-                numbers += layers * tokens * rows * (outputs + inputs) / parts
+                numbers += layers * tokens * rows * (outputs + inputs) / layout.size(*BOTH)
         return self.model.dtype.itemsize * numbers
 
     def _largest_layer(self, layout: Layout) -> float:
         """Returns how many weights a device has of one layer, once they are gathered."""
-        layers: dict[str, float] = {}
+        layers, mixed = Counter[str](), len({*self.model.config.layer_types}) > 1
         for path, spec in self.weights.items():
             if path[0] == "layers":
-                type_ = path[1] if len({*self.model.config.layer_types}) > 1 else ""
-                numbers = _numbers(layout, spec, without="fsdp") / spec.shape[0]
-                layers[type_] = layers.get(type_, 0) + numbers
+                of_layer = _numbers(layout, spec, without="fsdp") // spec.shape[0]
+                layers[path[1] if mixed else ""] += of_layer
         return max(layers.values(), default=0)
 
     def _gathered(self, layout: Layout) -> float:
@@ -197,16 +199,14 @@ class StepSizes:
 
         The embedding is not sent, only tokens' vectors, unless it is the head, too.
         """
-        weights = dict(self.weights)
-        if not (self.model.predicts and self.model.config.tie_word_embeddings):
-            weights.pop(("embed_tokens", "weight"), None)
-        specs = [*weights.values()]
-        whole = sum(_numbers(layout, spec, without="fsdp") for spec in specs)
-        return self.model.dtype.itemsize * (whole - sum(_numbers(layout, x) for x in specs))
+        head = self.model.predicts and self.model.config.tie_word_embeddings
+        specs = [x for path, x in self.weights.items() if head or path[0] != "embed_tokens"]
+        received = (_numbers(layout, x, without="fsdp") - _numbers(layout, x) for x in specs)
+        return self.model.dtype.itemsize * sum(received)
 
     def _sent_by_model(self, layout: Layout) -> float:
         """Returns the bytes of two sums and two gathers of the residual stream per layer."""
-        parts = layout.size("model", "query")
+        parts = layout.size(*BOTH)
         stream = self.model.dtype.itemsize * self._tokens(layout) * self.model.config.hidden_size
         return 4 * self.model.num_layers * stream * (parts - 1) / parts
 
@@ -220,10 +220,6 @@ class StepSizes:
     def _tokens(self, layout: Layout) -> float:
         """Returns how many tokens of a step the devices along one `model` axis compute."""
         return self.rows * self.length / layout.size(*RULES["batch"])
-
-
-def _devices(layout: Layout) -> int:
-    return layout.size(*AXES, "query")
 
 
 def _numbers(layout: Layout, spec: WeightSpec, without: str | None = None) -> int:
@@ -242,19 +238,10 @@ def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
 
     linked: how many consecutive devices fast links join, see `linked_devices`.
     """
-    links = min(layout.shape.get(axis, 1) - 1, chip.links) or 1
-    return chip.link * links if linked % span(layout, axis) == 0 else chip.network
-
-
-def span(layout: Layout, axis: str) -> int:
-    """Returns how many consecutive devices a group along an axis spans."""
     assert layout.mesh is not None
-    names = layout.mesh.axis_names
-    return layout.size(*names[names.index(axis) :]) if axis in names else 1
-
-
-def _splits(estimate: Estimate) -> list[int]:
-    return [estimate.layout.shape.get(axis, 1) for axis in ("model", "expert", "fsdp")]
+    names, links = layout.mesh.axis_names, min(layout.shape.get(axis, 1) - 1, chip.links) or 1
+    span = layout.size(*names[names.index(axis) :]) if axis in names else 1  # of a group
+    return chip.link * links if linked % span == 0 else chip.network
 
 
 def _why(best: Estimate, limit: float | None) -> str:

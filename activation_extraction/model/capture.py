@@ -26,20 +26,20 @@ class Writes(NamedTuple):
     """The hook kinds to write, in computing order, and each kind's slots by layer."""
 
     kinds: tuple[HookKind, ...]
-    slots: tuple[np.ndarray, ...]
+    slots: tuple[Any, ...]
+
+    def only(self) -> "Writes":
+        """Returns what the first layer writes, with one slot for each kind."""
+        return self._replace(slots=tuple(of_kind[0] for of_kind in self.slots))
 
 
 @dataclass(frozen=True)
 class Capture:
-    """The values of some hooks are captured as one array per form.
+    """The values of some hooks are captured as one array per form."""
 
-    hooks: in their order; sizes: letter -> size, from the model's configuration, and S, the tokens
-    of a row; dtype: of activations.
-    """
-
-    hooks: tuple[Hook, ...]
-    sizes: Mapping[str, int]
-    dtype: Any
+    hooks: tuple[Hook, ...]  # in their order
+    sizes: Mapping[str, int]  # the model's, and S, the tokens of a row
+    dtype: Any  # of activations
     layout: Layout
 
     def by_form(self) -> dict[Form, list[Hook]]:
@@ -117,31 +117,19 @@ class Capture:
             found.append(_unsigned(x.reshape(*shape, -1).astype(dtype)))
         return found
 
-    def write(
-        self,
-        buffers: Buffers,
-        kinds: Iterable[HookKind],
-        values: Iterable[Array],
-        slots: Iterable[Any],
-        *at: Array,
-    ) -> Buffers:
+    def write(self, buffers: Buffers, plan: Writes, values: Iterable[Array], *at: Array) -> Buffers:
         """Returns the buffers with one layer's values; a device of `model` keeps a part of a row.
 
-        at: the index after the slot, which is the number of the micro-batch if there is one.
+        plan: of this layer alone, a slot for each kind. at: the index after the slot, which is the
+        number of the micro-batch if there is one.
         """
         buffers = dict(buffers)
-        for kind, value, slot in zip(kinds, values, slots, strict=True):
+        for kind, slot, value in zip(*plan, values, strict=True):
             form, value = self.form(kind), self.layout.constrain(value, *CAPTURED)
             value = value.reshape(*[1] * (1 + len(at)), *value.shape)
             start = slot, *at, 0, 0, 0
             buffers[form] = lax.dynamic_update_slice(buffers[form], value, start)
         return buffers
-
-    def write_once(self, buffers: Buffers, plan: Writes, values: Iterable[Array]) -> Buffers:
-        """Returns the buffers with the values of a plan for one layer, or for the hooks that come
-        after the last one."""
-        slots = [of_kind[0] for of_kind in plan.slots]
-        return self.write(buffers, plan.kinds, values, slots)
 
     def result(self, buffers: Buffers) -> dict[Form, Array]:
         """Turns full buffers into {form: (hooks of that form, B, T, width)}."""
@@ -167,8 +155,7 @@ class Capture:
                 bits = bits.reshape(*bits.shape[:2], rows, *bits.shape[-2:])
                 axes = "stages", "slots", "batch", "leaving_sequence", "hidden"
                 bits = self.layout.constrain(bits, *axes)
-                counts = enumerate(np.bincount(stages))
-                pieces = [bits[stage, :count] for stage, count in counts]
+                pieces = [bits[stage, :count] for stage, count in enumerate(np.bincount(stages))]
             for value in (at_end[hook.kind] for hook in hooks if hook.kind.at_end):
                 value = self.layout.constrain(value, "batch", "leaving_sequence", "hidden")
                 pieces.append(value[None])

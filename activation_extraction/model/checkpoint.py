@@ -5,12 +5,12 @@ and weights.py turns tensors into parameters.
 """
 
 import functools
-import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
+import weakref
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,6 @@ from activation_extraction.common.retries import (
     name_unknown,
     unwritable_cache,
 )
-from activation_extraction.common.visible import plain_url
-from activation_extraction.model.devices import default_folder
 from activation_extraction.model.weight_files import Index, LocalFile, RemoteFile, WeightFile
 from activation_extraction.store.folder import FolderError, SourceFolder
 
@@ -41,12 +39,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_config.json"
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer_config.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
+    *("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json"),
+    *("added_tokens.json", "special_tokens_map.json"),
 )
 WEIGHT_FILE = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # a file in the folder of its index
 # Weights in forms that are not read.
@@ -100,45 +94,45 @@ class Checkpoint:
 
     def file(self, name: str) -> Path:
         """Returns the local path of a small file. Raises InputError if the model lacks it."""
-        path = self.find(name)
-        if path is None and name == "config.json" and self.find(ADAPTER_FILE):
+        if (path := self.find(name)) is not None:
+            return path
+        if name == "config.json" and self.find(ADAPTER_FILE):
             raise self._holds_adapter()
-        if path is None:
-            who = "the hub cannot be reached, and its cache here " if self._offline else ""
-            raise InputError(f"--model_path {self.model_path}: {who}has no {name}")
-        return path
+        who = "the hub cannot be reached, and its cache here " if self._offline else ""
+        raise InputError(f"--model_path {self.model_path}: {who}has no {name}")
 
     def find(self, name: str) -> Path | None:
         """Returns the local path of a small file; None if the model lacks it."""
+        if self.local:
+            path = self._local / name
+            return path if path.is_file() else None
         if name not in self._files:
-            local = self._local / name
-            if self.local:
-                self._files[name] = local if local.is_file() else None
-            elif self._url:
-                self._files[name] = self._copy(name)
-            else:
-                self._files[name] = self._download(name)
+            self._files[name] = self._copy(name) if self._url else self._download(name)
         return self._files[name]
 
     def _copy(self, name: str) -> Path | None:
-        """Copies a file from a URL; every process makes its own copy."""
+        """Copies a file from a URL."""
         data = self._remote.read(name)
-        copy = _folder_for(self.model_path) / name
+        if data is None:
+            return None
         try:
-            if data is None:
-                copy.unlink(missing_ok=True)  # transformers reads what lies in the folder
-                return None
+            copy = self._copies / name
             copy.parent.mkdir(exist_ok=True)  # its name may have a folder in it
-            with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as file:
-                file.write(data)
-            os.replace(file.name, copy)
+            copy.write_bytes(data)
         except OSError as error:
             raise RunError(
-                f"--model_path {self.model_path}: {name} cannot be copied to {copy.parent}: "
-                f"{error.strerror}",
-                remedy="XDG_CACHE_HOME names another folder, TMPDIR one if that cannot be made",
+                f"--model_path {self.model_path}: {name} cannot be copied to the folder for "
+                f"temporary files: {error.strerror}",
+                remedy="TMPDIR names another folder",
             ) from error
         return copy
+
+    @functools.cached_property
+    def _copies(self) -> Path:
+        """Returns a folder for copies of small files, which goes with this object."""
+        folder = tempfile.mkdtemp(prefix="model_")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return Path(folder)
 
     def _download(self, name: str) -> Path | None:
         unreachable = None if constants.HF_HUB_OFFLINE else hub_unreachable(constants.ENDPOINT)
@@ -184,8 +178,7 @@ class Checkpoint:
 
     def tokenizer_files(self) -> list[Path]:
         """Returns the files that decide how text is tokenised."""
-        paths = [self.find(name) for name in TOKENIZER_FILES]
-        return [path for path in paths if path is not None]
+        return [path for path in map(self.find, TOKENIZER_FILES) if path is not None]
 
     @functools.cached_property
     def file_of_tensor(self) -> dict[str, str] | None:
@@ -219,20 +212,13 @@ class Checkpoint:
 
     def file_with(self, tensor: str) -> WeightFile:
         """Returns the file that holds (or should hold) a tensor."""
-        if self.file_of_tensor is None:
-            return self._open(SINGLE_FILE)
-        if tensor not in self.file_of_tensor:
+        if self.file_of_tensor is not None and tensor not in self.file_of_tensor:
             raise InputError(f"--model_path {self.model_path}: tensor {tensor} is missing")
-        return self._open(self.file_of_tensor[tensor])
+        return self._open((self.file_of_tensor or {}).get(tensor, SINGLE_FILE))
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
         """Reads a part of a tensor; the index has a (start, stop) slice for every axis."""
         return self.file_with(tensor).read(tensor, index)
-
-    def position(self, tensor: str) -> tuple[str, int]:
-        """Returns the name of a tensor's file and the byte at which the tensor begins there."""
-        file = self.file_with(tensor)
-        return file.name, file.header[tensor].offset
 
     def _open(self, name: str) -> WeightFile:
         if name not in self._opened:
@@ -248,21 +234,20 @@ class Checkpoint:
 
     def _has_no_weights(self) -> InputError:
         """Returns the refusal of a model without readable weights, which says what it has."""
-        names = sorted(self._names)
-        shards = [name for name in names if name.endswith(".safetensors")]
-        others = [name for name in names if OTHER_WEIGHTS.fullmatch(name)]
-        text = f"--model_path {self.model_path}: has no {SINGLE_FILE}"
+        shards = sorted(name for name in self._names if name.endswith(".safetensors"))
+        others = sorted(name for name in self._names if OTHER_WEIGHTS.fullmatch(name))
+        but = ""
         if shards:
-            text += (
+            but = (
                 f" and no {INDEX_FILE}, but {shards[0]}; copy the index from where the shards come "
                 "from: it says which shard holds a tensor"
             )
         elif others:
-            text += (
+            but = (
                 f", but {others[0]}; only safetensors are read: load the model with transformers "
                 "and store it with save_pretrained"
             )
-        return InputError(text)
+        return InputError(f"--model_path {self.model_path}: has no {SINGLE_FILE}{but}")
 
     def _holds_adapter(self) -> InputError:
         """Returns the refusal of an adapter, alone or beside the weights of its base model."""
@@ -291,18 +276,18 @@ class Checkpoint:
     def _remote(self) -> SourceFolder:
         """Returns the folder that holds the weights if they are not in a local one."""
         try:
-            if self._url:
-                return SourceFolder(self.model_path)
-            return SourceFolder(f"hf://{self.model_path}@{self.commit}")
+            url = self.model_path if self._url else f"hf://{self.model_path}@{self.commit}"
+            return SourceFolder(url)
         except FolderError as error:
             raise InputError(f"--model_path {error}") from error
 
     @property
     def _offline(self) -> bool:
         """Returns whether the model is on the hub, which cannot be asked."""
-        if self.local or self._url:
-            return False
-        return constants.HF_HUB_OFFLINE or hub_unreachable(constants.ENDPOINT) is not None
+        on_hub = not (self.local or self._url)
+        return on_hub and (
+            constants.HF_HUB_OFFLINE or hub_unreachable(constants.ENDPOINT) is not None
+        )
 
     @functools.cached_property
     def _names(self) -> Collection[str]:
@@ -331,15 +316,3 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
     return raw
-
-
-@functools.cache
-def _folder_for(url: str) -> Path:
-    """Returns a folder of this user for copies of small files."""
-    digest = hashlib.sha256(plain_url(url).encode()).hexdigest()
-    folder = default_folder().parent / "models" / digest[:16]
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="model_"))
-    return folder

@@ -5,7 +5,6 @@ layers run in one loop; a layer of which only a part is needed has parameters of
 model's file decides what a layer computes.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -61,12 +60,13 @@ class Decoder:
                 zeros = jnp.zeros((count, *box.value.shape), box.value.dtype)
                 return box.replace(value=zeros, names=("layers", *box.names))
 
-            stacks[type_] = jax.tree.map(stack, self._boxes(type_), is_leaf=_is_boxed)
+            boxes = self.parameters(type_).items()
+            stacks[type_] = unflatten_dict({path: stack(box) for path, box in boxes})
         return stacks if self.mixed else stacks[types[0]]
 
     def init_partial(self, _: Array, number: int, paths: frozenset[ParamPath]) -> Any:
         """Returns those parameters of one layer that are at `paths`; they are zeros, too."""
-        boxes = flatten_dict(self._boxes(self.config.layer_types[number]))
+        boxes = self.parameters(self.config.layer_types[number])
         return _zeros(unflatten_dict({path: boxes[path] for path in paths}))
 
     def _example(self) -> tuple[Any, ...]:
@@ -87,10 +87,11 @@ class Decoder:
         stacks = params.values() if self.mixed else [params]
         return sum(len(jax.tree.leaves(stack)[0]) for stack in stacks)
 
-    def _boxes(self, type_: str) -> Any:
-        """Returns the shapes and logical axes of the parameters of one layer of this type."""
+    def parameters(self, type_: str) -> dict[ParamPath, Any]:
+        """Returns path -> shape and logical axes for the parameters of one layer of this type."""
         module = self.modules[type_].clone(layout=Layout())
-        return jax.eval_shape(lambda: _init(module, jax.random.key(0), *self._example()))
+        boxes = jax.eval_shape(lambda: _init(module, jax.random.key(0), *self._example()))
+        return flatten_dict(boxes)
 
     def scan(
         self,
@@ -141,7 +142,7 @@ class Decoder:
         the compiled program computes nothing with them.
         """
         type_ = self.config.layer_types[number]
-        zeros = flatten_dict(_zeros(nn.meta.unbox(self._boxes(type_))))
+        zeros = _zeros({path: box.value for path, box in self.parameters(type_).items()})
         params = unflatten_dict(zeros | flatten_dict(params))
         layer = self._apply(type_, params, self._slides(number), keep)
 
@@ -151,10 +152,12 @@ class Decoder:
         return in_groups(kept, self.modules[type_])(*inputs)[1]
 
     def _apply(self, type_: str, params: Any, slides: Any, keep: Keep) -> Callable:
-        module = self.modules[type_]
-        axes = jax.tree.map(lambda box: box.names, self._boxes(type_), is_leaf=_is_boxed)
-        gathered = jax.tree.map(module.layout.gather, params, axes)
-        variables = {"params": jax.tree.map(from_bits, gathered)}
+        module, flat = self.modules[type_], flatten_dict(params)
+        gathered = {
+            path: from_bits(module.layout.gather(flat[path], box.names))
+            for path, box in self.parameters(type_).items()
+        }
+        variables = {"params": unflatten_dict(gathered)}
 
         def layer(*inputs: Any) -> tuple[Array, Any]:
             x, out = module.apply(variables, *inputs, slides)
@@ -165,7 +168,7 @@ class Decoder:
     def paths_for(self, number: int, values: Iterable[str]) -> frozenset[ParamPath]:
         """Returns the parameters that these intermediates of this layer depend on."""
         type_ = self.config.layer_types[number]
-        params = flatten_dict(nn.meta.unbox(self._boxes(type_)))
+        params = {path: box.value for path, box in self.parameters(type_).items()}
         layer = self.modules[type_].clone(layout=Layout())
 
         def compute(params: Any) -> list[Array | None]:
@@ -174,15 +177,6 @@ class Decoder:
 
         needed = needed_inputs(compute, params)
         return frozenset(path for path, used in zip(sorted(params), needed, strict=True) if used)
-
-    def matrix_sizes(self, number: int) -> dict[ParamPath, int]:
-        """Returns how many weights each parameter of this layer has if it is a matrix, else 0."""
-        boxes = self._boxes(self.config.layer_types[number])
-        boxes = flatten_dict(boxes, is_leaf=lambda _, x: _is_boxed(x))
-        return {
-            path: math.prod(box.value.shape) if path[-1] == "weight" and len(box.names) > 1 else 0
-            for path, box in boxes.items()
-        }
 
 
 @partial(jax.jit, static_argnums=0)  # jit traces it only once
@@ -219,10 +213,6 @@ def intermediate(out: dict[str, Any], name: str) -> Array | None:
     """Returns one of a layer's intermediates by its dotted name; None if it has none so named."""
     value = flatten_dict(out, sep=".").get(name)
     return value() if callable(value) else value
-
-
-def _is_boxed(x: Any) -> bool:
-    return isinstance(x, nn.LogicallyPartitioned)
 
 
 def rows_at_once(layout: Layout, rows: int, length: int) -> int:

@@ -19,26 +19,19 @@ import jax
 import jax.numpy as jnp
 
 from activation_extraction.common.errors import InputError, RunError, one_line
-from activation_extraction.common.home import cache_home
 from activation_extraction.common.host_memory import host_memory
 from activation_extraction.common.log import log
 
 
 class Chip(NamedTuple):
-    """What a device can do, from vendors' data sheets.
+    """What a device can do, from vendors' data sheets."""
 
-    flops: dense bfloat16 operations per second; memory: in bytes; bandwidth: of that memory, bytes
-    per second; link: bytes per second that come over one of `links` links to devices beside it (a
-    ring through a TPU's neighbours has two links, with or without wraparound; NVLink is one);
-    network: the same from devices of another slice or, with GPUs, of another host.
-    """
-
-    flops: float
-    memory: float
-    bandwidth: float
-    link: float
-    links: int
-    network: float
+    flops: float  # dense bfloat16 operations per second
+    memory: float  # bytes
+    bandwidth: float  # of that memory, bytes per second
+    link: float  # bytes per second that come over one link to a device beside it
+    links: int  # a ring through a TPU's neighbours has two, with or without wraparound; NVLink one
+    network: float  # bytes per second from devices of another slice, or of a GPU's other hosts
 
 
 # By a part of the device's kind.
@@ -85,7 +78,7 @@ TPU_VARIABLES = (
     *("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "CLOUD_TPU_TASK_ID", "JAX_FORCE_TPU_INIT"),
 )
 
-OFF = "off"
+OFF = "off"  # of --compilation_cache
 HIT = "/jax/compilation_cache/cache_hits"  # jax.monitoring's event
 PROBLEM = "Error (reading|writing) persistent compilation cache"  # JAX's warning
 
@@ -114,15 +107,15 @@ def use_compilation_cache(given: str | None, output: Path, several: bool) -> Non
     """
     if not jax.config.values["jax_enable_compilation_cache"]:  # the environment turned it off
         return
-    folder = None if given == OFF or (given is None and several) else given
-    if given is None and not several:
+    folder = None if given == OFF else given
+    if folder is not None and "://" not in folder:
+        folder = _usable(Path(folder), output)
+    elif given is None and not several:
         try:
             folder = _usable(default_folder(), output)
         except InputError as error:
             text = "%s: nothing is kept for the next start; XDG_CACHE_HOME names another cache"
             log.warning(text, error)
-    elif folder is not None and "://" not in folder:
-        folder = _usable(Path(folder), output)
     jax.config.update("jax_enable_compilation_cache", folder is not None)
     if folder is None:
         return
@@ -136,7 +129,8 @@ def use_compilation_cache(given: str | None, output: Path, several: bool) -> Non
 
 
 def default_folder() -> Path:
-    return Path(cache_home(), "activation_extraction", "jax")
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return caches / "activation_extraction/jax"
 
 
 def _usable(folder: Path, output: Path) -> str:
@@ -162,19 +156,18 @@ def watch_compiling() -> Iterator[Callable[[], bool]]:
 
     JAX's warnings about a damaged cache become lines of the log.
     """
-    hits = 0
+    events = set[str]()
 
-    def count(event: str, **_: str | int) -> None:
-        nonlocal hits
-        hits += event == HIT
+    def note(event: str, **_: str | int) -> None:
+        events.add(event)
 
-    jax.monitoring.register_event_listener(count)
+    jax.monitoring.register_event_listener(note)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.filterwarnings("always", PROBLEM)
-            yield lambda: hits > 0
+            yield lambda: HIT in events
     finally:
-        jax.monitoring.unregister_event_listener(count)
+        jax.monitoring.unregister_event_listener(note)
     for warning in caught:
         reason = " ".join(str(warning.message).split())
         log.warning("the compilation cache could not be used: %s", reason)
@@ -220,13 +213,13 @@ def memory_of(device: Any) -> float | None:
     if reported:
         return reported
     chip = chip_of(device)
-    return None if chip is None else chip.memory
+    return chip and chip.memory
 
 
 def peak_flops(devices: int) -> float | None:
     """Returns the bfloat16 FLOP/s of this many devices together; None if that is not known."""
     chip = chip_of(jax.local_devices()[0])
-    return None if chip is None else chip.flops * devices
+    return chip and chip.flops * devices
 
 
 @contextmanager

@@ -58,25 +58,17 @@ class HookedModel(Protocol):
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """A family of models: what it does not share with the others.
+    """A family of models: what it does not share with the others."""
 
-    model_type: as in config.json; models: the released ones, for messages; config: (what
-    transformers makes of a config.json, what to call the file) -> the checked configuration; whole:
-    configuration -> the complete language model; hooked: (configuration, hooks, dtype, activation
-    dtype, kernels, layout) -> the HookedModel that computes these hooks and no more; weight_table:
-    (either model, the checkpoint's tensors if known) -> its parameters; ignored: a regular
-    expression for tensors of its checkpoints that are not loaded.
-
-    A configuration gives the type of every layer in `layer_types`.
-    """
-
-    model_type: str
-    models: str
+    model_type: str  # as in config.json
+    models: str  # the released ones, for messages
+    # (what transformers makes of a config.json, what to call the file) -> the checked configuration
     config: Callable[[Any, str], Any]
-    whole: Callable[[Any], nn.Module]
+    whole: Callable[[Any], nn.Module]  # configuration -> the complete language model
+    # (configuration, hooks, dtype, activation dtype, kernels, layout) -> HookedModel
     hooked: Callable[..., Any]
-    weight_table: Callable[..., WeightTable]
-    ignored: str = ""
+    weight_table: Callable[..., WeightTable]  # (either model, the checkpoint's tensors if known)
+    ignored: str = ""  # a regular expression for tensors of its checkpoints that are not loaded
 
     def weights_of(self, config: Any) -> Iterable[WeightSpec]:
         return self.weight_table(self.whole(config)).values()
@@ -102,13 +94,12 @@ class Families:
         return next(family for family in self.families if family.model_type == model_type)
 
     def read_config(self, path: str | Path) -> tuple[ModelFamily, Any]:
-        """Returns the family and configuration of the model with this config.json."""
         return self.parse_config(read_json(path), str(path))
 
     def parse_config(
         self, raw: Mapping[str, Any], source: str = "config.json"
     ) -> tuple[ModelFamily, Any]:
-        """Does what `read_config` does with the contents of a config.json."""
+        """Returns the family and configuration of a model. raw: the contents of config.json."""
         model_type = raw.get("model_type")
         for family in self.families:
             if family.model_type == model_type:
@@ -132,9 +123,10 @@ def complete(raw: Mapping[str, Any], source: str) -> Any:
     text = raw.get("text_config")
     for section in (raw, text if isinstance(text, Mapping) else {}):
         for name in SIZES:
-            value: Any = section.get(name)
-            most = LARGEST_DEPTH if name == "num_hidden_layers" else LARGEST_SIZE
-            if type(value) in (int, float) and value > most:
+            value, most = section.get(name), LARGEST_SIZE
+            if name == "num_hidden_layers":
+                most = LARGEST_DEPTH
+            if isinstance(value, int | float) and value > most:
                 raise InputError(f"{source}: {name} is {value:.6g}, expected at most {most:,}")
     try:
         # transformers changes what it is given, and its validation may raise anything.

@@ -7,7 +7,7 @@ for all batches. The loop decides what happens between steps.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,10 +59,10 @@ Step = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
 class ModelRequest:
     """Holds what the flags of the same names ask of the model.
 
-    batch_size: the rows that every host feeds in a step. multihost: the hub's cache on this machine
-    does not keep the weights then, of which a host of a pod may need only some. memory: the bytes
-    of each device, the least of all hosts; None for those of this host. devices: those of a machine
-    that is only planned; None for this one's.
+    batch_size: the rows that every host feeds in a step. multihost: then the hub's cache here does
+    not keep the weights, of which a host of a pod may need only some. memory: the bytes of each
+    device, the least of all hosts; None for those of this host. devices: those of a machine that is
+    only planned; None for this one's.
     """
 
     model_path: str
@@ -168,19 +168,20 @@ def prepare_model(
         checkpoint = before.checkpoint
     family, config = families.read_config(checkpoint.file("config.json"))
     tied, config = config.tie_word_embeddings, as_stored(config, checkpoint.tensors)
-    hooks = choose_hooks(request, config)
     model, rows = build_model(family, request, config)
     if before is None and model.predicts and tied and not config.tie_word_embeddings:
         where = f"--model_path {request.model_path}"
         log.info("%s: its %s is used, although config.json ties it to the embedding", where, HEAD)
-    chosen = before.kernels if before is not None and before.layout == model.layout else None
-    if chosen is None:
+    if before is not None and before.layout == model.layout:
+        chosen = before.kernels
+    else:
         chosen = try_kernels(config, model.layout, request.max_seq_length, jnp.dtype(model.dtype))
     functions = {name: choice.function for name, choice in chosen.items()}
     model = model.clone(kernels=model.kernels._replace(**functions))
     weights = family.weight_table(model, checkpoint.tensors)
     known = family.tensor_names(config, checkpoint.tensors)
     check_tensors(checkpoint, weights.values(), known, family.ignored)
+    hooks = choose_hooks(request, config)
     return Forward(model, weights, rows, request.shape, checkpoint, hooks, chosen)
 
 
@@ -196,44 +197,32 @@ def build_model(
         raise InputError(f"--max_seq_length {length}: the model has {config.longest_row} positions")
     devices = usable_devices(request.use_data_parallel, request.devices)
     dtype, stored = choose_dtypes(request, devices[0].platform)
-    hooks, sizes = [*choose_hooks(request, config).values()], config.sizes_with(length)
-    wide = {hook.name: hook.kind.form(sizes, stored) for hook in hooks if hook.kind.grows}
-    check_widths(wide, length)
+    hooks = [*choose_hooks(request, config).values()]
+    for hook in hooks:
+        of_token = hook.kind.form(config.sizes_with(length), stored).bytes
+        if hook.kind.grows and of_token * length > MOST_BYTES_OF_A_ROW:
+            raise InputError(
+                f"--hook_names {hook.name}: takes {of_token:,} bytes per token and "
+                f"{of_token * length:,} per row with --max_seq_length {length}; at most "
+                f"{MOST_BYTES_OF_A_ROW:,} per row are stored; choose a smaller --max_seq_length"
+            )
     asked = config, hooks, dtype, stored
     model, rows = family.hooked(*asked), host_rows(devices)
     total_rows = request.batch_size * rows.hosts
 
     def automatic() -> tuple[dict[str, int], str]:
         step = StepSizes(model, family.weight_table(model), total_rows, length)
-        memory = request.memory
-        if memory is None:
-            memory = memory_of((own_devices(devices) or devices)[0])
-        return step.choose_mesh(devices, memory)
+        known = request.memory is not None
+        own = (own_devices(devices) or devices)[0]
+        return step.choose_mesh(devices, request.memory if known else memory_of(own))
 
-    shape, why = choose_shape(
-        request.mesh_type,
-        request.mesh_shape if request.use_data_parallel else None,
-        request.mesh_axes if request.use_data_parallel else None,
-        devices=len(devices),
-        hosts=rows.hosts,
-        automatic=automatic,
-    )
+    given = (request.mesh_shape, request.mesh_axes) if request.use_data_parallel else (None, None)
+    shape, why = choose_shape(request.mesh_type, *given, len(devices), rows.hosts, automatic)
     layout = build_layout(devices, shape, config.num_key_value_heads, why)
     check_divisibility(layout, total_rows, length, config.sizes)
     candidates = candidates_for(devices[0].platform)
     preferred = {kind: next(iter(each.values())) for kind, each in candidates.items()}
     return family.hooked(*asked, Kernels(**preferred), layout), rows
-
-
-def check_widths(forms: Mapping[str, Form], length: int) -> None:
-    """Raises InputError for hooks that are too wide for rows of `length` tokens, by their names."""
-    for name, form in forms.items():
-        if form.bytes * length > MOST_BYTES_OF_A_ROW:
-            raise InputError(
-                f"--hook_names {name}: takes {form.bytes:,} bytes per token and "
-                f"{form.bytes * length:,} per row with --max_seq_length {length}; at most "
-                f"{MOST_BYTES_OF_A_ROW:,} per row are stored; choose a smaller --max_seq_length"
-            )
 
 
 def choose_dtypes(request: ModelRequest, platform: str) -> tuple[Any, Any]:
@@ -262,9 +251,9 @@ def choose_hooks(request: ModelRequest, config: QwenConfig) -> dict[Key, Hook]:
                 f"--top_logits {request.top_logits}: the model has {config.vocab_size} tokens"
             )
         return dict(named.items())
-    layers: Sequence[int] = [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
-    if (asked := request.layers_to_extract) is not None:
-        layers = range(depth) if isinstance(asked, str) else asked
+    clipped = [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
+    asked = clipped if request.layers_to_extract is None else request.layers_to_extract
+    layers = range(depth) if isinstance(asked, str) else asked
     hooks = table.of_layers(layers, request.activation_type, depth)
     return {hook.layer: hook for hook in hooks}
 
@@ -273,10 +262,9 @@ def log_hooks(request: ModelRequest, model: HookedModel) -> None:
     """Logs what is stored of every token, and how many bytes that takes."""
     depth, sizes = model.config.num_hidden_layers, model.config.sizes_with(request.max_seq_length)
     default = request.layers_to_extract is None and request.hook_names is None
-    first, last = DEFAULT_LAYERS[0], DEFAULT_LAYERS[-1]
-    if default and depth <= last:
+    if default and depth <= DEFAULT_LAYERS[-1]:
         text = "the default layers, %d to %d, are clipped: the model has layers 0 to %d"
-        log.info(text, first, last, depth - 1)
+        log.info(text, DEFAULT_LAYERS[0], DEFAULT_LAYERS[-1], depth - 1)
     forms = [hook.kind.form(sizes, model.activation_dtype) for hook in model.hooks]
     widths = [form.width for form in forms]
     dtypes = " and ".join(dict.fromkeys(form.dtype for form in forms))
@@ -357,8 +345,8 @@ def bytes_of_step(program: Program) -> float:
             "the compiler does not say how much memory a step takes, which --batch_size auto and "
             "--plan need"
         )
-    given = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    return given + 2 * memory.output_size_in_bytes
+    output = 2 * memory.output_size_in_bytes
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + output
 
 
 def read_weights(forward: Forward) -> dict[str, Any]:

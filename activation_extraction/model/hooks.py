@@ -25,7 +25,7 @@ output of a Hugging Face module. Nothing here computes; the hooked model capture
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -133,14 +133,14 @@ class Hook(NamedTuple):
         named = pattern in names or pattern.rpartition(".")[2] == self.name.rpartition(".")[2]
         return names if named or not self.kind.large else []
 
-    def names(self) -> Iterator[str]:
-        """Yields every name, the canonical one first."""
-        for name in (self.kind.name, *self.kind.aliases, *self.kind.modules):
-            yield name.format(self.layer)
+    def names(self) -> list[str]:
+        """Returns every name, the canonical one first."""
+        names = self.kind.name, *self.kind.aliases, *self.kind.modules
+        return [name.format(self.layer) for name in names]
 
     def facts(self, sizes: Mapping[str, int]) -> dict[str, Any]:
         """Returns what metadata.json records of the hook besides its canonical name."""
-        facts: dict[str, Any] = {"module": self.module, "aliases": [*self.names()][1:]}
+        facts: dict[str, Any] = {"module": self.module, "aliases": self.names()[1:]}
         facts["width"] = self.kind.width(sizes)
         if self.kind.dtype is not None:
             facts["dtype"] = self.kind.dtype
@@ -178,11 +178,10 @@ class HookTable:
 
     def of_layers(self, layers: Sequence[int], activation_type: str, depth: int) -> list[Hook]:
         """Returns one hook per layer. Raises InputError for a layer outside 0 .. depth - 1."""
-        for layer in layers:
-            if not 0 <= layer < depth:
-                raise InputError(
-                    f"--layers_to_extract {layer}: the model has layers 0 to {depth - 1}"
-                )
+        if outside := [layer for layer in layers if not 0 <= layer < depth]:
+            raise InputError(
+                f"--layers_to_extract {outside[0]}: the model has layers 0 to {depth - 1}"
+            )
         wanted = [f"blocks.{layer}.{ACTIVATION_TYPES[activation_type]}" for layer in layers]
         return list(self.matching(wanted, depth).values())
 
@@ -192,13 +191,9 @@ class HookTable:
         A glob that matches several names of a hook asks for the canonical one, or else for the
         first of them. Raises InputError for a glob that matches nothing.
         """
-        asked: dict[Hook, str] = {}
+        asked, every = dict[Hook, str](), self.all_hooks(depth, large=True)
         for pattern in patterns:
-            matches = {
-                hook: names[0]
-                for hook in self.all_hooks(depth, large=True)
-                if (names := hook.matching(pattern))
-            }
+            matches = {hook: names[0] for hook in every if (names := hook.matching(pattern))}
             if not matches:
                 raise self._refusal(pattern, depth)
             asked = matches | asked
@@ -301,19 +296,15 @@ def hook_table(config: QwenConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> Hook
 
     top_logits: how many of the most likely next tokens `logits.top_ids` has.
     """
-    attention = (ATTENTION,) if config.delta is not None else ()  # () if all layers have it
-    dense = (DENSE,) if config.experts is not None else ()
+    delta, experts = config.delta is not None, config.experts
+    attention = (ATTENTION,) if delta else ()  # () if all layers have it
+    dense = (DENSE,) if experts is not None else ()
     types: dict[str, tuple[str, ...]] = {EVERY: (), ATTENTION: attention, DENSE: dense}
-    if config.delta is not None:
-        types[LINEAR] = (LINEAR,)
-    if config.qk_norm:
-        types[NORMED] = attention
-    if config.q_gate:
-        types[GATED] = attention
-    if config.experts is not None:
-        types[SPARSE] = (SPARSE,)
-        if config.experts.shared_width:
-            types[SHARED] = (SPARSE,)
+    types |= {LINEAR: (LINEAR,)} if delta else {}
+    types |= {NORMED: attention} if config.qk_norm else {}
+    types |= {GATED: attention} if config.q_gate else {}
+    if experts is not None:
+        types |= {SPARSE: (SPARSE,)} | ({SHARED: (SPARSE,)} if experts.shared_width else {})
     own, every = config.layer_types, _table(types, top_logits).kinds
     kinds = tuple(kind for kind in every if any(map(kind.exists_in, own)))
     return HookTable(kinds, own, config.vocab_size)

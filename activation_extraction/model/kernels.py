@@ -16,7 +16,12 @@ from jax import Array, lax
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.attention import Attention, blocked_attention, visible_keys
+from activation_extraction.model.attention import (
+    Attention,
+    Segments,
+    blocked_attention,
+    visible_keys,
+)
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.delta_net import DeltaRule, gated_delta_rule
 from activation_extraction.model.experts import (
@@ -43,20 +48,19 @@ def splash_attention(
     q: Array,
     k: Array,
     v: Array,
-    q_segments: Array,
-    k_segments: Array,
-    first_query: int | Array,
+    segments: Segments,
+    first: int | Array,
     window: int | None = None,
     interpret: bool = False,
 ) -> Array:
     """Computes Pallas splash attention on TPUs. See `Attention`; `interpret` is for tests.
 
-    The kernel must know when compiling where the queries begin: a traced `first_query` has to be a
+    The kernel must know when compiling where the queries begin: a traced `first` has to be a
     multiple of T, and each of its values becomes a branch of its own.
     """
     length, keys = q.shape[1], k.shape[1]
     q, k, v = (_whole_lanes(x, 0) for x in (q, k, v))
-    segments = [_whole_lanes(x, PADDING) for x in (q_segments, k_segments)]
+    ids = splash.SegmentIds(*(_whole_lanes(x, PADDING) for x in segments))
     heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]  # BNTH, BKSH
     shape = q.shape[1], k.shape[1]
     of_queries, of_keys = (_largest_block(size, q.dtype) for size in shape)
@@ -72,13 +76,13 @@ def splash_attention(
         # The kernel sets no precision, so a TPU would round float32 to bfloat16.
         precision = "highest" if q.dtype == jnp.float32 else "default"
         with jax.default_matmul_precision(precision):
-            return jax.vmap(kernel)(*heads_first, splash.SegmentIds(*segments))
+            return jax.vmap(kernel)(*heads_first, ids)
 
-    if isinstance(first_query, int):
-        out = from_query(first_query)
+    if isinstance(first, int):
+        out = from_query(first)
     else:
-        branches = [lambda first=first: from_query(first) for first in range(0, keys, length)]
-        out = lax.switch(first_query // length, branches)
+        branches = [partial(from_query, start) for start in range(0, keys, length)]
+        out = lax.switch(first // length, branches)
     return out.swapaxes(1, 2)[:, :length]
 
 
@@ -94,21 +98,15 @@ def _largest_block(length: int, dtype: Any) -> int:
 
 
 def cudnn_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_segments: Array,
-    k_segments: Array,
-    first_query: int | Array,
-    window: int | None = None,
+    q: Array, k: Array, v: Array, segments: Segments, first: int | Array, window: int | None = None
 ) -> Array:
     """Computes attention with cuDNN on GPUs; the segments become a mask (B, 1, T, S).
 
     See `Attention`. float32 is left to `blocked_attention`: the GPU's matrix units would round it.
     """
     if q.dtype == jnp.float32:
-        return blocked_attention(q, k, v, q_segments, k_segments, first_query, window)
-    mask = visible_keys(q_segments, k_segments, first_query, window=window)[:, None]
+        return blocked_attention(q, k, v, segments, first, window)
+    mask = visible_keys(segments, first, window)[:, None]
     return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=1.0, implementation="cudnn")
 
 
@@ -134,12 +132,8 @@ def tokamax_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array)
 
 # Field of `Kernels` -> its candidates by name, in the order of preference.
 Candidates = Mapping[str, Mapping[str, Callable[..., Array]]]
-# PLAIN works on every platform and comes last; FASTER is what some platforms have before it.
-PLAIN: Candidates = {
-    "attention": {"blocked": blocked_attention},
-    "experts": {"tiled": tiled_experts},
-    "delta_rule": {"chunked": gated_delta_rule},
-}
+# What works on every platform comes last; FASTER is what some platforms have before it.
+PLAIN = {"attention": "blocked", "experts": "tiled", "delta_rule": "chunked"}
 FASTER: Mapping[str, Candidates] = {
     "cpu": {},
     "tpu": {
@@ -156,4 +150,5 @@ def candidates_for(platform: str) -> Candidates:
     faster = FASTER.get("gpu" if platform in ("cuda", "rocm") else platform)
     if faster is None:
         raise InputError(f"JAX runs on the platform {platform!r}: expected cpu, gpu or tpu")
-    return {kind: {**faster.get(kind, {}), **plain} for kind, plain in PLAIN.items()}
+    plain = Kernels()._asdict()
+    return {kind: {**faster.get(kind, {}), name: plain[kind]} for kind, name in PLAIN.items()}

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from activation_extraction.common.choices import MESH_AXES
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.visible import counted
-from activation_extraction.model.attention import Attention
+from activation_extraction.model.attention import Attention, Segments
 from activation_extraction.model.hooks import Form
 
 DEFAULT_3D_DEVICES = 64
@@ -62,8 +62,7 @@ class Layout:
 
     def size(self, *axes: str) -> int:
         """Returns the number of devices along these mesh axes together; absent axes count as 1."""
-        shape = {} if self.mesh is None else self.mesh.shape
-        return math.prod(shape.get(axis, 1) for axis in axes)
+        return 1 if self.mesh is None else math.prod(self.mesh.shape.get(a, 1) for a in axes)
 
     @property
     def shape(self) -> dict[str, int]:
@@ -78,27 +77,18 @@ class Layout:
         """Returns whether devices have parts of a product's inputs and add up their results."""
         return self.size(*BOTH) > 1
 
-    def spec(
-        self, axes: Sequence[str], shape: Sequence[int] | None = None, without: str | None = None
-    ) -> PartitionSpec:
-        """Returns how an array with these logical axes is split, never along `without`.
-
-        With `shape`, a dimension that does not divide is not split. without: a mesh axis.
-        """
-        present = self.mesh.axis_names if self.mesh is not None else ()
-        entries: list[tuple[str, ...] | None] = []
-        for position, axis in enumerate(axes):
-            names = tuple(a for a in RULES.get(axis, ()) if a in present and a != without)
-            divides = shape is None or shape[position] % self.size(*names) == 0
-            entries.append(names if names and divides else None)
-        return PartitionSpec(*entries)
-
     def sharding(
         self, axes: Sequence[str], shape: Sequence[int], without: str | None = None
     ) -> NamedSharding:
-        """Returns `spec` on the mesh, for arrays that come in or go out."""
+        """Returns how an array with these logical axes is split, never along the mesh axis
+        `without`. A dimension that does not divide is not split."""
         assert self.mesh is not None
-        return NamedSharding(self.mesh, self.spec(axes, shape, without))
+        entries: list[tuple[str, ...] | None] = []
+        for axis, size in zip(axes, shape, strict=True):
+            rule = RULES.get(axis, ())
+            names = tuple(a for a in rule if a in self.mesh.axis_names and a != without)
+            entries.append(names if names and size % self.size(*names) == 0 else None)
+        return NamedSharding(self.mesh, PartitionSpec(*entries))
 
     def shard_shape(
         self, axes: Sequence[str], shape: tuple[int, ...], without: str | None = None
@@ -130,7 +120,8 @@ class Layout:
         """
         if self.mesh is None or self.mesh.size == 1:
             return function(*arrays)
-        specs = tuple(self.spec(a, array.shape) for a, array in zip(axes, arrays, strict=True))
+        pairs = zip(axes, arrays, strict=True)
+        specs = tuple(self.sharding(names, array.shape).spec for names, array in pairs)
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=specs, out_specs=specs[like], check_vma=False
         )(*arrays)
@@ -140,10 +131,10 @@ class Layout:
     ) -> Array:
         """Runs `attention` on every device with its own rows, heads and queries."""
 
-        def local(q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array) -> Array:
+        def local(q: Array, k: Array, v: Array, *segments: Array) -> Array:
             split = self.size("query") > 1
             first = lax.axis_index("query") * q.shape[1] if split else 0
-            return attention(q, k, v, q_segments, k_segments, first)
+            return attention(q, k, v, Segments(*segments), first)
 
         queries = "batch", "query_sequence", "heads", "head_dim"
         keys = "batch", "sequence", "kv_heads", "head_dim"
@@ -209,10 +200,8 @@ class HostRows:
 
 def own_shards(array: Array) -> list[Any]:
     """Returns this host's shards of activations, one for each part that it has, in order."""
-    shards = {
-        (shard.index[1].start or 0, shard.index[2].start or 0): shard
-        for shard in array.addressable_shards
-    }
+    starts = [tuple(part.start or 0 for part in x.index[1:3]) for x in array.addressable_shards]
+    shards = dict(zip(starts, array.addressable_shards, strict=True))
     return [shards[start] for start in sorted(shards)]
 
 
@@ -222,10 +211,10 @@ def rows_and_tokens(shards: Sequence[Any]) -> list[tuple[slice, slice]]:
     shards: all that the host has of activations (hooks, rows of all hosts, T, width).
     """
     starts = [shard.index[1].start or 0 for shard in shards]
-    first = min(starts)
+    firsts = [start - min(starts) for start in starts]
     return [
-        (slice(start - first, start - first + shard.data.shape[1]), shard.index[2])
-        for start, shard in zip(starts, shards, strict=True)
+        (slice(first, first + shard.data.shape[1]), shard.index[2])
+        for first, shard in zip(firsts, shards, strict=True)
     ]
 
 
@@ -242,8 +231,7 @@ def host_rows(devices: Sequence[Any]) -> HostRows:
         raise InputError(
             f"hosts have different numbers of devices: {found}; expected the same on all"
         )
-    grid = np.array(devices, object).reshape(len(counts), -1)
-    return HostRows(Mesh(grid, ("host", "device")))
+    return HostRows(Mesh(np.array(devices, object).reshape(len(counts), -1), ("host", "device")))
 
 
 def build_layout(
@@ -262,13 +250,11 @@ def mesh_axes(shape: Mapping[str, int], kv_heads: int) -> tuple[list[str], list[
 
     `model` is split into heads and queries: as many ways over heads as key/value heads allow.
     """
-    heads = math.gcd(kv_heads, shape.get("model", 1))
-    names: list[str] = []
-    sizes: list[int] = []
+    heads, sizes = math.gcd(kv_heads, shape.get("model", 1)), dict[str, int]()
     for axis, size in shape.items():
-        names += ["model", "query"] if axis == "model" else [axis]
-        sizes += [heads, size // heads] if axis == "model" else [size]
-    return names, sizes
+        split = {"model": heads, "query": size // heads}
+        sizes |= split if axis == "model" else {axis: size}
+    return [*sizes], [*sizes.values()]
 
 
 def check_divisibility(layout: Layout, rows: int, length: int, sizes: dict[str, int]) -> None:
@@ -309,10 +295,8 @@ def usable_devices(every: bool, devices: Sequence[Any] | None = None) -> list[An
     except (RuntimeError, AssertionError) as error:
         reason = one_line(error)
         raise InputError(f"JAX finds no devices (JAX_PLATFORMS, drivers): {reason:.200}") from error
-    if every:
-        return devices
     firsts = {device.process_index: device for device in reversed(devices)}
-    return [firsts[index] for index in sorted(firsts)]
+    return devices if every else [firsts[index] for index in sorted(firsts)]
 
 
 def own_devices(devices: Sequence[Any]) -> list[Any]:

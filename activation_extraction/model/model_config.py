@@ -22,24 +22,15 @@ ATTENTION, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_atte
 DENSE, SPARSE = "dense", "sparse"
 HEAD = "lm_head.weight"  # the tensor that makes logits
 
-# These fields must be positive integers: name here -> name in config.json.
-SIZES = {
-    name: name
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "max_position_embeddings",
-    )
-}
-EXPERT_SIZES = {
-    "count": "num_experts",
-    "per_token": "num_experts_per_tok",
-    "width": "moe_intermediate_size",
-}
+# These fields must be positive integers; of the others, name here -> name in config.json.
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+)
+EXPERT_SIZES = dict(
+    count="num_experts", per_token="num_experts_per_tok", width="moe_intermediate_size"
+)
+SHARED_WIDTH = "shared_expert_intermediate_size"
 DELTA_SIZES = {
     "key_heads": "linear_num_key_heads",
     "values_per_key": "linear_num_value_heads",
@@ -117,14 +108,9 @@ class QwenConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """Returns letter -> size for the axes of weights and hooks, with qwen2_jax.py's letters."""
-        sizes = {
-            "D": self.hidden_size,
-            "N": self.num_attention_heads,
-            "Q": self.num_attention_heads * (1 + self.q_gate),
-            "K": self.num_key_value_heads,
-            "H": self.head_dim,
-            "V": self.vocab_size,
-        }
+        sizes = {"D": self.hidden_size, "H": self.head_dim, "V": self.vocab_size}
+        sizes |= {"N": self.num_attention_heads, "K": self.num_key_value_heads}
+        sizes["Q"] = self.num_attention_heads * (1 + self.q_gate)
         if len(self.sparse_layers) < self.num_hidden_layers:
             sizes["F"] = self.intermediate_size
         if (x := self.experts) is not None:
@@ -141,15 +127,13 @@ class QwenConfig:
 
         Where all layers have the same, the word is "dense".
         """
-        types = []
-        for layer in range(self.num_hidden_layers):
-            words = []
+        types: list[list[str]] = [[] for _ in range(self.num_hidden_layers)]
+        for layer, words in enumerate(types):
             if self.delta is not None:
                 words.append(LINEAR if layer in self.delta.layers else ATTENTION)
             if self.experts is not None:
                 words.append(SPARSE if layer in self.sparse_layers else DENSE)
-            types.append(" ".join(words) or DENSE)
-        return tuple(types)
+        return tuple(" ".join(words) or DENSE for words in types)
 
     def sizes_with(self, length: int) -> dict[str, int]:
         """Returns `sizes` with S, the tokens of a row, which is a width of some hooks."""
@@ -255,10 +239,9 @@ def _config(hf: Any, source: str, **details: Any) -> QwenConfig:
     if hf.hidden_act != "silu":
         raise InputError(f"{source}: hidden_act {hf.hidden_act!r} is not supported, only 'silu' is")
     hybrid = "delta" in details
-    numbers = _positive_ints(hf, source, {k: v for k, v in SIZES.items() if k not in details})
-    head_dim = getattr(hf, "head_dim", None)
-    if head_dim is None:
-        head_dim = numbers["hidden_size"] // numbers["num_attention_heads"]
+    numbers = _positive_ints(hf, source, {name: name for name in SIZES if name not in details})
+    usual = numbers["hidden_size"] // numbers["num_attention_heads"]
+    head_dim = usual if getattr(hf, "head_dim", None) is None else hf.head_dim
     window, sliding = _sliding(hf, (ATTENTION, LINEAR if hybrid else SLIDING), source)
     config = QwenConfig(
         model_type=hf.model_type,
@@ -351,10 +334,9 @@ def _experts(hf: Any, source: str) -> dict[str, Any]:
 
 
 def _experts_config(hf: Any, source: str, renormalise: bool) -> ExpertsConfig:
-    fields = dict(EXPERT_SIZES)
-    if hasattr(type(hf), "shared_expert_intermediate_size"):  # else transformers ignores it
-        fields["shared_width"] = "shared_expert_intermediate_size"
-    numbers = {"shared_width": 0} | _positive_ints(hf, source, fields)
+    numbers = {"shared_width": 0} | _positive_ints(hf, source, EXPERT_SIZES)
+    if hasattr(type(hf), SHARED_WIDTH):  # else transformers ignores it
+        numbers |= _positive_ints(hf, source, {"shared_width": SHARED_WIDTH})
     if numbers["per_token"] > numbers["count"]:
         raise InputError(
             f"{source}: num_experts_per_tok {numbers['per_token']} is more than num_experts "

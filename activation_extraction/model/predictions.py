@@ -115,10 +115,9 @@ def _in_blocks(function: Callable[[Any], Any], arrays: Any, count: int) -> Any:
 
     def cut(x: Array) -> Array:
         x = jnp.pad(x, [(0, 0), (0, count * size - length), *[(0, 0)] * (x.ndim - 2)])
-        return jnp.moveaxis(x.reshape(len(x), count, size, *x.shape[2:]), 1, 0)
+        return x.reshape(len(x), count, size, *x.shape[2:]).swapaxes(0, 1)
 
     def join(x: Array) -> Array:
-        x = jnp.moveaxis(x, 0, 1)
-        return x.reshape(len(x), count * size, *x.shape[3:])[:, :length]
+        return x.swapaxes(0, 1).reshape(x.shape[1], count * size, *x.shape[3:])[:, :length]
 
     return jax.tree.map(join, lax.map(function, jax.tree.map(cut, arrays)))

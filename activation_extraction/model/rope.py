@@ -53,10 +53,8 @@ class Rope:
         share = _rotated_share(rope, head_dim, partial, source)
         head_dim = int(head_dim * share)
         theta = positive(rope, "rope_theta", source)
-        if kind == "default":
-            return cls(theta, share=share)
-        factor = positive(rope, "factor", source)
-        if kind == "linear":
+        factor = 1.0 if kind == "default" else positive(rope, "factor", source)
+        if kind != "yarn":
             return cls(theta, kind, factor, share=share)
         trained = int(positive(rope, "original_max_position_embeddings", source))
         blended = _blended(rope, theta, trained, head_dim, source)

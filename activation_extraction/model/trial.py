@@ -1,8 +1,7 @@
-"""A trial decides which kernels a run uses.
+"""Trials decide which kernels a run uses: the first ones whose numbers are right.
 
-Before a run loads its weights, each candidate of the platform computes a few small trials, of the
-sizes that one device has in the run. The run uses the first one whose numbers are those of the
-definition.
+Before a run loads its weights, each candidate of the platform computes what its definition says at
+a few small sizes, of those that one device has in the run.
 """
 
 import math
@@ -18,7 +17,7 @@ from jax import Array
 
 from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.common.log import log
-from activation_extraction.model.attention import dense_attention
+from activation_extraction.model.attention import Segments, dense_attention
 from activation_extraction.model.delta_net import token_by_token
 from activation_extraction.model.experts import one_expert_after_the_other
 from activation_extraction.model.kernels import candidates_for
@@ -55,7 +54,7 @@ class Choice:
     function: Callable[..., Array]
     passed_over: dict[str, str] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "passed_over": self.passed_over}
 
 
@@ -94,12 +93,12 @@ def choose_kernel(
         try:
             with jax.default_device(jax.local_devices()[0]):
                 error = largest_error(candidate, trials())
+            if error <= most:
+                log.info("%s: %s, which agrees with its definition on this device", kind, name)
+                return Choice(name, candidate, passed_over)
             why = f"it differs from the definition by {error:.2g} (allowed: {most:.2g})"
         except Exception as failure:  # a kernel or its compiler may raise anything
-            error, why = math.inf, f"it fails: {one_line(failure):.300}"
-        if error <= most:
-            log.info("%s: %s, which agrees with its definition on this device", kind, name)
-            return Choice(name, candidate, passed_over)
+            why = f"it fails: {one_line(failure):.300}"
         passed_over[name] = why
         log.warning("%s: %s is not used: %s", kind, name, why)
     reasons = "; ".join(f"{name}: {why}" for name, why in passed_over.items())
@@ -113,13 +112,16 @@ def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> f
     for definition, arguments, counts in trials:
         known = [number for number, each in enumerate(arguments) if isinstance(each, int)]
         computed = jax.jit(candidate, static_argnums=known)(*arguments)
-        floats = [isinstance(x, Array) and jnp.issubdtype(x.dtype, jnp.floating) for x in arguments]
-        wide = [x.astype(jnp.float32) if f else x for x, f in zip(arguments, floats, strict=True)]
-        results = computed, definition(*wide)
-        rows, right = (np.asarray(x)[np.asarray(counts)].astype(float) for x in results)
+        exact = definition(*jax.tree.map(_in_float32, arguments))
+        rows, right = (np.asarray(x)[np.asarray(counts)].astype(float) for x in (computed, exact))
         norms = np.linalg.norm(right, axis=-1)
         errors.append(np.max(np.linalg.norm(rows - right, axis=-1) / norms))
     return float(np.max(errors))
+
+
+def _in_float32(x: Any) -> Any:
+    is_float = isinstance(x, Array) and jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(jnp.float32) if is_float else x
 
 
 def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> Iterator[Trial]:
@@ -145,7 +147,7 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
         for first in range(0, keys, queries):
             own = slice(first, first + queries)
             first_query = first if parts == 1 else jnp.int32(first)
-            arrays = q[:, own], k, v, segments[:, own], segments
+            arrays = q[:, own], k, v, Segments(segments[:, own], segments)
             yield Trial(dense_attention, (*arrays, first_query, *window), segments[:, own] > 0)
 
 

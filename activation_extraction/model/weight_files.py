@@ -5,11 +5,10 @@ remote file only the bytes that are asked for are downloaded, with many requests
 nothing is kept on disk.
 """
 
-import hashlib
 import json
 import math
 import mmap
-import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
@@ -17,7 +16,6 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.store.folder import SourceFolder
@@ -28,42 +26,58 @@ FIRST_BYTES = 2**17  # the first request for a remote file; most headers are sho
 PIECE = 8 * 2**20  # bytes of one request
 CONNECTIONS = 16  # requests at a time, for all files together
 GAP = 2**20  # reading so many bytes between two ranges takes less time than another request
-AHEAD = 2**30  # bytes that may wait until their digest can be computed
 
 Index = tuple[slice, ...]
 
 
-class LocalFile:
-    """A safetensors file of this machine, mapped into memory.
+class WeightFile(ABC):
+    """A safetensors file. name: without folders; where: for messages; size: in bytes."""
 
-    name: without folders; where: for messages. `header` raises InputError, naming the file, if it
-    is not complete or holds other numbers than floats.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.name, self.where = path, path.name, str(path)
+    name: str
+    where: str
+    size: int
 
     @cached_property
     def header(self) -> dict[str, Tensor]:
-        try:
-            with safe_open(self.path, "np"):  # checks the header, and the file's size against it
-                pass
-            with open(self.path, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                return parse_header(file.read(length), self.where)
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{self.path}: not a complete safetensors file: {error}") from error
+        """Raises InputError, naming the file, if it is not complete or holds no floats."""
+        start = self.read_bytes(0, min(FIRST_BYTES, self.size))
+        length = int.from_bytes(start[:8], "little")
+        if not 0 < length <= min(self.size - 8, MAX_HEADER_BYTES):
+            raise self._incomplete(f"its header would have {length:,}")
+        text = start[8 : 8 + length] + self.read_bytes(len(start), 8 + length)
+        entries = parse_header(text, self.where)
+        end = max((entry.end for entry in entries.values()), default=8 + length)
+        if end != self.size:
+            raise self._incomplete(f"its header describes {end:,}")
+        return entries
 
-    @property
-    def size(self) -> int:
-        """Returns the size of the file in bytes."""
-        return self.path.stat().st_size
+    def _incomplete(self, why: str) -> InputError:
+        found = f"has {self.size:,} bytes, {why}"
+        return InputError(f"{self.where}: not a complete safetensors file: {found}")
+
+    @abstractmethod
+    def read_bytes(self, start: int, stop: int) -> bytes:
+        """Returns the bytes from `start` to `stop`; none if `stop` is not after `start`."""
+
+    @abstractmethod
+    def read(self, tensor: str, index: Index) -> np.ndarray:
+        """Returns a part of a tensor."""
+
+
+class LocalFile(WeightFile):
+    """A file of this machine, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name, self.where = path, path.name, str(path)
+        self.size = path.stat().st_size
 
     def read_bytes(self, start: int, stop: int) -> bytes:
-        """Returns the bytes from `start` to `stop`."""
-        with open(self.path, "rb") as file:
-            file.seek(start)
-            return file.read(stop - start)
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(start)
+                return file.read(max(stop - start, 0))
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be read: {error.strerror}") from error
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
         """Returns a view of the file: its bytes are read when it is copied.
@@ -77,42 +91,20 @@ class LocalFile:
         return values.reshape(entry.shape)[index]
 
 
-class RemoteFile:
-    """A safetensors file in a bucket or on the hub, with the attributes of `LocalFile`.
-
-    Methods raise FolderError if it cannot be read. If the store reports a digest, and every byte of
-    the file is read, the digest is compared; RunError is raised if it differs.
-    """
-
-    path = None
+class RemoteFile(WeightFile):
+    """A file in a bucket or on the hub. Methods raise FolderError if it cannot be read."""
 
     def __init__(self, folder: SourceFolder, name: str, size: int) -> None:
-        """Asks the store for the file's digest. size: in bytes."""
-        self.name, self.where = name, f"{folder.url}/{name}"
-        self._folder, self.size = folder, size
-        reported = folder.digest(name)
-        self._check = Check(self.where, size, *reported) if reported else None
+        self.name, self.where, self.size = name, f"{folder.url}/{name}", size
+        self._folder = folder
 
-    @cached_property
-    def header(self) -> dict[str, Tensor]:
-        start = self.read_bytes(0, min(FIRST_BYTES, self.size))
-        length = int.from_bytes(start[:8], "little")
-        if not 0 < length <= min(self.size - 8, MAX_HEADER_BYTES):
-            raise InputError(
-                f"{self.where}: not a complete safetensors file: has {self.size:,} bytes, its "
-                f"header would have {length:,}"
-            )
-        text = start[8 : 8 + length] + self.read_bytes(len(start), 8 + length)
-        entries = parse_header(text, self.where)
-        end = max((entry.end for entry in entries.values()), default=8 + length)
-        if end != self.size:
-            raise InputError(
-                f"{self.where}: not a complete safetensors file: has {self.size:,} bytes, its "
-                f"header describes {end:,}"
-            )
-        if self._check:
-            self._check.add(0, start[:8] + text)
-        return entries
+    def read_bytes(self, start: int, stop: int) -> bytes:
+        if stop <= start:
+            return b""
+        data = self._folder.read(self.name, start, stop)
+        if data is None or len(data) != stop - start:
+            raise RunError(f"{self.where}: has changed while it was being read")
+        return data
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
         """Returns a new array; downloads little more than its bytes (see `blocks_of`)."""
@@ -126,64 +118,16 @@ class RemoteFile:
                 last = min(first + PIECE, stop)
                 pieces.append((first, content[filled : filled + last - first]))
                 filled += last - first
-        for _ in _connections().map(lambda piece: self._fill(*piece), pieces):
+
+        def fill(piece: tuple[int, np.ndarray]) -> None:
+            start, values = piece
+            values[:] = np.frombuffer(self.read_bytes(start, start + values.size), np.uint8)
+
+        for _ in _connections().map(fill, pieces):
             pass
         lengths = [stop - start for start, stop in bounds[: depth + 1]]
         values = content.view(entry.dtype).reshape(*lengths, *entry.shape[depth + 1 :])
         return values[(slice(None),) * len(lengths) + tuple(index[depth + 1 :])]
-
-    def _fill(self, start: int, piece: np.ndarray) -> None:
-        data = self.read_bytes(start, start + piece.size)
-        piece[:] = np.frombuffer(data, np.uint8)
-        if self._check:
-            self._check.add(start, data)
-
-    def read_bytes(self, start: int, stop: int) -> bytes:
-        """Returns the bytes from `start` to `stop`."""
-        if stop <= start:
-            return b""
-        data = self._folder.read(self.name, start, stop)
-        if data is None or len(data) != stop - start:
-            raise RunError(f"{self.where}: has changed while it was being read")
-        return data
-
-
-WeightFile = LocalFile | RemoteFile
-
-
-class Check:
-    """Compares the digest of a file whose bytes come in any order.
-
-    Bytes that are far ahead of the first missing one wait; if more than AHEAD have to, or some
-    bytes never come, nothing is compared.
-    """
-
-    def __init__(self, where: str, size: int, algorithm: str, expected: str) -> None:
-        """Expects all bytes of a file. where: names it in messages; expected: hexadecimal."""
-        self._where, self._size = where, size
-        self._algorithm, self._expected = algorithm, expected
-        self._digest = hashlib.new(algorithm, usedforsecurity=False)
-        self._next = 0  # the first byte that is still missing
-        self._waiting: dict[int, bytes] = {}
-        self._lock = threading.Lock()
-
-    def add(self, start: int, data: bytes) -> None:
-        """Takes the bytes from `start` on. Raises RunError with the last ones if they differ."""
-        with self._lock:
-            if self._next == self._size:
-                return
-            self._waiting[start] = data
-            while self._waiting and (first := min(self._waiting)) <= self._next:
-                new = self._waiting.pop(first)[self._next - first :]
-                self._digest.update(new)
-                self._next += len(new)
-            if sum(map(len, self._waiting.values())) > AHEAD:
-                self._waiting, self._next = {}, self._size
-            elif self._next == self._size and self._digest.hexdigest() != self._expected:
-                raise RunError(
-                    f"{self._where}: its content has the {self._algorithm} "
-                    f"{self._digest.hexdigest()}, the store reports {self._expected}"
-                )
 
 
 def blocks_of(

@@ -73,19 +73,15 @@ class WeightSpec:
         return tuple(sizes)
 
     def _bounds(self, ranges: Sequence[range]) -> list[tuple[int, int]]:
-        """Returns (start, stop) of every axis of a tensor, for ranges of the inner axes.
-
-        Inner axes are those that are not stacked.
-        """
+        """Returns (start, stop) of every axis of a tensor, for ranges of the axes that are not
+        stacked; RULES never split a head_dim."""
         bounds: list[tuple[int, int]] = []
         axes, sizes = self.axes[self.stacked :], self.shape[self.stacked :]
         for axis, size, chosen in zip(axes, sizes, ranges, strict=True):
             if axis != "head_dim" or not bounds:
                 bounds.append((chosen.start, chosen.stop))
-            elif len(chosen) == size:
-                bounds[-1] = bounds[-1][0] * size, bounds[-1][1] * size
             else:
-                raise ValueError("head_dim cannot be split: it is the inner part of a flat axis")
+                bounds[-1] = bounds[-1][0] * size, bounds[-1][1] * size
         if "experts" in self.axes:
             bounds[-2:] = bounds[:-3:-1]
         if self.tensor_slice is not None:
@@ -124,9 +120,6 @@ class WeightSpec:
             else:
                 values[at] = read(self.hf_names[number], index).reshape([*map(len, inner)])
         return values
-
-    def read_whole(self, read: ReadTensor, dtype: Any) -> np.ndarray:
-        return self.read_slice(read, dtype, [*map(range, self.shape)])
 
 
 def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
@@ -191,17 +184,19 @@ def load_params(
     shardings = {path: layout.sharding(spec.axes, spec.shape) for path, spec in stacks.items()}
     params = jax.jit(empty, out_shardings=shardings)()
     # A job is a parameter, and the number of a layer of each stage if it has layers.
-    jobs: list[tuple[ParamPath, int | None]] = [
-        (path, None) for path in table if path not in stacks
-    ]
-    for path, spec in stacks.items():
-        jobs += [(path, k) for k in range(spec.shape[0] // stages)]
+    jobs: list[tuple[ParamPath, int | None]] = []
+    for path, spec in table.items():
+        layers = range(spec.shape[0] // stages)
+        jobs += [(path, k) for k in layers] if path in stacks else [(path, None)]
 
     def position(job: tuple[ParamPath, int | None]) -> tuple[bool, str, int]:
         """Returns where the first tensor of a job begins, to sort by; layers of zeros come last."""
         spec, k = table[job[0]], job[1] or 0
         names = spec.hf_names[k * math.prod(spec.shape[1 : spec.stacked]) :]
-        return (False, *checkpoint.position(names[0])) if names else (True, "", 0)
+        if not names:
+            return True, "", 0
+        file = checkpoint.file_with(names[0])
+        return False, file.name, file.header[names[0]].offset
 
     def load(path: ParamPath, k: int | None) -> jax.Array:
         spec, axes = table[path], table[path].axes

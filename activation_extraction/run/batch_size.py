@@ -5,7 +5,7 @@ stored soon. `auto` finds the largest step that accelerators have memory for. Th
 on the number of rows only in their rounding.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from activation_extraction.model.forward import (
     prepare_model,
 )
 from activation_extraction.model.mesh import own_devices, usable_devices
-from activation_extraction.run.hosts import Host, any_host, gather, together
+from activation_extraction.run.hosts import Host, gather, together
 from activation_extraction.store.identity import GIGABYTE
 
 DEFAULT_ROWS, MOST_ROWS = 8, 512
@@ -42,19 +42,11 @@ def default_rows(
     round it up on accelerators, too, so that no mesh refuses it before `fit_rows` finds a better
     one. planned: the devices of a machine that is only planned.
     """
-    devices, rows = _own_devices(every_device, planned), DEFAULT_ROWS
+    devices, rows = own_devices(usable_devices(every_device, planned)), DEFAULT_ROWS
     on_cpu = devices[0].platform == "cpu"
     if on_cpu:
         rows = min(max(TOKENS_AT_ONCE // length, 1), DEFAULT_ROWS)
     return -(-rows // len(devices)) * len(devices) if on_cpu or auto else rows
-
-
-def _own_devices(every: bool, planned: Sequence[Any] | None = None) -> list[Any]:
-    """Returns the usable devices of this host, or of the first host of a planned machine."""
-    devices = usable_devices(every, planned)
-    if planned is None:
-        return own_devices(devices)
-    return [each for each in devices if each.process_index == devices[0].process_index]
 
 
 def fit_rows(
@@ -66,94 +58,85 @@ def fit_rows(
 ) -> tuple[Forward, dict[str, Any] | None]:
     """Returns the model for the largest step that fits, and what metadata.json records about it.
 
-    The rows of a host are the number of its devices times a power of two, at most MOST_ROWS. Each
-    number is tried on the mesh that it leads to (see `_search`). If the run that is continued
-    recorded a number for as many devices of this kind and this mesh, it is taken untried. On
-    devices that do not report their memory (CPU) the default stays, and nothing is recorded.
+    The rows of a host are the number of its devices times a power of two, at most MOST_ROWS. If the
+    run that is continued recorded a number for as many devices of this kind, with the mesh that the
+    default rows have now, it is taken untried. On devices that do not report their memory (CPU) the
+    default stays, and nothing is recorded.
 
     forward: the model for `request`, whose rows are the default. earlier: metadata of the run that
     is continued, if any. All hosts must call this together, and all get the same number. If making
     or compiling the model fails on a host, and not for lack of memory, all of them raise.
     """
-    devices = _own_devices(request.use_data_parallel)
-    kind, count = devices[0].device_kind, len(devices) * host.count
-    stats = together(host, devices[0].memory_stats) or {}
-    usable = USABLE * min(map(int, gather(host, str(stats.get("bytes_limit", 0)))))
+    devices = own_devices(usable_devices(request.use_data_parallel))
+    kind, least = devices[0].device_kind, len(devices)
+    limit = together(host, lambda: (devices[0].memory_stats() or {}).get("bytes_limit", 0))
+    usable = USABLE * min(gather(host, limit))
     if not usable:
         log.info("--batch_size auto: %d rows, the default on %s", request.batch_size, kind)
         return forward, None
+    facts = {"device": kind, "devices": least * host.count, "mesh": forward.layout.shape}
     recorded = [metadata.get("auto_batch_size") or {} for metadata in earlier]
-    alike = [
-        each for each in recorded if (each.get("device"), each.get("devices")) == (kind, count)
-    ]
-    of_hosts = gather(host, str(min((each["rows"] for each in alike), default="")))
-    rows, why = min(map(int, filter(None, of_hosts)), default=None), "as when the run began"
-    if rows is not None:
+    alike = [each["rows"] for each in recorded if {**each, **facts} == each]
+    known = min(filter(None, gather(host, min(alike, default=None))), default=None)
+
+    def prepare(rows: int) -> Forward:
         asked = replace(request, batch_size=rows)
-        tried = together(host, partial(prepare_model, families, asked, forward))
-        same = any_host(host, [tried.layout.shape in [each.get("mesh") for each in recorded]])[0]
-        rows, forward = (rows, tried) if same else (None, forward)
-    if rows is None:
-        rows, forward, why = _search(host, families, request, forward, len(devices), usable)
+        return together(host, partial(prepare_model, families, asked, forward))
+
+    if known is not None:
+        found, why = prepare(known), "as when the run began"
+    else:
+        found, why = _largest(host, prepare, least, usable)
+    rows, _ = found.shape
     log.info("--batch_size auto: %d rows per host and step: %s", rows, why)
-    mesh = forward.layout.shape
-    return forward, {"rows": rows, "device": kind, "devices": count, "mesh": mesh}
+    return found, {"rows": rows, **facts}
 
 
-def _search(
-    host: Host,
-    families: Families,
-    request: ModelRequest,
-    forward: Forward,
-    least: int,
-    usable: float,
-) -> tuple[int, Forward, str]:
-    """Returns the rows, the model for them, and why there are no more.
+def _largest(
+    host: Host, prepare: Callable[[int], Forward], least: int, usable: float
+) -> tuple[Forward, str]:
+    """Returns the model for the most rows that fit, and why there are no more.
 
     A step fits if every host has room for the activations of STEPS_ON_HOST steps, one of which is
     received while others wait to be stored, and if the compiler plans for no more than `usable`
     bytes on a device. least: the smallest number, which is taken even if it does not fit.
     """
-    rows = least
+    best = tried = prepare(least)
     while True:
-        asked = replace(request, batch_size=rows)
-        tried = together(host, partial(prepare_model, families, asked, forward))
-        why = _lacking_on_host(tried)
-        fits = not any_host(host, [bool(why)])[0]
-        if fits:  # all hosts compile, or none does
-            why = together(host, partial(_lacking_on_device, tried, usable))
-            fits = not any_host(host, [bool(why)])[0]
-        if fits or rows == least:
-            forward = tried
-        if not fits:
-            return max(rows // 2, least), forward, why or "another host has no room for more"
-        if 2 * rows > MOST_ROWS:
-            return rows, forward, "the most that are tried"
-        rows *= 2
+        why = next(filter(None, gather(host, _lacking_on_host(tried))), "")
+        if not why:  # all hosts compile, or none does
+            lacking = together(host, partial(_lacking_on_device, tried, usable))
+            why = next(filter(None, gather(host, lacking)), "")
+        if why:
+            return best, why
+        best = tried
+        if 2 * best.shape[0] > MOST_ROWS:
+            return best, "the most that are tried"
+        tried = prepare(2 * best.shape[0])
 
 
 def _lacking_on_host(forward: Forward) -> str:
     """Says why this host has no room for the activations; "" if it has."""
     rows, length = forward.shape
     of_token = sum(forward.form(hook).bytes for hook in forward.hooks.values())
-    needed, available = STEPS_ON_HOST * rows * length * of_token, available_memory()
-    steps = f"{STEPS_ON_HOST} steps of {rows}"
-    return _too_much(steps, needed, "host", available) if needed > available else ""
+    needed = STEPS_ON_HOST * rows * length * of_token
+    return _too_much(f"{STEPS_ON_HOST} steps of {rows}", needed, "host", available_memory())
 
 
 def _lacking_on_device(forward: Forward, usable: float) -> str:
     """Says why a step does not fit on a device; "" if it does."""
     rows, _ = forward.shape
     try:
-        needed = bytes_of_step(forward)
+        return _too_much(f"{rows}", bytes_of_step(forward), "device", usable)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return f"{rows} do not fit, says the compiler: {one_line(error):.200}"
-    return _too_much(f"{rows}", needed, "device", usable) if needed > usable else ""
 
 
 def _too_much(what: str, needed: float, where: str, room: float) -> str:
+    if needed <= room:
+        return ""
     return (
         f"{what} would take {needed / GIGABYTE:.3g} GB of each {where}, where "
         f"{room / GIGABYTE:.3g} GB can be used"

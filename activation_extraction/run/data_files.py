@@ -8,12 +8,11 @@ what was there when the run began.
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.log import log
@@ -21,7 +20,6 @@ from activation_extraction.common.visible import counted
 from activation_extraction.run.digests import READERS, file_fingerprint, naming_unreadable
 from activation_extraction.text.file_list import TextFile
 
-T = TypeVar("T")
 ANEW = "a run over other data needs another --output_dir (or --gcs_prefix), or --overwrite"
 PUT_BACK = "put the file back as it was when the run began, or begin anew with --overwrite"
 
@@ -49,7 +47,10 @@ class DataFiles:
     ) -> None:
         """Takes the fingerprints of the files, unless they are recorded already."""
         self.files = tuple(files)
-        self.recorded = tuple(_together(_record, files) if recorded is None else recorded)
+        if recorded is None:
+            with ThreadPoolExecutor(READERS, "fingerprint-data") as pool:
+                recorded = list(pool.map(_record, files))
+        self.recorded = tuple(recorded)
         # By the names that rows may have for it: those of several sources begin with a number here.
         self._local: defaultdict[str, list[tuple[TextFile, Recorded]]] = defaultdict(list)
         for file, own in zip(self.files, self.recorded, strict=True):
@@ -62,31 +63,37 @@ class DataFiles:
     ) -> "DataFiles":
         """Returns the files as a run that continues has to read them.
 
-        earlier: the metadata that hosts of the run have stored; the first counts where they differ
-        in how much they read of a file. Raises InputError, naming the file, if one is not the
-        recorded one, is missing, or was not there when the run began.
+        earlier: the metadata that hosts of the run have stored. Raises InputError, naming the file,
+        if one is not the recorded one, is missing, or was not there when the run began.
         """
-        every = [[Recorded(**each) for each in found.get("data_files", ())] for found in earlier]
-        lists = list(dict.fromkeys(tuple(recorded) for recorded in every if recorded))
-        if not lists:
+        every = [tuple(Recorded(**f) for f in found.get("data_files", ())) for found in earlier]
+        recorded, *others = dict.fromkeys(filter(None, every)) or [()]
+        if others:
+            raise InputError("--dataset_path: the hosts of this run have read different files")
+        if not recorded:
             return cls(files)
-        first = lists[0]
-        ordered = _in_recorded_order(files, first)
-        for recorded in lists:
-            if [each.name for each in recorded] != [each.name for each in first]:
-                raise InputError("--dataset_path: the hosts of this run have read different files")
-            same = _together(_is_recorded, ordered, recorded)
+        ordered = _in_recorded_order(files, recorded)
+        added = {}
+        with ThreadPoolExecutor(READERS, "fingerprint-data") as pool:
+            same = pool.map(_is_recorded, ordered, recorded)
             for now, before, is_same in zip(ordered, recorded, same, strict=True):
+                more = now.size - before.bytes
                 if not is_same:
-                    sizes = f" ({before.bytes:,} bytes then, {now.size:,} now)"
-                    told = sizes if now.size != before.bytes else ""
+                    sizes = f" ({before.bytes:,} bytes then, {now.size:,} now)" if more else ""
                     raise InputError(
-                        f"--dataset_path: {now.url} is not the file that the run began "
-                        f"with{told}; {ANEW}"
+                        f"--dataset_path: {now.url} is not the file that the run began with{sizes}"
+                        f"; {ANEW}"
                     )
-        _say_what_is_not_read(ordered, first)
-        read = [replace(now, size=was.bytes) for now, was in zip(ordered, first, strict=True)]
-        return cls(read, first)
+                if more:
+                    added[now.url] = more
+        if added:
+            log.warning(
+                "the last %s of %s are not read: they were not there when the run began",
+                counted(sum(added.values()), "byte"),
+                min(added) if len(added) == 1 else counted(len(added), "file"),
+            )
+        pairs = zip(ordered, recorded, strict=True)
+        return cls([replace(now, size=before.bytes) for now, before in pairs], recorded)
 
     def fingerprints(self) -> dict[str, str]:
         """Returns the size and the fingerprint of each file, for hosts to compare."""
@@ -102,18 +109,18 @@ class DataFiles:
         rows: as samples have them. A file of the same name in another source is checked, too. A
         fingerprint is compared only if the file's size or time is another.
         """
-        names = {row["file"] for row in rows if "file" in row}
-        for file, recorded in chain.from_iterable(self._local.get(name, ()) for name in names):
-            problem = f"{file.url}: has changed while the run was reading it"
-            try:
-                with naming_unreadable(Path(file.url)):
-                    status = os.stat(file.url)
-                now = replace(file, size=status.st_size, version=str(status.st_mtime_ns))
-                if now == file or _is_recorded(now, recorded):
-                    continue
-            except InputError as error:
-                problem = str(error)
-            raise RunError(problem, remedy=PUT_BACK)
+        for name in {row["file"] for row in rows if "file" in row}:
+            for file, recorded in self._local.get(name, ()):
+                problem = f"{file.url}: has changed while the run was reading it"
+                try:
+                    with naming_unreadable(file.url):
+                        status = os.stat(file.url)
+                    now = replace(file, size=status.st_size, version=str(status.st_mtime_ns))
+                    if now == file or _is_recorded(now, recorded):
+                        continue
+                except InputError as error:
+                    problem = str(error)
+                raise RunError(problem, remedy=PUT_BACK)
 
 
 def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) -> list[TextFile]:
@@ -146,27 +153,8 @@ def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) 
 
 def _is_recorded(now: TextFile, before: Recorded) -> bool:
     """Returns whether a file is the recorded one; a local one of text may have grown."""
-    if now.size != before.bytes and not (now.size > before.bytes and now.may_grow):
-        return False
-    return _record(replace(now, size=before.bytes)).fingerprint == before.fingerprint
-
-
-def _say_what_is_not_read(files: Sequence[TextFile], recorded: Sequence[Recorded]) -> None:
-    """Says how much of files that have grown is left out."""
-    pairs = zip(files, recorded, strict=True)
-    added = {now.url: now.size - was.bytes for now, was in pairs if now.size > was.bytes}
-    if added:
-        others = f" and {counted(len(added) - 1, 'other file')}" if len(added) > 1 else ""
-        log.warning(
-            "the last %s of %s%s are not read: they were not there when the run began",
-            *(counted(sum(added.values()), "byte"), next(iter(added)), others),
-        )
-
-
-def _together(function: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
-    """Returns what a function gives for each file; many files are read at the same time."""
-    with ThreadPoolExecutor(READERS, "fingerprint-data") as pool:
-        return list(pool.map(function, *arguments))
+    may_be = now.size == before.bytes or now.may_grow
+    return may_be and _record(replace(now, size=before.bytes)).fingerprint == before.fingerprint
 
 
 def _record(file: TextFile) -> Recorded:

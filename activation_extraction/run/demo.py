@@ -1,8 +1,8 @@
 """The demo's inputs are a small Qwen2 checkpoint and sample documents, made on the spot.
 
-The files look like real ones (config.json, safetensors, tokenizer.json; Parquet in FineWeb-Edu's
-schema) and have the same bytes every time. The weights are random: the demo shows that the pipeline
-works, not what a trained model has learned.
+The files look like real ones (config.json, safetensors, tokenizer.json; Parquet) and have the same
+bytes every time. The weights are random: the demo shows that the pipeline works, not what a trained
+model has learned.
 """
 
 import errno
@@ -10,10 +10,9 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -75,19 +74,15 @@ def make_demo(output: Path, families: Families) -> tuple[Path, Path]:
             path.mkdir(parents=True, exist_ok=True)
         write_documents(documents, paragraphs)
         write_tokenizer(model, paragraphs)
-        write_bytes(model / "config.json", _indented(MODEL_CONFIG))
+        write_bytes(model / "config.json", json.dumps(MODEL_CONFIG, indent=2).encode())
         write_weights(model / SINGLE_FILE, family.weights_of(config))
     except OSError as error:
         raise InputError(f"--demo: {folder}: {reason_of(error)[0]}") from error
     return model, documents
 
 
-def _indented(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()
-
-
 def write_documents(path: Path, paragraphs: list[str]) -> None:
-    """Writes documents in FineWeb-Edu's schema: runs of sentences, of log-normal length."""
+    """Writes documents: runs of sentences, of log-normal length."""
     rng = random.Random(0)
     sentences = [s for paragraph in paragraphs for s in re.split(r"(?<=[.!?]) ", paragraph)]
     rows = []
@@ -95,21 +90,7 @@ def write_documents(path: Path, paragraphs: list[str]) -> None:
         count = math.ceil(rng.lognormvariate(math.log(MEDIAN_SENTENCES), SPREAD))
         start = rng.randrange(len(sentences))
         text = " ".join(sentences[start : start + count])
-        score = rng.uniform(3, 5)
-        rows.append(
-            {
-                "text": text,
-                "id": f"<urn:demo:{number:04d}>",
-                "dump": "DEMO",
-                "url": f"https://example.org/{number:04d}",
-                "file_path": "demo_texts.txt",
-                "language": "en",
-                "language_score": 0.99,
-                "token_count": len(text.split()),
-                "score": score,
-                "int_score": round(score),
-            }
-        )
+        rows.append({"text": text, "id": f"<urn:demo:{number:04d}>", "score": rng.uniform(3, 5)})
     written = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), written, row_group_size=100)
     write_bytes(path, written.getvalue().to_pybytes())
@@ -140,7 +121,7 @@ def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
         "eos_token": END_OF_TEXT,
         "pad_token": END_OF_TEXT,
     }
-    write_bytes(folder / "tokenizer_config.json", _indented(settings))
+    write_bytes(folder / "tokenizer_config.json", json.dumps(settings, indent=2).encode())
 
 
 def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:

@@ -46,10 +46,8 @@ def digest_files(paths: Sequence[Path]) -> str:
 def file_fingerprint(path: Path, size: int) -> str:
     """Takes that of the first `size` bytes of a file. Raises InputError if it is unreadable."""
     with naming_unreadable(path), open(path, "rb", buffering=0) as file:
-        read = (
-            os.pread(file.fileno(), stop - start, start) for start, stop in sampled_blocks(size)
-        )
-        return _digest_of(size, read)
+        blocks = sampled_blocks(size)
+        return _digest_of(size, (os.pread(file.fileno(), b - a, a) for a, b in blocks))
 
 
 def sampled_blocks(size: int) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from statistics import NormalDist
 from typing import Any
@@ -74,28 +74,10 @@ class PlannedRun:
     topology: Topology
     request: ModelRequest
     token_bytes: int
-    tokens: Range | None
+    tokens: float | None
     kept: float
     speeds: Mapping[str, float]
     prices: Sequence[float]
-
-
-@dataclass(frozen=True)
-class MeshEstimate:
-    """What a run takes on one mesh, as --json prints it.
-
-    memory_gb: of each device, by formula; compiled_gb: by the compiler, None if it says nothing.
-    step_ms: of a step on the devices, at their peak speeds. tokens_per_second: how many are
-    computed, at worst and at best; binds: the key of BINDS that takes longest, at best.
-    """
-
-    shape: dict[str, int]
-    fits: bool
-    memory_gb: float
-    compiled_gb: float | None
-    step_ms: float
-    tokens_per_second: Range
-    binds: str
 
 
 def print_estimate(config: Config, families: Families) -> int:
@@ -109,19 +91,18 @@ def print_estimate(config: Config, families: Families) -> int:
     programs = [(each, program_of(families, each, run.raw)) for each in (auto, run.request)]
     same = programs[0][1].layout.shape == programs[1][1].layout.shape
     meshes = [estimate_mesh(run, *each) for each in programs[: 1 if same else 2]]
-    fitting = [mesh for mesh in meshes if mesh.fits]
-    best = max(fitting, key=lambda mesh: mesh.tokens_per_second[1], default=None)
+    fitting = [mesh for mesh in meshes if mesh["fits"]]
+    best = max(fitting, key=lambda mesh: mesh["tokens_per_second"][1], default=None)
     amounts: dict[str, Any] = dict.fromkeys(("hours", "dollars", "terabytes"))
     if run.tokens is not None:
-        amounts["terabytes"] = run.tokens[1] * run.kept * run.token_bytes / 1e12
+        amounts["terabytes"] = run.tokens * run.kept * run.token_bytes / 1e12
         if best is not None:
-            (least, most), (slow, fast) = run.tokens, best.tokens_per_second
-            amounts["hours"] = least / fast / 3600, most / slow / 3600
+            amounts["hours"] = [run.tokens / x / 3600 for x in reversed(best["tokens_per_second"])]
             if run.prices:
                 spent = zip(amounts["hours"], (min(run.prices), max(run.prices)), strict=True)
                 amounts["dollars"] = [run.topology.chips * time * price for time, price in spent]
     if config.json:
-        say(json.dumps({"meshes": meshes, "best": best} | amounts, default=asdict))
+        say(json.dumps({"meshes": meshes, "best": best} | amounts))
     else:
         say(*lines_of(run, meshes, amounts))
     return 0
@@ -171,8 +152,13 @@ def program_of(families: Families, request: ModelRequest, raw: Mapping[str, Any]
     return Program(model, family.weight_table(model), rows, request.shape)
 
 
-def estimate_mesh(run: PlannedRun, request: ModelRequest, program: Program) -> MeshEstimate:
-    """Estimates the run with this program, which is compiled if that is possible here."""
+def estimate_mesh(run: PlannedRun, request: ModelRequest, program: Program) -> dict[str, Any]:
+    """Estimates the run with this program, which is compiled if that is possible here.
+
+    Returns what --json prints of a mesh. memory_gb: of each device, by formula; compiled_gb: by the
+    compiler, None if it says nothing. step_ms: of the devices, at their peak speeds.
+    tokens_per_second: at worst and at best; binds: the key of BINDS that takes longest, at best.
+    """
     layout, devices = program.layout, [*program.rows.mesh.devices.flat]
     hosts, rows = program.rows.hosts, request.batch_size * program.rows.hosts
     step = StepSizes(program.model, program.weights, rows, request.max_seq_length)
@@ -194,9 +180,15 @@ def estimate_mesh(run: PlannedRun, request: ModelRequest, program: Program) -> M
     step_ms, of_host = 1e3 * step_time(peak), tokens / hosts * run.kept * run.token_bytes
     peak |= {name: of_host / speed for name, speed in run.speeds.items()}
     slow, fast = ({x: peak[x] / BINDS[x][1][number] for x in peak} for number in (0, 1))
-    speeds = FILLED * tokens / step_time(slow), FILLED * tokens / step_time(fast)
-    binds = max(fast, key=lambda name: fast[name])
-    return MeshEstimate(layout.shape, fits, found.memory / 1e9, compiled, step_ms, speeds, binds)
+    return {
+        "shape": layout.shape,
+        "fits": fits,
+        "memory_gb": found.memory / 1e9,
+        "compiled_gb": compiled,
+        "step_ms": step_ms,
+        "tokens_per_second": [FILLED * tokens / step_time(took) for took in (slow, fast)],
+        "binds": max(fast, key=lambda name: fast[name]),
+    }
 
 
 def step_time(took: Mapping[str, float]) -> float:
@@ -251,46 +243,46 @@ def pack_rate(config: Config, dtype: Any) -> Range:
         shard, _ = encode_shard(shard, encoded, map)
         sums_of([values], [positions])
         packed = form.pack(shard, {0: "hook"}, threads)
-    return size / (time.process_time() - began), packed.bytes / size
+    return size / (time.process_time() - began), packed.facts.bytes / size
 
 
-def data_size(config: Config) -> tuple[Range | None, float]:
-    """Returns how many tokens the run computes in all, at least and at most, None if nothing says
-    how much data there is; and the share of them that is stored."""
+def data_size(config: Config) -> tuple[float | None, float]:
+    """Returns how many tokens the run computes in all, None if nothing says how much data there is,
+    and the share of them that is stored."""
     length, overlap = config.max_seq_length, config.overlap
     step = length - overlap if config.long_documents == "split" else max(LENGTHS)
     pieces = [(x, start) for x in LENGTHS for start in range(0, max(x - overlap, 1), step)]
     samples = [min(document - start, length) for document, start in pieces]
-    total, mean = sum(samples), sum(samples) / len(samples)
+    total = sum(samples)
     # A piece of a document repeats tokens of the one before, which are not stored again.
     repeated = overlap * (len(samples) - len(LENGTHS)) / total
     kept = sum(map(config.positions.expected, samples)) / total * (1 - repeated)
-    documents = KNOWN.get((config.dataset_name or "", config.dataset_config or ""))
-    low = high = (documents or math.inf) / config.total_machines * total / len(LENGTHS)
+    documents = KNOWN.get((config.dataset_name or "", config.dataset_config or ""), math.inf)
+    tokens = documents / config.total_machines * total / len(LENGTHS)
     if config.max_samples is not None:
-        longest = length if documents is None else mean
-        low, high = min(low, config.max_samples * mean), min(high, config.max_samples * longest)
+        tokens = min(tokens, config.max_samples * total / len(samples))
     if config.max_tokens is not None and kept:
-        low, high = (min(size, config.max_tokens / kept) for size in (low, high))
-    return (None if math.isinf(high) else (low, high)), kept
+        tokens = min(tokens, config.max_tokens / kept)
+    return (None if math.isinf(tokens) else tokens), kept
 
 
-def lines_of(run: PlannedRun, meshes: list[MeshEstimate], amounts: dict) -> Iterator[str]:
+def lines_of(run: PlannedRun, meshes: list[dict[str, Any]], amounts: dict) -> Iterator[str]:
     """Yields the estimate in words. amounts: as in JSON."""
     machine, request = run.topology, run.request
     hosts = f"{counted(machine.chips, 'chip')} on {counted(machine.hosts, 'host')}"
     rows = f"{counted(request.batch_size, 'row')} of {counted(request.max_seq_length, 'token')}"
     yield f"{machine.name}: {hosts}, each of which feeds {rows} per step"
     for mesh in meshes:
-        compiled = mesh.compiled_gb and f", {short(mesh.compiled_gb)} by the compiler"
+        gigabytes = f"{short(mesh['memory_gb'])} by formula"
+        if mesh["compiled_gb"] is not None:
+            gigabytes += f", {short(mesh['compiled_gb'])} by the compiler"
         yield (
-            f"mesh {in_words(mesh.shape)}: {'fits' if mesh.fits else 'does not fit'}; GB per "
-            f"device: {short(mesh.memory_gb)} by formula{compiled or ''}; ms per step at peak "
-            f"speed: {short(mesh.step_ms)}; tokens/s: {short(*mesh.tokens_per_second)}, bound by "
-            f"{BINDS[mesh.binds][0]}"
+            f"mesh {in_words(mesh['shape'])}: {'fits' if mesh['fits'] else 'does not fit'}; GB per "
+            f"device: {gigabytes}; ms per step at peak speed: {short(mesh['step_ms'])}; tokens/s: "
+            f"{short(*mesh['tokens_per_second'])}, bound by {BINDS[mesh['binds']][0]}"
         )
     tokens = math.prod(request.shape) * run.kept
-    made = tokens * run.token_bytes / 1e6 / meshes[0].step_ms
+    made = tokens * run.token_bytes / 1e6 / meshes[0]["step_ms"]
     for name, speed in run.speeds.items():
         able = short(*(share * speed / 1e9 for share in BINDS[name][1]))
         yield f"{BINDS[name][0]}: {able} GB/s per host, which gets {short(made)} GB/s at peak speed"

@@ -23,14 +23,9 @@ from activation_extraction.text.messages import MessagesColumn
 from activation_extraction.text.mixture import Documents
 from activation_extraction.text.packing import pack, rows_of_group
 from activation_extraction.text.rows import IdsColumn, Reader, RowForm, TextColumn
-from activation_extraction.text.samples import (
-    SampleForm,
-    load_tokenizer,
-    pretrained,
-    samples,
-    tokenizer_file,
-)
+from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.token_choice import TokenChoice
+from activation_extraction.text.tokenizer import load_tokenizer, pretrained, tokenizer_file
 
 T = TypeVar("T")
 BATCHES_AHEAD = 4
@@ -39,7 +34,7 @@ TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/tool_use.jin
 
 
 class Prefetch(Generic[T]):
-    """Yields the items of an iterator, while a background thread prepares up to `depth` of them.
+    """Yields the items of an iterator, of which a background thread prepares up to `depth`.
 
     An exception in the iterator is raised here when its turn comes, whatever kind it is.
     """
@@ -59,7 +54,6 @@ class Prefetch(Generic[T]):
 
     @property
     def ready(self) -> int:
-        """Returns how many items are ready."""
         return self._ready.qsize()
 
     def peek(self) -> T | None:
@@ -82,10 +76,10 @@ class Prefetch(Generic[T]):
                 item, error = self._ready.get(timeout=POLL)
             except queue.Empty:
                 continue
-            if error is not None and not isinstance(error, Exception):
-                raise RunError(f"preparing batches failed: {one_line(error)}") from error
-            if error is not None:
+            if isinstance(error, Exception):
                 raise error
+            if error is not None:
+                raise RunError(f"preparing batches failed: {one_line(error)}") from error
             if item is None:
                 self._ready.put((None, None))  # the next iteration ends as well
                 return
@@ -111,10 +105,7 @@ def load_text_files(
 
 
 def row_form(request: TextRequest, template: ChatTemplate | None, vocabulary: int) -> RowForm:
-    """Returns what is read of every row.
-
-    template: of conversations. vocabulary: how many token ids the model has.
-    """
+    """Returns what is read of every row. vocabulary: how many token ids the model has."""
     reader: Reader = TextColumn(request.text_column)
     if template is not None and request.messages_column:
         reader = MessagesColumn(request.messages_column, template)
@@ -158,7 +149,6 @@ class HostText:
         return self._share(self.request.max_tokens)
 
     def _share(self, limit: int | None) -> int | None:
-        """Returns this host's share of a limit of the machine."""
         return None if limit is None else len(range(self.worker.host, limit, self.worker.hosts))
 
     def open(

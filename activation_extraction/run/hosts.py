@@ -21,17 +21,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from activation_extraction.cli.console import Clock
-from activation_extraction.common.activity import activities
 from activation_extraction.common.errors import InputError, RunError, for_the_user, one_line
 from activation_extraction.common.host_memory import host_memory, resident_memory
+from activation_extraction.common.log import activities
 from activation_extraction.common.visible import say_error
 from activation_extraction.model.mesh import host_rows, usable_devices
 from activation_extraction.text.batch import Batch
@@ -121,27 +122,28 @@ def _end_process(message: str) -> None:
 def _check_port(address: str) -> None:
     """Raises RunError unless host 0 can listen at the port: JAX would abort without a message."""
     port = int(address.rsplit(":", 1)[1])
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
     try:
-        with socket.socket(family) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("", port))
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
     except OSError as error:
         raise RunError(
             f"--coordinator_address {address}: host 0 cannot listen at port {port}: "
-            f"{error.strerror}",
+            f"{os.strerror(error.errno or 0)}",
             remedy="end the process that uses it, or give all hosts another port",
         ) from error
 
 
 def _wait_for_port(address: str, seconds: float, failed: str) -> None:
-    """Waits until something listens at HOST:PORT. Raises RunError(failed) if nothing ever does."""
+    """Waits until something listens at HOST:PORT: JAX would look less and less often.
+
+    Raises RunError(failed) if nothing ever does.
+    """
     name, port = address.rsplit(":", 1)
-    name = name.strip("[]")
     deadline = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection((name, int(port)), timeout=min(seconds, 5)).close()
+            socket.create_connection((name.strip("[]"), int(port)), min(seconds, 5)).close()
             return
         except (OSError, UnicodeError) as error:
             if time.monotonic() > deadline:
@@ -149,33 +151,26 @@ def _wait_for_port(address: str, seconds: float, failed: str) -> None:
             time.sleep(0.2)
 
 
-def _gather(values: Any) -> np.ndarray:
-    """Returns every host's array, in host order. All hosts must call this together."""
-    return np.asarray(multihost_utils.process_allgather(values))
+def gather(host: Host, value: Any) -> list[Any]:
+    """Returns every host's value, which JSON can hold. All hosts must call this together."""
+    if not host.several:
+        return [value]
+    local = json.dumps(value).encode()
+    size = int(np.max(multihost_utils.process_allgather(np.int32(len(local)))))
+    # Arrays of different sizes could not be gathered; JSON may end with spaces.
+    rows = multihost_utils.process_allgather(np.frombuffer(local.ljust(size), np.uint8))
+    return [json.loads(row.tobytes()) for row in np.asarray(rows)]
 
 
 def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
     """Returns, for each flag, whether any host has set it. All hosts must call this together."""
-    if not host.several:
-        return list(flags)
-    return [bool(value) for value in _gather(np.array(flags, np.int32)).max(axis=0)]
+    return [any(votes) for votes in zip(*gather(host, flags), strict=True)]
 
 
 def leave(host: Host) -> None:
     """Leaves the run. All hosts must do so together: JAX would abort one that leaves later."""
     if host.several:
         jax.distributed.shutdown()
-
-
-def gather(host: Host, text: str) -> list[str]:
-    """Returns every host's text, in the order of the hosts. All hosts must call this."""
-    if not host.several:
-        return [text]
-    local = text.encode()
-    sizes = _gather(np.int32(len(local)))
-    padded = local.ljust(max(*sizes, 1))  # arrays of different sizes could not be gathered
-    rows = _gather(np.frombuffer(padded, np.uint8))
-    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def raise_together(
@@ -189,10 +184,38 @@ def raise_together(
     or some hosts lack it, raises InputError with the field, its values and their hosts. All hosts
     leave the run before that.
     """
-    error = _disagreement(host, fields, problem) if host.several else problem
-    if error is not None:
+    kind = 0 if problem is None else 1 if isinstance(problem, InputError) else 2
+    values = {name: _shown(value) for name, value in fields.items()}
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    kinds, digests = zip(*gather(host, (kind, digest)), strict=True)
+    if problem is None and any(kinds):
+        hosts = ", ".join(str(number) for number, each in enumerate(kinds) if each)
+        told = f"host {hosts} failed: see the message there"
+        remedy = "it says what to do on all hosts"
+        problem = InputError(told) if 1 in kinds else RunError(told, remedy=remedy)
+    elif problem is None and len({*digests}) > 1:
+        # A data set of many files has many fields, so they are seldom sent.
+        problem = InputError(_difference(gather(host, values)))
+    if problem is not None:
         leave(host)
-        raise error
+        raise problem
+
+
+def _difference(of_hosts: Sequence[Mapping[str, str]]) -> str:
+    """Names the first field that differs, its values and their hosts."""
+    name = next(n for n in chain(*of_hosts) if len({each.get(n) for each in of_hosts}) > 1)
+    groups: dict[str, list[str]] = {}
+    for number, each in enumerate(of_hosts):
+        groups.setdefault(each.get(name, "nothing"), []).append(str(number))
+    who = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in groups.items())
+    return f"hosts differ in {name}: {who}; it must be the same on all"
+
+
+def _shown(value: object) -> str:
+    """Returns a value that is short enough to be shown, or else a digest of it."""
+    text = str(value)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return text if len(text) <= MOST_SHOWN else f"digest {digest}"
 
 
 def together(
@@ -213,37 +236,6 @@ def together(
         raise
     raise_together(host, None, fields)
     return result
-
-
-def _disagreement(
-    host: Host, fields: Mapping[str, object], problem: Exception | None
-) -> Exception | None:
-    kind = 0 if problem is None else 1 if isinstance(problem, InputError) else 2
-    kinds = _gather(np.int32(kind))
-    if kinds.any():
-        hosts = ", ".join(str(i) for i in np.flatnonzero(kinds))
-        told = f"host {hosts} failed: see the message there"
-        if 1 in kinds:
-            return problem or InputError(told)
-        return problem or RunError(told, remedy="it says what to do on all hosts")
-    values = json.dumps({name: _short_value(str(value)) for name, value in fields.items()})
-    if len(set(gather(host, hashlib.sha256(values.encode()).hexdigest()))) == 1:
-        return None  # a data set of many files has many fields, so they are seldom sent
-    of_hosts = [json.loads(each) for each in gather(host, values)]
-    for name in dict.fromkeys(name for each in of_hosts for name in each):
-        groups: dict[str, list[str]] = {}
-        for number, each in enumerate(of_hosts):
-            groups.setdefault(each.get(name, "nothing"), []).append(str(number))
-        if len(groups) > 1:
-            who = "; ".join(f"{value} on {', '.join(ids)}" for value, ids in groups.items())
-            return InputError(f"hosts differ in {name}: {who}; it must be the same on all")
-    return None
-
-
-def _short_value(value: str) -> str:
-    """Returns a value that is short enough to be shown, or else a digest of it."""
-    digest = hashlib.sha256(value.encode()).hexdigest()[:32]
-    return value if len(value) <= MOST_SHOWN else f"digest {digest}"
 
 
 class Watchdog:
@@ -273,31 +265,26 @@ class Watchdog:
     def _watch(self) -> None:
         busy, before = "", 0
         while not self._done.wait(min(self._seconds / 4, LOOK_SECONDS)):
-            resident = resident_memory()
-            if (now := ", ".join(activities())) != busy:
+            resident, why = resident_memory(), ""
+            if (now := ", ".join(list(activities.values()))) != busy:
                 busy, before = now, resident
             if time.monotonic() - self._last > self._seconds:
-                self._end(
-                    busy,
-                    "no batch has become ready and no step has finished for "
-                    f"{self._seconds:g} s (--stall_timeout)",
-                )
+                why = "no batch has become ready and no step has finished for "
+                why += f"{self._seconds:g} s (--stall_timeout)"
             elif busy and resident - before > host_memory() * MOST_OF_A_ROW:
-                self._end(
-                    busy,
-                    f"meanwhile the process has taken {(resident - before) / 1e9:.1f} GB of memory",
+                taken = (resident - before) / 1e9
+                why = f"meanwhile the process has taken {taken:.1f} GB of memory"
+            if why:
+                faulthandler.dump_traceback(sys.stderr, all_threads=True)
+                remedy = "to continue, start the run again without --overwrite"
+                if busy:
+                    why = f"{busy}: {why}"
+                    remedy = "change or leave out the row, or the template, and start anew with "
+                    remedy += "--overwrite"
+                _end_process(
+                    f"error: {why}; the stack of every thread is above; committed shards are safe; "
+                    f"{remedy}"
                 )
-
-    def _end(self, busy: str, why: str) -> None:
-        """Ends the process. busy: what its threads do, or ""."""
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        remedy = "to continue, start the run again without --overwrite"
-        if busy:
-            remedy = "change or leave out the row, or the template, and start anew with --overwrite"
-        _end_process(
-            f"error: {f'{busy}: ' if busy else ''}{why}; the stack of every thread is above; "
-            f"committed shards are safe; {remedy}"
-        )
 
 
 @contextmanager
@@ -322,14 +309,6 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
         yield
     finally:
         helper.communicate(".")
-
-
-class Votes(NamedTuple):
-    """What a host sends along with a step. The sums over all hosts say how many agree."""
-
-    with_data: bool
-    stopping: bool
-    failed: bool
 
 
 class Lockstep:
@@ -381,13 +360,10 @@ class Lockstep:
         return None
 
     @property
-    def votes(self) -> Votes:
-        """Returns what to send with the step of the batch that was yielded last."""
-        return Votes(
-            with_data=self._upcoming[-1] is not None,
-            stopping=bool(self._stopped()),
-            failed=self.failure is not None,
-        )
+    def votes(self) -> tuple[bool, bool, bool]:
+        """Returns what to send with the step of the batch that was yielded last: whether this host
+        has data, whether it was asked to stop, and whether it failed."""
+        return self._upcoming[-1] is not None, bool(self._stopped()), self.failure is not None
 
     def learn(self, votes: Iterable[float]) -> None:
         """Learns how many hosts cast each vote with a step; decides on the step two later."""
@@ -409,8 +385,5 @@ def one_step_behind(items: Iterable[T]) -> Iterator[T]:
 
     So one of the steps that compute in the background is always in flight.
     """
-    previous: list[T] = []
-    for item in items:
-        yield from previous
-        previous = [item]
-    yield from previous
+    for item, _ in pairwise(chain(items, [None])):
+        yield item  # type: ignore[misc]

@@ -143,9 +143,8 @@ def check_inputs(inputs: Inputs, identity: Identity, of_text: bool) -> None:
     """
     given = {**vars(inputs.model), **vars(inputs.text)}
     for each in INPUTS:
-        if each.of_text != of_text:
-            continue
-        if each.known_by(inputs) != tuple(getattr(identity, field) for field in each.fields):
+        recorded = tuple(getattr(identity, field) for field in each.fields)
+        if each.of_text == of_text and each.known_by(inputs) != recorded:
             flag = next(flag for flag in each.flags if given[flag])
             value = f" {plain_url(given[flag])}" if isinstance(given[flag], str) else ""
             raise InputError(

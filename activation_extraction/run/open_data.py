@@ -125,24 +125,25 @@ def open_dataset(
             raise InputError(re.sub("--dataset_(path|name)", "--mix", str(error))) from error
     path = request.dataset_path
     if path is not None:
-        files = DataFiles.as_recorded(list_files(path), _of_data(FILES, earlier))
+        stored, _ = _recorded(FILES, earlier)
+        files = DataFiles.as_recorded(list_files(path), stored)
         return Dataset((Source(open_files(path, columns, files.files)),), FILES, "", files)
     name, config, split = request.dataset_name, request.dataset_config, request.dataset_split
     assert name is not None  # cli/config.py fills it in where no other source is given
     source = " ".join(filter(None, (name, config, split)))
-    rows, revision = open_hub_dataset(name, config, split, _revision_of(source, earlier) or None)
+    rows, revision = open_hub_dataset(name, config, split, _recorded(source, earlier)[1] or None)
     return Dataset((Source(rows),), source, revision)
 
 
-def _of_data(name: str, earlier: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The metadata that records this data set: a run with another one is refused later on."""
-    return [each for each in earlier if identity_of(each, METADATA).data == name]
+def _recorded(
+    name: str, earlier: Sequence[Mapping[str, Any]]
+) -> tuple[list[Mapping[str, Any]], str]:
+    """Returns the metadata that records this data set, and the revision there, "" if there is none.
 
-
-def _revision_of(name: str, earlier: Sequence[Mapping[str, Any]]) -> str:
-    """The revision at which a data set was opened; "" if it was not."""
-    found = _of_data(name, earlier)
-    return identity_of(found[0], METADATA).data_revision if found else ""
+    A run with another data set is refused later on.
+    """
+    found = [each for each in earlier if identity_of(each, METADATA).data == name]
+    return found, identity_of(found[0], METADATA).data_revision if found else ""
 
 
 def _open_mixture(
@@ -155,7 +156,8 @@ def _open_mixture(
     names = names or [plain_url(source) for source, _ in given]
     mix = [(name, source, weight) for name, (source, weight) in zip(names, given, strict=True)]
     name = " ".join(f"{plain}={repr(weight).removesuffix('.0')}" for plain, _, weight in mix)
-    revisions = dict(each.rsplit("@", 1) for each in _revision_of(name, earlier).split())
+    stored, recorded = _recorded(name, earlier)
+    revisions = dict(each.rsplit("@", 1) for each in recorded.split())
     listed = [
         replace(file, name=f"{number}/{file.name}")
         for number, (_, source, _) in enumerate(mix)
@@ -163,21 +165,20 @@ def _open_mixture(
         for file in list_files(source)
     ]
     refuse_repeated(listed)
-    files = DataFiles.as_recorded(listed, _of_data(name, earlier))
+    files = DataFiles.as_recorded(listed, stored)
     sources = []
     for number, (plain, source, weight) in enumerate(mix):
-        prefix = f"{number}/"
         if is_path(source):
-            own = [file for file in files.files if file.name.startswith(prefix)]
-            own = [replace(file, name=file.name.removeprefix(prefix)) for file in own]
+            own = [file for file in files.files if file.name.startswith(f"{number}/")]
+            own = [replace(file, name=file.name.removeprefix(f"{number}/")) for file in own]
             rows = open_files(source, columns, own)
         else:
             hub_name, config, split, *more = [*source.split(":"), "", ""]
             if any(more):
                 raise InputError(f"--mix {plain}: no such path, and not NAME:CONFIG:SPLIT")
-            split = split or DATASET[2]
-            revision = revisions.get(plain)
-            rows, revisions[plain] = open_hub_dataset(hub_name, config or None, split, revision)
+            rows, revisions[plain] = open_hub_dataset(
+                hub_name, config or None, split or DATASET[2], revisions.get(plain)
+            )
         sources.append(Source(rows, plain, weight))
     content = " ".join(f"{plain}@{revision}" for plain, revision in revisions.items())
     return Dataset(tuple(sources), name, content, files)

@@ -4,7 +4,6 @@ The cheapest checks come first, and no weight is read here. The hosts of a pod c
 have found before they go on.
 """
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -44,19 +43,16 @@ from activation_extraction.run.inputs import (
 )
 from activation_extraction.run.open_data import TextRequest
 from activation_extraction.run.repair import RepairPlanner
-from activation_extraction.run.run_folders import RunFolders, check_siblings, find_metadata
+from activation_extraction.run.run_folders import RunFolders
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import StorageOptions
 from activation_extraction.store.local_files import check_free_disk, check_output_dir
-from activation_extraction.store.metadata import read_metadata
 from activation_extraction.store.resume import FLAGS_REMEDY
 from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
 from activation_extraction.text.chat import END, START, ChatTemplate
 from activation_extraction.text.mixture import Documents
-
-RECORDED, NEW = "recorded", "new"  # where the commit of a hub model comes from
 
 
 @dataclass(frozen=True)
@@ -87,61 +83,41 @@ class Job:
         return replace(self, documents=documents, batches=batches)
 
 
-@dataclass(frozen=True)
-class Output:
-    """The folders that the output goes to, and what they hold already.
-
-    remote: this host's folder in the bucket. earlier: the metadata of an earlier run in each root
-    that holds one; own: the metadata of this host. Both are empty when this run starts anew.
-    commit: the hub model's, as this host sees it (see choose_commit).
-    """
-
-    folders: RunFolders
-    remote: Folder | None
-    earlier: Sequence[dict[str, Any]]
-    own: Sequence[dict[str, Any]]
-    commit: tuple[str, str] | None
-
-
 def prepare_together(config: Config, host: Host, families: Families, watchdog: Watchdog) -> Job:
     """Checks the request here and compares it with the other hosts'. Raises InputError."""
-    output = together(
-        host,
-        lambda: prepare_output(config, host, watchdog.reset),
-        lambda _: settings_of(config),
+    folders, earlier, chosen, own_memory = together(
+        host, lambda: open_output(config, host, watchdog.reset), lambda _: settings_of(config)
     )
-    commit = agree_on_commit(host, output.commit)
-    own = together(
-        host, lambda: memory_of(own_devices(usable_devices(config.use_data_parallel))[0])
-    )
-    memory = gather(host, str(own or ""))
-    least = min((float(each) for each in memory if each), default=None)
-    sources = json.loads(gather(host, json.dumps([plain_url(name) for name, _ in config.mix]))[0])
+    names = [plain_url(name) for name, _ in config.mix]
+    found = gather(host, (chosen, own_memory, names))
+    commits, memories, (sources, *_) = zip(*found, strict=True)
+    # A recorded commit, or else that of the first host.
+    agreed = min(filter(None, commits), key=lambda each: each[0], default=None)
+    commit = agreed[1] if chosen and agreed else None
+    memory = min(filter(None, memories), default=None)
     config, request, forward = together(
         host,
-        lambda: prepare_forward(config, families, output, commit, least),
+        lambda: prepare_forward(config, families, folders.folder, commit, memory),
         lambda prepared: step_of(prepared[2]),
     )
     facts: dict[str, Any] = {}
+    stored = [metadata for _, metadata in earlier]
     if config.batch_size == "auto":
-        forward, facts["auto_batch_size"] = fit_rows(
-            host, families, request, forward, output.earlier
-        )
-    text = config.part(TextRequest)
-    inputs = Inputs(request, text, forward, [*output.own, *output.earlier], sources)
+        forward, facts["auto_batch_size"] = fit_rows(host, families, request, forward, stored)
+    inputs = Inputs(request, config.part(TextRequest), forward, stored, sources)
     job, _ = together(
         host,
-        lambda: prepare(config, host, inputs, output, facts, watchdog),
+        lambda: prepare(config, host, inputs, folders, facts, watchdog),
         lambda prepared: prepared[1],
     )
     log_hooks(request, job.forward.model)
-    if job.storage.totals.shards and job.repair is None and not job.storage.complete:
-        totals = job.storage.totals
+    totals, text = job.storage.totals, job.text
+    if totals.shards and job.repair is None and not job.storage.complete:
         done = [counted(getattr(totals, f"{unit}s"), unit) for unit in ("sample", "token", "shard")]
         log.info("continuing %s after %s and %s in %s", job.where, *done)
-    if not job.text.form.choice.everything:
-        log.info("kept tokens: %s", job.text.form.choice)
-    if (mask := job.text.request.mask_column) is not None:
+    if not text.form.choice.everything:
+        log.info("kept tokens: %s", text.form.choice)
+    if (mask := text.request.mask_column) is not None:
         zeros = "are context, which the model reads"
         if mask == ATTENTION_MASK:
             zeros = "are padding, which the model does not read"
@@ -149,52 +125,52 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
     return job
 
 
-def prepare_output(config: Config, host: Host, on_progress: Callable[[], None]) -> Output:
-    """Checks where the output goes, and chooses the model's commit. Raises InputError.
+def open_output(
+    config: Config, host: Host, on_progress: Callable[[], None]
+) -> tuple[RunFolders, list[tuple[str, dict[str, Any]]], tuple[bool, str] | None, float | None]:
+    """Checks where the output goes. Raises InputError.
 
+    Returns the folders; the URL and the metadata of the run that is continued, of each root that
+    has it; the model's commit (see `choose_commit`); and the memory of a device, if it is known.
     on_progress: called whenever an upload makes progress.
     """
     worker = Worker(config.machine_id, config.total_machines, host.id, host.count)
-    folders = RunFolders(worker, Path(config.output_dir), config.bucket_url, config.upload_timeout)
+    given = config.bucket_url, config.upload_timeout, on_progress
+    folders = RunFolders(worker, Path(config.output_dir), *given)
     check_output_dir(folders.folder)
     check_free_disk(folders.folder, config.min_free_gb)
     use_compilation_cache(config.compilation_cache, folders.local, host.several)
-    remote = folders.open_bucket(on_progress)
+    folders.check_bucket()
     folders.check_stale_folders(config.overwrite)
-    earlier, own, commit = [], [], None
-    if not config.overwrite:
-        earlier = [found for root in folders.roots if (found := find_metadata(root)) is not None]
-        own_folders = [Folder(str(folders.folder)), *filter(None, (remote,))]
-        own = [metadata for metadata in map(read_metadata, own_folders) if metadata is not None]
-    if not config.demo:
-        where, metadata = earlier[0] if earlier else ("", {})
-        commit = choose_commit(config.model_path, config.model_revision, where, metadata)
-    return Output(folders, remote, [metadata for _, metadata in earlier], own, commit)
+    earlier = [] if config.overwrite else folders.earlier()
+    memory = memory_of(own_devices(usable_devices(config.use_data_parallel))[0])
+    return folders, earlier, choose_commit(config, earlier), memory
 
 
 def choose_commit(
-    model_path: str, revision: str | None, where: str, metadata: Mapping[str, Any]
-) -> tuple[str, str] | None:
-    """Returns the hub model's commit as this host sees it, and whether it is RECORDED or NEW.
+    config: Config, earlier: Sequence[tuple[str, Mapping[str, Any]]]
+) -> tuple[bool, str] | None:
+    """Returns the hub model's commit as this host sees it, after whether it is a new one.
 
     The first start records it in metadata.json, so a new commit on the hub does not stop a long
-    run. None for a local folder. revision: the one asked for, if any; metadata: what the output at
-    `where` has recorded, empty when the run starts anew. Raises InputError if the revision asked
-    for is not the recorded commit.
+    run. None for a local folder. Raises InputError if the revision asked for is not the recorded
+    commit.
     """
-    recorded = recorded_commit(model_path, metadata)
+    if config.demo:
+        return None
+    revision = config.model_revision
+    where, metadata = earlier[0] if earlier else ("", {})
+    recorded = recorded_commit(config.model_path, metadata)
     # Even if a branch has moved on, the command that began the extraction continues it.
     if recorded and revision in (None, metadata["configuration"].get("model_revision")):
-        return RECORDED, recorded
-    commit = Checkpoint(model_path, revision).commit
-    if commit is None:
-        return None
-    if recorded and commit != recorded:
+        return False, recorded
+    commit = Checkpoint(config.model_path, revision).commit
+    if commit is not None and recorded not in (None, commit):
         raise InputError(
             f"--model_revision {revision}: is commit {commit}, but {where} holds an extraction "
             f"with commit {recorded}; {FLAGS_REMEDY}"
         )
-    return (RECORDED if recorded else NEW), commit
+    return None if commit is None else (recorded is None, commit)
 
 
 def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
@@ -205,33 +181,22 @@ def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
     return metadata.get("model_commit")
 
 
-def agree_on_commit(host: Host, chosen: tuple[str, str] | None) -> str | None:
-    """Returns one commit for all hosts: a recorded one, or else the first host's.
-
-    All hosts must call this.
-    """
-    commits = [text.split() for text in gather(host, " ".join(chosen or ())) if text]
-    if chosen is None:
-        return None
-    return min(commits, key=lambda commit: commit[0] != RECORDED)[1]
-
-
 def prepare_forward(
-    config: Config, families: Families, output: Output, commit: str | None, memory: float | None
+    config: Config, families: Families, folder: Path, commit: str | None, memory: float | None
 ) -> tuple[Config, ModelRequest, Forward]:
     """Returns the configuration (a demo makes its own), the request and the checked model.
 
-    commit: the hub model's; memory: of each device. Raises InputError.
+    folder: for the demo's inputs; commit: the hub model's; memory: of each device. Raises
+    InputError.
     """
     if config.demo:
         family, model_config = families.parse_config(MODEL_CONFIG)
         build_model(family, model_request(config), model_config)  # this checks the flags
         log.info("demo: making a tiny Qwen2 model and sample documents")
-        model, documents = make_demo(output.folders.folder, families)
+        model, documents = make_demo(folder, families)
         config = replace(config, model_path=str(model), dataset_path=str(documents))
-    request = model_request(config)
-    revision = commit or request.model_revision
-    request = replace(request, model_revision=revision, memory=memory)
+    revision = commit or config.model_revision
+    request = replace(model_request(config), model_revision=revision, memory=memory)
     return config, request, prepare_model(families, request)
 
 
@@ -239,46 +204,54 @@ def prepare(
     config: Config,
     host: Host,
     inputs: Inputs,
-    output: Output,
-    facts: dict[str, Any],
+    folders: RunFolders,
+    facts: Mapping[str, Any],
     watchdog: Watchdog,
 ) -> tuple[Job, dict[str, Any]]:
     """Checks the rest of the request; returns the job, and what hosts compare.
 
     facts: what metadata.json records besides what this function knows. Raises InputError.
     """
-    folders, worker, forward = output.folders, output.folders.worker, inputs.forward
+    worker, forward, dataset = folders.worker, inputs.forward, inputs.dataset
     dropped = dropped_ids(config.drop_token_ids, inputs.tokenizer, inputs.vocabulary)
     config = replace(config, drop_token_ids=dropped)
     text, options = config.part(TextRequest), config.part(StorageOptions)
     check_roles(text, inputs.template)
-    dataset = inputs.dataset
     with watchdog:
         if inputs.template is not None:
             inputs.template.check()
         dataset.check(inputs.rows, text.skip_bad_rows)
     identity = new_identity(inputs, text, options, worker)
     if not config.overwrite:
-        for root in folders.roots:
-            check_siblings(root, identity)
+        folders.check_siblings(identity)
     host_text = HostText(text, dataset, inputs.rows, inputs.tokenizer, worker, forward.shape)
-    facts, repair = {**describe_run(config, forward), **facts}, None
     # The flags limit what a machine stores, and this is one of its hosts.
     options = replace(options, max_samples=host_text.max_samples, max_tokens=host_text.max_tokens)
+    repair = None
     if config.repair:
-        target = output.remote or Folder(str(folders.folder))
+        target = folders.remote or Folder(str(folders.folder))
         repair = RepairPlanner(target, identity, options.limits)
+    configuration = {**config.to_json(), "batch_size": forward.shape[0]}
+    if forward.checkpoint.local:  # readers find its tokenizer from any folder
+        configuration["model_path"] = os.path.abspath(os.path.expanduser(config.model_path))
+    metadata = {
+        "configuration": configuration,
+        "model": asdict(forward.model.config),
+        "model_commit": forward.checkpoint.commit,
+        "backend": jax.default_backend(),
+        "mesh": forward.layout.shape,
+        **{name: choice.to_json() for name, choice in forward.kernels.items()},
+        "versions": package_versions(),
+        **facts,
+    }
+    hooks = {key: hook.facts(forward.sizes) for key, hook in forward.hooks.items()}
     storage = ActivationStorage(
         folders.folder,
         {key: hook.name for key, hook in forward.hooks.items()},
         options,
         identity,
-        output.remote,
-        RunFacts(
-            metadata=facts,
-            hooks={key: hook.facts(forward.sizes) for key, hook in forward.hooks.items()},
-            sources=dataset.files,
-        ),
+        folders.remote,
+        RunFacts(metadata, hooks, dataset.files),
         repair,
     )
     documents, batches = host_text.open(storage, watchdog)
@@ -341,19 +314,3 @@ def check_roles(request: TextRequest, template: ChatTemplate | None) -> None:
             f"{needed}: {template.where} writes no turns between {START} and {END}, by which the "
             "roles of tokens are known; give another template with --chat_template"
         )
-
-
-def describe_run(config: Config, forward: Forward) -> dict[str, Any]:
-    """Returns what metadata.json records about a run besides its identity."""
-    configuration = {**config.to_json(), "batch_size": forward.shape[0]}
-    if forward.checkpoint.local:  # readers find its tokenizer from any folder
-        configuration["model_path"] = os.path.abspath(os.path.expanduser(config.model_path))
-    return {
-        "configuration": configuration,
-        "model": asdict(forward.model.config),
-        "model_commit": forward.checkpoint.commit,
-        "backend": jax.default_backend(),
-        "mesh": forward.layout.shape,
-        **{name: choice.to_json() for name, choice in forward.kernels.items()},
-        "versions": package_versions(),
-    }

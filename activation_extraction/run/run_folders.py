@@ -6,6 +6,7 @@ hosts may have left more.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,43 +26,46 @@ class RunFolders:
     """One worker's shards go to a folder inside `local`, and to one inside `bucket_url` if given.
 
     local, bucket_url: the folders that hold those of machines and hosts. upload_timeout: for how
-    many seconds a failing request to the bucket is retried.
+    many seconds a failing request to the bucket is retried. on_progress: is called whenever an
+    upload makes progress.
     """
 
     worker: Worker
     local: Path
-    bucket_url: str | None = None
-    upload_timeout: int = 300
+    bucket_url: str | None
+    upload_timeout: int
+    on_progress: Callable[[], None]
 
     @property
     def folder(self) -> Path:
         """Returns the worker's local folder."""
         return self.local / folder_name(self.worker, in_bucket=False)
 
-    @property
+    @cached_property
     def roots(self) -> list[Folder]:
         """Returns the folders that hold those of machines and hosts, the local one first."""
         roots = [Folder(str(self.local))]
         if self.bucket_url is not None:
-            roots.append(Folder(self.bucket_url, self.upload_timeout, flag=UPLOAD_TIMEOUT))
+            given = self.bucket_url, self.upload_timeout, self.on_progress
+            roots.append(Folder(*given, flag=UPLOAD_TIMEOUT))
         return roots
 
-    def open_bucket(self, on_progress: Callable[[], None]) -> Folder | None:
-        """Returns the worker's folder in the bucket, after a trial upload.
-
-        on_progress: is called whenever an upload makes progress. Raises InputError if it fails.
-        """
+    @cached_property
+    def remote(self) -> Folder | None:
+        """Returns the worker's folder in the bucket."""
         if self.bucket_url is None:
             return None
+        return self.roots[1].child(folder_name(self.worker, in_bucket=True))
+
+    def check_bucket(self) -> None:
+        """Tries an upload. Raises InputError if it fails for good."""
         try:
-            root = Folder(self.bucket_url, self.upload_timeout, on_progress, UPLOAD_TIMEOUT)
-            folder = root.child(folder_name(self.worker, in_bucket=True))
-            folder.check_conditions()
+            if self.remote is not None:
+                self.remote.check_conditions()
         except FolderError as error:
             if error.final:
                 raise InputError(f"--upload_to_gcs: {error}") from error
             raise
-        return folder
 
     def check_stale_folders(self, overwrite: bool) -> None:
         """Raises InputError if a run with other numbers of hosts or machines has left a folder.
@@ -76,7 +80,7 @@ class RunFolders:
             own = {folder_name(host, bool(in_bucket)) for host in hosts}
             names = [
                 name
-                for name, folder in host_folders(root.folders()).items()
+                for name, folder in host_folders(root.listing()).items()
                 if folder.machine == worker.machine or folder.machine >= worker.machines
             ]
             for folder in (root.child(name) for name in ("", *names) if name not in own):
@@ -86,6 +90,23 @@ class RunFolders:
                         f"{folder.url}: holds an extraction with another number of hosts or "
                         f"machines; {remedy}"
                     )
+
+    def earlier(self) -> list[tuple[str, dict[str, Any]]]:
+        """Returns the URL and the metadata of a folder in each root that has any, of this worker's
+        if it has. Raises InputError for those of another version."""
+        found = []
+        for in_bucket, root in enumerate(self.roots):
+            own = root.child(folder_name(self.worker, bool(in_bucket)))
+            found.append(_find_metadata(root, own))
+        return [each for each in found if each is not None]
+
+    def check_siblings(self, identity: Identity) -> None:
+        """Raises InputError if other machines or hosts have stored another run here."""
+        for root in self.roots:
+            if (found := _find_metadata(root)) is not None:
+                where, metadata = found
+                difference = identity.compare(identity_of(metadata, where), shared_only=True)
+                refuse_difference(where, difference)
 
     def remove_totals(self) -> None:
         """Deletes totals over all folders, which --overwrite makes wrong. Every host does this on
@@ -102,12 +123,12 @@ def folder_name(worker: Worker, in_bucket: bool) -> str:
     return ""
 
 
-def find_metadata(root: Folder) -> tuple[str, dict[str, Any]] | None:
+def _find_metadata(root: Folder, *first: Folder) -> tuple[str, dict[str, Any]] | None:
     """Returns the URL and the metadata of a folder of this output that has any; None without.
 
     Raises InputError for that of another version.
     """
-    for folder in (root, *map(root.child, host_folders(root.folders()))):
+    for folder in (*first, root, *map(root.child, host_folders(root.listing()))):
         data = folder.read(METADATA, most=MOST_BYTES)
         try:
             if data is not None:
@@ -116,10 +137,3 @@ def find_metadata(root: Folder) -> tuple[str, dict[str, Any]] | None:
             if OTHER_VERSION in str(error):
                 raise InputError(f"{error}; {VERSION_REMEDY}") from error
     return None
-
-
-def check_siblings(root: Folder, identity: Identity) -> None:
-    """Raises InputError if other machines or hosts have stored another run here."""
-    if (found := find_metadata(root)) is not None:
-        where, metadata = found
-        refuse_difference(where, identity.compare_shared(identity_of(metadata, where)))

@@ -12,8 +12,7 @@ from activation_extraction.common.positions import Positions
 from activation_extraction.common.visible import counted, say
 from activation_extraction.model.devices import peak_flops
 from activation_extraction.model.hooks import HookTable
-from activation_extraction.run.host_text import HostText
-from activation_extraction.run.hosts import any_host, gather
+from activation_extraction.run.hosts import gather
 from activation_extraction.run.prepare import Job
 from activation_extraction.store.resume import repaired_status
 
@@ -58,26 +57,24 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
         f"{counted(len(job.forward.hooks), 'hook')}, {counted(totals.shards, 'shard')}, "
         f"{totals.bytes / 1e6:,.1f} MB in {job.where}"
     )
-    if before.shards and not storage.complete:
-        samples, tokens = totals.samples - before.samples, totals.tokens - before.tokens
-        say(
-            f"continued: {counted(before.samples, 'sample')} and {counted(before.tokens, 'token')} "
-            f"were there before; new: {counted(samples, 'sample')} and {counted(tokens, 'token')}"
-        )
     if job.text.request.skip_bad_rows:
         rows = counted(totals.skipped_rows, "row")
         say(f"skipped: {rows} that could not be used (--skip_bad_rows)")
     if totals.empty_rows:
         say(f"empty: {counted(totals.empty_rows, 'row')} without text, which gave no sample")
     if totals.cut_samples:
+        request, split = job.text.request, job.text.form.split
+        by = [] if split else [f"at {counted(request.max_seq_length, 'token')} (--max_seq_length)"]
+        by += ["by --max_tokens"] if job.text.max_tokens else []
+        by += ["by --max_samples"] if job.text.max_samples and split else []
         say(
-            f"cut: {counted(totals.cut_samples, 'sample')} {_where_cut(job.text)}; left out: "
+            f"cut: {counted(totals.cut_samples, 'sample')} {' or '.join(by)}; left out: "
             f"{counted(totals.cut_tokens, 'token')}"
         )
     if totals.empty_samples:
         mask = job.text.request.mask_column
-        by = f"--mask_column {mask}, {job.text.form.choice}" if mask else str(job.text.form.choice)
-        say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({by})")
+        rule = f"--mask_column {mask}, " * bool(mask) + str(job.text.form.choice)
+        say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({rule})")
     for shortfall in filter(None, shortfalls):
         say(f"short: {shortfall}")
     if job.host.id != 0 and not verbose:
@@ -86,15 +83,6 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
         say(_where_the_time_went(job, clock, new))
     if totals.shards:
         say("read it with:", *(f"  {line}" for line in _how_to_read(job)))
-
-
-def _where_cut(text: HostText) -> str:
-    length = f"at {counted(text.request.max_seq_length, 'token')} (--max_seq_length)"
-    limits = {"--max_tokens": text.max_tokens, "--max_samples": text.max_samples}
-    splits = text.form.split
-    given = [name for name in limits if limits[name] and (splits or name == "--max_tokens")]
-    by = f"by {' or '.join(given)}" if given else ""
-    return by if splits else " or ".join(filter(None, (length, by)))
 
 
 def _shortfall(job: Job) -> str:
@@ -138,19 +126,12 @@ def _how_to_read(job: Job) -> list[str]:
     return lines
 
 
-def no_token_kept(job: Job) -> bool:
-    """Returns whether the hosts together have samples, but no token of them. All must call this."""
-    totals = job.storage.totals
-    samples, tokens = any_host(job.host, [totals.samples > 0, totals.tokens > 0])
-    return samples and not tokens
-
-
 def how_to_continue(hosts: int, overwrite: bool) -> str:
     """Returns what to do after a failure. overwrite: whether --overwrite was given."""
-    flags = " without --overwrite" if overwrite else ""
-    if hosts > 1:
-        return f"to continue, start all hosts again with the same command{flags}"
-    return f"to continue, run the same command again{flags}"
+    how = (
+        "start all hosts again with the same command" if hosts > 1 else "run the same command again"
+    )
+    return f"to continue, {how}{' without --overwrite' if overwrite else ''}"
 
 
 def list_hooks(

@@ -4,7 +4,7 @@ obstore finds the credentials (Google's application default credentials or servi
 AWS_* and AZURE_* variables, or the machine's own), and repeats reads that fail. The version of an
 object is its ETag, which every answer and every listing has. A conditional write is sent once,
 because a second attempt could not be told from somebody else's write. What obstore raises becomes a
-RequestError with the store's own words.
+FolderError with the store's own words.
 """
 
 import os
@@ -22,13 +22,13 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from activation_extraction.store.patience import (
     ANY,
     CHANGED,
+    EXISTS,
     GONE,
-    Anything,
+    ChangedError,
     FileEntry,
-    RequestError,
+    FolderError,
     check_size,
     is_final,
-    timeout_for,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 RETRIES = 3  # by obstore, within a second or two; Folder goes on, and says so
 SILENCE = 60.0  # seconds without a byte of an answer, after which it is asked for again
+MIN_BYTES_PER_SECOND = 0.125e6  # 16 uploads that share 16 Mbit/s
 GB = 10**9
 FORKED = (
     "this process was forked from one that had used a bucket, and lacks its threads; start it "
@@ -104,18 +105,18 @@ KINDS = {
 
 
 class Bucket:
-    """The folder at `url`. `LocalFolder` describes its methods; they raise RequestError."""
+    """The folder at `url`. `LocalFolder` describes its methods; they raise FolderError."""
 
     _process: ClassVar[int | None] = None  # the first that asked; a fork of it would wait for ever
 
     def __init__(self, url: str, patience: float) -> None:
         scheme, _, path = url.partition("://")
         self._bucket, _, self._prefix = path.partition("/")
-        self._kind, self.patience = KINDS[scheme], patience
+        self._kind, self._patience = KINDS[scheme], patience
         self.largest = self._kind.largest
         self._worked = False  # whether a request has ever succeeded
 
-    def entries(self) -> tuple[dict[str, FileEntry], list[str]]:
+    def entries(self) -> dict[str, FileEntry | None]:
         prefix = self._prefix or None
         found = self._ask(lambda: obstore.list_with_delimiter(self._store(0), prefix))
         files = {
@@ -123,18 +124,18 @@ class Bucket:
             for entry in found["objects"]
             if entry["path"] != self._prefix  # what consoles leave in an empty folder
         }
-        return files, sorted(map(_last, found["common_prefixes"]))
-
-    def entry(self, name: str) -> FileEntry | None:
-        try:
-            found = self._ask(lambda: obstore.head(self._store(0), self._key(name)))
-        except FileNotFoundError:
-            return None
-        return FileEntry(found["size"], found["e_tag"])
+        return {**dict.fromkeys(map(_last, found["common_prefixes"])), **files}
 
     def read(
-        self, name: str, start: int | None, stop: int | None, version: str | None, most: int | None
+        self,
+        name: str,
+        start: int | None = None,
+        stop: int | None = None,
+        version: str | None = None,
+        most: int | None = None,
     ) -> tuple[bytes, str | None] | None:
+        if start == stop and start is not None:
+            return b"", None
         options: GetOptions = {} if version is None else {"if_match": version}
         if start is not None and start < 0:
             options["range"] = {"suffix": -start}
@@ -150,50 +151,37 @@ class Bucket:
                 answer = obstore.get(self._store(size), self._key(name), options=options)
             except GenericError as error:
                 if _status(error) == 416:  # the range begins past the end
-                    return b"", None
+                    return b"", obstore.head(self._store(0), self._key(name))["e_tag"]
                 raise
             check_size(answer.meta["size"], most)
             return answer.bytes().to_bytes(), answer.meta["e_tag"]
 
-        if start == stop and start is not None:
-            return b"", None
-        try:
+        with suppress(FileNotFoundError):
             return self._ask(get)
-        except FileNotFoundError:
-            return None
+        return None
 
-    def write(
-        self, name: str, parts: Sequence[memoryview], expected: str | None | Anything
-    ) -> str | None:
+    def write(self, name: str, parts: Sequence[memoryview], expected: str | None) -> str | None:
         size = sum(part.nbytes for part in parts)
         if size > self.largest:
             sizes = f"has {size / GB:.1f} GB, more than the {self.largest / GB:.1f} GB"
-            raise RequestError(f"{sizes} that this kind of bucket takes in one request")
+            raise FolderError(f"{sizes} that this kind of bucket takes in one request")
 
         def put() -> str | None:
-            mode = self._mode(name, expected)
+            store, key = self._store(size, may_retry=expected == ANY), self._key(name)
+            mode: Any = {None: "create", ANY: "overwrite"}.get(expected, {"e_tag": expected})
+            if "e_tag" in mode and self._kind is GOOGLE:
+                # Google compares generations, which no listing has.
+                found = obstore.head(self._store(0), key)
+                if found["e_tag"] != expected:
+                    raise ChangedError(CHANGED)
+                mode["version"] = found["version"]
             # put_async would often abort a process that ends soon after it.
-            store, key = self._store(size, expected is ANY), self._key(name)
             return obstore.put(store, key, parts, mode=mode, use_multipart=False)["e_tag"]
 
         try:
             return self._ask(put)
         except FileNotFoundError as error:
-            raise RequestError(GONE, changed=True) from error
-
-    def _mode(self, name: str, expected: str | None | Anything) -> Any:
-        """Returns the condition of a write as obstore wants it."""
-        if expected is None:
-            return "create"
-        if expected is ANY:
-            return "overwrite"
-        if self._kind is not GOOGLE:
-            return {"e_tag": expected}
-        # Google compares generations, which no listing has.
-        found = obstore.head(self._store(0), self._key(name))
-        if found["e_tag"] != expected:
-            raise RequestError(CHANGED, changed=True)
-        return {"e_tag": found["e_tag"], "version": found["version"]}
+            raise ChangedError(GONE) from error
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
@@ -203,21 +191,25 @@ class Bucket:
         return f"{self._prefix}/{name}" if self._prefix else name
 
     def _store(self, size: int, may_retry: bool = True) -> Any:
-        """Returns the bucket for requests that move `size` bytes."""
-        retries = RETRIES if may_retry else 0
+        """Returns the bucket for requests that move `size` bytes.
+
+        A timeout begins with the request and ignores how much of its body has been moved, so it
+        cannot tell a slow line from a silent server. So each request gets the patience, or the time
+        that its bytes need on a slow line, whichever is longer.
+        """
+        seconds = max(self._patience, 2 ** size.bit_length() / MIN_BYTES_PER_SECOND)
         endpoint = os.environ.get(self._kind.endpoint, "")
-        seconds = timeout_for(size, self.patience)
+        retries = RETRIES if may_retry else 0
         try:
-            return _connect(self._kind, self._bucket, endpoint, seconds, self.patience, retries)
+            return _connect(self._kind, self._bucket, endpoint, seconds, self._patience, retries)
         except (BaseError, OSError, ValueError) as error:  # of the settings that it finds
-            text = _message(str(error).partition(DETAILS)[0])
-            raise RequestError(f"{text}; {self._kind.renew}") from error
+            raise FolderError(f"{_message(error)}; {self._kind.renew}") from error
 
     def _ask(self, action: Callable[[], Any]) -> Any:
         """Returns the result of a request. Raises FileNotFoundError if the object is missing."""
         Bucket._process = Bucket._process or os.getpid()
         if Bucket._process != os.getpid():
-            raise RequestError(FORKED)
+            raise FolderError(FORKED)
         try:
             result = action()
             self._worked = True
@@ -225,41 +217,38 @@ class Bucket:
         except (BaseError, FileNotFoundError) as error:
             text = str(error).partition(DETAILS)[0]
             if "NoSuchBucket" in text or "ContainerNotFound" in text:
-                raise RequestError(f"no such bucket: {self._bucket}") from error
+                raise FolderError(f"no such bucket: {self._bucket}") from error
             if isinstance(error, FileNotFoundError):
                 raise
             raise self._explained(error) from error
 
-    def _explained(self, error: BaseError) -> RequestError:
+    def _explained(self, error: BaseError) -> FolderError:
         """Returns an obstore error in short: the code and message of the store's answer, or what
         the operating system says. Nothing else of it is shown: it may hold secrets."""
         text, _, details = str(error).partition(DETAILS)
-        status = _status(error)
+        status, renew = _status(error), self._kind.renew
         if status:
             said = ": ".join(re.findall(r"<(?:Code|Message)>([^<]*)</", text))
             reason = said or text.rpartition("status code: ")[2].partition(":")[0]
         elif "TimedOut" in details:
             reason = "no answer"
+        elif found := re.search(r'(?:message|error): "([^"]+)"', details):
+            reason = found[1]
         else:
-            found = re.search(r'(?:message|error): "([^"]+)"', details)
-            said = "the connection broke" if "HTTP error" in text else _message(text)
-            reason = found[1] if found else said
+            reason = "the connection broke" if "HTTP error" in text else _message(error)
         if re.search("169.254|metadata.google|token request", text):
             # A machine that has given credentials before will do so again.
             reason = f"no credentials were found, nor given by the machine ({reason})"
-            return RequestError(f"{reason}; {self._kind.renew}", final=not self._worked)
+            return FolderError(f"{reason}; {renew}", final=not self._worked)
         if status == 404:  # S3 says so of a version that is to be replaced
-            return RequestError(GONE, changed=True)
+            return ChangedError(GONE)
         if status == 412:
-            exists = isinstance(error, AlreadyExistsError)
-            return RequestError("exists already" if exists else CHANGED, changed=True)
+            return ChangedError(EXISTS if isinstance(error, AlreadyExistsError) else CHANGED)
         if status == 401:
-            reason = f"the credentials are missing, invalid or have expired ({reason})"
-            return RequestError(f"{reason}; {self._kind.renew}")
+            reason = f"the credentials are missing, invalid or have expired ({reason}); {renew}"
         if status == 403:
-            return RequestError(f"permission denied ({reason}); needed: {self._kind.permission}")
-        final = is_final(status) or not (status or isinstance(error, GenericError))
-        return RequestError(reason, final)
+            reason = f"permission denied ({reason}); needed: {self._kind.permission}"
+        return FolderError(reason, is_final(status) or not (status or type(error) is GenericError))
 
 
 @lru_cache(64)
@@ -283,8 +272,8 @@ def _status(error: BaseError) -> int:
     return int(answer[1]) if answer else 0
 
 
-def _message(text: str) -> str:
-    return text.rpartition(" error: ")[2]
+def _message(error: BaseException) -> str:
+    return str(error).partition(DETAILS)[0].rpartition(" error: ")[2]
 
 
 def _last(path: str) -> str:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.shard import Key
@@ -26,12 +26,10 @@ SHARD_NUMBER = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
 
 
 def shard_name(number: int, suffix: str) -> str:
-    """Returns the name of a file of shard `number`."""
     return f"shard_{number:04d}{suffix}"
 
 
 def commit_name(number: int) -> str:
-    """Returns the name of the JSON of shard `number`."""
     return shard_name(number, ".json")
 
 
@@ -40,19 +38,18 @@ def number_of(name: str) -> int:
     return int(name.removeprefix("shard_").split(".")[0])
 
 
+T = TypeVar("T")
+
+
 class DamagedError(RunError):
     """A JSON file does not have the content that was written to it."""
 
 
-def digest_of(content: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of JSON content; the order of its keys does not matter."""
-    text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def seal(content: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of the JSON file, including its checksum. Raises ValueError for NaN."""
-    sealed = {**content, "checksum": digest_of(content)}
+    """Returns the bytes of the JSON file, including the SHA-256 of its content, for which the order
+    of the keys does not matter. Raises ValueError for NaN."""
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    sealed = {**content, "checksum": hashlib.sha256(text.encode()).hexdigest()}
     return (json.dumps(sealed, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
@@ -63,14 +60,11 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
     """
     try:
         content = json.loads(data)
-        checksum = content.pop("checksum")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        del content["checksum"]
+        intact = data == seal(content)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         message = f"{where}: is damaged, or was not written by this program"
         raise DamagedError(message, remedy=REPAIRS) from error
-    try:
-        intact = checksum == digest_of(content) and data == seal(content)
-    except ValueError:  # NaN
-        intact = False
     if not intact:
         message = f"{where}: is damaged: its checksum does not match its content"
         raise DamagedError(message, remedy=REPAIRS)
@@ -102,17 +96,10 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Commit:
-    """A committed shard, as its JSON describes it.
+    """A committed shard, as its JSON describes it; the package's docstring explains the fields.
 
-    run: the id of the run; owner: that of the process. url: the folder that it was written to; a
-    copy elsewhere has other versions. file: the activations; "" for a shard without samples, which
-    has no files. files: every file of the shard, by name. unpacked: the bytes of the activations
-    before compression. first, last: the smallest and the largest number of a sample; count: how
-    many samples there are. tokens: how many tokens are stored. cut_samples: how many samples are
-    cut at their end; cut_tokens: how many tokens that left out. empty_samples: how many samples
-    keep no token. hooks: the key, name, width, dtype, scale and statistics of each hook. mark:
-    where a run continues after this shard. committed: Unix time in seconds. began: when the process
-    that wrote the shard began to store.
+    url: a copy in another folder has other versions. file: "" for a shard without samples, which
+    has no files. hooks: the key, name, width, dtype, scale and statistics of each.
     """
 
     number: int
@@ -156,12 +143,12 @@ class Commit:
 
     @property
     def statistics_file(self) -> str:
-        """The name of the file with the statistics of every dimension."""
+        """The file with the statistics of every dimension."""
         return shard_name(self.number, ".npz")
 
     @property
     def table_file(self) -> str:
-        """The name of the file with the table of samples."""
+        """The file with the table of samples."""
         return shard_name(self.number, ".samples.parquet")
 
     @property
@@ -183,24 +170,21 @@ class Commit:
             if content["format_version"] != FORMAT_VERSION:
                 raise DamagedError(f"{where}: {OTHER_VERSION}")
             files = {
-                name: FileFacts(
-                    each["bytes"], each["sha256"], each["version"], tuple(each["crc32c"])
-                )
+                name: _known(FileFacts, {**each, "crc32c": tuple(each["crc32c"])})
                 for name, each in content["files"].items()
             }
-            found = {**content, **content["samples"], "files": files}
-            return cls(
-                **{each.name: found[each.name] for each in fields(cls) if each.name in found}
-            )
+            return _known(cls, {**content, **content["samples"], "files": files})
+
+
+def _known(kind: type[T], content: Mapping[str, Any]) -> T:
+    """Makes a dataclass from those items of `content` that it has as fields."""
+    return kind(**{each.name: content[each.name] for each in fields(kind)})  # type: ignore[arg-type]
 
 
 @dataclass
 class Totals:
     """The totals over all commits, also of earlier runs, and this run's seconds in the background.
-
-    cut_samples: how many samples are cut at their end; cut_tokens: how many tokens that left out.
-    empty_samples: how many samples keep no token.
-    """
+    The fields are those of a commit."""
 
     shards: int = 0
     samples: int = 0
@@ -227,11 +211,8 @@ class Totals:
         """Adds a shard."""
         self.shards += 1
         self.samples += commit.count
-        self.tokens += commit.tokens
-        self.bytes += commit.bytes
-        self.cut_samples += commit.cut_samples
-        self.cut_tokens += commit.cut_tokens
-        self.empty_samples += commit.empty_samples
+        for name in ("tokens", "bytes", "cut_samples", "cut_tokens", "empty_samples"):
+            setattr(self, name, getattr(self, name) + getattr(commit, name))
         mark = commit.mark or {}
         self.count_rows(mark.get("skipped_rows", 0), mark.get("empty_rows", 0))
         for hook in commit.hooks:
@@ -246,7 +227,4 @@ class Totals:
     @property
     def counts(self) -> dict[str, int]:
         """The counts that metadata.json records: all fields but seconds and statistics."""
-        return {name: getattr(self, name) for name in COUNTS}
-
-
-COUNTS = [each.name for each in fields(Totals) if each.type is int]
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.type is int}

@@ -5,35 +5,37 @@ may be repeated. A write can be conditional: it creates a file, or replaces a ce
 This module does not know what the files mean.
 """
 
-import base64
+import math
 import os
+import random
+import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from fsspec.core import url_to_fs
 
 from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.common.log import log
 from activation_extraction.common.visible import plain_url
 from activation_extraction.store.bucket import KINDS, Bucket
 from activation_extraction.store.local_files import LocalFolder
 from activation_extraction.store.patience import (
     ANY,
     PATIENCE,
-    Anything,
     ChangedError,
     FileEntry,
     FolderError,
-    RequestError,
-    Retrying,
-    UnsureError,
     check_size,
     heartbeat,
+    reason_of,
 )
 
-__all__ = ["ANY", "ChangedError", "FileEntry", "Folder", "FolderError", "UnsureError"]
-LOCAL = {"file", "local"}
+__all__ = ["ANY", "ChangedError", "FileEntry", "Folder", "FolderError"]
+FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0  # seconds between attempts
+T = TypeVar("T")
 # gcsfs would ask Google over gRPC for the type of every bucket, and wait minutes for an emulator.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
@@ -50,21 +52,26 @@ class ForeignFolder:
         self._fs, path = url_to_fs(url, **gcs if url.startswith(("gs://", "gcs://")) else {})
         self._url, self._path = plain_url(url), path.rstrip("/")
 
-    def entries(self) -> tuple[dict[str, FileEntry], list[str]]:
+    def entries(self) -> dict[str, FileEntry | None]:
         self._fs.invalidate_cache()
         try:
             found = self._fs.ls(self._path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
-            return {}, []
-        named = [(str(entry["name"]).rstrip("/").rsplit("/", 1)[-1], entry) for entry in found]
-        files = {name: FileEntry(int(e["size"])) for name, e in named if e["type"] == "file"}
-        return files, sorted(name for name, entry in named if entry["type"] == "directory")
-
-    def entry(self, name: str) -> FileEntry | None:
-        return self.entries()[0].get(name)
+            return {}
+        return {
+            str(each["name"]).rstrip("/").rpartition("/")[2]: FileEntry(int(each["size"]))
+            if each["type"] == "file"
+            else None
+            for each in found
+        }
 
     def read(
-        self, name: str, start: int | None, stop: int | None, version: str | None, most: int | None
+        self,
+        name: str,
+        start: int | None = None,
+        stop: int | None = None,
+        version: str | None = None,
+        most: int | None = None,
     ) -> tuple[bytes, str | None] | None:
         # The hub's file system would read ahead, again for every range.
         no_cache = {"cache_type": "none"} if "hf" in self._fs.protocol else {}
@@ -76,13 +83,6 @@ class ForeignFolder:
         except FileNotFoundError:
             return None
 
-    def digest(self, name: str) -> tuple[str, str] | None:
-        """Returns a digest that the store reports (its name, hexadecimal); None if none."""
-        info = self._fs.info(f"{self._path}/{name}")
-        if info.get("lfs"):  # on the Hugging Face hub
-            return "sha256", info["lfs"]["sha256"]
-        return ("md5", base64.b64decode(info["md5Hash"]).hex()) if "md5Hash" in info else None
-
     def write(self, name: str, *_: Any) -> NoReturn:
         expected = "expected a local folder, gs://, s3:// or az://"
         raise InputError(f"{self._url}: {name} cannot be written there; {expected}")
@@ -90,13 +90,13 @@ class ForeignFolder:
     remove = write
 
 
-class Folder(Retrying):
-    """A folder. patience: for how many seconds without progress a failing request is retried.
+class Folder:
+    """A folder. patience: for how many seconds after its first failure a request is retried.
 
     flag: the flag that sets the patience, for messages. on_progress: is called whenever there is
     progress. `given` is the URL as it was given; `url` lacks its secrets, and is the one to print
-    and to store. `retries` counts failed attempts. Methods raise FolderError, and may be called
-    from several threads.
+    and to store. `local` says whether it is on this machine. `retries` counts failed attempts.
+    Methods raise FolderError, and may be called from several threads.
     """
 
     def __init__(
@@ -107,20 +107,22 @@ class Folder(Retrying):
         flag: str = "",
     ) -> None:
         self.given = url.rstrip("/")
-        super().__init__(plain_url(self.given), patience, on_progress, flag)
-        scheme = self.given.partition("://")[0] if "://" in self.given else ""
-        self.local = scheme in LOCAL or not scheme
+        self.url = plain_url(self.given)
+        self.patience, self.on_progress, self._flag = patience, on_progress, flag
+        self.by_flag = f" ({flag})" if flag else ""
+        self.retries = 0
+        self._failing = False  # whether a request has failed since the last success
+        scheme, found, _ = self.given.partition("://")
+        self.local = not found or scheme in ("file", "local")
         try:
             self._files = self._open(scheme)
         except Exception as error:  # some file systems connect here, and raise any exception
-            raise FolderError(f"{self.url}: {one_line(error)}", final=True) from error
+            raise FolderError(f"{self.url}: {one_line(error)}") from error
 
     def _open(self, scheme: str) -> LocalFolder | Bucket | ForeignFolder:
         if self.local:
             return LocalFolder(Path(os.path.abspath(local_path(self.given) or "/")))
-        if scheme in KINDS:
-            return Bucket(self.given, self.patience)
-        return ForeignFolder(self.given)
+        return Bucket(self.given, self.patience) if scheme in KINDS else ForeignFolder(self.given)
 
     def child(self, name: str) -> "Folder":
         """Returns the folder `name` inside this one; "" means this one."""
@@ -133,26 +135,14 @@ class Folder(Retrying):
         """The number of bytes that a file may have to be written; None if there is no limit."""
         return self._files.largest
 
+    def listing(self) -> dict[str, FileEntry | None]:
+        """Maps the names here, sorted, to sizes and versions of files, and to None for folders;
+        empty if the folder is missing."""
+        return dict(sorted(self._retry("listing", self._files.entries).items()))
+
     def files(self) -> dict[str, int]:
-        """Maps the names of the files here to sizes in bytes; empty if the folder is missing."""
-        return {name: entry.size for name, entry in self.listing().items()}
-
-    def listing(self) -> dict[str, FileEntry]:
-        """Maps the names of the files here to their sizes and versions."""
-        return self._retry("listing", self._files.entries)[0]
-
-    def folders(self) -> list[str]:
-        """Returns the names of the folders here, sorted."""
-        return self._retry("listing", self._files.entries)[1]
-
-    def names(self) -> list[str]:
-        """Returns the names of the files and folders here, sorted."""
-        files, folders = self._retry("listing", self._files.entries)
-        return sorted([*files, *folders])
-
-    def entry(self, name: str) -> FileEntry | None:
-        """Returns the size and the version of a file; None if there is no such file."""
-        return self._retry(f"looking at {name}", lambda: self._files.entry(name))
+        """Maps the names of the files here to sizes in bytes."""
+        return {name: entry.size for name, entry in self.listing().items() if entry is not None}
 
     def read(
         self,
@@ -169,27 +159,22 @@ class Folder(Retrying):
         raises ChangedError if the file is another version now. most: raises FolderError, before it
         is read, if the file has more bytes.
         """
-        found = self._read(name, start, stop, version, most)
+        found = self.read_with_version(name, start, stop, version=version, most=most)
         return None if found is None else found[0]
 
     def read_with_version(
-        self, name: str, most: int | None = None
+        self, name: str, *span: Any, **options: Any
     ) -> tuple[bytes, str | None] | None:
-        """Returns a whole file, and the version that these bytes are."""
-        return self._read(name, None, None, None, most)
+        """Returns what `read` returns, and the version of the file, unless the span is empty."""
+        return self._retry(f"reading {name}", lambda: self._files.read(name, *span, **options))
 
-    def _read(self, name: str, *arguments: Any) -> tuple[bytes, str | None] | None:
-        return self._retry(f"reading {name}", lambda: self._files.read(name, *arguments))
-
-    def write(
-        self, name: str, parts: bytes | Sequence[Any], expected: str | None | Anything
-    ) -> str | None:
+    def write(self, name: str, parts: bytes | Sequence[Any], expected: str | None) -> str | None:
         """Writes a whole file, and returns its version; None where the store has no versions.
 
         parts: bytes, or buffers, one after the other. expected: the version to replace; None: no
         file, so that it is created; ANY: whatever is there. Without ANY there is one attempt: it
-        raises ChangedError if something else is there, and UnsureError if it cannot be known
-        whether the file was written; the caller then reads it and decides.
+        raises ChangedError if something else is there, or if it cannot be known whether the file
+        was written.
         """
         buffers: Sequence[Any] = [parts] if isinstance(parts, bytes) else parts
         views = [memoryview(part).cast("B") for part in buffers if memoryview(part).nbytes]
@@ -198,16 +183,7 @@ class Folder(Retrying):
             with heartbeat(self.on_progress):
                 return self._files.write(name, views, expected)
 
-        request = f"writing {name}"
-        if expected is ANY:
-            version = self._retry(request, send)
-        else:
-            try:
-                version = self._attempt(request, send)
-            except RequestError as error:
-                self._note(request, error.reason, "looking whether it was written")
-                message = f"{self.url}: {request}: {error.reason}"
-                raise UnsureError(message, final=False) from error
+        version = self._retry(f"writing {name}", send, once=expected != ANY)
         self.on_progress()
         return version
 
@@ -219,38 +195,94 @@ class Folder(Retrying):
         """Writes a tiny file and deletes it again. Raises InputError if the store ignores what a
         write is conditional on, because two processes could then write the same file."""
         name = f".write_test_{uuid.uuid4().hex[:8]}"
-        try:
-            first = self._settle(name, b"1", None)
-            self._settle(name, b"two", first)
-            if not (self._refuses(name, None) and self._refuses(name, first)):
+
+        def write(data: bytes, expected: str | None) -> str | None:
+            """Writes the file, which nobody else writes, until it is there."""
+            found = self._files.read(name)
+            if found is not None and found[0] == data:  # an earlier attempt's answer was lost
+                return found[1]
+            return self._files.write(name, [memoryview(data)], expected)
+
+        def again(expected: str | None) -> None:
+            with suppress(ChangedError):
+                self._retry(request, lambda: self._files.write(name, [], expected))
                 raise InputError(
                     f"{self.url}: a second write of {name} was not refused: the store ignores "
                     "If-None-Match or If-Match; expected one that obeys them, as Google Cloud "
                     "Storage, S3 and Azure do"
                 )
+
+        request = f"writing {name}"
+        try:
+            first = self._retry(request, lambda: write(b"1", None))
+            self._retry(request, lambda: write(b"two", first))
+            again(None)
+            again(first)
         finally:
             self.remove(name)
 
-    def _settle(self, name: str, data: bytes, expected: str | None) -> str | None:
-        """Writes a file that nobody else writes, until it is there, and returns its version."""
+    def _retry(self, request: str, action: Callable[[], T], once: bool = False) -> T:
+        """Returns the result of `action`, which is retried unless its failure is final.
 
-        def write() -> str | None:
-            found = self._files.read(name, None, None, None, None)
-            if found is not None and found[0] == data:  # an earlier attempt's answer was lost
-                return found[1]
-            return self._files.write(name, [memoryview(data)], expected)
+        request: names it in messages. once: a failure that may pass raises ChangedError at once.
+        """
+        attempts = Attempts(self, request)
+        while True:
+            try:
+                result = action()
+            except (InputError, MemoryError):
+                raise
+            except Exception as error:  # a file system or the network may raise any exception
+                failure = (
+                    error if isinstance(error, FolderError) else FolderError(*reason_of(error))
+                )
+                message = f"{self.url}: {request}: {failure}"
+                if isinstance(failure, ChangedError):
+                    raise ChangedError(message) from error
+                if failure.final or self.local:  # trying again is useless on this machine
+                    raise FolderError(message) from error
+                self._note(request, failure, once)
+                if once:
+                    raise ChangedError(message) from error
+                attempts.failed(failure)
+            else:
+                self._failing = False
+                return result
 
-        return self._retry(f"writing {name}", write)
+    def _note(self, request: str, failure: FolderError, once: bool) -> None:
+        """Counts a failed attempt, and warns about it, but only once until a request succeeds."""
+        self.retries += 1
+        self.on_progress()
+        level = log.debug if self._failing else log.warning
+        again = f"trying again for up to {self.patience:g} s{self.by_flag}"
+        next_step = "looking whether it was written" if once else again
+        level("%s: %s failed (%s); %s", self.url, request, f"{failure!s:.200}", next_step)
+        self._failing = True
 
-    def _refuses(self, name: str, expected: str | None) -> bool:
-        def write() -> None:
-            self._files.write(name, [memoryview(b"three")], expected)
 
-        try:
-            self._retry(f"writing {name}", write)
-        except ChangedError:
-            return True
-        return False
+class Attempts:
+    """The attempts at one request to a folder. The folder's patience counts from the first failure,
+    so that a long transfer which fails at its end is tried again."""
+
+    def __init__(self, folder: Folder, request: str) -> None:
+        self._folder, self._request = folder, request
+        self._first_failure = math.inf
+        self._pause = FIRST_PAUSE
+
+    def failed(self, reason: object) -> None:
+        """Waits before the next attempt, longer each time. Raises FolderError if there is no
+        patience left for another one."""
+        now, folder = time.monotonic(), self._folder
+        self._first_failure = min(self._first_failure, now)
+        spent = now - self._first_failure
+        if spent + self._pause > folder.patience:
+            raise FolderError(
+                f"{folder.url}: {self._request} kept failing for {spent:.0f} s{folder.by_flag}: "
+                f"{reason}",
+                final=False,
+            )
+        time.sleep(self._pause * random.uniform(0.5, 1))
+        self._pause = min(2 * self._pause, MAX_PAUSE)
 
 
 class SourceFolder(Folder):
@@ -258,13 +290,6 @@ class SourceFolder(Folder):
 
     def _open(self, scheme: str) -> LocalFolder | Bucket | ForeignFolder:
         return ForeignFolder(self.given)
-
-    def digest(self, name: str) -> tuple[str, str] | None:
-        """Returns the name of a digest that the store reports for a file, and its hexadecimal
-        value; None if it reports none."""
-        files = self._files
-        assert isinstance(files, ForeignFolder)
-        return self._retry(f"looking at {name}", lambda: files.digest(name))
 
 
 def local_path(url: str) -> str:

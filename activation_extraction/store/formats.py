@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import reduce
 from importlib import import_module
 from typing import NamedTuple, TypeVar
 
@@ -21,13 +22,15 @@ from isal import isal_zlib
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.errors import InputError
-from activation_extraction.store.commit import SHARD_NUMBER, shard_name
+from activation_extraction.store.commit import SHARD_NUMBER, FileFacts, shard_name
 from activation_extraction.store.pickle_file import NUMBER_TYPES, pickle_pieces
 from activation_extraction.store.safetensors_file import DTYPES, safetensors_pieces
-from activation_extraction.store.shard import COMPRESSION_LEVEL, GZIP, Key, Shard
+from activation_extraction.store.shard import Key, Shard
 
 BLOCK_BYTES = 4 * 2**20  # before compression
 MIB = 2**20
+COMPRESSION_LEVEL = 1
+GZIP = 31  # the `wbits` of zlib for a gzip header without a time, and a window of 32 KiB
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -79,26 +82,11 @@ def gzipped(pieces: Iterable[memoryview], threads: Threads) -> Iterator[bytes | 
 
 
 class Packed(NamedTuple):
-    """A shard's file in memory. bytes: its size. unpacked: the bytes before compression. crc32c: of
-    every MiB of it."""
+    """A shard's file in memory. unpacked: the bytes before compression."""
 
     parts: list[bytes | memoryview]
-    sha256: str
-    bytes: int
+    facts: FileFacts
     unpacked: int
-    crc32c: tuple[int, ...]
-
-
-def _crc32c_of(parts: Iterable[bytes | memoryview]) -> tuple[int, ...]:
-    """Returns the CRC-32C of every MiB of a file."""
-    update = import_module("crc32c").crc32c  # imported here: readers need not have it
-    found = []
-    for block in blocks_of(map(memoryview, parts), MIB):
-        crc = 0
-        for piece in block:
-            crc = update(piece, crc)
-        found.append(crc)
-    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -116,19 +104,24 @@ class ShardFormat:
     compressed: bool = False
 
     def file_name(self, number: int) -> str:
-        """Returns the name of the file of shard `number`."""
+        """Returns the name of the file of a shard."""
         return shard_name(number, self.suffix)
 
     def pack(self, shard: Shard, names: Mapping[Key, str], threads: Threads) -> Packed:
         """Returns the file of a shard. names: the hooks' full names by key."""
+        update = import_module("crc32c").crc32c  # imported here: readers need not have it
         pieces = self.pieces(shard, names)
-        digest = hashlib.sha256()
         parts: list[bytes | memoryview] = []
+        digest = hashlib.sha256()
         for data in gzipped(pieces, threads) if self.compressed else pieces:
             digest.update(data)
             parts.append(data)
+        crcs = [
+            reduce(lambda crc, piece: update(piece, crc), block, 0)
+            for block in blocks_of(map(memoryview, parts), MIB)
+        ]
         size, unpacked = (sum(memoryview(p).nbytes for p in some) for some in (parts, pieces))
-        return Packed(parts, digest.hexdigest(), size, unpacked, _crc32c_of(parts))
+        return Packed(parts, FileFacts(size, digest.hexdigest(), crc32c=tuple(crcs)), unpacked)
 
     def how_to_read(self, shard: str, in_bucket: bool) -> tuple[str, ...]:
         """Returns lines of Python that read a pickle without this program; none for safetensors.
@@ -145,13 +138,13 @@ class ShardFormat:
         return f"import {module}pickle", f"records = pickle.loads({opened}.read())"
 
 
-PICKLE_DTYPES = {"bfloat16", *(np.dtype(code).name for code in NUMBER_TYPES)}
+PICKLE_DTYPES = {np.dtype(code).name for code in NUMBER_TYPES}
 SAFETENSORS_DTYPES = {dtype.name for dtype in DTYPES.values()} - {VALUES.name}
 PICKLE = ShardFormat(".pkl", pickle_pieces, PICKLE_DTYPES)
 GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, PICKLE_DTYPES, compressed=True)
 SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces, SAFETENSORS_DTYPES)
-FORMATS = (PICKLE, GZIP_PICKLE, SAFETENSORS)
-SUFFIXES = "|".join(re.escape(shard_format.suffix) for shard_format in FORMATS)
+BY_SUFFIX = {each.suffix: each for each in (PICKLE, GZIP_PICKLE, SAFETENSORS)}
+SUFFIXES = "|".join(map(re.escape, BY_SUFFIX))
 SHARD_FILE = re.compile(rf"shard_{SHARD_NUMBER}({SUFFIXES})")
 
 
@@ -168,4 +161,4 @@ def chosen_format(name: str, compress: bool) -> ShardFormat:
 def format_of(file: str) -> ShardFormat | None:
     """Returns the format of a shard file, by its name; None for any other file."""
     match = SHARD_FILE.fullmatch(file)
-    return next((each for each in FORMATS if match and each.suffix == match[1]), None)
+    return BY_SUFFIX[match[1]] if match else None

@@ -6,8 +6,8 @@ change.
 """
 
 import os
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
 
 from activation_extraction.common.choices import ATTENTION_MASK
 from activation_extraction.common.encodings import FLOAT8, VALUES
@@ -19,8 +19,7 @@ MAY_TURN_ON = {"skip_bad_rows"}  # fields that a run that continues may turn on
 LOSS = "loss"
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """The name of a field in which two identities differ, and both of its values."""
 
     name: str
@@ -118,15 +117,13 @@ class Identity:
     @property
     def shared(self) -> dict[str, Any]:
         """The fields that are the same on all hosts of a run, as JSON."""
-        content = self.to_json()
-        return {name: content[name] for name in content if name not in PER_HOST | MAY_TURN_ON}
+        content = self.to_json().items()
+        return {name: each for name, each in content if name not in PER_HOST | MAY_TURN_ON}
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as metadata.json records them."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()
-        }
+        content = asdict(self).items()
+        return {name: [*each] if isinstance(each, tuple) else each for name, each in content}
 
     @classmethod
     def from_json(cls, content: Any) -> "Identity":
@@ -136,18 +133,17 @@ class Identity:
         tuples = {name: tuple(content.get(name, ())) for name in names}
         return cls(**{**content, **tuples})
 
-    def compare(self, stored: "Identity") -> Difference | None:
-        """Returns the first field in which `stored` differs; None if this run may continue it."""
+    def compare(self, stored: "Identity", shared_only: bool = False) -> Difference | None:
+        """Returns the first field in which `stored` differs; None if this run may continue it.
+
+        shared_only: ignores the fields that may differ between the hosts of a run.
+        """
         for name in (each.name for each in fields(self)):
             now, before = getattr(self, name), getattr(stored, name)
-            if now != before and not (name in MAY_TURN_ON and now):
+            ignored = name in MAY_TURN_ON and (now or shared_only)
+            if now != before and not (ignored or (shared_only and name in PER_HOST)):
                 return Difference(name, before, now)
         return None
-
-    def compare_shared(self, stored: "Identity") -> Difference | None:
-        """Like `compare`, but ignores the fields that may differ between the hosts of a run."""
-        ignored: Any = {name: getattr(stored, name) for name in PER_HOST | MAY_TURN_ON}
-        return replace(self, **ignored).compare(stored)
 
 
 GIGABYTE = 10**9
@@ -195,6 +191,7 @@ class StorageOptions:
 
     @property
     def threads(self) -> int:
+        cores = os.cpu_count() or 1
         if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
-            return self.writer_threads or len(os.sched_getaffinity(0))
-        return self.writer_threads or os.cpu_count() or 1
+            cores = len(os.sched_getaffinity(0))
+        return self.writer_threads or cores

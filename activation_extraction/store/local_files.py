@@ -13,20 +13,21 @@ import stat
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from activation_extraction.common.errors import InputError, RunError, one_line
-from activation_extraction.common.log import log
 from activation_extraction.store.commit import METRICS
 from activation_extraction.store.patience import (
     ANY,
     CHANGED,
+    EXISTS,
     GONE,
     IS_A_LINK,
-    Anything,
+    ChangedError,
     FileEntry,
-    RequestError,
+    FolderError,
     check_size,
 )
 
@@ -50,41 +51,32 @@ class AtomicFile:
         self._path = path
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._temporary.unlink(missing_ok=True)  # a killed process may have left one
-        self._file = os.fdopen(os.open(self._temporary, NEW, 0o666), "wb", buffering=0)
+        self._file = os.fdopen(os.open(self._temporary, NEW, 0o666), "wb")
 
-    def write(self, data: bytes | memoryview) -> int:
-        left = memoryview(data).cast("B")
-        written = left.nbytes
-        while left:
-            left = left[self._file.write(left) :]
-        return written
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
 
     def finish(self) -> None:
+        self._file.flush()
         os.fsync(self._file.fileno())
 
     def publish(self, create: bool = False) -> None:
         """Gives the file its final name. create: raises FileExistsError if the name exists."""
         if not self._is_ours():
             raise OSError(errno.ESTALE, "another process has replaced what was being written")
-        if create:
-            self._link()
-        else:
-            os.replace(self._temporary, self._path)
+        try:
+            (os.link if create else os.replace)(self._temporary, self._path)
+        except OSError as error:
+            if not create or error.errno not in NO_LINKS:
+                raise
+            if os.path.lexists(self._path):
+                raise FileExistsError from error
+            os.rename(self._temporary, self._path)  # the folder's lock keeps others away
         folder = os.open(self._path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
-
-    def _link(self) -> None:
-        try:
-            os.link(self._temporary, self._path)
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
-            if os.path.lexists(self._path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
-            os.rename(self._temporary, self._path)  # the folder's lock keeps others away
 
     def _is_ours(self) -> bool:
         """Returns whether the temporary name still belongs to the open file: without locks, another
@@ -128,15 +120,13 @@ def check_output_dir(folder: Path) -> None:
     name = f"--output_dir {folder}"
     try:
         str(folder).encode()
-        existing = _nearest(folder)
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{name}: is a file, expected a folder")
-        with tempfile.TemporaryFile(dir=existing):
-            pass
+        tempfile.TemporaryFile(dir=_nearest(folder)).close()
         if (folder / METRICS).is_symlink():
             raise InputError(f"{name}: {METRICS} {IS_A_LINK}")
         if folder.exists():
-            unlock(lock_folder(folder, fcntl.LOCK_SH))
+            unlock(lock_folder(folder))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise InputError(f"{name}: cannot be written to: {reason or one_line(error)}") from error
@@ -152,34 +142,25 @@ def check_free_disk(folder: Path, gigabytes: float) -> None:
         )
 
 
-def lock_folder(folder: Path, kind: int = fcntl.LOCK_EX) -> int | None:
+def lock_folder(folder: Path) -> int | None:
     """Locks the folder until this process ends in any way, or the descriptor is closed.
 
-    Returns the descriptor; None, after a warning, if the file system has no locks. Raises RunError
-    if another process keeps its lock (`is_locked` takes one only for a moment). That process may be
-    an earlier start of this run that is about to end, so it makes sense to retry.
+    Returns the descriptor; None if the file system has no locks. Raises RunError if another process
+    keeps its lock (who only looks takes one for a moment). That process may be an earlier start of
+    this run that is about to end, so it makes sense to retry.
     """
     descriptor = os.open(folder, os.O_RDONLY)
-    for attempt in range(LOCK_ATTEMPTS):
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError as error:
-            if attempt == LOCK_ATTEMPTS - 1:
-                os.close(descriptor)
-                message = f"--output_dir {folder}: another process is writing to it"
-                raise RunError(message) from error
+    try:
+        for _ in range(LOCK_ATTEMPTS):
+            with suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
             time.sleep(LOCK_PAUSE)
-        except OSError as error:  # a file system without locks
-            os.close(descriptor)
-            if kind == fcntl.LOCK_EX:
-                log.warning(
-                    "%s: its file system has no locks (%s), so nothing prevents two processes from "
-                    "writing there; see to it that only one does",
-                    *(folder, error.strerror),
-                )
-            return None
-    raise AssertionError
+    except OSError:
+        os.close(descriptor)
+        return None
+    os.close(descriptor)
+    raise RunError(f"--output_dir {folder}: another process is writing to it")
 
 
 def unlock(descriptor: int | None) -> None:
@@ -215,51 +196,37 @@ def running_system() -> str:
         return platform.node()
 
 
-KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
+KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
 
 
 class LocalFolder:
-    """The folder `path`, which need not exist. Methods raise OSError and RequestError."""
+    """The folder `path`, which need not exist. Methods raise OSError and FolderError."""
 
     largest: int | None = None  # bytes of a file that can be written
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def entries(self) -> tuple[dict[str, FileEntry], list[str]]:
-        """Returns the files here, and the names of the folders, sorted."""
-        files, folders = {}, []
-        try:
-            with os.scandir(self._path) as entries:
-                for entry in entries:
-                    try:
-                        found = entry.stat()
-                    except FileNotFoundError:  # it was renamed or deleted in this moment
-                        continue
-                    if stat.S_ISREG(found.st_mode):
-                        files[entry.name] = FileEntry(found.st_size, version_of(found))
-                    elif stat.S_ISDIR(found.st_mode):
-                        folders.append(entry.name)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}, []
-        return files, sorted(folders)
-
-    def entry(self, name: str) -> FileEntry | None:
-        """Returns the size and version of what has this name, even if it is no regular file."""
-        try:
-            found = os.lstat(self._path / name)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return FileEntry(found.st_size, version_of(found))
+    def entries(self) -> dict[str, FileEntry | None]:
+        """Returns the files here, and None for every folder."""
+        found: dict[str, FileEntry | None] = {}
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._path) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # it was renamed or deleted in this moment
+                    status = entry.stat()
+                    if stat.S_ISREG(status.st_mode):
+                        found[entry.name] = FileEntry(status.st_size, version_of(status))
+                    elif stat.S_ISDIR(status.st_mode):
+                        found[entry.name] = None
+        return found
 
     def read(
-        self, name: str, start: int | None, stop: int | None, version: str | None, most: int | None
+        self,
+        name: str,
+        start: int | None = None,
+        stop: int | None = None,
+        version: str | None = None,
+        most: int | None = None,
     ) -> tuple[bytes, str | None] | None:
         """Returns bytes of a file, and its version; None if there is no such file.
 
@@ -269,27 +236,23 @@ class LocalFolder:
         path = self._path / name
         try:
             _check_regular(os.stat(path))
-            # A pipe that takes the file's place in this moment does not block.
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            file = open(path, "rb")
         except (FileNotFoundError, NotADirectoryError):
             return None
-        with os.fdopen(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            _check_regular(found)
+        with file:
+            found = os.fstat(file.fileno())
             check_size(found.st_size, most)
             if version not in (None, version_of(found)):
-                raise RequestError(CHANGED, changed=True)
+                raise ChangedError(CHANGED)
             first, last, _ = slice(start, stop).indices(found.st_size)
             file.seek(first)
             return file.read(max(0, last - first)), version_of(found)
 
-    def write(
-        self, name: str, parts: Sequence[memoryview], expected: str | None | Anything
-    ) -> str | None:
+    def write(self, name: str, parts: Sequence[memoryview], expected: str | None) -> str | None:
         """Writes a file, and returns its new version.
 
         expected: the version that it replaces; None: no file; ANY: whatever is there. Raises
-        RequestError (`changed`) if something else is there.
+        ChangedError if something else is there.
         """
         path = self._path / name
         os.makedirs(path.parent, exist_ok=True)
@@ -297,29 +260,23 @@ class LocalFolder:
             for part in parts:
                 file.write(part)
             file.finish()
-            self._check_expected(path, expected)
+            standing = None
+            with suppress(FileNotFoundError):
+                found = os.lstat(path)
+                _check_regular(found)
+                standing = version_of(found)
+            if expected not in (ANY, standing):
+                why = CHANGED if expected else EXISTS
+                raise ChangedError(why if standing else GONE)
             try:
                 file.publish(create=expected is None)
             except FileExistsError as error:
-                raise RequestError("exists already", changed=True) from error
+                raise ChangedError(EXISTS) from error
         return version_of(os.stat(path))
 
     def remove(self, name: str) -> None:
         """Deletes a file if it exists."""
         (self._path / name).unlink(missing_ok=True)
-
-    def _check_expected(self, path: Path, expected: str | None | Anything) -> None:
-        try:
-            found = os.lstat(path)
-        except FileNotFoundError:
-            if expected is not None and expected is not ANY:
-                raise RequestError(GONE, changed=True) from None
-            return
-        _check_regular(found)
-        if expected is None:
-            raise RequestError("exists already", changed=True)
-        if expected not in (ANY, version_of(found)):
-            raise RequestError(CHANGED, changed=True)
 
 
 def version_of(found: os.stat_result) -> str:
@@ -329,7 +286,7 @@ def version_of(found: os.stat_result) -> str:
 
 def _check_regular(found: os.stat_result) -> None:
     if stat.S_ISLNK(found.st_mode):
-        raise RequestError(IS_A_LINK)
+        raise FolderError(IS_A_LINK)
     if not stat.S_ISREG(found.st_mode):
-        kind = KINDS.get(stat.S_IFMT(found.st_mode), "no regular file")
-        raise RequestError(f"is {kind}, expected a regular file")
+        kind = KINDS.get(stat.S_IFMT(found.st_mode), "a device")
+        raise FolderError(f"is {kind}, expected a regular file")

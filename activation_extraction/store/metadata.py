@@ -40,8 +40,7 @@ OWN_FILES = re.compile(
     r"\.?(metadata\.json|metrics\.jsonl"
     rf"|shard_{SHARD_NUMBER}(\.json|\.npz|\.samples\.parquet|{SUFFIXES}))(\.tmp)?"
 )
-# Fields of metadata.json that every run records.
-REQUIRED = ("run", "owner", "identity", "status", "max_samples", "written", *COUNTED)
+COMMIT = re.compile(rf"shard_{SHARD_NUMBER}\.json")
 METRICS_TAIL = 4096  # bytes at the end of metrics.jsonl, more than a line has
 READERS = 64  # how many small files are read at the same time
 MOST_ABSENT = 1000  # how many JSONs are asked for that a listing lacks
@@ -54,8 +53,8 @@ class Stored:
 
     metadata: None if there is none. version: that of metadata.json. commits: by the shards'
     numbers, those of the run alone. files: sizes by name. damaged: maps the name of each unreadable
-    JSON file to the reason. metrics: the last ones of the run. url: the URL of the folder. local:
-    whether it is on this machine. locked: whether a process has locked it; None if unknown.
+    JSON file to the reason. metrics: the last ones of the run. local: whether the folder is on this
+    machine. locked: whether a process has locked it; None if unknown.
     """
 
     metadata: dict[str, Any] | None = None
@@ -130,11 +129,6 @@ def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
         return Identity.from_json(metadata.get("identity"))
 
 
-def is_commit(name: str) -> bool:
-    """Returns whether this is the name of a shard's JSON."""
-    return re.fullmatch(rf"shard_{SHARD_NUMBER}\.json", name) is not None
-
-
 def own_files(names: Iterable[str]) -> list[str]:
     """Returns those of `names` that an extraction uses, sorted."""
     return [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
@@ -157,36 +151,37 @@ def read_stored(folder: Folder) -> Stored:
 def _read_once(folder: Folder) -> Stored:
     found = folder.read_with_version(METADATA, most=MOST_BYTES)
     damaged: dict[str, str] = {}
-    metadata = version = None
+    metadata = None
     if found is not None:
         try:
-            version = found[1]
             metadata = parse_metadata(found[0], f"{folder.url}/{METADATA}")
         except DamagedError as error:
             damaged[METADATA] = str(error)
     files = folder.files()
-    names = {name for name in files if is_commit(name)}
-    commits, unreadable = _read_commits(folder, names, metadata)
+    listed = {name for name in files if COMMIT.fullmatch(name)}
+    commits = _read_commits(folder, listed, metadata, damaged)
     # A listing that comes in pages is no snapshot: a JSON that it lacks is asked for by its name.
-    highest = max(commits, default=0)
     missing = chain.from_iterable(gaps([0, *sorted(commits)]))
-    absent = {commit_name(number) for number in islice(missing, MOST_ABSENT)} - names
-    more, others = _read_commits(folder, absent, metadata)
-    commits |= {number: commit for number, commit in more.items() if number < highest}
-    for commit in more.values():
-        files |= {name: each.bytes for name, each in commit.files.items()}
-    damaged |= unreadable | others
-    metrics = _last_metrics(folder, files)
+    absent = {commit_name(number) for number in islice(missing, MOST_ABSENT)} - listed
+    commits |= _read_commits(folder, absent, metadata, damaged)
+    # A commit may be younger than the listing, and then its files may be, too.
+    named = chain.from_iterable(commit.files.items() for commit in commits.values())
+    if any(files.get(name) != each.bytes for name, each in named):
+        files = folder.files()
+    version, metrics = found and found[1], _last_metrics(folder, files)
     return Stored(metadata, version, commits, files, damaged, metrics, folder.url, folder.local)
 
 
 def _read_commits(
-    folder: Folder, names: Iterable[str], metadata: Mapping[str, Any] | None
-) -> tuple[dict[int, Commit], dict[str, str]]:
-    """Returns the commits in the JSONs of these names, and why others cannot be read. Those of
-    other runs than that of the metadata, and those that only reserve their number, are left out."""
+    folder: Folder,
+    names: Iterable[str],
+    metadata: Mapping[str, Any] | None,
+    damaged: dict[str, str],
+) -> dict[int, Commit]:
+    """Returns the commits in the JSONs of these names, and adds to `damaged` why others cannot be
+    read. Those of other runs than that of the metadata, and those that only reserve their number,
+    are left out."""
     commits: dict[int, Commit] = {}
-    damaged: dict[str, str] = {}
     ordered = sorted(names)
     with ThreadPoolExecutor(READERS) as pool:
         contents = pool.map(lambda name: folder.read(name, most=MOST_BYTES), ordered)
@@ -198,7 +193,7 @@ def _read_commits(
                 continue
             if commit is not None and (metadata is None or commit.run == metadata["run"]):
                 commits[commit.number] = commit
-    return commits, damaged
+    return commits
 
 
 def parse_metadata(data: bytes, where: str) -> dict[str, Any]:
@@ -206,8 +201,6 @@ def parse_metadata(data: bytes, where: str) -> dict[str, Any]:
     content = unseal(data, where)
     if content.get("format_version") != FORMAT_VERSION:
         raise DamagedError(f"{where}: {OTHER_VERSION}")
-    if missing := [key for key in REQUIRED if key not in content]:
-        raise DamagedError(f"{where}: lacks {', '.join(missing)}")
     identity_of(content, where)
     return content
 
@@ -241,37 +234,21 @@ def read_metadata(folder: Folder) -> dict[str, Any] | None:
     --verify reports a damaged one.
     """
     data = folder.read(METADATA, most=MOST_BYTES)
-    return None if data is None else metadata_in(data) or None
-
-
-def metadata_in(data: bytes) -> dict[str, Any]:
-    """Returns the content of a metadata.json; an empty one if it is damaged."""
     with suppress(DamagedError):
-        return parse_metadata(data, METADATA)
-    return {}
+        return None if data is None else parse_metadata(data, METADATA)
+    return None
 
 
 def check_own(folder: Folder) -> None:
-    """Raises InputError if --overwrite would delete or replace files of somebody else.
-
-    A file whose name fits belongs to an extraction if there is a sound metadata.json beside it, of
-    any version, or if the JSON of a shard of the same number names it.
-    """
+    """Raises InputError if --overwrite would delete or replace files of somebody else: some of that
+    name are there, but no JSON that an extraction of any version has written."""
     names = [name for name in own_files(folder.files()) if name[0] != "."]
-    if not names or _is_sealed(folder, METADATA):
-        return
-    sound = {number_of(name) for name in names if is_commit(name) and _is_sealed(folder, name)}
     for name in names:
-        if not sound or (name.startswith("shard_") and number_of(name) not in sound):
-            raise InputError(
-                f"{folder.url}: --overwrite: {name} may not be of this program: there is no sound "
-                f"{METADATA}, and no JSON of a shard names it; move it, or give another folder"
-            )
-
-
-def _is_sealed(folder: Folder, name: str) -> bool:
-    """Returns whether a file is an undamaged sealed JSON, of any version."""
-    data = folder.read(name, most=MOST_BYTES)
-    with suppress(DamagedError):
-        return data is not None and bool(unseal(data, name))
-    return False
+        with suppress(DamagedError):
+            if name.endswith(".json") and unseal(folder.read(name, most=MOST_BYTES) or b"", name):
+                return
+    if names:
+        raise InputError(
+            f"{folder.url}: --overwrite: {names[0]} may not be of this program: no sound JSON of a "
+            "run is beside it; move it, or give another folder"
+        )

@@ -18,12 +18,14 @@ In a local folder there is a lock, too, which the process keeps until it ends.
 import os
 import platform
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from activation_extraction.common.errors import InputError
+from activation_extraction.common.log import log
 from activation_extraction.store.commit import (
     FORMAT_VERSION,
     METADATA,
@@ -33,16 +35,9 @@ from activation_extraction.store.commit import (
     commit_name,
     seal,
 )
-from activation_extraction.store.folder import ChangedError, Folder, FolderError, UnsureError
+from activation_extraction.store.folder import Attempts, ChangedError, Folder, FolderError
 from activation_extraction.store.local_files import lock_folder, unlock
-from activation_extraction.store.metadata import (
-    RESERVED,
-    metadata_in,
-    own_files,
-    parse_commit,
-    read_metadata,
-)
-from activation_extraction.store.patience import Attempts
+from activation_extraction.store.metadata import RESERVED, own_files, parse_commit, read_metadata
 
 
 class LostError(InputError):
@@ -68,9 +63,14 @@ class Owner:
     def lock(self) -> None:
         """Locks a local folder, if its file system has locks. Raises RunError if it is locked."""
         self._lock = lock_folder(Path(self.folder.url))
+        if self._lock is None:
+            log.warning(
+                "%s: its file system has no locks, so nothing prevents two processes from writing "
+                "there; see to it that only one does",
+                self.folder.url,
+            )
 
     def unlock(self) -> None:
-        """Releases the lock."""
         unlock(self._lock)
         self._lock = None
 
@@ -82,8 +82,10 @@ class Owner:
         """
         try:
             self.folder.write(METADATA, self._metadata(content, run), version)
-        except (ChangedError, UnsureError):
-            if (read_metadata(self.folder) or {}).get("owner") != self.id:
+        except ChangedError:
+            try:
+                self.check()
+            except LostError:
                 return False
         self.run = run
         return True
@@ -91,11 +93,9 @@ class Owner:
     def _metadata(self, content: Mapping[str, Any], run: str) -> bytes:
         return seal({**content, "run": run, "owner": self.id})
 
-    def check(self) -> None:
-        """Raises LostError unless metadata.json names this process."""
-        self._check((read_metadata(self.folder) or {}).get("owner"))
-
-    def _check(self, owner: object) -> None:
+    def check(self, owner: str | None = None) -> None:
+        """Raises LostError unless this process is the owner; None: the one in metadata.json."""
+        owner = owner or (read_metadata(self.folder) or {}).get("owner")
         if owner != self.id:
             raise LostError(
                 f"{self.folder.url}: {owner or 'somebody who left no name'} has taken over, so "
@@ -106,30 +106,11 @@ class Owner:
     def write_metadata(self, content: Mapping[str, Any]) -> None:
         """Replaces metadata.json."""
         data = self._metadata(content, self.run)
-        attempts = Attempts(self.folder, f"writing {METADATA}")
-        while True:
-            found = self.folder.read_with_version(METADATA, most=MOST_BYTES)
-            if found is not None and found[0] == data:
-                return
-            self._check(None if found is None else metadata_in(found[0]).get("owner"))
-            try:
-                self.folder.write(METADATA, data, found and found[1])
-                return
-            except (ChangedError, UnsureError) as error:
-                attempts.failed(str(error))
-            attempts.pause()
+        self._write(METADATA, data, lambda found: found == data)
 
     def write_file(self, name: str, parts: Sequence[bytes | memoryview]) -> str | None:
         """Writes a file of a shard, and returns its version."""
-        attempts = Attempts(self.folder, f"writing {name}")
-        while True:
-            entry = self.folder.entry(name)
-            self.check()
-            try:
-                return self.folder.write(name, parts, None if entry is None else entry.version)
-            except (ChangedError, UnsureError) as error:
-                attempts.failed(str(error))
-            attempts.pause()
+        return self._write(name, parts, lambda _: False, stop=1)[1]
 
     def reserve(self, number: int) -> bool:
         """Reserves the number of the first shard to store. Returns False if the run has committed
@@ -144,40 +125,53 @@ class Owner:
     def commit(self, commit: Commit) -> Commit:
         """Writes the JSON of a shard, after all of its files, and returns what it says."""
         commit = replace(commit, run=self.run, owner=self.id, url=self.folder.url)
-        other = self._write_json(commit.number, commit.to_json(), replaces=self.copy)
-        if other is not None:
-            self._check(other.owner)
+        standing = self._write_json(commit.number, commit.to_json(), replaces=self.copy)
+        if standing is not None:
+            self.check(standing.owner)
         return commit
 
     def _write_json(self, number: int, content: Mapping[str, Any], replaces: bool) -> Commit | None:
-        """Writes the JSON of a shard; or returns the commit of this run that stands there, unless
-        it `replaces` one."""
+        """Writes the JSON of a shard, unless it has to replace a commit of this run, but may not.
+        Returns the commit that stood there."""
         name = commit_name(number)
         head = {"format_version": FORMAT_VERSION, "run": self.run, "owner": self.id}
         data = seal({**head, **content})
-        attempts = Attempts(self.folder, f"writing {name}")
-        while True:
-            found = self.folder.read_with_version(name, most=MOST_BYTES)
-            if found is not None and found[0] == data:
-                return None
-            standing = None if found is None else self._commit_in(found[0], name)
-            if standing is not None and not replaces:
-                return standing
-            self.check()
-            try:
-                self.folder.write(name, data, found and found[1])
-                return None
-            except (ChangedError, UnsureError) as error:
-                attempts.failed(str(error))
-            attempts.pause()
+
+        def is_settled(found: bytes) -> bool:
+            return found == data or (not replaces and self._commit_in(found, name) is not None)
+
+        standing, _ = self._write(name, data, is_settled)
+        return None if standing is None else self._commit_in(standing, name)
 
     def _commit_in(self, data: bytes, name: str) -> Commit | None:
         """Returns the commit of this run in a JSON; None if it is none."""
-        try:
+        with suppress(DamagedError):
             commit = parse_commit(data, name, name)
-        except DamagedError:
-            return None
-        return commit if commit is not None and commit.run == self.run else None
+            return commit if commit is not None and commit.run == self.run else None
+        return None
+
+    def _write(
+        self,
+        name: str,
+        parts: bytes | Sequence[bytes | memoryview],
+        is_settled: Callable[[bytes], bool],
+        stop: int | None = None,
+    ) -> tuple[bytes | None, str | None]:
+        """Writes a file in the one order of every write, until it is there, or until `is_settled`
+        says of the first `stop` bytes that stand there that they shall stay.
+
+        Returns these bytes, or None if the file was written; and the version of the file.
+        """
+        attempts = Attempts(self.folder, f"writing {name}")
+        while True:
+            found = self.folder.read_with_version(name, 0, stop, most=None if stop else MOST_BYTES)
+            if found is not None and is_settled(found[0]):
+                return found
+            self.check()
+            try:
+                return None, self.folder.write(name, parts, found and found[1])
+            except ChangedError as error:
+                attempts.failed(error)
 
     def remove_rest(self, commits: Sequence[Commit]) -> None:
         """Deletes the files of shards that do not belong to these commits, which are all that the
@@ -200,8 +194,7 @@ class Owner:
                     continue
                 self.check()  # a process that has taken over may do this
                 raise FolderError(
-                    f"{self.folder.url}/{name}: {why} although shard {commit.number} is committed",
-                    final=True,
+                    f"{self.folder.url}/{name}: {why} although shard {commit.number} is committed"
                 )
 
 

@@ -1,16 +1,24 @@
 """The pickle format of a shard: a dict from key (layer, or hook name) to a list of records.
 
-`pickle.loads(gzip.open(path).read())` reads it. There is one record per sample, in order; a record
-is a dict of plain values and NumPy arrays (see `Record`). The bytes depend only on the content.
-Always read a compressed file to its end, where its checksum is; `pickle.load` stops before it.
+`pickle.loads(gzip.open(path).read())` reads it. There is one record per sample, in order, a dict of
+plain values and NumPy arrays:
+  sample_idx, hook        the sample's number, and the hook's full name
+  activation, shape       (tokens, width), and that shape; if it is encoded (common/encodings.py),
+                          uint8, the bits of e4m3, so that unpickling needs no more than NumPy
+  scale                   float32 (tokens, 1), of an encoded activation only
+  text_preview, doc_id    see SampleRow
+  token_ids               int32 (tokens,), or None
+  positions               int32 (tokens,), where a run keeps some tokens only
+  role, turn              int32 (tokens,), where a run has labels
+The bytes depend only on the content. Always read a compressed file to its end, where its checksum
+is; `pickle.load` stops before it.
 """
 
 import pickle
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pickle import PickleBuffer
-from typing import IO, Any, ClassVar, NotRequired, TypedDict
+from typing import IO, Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -18,32 +26,9 @@ from isal import igzip
 
 from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.errors import RunError, one_line
-from activation_extraction.store.shard import LABELS, DocId, Key, SampleRow, Shard
+from activation_extraction.store.shard import LABELS, Key, SampleRow, Shard
 
-MALFORMED = (KeyError, TypeError, AttributeError, ValueError, OverflowError)
-
-
-class Record(TypedDict):
-    """A sample at one hook.
-
-    An activation that is encoded (common/encodings.py) is uint8, the bits of e4m3, so that
-    unpickling needs no more than NumPy.
-    """
-
-    sample_idx: int
-    hook: str  # its full name, such as blocks.12.hook_mlp_out
-    activation: np.ndarray  # (tokens, width)
-    scale: NotRequired[np.ndarray]  # (tokens, 1), of an encoded activation
-    shape: tuple[int, ...]
-    text_preview: str
-    token_ids: np.ndarray | None  # int32 (tokens,)
-    doc_id: DocId
-    positions: NotRequired[np.ndarray]  # int32 (tokens,), where a run keeps some tokens only
-    role: NotRequired[np.ndarray]  # int32 (tokens,), where a run has labels: one field for each
-    turn: NotRequired[np.ndarray]
-
-
-Records = dict[Key, list[Record]]
+Records = dict[Key, list[dict[str, Any]]]
 
 
 class _Pickler(pickle.Pickler):
@@ -74,13 +59,8 @@ class _Pieces(list[memoryview]):
 
 def pickle_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryview]:
     """Returns the bytes of a shard's pickle. Activations are not copied."""
-    return pieces_of(records_of(shard, names))
-
-
-def pieces_of(records: Records) -> list[memoryview]:
-    """Returns the bytes of a pickle of records. Activations are not copied."""
     pieces = _Pieces()
-    _Pickler(pieces, protocol=5).dump(records)
+    _Pickler(pieces, protocol=5).dump(records_of(shard, names))
     return pieces
 
 
@@ -88,9 +68,9 @@ def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
     """Returns the records of a shard. names: the hooks' full names by key."""
     with_positions = shard.needs_positions
 
-    def record_of(key: Key, number: int) -> Record:
+    def record_of(key: Key, number: int) -> dict[str, Any]:
         row, activation = shard.samples[number], shard.slices[key][number]
-        record: Record = {
+        record = {
             "sample_idx": row.sample_idx,
             "hook": names[key],
             "activation": activation,
@@ -104,8 +84,7 @@ def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
             record["activation"] = activation.view(np.uint8)
         if with_positions:
             record["positions"] = row.positions
-        labels: Any = row.labels
-        return {**record, **labels}
+        return {**record, **row.labels}
 
     numbers = range(len(shard.samples))
     return {key: [record_of(key, number) for number in numbers] for key in shard.slices}
@@ -120,17 +99,21 @@ def read_records(file: IO[bytes], where: str, limit: int) -> Records:
     """
     stream: Any = igzip.IGzipFile(fileobj=file, mode="rb") if where.endswith(".gz") else file
     try:
-        records = unpickle(stream, limit)
+        found = _Unpickler(_LimitedReader(stream, limit)).load()
         if stream.read(1):  # reading to the end also makes gzip compare its checksum
             raise RunError("is damaged: bytes follow the end of its pickle")
+        return {
+            key: [{name: _plain(value) for name, value in each.items()} for each in records]
+            for key, records in found.items()
+        }
     except RunError as error:
         raise type(error)(f"{where}: {error}") from error
     except Exception as error:  # broken bytes may raise anything in gzip, pickle or NumPy
         raise RunError(f"{where}: cannot be read: {one_line(error):.200}") from error
-    lists = records.values() if type(records) is dict else [None]
-    if not all(type(each) is list and all(type(r) is dict for r in each) for each in lists):
-        raise RunError(f"{where}: is not a shard: expected a dict of lists of records")
-    return records
+
+
+def _plain(value: Any) -> Any:
+    return value.view(np.ndarray) if isinstance(value, _Array) else value
 
 
 def read_pickle(file: IO[bytes], where: str, limit: int) -> Shard:
@@ -139,53 +122,32 @@ def read_pickle(file: IO[bytes], where: str, limit: int) -> Shard:
     Raises what `read_records` raises, and RunError for records that lack fields.
     """
     records = read_records(file, where, limit)
-    firsts: list[Any] = next(iter(records.values()), [])
+    slices: dict[Key, list[np.ndarray]] = {}
+    scales: dict[Key, list[np.ndarray]] = {}
     try:
+        for key, of_hook in records.items():
+            slices[key] = [record["activation"] for record in of_hook]
+            if any("scale" in record for record in of_hook):
+                slices[key] = [values.view(VALUES) for values in slices[key]]
+                scales[key] = [record["scale"] for record in of_hook]
         samples = [
             SampleRow(
                 sample_idx=record["sample_idx"],
                 token_ids=record["token_ids"],
-                positions=np.asarray(
-                    record.get("positions", np.arange(len(record["activation"]))), np.int32
-                ),
+                positions=record.get("positions", np.arange(len(record["activation"]), dtype="i4")),
                 text_preview=record["text_preview"],
                 doc_id=record["doc_id"],
                 labels={name: record[name] for name in LABELS if name in record},
             )
-            for record in firsts
+            for record in next(iter(records.values()), [])
         ]
-        slices = {key: [_values_of(each) for each in of_hook] for key, of_hook in records.items()}
-        scales = {
-            key: [record["scale"] for record in of_hook]
-            for key, of_hook in records.items()
-            if any("scale" in record for record in of_hook)
-        }
-    except MALFORMED as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RunError(f"{where}: its records cannot be read: {error!r:.200}") from error
     return Shard(samples, slices, scales=scales)
 
 
-def _values_of(record: Record) -> np.ndarray:
-    """Returns the activation of a record; in its own dtype if it is encoded."""
-    values = record["activation"]
-    return values.view(VALUES) if "scale" in record and values.dtype == np.uint8 else values
-
-
-CHUNK_BYTES = 64 * 2**20  # read at once, or as much as has been read of the same value
-# These opcodes bypass `find_class`, or take memory for as many bytes as the pickle claims to have.
-REFUSED = b"".join((pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.BYTEARRAY8))
-
-
 class UnsafeError(RunError):
     """A shard contains something that this program does not write. None of it was run."""
-
-
-def unpickle(stream: IO[bytes], limit: int) -> Any:
-    """Reads a pickle of plain containers and NumPy arrays of numbers.
-
-    Raises UnsafeError for any other content, and if it unpacks to more than `limit` bytes.
-    """
-    return _Unpickler(_LimitedReader(stream, limit)).load()
 
 
 class _LimitedReader:
@@ -196,27 +158,38 @@ class _LimitedReader:
         self._limit = self._left = limit
 
     def read(self, size: int) -> bytes:
-        """Reads large values in chunks: memory is taken for bytes that are there, not claimed."""
         if not 0 <= size <= self._left:
             raise UnsafeError(f"unpacks to more than {self._limit} bytes")
         self._left -= size
-        if size <= CHUNK_BYTES:
-            return self._stream.read(size)
-        pieces, left = [], size
-        while left and (piece := self._stream.read(min(left, max(CHUNK_BYTES, size - left)))):
-            pieces.append(piece)
-            left -= len(piece)
-        return b"".join(pieces)
+        return self._stream.read(size)
 
     def readline(self) -> bytes:
         raise UnsafeError("refused: holds a pickle instruction that no shard of ours has")
 
 
-@dataclass(frozen=True)
-class _NumberType:
-    """A placeholder for a number type, or for a class that a pickle may name but not call."""
+class _DType:
+    """Stands for a number type in a pickle. NumPy's own would believe a state that makes it read
+    foreign memory; of the state, only the byte order is looked at."""
 
-    dtype: np.dtype | None = None
+    def __init__(self, code: Any, *_: Any) -> None:
+        if not isinstance(code, str) or code not in NUMBER_TYPES:
+            raise UnsafeError(f"refused: an array of type {code!r:.80}")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state: Any) -> None:
+        if state[1] not in ("<" if sys.byteorder == "little" else ">", "|", "="):
+            raise UnsafeError("refused: an array in another byte order")
+
+
+class _Array(np.ndarray):
+    """An array of numbers in a pickle, which begins empty."""
+
+    def __new__(cls, *_: Any) -> "_Array":
+        return super().__new__(cls, 0, np.int8)
+
+    def __setstate__(self, state: Any) -> None:
+        version, shape, kind, fortran, data = state
+        super().__setstate__((version, shape, kind.dtype, fortran, data))
 
 
 class _Unpickler(pickle._Unpickler):
@@ -225,63 +198,22 @@ class _Unpickler(pickle._Unpickler):
     The base class is the unpickler in Python: in the one in C, six bytes can claim 64 GB.
     """
 
+    # A bytearray would take memory for as many bytes as the pickle claims to have.
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch}
+    del dispatch[pickle.BYTEARRAY8[0]]
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ALLOWED_NAMES:
-            full_name = repr(f"{module}.{name}")
-            raise UnsafeError(f"refused: would import {full_name:.80}; no shard of ours does")
-        return _ALLOWED_NAMES[module, name]
-
-    def _refuse(self) -> None:
-        raise UnsafeError("refused: holds a pickle instruction that no shard of ours has")
-
-    def _build(self) -> None:
-        """Fills an array, or checks that a number type has the byte order of this machine.
-
-        NumPy's own types would believe a state that makes them read foreign memory.
-        """
-        state = self.stack.pop()  # type: ignore[attr-defined]
-        built = self.stack[-1]  # type: ignore[attr-defined]
-        if isinstance(built, _NumberType):
-            order = state[1] if isinstance(state, tuple) and len(state) > 1 else None
-            if order not in ("<" if sys.byteorder == "little" else ">", "|", "="):
-                raise UnsafeError("refused: an array in another byte order")
-        elif isinstance(built, np.ndarray):
-            version, shape, kind, fortran, data = state
-            if not isinstance(kind, _NumberType) or kind.dtype is None:
-                raise UnsafeError("refused: an array that NumPy would not have pickled so")
-            # NumPy refuses data that is not as long as the array.
-            built.__setstate__((version, shape, kind.dtype, fortran, data))
-        else:
-            raise UnsafeError(f"refused: would change a {type(built).__name__}")
-
-    dispatch: ClassVar[dict[int, Any]] = {
-        **pickle._Unpickler.dispatch,
-        **dict.fromkeys(REFUSED, _refuse),
-        pickle.BUILD[0]: _build,
-    }
+        full_name = f"{module}.{name}"
+        if full_name not in ALLOWED:
+            raise UnsafeError(f"refused: would import {full_name!r:.80}; no shard of ours does")
+        return ALLOWED[full_name]
 
 
-def _empty_array(kind: Any, shape: Any, _code: Any) -> np.ndarray:
-    if kind is not _ARRAY or shape != (0,):
-        raise UnsafeError("refused: an array that NumPy would not have pickled so")
-    return np.empty((0,), np.int8)
-
-
-def _number_type(code: Any, _align: Any = False, _copy: Any = True) -> _NumberType:
-    if isinstance(code, str) and code in NUMBER_TYPES:
-        return _NumberType(np.dtype(code))
-    if isinstance(code, _NumberType) and code.dtype is not None:
-        return code
-    name = repr(code) if isinstance(code, str) else type(code).__name__
-    raise UnsafeError(f"refused: an array of type {name:.80}")
-
-
-NUMBER_TYPES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1")
-_ARRAY = _NumberType()
-_ALLOWED_NAMES: dict[tuple[str, str], Any] = {
-    ("numpy", "ndarray"): _ARRAY,
-    ("numpy", "dtype"): _number_type,
-    ("numpy.core.multiarray", "_reconstruct"): _empty_array,
-    ("numpy._core.multiarray", "_reconstruct"): _empty_array,
-    ("ml_dtypes", "bfloat16"): _NumberType(np.dtype(ml_dtypes.bfloat16)),
+NUMBER_TYPES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1", "bfloat16")
+ALLOWED: dict[str, Any] = {
+    "numpy.ndarray": _Array,
+    "numpy.dtype": _DType,
+    "numpy.core.multiarray._reconstruct": _Array,
+    "numpy._core.multiarray._reconstruct": _Array,
+    "ml_dtypes.bfloat16": ml_dtypes.bfloat16.__name__,
 }

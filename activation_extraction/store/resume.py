@@ -5,9 +5,9 @@ Planning only reads. It refuses what cannot be continued, before anything expens
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Difference, Identity
 from activation_extraction.store.metadata import Stored, own_files
 from activation_extraction.store.sample_table import read_table, stored_in
-from activation_extraction.text.batch import Cursor, StoredSample
+from activation_extraction.text.batch import Cursor, StoredSample, Worker
 
 VERSION_REMEDY = (
     "continue it with the version that began it, give another folder, or --overwrite to start anew"
@@ -70,30 +70,31 @@ def repaired_status(recorded: Mapping[str, Any], samples: int) -> str:
     return "complete" if whole else "interrupted"
 
 
-class Planner(Protocol):
-    """Decides what is to be stored, from what is stored in the folder that has the shards. It is
-    asked again once this process owns the folder. Raises InputError if nothing may be added."""
-
-    def __call__(self, stored: Stored) -> StoragePlan: ...
+# Decides what is to be stored, from what is stored in the folder that has the shards. It is asked
+# again once this process owns the folder. Raises InputError if nothing may be added.
+Planner = Callable[[Stored], StoragePlan]
 
 
-@dataclass(frozen=True)
-class ResumePlanner:
-    """Plans a run that begins or continues.
+def plan_run(identity: Identity, limits: Mapping[str, int | None], stored: Stored) -> StoragePlan:
+    """Plans a run that begins or continues. limits: the most samples and tokens to store, by name.
 
-    limits: the most samples and tokens to store, by name.
+    Raises InputError if another run is stored there, if what is stored is damaged or has gaps, or
+    if it is more than the limits allow.
     """
-
-    identity: Identity
-    limits: Mapping[str, int | None]
-
-    def __call__(self, stored: Stored) -> StoragePlan:
-        """Raises InputError if another run is stored there, if what is stored is damaged or has
-        gaps, or if it is more than the limits allow."""
-        check_identity(stored, self.identity)
-        refuse_moved(stored, "continue")
-        refuse_incomplete(stored)
-        return plan_rest(stored, self.limits)
+    check_identity(stored, identity)
+    refuse_moved(stored, "continue")
+    without_json, without_file = stored.missing()
+    if without_json:
+        raise InputError(
+            f"{stored.url}: shard {without_json[0].start} is missing although a later one is "
+            "there, or the run says that it is complete; --repair computes it again"
+        )
+    if without_file:
+        raise InputError(
+            f"{stored.url}: shard {without_file[0]} has a JSON, but one of its files is missing or "
+            "has another size (--verify says which); --repair computes it again"
+        )
+    return plan_rest(stored, limits)
 
 
 def plan_rest(stored: Stored, limits: Mapping[str, int | None]) -> StoragePlan:
@@ -119,21 +120,33 @@ def plan_rest(stored: Stored, limits: Mapping[str, int | None]) -> StoragePlan:
 def furthest_mark(commits: Iterable[Commit], most: float = math.inf) -> Cursor | None:
     """Returns the mark of shards without gaps that lies furthest in the data, after at most `most`
     samples."""
-    marks = [mark for commit in commits if (mark := commit.position) is not None]
-    near = [mark for mark in marks if mark.samples <= most]
-    return max(near, key=lambda mark: mark.samples, default=None)
+    marks = (mark for commit in commits if (mark := commit.position) and mark.samples <= most)
+    return max(marks, key=lambda mark: mark.samples, default=None)
 
 
-def stored_after(folder: Folder, commits: list[Commit], first: int) -> dict[int, StoredSample]:
-    """Returns the stored samples of the shards that have one from number `first` on, by their
-    numbers. Raises InputError, naming --repair, if a table is damaged."""
-    found: dict[int, StoredSample] = {}
+def stored_after(
+    folder: Folder, commits: list[Commit], mark: Cursor | None, worker: Worker
+) -> dict[int, StoredSample]:
+    """Returns the samples after a mark that are stored, by `sample_idx`, and perhaps some others.
+
+    Raises InputError, naming --repair, if a sample before the mark is not stored or a table is
+    damaged.
+    """
+    before = 0 if mark is None else mark.samples
+    first, found = worker.sample_idx(before), dict[int, StoredSample]()
     for commit in commits:
         if commit.count and commit.last >= first:
             try:
                 found |= stored_in(read_table(folder, commit))
             except RunError as error:
                 raise InputError(f"{error}; {REPAIRS}") from error
+    after = sum(number >= first for number in found)
+    if (lost := before + after - sum(commit.count for commit in commits)) > 0:
+        # A shard of an earlier repair, which was the last one, has been deleted.
+        raise InputError(
+            f"{folder.url}: {counted(lost, 'sample')} before the mark of its shards not stored; "
+            f"{REPAIRS}"
+        )
     return found
 
 
@@ -148,21 +161,6 @@ def stored_numbers(folder: Folder, commits: list[Commit], stride: int) -> np.nda
         elif commit.count:
             numbers.append(read_table(folder, commit)["sample_idx"].to_numpy())
     return np.sort(np.concatenate(numbers))
-
-
-def refuse_incomplete(stored: Stored) -> None:
-    """Raises InputError if a shard is missing, or one of its files."""
-    without_json, without_file = stored.missing()
-    if without_json:
-        raise InputError(
-            f"{stored.url}: shard {without_json[0].start} is missing although a later one is "
-            "there, or the run says that it is complete; --repair computes it again"
-        )
-    if without_file:
-        raise InputError(
-            f"{stored.url}: shard {without_file[0]} has a JSON, but one of its files is missing or "
-            "has another size (--verify says which); --repair computes it again"
-        )
 
 
 def check_identity(stored: Stored, identity: Identity) -> None:

@@ -25,12 +25,10 @@ PROGRESS_SECONDS = 10  # between uploads of metadata.json, after a commit
 
 
 class Sources(Protocol):
-    """The files that samples come from."""
+    """The files that samples come from. `check` raises RunError if one of those that samples with
+    these `row`s come from has changed since the run began."""
 
-    def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raises RunError if a file has changed since the run began, of those that samples with
-        these `row`s come from."""
-        ...
+    def check(self, rows: Iterable[Mapping[str, Any]]) -> None: ...
 
     def to_json(self) -> list[dict[str, Any]]: ...
 
@@ -73,15 +71,15 @@ class RunRecord:
         }
         self._identity = identity
         self._limits = limits
-        self._facts = facts
+        self._facts, self.sources = facts, facts.sources
         self._writing = threading.Lock()
         self._metrics_uploaded = self._uploaded = time.monotonic()
-        self._began = time.perf_counter()
         self.follow(StoragePlan())
+        self.begin()
 
     def begin(self) -> None:
-        """Counts the run's seconds from now."""
-        self._began = time.perf_counter()
+        """Takes the current time as the beginning of what this process stores."""
+        self.began, self._clock = round(time.time(), 3), time.perf_counter()
 
     def follow(self, plan: StoragePlan) -> None:
         """Resets all counts to what earlier runs have stored."""
@@ -98,7 +96,7 @@ class RunRecord:
             "status": status,
             **self.totals.counts,
             **self._limits,
-            "seconds": round(time.perf_counter() - self._began, 3),
+            "seconds": round(time.perf_counter() - self._clock, 3),
             "written": round(time.time(), 3),
             "system": running_system(),
             "remote": None if self._remote is None else self._remote.folder.url,
@@ -107,7 +105,7 @@ class RunRecord:
                 for key, statistics in self.totals.statistics.items()
             ],
             "identity": self._identity.to_json(),
-            "data_files": [] if self._facts.sources is None else self._facts.sources.to_json(),
+            "data_files": self.sources.to_json() if self.sources else [],
             **self._facts.metadata,
         }
         if self.recorded is not None:
@@ -125,20 +123,15 @@ class RunRecord:
                 owner.write_metadata(content)
             self._uploaded = time.monotonic()
 
-    def check_sources(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raises RunError if a file that these rows come from has changed."""
-        if self._facts.sources is not None:
-            self._facts.sources.check(rows)
-
     def add(self, commit: Commit) -> None:
         """Counts a committed shard, and uploads the progress of the run from time to time."""
         self.totals.add(commit)
-        if self._remote is None:
-            return
-        if time.monotonic() - self._uploaded > PROGRESS_SECONDS:
-            self.write("running", counted=False)
-        if time.monotonic() - self._metrics_uploaded > METRICS_SECONDS:
-            self.upload_metrics()
+        if self._remote is not None:
+            now = time.monotonic()
+            if now - self._uploaded > PROGRESS_SECONDS:
+                self.write("running", counted=False)
+            if now - self._metrics_uploaded > METRICS_SECONDS:
+                self.upload_metrics()
 
     def begin_metrics(self, anew: bool) -> None:
         """Deletes earlier metrics if the run begins anew; or else makes them the same in both
@@ -153,7 +146,12 @@ class RunRecord:
         self.upload_metrics()
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Appends a line to metrics.jsonl. Raises StorageError."""
+        """Appends a line to metrics.jsonl. Raises StorageError.
+
+        Does nothing in a repair, because the file describes the run itself.
+        """
+        if self.recorded is not None:
+            return
         try:
             append_line(self._metrics_file, json.dumps(metrics))
         except OSError as error:

@@ -14,7 +14,6 @@ What is read is what was given. The bytes depend on the content and on the versi
 """
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from activation_extraction.common.errors import RunError, StorageError, one_line
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.shard import DocId, SampleRow
-from activation_extraction.store.shard_reader import read_beside
+from activation_extraction.store.shard_reader import expect, read_beside
 from activation_extraction.text.batch import StoredSample
 
 NATIVE = {
@@ -41,20 +40,8 @@ JSON = {b"encoding": b"JSON"}  # the metadata of a column that has texts of JSON
 ABSENT = object()  # the value of a kept column that a sample lacks: null among texts of JSON
 # What pyarrow raises for large integers, for lone surrogates, and for names that are not text.
 DOES_NOT_FIT = (pyarrow.ArrowException, OverflowError, UnicodeEncodeError, TypeError)
-SCALARS: tuple[type, ...] = (type(None), *NATIVE)
-SURROGATE = re.compile("[\ud800-\udfff]")  # which UTF-8 cannot encode
 MAX_SAMPLE_BYTES = 2**20  # of JSON, for all that the table says of a sample
-MAX_FIELDS = 64  # of the `row` of a sample
-MAX_PATHS = 64  # in the values of a column of several shards; one with more becomes texts
-
-EXPECTED = {
-    "doc_id": "a number, text or null",
-    "row": f"an object of at most {MAX_FIELDS} plain values, or null",
-    "cut": "a whole number, 0 or larger",
-    "text_preview": "text",
-    "columns": f"an object of at most {MAX_COLUMNS} JSON values, none of them called "
-    + ", ".join(SAMPLE_COLUMNS),
-}
+MAX_FIELDS = 64  # of the `row` of a sample, or of the values of a column of several shards
 
 
 @dataclass(frozen=True)
@@ -153,7 +140,7 @@ def _table(samples: Sequence[SampleRow]) -> pyarrow.Table:
     return pyarrow.table(list(arrays), schema=pyarrow.schema(fields))
 
 
-def _type_of(values: list[Any]) -> pyarrow.DataType | None:
+def _type_of(values: Iterable[Any]) -> pyarrow.DataType | None:
     """Returns the one plain type that all values have but for None, if there is one."""
     kinds = {*map(type, values)} - {type(None)}
     if not kinds:
@@ -164,17 +151,16 @@ def _type_of(values: list[Any]) -> pyarrow.DataType | None:
 def _struct_of(rows: Sequence[Mapping[str, Any] | None]) -> pyarrow.DataType | None:
     """Returns the type of a struct that holds these rows, if there is one: a null field of it says
     that a row lacks the field."""
-    kinds: dict[str, set[type]] = {}
-    for row in rows:
-        for name, value in (row or {}).items():
-            kinds.setdefault(name, set()).add(type(value))
+    values: dict[str, list[Any]] = {}
+    for row in filter(None, rows):
+        for name, value in row.items():
+            values.setdefault(name, []).append(value)
+    kinds = {name: None if None in found else _type_of(found) for name, found in values.items()}
     if not kinds:
         return pyarrow.null()
-    plain = all(len(each) == 1 and each <= NATIVE.keys() for each in kinds.values())
-    if not plain or len(kinds) > MAX_FIELDS:
-        return None
     with suppress(*DOES_NOT_FIT):
-        return pyarrow.struct([(name, NATIVE[each.pop()]) for name, each in kinds.items()])
+        if None not in kinds.values() and len(kinds) <= MAX_FIELDS:
+            return pyarrow.struct(kinds)
     return None
 
 
@@ -222,28 +208,13 @@ def _concatenated(tables: Sequence[pyarrow.Table], name: str) -> pyarrow.Chunked
 
 
 def _inferred(values: Sequence[Any]) -> pyarrow.Array:
-    """Returns an array of the type that pyarrow finds for these values, or else of texts."""
-    paths: set[tuple[Any, ...]] = set()
-    for value in values:
-        _add_paths(value, (), paths)
-    kinds = [None] if len(paths) <= MAX_PATHS else []
-    if {*map(type, values)} <= {int, type(None)}:
-        kinds.append(pyarrow.uint64())
-    for kind in kinds:
-        with suppress(*DOES_NOT_FIT, ValueError):
+    """Returns an array of the type that pyarrow finds for these values, or else of texts: also if
+    the type has many fields, since there would be room for each of them in every row."""
+    with suppress(*DOES_NOT_FIT, ValueError):
+        kind = pyarrow.infer_type(values)
+        if str(kind).count(": ") <= MAX_FIELDS:
             return pyarrow.array(values, kind)
     return pyarrow.array([None if value is None else _text(value) for value in values])
-
-
-def _add_paths(value: Any, path: tuple[Any, ...], paths: set[tuple[Any, ...]]) -> None:
-    """Adds the paths of all that is in a value, until they are too many: pyarrow has room for each
-    of them in every row."""
-    if isinstance(value, dict | list) and len(paths) <= MAX_PATHS:
-        for name, part in (
-            value.items() if isinstance(value, dict) else ((0, each) for each in value)
-        ):
-            paths.add((*path, name))
-            _add_paths(part, (*path, name), paths)
 
 
 def _text(value: Any) -> str:
@@ -254,44 +225,22 @@ def _text(value: Any) -> str:
 
 def _check(sample: SampleRow) -> None:
     """Raises StorageError for values that another program gave, and that the table cannot have."""
-    row, columns, cut = sample.row, sample.columns, sample.cut
-    flat = type(row) is dict and {*map(type, row.values())} <= {*SCALARS}
-    named = type(columns) is dict and all(map(_is_name, columns))
-    fits = {
-        "doc_id": type(sample.doc_id) in SCALARS,
-        "row": row is None or (flat and len(row) <= MAX_FIELDS),
-        "cut": type(cut) is int and 0 <= cut < 2**63,
-        "text_preview": type(sample.text_preview or "") is str,
-        "columns": named and len(columns) <= MAX_COLUMNS,
-    }
-    for name in (name for name in fits if not fits[name]):
-        value = getattr(sample, name)
-        raise StorageError(
-            f"sample {sample.sample_idx}: its {name} is {type(value).__name__} "
-            f"{ascii(value):.80}, expected {EXPECTED[name]}"
-        )
-    _check_size(sample)
-
-
-def _is_name(name: Any) -> bool:
-    """Returns whether a kept column may have this name."""
-    return type(name) is str and name not in SAMPLE_COLUMNS and not SURROGATE.search(name)
-
-
-def _check_size(sample: SampleRow) -> None:
-    """Raises StorageError for columns that are no JSON values, or for too much of all that."""
-    content = sample.doc_id, sample.row, sample.columns, sample.text_preview
+    where, columns = f"sample {sample.sample_idx}", sample.columns
     try:
-        size = len(json.dumps(content))
+        " ".join(columns).encode()  # names may not have lone surrogates; values may
+        size = len(json.dumps((sample.doc_id, sample.row, columns, sample.text_preview)))
     except (TypeError, ValueError, RecursionError) as error:
         raise StorageError(
-            f"sample {sample.sample_idx}: its columns are no JSON values: {one_line(error)}"
+            f"{where}: its id, row, text preview or columns are no JSON values: {one_line(error)}"
         ) from error
+    for name in SAMPLE_COLUMNS:
+        if name in columns:
+            raise StorageError(f"{where}: a column that is kept cannot be called {name}")
     if size > MAX_SAMPLE_BYTES:
-        columns, fewer = (", columns", " or keep fewer columns") if sample.columns else ("", "")
+        given, fewer = (", columns", " or keep fewer columns") if columns else ("", "")
         raise StorageError(
-            f"sample {sample.sample_idx}: its id, row{columns} and text preview take {size:,} "
-            f"bytes; there is room for {MAX_SAMPLE_BYTES:,}",
+            f"{where}: its id, row{given} and text preview take {size:,} bytes; there is room for "
+            f"{MAX_SAMPLE_BYTES:,}",
             remedy=f"shorten the row's id{fewer}, and start anew with --overwrite",
         )
 
@@ -299,11 +248,7 @@ def _check_size(sample: SampleRow) -> None:
 def _check_against(commit: Commit, table: pyarrow.Table, where: str) -> None:
     """Raises RunError unless these are the samples that the shard's JSON describes."""
     numbers = table["sample_idx"].to_pylist() or [None]
-    for what, found, expected in (
-        ("number of samples", table.num_rows, commit.count),
-        ("tokens", sum(table["tokens"].to_pylist()), commit.tokens),
-        ("first sample", numbers[0], commit.first),
-        ("last sample", numbers[-1], commit.last),
-    ):
-        if found != expected:
-            raise RunError(f"{where}: {what}: found {found}, its JSON says {expected}")
+    expect(where, "number of samples", table.num_rows, commit.count)
+    expect(where, "tokens", sum(table["tokens"].to_pylist()), commit.tokens)
+    expect(where, "first sample", numbers[0], commit.first)
+    expect(where, "last sample", numbers[-1], commit.last)

@@ -5,7 +5,7 @@ table of samples (sample_table.py).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -16,10 +16,9 @@ from activation_extraction.common.encodings import decode, encode, relative_erro
 Key = int | str  # a hook's name in a shard: its layer number, or the name the user asked for
 DocId = str | int | float | None
 LABELS = ("role", "turn")  # of every token; all samples of a run have the same ones, or none
-COMPRESSION_LEVEL = 1
 MAX_GZIP_RATIO = 1032  # the most bytes that gzip can unpack from one byte
-GZIP = 31  # the `wbits` of zlib for a gzip header without a time, and a window of 32 KiB
 GROUP_BYTES = 32 * 2**20
+MEASURED = 1024  # at most, of the sinks of a shard, and of its other tokens
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,8 @@ class Shard:
     @property
     def needs_positions(self) -> bool:
         """Whether positions have to be stored, because they need not be 0, 1, 2 and so on."""
-        return self.some_tokens or not all(
-            np.array_equal(sample.positions, np.arange(len(sample.positions)))
-            for sample in self.samples
-        )
+        whole = (np.array_equal(each, np.arange(len(each))) for each in self.positions)
+        return self.some_tokens or not all(whole)
 
     @property
     def positions(self) -> list[np.ndarray]:
@@ -88,22 +85,14 @@ class Shard:
         return [sample.positions for sample in self.samples]
 
     @property
-    def tokens(self) -> int:
-        return sum(map(len, self.positions))
-
-    @property
     def offsets(self) -> np.ndarray:
         """int64 (samples + 1,); sample i has the tokens offsets[i] to offsets[i + 1]."""
-        lengths = list(map(len, self.positions))
-        return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
-
-
-MEASURED = 1024  # at most, of the sinks of a shard, and of its other tokens
+        return np.cumsum([0, *map(len, self.positions)], dtype=np.int64)
 
 
 @dataclass(frozen=True)
-class TokenErrors:
-    """How many tokens were measured, and the mean and the largest of their relative errors.
+class EncodingError:
+    """How many encoded tokens were measured, and the mean and the largest of their relative errors.
 
     The error of a token x is the Euclidean norm of x - decoded x, divided by that of x.
     """
@@ -112,46 +101,21 @@ class TokenErrors:
     mean: float = 0.0
     worst: float = 0.0
 
-    @classmethod
-    def of(cls, errors: np.ndarray) -> "TokenErrors":
-        """Summarises the errors of some tokens. errors: (tokens,)."""
-        if not len(errors):
-            return cls()
-        return cls(len(errors), float(errors.mean(dtype=np.float64)), float(errors.max()))
-
-    def merge(self, other: "TokenErrors") -> "TokenErrors":
-        """Returns the summary of both together."""
-        tokens = self.tokens + other.tokens
-        total = self.mean * self.tokens + other.mean * other.tokens
-        return TokenErrors(tokens, total / max(tokens, 1), max(self.worst, other.worst))
-
-
-@dataclass(frozen=True)
-class EncodingError:
-    """The errors at one hook: of tokens at position 0, which are often attention sinks, and of all
-    others."""
-
-    sinks: TokenErrors = TokenErrors()
-    others: TokenErrors = TokenErrors()
-
     def merge(self, other: "EncodingError") -> "EncodingError":
         """Returns the errors of both together."""
-        return EncodingError(self.sinks.merge(other.sinks), self.others.merge(other.others))
+        tokens = self.tokens + other.tokens
+        total = self.mean * self.tokens + other.mean * other.tokens
+        return EncodingError(tokens, total / max(tokens, 1), max(self.worst, other.worst))
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "EncodingError":
-        """Reads what `to_json` returned."""
-        names = [each.name for each in fields(TokenErrors)]
-        kinds = (content["sinks"], content["others"])
-        return cls(*(TokenErrors(*(each[name] for name in names)) for each in kinds))
+# The errors at one hook by kind of token: "sinks" are those at position 0, which are often
+# attention sinks; "others" are all others.
+Errors = dict[str, EncodingError]
 
 
 def encode_shard(
     shard: Shard, keys: Collection[Key], in_order: Callable[..., Iterable[Any]]
-) -> tuple[Shard, dict[Key, EncodingError]]:
+) -> tuple[Shard, dict[Key, Errors]]:
     """Returns the shard with these hooks encoded, and the errors by key.
 
     in_order: `map`, or a function that does the same in threads.
@@ -177,7 +141,12 @@ def encode_shard(
         groups = in_order(encode_group, [(key, group) for group in shard.groups(key)])
         parts = [list(chain.from_iterable(each)) for each in zip(*groups, strict=True)]
         slices[key], scales[key], errors = parts[0], parts[1], np.concatenate(parts[2])
-        found[key] = EncodingError(TokenErrors.of(errors[sinks]), TokenErrors.of(errors[~sinks]))
+        found[key] = {
+            kind: EncodingError(len(some), float(np.mean(some)), float(np.max(some)))
+            if len(some)
+            else EncodingError()
+            for kind, some in (("sinks", errors[sinks]), ("others", errors[~sinks]))
+        }
     return replace(shard, slices=slices, scales=scales), found
 
 

@@ -1,6 +1,6 @@
 """ShardCutter: gathers samples into shards, in the order in which they come."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -15,22 +15,20 @@ class ShardCutter:
     """Passes shards to a ShardWriter, under the numbers of a plan. A shard has at most `limit`
     bytes of activations, but at least one sample; its samples are in ascending order.
 
-    encoded: the hooks whose activations are encoded later. some_tokens: whether only some tokens of
-    samples are stored. Methods raise StorageError as soon as a shard could not be committed.
+    some_tokens: whether only some tokens of samples are stored. Methods raise StorageError as soon
+    as a shard could not be committed.
     """
 
     def __init__(
         self,
         writer: ShardWriter,
         keys: Sequence[Key],
-        encoded: Collection[Key],
         limit: float,
         some_tokens: bool,
         plan: StoragePlan,
     ) -> None:
         self._writer = writer
         self._keys = keys
-        self._encoded = encoded
         self._limit = limit
         self._some_tokens = some_tokens
         self._holes = list(plan.holes)  # numbers of damaged shards, which the plan fills
@@ -53,8 +51,8 @@ class ShardCutter:
         """
         size = 0
         for key, each in slices.items():
-            width = each.shape[1]
-            of_token = token_bytes(width, FLOAT8) if key in self._encoded else each.itemsize * width
+            width, encoded = each.shape[1], key in self._writer.encoded
+            of_token = token_bytes(width, FLOAT8) if encoded else width * each.itemsize
             size += max(len(each), 1) * of_token
         if self._pending and self._bytes + size > self._limit:
             self._cut(self._number())
@@ -67,9 +65,10 @@ class ShardCutter:
         """Cuts the last shard. complete: whether there are no more samples; all holes are filled
         then, the last one at the end, with shards that are empty if nothing is left."""
         if complete and self._holes:
-            for number in self._holes[:-1]:
+            *others, last = self._holes
+            for number in others:
                 self._writer.commit(Shard([], {}, self._some_tokens), self._mark, number)
-            self._cut(self._holes[-1])
+            self._cut(last)
             self._holes = []
         elif self._pending:
             self._cut(self._number())

@@ -6,7 +6,6 @@ pickled code.
 """
 
 import hashlib
-import io
 import mmap
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 
 from activation_extraction.common.encodings import FLOAT8, SCALES, VALUES, decode, token_bytes
 from activation_extraction.common.errors import RunError
@@ -69,36 +69,35 @@ def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) 
     Raises RunError if the file is missing or damaged, or does not match its JSON.
     """
     where = f"{folder.url}/{commit.file}"
-    reader: PickledShard | SafetensorsFile
-    if read_by_ranges(commit):
-        reader = SafetensorsFile(_ranges_of(folder, commit), commit.bytes, where)
-        found = {name: (tensor.dtype, tensor.shape) for name, tensor in reader.tensors.items()}
-        arrays = [each for name, hook in hooks.items() for each in hook.arrays(name).items()]
-        for name, (dtype, width) in arrays:
-            _expect(where, name, found.get(name), (dtype, (commit.tokens, width)))
-        for name, length in (("sample_offsets", commit.count + 1), ("position", commit.tokens)):
-            _expect(where, name, found[name][1], (length,))
-    else:
-        reader = PickledShard(_unpickle(folder, commit, where), hooks, where)
-    _check_samples(where, reader, commit)
+    if not read_by_ranges(commit):
+        return PickledShard(_unpickle(folder, commit, where), hooks, where)
+    reader = SafetensorsFile(_ranges_of(folder, commit, where), commit.bytes, where)
+    found = {name: (tensor.dtype, tensor.shape) for name, tensor in reader.tensors.items()}
+    expected: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
+        "sample_idx": (np.dtype(np.int64), (commit.count,)),
+        "sample_offsets": (np.dtype(np.int64), (commit.count + 1,)),
+        "token_ids": (np.dtype(np.int32), (commit.tokens,)),
+        "position": (np.dtype(np.int32), (commit.tokens,)),
+    }
+    for name, hook in hooks.items():
+        for array, (dtype, width) in hook.arrays(name).items():
+            expected[array] = dtype, (commit.tokens, width)
+    for name, each in expected.items():
+        expect(where, name, found.get(name), each)
+    # Nobody has compared these ranges with a checksum.
+    indices, offsets = reader.sample_idx, reader.offsets
+    ends = indices[[0, -1]].tolist()
+    expect(where, "first and last sample", ends, [commit.first, commit.last])
+    expect(where, "first and last offset", offsets[[0, -1]].tolist(), [0, commit.tokens])
+    if not ((indices[1:] > indices[:-1]).all() and (offsets[1:] >= offsets[:-1]).all()):
+        raise RunError(f"{where}: is damaged: its samples are not in ascending order")
     return reader
 
 
-def _check_samples(where: str, reader: "ShardReader", commit: Commit) -> None:
-    """Raises RunError unless the samples match the shard's JSON."""
-    indices, offsets = reader.sample_idx, reader.offsets
-    _expect(where, "number of samples", len(indices), commit.count)
-    first_and_last = [int(index) for index in indices[[0, -1]]]
-    _expect(where, "first and last sample", first_and_last, [commit.first, commit.last])
-    _expect(where, "tokens", int(offsets[-1]), commit.tokens)
-    ascend = (indices[1:] > indices[:-1]).all() and (offsets[1:] >= offsets[:-1]).all()
-    if offsets[0] != 0 or not ascend:  # differences may overflow
-        raise RunError(f"{where}: is damaged: its samples are not in ascending order")
-
-
-def _expect(where: str, what: str, found: Any, expected: Any) -> None:
+def expect(where: str, what: str, found: Any, expected: Any) -> None:
+    """Raises RunError unless what was found in a shard is what its JSON says."""
     if found != expected:
-        raise RunError(f"{where}: {what}: found {found}, expected {expected}")
+        raise RunError(f"{where}: {what}: found {found}, its JSON says {expected}")
 
 
 class PickledShard:
@@ -113,23 +112,20 @@ class PickledShard:
         for name, hook in hooks.items():
             if hook.key not in shard.slices:
                 raise RunError(f"{where}: has no hook {name}; it has {list(shard.slices)}")
-            parts = (shard.slices, shard.scales) if hook.encoded else (shard.slices,)
-            for array, part in zip(hook.arrays(name), parts, strict=True):
-                self._slices[array] = part[hook.key]
-        token_ids: list[np.ndarray] = []
-        labels: dict[str, list[np.ndarray]] = {name: [] for name in shard.samples[0].labels}
-        for row in shard.samples:
-            if row.token_ids is None:
-                raise RunError(
-                    f"{where}: sample {row.sample_idx}: has no token ids, which reading needs"
-                )
-            token_ids.append(row.token_ids)
-            for name, values in row.labels.items():
-                labels[name].append(values)
+            self._slices[name] = shard.slices[hook.key]
+            if hook.encoded:
+                self._slices[name + SCALE] = shard.scales[hook.key]
+        token_ids = [row.token_ids for row in shard.samples if row.token_ids is not None]
+        if len(token_ids) < len(shard.samples):
+            number = next(row.sample_idx for row in shard.samples if row.token_ids is None)
+            raise RunError(f"{where}: sample {number}: has no token ids, which reading needs")
         self.sample_idx = np.array([row.sample_idx for row in shard.samples], np.int64)
         self.offsets = shard.offsets
         self._tokens = _concatenate(token_ids), _concatenate(shard.positions)
-        self._labels = {name: _concatenate(parts) for name, parts in labels.items()}
+        self._labels = {
+            name: _concatenate([row.labels[name] for row in shard.samples])
+            for name in shard.samples[0].labels
+        }
 
     def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids and the positions of tokens `start` to `stop`, int32."""
@@ -192,15 +188,8 @@ def read_shard(folder: Folder, commit: Commit) -> Shard:
     return file.shard(commit.names)
 
 
-def pinned_version(folder: Folder, commit: Commit, name: str) -> str | None:
-    """Returns the version that a file of a shard must have; None where any will do: on a disk,
-    where `_check_standing` looks after it, and in a copy of the folder that it was written to."""
-    return None if folder.local or commit.url != folder.url else commit.files[name].version
-
-
-def _ranges_of(folder: Folder, commit: Commit) -> Callable[[int, int], np.ndarray]:
+def _ranges_of(folder: Folder, commit: Commit, where: str) -> Callable[[int, int], np.ndarray]:
     """Returns a function that reads the bytes of a shard from `start` to `stop`, as uint8."""
-    where, version = f"{folder.url}/{commit.file}", pinned_version(folder, commit, commit.file)
     if folder.local:
         content = np.frombuffer(_whole(folder, commit, where), np.uint8)
         return lambda start, stop: content[start:stop]
@@ -208,7 +197,7 @@ def _ranges_of(folder: Folder, commit: Commit) -> Callable[[int, int], np.ndarra
     def download(start: int, stop: int) -> np.ndarray:
         data = b""
         if stop > start:
-            data = _read(folder, commit.file, where, start=start, stop=stop, version=version)
+            data = _read(folder, commit, commit.file, where, start=start, stop=stop)
         if len(data) != stop - start:
             raise RunError(f"{where}: is shorter than its JSON says")
         return np.frombuffer(data, np.uint8)
@@ -220,37 +209,37 @@ def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
     """Returns the bytes of a shard's file: those on the disk itself, or in memory."""
     content: bytes | mmap.mmap
     if not folder.local:
-        version = pinned_version(folder, commit, commit.file)
-        content = _read(folder, commit.file, where, version=version, most=commit.bytes)
+        content = _read(folder, commit, commit.file, where, most=commit.bytes)
     else:
         try:
-            with open(_path(folder, commit), "rb") as file:
+            with open(Path(local_path(folder.url)) / commit.file, "rb") as file:
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError as error:
             raise RunError(f"{where}: is missing; {REPLACED}") from error
         except (OSError, ValueError) as error:  # ValueError: an empty file
-            reason = error.strerror if isinstance(error, OSError) else error
+            reason = getattr(error, "strerror", None) or error
             raise RunError(f"{where}: cannot be read: {reason}") from error
-        _check_standing(folder, commit, where)
+        # The JSON of a shard that is replaced changes before its files. A file that was opened
+        # before that keeps its content.
+        data = folder.read(commit.name, most=MOST_BYTES)
+        with suppress(DamagedError):
+            if data is not None and parse_commit(data, commit.name, commit.name) != commit:
+                raise RunError(f"{where}: {REPLACED}")
     if len(content) != commit.bytes:
         raise RunError(f"{where}: has {len(content)} bytes, its JSON says {commit.bytes}")
     return content
 
 
-def _check_standing(folder: Folder, commit: Commit, where: str) -> None:
-    """Raises RunError if a shard of a local folder was replaced: its JSON is, before its files. A
-    file that was opened before that keeps its content."""
-    data = folder.read(commit.name, most=MOST_BYTES)
-    with suppress(DamagedError):
-        if data is not None and parse_commit(data, commit.name, commit.name) != commit:
-            raise RunError(f"{where}: {REPLACED}")
+def _read(folder: Folder, commit: Commit, name: str, where: str, **options: Any) -> bytes:
+    """Reads a file of a shard, or a range of it. Raises RunError if it is missing or was replaced.
 
-
-def _read(folder: Folder, name: str, where: str, **options: Any) -> bytes:
-    """Reads a file that a commit names, or a range of it. Raises RunError if it is missing or was
-    replaced."""
+    Its version must be the one in the JSON, except on a disk and in a copy of the folder that it
+    was written to.
+    """
+    pinned = not folder.local and commit.url == folder.url
     try:
-        data = folder.read(name, **options)
+        version = commit.files[name].version if pinned else None
+        data = folder.read(name, version=version, **options)
     except ChangedError as error:
         raise RunError(f"{where}: {REPLACED}") from error
     if data is None:
@@ -261,20 +250,11 @@ def _read(folder: Folder, name: str, where: str, **options: Any) -> bytes:
 def _unpickle(folder: Folder, commit: Commit, where: str) -> Shard:
     """Reads a pickle, and compares its sha256 at the same time. Raises RunError."""
     content = _whole(folder, commit, where)
-    stream = (
-        io.BytesIO(content) if isinstance(content, bytes) else open(_path(folder, commit), "rb")
-    )
-    with stream, ThreadPoolExecutor(1) as pool:
-        if folder.local:
-            _check_standing(folder, commit, where)  # the file was opened once more
+    with ThreadPoolExecutor(1) as pool:
         digest = pool.submit(_check_digest, content, commit.sha256, where)
-        shard = read_pickle(stream, where, commit.unpacked)
+        shard = read_pickle(pyarrow.BufferReader(content), where, commit.unpacked)
         digest.result()
     return shard
-
-
-def _path(folder: Folder, commit: Commit) -> Path:
-    return Path(local_path(folder.url)) / commit.file
 
 
 def _check_digest(content: bytes | mmap.mmap, sha256: str, where: str) -> None:
@@ -293,7 +273,6 @@ def read_beside(folder: Folder, commit: Commit, name: str) -> tuple[bytes, str]:
     Raises RunError if it is missing or damaged.
     """
     facts, where = commit.files[name], f"{folder.url}/{name}"
-    version = pinned_version(folder, commit, name)
-    data = _read(folder, name, where, version=version, most=facts.bytes)
+    data = _read(folder, commit, name, where, most=facts.bytes)
     _check_digest(data, facts.sha256, where)
     return data, where

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,12 +19,12 @@ from typing import Any
 from activation_extraction.common.errors import RunError, StorageError, for_the_user, one_line
 from activation_extraction.common.log import log
 from activation_extraction.store.commit import Commit, FileFacts
-from activation_extraction.store.formats import ShardFormat, Threads
-from activation_extraction.store.identity import Identity
+from activation_extraction.store.formats import Threads, chosen_format
+from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.store.owner import LostError, Owner
 from activation_extraction.store.run_record import RunRecord
 from activation_extraction.store.sample_table import pack_table
-from activation_extraction.store.shard import EncodingError, Key, SampleRow, Shard, encode_shard
+from activation_extraction.store.shard import Errors, Key, SampleRow, Shard, encode_shard
 from activation_extraction.store.statistics import Sums, defined_tokens, pack_sums, sums_of
 from activation_extraction.text.batch import Cursor
 
@@ -54,51 +54,42 @@ class _Job:
 class ShardWriter:
     """Stores shards in the folders that this process owns, one folder after the other.
 
-    names: the hooks' full names by key. encoded: the hooks to encode, which is done in the
-    background. max_bytes: how many bytes may wait to be stored. threads: how many threads pack
-    shards. record: counts what is committed. `made` lists the shards that this process has stored.
-    `bytes_waiting` counts the bytes in memory that wait to be stored. `waited` maps each phase to
-    the seconds for which the caller waited because the oldest shard was in that phase.
+    names: the hooks' full names by key; those to encode are encoded in the background. record:
+    counts what is committed. `made` lists the shards that this process has stored. `bytes_waiting`
+    counts the bytes in memory that wait to be stored. `waited` maps each phase to the seconds for
+    which the caller waited because the oldest shard was in that phase.
     """
 
     def __init__(
         self,
         owners: Sequence[Owner],
         names: Mapping[Key, str],
-        encoded: Collection[Key],
-        shard_format: ShardFormat,
         identity: Identity,
+        options: StorageOptions,
         record: RunRecord,
-        threads: int,
-        max_bytes: float,
     ) -> None:
         self.made: list[Commit] = []
-        self._failure: tuple[int, Exception] | None = None  # the first shard that failed
-        self._stopped = False
+        self.bytes_waiting = 0
         self.waited = {"packing": 0.0, "writing": 0.0, "committing": 0.0}
+        self.encoded = [key for key in names if identity.is_encoded(names[key])]
+        self.format = chosen_format(options.shard_format, options.compress_shards)
         self._owners = owners
         self._names = names
-        self._format = shard_format
         self._identity = identity
-        self._encoded = encoded
         self._record = record
-        self._threads = Threads(threads)
-        self._packing = threading.Semaphore(threads)
+        self._failure: tuple[int, Exception] | None = None  # the first shard that failed
+        self._stopped = False
+        self._threads = Threads(options.threads)
+        self._packing = threading.Semaphore(options.threads)
         self._shards = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
-        self._max_bytes = max_bytes
+        self._max_bytes = options.waiting_bytes
         # A compressed shard is in memory beside its uncompressed arrays, and so are encoded values
         # beside those that they were made from.
-        self._copies = 1 + shard_format.compressed + bool(encoded)
-        self.bytes_waiting = 0
+        self._copies = 1 + self.format.compressed + bool(self.encoded)
         self._order = self._unchanged = 0
         self._taken: list[int] = []  # the bytes of batches that no shard is charged with yet
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()  # a shard was stored, or has failed
-        self.begin()
-
-    def begin(self) -> None:
-        """Takes the current time as the beginning of this process's shards."""
-        self._began = round(time.time(), 3)
 
     def take(self, size: int) -> None:
         """Counts the `size` bytes of a batch as waiting to be stored, and waits if these are too
@@ -198,7 +189,10 @@ class ShardWriter:
     def _store(self, job: _Job, shard: Shard, mark: Cursor | None) -> list[Commit]:
         """Writes the files of a shard, and returns its commit for each of the folders."""
         began = time.perf_counter()
-        name = self._format.file_name(job.number) if shard.samples else ""
+        name = self.format.file_name(job.number) if shard.samples else ""
+        indices = [row.sample_idx for row in shard.samples] or [0]
+        lengths = [len(row.positions) for row in shard.samples]
+        cuts = [row.cut for row in shard.samples if row.cut > 0]
         commit = Commit(
             number=job.number,
             run="",  # the owner fills this in, and the next two
@@ -207,44 +201,41 @@ class ShardWriter:
             file=name,
             files={},
             unpacked=0,
-            first=min((row.sample_idx for row in shard.samples), default=0),
-            last=max((row.sample_idx for row in shard.samples), default=0),
-            count=len(shard.samples),
-            tokens=shard.tokens,
+            first=min(indices),
+            last=max(indices),
+            count=len(lengths),
+            tokens=sum(lengths),
             hooks=[],
             mark=None if mark is None else mark.to_json(),
             committed=0,
-            began=self._began,
-            cut_samples=sum(row.cut > 0 for row in shard.samples),
-            cut_tokens=sum(row.cut for row in shard.samples),
-            empty_samples=sum(not len(row.positions) for row in shard.samples),
+            began=self._record.began,
+            cut_samples=len(cuts),
+            cut_tokens=sum(cuts),
+            empty_samples=lengths.count(0),
         )
         if not shard.samples:
             return [commit] * len(self._owners)
         with self._packing:
-            shard, errors = encode_shard(shard, self._encoded, self._threads.in_order)
+            shard, errors = encode_shard(shard, self.encoded, self._threads.in_order)
             sums = self._sums(shard)
-            packed = self._format.pack(shard, self._names, self._threads)
-        beside = {
-            commit.statistics_file: pack_sums({self._names[key]: sums[key] for key in sums}),
-            commit.table_file: pack_table(shard.samples),
-        }
-        contents: dict[str, Sequence[bytes | memoryview]]
-        contents = {name: packed.parts, **{file: [data] for file, data in beside.items()}}
-        files = {name: FileFacts(packed.bytes, packed.sha256, crc32c=packed.crc32c)}
-        for file, data in beside.items():
-            files[file] = FileFacts(len(data), hashlib.sha256(data).hexdigest())
-        hooks = self._describe_hooks(shard, sums, errors)
-        commit = replace(commit, unpacked=packed.unpacked, hooks=hooks)
+            packed = self.format.pack(shard, self._names, self._threads)
+        contents: dict[str, tuple[Sequence[bytes | memoryview], FileFacts]]
+        contents = {name: (packed.parts, packed.facts)}
+        for file, data in (
+            (commit.statistics_file, pack_sums({self._names[key]: sums[key] for key in sums})),
+            (commit.table_file, pack_table(shard.samples)),
+        ):
+            contents[file] = [data], FileFacts(len(data), hashlib.sha256(data).hexdigest())
+        hooks = [self._describe_hook(key, shard, sums[key], errors.get(key, {})) for key in sums]
         packing = time.perf_counter() - began
         job.phase = "writing"
         commits = []
         for owner in self._owners:
             written = {
-                file: replace(facts, version=owner.write_file(file, contents[file]))
-                for file, facts in files.items()
+                file: replace(facts, version=owner.write_file(file, parts))
+                for file, (parts, facts) in contents.items()
             }
-            commits.append(replace(commit, files=written))
+            commits.append(replace(commit, files=written, unpacked=packed.unpacked, hooks=hooks))
         with self._changed:
             self._record.totals.pack_seconds += packing
             self._record.totals.write_seconds += time.perf_counter() - began - packing
@@ -252,51 +243,62 @@ class ShardWriter:
 
     def _sums(self, shard: Shard) -> dict[Key, Sums]:
         """Returns the sums by hook. Raises StorageError, naming the sample, for NaN or infinity."""
-        sums = sum_shard(shard, self._threads, self._names, self._identity)
-        for key in (key for key in sums if not sums[key].statistics.finite):
+        total = {key: Sums.zeros(slices[0].shape[1]) for key, slices in shard.slices.items()}
+        groups = [(key, group) for key in shard.slices for group in shard.groups(key)]
+        found = self._threads.in_order(lambda group: self._sums_of(shard, *group), groups)
+        for (key, _), sums in zip(groups, found, strict=True):
+            total[key].merge(sums)
+        for key in (key for key in total if not total[key].statistics.finite):
             for number, row in enumerate(shard.samples):
-                dtype = shard.slices[key][number].dtype
                 one = slice(number, number + 1)
-                sums_of_one = sum_samples(shard, key, one, self._names[key], self._identity)
-                if not sums_of_one.statistics.finite:
+                if not self._sums_of(shard, key, one).statistics.finite:
+                    dtype = shard.slices[key][number].dtype.name
                     raise StorageError(
                         f"sample {row.sample_idx}, hook {key}: NaN or infinite {dtype} values",
-                        remedy=OVERFLOW if dtype.name == "float16" else NOT_FINITE,
+                        remedy=OVERFLOW if dtype == "float16" else NOT_FINITE,
                     )
-        return sums
+        return total
 
-    def _describe_hooks(
-        self, shard: Shard, sums: Mapping[Key, Sums], errors: Mapping[Key, EncodingError]
-    ) -> list[dict[str, Any]]:
-        """Returns the `hooks` of a commit."""
-        widths = {key: of_hook.sums.shape[1] for key, of_hook in sums.items()}
-        return [
-            {
-                "key": key,
-                "name": self._names[key],
-                "width": width,
-                "dtype": shard.slices[key][0].dtype.name,
-                "scale": width if key in self._encoded else None,
-                **replace(sums[key].statistics, error=errors.get(key)).to_json(),
-            }
-            for key, width in widths.items()
-        ]
+    def _sums_of(self, shard: Shard, key: Key, samples: slice) -> Sums:
+        """Returns the sums of some samples at a hook, without tokens that have no value there.
+
+        Integers have no statistics, so their sums are over no tokens.
+        """
+        values, name = shard.slices[key][samples], self._names[key]
+        if name in self._identity.integer_hooks:
+            return Sums.zeros(values[0].shape[1])
+        positions = [row.positions for row in shard.samples[samples]]
+        if self._identity.leaves_out_firsts(name):
+            masks = [defined_tokens(*pair) for pair in zip(values, positions, strict=True)]
+            values, positions = (
+                [each[mask] for each, mask in zip(arrays, masks, strict=True)]
+                for arrays in (values, positions)
+            )
+        scales = shard.scales[key][samples] if key in shard.scales else None
+        return sums_of(values, positions, scales)
+
+    def _describe_hook(self, key: Key, shard: Shard, sums: Sums, error: Errors) -> dict[str, Any]:
+        """Returns an entry of the `hooks` of a commit."""
+        width = sums.sums.shape[1]
+        return {
+            "key": key,
+            "name": self._names[key],
+            "width": width,
+            "dtype": shard.slices[key][0].dtype.name,
+            "scale": width if key in self.encoded else None,
+            **replace(sums.statistics, error=error).to_json(),
+        }
 
     def _commit(self, commits: Sequence[Commit], rows: Sequence[SampleRow]) -> None:
         """Writes the JSON of a shard, once all shards before it are committed. commits: one for
-        each of the folders. rows: its samples."""
-        self._check_sources(rows)
-        for owner, commit in zip(self._owners, commits, strict=True):
-            made = owner.commit(replace(commit, committed=round(time.time(), 3)))
-        self.made.append(made)
-        log.debug("shard %d: %d samples, %d bytes", made.number, made.count, made.bytes)
-        self._record.add(made)
+        each of the folders. rows: its samples.
 
-    def _check_sources(self, rows: Sequence[SampleRow]) -> None:
-        """Raises StorageError if a file that samples come from has changed, and names the shards
-        that were committed since it was last seen unchanged."""
+        Raises StorageError if a file that samples come from has changed, and names the shards that
+        were committed since it was last seen unchanged.
+        """
         try:
-            self._record.check_sources(row.row for row in rows if row.row is not None)
+            if self._record.sources is not None:
+                self._record.sources.check(row.row for row in rows if row.row is not None)
         except RunError as error:
             since = [commit.number for commit in self.made[self._unchanged :]]
             names = ", ".join(map(str, since)) or "none"
@@ -305,41 +307,8 @@ class ShardWriter:
                 remedy=error.remedy,
             ) from error
         self._unchanged = len(self.made)
-
-
-def sum_shard(
-    shard: Shard, threads: Threads, names: Mapping[Key, str], identity: Identity
-) -> dict[Key, Sums]:
-    """Returns the sums of a shard by hook. They depend on its content alone.
-
-    names: the hooks' full names by key.
-    """
-    groups = [(key, group) for key in shard.slices for group in shard.groups(key)]
-
-    def sum_group(item: tuple[Key, slice]) -> Sums:
-        key, group = item
-        return sum_samples(shard, key, group, names[key], identity)
-
-    total = {key: Sums.zeros(slices[0].shape[1]) for key, slices in shard.slices.items()}
-    for (key, _), sums in zip(groups, threads.in_order(sum_group, groups), strict=True):
-        total[key].merge(sums)
-    return total
-
-
-def sum_samples(shard: Shard, key: Key, samples: slice, hook: str, identity: Identity) -> Sums:
-    """Returns the sums of some samples of a shard at the hook with this key and full name.
-
-    Integers have no statistics, so their sums are over no tokens. The sums leave out tokens that
-    have no value.
-    """
-    values = shard.slices[key][samples]
-    if hook in identity.integer_hooks:
-        return Sums.zeros(values[0].shape[1])
-    positions = [row.positions for row in shard.samples[samples]]
-    if identity.leaves_out_firsts(hook):
-        masks = [defined_tokens(*pair) for pair in zip(values, positions, strict=True)]
-        values, positions = (
-            [each[mask] for each, mask in zip(arrays, masks, strict=True)]
-            for arrays in (values, positions)
-        )
-    return sums_of(values, positions, shard.scales[key][samples] if key in shard.scales else None)
+        for owner, commit in zip(self._owners, commits, strict=True):
+            made = owner.commit(replace(commit, committed=round(time.time(), 3)))
+        self.made.append(made)
+        log.debug("shard %d: %d samples, %d bytes", made.number, made.count, made.bytes)
+        self._record.add(made)

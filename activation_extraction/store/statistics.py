@@ -8,14 +8,14 @@ JSON, as arrays `HOOK/FIELD` that `numpy.load` reads. Its bytes depend on the su
 import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from activation_extraction.common.encodings import decode
-from activation_extraction.store.shard import EncodingError
+from activation_extraction.store.shard import EncodingError, Errors
 
 BLOCK_BYTES = 4 * 2**20  # of float64 values, so that a block stays in a core's caches
 BUCKETS = 32  # the number of position buckets
@@ -47,42 +47,6 @@ class Sums:
         sums, squares = np.zeros((2, width)), np.zeros((2, width))
         return cls(np.zeros(BUCKETS, np.int64), np.zeros(BUCKETS), sums, squares, np.zeros(()))
 
-    def add(
-        self,
-        activations: Sequence[np.ndarray],
-        positions: Sequence[np.ndarray],
-        scales: Sequence[np.ndarray] | None = None,
-    ) -> None:
-        """Adds tokens. activations: arrays (tokens, width) of any float dtype, in order. positions:
-        the positions of the tokens in their documents, in any number of arrays. scales: of each
-        array if they are encoded, and are decoded here.
-
-        The result does not depend on how the tokens are distributed over arrays.
-        """
-        all_positions = np.concatenate(positions)
-        squares, done = np.empty(len(all_positions)), 0
-        rows = max(1, BLOCK_BYTES // (8 * self.sums.shape[1]))
-        buffer = np.empty((min(rows, len(all_positions)), self.sums.shape[1]))
-        with np.errstate(invalid="ignore"):  # see `Statistics.finite`
-            for block in _blocks(activations, buffer, scales):
-                stop = done + len(block)
-                sinks = np.flatnonzero(all_positions[done:stop] == 0)
-                for total in (self.sums, self.squares):
-                    others = np.add.reduce(block, 0)
-                    if len(sinks):
-                        of_sinks = np.add.reduce(block[sinks], 0)
-                        total[SINK] += of_sinks
-                        others -= of_sinks
-                    total[OTHER] += others
-                    if total is self.sums:
-                        np.multiply(block, block, out=block)
-                np.add.reduce(block, 1, out=squares[done:stop])
-                done = stop
-        norms, buckets = np.sqrt(squares), np.frexp(all_positions.astype(np.float64))[1]
-        self.counts += np.bincount(buckets, minlength=BUCKETS)
-        self.norms += np.bincount(buckets, norms, minlength=BUCKETS)
-        self.largest = np.maximum(self.largest, norms.max(initial=0.0))
-
     def merge(self, other: "Sums") -> None:
         """Adds other sums."""
         for name in ("counts", "norms", "sums", "squares"):
@@ -112,7 +76,7 @@ def _blocks(
     activations: Sequence[np.ndarray], buffer: np.ndarray, scales: Sequence[np.ndarray] | None
 ) -> Iterator[np.ndarray]:
     """Yields the tokens of several arrays in order, as float64 views of the buffer. Each view but
-    the last fills the buffer. scales: those of `Sums.add`."""
+    the last fills the buffer. scales: those of `sums_of`."""
     filled = 0
     for number, activation in enumerate(activations):
         start = 0
@@ -135,9 +99,36 @@ def sums_of(
     positions: Sequence[np.ndarray],
     scales: Sequence[np.ndarray] | None = None,
 ) -> Sums:
-    """Returns the sums over tokens at one hook. The arguments are those of `Sums.add`."""
-    total = Sums.zeros(activations[0].shape[1])
-    total.add(activations, positions, scales)
+    """Returns the sums over tokens at one hook.
+
+    activations: arrays (tokens, width) of any float dtype, in order, of which there is at least
+    one. positions: the positions of the tokens in their documents, in any number of arrays. scales:
+    of each array if they are encoded, and are decoded here. The result does not depend on how the
+    tokens are distributed over arrays.
+    """
+    total, all_positions = Sums.zeros(activations[0].shape[1]), np.concatenate(positions)
+    squares, done = np.empty(len(all_positions)), 0
+    rows = max(1, BLOCK_BYTES // (8 * activations[0].shape[1]))
+    buffer = np.empty((min(rows, len(all_positions)), activations[0].shape[1]))
+    with np.errstate(invalid="ignore"):  # see `Statistics.finite`
+        for block in _blocks(activations, buffer, scales):
+            stop = done + len(block)
+            sinks = np.flatnonzero(all_positions[done:stop] == 0)
+            for sums in (total.sums, total.squares):
+                others = np.add.reduce(block, 0)
+                if len(sinks):
+                    of_sinks = np.add.reduce(block[sinks], 0)
+                    sums[SINK] += of_sinks
+                    others -= of_sinks
+                sums[OTHER] += others
+                if sums is total.sums:
+                    np.multiply(block, block, out=block)
+            np.add.reduce(block, 1, out=squares[done:stop])
+            done = stop
+    norms, buckets = np.sqrt(squares), np.frexp(all_positions.astype(np.float64))[1]
+    total.counts += np.bincount(buckets, minlength=BUCKETS)
+    total.norms += np.bincount(buckets, norms, minlength=BUCKETS)
+    total.largest = np.maximum(total.largest, norms.max(initial=0.0))
     return total
 
 
@@ -155,8 +146,8 @@ class Statistics:
 
     tokens, values: how many there are. overall_mean, overall_variance: numbers over all values (the
     variance is that of a population), which the JSON files call `mean` and `variance`. mean_norm,
-    max_norm: of the Euclidean norms of tokens. error: what encoding changed; None for activations
-    that are not encoded.
+    max_norm: of the Euclidean norms of tokens. error: what encoding changed, see `Errors`; empty
+    for activations that are not encoded.
     """
 
     tokens: int = 0
@@ -165,7 +156,7 @@ class Statistics:
     overall_variance: float = 0.0
     mean_norm: float = 0.0
     max_norm: float = 0.0
-    error: EncodingError | None = None
+    error: Errors = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
@@ -176,30 +167,35 @@ class Statistics:
         """Merges two statistics by the pairwise update of Chan, Golub and LeVeque (1979)."""
         if not self.values or not other.values:
             return self if self.values else other
-        errors = [each.error or EncodingError() for each in (self, other)]
         share = other.values / (self.values + other.values)
         delta = other.overall_mean - self.overall_mean
+
+        def weighted(a: float, b: float) -> float:
+            return a * (1 - share) + b * share
+
         return Statistics(
             tokens=self.tokens + other.tokens,
             values=self.values + other.values,
             overall_mean=self.overall_mean + delta * share,
-            overall_variance=self.overall_variance * (1 - share)
-            + other.overall_variance * share
+            overall_variance=weighted(self.overall_variance, other.overall_variance)
             + delta * delta * share * (1 - share),
-            mean_norm=(self.mean_norm * self.tokens + other.mean_norm * other.tokens)
-            / (self.tokens + other.tokens),
+            mean_norm=weighted(self.mean_norm, other.mean_norm),
             max_norm=max(self.max_norm, other.max_norm),
-            error=errors[0].merge(errors[1]) if self.error or other.error else None,
+            error={kind: each.merge(other.error[kind]) for kind, each in self.error.items()},
         )
 
     def to_json(self) -> dict[str, Any]:
-        error = {} if self.error is None else {"error": self.error.to_json()}
-        return {key: getattr(self, name) for key, name in STATISTICS.items()} | error
+        content = {key: getattr(self, name) for key, name in STATISTICS.items()}
+        error = {kind: asdict(each) for kind, each in self.error.items()}
+        return {**content, "error": error} if error else content
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Statistics":
         """Reads what `to_json` returned, and ignores other keys."""
-        error = EncodingError.from_json(content["error"]) if "error" in content else None
+        error = {
+            kind: EncodingError(each["tokens"], each["mean"], each["worst"])
+            for kind, each in content.get("error", {}).items()
+        }
         return cls(**{name: content[key] for key, name in STATISTICS.items()}, error=error)
 
 
@@ -213,12 +209,21 @@ STATISTICS = {  # what the JSON files call the fields of Statistics
 @dataclass(frozen=True, eq=False)
 class DimensionStatistics:
     """Statistics of some tokens: the mean and (population) variance of every dimension, float64
-    (width,), and the mean Euclidean norm."""
+    (width,), and the mean Euclidean norm; NaN if there are no tokens."""
 
     tokens: int
     mean: np.ndarray
     variance: np.ndarray
     mean_norm: float
+
+    @classmethod
+    def of(cls, sums: Sums, kinds: slice) -> "DimensionStatistics":
+        """Returns those of sinks, of other tokens, or of both."""
+        tokens = int(sums.counts[kinds].sum())  # bucket 0 is position 0, so it counts the sinks
+        totals = sums.sums[kinds].sum(0), sums.squares[kinds].sum(0), sums.norms[kinds].sum()
+        with np.errstate(invalid="ignore"):
+            mean, squares, norm = (total / tokens for total in totals)
+        return cls(tokens, mean, np.maximum(squares - mean * mean, 0), float(norm))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,37 +231,32 @@ class HookStatistics(Statistics):
     """Statistics of a hook over everything that is stored.
 
     `mean` and `variance` are those of every dimension, float64 (width,), here as in `all_tokens`
-    and `without_first_token`. They are read when they are first asked for, and raise OSError for
-    damaged files. The first token of a document is often an attention sink, whose norm is 100 times
-    that of other tokens.
+    and `without_first_token`. They are read when they are first asked for, by `load`, and raise
+    OSError for damaged files. The first token of a document is often an attention sink, whose norm
+    is 100 times that of other tokens.
     """
 
     load: Callable[[], Sums] = field(repr=False, compare=False)
 
-    @classmethod
-    def of(cls, recorded: Statistics, load: Callable[[], Sums]) -> "HookStatistics":
-        """Returns the statistics that the JSON files record. load: reads the sums."""
-        return cls(**vars(recorded), load=load)
-
     @property
     def mean(self) -> np.ndarray:
-        """The mean of every dimension over all tokens, float64 (width,)."""
+        """The mean of every dimension over all tokens."""
         return self.all_tokens.mean
 
     @property
     def variance(self) -> np.ndarray:
-        """The population variance of every dimension over all tokens, float64 (width,)."""
+        """The population variance of every dimension over all tokens."""
         return self.all_tokens.variance
 
     @cached_property
     def all_tokens(self) -> DimensionStatistics:
         """The statistics of all tokens."""
-        return _statistics_of(self.load(), slice(None))
+        return DimensionStatistics.of(self.load(), slice(None))
 
     @cached_property
     def without_first_token(self) -> DimensionStatistics:
         """The statistics of all tokens but the first one of each document."""
-        return _statistics_of(self.load(), slice(OTHER, None))
+        return DimensionStatistics.of(self.load(), slice(OTHER, None))
 
     @property
     def norms_by_position(self) -> dict[range, float]:
@@ -266,15 +266,6 @@ class HookStatistics(Statistics):
             range(1 << bucket >> 1, 1 << bucket): float(sums.norms[bucket] / sums.counts[bucket])
             for bucket in np.flatnonzero(sums.counts).tolist()
         }
-
-
-def _statistics_of(sums: Sums, kinds: slice) -> DimensionStatistics:
-    """Returns the statistics of sinks, of other tokens, or of both; NaN if there are no tokens."""
-    tokens = int(sums.counts[kinds].sum())  # bucket 0 is position 0, so it counts the sinks
-    totals = sums.sums[kinds].sum(0), sums.squares[kinds].sum(0), sums.norms[kinds].sum()
-    with np.errstate(invalid="ignore"):
-        mean, squares, norm = (total / tokens for total in totals)
-    return DimensionStatistics(tokens, mean, np.maximum(squares - mean * mean, 0), float(norm))
 
 
 FIELDS = [each.name for each in fields(Sums)]

@@ -8,11 +8,12 @@ the run.
 import math
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from enum import Enum, auto
+from functools import partial
 from operator import index
 from pathlib import Path
 from types import TracebackType
@@ -23,26 +24,20 @@ import numpy as np
 from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.errors import InputError, RunError, StorageError
 from activation_extraction.common.visible import counted, plain_url
-from activation_extraction.store.commit import (
-    METADATA,
-    MOST_BYTES,
-    REPAIRS,
-    Totals,
-    number_of,
-)
+from activation_extraction.store.commit import METADATA, MOST_BYTES, Totals, number_of
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.formats import SAFETENSORS, chosen_format
+from activation_extraction.store.formats import SAFETENSORS
 from activation_extraction.store.given import as_int32, check_labels, own_array
 from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.store.local_files import check_output_dir
 from activation_extraction.store.metadata import check_own, read_stored
-from activation_extraction.store.owner import LostError, Owner, new_id
+from activation_extraction.store.owner import Owner, new_id
 from activation_extraction.store.patience import reason_of
 from activation_extraction.store.resume import (
     Planner,
-    ResumePlanner,
     StoragePlan,
     check_local_copy,
+    plan_run,
     stored_after,
     stored_numbers,
 )
@@ -112,11 +107,9 @@ class ActivationStorage:
         facts = facts or RunFacts()
         self._names = dict(hooks)
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
-        self._encoded = [key for key, name in hooks.items() if self._identity.is_encoded(name)]
-        for name in (hooks[key] + SCALE for key in self._encoded):
-            if name in hooks.values():
-                raise InputError(f"hook {name}: has the name of another hook's scales")
-        self.format = chosen_format(options.shard_format, options.compress_shards)
+        for name in hooks.values():
+            if self._identity.is_encoded(name) and name + SCALE in hooks.values():
+                raise InputError(f"hook {name + SCALE}: has the name of another hook's scales")
         check_output_dir(self.folder)
         if remote is not None and options.shard_bytes > (remote.largest or math.inf):
             raise InputError(
@@ -134,19 +127,12 @@ class ActivationStorage:
         self._record = RunRecord(
             self._local, self._remote, self._names, self._identity, options.limits, facts
         )
-        self._writer = ShardWriter(
-            [self._local, self._main] if copies else [self._main],
-            self._names,
-            self._encoded,
-            self.format,
-            self._identity,
-            self._record,
-            options.threads,
-            options.waiting_bytes,
-        )
+        owners = [self._local, self._main] if copies else [self._main]
+        self._writer = ShardWriter(owners, self._names, self._identity, options, self._record)
         self.made, self.waited = self._writer.made, self._writer.waited
-        self.gauges = self._writer.gauges
-        self._planner = planner or ResumePlanner(self._identity, options.limits)
+        self.format, self.gauges = self._writer.format, self._writer.gauges
+        self.record = self._record.add_metrics
+        self._planner = planner or partial(plan_run, self._identity, options.limits)
         if options.overwrite:
             self._follow(StoragePlan())
         else:
@@ -165,29 +151,15 @@ class ActivationStorage:
         hooks = plan.commits[-1].hooks if plan.commits else []
         # The width and dtype at each hook so far.
         self._forms = {hook["key"]: (hook["width"], hook["dtype"]) for hook in hooks}
-        self._stored_numbers: np.ndarray | None = None
+        self._stored: np.ndarray | None = None  # the numbers of all stored samples, ascending
         self._after_mark: dict[int, StoredSample] | None = None
-        self._cutter = ShardCutter(
-            self._writer,
-            list(self._names),
-            self._encoded,
-            self.options.shard_bytes,
-            not self._identity.every_token,
-            plan,
-        )
+        some_tokens, limit = not self._identity.every_token, self.options.shard_bytes
+        self._cutter = ShardCutter(self._writer, [*self._names], limit, some_tokens, plan)
 
     @property
     def destination(self) -> Folder:
         """The folder that the shards are committed to: the one in the bucket, if there is one."""
         return self._main.folder
-
-    @property
-    def _stored(self) -> np.ndarray:
-        """The numbers of all stored samples, ascending."""
-        if self._stored_numbers is None:
-            stride = self._identity.worker.stride
-            self._stored_numbers = stored_numbers(self.destination, self.plan.commits, stride)
-        return self._stored_numbers
 
     @property
     def mark(self) -> Cursor | None:
@@ -204,18 +176,8 @@ class ActivationStorage:
         """The samples after the mark that are stored, by `sample_idx`, and perhaps some others.
         Raises InputError if a sample before the mark is not stored."""
         if self._after_mark is None:
-            before = 0 if self.mark is None else self.mark.samples
-            first = self._identity.worker.sample_idx(before)
-            found = stored_after(self.destination, self.plan.commits, first)
-            after = sum(number >= first for number in found)
-            stored = sum(commit.count for commit in self.plan.commits)
-            if (lost := before + after - stored) > 0:
-                # A shard of an earlier repair, which was the last one, has been deleted.
-                raise InputError(
-                    f"{self.destination.url}: {counted(lost, 'sample')} before the mark of its "
-                    f"shards not stored; {REPAIRS}"
-                )
-            self._after_mark = found
+            commits, worker = self.plan.commits, self._identity.worker
+            self._after_mark = stored_after(self.destination, commits, self.mark, worker)
         return self._after_mark
 
     @property
@@ -227,6 +189,11 @@ class ActivationStorage:
     def complete(self) -> bool:
         """Whether earlier runs have stored everything."""
         return self.plan.complete
+
+    @property
+    def bytes_waiting(self) -> int:
+        """How many bytes in memory wait to be stored."""
+        return self._writer.bytes_waiting
 
     @property
     def limits(self) -> dict[str, int | None]:
@@ -244,7 +211,6 @@ class ActivationStorage:
         if self._state is not State.PLANNED or self.plan.up_to_date:
             return
         self._record.begin()
-        self._writer.begin()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._local.lock()
@@ -322,9 +288,16 @@ class ActivationStorage:
                 sample.columns,
                 {name: values[positions] for name, values in sample.labels.items()},
             )
-            self._check_next(row)
+            self._check_open(row.sample_idx)
             slices = {key: activations[key][where] for key in self._names}
             self._cutter.add(row, slices, placed.mark)
+
+    def _check_open(self, sample_idx: int) -> None:
+        if self.complete:
+            raise ValueError(
+                f"sample {sample_idx}: {self.folder} holds a complete extraction of "
+                f"{counted(self.totals.samples, 'sample')}; give another folder, or overwrite it"
+            )
 
     def add_activation(
         self,
@@ -355,99 +328,72 @@ class ActivationStorage:
         self.open()
         if layer_idx not in self._names:
             raise KeyError(f"hook {layer_idx!r} is not one of {list(self._names)}")
-        at = np.searchsorted(self._stored, index(sample_idx))
-        if at < len(self._stored) and self._stored[at] == sample_idx:
+        number = index(sample_idx)
+        if self._stored is None:
+            stride = self._identity.worker.stride
+            self._stored = stored_numbers(self.destination, self.plan.commits, stride)
+        at = np.searchsorted(self._stored, number)
+        if at < len(self._stored) and self._stored[at] == number:
             return
-        where = f"sample {sample_idx}, hook {layer_idx!r}"
-        activation, ids = self._copies(where, activation, token_ids)
-        positions = np.arange(len(activation), dtype=np.int32)
-        try:
-            given = {name: as_int32(each) for name, each in sorted((labels or {}).items())}
-        except ValueError as error:
-            raise ValueError(f"sample {sample_idx}: {error}") from error
-        known = text_preview, doc_id, deepcopy(row), cut, deepcopy(columns or {}), given
-        sample = SampleRow(index(sample_idx), ids, positions, *known)
-        sample, slices = self._incomplete.get(sample.sample_idx, (sample, {}))
-        self._check_next(sample)
-        if layer_idx in slices or sample.sample_idx <= self._last:
-            raise ValueError(f"{where}: given twice or out of order")
-        if len(activation) != len(sample.positions):
-            expected = counted(len(sample.positions), "token")
-            raise ValueError(f"{where}: {len(activation)}, expected {expected} as at other hooks")
-        self._check_form(where, layer_idx, activation)
-        self._incomplete[sample.sample_idx] = sample, slices
-        slices[layer_idx] = activation
-        if len(slices) == len(self._names):
-            del self._incomplete[sample.sample_idx]
-            self._writer.take(sum(each.nbytes for each in slices.values()))
-            self._last = sample.sample_idx
-            self._cutter.add(sample, slices)
-
-    def _copies(
-        self, where: str, activation: Any, token_ids: Any
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns copies of an activation and of its token ids. Raises ValueError for others than
-        `add_activation` takes."""
+        self._check_open(number)
+        where = f"sample {number}, hook {layer_idx!r}"
         try:
             activation = own_array(activation)
             ids = None if token_ids is None else as_int32(token_ids)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        shape = activation.shape
+        for problem in self._problems(layer_idx, activation, ids, number):
+            raise ValueError(f"{where}: {problem}")
+        if number not in self._incomplete:
+            try:
+                given = {name: as_int32(each) for name, each in sorted((labels or {}).items())}
+                check_labels(given, len(activation), self._labels)
+            except ValueError as error:
+                raise ValueError(f"sample {number}: {error}") from error
+            self._labels = list(given)
+            known = text_preview, doc_id, deepcopy(row), cut, deepcopy(columns or {}), given
+            positions = np.arange(len(activation), dtype=np.int32)
+            self._incomplete[number] = SampleRow(number, ids, positions, *known), {}
+        sample, slices = self._incomplete[number]
+        slices[layer_idx] = activation
+        if len(slices) == len(self._names):
+            del self._incomplete[number]
+            self._writer.take(sum(each.nbytes for each in slices.values()))
+            self._last = number
+            self._cutter.add(sample, slices)
+
+    def _problems(
+        self, key: Key, activation: np.ndarray, ids: np.ndarray | None, number: int
+    ) -> Iterator[str]:
+        """Yields why a sample's activation cannot be stored, in an order in which each reason only
+        holds without those before it."""
+        shape, dtype = activation.shape, activation.dtype.name
         if len(shape) != 2 or not shape[1] or (ids is not None and ids.shape != shape[:1]):
-            raise ValueError(
-                f"{where}: the activation has shape {shape}, expected (tokens, width) with as many "
+            yield (
+                f"the activation has shape {shape}, expected (tokens, width) with as many "
                 "tokens as there are token ids"
             )
         if ids is None and self.format is SAFETENSORS:
-            raise ValueError(f"{where}: has no token ids, and safetensors need them")
+            yield "has no token ids, and safetensors need them"
         if ids is not None and ids.dtype != np.int32:
-            raise ValueError(f"{where}: token ids of dtype {ids.dtype}, expected int32")
-        return activation, ids
-
-    def _check_form(self, where: str, key: Key, rows: np.ndarray) -> None:
-        """Raises ValueError for values of a width or dtype that cannot follow, or be stored."""
-        width, dtype = rows.shape[1], rows.dtype.name
+            yield f"token ids of dtype {ids.dtype}, expected int32"
+        sample, slices = self._incomplete.get(number, (None, {}))
+        if key in slices or number <= self._last:
+            yield "given twice or out of order"
+        if sample is not None and len(sample.positions) != shape[0]:
+            expected = counted(len(sample.positions), "token")
+            yield f"{shape[0]}, expected {expected} as at other hooks"
         if dtype not in self.format.dtypes:
-            dtypes = ", ".join(sorted(self.format.dtypes))
-            raise ValueError(f"{where}: dtype {dtype}, expected one of {dtypes}")
+            yield f"dtype {dtype}, expected one of {', '.join(sorted(self.format.dtypes))}"
         if self._identity.is_encoded(self._names[key]):  # it will be, whatever is given
             dtype = VALUES.name
-        due = self._identity.dtype_of(self._names[key]) or dtype
-        expected = self._forms.get(key, (width, due))
-        if (width, dtype) != expected:
-            raise ValueError(
-                f"{where}: width {width}, dtype {dtype}, expected width {expected[0]}, dtype "
-                f"{expected[1]}, as in the rest of the run"
+        due = self._forms.get(key, (shape[1], self._identity.dtype_of(self._names[key]) or dtype))
+        if (shape[1], dtype) != due:
+            yield (
+                f"width {shape[1]}, dtype {dtype}, expected width {due[0]}, dtype {due[1]}, as in "
+                "the rest of the run"
             )
-        self._forms[key] = expected
-
-    def _check_next(self, sample: SampleRow) -> None:
-        """Raises ValueError for a sample that cannot follow the ones before it."""
-        sample_idx = sample.sample_idx
-        if self.complete:
-            raise ValueError(
-                f"sample {sample_idx}: {self.folder} holds a complete extraction of "
-                f"{counted(self.totals.samples, 'sample')}; give another folder, or overwrite it"
-            )
-        try:
-            check_labels(sample.labels, len(sample.positions), self._labels)
-        except ValueError as error:
-            raise ValueError(f"sample {sample_idx}: {error}") from None
-        self._labels = list(sample.labels)
-
-    @property
-    def bytes_waiting(self) -> int:
-        """How many bytes in memory wait to be stored."""
-        return self._writer.bytes_waiting
-
-    def record(self, metrics: dict[str, Any]) -> None:
-        """Appends a line to metrics.jsonl. Raises StorageError.
-
-        Does nothing in a repair, because the file describes the run itself.
-        """
-        if self.plan.recorded is None:
-            self._record.add_metrics(metrics)
+        self._forms[key] = due
 
     def finalize(self, complete: bool = True, skipped_rows: int = 0, empty_rows: int = 0) -> None:
         """Commits every complete sample and metadata.json, and waits until they are stored.
@@ -472,15 +418,12 @@ class ActivationStorage:
                 raise
             self._writer.wait()
             if complete:
-                commits = [*self.plan.commits, *self.made]
-                self._main.remove_rest(commits)
+                self._main.remove_rest([*self.plan.commits, *self.made])
             self._record.write("complete" if complete else "interrupted", counted=complete)
             self._record.upload_metrics()
             done = True
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
-        except LostError:
-            raise
         except RunError:
             with suppress(OSError, RunError, InputError):
                 self._record.write("failed", upload=False)

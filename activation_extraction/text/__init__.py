@@ -5,7 +5,7 @@ and data sets of the hub, and file_rows.py reads the rows of files, whose bytes 
 unpacks and whose form it knows. documents.py picks this host's rows, in the order of the data set
 or of a seed (shuffle.py), and rows.py takes what a row has: text, token ids, or a conversation,
 which messages.py reads and chat.py renders. mixture.py merges the documents of several sources.
-samples.py tokenises documents, cuts or splits them, and token_choice.py says which of their tokens
-are kept. packing.py lays groups of samples out in rows. batch.py has the types. This folder imports
-no JAX and knows nothing of the model or of what is stored.
+tokenizer.py makes token ids of documents, samples.py cuts or splits them, and token_choice.py says
+which of their tokens are kept. packing.py lays groups of samples out in rows. batch.py has the
+types. This folder imports no JAX and knows nothing of the model or of what is stored.
 """

@@ -26,9 +26,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.common.activity import activity
 from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.common.log import activity
 from activation_extraction.text.rows import TEMPLATE, Content, Span, UnusableRowError, valid
 
 START, END = "<|im_start|>", "<|im_end|>"

@@ -16,9 +16,8 @@ from typing import Any
 
 import datasets
 
-from activation_extraction.common.activity import activity
 from activation_extraction.common.errors import InputError, RunError, one_line
-from activation_extraction.common.log import log
+from activation_extraction.common.log import activity, log
 from activation_extraction.common.retries import hub_requests
 from activation_extraction.common.visible import counted
 from activation_extraction.text.batch import Worker
@@ -74,7 +73,7 @@ class RowCounts:
     def reject(self, where: str, why: object) -> None:
         """Counts a row that cannot be used. Raises RunError unless such rows are skipped."""
         if not self.skip_bad_rows:
-            cause = why if isinstance(why, UnusableRowError) else None
+            cause = why if isinstance(why, Exception) else None
             raise RunError(f"a row cannot be used: {where}: {why}", remedy=SKIP) from cause
         self.skipped += 1
         level = logging.WARNING if self.skipped <= LOGGED_ROWS else logging.DEBUG
@@ -84,9 +83,9 @@ class RowCounts:
 class DocumentStream:
     """The documents of one worker in one data set, in an order that never changes.
 
-    counts: of the rows that give none. leave: is called with a list of the last row of a file, as
-    samples have it, before a row of another file is read and at the end. shuffle: a seed; None for
-    the order of the data set. source: its name in a mixture.
+    leave: is called with a list of the last row of a file, as samples have it, before a row of
+    another file is read and at the end. shuffle: a seed; None for the order of the data set.
+    source: its name in a mixture.
 
     Every row belongs to exactly one worker, and a machine's rows do not depend on how many hosts
     any machine has. If there are enough pieces (files or Parquet row groups), machines take whole
@@ -157,12 +156,12 @@ class DocumentStream:
             except StopIteration:
                 self._go_on_to({})
                 return
-            except Exception as error:  # whatever a file system or a file format may raise
-                remedy = error.remedy if isinstance(error, RunError) else None
-                where = "" if isinstance(error, RunError) else f" after row {self._rows}"
-                raise RunError(
-                    f"reading the data set failed{where}: {one_line(error)}", remedy=remedy
-                ) from error
+            except RunError as error:
+                why = f"reading the data set failed: {error}"
+                raise RunError(why, remedy=error.remedy) from error
+            except Exception as error:  # whatever the hub or a format of its files may raise
+                why = f"reading the data set failed after row {self._rows}: {one_line(error)}"
+                raise RunError(why) from error
             mine = self._rows % self._turns == self._turn
             self._rows += 1
             if mine:
@@ -185,24 +184,20 @@ class DocumentStream:
         self._go_on_to(row.row)
         if "file" not in row.row and self._share:
             row = replace(row, row={"share": self._share, **row.row})
-        reader = self._form.reader
+        reader, counts = self._form.reader, self.counts
         try:
             with activity(f"{reader.doing} {row.where}"):
                 columns = row.read()
                 content = reader.read(columns)
             if content is None:
-                self.counts.empty += 1
+                counts.empty += 1
                 return None
             doc_id, kept = self._form.id_of(columns), self._form.kept_of(columns)
-        except UnusableRowError as error:
-            self.counts.reject(row.where, error)
-            return None
-        except RecursionError:
-            self.counts.reject(row.where, "its lists or objects have too many levels")
+        except (UnusableRowError, RecursionError) as error:  # there are too many levels of lists
+            counts.reject(row.where, error)
             return None
         position = {**self._source, **row.row}
-        counts = self.counts.skipped, self.counts.empty
-        return Document(content, doc_id, position, row.where, *counts, kept)
+        return Document(content, doc_id, position, row.where, counts.skipped, counts.empty, kept)
 
 
 def check_dataset(

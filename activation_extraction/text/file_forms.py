@@ -7,75 +7,51 @@ is: a pointer of Git LFS, UTF-16, an archive, a packing that its name does not s
 import codecs
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, BinaryIO, NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, BinaryIO
 
 import fsspec
 import pyarrow
 from fsspec.compression import compr
 
+from activation_extraction.common.errors import RunError
 from activation_extraction.common.visible import plain_url
 
 BUFFER = 2**16  # bytes that are read at a time
-# How the names of packed files end, and what fsspec calls the packing; pyarrow reads zstd, for
-# which fsspec would need another package.
-PACKINGS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+# How the names of packed files end -> what fsspec calls the packing, and their first bytes. pyarrow
+# reads zstd, for which fsspec would need another package.
+PACKINGS = {
+    ".gz": ("gzip", b"\x1f\x8b\x08"),
+    ".bz2": ("bz2", b"BZh91AY&SY"),
+    ".xz": ("xz", b"\xfd7zXZ\x00"),
+    ".zst": ("zstd", b"\x28\xb5\x2f\xfd"),
+}
 FORM_BYTES = 64  # of a file's beginning; they show its form
 REPLACE = (
-    "replace the damaged file by an intact one; if that has changed since the run began, the run "
-    "needs --overwrite"
+    "if the file is damaged, replace it by an intact one; if it has changed since the run began, "
+    "the run needs --overwrite"
 )
-
-
-class UnreadableFileError(Exception):
-    """A file, or its rest, cannot be read. The message says why; remedy: what to do about it."""
-
-    def __init__(self, message: str, remedy: str = REPLACE) -> None:
-        super().__init__(message)
-        self.remedy = remedy
-
-
-class FileForm(NamedTuple):
-    """A form that a file's first bytes give away. end: of the names of files that may have it."""
-
-    begins: bytes
-    message: str
-    remedy: str
-    end: str = ""
-
-
-ICONV = "convert it, for example with iconv -f {0} -t UTF-8"
-FORMS = (
-    FileForm(
-        b"version https://git-lfs.github.com/",
+WEB_PAGE = "is a web page instead of the data", "download the data again"
+UTF16 = "is UTF-16, expected UTF-8", "convert it, for example with iconv -f UTF-16 -t UTF-8"
+UTF32 = "is UTF-32, expected UTF-8", "convert it, for example with iconv -f UTF-32 -t UTF-8"
+# The first bytes of files of other forms -> what such a file is, and what to do about it.
+FORMS = {
+    b"version https://git-lfs.github.com/": (
         "is a Git LFS pointer instead of the data",
         "git lfs pull, in its repository, brings the data",
     ),
-    *(
-        FileForm(begins, f"is packed with {packing}", f"give it a name that ends in {end}", end)
-        for begins, packing, end in (
-            (b"\x1f\x8b\x08", "gzip", ".gz"),
-            (b"\x28\xb5\x2f\xfd", "zstd", ".zst"),
-            (b"BZh91AY&SY", "bzip2", ".bz2"),
-            (b"\xfd7zXZ\x00", "xz", ".xz"),
-        )
-    ),
-    FileForm(b"PK\x03\x04", "is a zip archive", "unpack it"),
-    *(
-        FileForm(begins, "is a web page instead of the data", "download the data again")
-        for begins in (b"<!DOCTYPE html", b"<!doctype html", b"<html")
-    ),
-    *(
-        FileForm(begins, f"is {code}, expected UTF-8", ICONV.format(code))
-        for begins, code in (
-            (codecs.BOM_UTF32_LE, "UTF-32"),
-            (codecs.BOM_UTF32_BE, "UTF-32"),
-            (codecs.BOM_UTF16_LE, "UTF-16"),
-            (codecs.BOM_UTF16_BE, "UTF-16"),
-        )
-    ),
-)
-LONG_WINDOW = "Frame requires too much memory"  # as libzstd says it
+    **{
+        begins: (f"is packed with {packing}", f"give it a name that ends in {end}")
+        for end, (packing, begins) in PACKINGS.items()
+    },
+    b"PK\x03\x04": ("is a zip archive", "unpack it"),
+    b"<!doctype html": WEB_PAGE,
+    b"<html": WEB_PAGE,
+    codecs.BOM_UTF32_LE: UTF32,  # begins like that of UTF-16
+    codecs.BOM_UTF32_BE: UTF32,
+    codecs.BOM_UTF16_LE: UTF16,
+    codecs.BOM_UTF16_BE: UTF16,
+}
 
 
 def packing_of(url: str) -> str:
@@ -111,54 +87,35 @@ class Beginning(io.RawIOBase):
 
 
 def check_form(first: bytes, end: str = "") -> None:
-    """Raises UnreadableFileError if a file begins like one of another form. end: of its name."""
-    for form in FORMS:
-        if first.startswith(form.begins) and not (end and form.end == end):
-            raise UnreadableFileError(form.message, form.remedy)
+    """Raises RunError if a file begins like one of another form than its name's end says."""
+    own, lower = PACKINGS[end][1] if end else None, first.lower()
+    for begins, (what, remedy) in FORMS.items():
+        if begins != own and lower.startswith(begins.lower()):
+            raise RunError(what, remedy=remedy)
+    if end and first[:1] in (b"{", b"["):
+        raise RunError("is not packed, though its name says so", remedy=f"take {end} off it")
 
 
 @contextmanager
 def content_of(url: str, size: int | None = None) -> Iterator[io.BufferedReader]:
-    """Opens a file of text for its bytes, which are unpacked. Raises UnreadableFileError.
+    """Opens a file of text for its bytes, which are unpacked. Raises RunError for another form.
 
     size: how many bytes of the file are read; None for all.
     """
     end = packing_of(url)
-    with open_file(url) as file:
-        raw = file if size is None else Beginning(file, size)
-        content = io.BufferedReader(raw, BUFFER)
-        if not end:
-            yield _checked(content)
-            return
-        first = content.peek()
-        check_form(first, end)
-        if first[:1] in (b"{", b"["):
-            raise UnreadableFileError(
-                "is not packed, though its name says so", f"take {end} off it"
-            )
-        try:
+    with ExitStack() as opened:
+        file = opened.enter_context(open_file(url))
+        content = io.BufferedReader(file if size is None else Beginning(file, size), BUFFER)
+        if end:
+            check_form(content.peek(), end)
             if end == ".zst":
                 unpacked = pyarrow.CompressedInputStream(content, "zstd")
             else:
-                unpacked = compr[PACKINGS[end]](content, mode="r")
-            with unpacked:
-                yield _checked(io.BufferedReader(unpacked, BUFFER))
-        except OSError as error:
-            if LONG_WINDOW not in str(error):
-                raise
-            raise UnreadableFileError(
-                "is packed with zstd and a window of more than 128 MB",
-                "unpack it with zstd -d --long=31, or pack it again without --long",
-            ) from error
-
-
-def _checked(content: io.BufferedReader) -> io.BufferedReader:
-    """Returns the content of a file of text. Raises UnreadableFileError if its form is no UTF-8.
-
-    Of two bytes of UTF-16 without a byte order mark, one is 0 where the letter is in ASCII.
-    """
-    first = content.peek()
-    check_form(first)
-    if len(first) > 1 and (first[0] == 0) != (first[1] == 0):
-        raise UnreadableFileError("is UTF-16, expected UTF-8", ICONV.format("UTF-16"))
-    return content
+                unpacked = compr[PACKINGS[end][0]](content, mode="r")
+            content = io.BufferedReader(opened.enter_context(unpacked), BUFFER)
+        first = content.peek()
+        check_form(first)
+        # Without a byte order mark, one of two bytes is 0 where the letter is in ASCII.
+        if len(first) > 1 and (first[0] == 0) != (first[1] == 0):
+            raise RunError(UTF16[0], remedy=UTF16[1])
+        yield content

@@ -26,10 +26,9 @@ from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.text.file_forms import PACKINGS, packing_of, unpacked_name
 
-JSON_LINES = (".jsonl", ".ndjson")
 # A kind of files and how their names end, in small or capital letters.
 FILE_KINDS = {
-    "JSON": (*JSON_LINES, ".json"),
+    "JSON": (".jsonl", ".ndjson", ".json"),
     "CSV": (".csv",),
     "Parquet": (".parquet",),
     "Arrow": (".arrow",),
@@ -38,8 +37,6 @@ TEXT = ("JSON", "CSV")  # kinds of files that may be packed, and that may grow a
 # What `datasets` writes beside the files that it saves; the last lists the splits of a data set.
 STATE, SPLITS = "state.json", "dataset_dict.json"
 SAVED = ("dataset_info.json", STATE, SPLITS)
-MAX_STATE_BYTES = 2**26
-SPECIAL = "is a named pipe, a socket or a device; expected a file"
 DELTA = "_delta_log"  # the folder that makes another one a Delta table
 READERS = 32  # files that are described at the same time
 # What stores say of a file's content: Google Cloud Storage, S3, Azure, HTTP servers and the hub.
@@ -87,34 +84,25 @@ def list_files(path: str) -> list[TextFile]:
             fs, root = url_to_fs(path)
         else:  # url_to_fs would take :: for a chain of URLs
             fs, root = fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(path))
+        what, others, matches = "has no files that end in", "", {}
         if fs.isfile(root):
-            found, base = [root], plain_url(root).rpartition("/")[0]  # a query may have a /
-        elif any(c in root for c in "*?[") and not fs.exists(root):
-            matches = fs.glob(root, detail=True)
+            base = plain_url(root).rpartition("/")[0]  # a query may have a /
+            what = "does not end in"
+            known = [root] if kind_of(root) else []
+        else:
+            is_glob = any(c in root for c in "*?[") and not fs.exists(root)
+            matches = (fs.glob if is_glob else fs.find)(root, detail=True)
             found = sorted(name for name in matches if matches[name]["type"] != "directory")
-            base = re.split(r"[*?[]", root)[0].rpartition("/")[0]
-            if matches and not found:
-                raise InputError(f"--dataset_path {path}: matches only folders; add /* to it")
-        else:
-            found, base = sorted(fs.find(root)), root
-            if found == [root] and isinstance(fs, LocalFileSystem):
-                raise InputError(f"--dataset_path {path}: {SPECIAL}")
-        if found == [root]:
-            known, others = [name for name in found if kind_of(name)], ""
-        else:
+            base = re.split(r"[*?[]", root)[0].rpartition("/")[0] if is_glob else root
             _refuse_delta(path, fs, base, found)
             known, others = _chosen(path, fs, root, found)
         if not known:
             ends = ", ".join(end for ends in FILE_KINDS.values() for end in ends)
-            packed = f" (JSON and CSV also packed: {', '.join(PACKINGS)})"
-            why = "no such file or folder"
-            if found or fs.isdir(root):
-                what = "does not end in" if found == [root] else "has no files that end in"
-                why = f"{what} {ends}{packed}"
-            raise InputError(
-                f"--dataset_path {path}: {why}{f'; left out: {others}' if others else ''}"
-            )
-        _refuse_kinds(path, known)
+            why = f"{what} {ends} (JSON and CSV also packed: {', '.join(PACKINGS)})"
+            if not (matches or fs.exists(root)):
+                why = "no such file or folder"
+            why += f"; left out: {others}" if others else ""
+            raise InputError(f"--dataset_path {path}: {why}")
         if others:
             log.warning("reading %s of %s; left out: %s", counted(len(known), "file"), path, others)
         files = list(pool.map(partial(_describe, fs, plain_url(base)), known))
@@ -157,7 +145,8 @@ def kind_of(url: str) -> str | None:
 def _chosen(path: str, fs: Any, root: str, found: Sequence[str]) -> tuple[list[str], str]:
     """Returns the files that are data, and in words how many others there are and why.
 
-    Not counted are files that `datasets` writes beside its data, and hidden ones of no kind.
+    Not counted are files that `datasets` writes beside its data, and hidden ones of no kind. Raises
+    InputError if there are several kinds or splits.
     """
     why: dict[str, str] = {}  # "" for those that are not counted
     for name in found:
@@ -168,29 +157,25 @@ def _chosen(path: str, fs: Any, root: str, found: Sequence[str]) -> tuple[list[s
             why[name] = "link to a folder" if is_link else os.path.splitext(name)[1] or "no ending"
     arrow = [name for name in found if name not in why and kind_of(name) == "Arrow"]
     if arrow:
-        _refuse_splits(path, fs, found, arrow)
+        _refuse_splits(path, found, arrow)
         why |= {name: "" for name in found if os.path.basename(name) in SAVED}
-    for folder in sorted({os.path.dirname(name) for name in arrow}):
-        listed = _listed_in(fs, f"{folder}/{STATE}")
-        inside = [name for name in arrow if os.path.dirname(name) == folder]
-        if listed is not None:
-            why |= {name: f"not listed in {STATE}" for name in inside if name not in listed}
+        for folder in sorted(set(map(os.path.dirname, arrow))):
+            inside = {name for name in arrow if os.path.dirname(name) == folder}
+            if (listed := _listed_in(fs, folder)) is not None:
+                why |= dict.fromkeys(inside - listed, f"not listed in {STATE}")
     data = [name for name in found if name not in why]
     if not all(unpacked_name(name).endswith(".json") for name in data):  # some have it for settings
         why |= {name: ".json beside other data" for name in data if name.lower().endswith(".json")}
-    counts = Counter(filter(None, why.values()))
-    words = ", ".join(f"{counted(count, 'file')} ({each})" for each, count in counts.items())
-    return [name for name in data if name not in why], words
-
-
-def _refuse_kinds(path: str, names: Sequence[str]) -> None:
-    """Raises InputError if there are files of several kinds."""
-    kinds = [kind for kind in reversed(FILE_KINDS) if kind in set(map(kind_of, names))]
+    data = [name for name in data if name not in why]
+    kinds = [kind for kind in FILE_KINDS if kind in map(kind_of, data)]
     if len(kinds) > 1:
         raise InputError(
-            f"--dataset_path {path}: holds both {kinds[0]} and {kinds[1]}; choose one of "
-            f"them, for example with a glob such as FOLDER/*{FILE_KINDS[kinds[0]][0]}"
+            f"--dataset_path {path}: holds both {kinds[-1]} and {kinds[-2]}; choose one of "
+            f"them, for example with a glob such as FOLDER/*{FILE_KINDS[kinds[-1]][0]}"
         )
+    counts = Counter(filter(None, why.values()))
+    words = ", ".join(f"{counted(count, 'file')} ({each})" for each, count in counts.items())
+    return data, words
 
 
 def _is_hidden(name: str, root: str) -> bool:
@@ -218,43 +203,36 @@ def _refuse_delta(path: str, fs: Any, base: str, found: Sequence[str]) -> None:
         )
 
 
-def _listed_in(fs: Any, path: str) -> set[str] | None:
+def _listed_in(fs: Any, folder: str) -> set[str] | None:
     """Returns the files that `datasets` has saved in a folder according to the state there, which
     may also hold older ones; None if it does not say. Raises InputError if one is missing."""
-    if not fs.isfile(path):
+    state = f"{folder}/{STATE}"
+    if not fs.isfile(state):
         return None
-    with fs.open(path, "rb") as file:
-        content = file.read(MAX_STATE_BYTES)
     try:
-        files = json.loads(content).get("_data_files")
-        names = None if files is None else {each["filename"] for each in files}
-    except (AttributeError, ValueError, TypeError, KeyError, RecursionError) as error:
+        listed = json.loads(fs.cat_file(state)).get("_data_files")
+        names = None if listed is None else {f"{folder}/{each['filename']}" for each in listed}
+    except Exception as error:
         raise InputError(
-            f"--dataset_path {path}: is damaged, but says which files count: {one_line(error)}"
+            f"--dataset_path {state}: is damaged, but says which files count: {one_line(error)}"
         ) from error
-    if names is None:
-        return None
-    listed = {f"{os.path.dirname(path)}/{name}" for name in names}
-    for name in sorted(listed):
-        if not fs.isfile(name):
-            raise InputError(
-                f"--dataset_path {path}: lists {os.path.basename(name)}, which is missing"
-            )
-    return listed
+    if missing := next((name for name in sorted(names or ()) if not fs.isfile(name)), None):
+        raise InputError(
+            f"--dataset_path {state}: lists {os.path.basename(missing)}, which is missing"
+        )
+    return names
 
 
-def _refuse_splits(path: str, fs: Any, found: Sequence[str], arrow: Sequence[str]) -> None:
+def _refuse_splits(path: str, found: Sequence[str], arrow: Sequence[str]) -> None:
     """Raises InputError if `datasets` has saved several splits there: they are not one data set."""
-    for folder in (os.path.dirname(name) for name in found if os.path.basename(name) == SPLITS):
-        inside = [
-            name.removeprefix(f"{folder}/") for name in arrow if name.startswith(f"{folder}/")
-        ]
+    for lists_splits in (name for name in found if os.path.basename(name) == SPLITS):
+        folder = lists_splits.removesuffix(SPLITS)
+        inside = (name.removeprefix(folder) for name in arrow if name.startswith(folder))
         splits = sorted({name.split("/")[0] for name in inside})
         if len(splits) > 1:
-            where = folder if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(folder)
             raise InputError(
-                f"--dataset_path {path}: holds several splits of a data set ({', '.join(splits)}); "
-                f"choose one of them, such as {where}/{splits[0]}"
+                f"--dataset_path {path}: {folder} holds several splits of a data set "
+                f"({', '.join(splits)}); choose the folder of one of them"
             )
 
 
@@ -265,7 +243,9 @@ def _describe(fs: Any, folder: str, path: str) -> TextFile:
     if isinstance(fs, LocalFileSystem):
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
-            raise InputError(f"--dataset_path {path}: {SPECIAL}")
+            raise InputError(
+                f"--dataset_path {path}: is a named pipe, a socket or a device; expected a file"
+            )
         return TextFile(path, name, status.st_size, str(status.st_mtime_ns))
     found = fs.info(path)  # out of the listing, if the store's client keeps that
     version = next((f"{key} {found[key]}" for key in VERSIONS if found.get(key)), "")
@@ -280,4 +260,6 @@ def refusing(path: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"--dataset_path {path}: {one_line(error)}") from error
+        remedy = getattr(error, "remedy", None)
+        why = f"{one_line(error)}; {remedy}" if remedy else one_line(error)
+        raise InputError(f"--dataset_path {path}: {why}") from error

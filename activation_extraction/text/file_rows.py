@@ -2,37 +2,34 @@
 
 Each row comes with its position in its file. A row that cannot be used says so when it is read, and
 the rows after it follow; a file whose rest cannot be read ends the run. All but one row, or one
-batch of rows of Parquet or Arrow, stays in its file, however large that is.
+batch of rows of Parquet or Arrow, stays in its file, however large that is; a JSON array is read
+whole.
 """
 
+import codecs
 import csv
-import gzip
 import io
 import json
 import lzma
 import re
-import traceback
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
 from operator import itemgetter
-from pathlib import PurePath
-from typing import IO, Any, AnyStr, TextIO
+from typing import IO, Any, AnyStr
 
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
+from isal.isal_zlib import IsalError
 
 from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.common.log import log
 from activation_extraction.text.file_forms import (
     FORM_BYTES,
     REPLACE,
-    UnreadableFileError,
     check_form,
     content_of,
     open_file,
@@ -42,23 +39,28 @@ from activation_extraction.text.file_forms import (
 from activation_extraction.text.file_list import TextFile, kind_of
 from activation_extraction.text.rows import Columns, Struct, UnusableRowError
 
-LONGEST = 2**27  # characters of a line, or of an element of an array
-PIECE = 2**16  # characters that are read at a time
-BLANK = r"[ \t\r\n]*"
-OPENING = re.compile(rf"{BLANK}\[{BLANK}(\])?")  # what comes before the first element of an array
-BETWEEN = re.compile(rf"{BLANK}(?:,{BLANK}|(\]))")  # before the next one
+LONGEST = 2**27  # characters of a line, or of a field of CSV
+LARGEST_ARRAY = 2**30  # bytes
 MAGIC = b"ARROW1"  # begins an IPC file; a stream has none
 AS_BYTES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
-DAMAGE = (
-    *(EOFError, UnicodeError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, csv.Error),
+# What is raised for a damaged file; libraries that unpack one also raise OSErrors without a number.
+DAMAGE: tuple[Any, ...] = (
+    EOFError,
+    UnicodeError,
+    zlib.error,
+    IsalError,
+    lzma.LZMAError,
     pyarrow.ArrowException,
 )
-# Packages and modules that raise an OSError of their own for a damaged file.
-UNPACKERS = {"pyarrow", "bz2", "_compression", "_streams"}
+LONG_WINDOW = "Frame requires too much memory"  # as libzstd says of more than 128 MB
 LINE_ENDS = ("\n", "\r", 10, 13)  # the last character of a line, or its last byte
 CUT_ROW = "%s: its last row is not read: it was not complete when the run began"
 SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
-NOT_DOUBLED = "save it with doubled quotes in quoted fields, as RFC 4180 has them"
+NOT_DOUBLED = (
+    "save it with doubled quotes in quoted fields, as RFC 4180 has them, or replace it by a whole "
+    "one if it is cut off"
+)
+
 # A quote in a field, which would end right behind it if quotes were escaped by backslashes.
 AMBIGUOUS = re.compile(r'\\"(?=[,\r\n])')
 
@@ -85,12 +87,8 @@ def file_rows(pieces: list[TextFile], wanted: Columns) -> Iterator[FileRow]:
         kind = kind_of(file.url)
         if kind == "Arrow":
             rows = _rows_of_batches(file, wanted)
-        elif kind == "CSV":
-            rows = _below_header(file)
-        elif unpacked_name(file.url).endswith(".json"):
-            rows = _elements_or_lines(file)
         else:
-            rows = _lines(file)
+            rows = _below_header(file) if kind == "CSV" else _lines_or_elements(file)
         yield from _naming(file.url, rows)
 
 
@@ -110,23 +108,46 @@ def _naming(url: str, rows: Iterable[FileRow]) -> Iterator[FileRow]:
             last = row.where
     except Exception as error:
         so_far = f"; the last row before: {last.removeprefix(url).lstrip()}" if last else ""
-        remedy = REPLACE if _is_damage(error) else getattr(error, "remedy", None)
+        unpacking = isinstance(error, OSError) and error.errno is None
+        remedy = getattr(error, "remedy", None)
+        if LONG_WINDOW in str(error):
+            remedy = "unpack it with zstd -d --long=31, or pack it again without --long"
+        elif isinstance(error, DAMAGE) or unpacking:
+            remedy = REPLACE
         raise RunError(f"{url}: {one_line(error)}{so_far}", remedy=remedy) from error
 
 
-def _is_damage(error: Exception) -> bool:
-    """Whether a file is to blame. OSErrors are those of file systems, and of what unpacks files."""
-    raised_in = PurePath(traceback.extract_tb(error.__traceback__)[-1].filename)
-    unpacking = not UNPACKERS.isdisjoint((raised_in.stem, raised_in.parent.name))
-    return isinstance(error, DAMAGE) or (isinstance(error, OSError) and unpacking)
-
-
-def _lines(file: TextFile) -> Iterator[FileRow]:
+def _lines_or_elements(file: TextFile) -> Iterator[FileRow]:
     with content_of(file.url, file.read_to) as content:
+        if unpacked_name(file.url).endswith(".json"):
+            first = content.peek().removeprefix(codecs.BOM_UTF8).lstrip()
+            if first.partition(b"\n")[0].strip() == b"{":  # an object over several lines
+                raise RunError(
+                    "expected an array of objects, or an object on every line",
+                    remedy="convert it to one of these, for example with jq -c",
+                )
+            if first.startswith(b"["):
+                for number, element in enumerate(_array(content)):
+                    yield _numbered(file, number, partial(_object, element))
+                return
         for number, line in enumerate(_limited(content, file), start=1):
             if line.strip():
                 row = {"file": file.name, "line": number}
                 yield FileRow(f"{file.url} line {number}", row, partial(_json_object, line))
+
+
+def _array(content: IO[bytes]) -> list[Any]:
+    data = content.read(LARGEST_ARRAY + 1)
+    if len(data) > LARGEST_ARRAY:
+        raise RunError(
+            f"is a JSON array of more than {LARGEST_ARRAY:,} bytes, expected an object on every "
+            "line of so large a file",
+            remedy="convert it, for example with jq -c '.[]'",
+        )
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"not a JSON array: {one_line(error)}", remedy=REPLACE) from error
 
 
 def _json_object(line: bytes) -> dict[str, Any]:
@@ -152,121 +173,40 @@ def _numbered(file: TextFile, number: int, read: Callable[[], dict[str, Any]]) -
     return FileRow(f"{file.url} row {number} (from 0)", {"file": file.name, "row": number}, read)
 
 
-@contextmanager
-def _characters(file: TextFile) -> Iterator[TextIO]:
-    """Opens a file for its text, in which bytes that are not UTF-8 are lone surrogates."""
-    with content_of(file.url, file.read_to) as content:
-        yield io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline="")
-
-
-def _is_utf8(texts: Iterable[str]) -> bool:
-    try:
-        "".join(texts).encode()
-        return True
-    except UnicodeEncodeError:
-        return False
-
-
-def _elements_or_lines(file: TextFile) -> Iterator[FileRow]:
-    with _characters(file) as text:
-        first = text.read(PIECE).lstrip(" \t\r\n").partition("\n")[0]
-    if first.strip() == "{":  # an object over several lines
-        raise UnreadableFileError("expected an array of objects, or an object on every line")
-    if not first.startswith("["):
-        yield from _lines(file)
-        return
-    with _characters(file) as text:
-        for number, (value, source) in enumerate(_elements(text)):
-            yield _numbered(file, number, partial(_element, value, source))
-
-
-def _element(value: Any, source: str) -> dict[str, Any]:
-    if not _is_utf8([source]):
-        raise UnusableRowError("not UTF-8")
-    return _object(value)
-
-
-def _elements(text: TextIO) -> Iterator[tuple[Any, str]]:
-    """Yields each element of a JSON array and its source. Raises UnreadableFileError where it ends.
-
-    Whatever cannot be understood may only be cut off, so it is tried again with more of the text.
-    """
-    decode = json.JSONDecoder().raw_decode
-    buffer, at, before = "", 0, OPENING
-    while True:
-        try:
-            found = before.match(buffer, at)
-            if not found:
-                raise json.JSONDecodeError("expected a comma or the end of the array", buffer, at)
-            if found[1]:
-                break
-            value, end = decode(buffer, found.end())
-            if end == len(buffer):  # a number may go on
-                raise json.JSONDecodeError("the array does not end", buffer, end)
-        except json.JSONDecodeError as error:
-            size = len(buffer) - at
-            if size >= LONGEST:
-                raise UnreadableFileError(
-                    f"a row has {LONGEST:,} characters or more, or is not JSON: {error.msg}"
-                ) from error
-            more = text.read(max(PIECE, size))
-            if not more:
-                raise UnreadableFileError(f"not a JSON array: {error.msg}") from error
-            buffer, at = buffer[at:] + more, 0
-        except (ValueError, RecursionError) as error:
-            raise UnreadableFileError(f"not JSON: {one_line(error)}") from error
-        else:
-            yield value, buffer[found.end() : end]
-            at, before = end, BETWEEN
-    behind = buffer[found.end() :]
-    while behind:
-        if behind.strip(" \t\r\n"):
-            raise UnreadableFileError("there is more behind the array; expected one array")
-        behind = text.read(PIECE)
-
-
 def _below_header(file: TextFile) -> Iterator[FileRow]:
     csv.field_size_limit(LONGEST)  # for the whole process; it is 131,072 otherwise
-    with _characters(file) as text:
+    with content_of(file.url, file.read_to) as content:
+        # Bytes that are not UTF-8 become lone surrogates, which their row alone has to answer for.
+        text = io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline="")
         rows = filter(None, _records(text, file))
         header = next(rows, [])
         for separator, words in SEPARATORS.items():
             if len(header) == 1 and separator in header[0]:
-                raise UnreadableFileError(
+                raise RunError(
                     f"its header {header[0]!r:.80} has {words}, expected commas",
-                    "save it with commas between the fields",
+                    remedy="save it with commas between the fields",
                 )
-        if "" in header:
-            raise UnreadableFileError(f"column {header.index('') + 1} has no name in the header")
-        column, times = next(iter(Counter(header).most_common(1)), ("", 0))
-        if times > 1:
-            raise UnreadableFileError(f"the header names {column!r} {times} times")
-        if not _is_utf8(header):
-            raise UnreadableFileError("the header is not UTF-8")
+        for number, name in enumerate(header):
+            if not name or name in header[:number]:
+                raise RunError(
+                    f"the header calls column {number + 1} {name!r}",
+                    remedy="give each column a name of its own",
+                )
         for number, fields in enumerate(rows):
             yield _numbered(file, number, partial(_csv_row, header, fields))
 
 
-def _records(text: TextIO, file: TextFile) -> Iterator[list[str]]:
+def _records(text: IO[str], file: TextFile) -> Iterator[list[str]]:
     try:
         yield from csv.reader(_limited(text, file), strict=True)
     except csv.Error as error:
-        if "expected after" in str(error):
-            raise UnreadableFileError(
-                f"{one_line(error)}: quotes in a quoted field are not doubled; they are bare, or "
-                "escaped by backslashes",
-                NOT_DOUBLED,
-            ) from error
-        if "end of data" in str(error):
-            if _byte_behind(file):
-                log.warning(CUT_ROW, file.url)
-                return
-            raise UnreadableFileError(
-                f"{one_line(error)}: a quoted field has no end; the file is cut off, or quotes in "
-                "it are not doubled",
-                f"replace it by a whole one, or {NOT_DOUBLED}",
-            ) from error
-        raise
+        if "end of data" in str(error) and _byte_behind(file):
+            log.warning(CUT_ROW, file.url)
+            return
+        why = one_line(error)
+        if "expected after" in why or "end of data" in why:
+            why += ": quotes in a quoted field are not doubled, or it has no end"
+        raise RunError(why, remedy=NOT_DOUBLED) from error
 
 
 def _byte_behind(file: TextFile) -> bytes:
@@ -286,7 +226,7 @@ def _limited(lines: IO[AnyStr], file: TextFile) -> Iterator[AnyStr]:
     """
     while line := lines.readline(LONGEST):
         if len(line) == LONGEST:
-            raise UnreadableFileError(f"a line has {LONGEST:,} characters or more")
+            raise RunError(f"a line has {LONGEST:,} characters or more", remedy=REPLACE)
         if line[-1] not in LINE_ENDS and _byte_behind(file) not in (b"", b"\n", b"\r"):
             log.warning(CUT_ROW, file.url)
             return
@@ -298,8 +238,10 @@ def _csv_row(header: list[str], fields: list[str]) -> dict[str, Any]:
         raise UnusableRowError(
             f"expected {len(header)} fields as in the header, found {len(fields)}"
         )
-    if not _is_utf8(fields):
-        raise UnusableRowError("not UTF-8")
+    try:
+        "".join(fields).encode()
+    except UnicodeEncodeError as error:
+        raise UnusableRowError("not UTF-8") from error
     for name, text in zip(header, fields, strict=True):
         if '\\"' in text and text.count('"') == len(AMBIGUOUS.findall(text)):
             raise UnusableRowError(
@@ -354,11 +296,7 @@ def _arrow_row(batch: pyarrow.RecordBatch) -> dict[str, Any]:
             if column.type == pyarrow.time64("ns"):  # Python's times end at microseconds
                 column = column.cast(pyarrow.string())
             row[name] = _value(column[0].as_py(), column.type)
-        except UnicodeDecodeError as error:
-            raise UnusableRowError(f"not UTF-8: {error}") from error
-        except UnusableRowError as error:
-            raise UnusableRowError(f"column {name}: {error}") from error
-        except (OverflowError, ValueError) as error:  # such as a date after the year 9999
+        except (UnusableRowError, OverflowError, ValueError) as error:  # as of a date after 9999
             raise UnusableRowError(f"column {name}: {one_line(error)}") from error
     return row
 
@@ -369,9 +307,9 @@ def _value(value: Any, kind: pyarrow.DataType) -> Any:
         return value
     if isinstance(kind, pyarrow.JsonType):
         return _json(value)
-    if pyarrow.types.is_struct(kind):
+    if isinstance(kind, pyarrow.StructType):
         return Struct({field.name: _value(value[field.name], field.type) for field in kind})
-    if pyarrow.types.is_map(kind):
+    if isinstance(kind, pyarrow.MapType):
         return [(key, _value(each, kind.item_type)) for key, each in value]
     return [_value(each, kind.value_type) for each in value]
 
@@ -379,10 +317,7 @@ def _value(value: Any, kind: pyarrow.DataType) -> Any:
 @cache
 def _holds_objects(kind: pyarrow.DataType) -> bool:
     """Whether values of a type hold JSON or objects; long lists of numbers are not walked."""
-    if isinstance(kind, pyarrow.JsonType) or pyarrow.types.is_struct(kind):
+    if isinstance(kind, pyarrow.JsonType | pyarrow.StructType | pyarrow.MapType):
         return True
-    if pyarrow.types.is_map(kind):
-        return _holds_objects(kind.item_type)
-    lists = pyarrow.ListType, pyarrow.LargeListType, pyarrow.FixedSizeListType
-    views = pyarrow.ListViewType, pyarrow.LargeListViewType
-    return isinstance(kind, (*lists, *views)) and _holds_objects(kind.value_type)
+    of_list = getattr(kind, "value_type", None)
+    return of_list is not None and _holds_objects(of_list)

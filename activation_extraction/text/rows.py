@@ -14,7 +14,6 @@ from activation_extraction.common.choices import ATTENTION_MASK, ROLES
 from activation_extraction.common.errors import near_miss
 
 DocId = str | int | float | None
-LISTED_COLUMNS = 30  # in a message
 MAX_COLUMN_BYTES = 2**19  # bytes of JSON that the kept columns of a row may take
 MAX_LEVELS = 60  # of lists and objects in a kept column; shards have room for a few more
 MAX_ID_BYTES = 2**18  # of JSON that the id of a row may take
@@ -220,12 +219,12 @@ class IdsColumn:
         return Content(token_ids=ids.astype(np.int32), mask=mask)
 
     def _integers(self, given: Any, name: str, flag: str) -> np.ndarray:
-        plain = isinstance(given, list) and all(type(n) in (int, bool) for n in given)
         try:
-            if plain and given:
-                return np.array(given, np.int64)
-        except OverflowError:
-            pass
+            found = np.array(given)
+        except ValueError:  # lists of several lengths
+            found = np.array(None)
+        if isinstance(given, list) and found.ndim == 1 and found.dtype.kind in "bi":
+            return found.astype(np.int64)
         raise UnusableRowError(
             f"{flag} {name}: expected a list of whole numbers, found {type(given).__name__} "
             f"{given!r:.40}"
@@ -302,11 +301,10 @@ def column_of(row: Mapping[str, Any], name: str, flag: str) -> Any:
     """Returns a column of a row. Raises ColumnError, which says what the other columns hold."""
     if name in row:
         return row[name]
-    kinds = {column: _kind_of(value) for column, value in list(row.items())[:LISTED_COLUMNS]}
+    kinds = {column: _kind_of(value) for column, value in row.items()}
     columns = ", ".join(f"{column} ({kind})" if kind else column for column, kind in kinds.items())
-    columns += f" and {len(row) - len(kinds)} more" if len(row) > len(kinds) else ""
     raise ColumnError(
-        f"{flag} {name}: no such column{near_miss(name, row)}; the columns are {columns}"
+        f"{flag} {name}: no such column{near_miss(name, row)}; the columns are {columns:.2000}"
     )
 
 

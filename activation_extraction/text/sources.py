@@ -18,26 +18,14 @@ import pyarrow.parquet
 from huggingface_hub import HfApi, constants
 
 from activation_extraction.common.errors import InputError, one_line
-from activation_extraction.common.log import log
 from activation_extraction.common.retries import (
     hub_requests,
     hub_unreachable,
     name_unknown,
     unwritable_cache,
 )
-from activation_extraction.text.file_forms import (
-    FORM_BYTES,
-    UnreadableFileError,
-    check_form,
-    open_file,
-)
-from activation_extraction.text.file_list import (
-    READERS,
-    TextFile,
-    kind_of,
-    list_files,
-    refusing,
-)
+from activation_extraction.text.file_forms import FORM_BYTES, check_form, open_file
+from activation_extraction.text.file_list import READERS, TextFile, kind_of, list_files, refusing
 from activation_extraction.text.file_rows import FileRow, file_rows, parquet_rows
 from activation_extraction.text.rows import Columns
 
@@ -54,7 +42,7 @@ def open_files(
     files = list_files(path) if files is None else files
     rows_of: Callable[..., Iterator[FileRow]] = file_rows
     pieces: list[Any] = list(files)
-    with refusing(path), _writable_cache():
+    with refusing(path), _scratch_cache():
         if kind_of(files[0].url) == "Parquet":
             with ThreadPoolExecutor(READERS) as pool:
                 counts = zip(files, pool.map(_row_groups, files), strict=True)
@@ -67,43 +55,26 @@ def open_files(
 
 
 def _row_groups(file: TextFile) -> int:
-    with open_file(file.url) as opened:
+    with refusing(file.url), open_file(file.url) as opened:
         try:
             return pyarrow.parquet.ParquetFile(opened).num_row_groups
-        except pyarrow.ArrowException as error:
-            why = one_line(error)
+        except pyarrow.ArrowException:
             opened.seek(0)
-            try:
-                check_form(opened.read(FORM_BYTES))
-            except UnreadableFileError as other:
-                why = f"{other}; {other.remedy}"
-            raise InputError(f"--dataset_path {file.url}: {why}") from error
+            check_form(opened.read(FORM_BYTES))
+            raise
 
 
 @contextmanager
-def _writable_cache() -> Iterator[None]:
-    """Inside the block, `datasets` has a cache that can be written: its own, or a temporary one.
-
-    It asks for one whatever it opens, but streams keep nothing there.
-    """
-    cache = Path(datasets.config.HF_DATASETS_CACHE)
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=cache).close()
-    except OSError as error:
-        log.warning(
-            "%s: %s: a temporary folder takes the place of this cache of data sets; "
-            "HF_DATASETS_CACHE names another one",
-            *(cache, error.strerror),
-        )
-        with tempfile.TemporaryDirectory() as scratch:
-            datasets.config.HF_DATASETS_CACHE = Path(scratch)
-            try:
-                yield
-            finally:
-                datasets.config.HF_DATASETS_CACHE = cache
-    else:
-        yield
+def _scratch_cache() -> Iterator[None]:
+    """Gives `datasets` a temporary cache, for which it asks whatever it opens: its own may not be
+    writable, and streams keep nothing there."""
+    own = datasets.config.HF_DATASETS_CACHE
+    with tempfile.TemporaryDirectory() as scratch:
+        datasets.config.HF_DATASETS_CACHE = Path(scratch)
+        try:
+            yield
+        finally:
+            datasets.config.HF_DATASETS_CACHE = own
 
 
 def open_hub_dataset(
@@ -117,7 +88,7 @@ def open_hub_dataset(
     try:
         if unreachable := hub_unreachable(constants.ENDPOINT):
             raise unreachable
-        with hub_requests(f"--dataset_name {wanted}"), _writable_cache():
+        with hub_requests(f"--dataset_name {wanted}"), _scratch_cache():
             revision = revision or str(HfApi().dataset_info(name).sha)
             rows = datasets.load_dataset(
                 name, config, split=split, revision=revision, streaming=True

@@ -1,0 +1,202 @@
+"""Loads a checkpoint's tokenizer, and turns the texts of documents into token ids.
+
+samples.py makes samples of these. Of very long texts only the beginning is kept, so the rest is
+only counted, in pieces that end where a word ends.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.common.late_imports import transformers
+from activation_extraction.common.log import log
+from activation_extraction.text.rows import TEMPLATE, Content
+
+CHARACTERS_PER_TOKEN = 16  # ordinary text has fewer
+PIECE_CHARACTERS = 2**18  # of a long text, whose tokens are only counted
+# No word of Qwen's tokenizers goes on over a space after a word, or from a new line to the next.
+WORD_END = re.compile(r"(?<=\S)(?= )|(?<=\n)(?=\S)")
+# Of many scripts, with marks, digits, spaces and forms that a normaliser changes: where tokenizers
+# differ in how they split words, they differ in one of these.
+PROBES = (
+    "The 1,234.5 words'll end\n\n  here\t\tin  CODE_x[0];\r\n",
+    "déjà vu, nai\u0308ve Straße ﬁn Å x\u0332y",
+    "tiếng Việt tie\u0302\u0301ng",
+    "русский язык, й и\u0306, українська",
+    "ελληνικά, ά α\u0301",
+    "مُحَمَّد العَرَبِيَّة ١٢٣",
+    "עִבְרִית שָׁלוֹם",
+    "हिन्दी विकिपीडिया १२३",
+    "বাংলা ভাষা",
+    "தமிழ் மொழி",
+    "తెలుగు ಕನ್ನಡ മലയാളം සිංහල",
+    "ภาษาไทย ที่นี่ น้ำ",
+    "ພາສາລາວ ភាសាខ្មែរ မြန်မာဘာသာ བོད་སྐད་",
+    "中文，漢字。日本語 か\u3099 カタカナ 한국어 각",
+    "ქართული հայերեն አማርኛ ᠮᠣᠩᠭᠣᠯ",
+    "👩🏽‍💻❤️ 🇫🇷 ∑∞ ½ ① Ａ１",
+)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The first tokens of a document, and how many it has. labels: as of the Sample.
+
+    starts: where each begins in the text, in characters; None where nobody asks for that.
+    """
+
+    ids: np.ndarray
+    total: int
+    starts: np.ndarray | None = None
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> Tokenizer:
+    """Loads the tokenizer in tokenizer.json, or what transformers makes of the other files.
+
+    files: the model's files for its tokenizer, with config.json beside them. model_path: names the
+    model in messages. A line says where transformers would not follow tokenizer.json. Raises
+    InputError if a file is missing or broken, or belongs to a model with another vocabulary.
+    """
+    path = tokenizer_file(files, model_path)
+    own = pretrained(path)
+    tokenizer: Tokenizer = own.backend_tokenizer
+    if path.name == "tokenizer.json":
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises no other type
+            raise _broken(path, error) from error
+        if (probe := _first_difference(tokenizer, own.backend_tokenizer)) is not None:
+            other = f"{type(own).__name__} of transformers makes other tokens of {probe!r}"
+            log.info("token ids are those of %s; %s", path, other)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest >= vocab_size:
+        raise InputError(
+            f"{path}: the tokenizer has token id {largest}, but vocab_size in config.json is "
+            f"{vocab_size}; put the model's own tokenizer there"
+        )
+    return tokenizer
+
+
+def tokenizer_file(files: Iterable[Path], model_path: str) -> Path:
+    """Returns the file that the vocabulary is read from. Raises InputError if one is missing."""
+    paths = {path.name: path for path in files}
+    if own := paths.get("tokenizer.json"):
+        return own
+    for name in ("vocab.json", "merges.txt"):
+        if name not in paths:
+            raise InputError(
+                f"--model_path {model_path}: has no {name}; a tokenizer is read from "
+                "tokenizer.json, or from vocab.json with merges.txt"
+            )
+    return paths["vocab.json"]
+
+
+def _first_difference(tokenizer: Tokenizer, other: Tokenizer) -> str | None:
+    """Returns the first probe of which two tokenizers make other tokens; None if there is none."""
+    both = tokenizer, other
+    added = {token.content for each in both for token in each.get_added_tokens_decoder().values()}
+    for probe in (*PROBES, *sorted(added)):
+        ids, others = (each.encode(probe, add_special_tokens=False).ids for each in both)
+        if ids != others:
+            return probe
+    return None
+
+
+@lru_cache(1)
+def pretrained(path: Path) -> Any:
+    """Returns the tokenizer of transformers beside a file. Raises InputError."""
+    loader = transformers().AutoTokenizer
+    try:
+        return loader.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers does not say what it raises
+        raise _broken(path, error) from error
+
+
+def _broken(path: Path, error: Exception) -> InputError:
+    return InputError(f"{path}: the tokenizer cannot be loaded: {one_line(error)}")
+
+
+def tokenise(
+    tokenizer: Tokenizer | None, contents: Sequence[Content], most: int | None
+) -> list[Tokens | str]:
+    """Returns the first `most` tokens of each document, or why it cannot be tokenised.
+
+    tokenizer: None if the documents are token ids. most: None for all tokens, and where each
+    begins. Of a very long text, the tokens after these are only counted.
+    """
+    if tokenizer is None:
+        given = [content.token_ids for content in contents]
+        return [Tokens(ids, len(ids)) for ids in given if ids is not None]
+    try:
+        return _tokenise_all(tokenizer, contents, most)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of the tokenizer's native code is no Exception
+        if len(contents) == 1:
+            return [f"the tokenizer cannot take it: {one_line(error):.200}"]
+        return [tokenise(tokenizer, [content], most)[0] for content in contents]
+
+
+def _tokenise_all(
+    tokenizer: Tokenizer, contents: Sequence[Content], most: int | None
+) -> list[Tokens | str]:
+    texts = [content.text for content in contents]
+    ends = [len(t) if most is None else _word_end(t, CHARACTERS_PER_TOKEN * most) for t in texts]
+    beginnings = [text[:end] for text, end in zip(texts, ends, strict=True)]
+    encoded = tokenizer.encode_batch(beginnings, add_special_tokens=False)
+    tokens: list[Tokens | str] = []
+    for content, end, encoding in zip(contents, ends, encoded, strict=True):
+        total = len(encoding)
+        if end < len(content.text) and most is not None:
+            if total < most:
+                encoding = tokenizer.encode(content.text, add_special_tokens=False)
+                total = len(encoding)
+            else:
+                total += _count(tokenizer, content.text[end:])
+        ids = np.asarray(encoding.ids[:most], np.int32)
+        starts, labels = None, {}
+        if content.spans or most is None:
+            offsets = np.asarray(encoding.offsets[:most], np.int32).reshape(-1, 2)
+            starts, labels = offsets[:, 0], _labels(content, offsets)
+        tokens.append(Tokens(ids, total, starts, labels))
+    return tokens
+
+
+def _labels(content: Content, offsets: np.ndarray) -> dict[str, np.ndarray]:
+    """The role and turn of each token; none without spans. offsets: in characters, (tokens, 2).
+
+    A token that begins in the template's text and ends in a message belongs to the message.
+    """
+    if not content.spans:
+        return {}
+    starts, roles, turns = np.array(content.spans, np.int32).T
+    first = np.searchsorted(starts, offsets[:, 0], "right") - 1
+    last = np.searchsorted(starts, np.maximum(offsets[:, 1] - 1, offsets[:, 0]), "right") - 1
+    spans = np.where(roles[first] == TEMPLATE, last, first)
+    return {"role": roles[spans], "turn": turns[spans]}
+
+
+def _count(tokenizer: Tokenizer, text: str) -> int:
+    """Counts the tokens of a long text, in pieces, which takes less memory and more threads."""
+    pieces, start = [], 0
+    while start < len(text):
+        stop = _word_end(text, start + PIECE_CHARACTERS)
+        pieces.append(text[start:stop])
+        start = stop
+    return sum(map(len, tokenizer.encode_batch_fast(pieces, add_special_tokens=False)))
+
+
+def _word_end(text: str, start: int) -> int:
+    """Returns where a word ends, from `start` on; what follows has the same tokens without it."""
+    found = WORD_END.search(text, start)
+    return found.end() if found else len(text)
