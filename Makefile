@@ -22,9 +22,10 @@ demo: $(VENV)/.runtime
 
 # What protects numbers, every sample stored once, formats and messages.
 test: $(VENV)/.dev $(VENV)/.libtpu
-	$(PYTEST) -m "not rare"
+	$(PYTEST) -m "not rare and not slow"
 
-# Also TPU programs of large models, Slurm, SkyPilot, the package, the image, benchmarks.
+# Also full-size shapes, TPU programs of large models, Slurm, SkyPilot, the package, the image and
+# the benchmarks.
 test-all: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm $(VENV)/skypilot/.done
 	$(PYTEST)
 

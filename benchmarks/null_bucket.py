@@ -5,6 +5,7 @@ and throws the bytes of large objects away. It is for benchmarks, in a process o
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,6 +50,10 @@ class Null(BaseHTTPRequestHandler):
         found = self.objects.get(self.name)
         if found is None:
             return self._send(404)
+        if span := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+            start, last = int(span[1]), min(int(span[2]), found.size - 1)
+            data = (found.data or bytes(last + 1))[start : last + 1]  # of large files none is kept
+            return self._send(206, data, found, f"bytes {start}-{last}/{found.size}")
         self._send(200, found.data, found)
 
     do_HEAD = do_GET
@@ -86,8 +91,12 @@ class Null(BaseHTTPRequestHandler):
             left -= got
         return size, kept
 
-    def _send(self, status: int, data: bytes = b"", about: Stored | None = None) -> None:
+    def _send(
+        self, status: int, data: bytes = b"", about: Stored | None = None, span: str = ""
+    ) -> None:
         self.send_response(status)
+        if span:
+            self.send_header("Content-Range", span)
         size = len(data)
         if about is not None:
             size = about.size if self.command == "HEAD" else size

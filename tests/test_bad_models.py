@@ -48,6 +48,15 @@ def adapter(*without):
     return spoil
 
 
+def with_a_tensor_that_the_index_lacks(model):
+    """In a file that the index names, and that is read for its other tensors."""
+    edit_weights(lambda w: w.update(odd=np.zeros(1, np.float32)))(model)
+    rename_weights("shard.safetensors")(model)
+    known = load_file(model / "shard.safetensors").keys() - {"odd"}
+    index = {"weight_map": dict.fromkeys(known, "shard.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def of_another_tokenizer(model):
     """A wrong vocabulary also changes the embedding's shape: the tokenizer is to blame alone."""
     edit_config(vocab_size=2000)(model)
@@ -90,6 +99,10 @@ BAD_MODELS = {
     "missing tensor": (edit_weights(lambda w: w.pop(Q_PROJ)), f"tensor {Q_PROJ} is missing"),
     "unknown tensor": (
         edit_weights(lambda w: w.update(odd=np.zeros(1, np.float32))),
+        "tensor odd is unknown",
+    ),
+    "unknown tensor beside those of the index": (
+        with_a_tensor_that_the_index_lacks,
         "tensor odd is unknown",
     ),
     "wrong shape": (

@@ -142,6 +142,13 @@ def test_auto_is_the_default_where_devices_do_not_report_their_memory(flags, tmp
     assert "--batch_size auto: 8 rows, the default on cpu" in capsys.readouterr().err
 
 
+def test_a_host_without_a_record_takes_the_number_of_another(chosen, monkeypatch):
+    """It may have been killed before it recorded its own; all must compile the same program."""
+    monkeypatch.setattr(batch_size, "gather", lambda _, own: [own, 16 if own is None else own])
+    rows, said = chosen(1e12, "--max_samples", 1)
+    assert rows == 16 and "16 rows per host and step: as when the run began" in said
+
+
 @pytest.mark.long
 def test_hosts_agree_on_the_rows_that_fit_on_all_of_them(demo_inputs, alone_with_few, tmp_path):
     """They share the smaller number; the devices of one report less memory."""

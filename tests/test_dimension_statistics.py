@@ -7,7 +7,9 @@ from extractions import extract
 from runs_to_read import FORMATS, WIDTHS, make_run, stored_tokens
 
 from activation_extraction import ActivationDataset
+from activation_extraction.common.encodings import encode
 from activation_extraction.dataset import open_shards
+from activation_extraction.store import statistics
 from activation_extraction.store.statistics import sums_of
 
 
@@ -59,6 +61,20 @@ def test_sums_of_two_halves_add_up():
     np.testing.assert_allclose(first.norms, whole.norms, rtol=1e-12)
     assert first.counts.argmax() == 20
     np.testing.assert_array_equal(whole.sums, [values[0], values[1:].sum(0)])
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+def test_sums_do_not_depend_on_the_size_of_blocks(monkeypatch, encoded):
+    """Blocks of three tokens, over arrays of other lengths and several first tokens."""
+    values = np.random.default_rng(2).standard_normal((40, 3)).astype(np.float32)
+    positions = np.concatenate([np.arange(n, dtype=np.int32) for n in (17, 4, 19)])
+    stored, scales = encode(values) if encoded else (values, None)
+    arrays = [stored[:29], stored[29:]], [positions]
+    both = None if scales is None else [scales[:29], scales[29:]]
+    whole = sums_of(*arrays, both)
+    monkeypatch.setattr(statistics, "SUMMED_BYTES", 8 * 3 * 3)
+    for name, found in vars(sums_of(*arrays, both)).items():
+        np.testing.assert_allclose(found, getattr(whole, name), rtol=1e-12, atol=1e-12)
 
 
 def test_damaged_sums_are_found(tmp_path, check):

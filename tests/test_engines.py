@@ -32,7 +32,7 @@ MACHINES = [  # variables, flags, (machine, of how many, who says so)
     (array(3, 8), "--machine_id 0", (0, 8, "--machine_id")),
     (array(17, 2, 3, 17), TOTAL, (17, 256, SLURM)),
     (array(17, 2, 3, 17), f"--machine_id 1 {TOTAL}", (1, 256, "--machine_id")),
-    (array(17, 2, 3, 17), "--status", (0, 1, None)),
+    *((array(17, 2, 3, 17), f"--{mode}", (0, 1, None)) for mode in ("status", "verify", "report")),
     (SKYPILOT, "", (4, 9, "SKYPILOT_JOB_RANK")),
     (SKYPILOT | INDEX, "--multihost", (4, 9, "SKYPILOT_JOB_RANK")),
     ({"SKYPILOT_JOB_RANK": "0", "SKYPILOT_NUM_JOBS": "None"}, "", (0, 1, None)),

@@ -13,6 +13,7 @@ from activation_extraction.cli.console import Progress
 from activation_extraction.common.errors import RunError
 from activation_extraction.model.devices import device_errors
 from activation_extraction.store.formats import ShardFormat
+from activation_extraction.store.storage import ActivationStorage
 from qwen2_jax_with_hooks import HookedQwen2
 
 DEFECTS = (Progress, "advance"), (HookedQwen2, "flops"), (Progress, "close"), (ShardFormat, "pack")
@@ -69,3 +70,20 @@ def test_a_platform_that_jax_does_not_have_is_bad_input(demo_inputs, tmp_path, m
     assert main(*flags_for(demo_inputs, tmp_path / "out")) == 2
     expected = "error: JAX finds no devices (JAX_PLATFORMS, drivers): Unable to initialize backend"
     assert capsys.readouterr().err.splitlines()[-1].startswith(expected)
+
+
+def test_nothing_is_stored_after_a_batch_that_could_not_be(failing, monkeypatch):
+    """The next ones could move the mark past it, and its samples would be lost."""
+    asked, add_batch = [], ActivationStorage.add_batch
+
+    def fail_once(*given):
+        asked.append(given)
+        if len(asked) == 2:
+            raise MemoryError("for a moment")
+        add_batch(*given)
+
+    monkeypatch.setattr(ActivationStorage, "add_batch", fail_once)
+    assert "out of memory on the host: for a moment" in failing(
+        "--max_samples", 200, "--batch_size", 8
+    )
+    assert len(asked) == 2

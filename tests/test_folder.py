@@ -162,7 +162,7 @@ def test_what_may_pass_is_retried_and_every_streak_of_failures_is_one_line(
 def test_an_answer_that_stops_in_the_middle_is_asked_for_again(bucket, monkeypatch, fault):
     bucket.put("run/file", b"x" * MIB)
     faults = [fault]
-    monkeypatch.setattr(bucket_module, "SILENCE", 0.2)
+    monkeypatch.setattr(bucket_module, "READ_TIMEOUT", 0.2)
     monkeypatch.setattr(bucket, "choose_fault", lambda: faults.pop() if faults else None)
     assert Folder("gs://bucket/run", patience=60).read("file") == b"x" * MIB and not faults
 
@@ -296,7 +296,7 @@ def test_an_object_is_one_request_and_has_a_largest_size(bucket, monkeypatch):
         Folder(url).write("file", [b"x" * MIB] * 20, ANY)
     assert [method for method, _ in bucket.asked] == ["PUT", "PUT"]
     small = bucket_module.GOOGLE._replace(largest=10)
-    monkeypatch.setitem(bucket_module.KINDS, "gs", small)
+    monkeypatch.setitem(bucket_module.BUCKETS, "gs", small)
     folder = Folder("gs://bucket/run")
     with pytest.raises(FolderError, match="writing file: has .* GB, more than the .* GB") as raised:
         folder.write("file", b"x" * 11, None)

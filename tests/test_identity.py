@@ -77,6 +77,7 @@ REFUSED = {
     "model_digest": ["--model_path", "other_model"],
     "tokenizer_digest": ["--model_path", "other_tokenizer"],
     "text_column": ["--text_column", "id"],
+    "shuffle_documents": ["--shuffle_documents", "0"],
 }
 LAYERS = ["--layers_to_extract", "1", "3"]
 

@@ -4,13 +4,15 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import extract_activations as script
 from activation_extraction.cli.console import Clock
 from activation_extraction.common.errors import RunError
-from activation_extraction.run.hosts import Lockstep, one_step_behind
+from activation_extraction.run.hosts import Host, Lockstep, one_step_behind
 
 
 class Exchange:
@@ -118,6 +120,17 @@ def test_a_signal_on_one_host_stops_all_at_the_same_step(at):
     for host in (asked, other):
         assert not host.lockstep.complete and host.lockstep.failure is None
         assert host.stored == [batch for batch in host.fed if batch is not None]
+
+
+@pytest.mark.parametrize("host,expected", [(0, "| opens | |"), (1, "| | opens |")])
+def test_the_first_host_takes_over_the_output_before_the_others(host, expected, monkeypatch):
+    """Of two pods that begin together, one then has all folders. At a bar, all hosts meet."""
+    events = []
+    monkeypatch.setattr(script, "compile_step", lambda _: None)
+    monkeypatch.setattr(script, "raise_together", lambda *_: events.append("|"))
+    monkeypatch.setattr(script, "open_output", lambda job, *_: events.append("opens") or job)
+    script.start_together(SimpleNamespace(host=Host(host, 2), forward=None), False, None)
+    assert " ".join(events) == expected
 
 
 def test_a_defect_is_reported_with_its_traceback(caplog):

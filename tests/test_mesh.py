@@ -82,3 +82,10 @@ def test_what_does_not_divide_is_refused(shape, rows, length, sizes, said):
 def test_hosts_with_different_numbers_of_devices_are_refused():
     with pytest.raises(InputError, match="different numbers of devices"):
         host_rows([SimpleNamespace(process_index=host) for host in (0, 0, 1)])
+
+
+def test_devices_are_ordered_by_host_whatever_their_numbers():
+    """Rows of a host go to consecutive devices; a TPU may number neighbours across hosts."""
+    found = [SimpleNamespace(process_index=host, id=n) for n, host in enumerate((1, 0, 1, 0))]
+    assert [each.id for each in usable_devices(True, found)] == [1, 3, 0, 2]
+    assert [each.id for each in usable_devices(False, found)] == [1, 0]

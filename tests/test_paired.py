@@ -342,6 +342,23 @@ def test_three_runs_are_joined_and_a_changed_token_is_found(tmp_path):
     assert list(every[4].activations) == list(WIDTHS)
 
 
+def test_three_runs_that_store_other_tokens_are_joined(tmp_path):
+    """A token comes only if all have it, with the values that each has for it."""
+    hooks, rows = [{key: hook} for key, hook in (HOOKS | OTHER_HOOKS).items()], list(range(12))
+    kept = zip(("all", "odd", "first"), hooks, strict=True)
+    runs = [Run(rows, n, each, hooks=own) for n, (each, own) in enumerate(kept)]
+    one, *others = (run.store(tmp_path / str(number)) for number, run in enumerate(runs))
+    joined = ActivationDataset(one).join(others[0]).join(others[1])
+    every = [run.tokens() for run in runs]
+    due = {
+        key: (*token[:2], {hook: value for of in every for hook, value in of[key][2].items()})
+        for key, token in every[0].items()
+        if all(key in of for of in every)
+    }
+    found = [found_in(batch) for batch in joined.batches(16, columns=IDS)]
+    same({key: token for batch in found for key, token in batch.items()}, due)
+
+
 def in_bucket(runs, tmp_path):
     urls = [f"gs://bucket/runs/{number}" for number, _ in enumerate(runs)]
     for number, (run, url) in enumerate(zip(runs, urls, strict=True)):

@@ -1,15 +1,19 @@
 """--repair: whatever was damaged, what is stored afterwards is what an undisturbed run stores."""
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from command_line import main
-from extractions import shard_file
+from extractions import HOOKS, edit, extract, identity_of, shard_file
 from pods import Pod, flags_for
 from small_runs import set_status
 
 from activation_extraction import ActivationDataset
+from activation_extraction.run.repair import RepairPlanner
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.metadata import read_stored
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +78,34 @@ def test_the_command_repairs_a_folder(flags, undisturbed, tmp_path, capsys):
     assert left == "the run is not complete: the same command continues it"
     assert main(*repair) == 0
     same_values(out, undisturbed)
+
+
+def test_a_repair_keeps_the_limits_of_the_run(flags, undisturbed, tmp_path):
+    out = shutil.copytree(undisturbed, tmp_path / "out")
+    harm(out, 4)
+    assert main(*flags, "--output_dir", out, "--repair", "--max_samples", 20) == 0
+    same_values(out, undisturbed)
+
+
+def test_without_metadata_the_run_of_the_newest_shard_is_repaired(tmp_path):
+    """Shards of a run that was being overwritten are still there."""
+    extract(tmp_path / "out")
+    run = extract(tmp_path / "new", count=3).made[0].run
+    shutil.copytree(tmp_path / "new", tmp_path / "out", dirs_exist_ok=True)
+    (tmp_path / "out/metadata.json").unlink()
+    identity = replace(identity_of(), hooks=(*HOOKS.values(),))
+    folder = Folder(str(tmp_path / "out"))
+    plan = RepairPlanner(folder, identity, {})(read_stored(folder))
+    assert plan.run == run and [commit.number for commit in plan.commits] == [1]
+
+
+def test_wrong_totals_of_a_complete_run_are_written_again(tmp_path):
+    extract(tmp_path)
+    folder, identity = Folder(str(tmp_path)), replace(identity_of(), hooks=(*HOOKS.values(),))
+    limits = {"max_samples": None, "max_tokens": None}
+    assert RepairPlanner(folder, identity, limits)(read_stored(folder)).up_to_date
+    edit(tmp_path / "metadata.json", lambda content: content.update(tokens=content["tokens"] + 1))
+    assert not RepairPlanner(folder, identity, limits)(read_stored(folder)).up_to_date
 
 
 def test_in_a_bucket(flags, undisturbed, bucket, tmp_path, capsys):

@@ -14,6 +14,7 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import RunError
 from activation_extraction.run.hosts import Watchdog
+from activation_extraction.text import shuffle
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.documents import DocumentStream
 from activation_extraction.text.samples import SampleForm, samples
@@ -57,7 +58,7 @@ def test_a_sample_knows_its_row_and_rows_without_text_are_counted(
     assert {s.row["file"] for s in dataset} == {"rows.jsonl"}
 
 
-def test_rows_of_parquet_and_of_hub_data_sets(tmp_path):
+def test_rows_of_parquet_and_of_hub_data_sets(tmp_path, monkeypatch):
     for name in "ab":
         write_parquet(tmp_path / f"{name}.parquet", 2, text=[f"{name}{n}" for n in range(5)])
     rows = {document.content.text: document.row for document in stream_of(tmp_path)}
@@ -67,6 +68,11 @@ def test_rows_of_parquet_and_of_hub_data_sets(tmp_path):
         "parquet", data_files=str(tmp_path / "*.parquet"), split="train", streaming=True
     )
     assert [d.row for d in DocumentStream(hub, TEXT)] == [{"row": n} for n in range(10)]
+    monkeypatch.setattr(shuffle, "BLOCK_ROWS", 2)
+    shuffled = {d.content.text: d.row for d in DocumentStream(hub, TEXT, shuffle=1)}
+    assert list(shuffled) != sorted(shuffled)
+    numbers = [(shard, n) for shard in range(2) for n in range(5)]
+    assert shuffled == {f"{'ab'[shard]}{n}": {"shard": shard, "row": n} for shard, n in numbers}
     for workers in (2, 3, 7):
         every = [
             (document.content.text, json.dumps(document.row))

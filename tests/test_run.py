@@ -4,12 +4,13 @@ import gzip
 import json
 import pickle
 import re
+import shutil
 import time
 
 import jax
 import numpy as np
 import pytest
-from command_line import main
+from command_line import main, records_of
 from conftest import make_reference
 from pods import flags_for
 from small_runs import set_status
@@ -90,6 +91,25 @@ def test_stored_records_are_hugging_face_activations(texts, tmp_path):
             ][0]
             assert error_of(record["activation"], expected) < TOLERANCE
             assert record["text_preview"] == rows[record["doc_id"]]["text"][:200]
+
+
+def test_what_another_process_stores_while_this_one_compiles_is_not_stored_again(
+    demo_inputs, tmp_path, monkeypatch, capsys
+):
+    first, out = tmp_path / "first", tmp_path / "out"
+    assert main(*flags_for(demo_inputs, first, "--max_samples", 6)) == 0
+    original = ActivationStorage.open
+
+    def late(storage):
+        monkeypatch.setattr(ActivationStorage, "open", original)
+        shutil.copytree(first, out, dirs_exist_ok=True)
+        original(storage)
+
+    monkeypatch.setattr(ActivationStorage, "open", late)
+    assert main(*flags_for(demo_inputs, out, "--max_samples", 9)) == 0
+    assert "meantime; stored there: 6 samples" in capsys.readouterr().err
+    stored = [record["sample_idx"] for record in records_of(out)[1]]
+    assert sorted(stored) == [*range(9)]
 
 
 def test_a_run_that_continues_says_so_and_from_where(texts, demo_inputs, tmp_path, capsys):

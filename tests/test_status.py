@@ -290,6 +290,17 @@ def test_rates_and_the_expected_end(tmp_path, monkeypatch, capsys):
     assert {part.state for part in parts_at(tmp_path).values()} == {"killed"}
 
 
+@pytest.mark.parametrize("tokens,left", [(140, 20 / 3), (10**6, (103 - 12) / 0.3)])
+def test_a_run_ends_at_the_limit_that_comes_first(tokens, left, tmp_path):
+    """At 3 tokens and 0.3 samples a second."""
+    storage = begin(tmp_path, count=13, max_samples=103, max_tokens=tokens)
+    storage._writer.wait()
+    set_times(tmp_path, NOW - 40, [NOW - 30, NOW - 20, NOW - 10, NOW])
+    (part,) = parts_at(tmp_path).values()
+    assert part.state == "running" and part.expected_end == pytest.approx(NOW + left, abs=1e-3)
+    storage.close()
+
+
 @pytest.mark.parametrize("place", ["bucket", "another system"])
 def test_a_run_that_has_gone_silent_is_not_called_running(tmp_path, monkeypatch, capsys, place):
     """Where its lock cannot be seen."""

@@ -17,7 +17,7 @@ from storages import open_storage
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
-from activation_extraction.common.errors import InputError, StorageError
+from activation_extraction.common.errors import InputError, RunError, StorageError
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.local_files import AtomicFile
@@ -119,6 +119,15 @@ def test_a_shard_exists_only_with_its_json(tmp_path, monkeypatch):
     assert "shard_0003.json" not in order
     assert [part["file"] for part in commits(tmp_path)] == ["shard_0001.pkl.gz"]
     assert json.loads((tmp_path / "metadata.json").read_text())["status"] == "failed"
+
+
+def test_a_changed_source_names_the_shards_since_the_last_look(tmp_path):
+    answers = [None, None, None, RunError("a.jsonl: has changed")]
+    sources = Mock(**{"to_json.return_value": [], "check.side_effect": answers})
+    told = "a.jsonl: has changed; shards committed since it was last seen unchanged: 3"
+    with pytest.raises(StorageError, match=told):
+        fill(tmp_path, sources=sources)
+    assert len(commits(tmp_path)) == 3
 
 
 def test_an_exception_commits_what_is_complete(tmp_path):

@@ -208,6 +208,18 @@ def test_a_long_text_has_the_tokens_of_the_whole(text, piece, tokenizer, texts, 
         assert sample.cut == max(len(ids) - most, 0)
 
 
+def test_a_text_of_few_long_tokens_is_read_to_its_end(tokenizer, texts):
+    """Or to as many tokens as a sample has: a beginning may have too few."""
+    own, rule = Tokenizer.from_str(tokenizer.to_str()), "-" * 80
+    own.add_special_tokens([AddedToken(rule, normalized=False)])
+    text = f"{rule}\n" * 20
+    ids = own.encode(text, add_special_tokens=False).ids
+    for most in (8, 30, 64):
+        (sample,) = samples(stream_of(texts([{"text": text}])), own, SampleForm(most))
+        assert sample.token_ids.tolist() == ids[:most]
+        assert sample.cut == max(len(ids) - most, 0)
+
+
 def test_few_pieces_are_read_by_few_workers(texts, tmp_path):
     """Seven workers on three files: a worker touches one file, not all."""
     for number in range(3):

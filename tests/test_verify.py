@@ -7,14 +7,17 @@ import numpy as np
 import pytest
 from command_line import main
 from extractions import change_shard, change_table, edit, extract, open_part
+from pods import flags_for
 from safetensors.numpy import load_file, save_file
 from small_runs import both_formats, shard_name
+from storages import open_storage
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError
 from activation_extraction.inspect import verify as verify_module
 from activation_extraction.store.commit import DamagedError, unseal
+from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 
 
@@ -213,6 +216,8 @@ def test_all_problems_are_told_not_only_the_first(tmp_path, check):
 
 # Recomputing, with the demo's model.
 
+HOOK = "blocks.1.hook_resid_post"
+
 
 @pytest.fixture(scope="module")
 def extract_again(demo_inputs, tmp_path_factory):
@@ -266,12 +271,41 @@ def test_changed_activations_are_found_by_recomputing(
 
 
 @pytest.mark.long
+def test_a_sample_that_a_budget_cut_is_recomputed_from_all_of_its_tokens(demo_inputs, tmp_path):
+    flags = flags_for(demo_inputs, tmp_path, "--positions", "every:2", "--max_tokens", 50)
+    assert main(*flags) == 0
+    assert main("--verify", "--output_dir", tmp_path, "--model_path", demo_inputs / "model") == 0
+
+
 def test_rounding_to_bfloat16_is_no_error(extract_again, demo_inputs, capsys):
     """Nor does another mesh or packing make it one."""
     out = extract_again("--dtype", "bfloat16")
     model = ["--model_path", demo_inputs / "model", "--mesh_type", "1d", "--batch_size", 1]
     assert main("--verify", *model, "--verify_samples", 12, "--output_dir", out) == 0
     assert "12 samples recomputed; 0 problems" in capsys.readouterr().out
+
+
+def test_a_value_that_is_nan_only_here_or_there_is_a_problem(tmp_path, capsys):
+    """The loss of a first token is NaN in both."""
+    stored = {"loss": np.float32([[np.nan], [2]]), HOOK: np.float32([[1], [2]])}
+    identity = Identity("0" * 64, dtype="float32", activation_dtype="float32", keyed_by="hook name")
+    identity = replace(identity, float32_hooks=("loss",))
+    with open_storage(tmp_path, {name: name for name in stored}, identity=identity) as storage:
+        for name, values in stored.items():
+            storage.add_activation(name, values, 0, "", np.arange(2, dtype=np.int32))
+    for hook, token, value, problems in (
+        ("loss", 0, np.nan, 0),
+        ("loss", 0, 1, 1),
+        ("loss", 1, np.nan, 1),
+        (HOOK, 1, np.nan, 1),
+    ):
+        again = {name: values.copy() for name, values in stored.items()}
+        again[hook][token] = value
+        recompute = verify_module.Recompute("cpu", lambda _, again=again: [again])
+        assert verify_module.verify(Folder(str(tmp_path)), lambda _, r=recompute: r, 1) == problems
+        out = capsys.readouterr().out
+        assert "1 sample recomputed" in out
+        assert out.count(f"sample 0, {hook}: recomputed, it differs by nan") == problems
 
 
 @pytest.mark.parametrize("platform", [True, False])

@@ -24,6 +24,7 @@ from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model.checkpoint import INDEX_FILE, Checkpoint
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.mesh import build_layout, usable_devices
+from activation_extraction.model.weight_files import FIRST_BYTES
 from activation_extraction.model.weights import (
     WEIGHT_READERS,
     WeightSpec,
@@ -35,7 +36,9 @@ from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("metadata", ["", "x", "xxx"])
+@pytest.mark.parametrize(
+    "metadata", ["", "x", "xxx", pytest.param("x" * FIRST_BYTES, id="longer than a request")]
+)
 def test_parts_are_what_the_file_holds_to_the_bit(tmp_path, dtype, metadata):
     """Every pattern of 16 bits, infinities and NaN included, wherever the header ends."""
     patterns = np.arange(2**16, dtype=np.uint16).view(jnp.dtype("bfloat16")).reshape(64, -1)

@@ -16,7 +16,7 @@ from activation_extraction.common.log import log
 UNREACHABLE = {errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH}
 UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT}
 LOGGERS = ("huggingface_hub.utils._http", "datasets.utils.file_utils")
-RETRIES = re.compile(r"'?(.*?)'? thrown while requesting|Retrying in|Retrying \d|Rate limited")
+RETRY_LINE = re.compile(r"'?(.*?)'? thrown while requesting|Retrying in|Retrying \d|Rate limited")
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def hub_requests(what: str) -> Iterator[None]:
     def first_failure(record: logging.LogRecord) -> bool:
         """Drops what the libraries say about retries, and logs the first one in our words."""
         nonlocal logged
-        retry = RETRIES.search(record.getMessage())
+        retry = RETRY_LINE.search(record.getMessage())
         if retry and not logged:
             logged = True
             log.warning(

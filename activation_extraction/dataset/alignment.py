@@ -24,12 +24,12 @@ from activation_extraction.dataset.token_batch import TokenBatch, copy_rows, emp
 from activation_extraction.dataset.token_source import ChunkTokens, TokenSource
 from activation_extraction.dataset.windows import Block, Chunk, Windows, cut, share, shuffled
 
-CHUNK_BYTES = 8 * 2**20  # the most that is read at once
+LARGEST_READ = 8 * 2**20  # the most that is read at once
 CHUNKS_IN_BUFFER = 64  # at least, so that the chunks on their way add little to the buffer
 LEAST_CHUNK_BYTES, LEAST_CHUNKS = 2**18, 16  # but no smaller chunks, and yet so many in the buffer
 REQUESTS = 4  # to a bucket at the same time
 DIGEST = 16  # bytes of the SHA-256 of a row that stand for it
-NO_NUMBERS = np.zeros((1, 0), np.int64)
+NO_ALIGNMENT = np.zeros((1, 0), np.int64)
 
 T = TypeVar("T")
 # Tokens of the first run, the numbers of those that all runs have, and these in each other run.
@@ -81,7 +81,7 @@ class AlignedSource(Generic[T]):
 
     sources: tuple[TokenSource, ...]
     form: Callable[[Sequence[TokenBatch]], T]
-    numbers: np.ndarray = field(default_factory=lambda: NO_NUMBERS)
+    numbers: np.ndarray = field(default_factory=lambda: NO_ALIGNMENT)
 
     @property
     def options(self) -> BatchOptions:
@@ -111,7 +111,7 @@ class AlignedSource(Generic[T]):
         first, options = self.sources[0], self.options
         row = max(sum(source.row_bytes for source in self.sources), 1)
         least = min(LEAST_CHUNK_BYTES // row, options.buffer // LEAST_CHUNKS)
-        fitting = min(CHUNK_BYTES // row, max(options.buffer // CHUNKS_IN_BUFFER, least))
+        fitting = min(LARGEST_READ // row, max(options.buffer // CHUNKS_IN_BUFFER, least))
         size, seed = max(fitting, 1), options.shuffle
         by_ranges = all(source.shards.by_ranges for source in self.sources)
         chunks = cut(first.chunks(), size) if by_ranges else first.chunks()

@@ -34,7 +34,7 @@ from activation_extraction.store.statistics import Sums
 
 OPEN_SHARDS = 128  # where a shard is read by ranges; one pickle stays in memory
 TABLE_ROWS = 100_000  # of tables of samples that stay in memory, and at least one table
-READERS = 16  # small files read at the same time
+SMALL_FILES_AT_ONCE = 16  # small files read at the same time
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ class OpenShards:
 
     def tables(self) -> list[pyarrow.Table]:
         """Returns the tables of all shards."""
-        with ThreadPoolExecutor(READERS) as pool:
+        with ThreadPoolExecutor(SMALL_FILES_AT_ONCE) as pool:
             return list(pool.map(self.table, range(len(self.shards))))
 
     def columns(self, names: Iterable[str]) -> dict[str, np.ndarray]:
@@ -134,7 +134,7 @@ class OpenShards:
         """The sums of all shards by hook, merged in their order: always with the same result."""
         read = partial(self._read, partial(read_sums, hooks=self.hooks))
         total: dict[str, Sums] = {}  # as large as what was read
-        with ThreadPoolExecutor(READERS) as pool:
+        with ThreadPoolExecutor(SMALL_FILES_AT_ONCE) as pool:
             for found in pool.map(read, range(len(self.shards))):
                 for hook, sums in found.items():
                     if hook in total:

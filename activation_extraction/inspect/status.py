@@ -24,7 +24,7 @@ from activation_extraction.store.statistics import Statistics
 
 SILENCE = 900.0  # seconds without a commit before a run counts as silent
 RECENT = 20  # how many shards the current speed of a host is computed from
-SUMS = ("shards", "samples", "tokens", "bytes")
+TOTALS = ("shards", "samples", "tokens", "bytes")
 WRONG = {"damaged", "killed", "silent", "failed"}  # states in which somebody has to do something
 SHOWN = 8  # how many hooks are listed with the errors of their encoding
 
@@ -99,7 +99,7 @@ def _host_state(name: str, stored: Stored) -> HostState:
         machine=folder.machine,
         host=folder.host or 0,
         state="damaged" if stored.files else "not started",
-        **{field: getattr(totals, field) for field in SUMS},
+        **{field: getattr(totals, field) for field in TOTALS},
         last_commit=commits[-1].committed if commits else None,
         utilisation=stored.metrics.get("model_flops_utilisation"),
         waited={match[1]: stored.metrics[key] for key, match in phases.items() if match},
@@ -179,7 +179,7 @@ def aggregate(folders: dict[str, Stored], hosts: list[HostState]) -> dict[str, A
     return {
         "format_version": FORMAT_VERSION,
         "status": "complete" if complete else "incomplete",
-        **{field: sum(getattr(host, field) for host in hosts) for field in SUMS},
+        **{field: sum(getattr(host, field) for host in hosts) for field in TOTALS},
         "hooks": _hooks_of(folders.values()),
         "parts": [asdict(host) for host in hosts],
         "written": round(time.time(), 3),
@@ -241,7 +241,7 @@ def _sum(hosts: list[HostState], total: dict[str, Any]) -> HostState:
         machine=0,
         host=0,
         state=total["status"],
-        **{field: total[field] for field in SUMS},
+        **{field: total[field] for field in TOTALS},
         last_commit=max(commits, default=None),
         tokens_per_second=sum(rates) if rates else None,
         expected_end=max(ends) if ends and len(ends) == len(running) else None,

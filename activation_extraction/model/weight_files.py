@@ -107,10 +107,10 @@ class RemoteFile(WeightFile):
         return data
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
-        """Returns a new array; downloads little more than its bytes (see `blocks_of`)."""
+        """Returns a new array; downloads little more than its bytes (see `ranges_of`)."""
         entry = self.header[tensor]
         bounds = [part.indices(size)[:2] for part, size in zip(index, entry.shape, strict=True)]
-        depth, blocks = blocks_of(entry, bounds)
+        depth, blocks = ranges_of(entry, bounds)
         content = np.empty(sum(stop - start for start, stop in blocks), np.uint8)
         pieces, filled = [], 0
         for start, stop in blocks:
@@ -130,7 +130,7 @@ class RemoteFile(WeightFile):
         return values[(slice(None),) * len(lengths) + tuple(index[depth + 1 :])]
 
 
-def blocks_of(
+def ranges_of(
     entry: Tensor, bounds: Sequence[tuple[int, int]]
 ) -> tuple[int, list[tuple[int, int]]]:
     """Returns the ranges of bytes to read for a part of a tensor, and the axis they run along.

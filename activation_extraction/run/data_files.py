@@ -17,7 +17,7 @@ from typing import Any
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted
-from activation_extraction.run.digests import READERS, file_fingerprint, naming_unreadable
+from activation_extraction.run.digests import BLOCKS_AT_ONCE, file_fingerprint, naming_unreadable
 from activation_extraction.text.file_list import TextFile
 
 ANEW = "a run over other data needs another --output_dir (or --gcs_prefix), or --overwrite"
@@ -48,7 +48,7 @@ class DataFiles:
         """Takes the fingerprints of the files, unless they are recorded already."""
         self.files = tuple(files)
         if recorded is None:
-            with ThreadPoolExecutor(READERS, "fingerprint-data") as pool:
+            with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-data") as pool:
                 recorded = list(pool.map(_record, files))
         self.recorded = tuple(recorded)
         # By the names that rows may have for it: those of several sources begin with a number here.
@@ -74,7 +74,7 @@ class DataFiles:
             return cls(files)
         ordered = _in_recorded_order(files, recorded)
         added = {}
-        with ThreadPoolExecutor(READERS, "fingerprint-data") as pool:
+        with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-data") as pool:
             same = pool.map(_is_recorded, ordered, recorded)
             for now, before, is_same in zip(ordered, recorded, same, strict=True):
                 more = now.size - before.bytes

@@ -17,7 +17,7 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.weight_files import WeightFile
 
 BLOCK, BLOCKS = 2**16, 64  # a file that is not larger than all blocks is read whole
-READERS = 32  # blocks or files that are read at the same time
+BLOCKS_AT_ONCE = 32  # blocks or files that are read at the same time
 
 
 def model_digest(checkpoint: Checkpoint) -> str:
@@ -28,7 +28,7 @@ def model_digest(checkpoint: Checkpoint) -> str:
     """
     if checkpoint.commit is not None:
         return f"commit {checkpoint.commit}"
-    with ThreadPoolExecutor(READERS, "fingerprint-weights") as pool:
+    with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-weights") as pool:
         weights = sorted(_of_weights(file, pool) for file in checkpoint.weight_files)
     config = digest_files([checkpoint.file("config.json")])
     return hashlib.sha256("\n".join([config, *weights]).encode()).hexdigest()

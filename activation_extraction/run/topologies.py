@@ -19,7 +19,7 @@ HOSTS = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4)}  # chips of a TPU host -> 
 USUAL = 4  # chips of a TPU host, always so with CUBES
 
 
-class Kind(NamedTuple):
+class ChipKind(NamedTuple):
     """A kind of chip that can be rented.
 
     chip: a name in CHIPS; shapes: arrangements of TPUs, "" for GPUs; units: how many the names of
@@ -41,14 +41,14 @@ class Kind(NamedTuple):
 # Prices: the lowest of Google Cloud in the USA, by SkyPilot's catalogue.
 PRICES_OF = "November 2026"
 MACHINES = {
-    "v4": Kind("TPU v4", CUBES, 2, 1, None, None, (3.22, 0.92)),
-    "v5e": Kind("TPU v5 lite", FLAT, 1, 1, 28, 3.1e9, (1.20, 0.30)),
-    "v5p": Kind("TPU v5", CUBES, 2, 1, 52, 6.2e9, (4.20, 0.78)),
-    "v6e": Kind("TPU v6", FLAT, 1, 1, 45, 12.5e9, (2.70, 0.35)),
-    "tpu7x": Kind("TPU7x", CUBES, 2, 2, 56, 12.5e9, ()),
-    "a100": Kind("A100", "", 1, 1, 12, 1.6e9, (5.52, 1.70)),
-    "h100": Kind("H100", "", 1, 1, 26, 15.6e9, (10.98, 2.51)),
-    "h200": Kind("H200", "", 1, 1, None, None, ()),
+    "v4": ChipKind("TPU v4", CUBES, 2, 1, None, None, (3.22, 0.92)),
+    "v5e": ChipKind("TPU v5 lite", FLAT, 1, 1, 28, 3.1e9, (1.20, 0.30)),
+    "v5p": ChipKind("TPU v5", CUBES, 2, 1, 52, 6.2e9, (4.20, 0.78)),
+    "v6e": ChipKind("TPU v6", FLAT, 1, 1, 45, 12.5e9, (2.70, 0.35)),
+    "tpu7x": ChipKind("TPU7x", CUBES, 2, 2, 56, 12.5e9, ()),
+    "a100": ChipKind("A100", "", 1, 1, 12, 1.6e9, (5.52, 1.70)),
+    "h100": ChipKind("H100", "", 1, 1, 26, 15.6e9, (10.98, 2.51)),
+    "h200": ChipKind("H200", "", 1, 1, None, None, ()),
 }
 
 
@@ -72,7 +72,7 @@ class Topology:
     """A machine that can be rented. name: of all its names, the usual one, such as v5e:8x8."""
 
     name: str
-    kind: Kind
+    kind: ChipKind
     hosts: int
     chips: int
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from obstore import GetOptions
 
 RETRIES = 3  # by obstore, within a second or two; Folder goes on, and says so
-SILENCE = 60.0  # seconds without a byte of an answer, after which it is asked for again
+READ_TIMEOUT = 60.0  # seconds without a byte of an answer, after which it is asked for again
 MIN_BYTES_PER_SECOND = 0.125e6  # 16 uploads that share 16 Mbit/s
 GB = 10**9
 FORKED = (
@@ -64,7 +64,7 @@ def _open_azure(container: str, options: dict[str, Any]) -> AzureStore:
     return AzureStore(name, **options)
 
 
-class Kind(NamedTuple):
+class BucketKind(NamedTuple):
     """A kind of store. largest: the bytes that one request may write; permission: what a refused
     request needs; renew: how credentials are given; endpoint: the variable with another address."""
 
@@ -75,7 +75,7 @@ class Kind(NamedTuple):
     endpoint: str
 
 
-GOOGLE = Kind(
+GOOGLE = BucketKind(
     _open_google,
     5 * 2**40,
     "roles/storage.objectUser on the bucket",
@@ -83,21 +83,21 @@ GOOGLE = Kind(
     "GOOGLE_APPLICATION_CREDENTIALS",
     "STORAGE_EMULATOR_HOST",
 )
-S3 = Kind(
+S3 = BucketKind(
     _open_s3,
     5 * 2**30,
     "s3:ListBucket on the bucket; s3:GetObject, s3:PutObject and s3:DeleteObject on its objects",
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role",
     "AWS_ENDPOINT_URL",
 )
-AZURE = Kind(
+AZURE = BucketKind(
     _open_azure,
     5000 * 2**20,
     "the role Storage Blob Data Contributor on the container",
     "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or log in with `az login`",
     "AZURE_STORAGE_ENDPOINT",
 )
-KINDS = {
+BUCKETS = {
     **dict.fromkeys(("gs", "gcs"), GOOGLE),
     **dict.fromkeys(("s3", "s3a"), S3),
     **dict.fromkeys(("az", "abfs", "abfss"), AZURE),
@@ -112,7 +112,7 @@ class Bucket:
     def __init__(self, url: str, patience: float) -> None:
         scheme, _, path = url.partition("://")
         self._bucket, _, self._prefix = path.partition("/")
-        self._kind, self._patience = KINDS[scheme], patience
+        self._kind, self._patience = BUCKETS[scheme], patience
         self.largest = self._kind.largest
         self._worked = False  # whether a request has ever succeeded
 
@@ -253,7 +253,7 @@ class Bucket:
 
 @lru_cache(64)
 def _connect(
-    kind: Kind, bucket: str, endpoint: str, seconds: float, patience: float, retries: int
+    kind: BucketKind, bucket: str, endpoint: str, seconds: float, patience: float, retries: int
 ) -> Any:
     """Returns an obstore client, which keeps connections and credentials for all folders."""
     client = {
@@ -261,7 +261,7 @@ def _connect(
         "allow_http": bool(endpoint) and not endpoint.startswith("https://"),
     }
     if retries:  # while the answer to a long upload begins late
-        client["read_timeout"] = timedelta(seconds=min(SILENCE, patience))
+        client["read_timeout"] = timedelta(seconds=min(READ_TIMEOUT, patience))
     retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=patience)}
     return kind.open(bucket, {"client_options": client, "retry_config": retry})
 

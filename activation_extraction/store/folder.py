@@ -20,7 +20,7 @@ from fsspec.core import url_to_fs
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import plain_url
-from activation_extraction.store.bucket import KINDS, Bucket
+from activation_extraction.store.bucket import BUCKETS, Bucket
 from activation_extraction.store.local_files import LocalFolder
 from activation_extraction.store.patience import (
     ANY,
@@ -122,7 +122,7 @@ class Folder:
     def _open(self, scheme: str) -> LocalFolder | Bucket | ForeignFolder:
         if self.local:
             return LocalFolder(Path(os.path.abspath(local_path(self.given) or "/")))
-        return Bucket(self.given, self.patience) if scheme in KINDS else ForeignFolder(self.given)
+        return Bucket(self.given, self.patience) if scheme in BUCKETS else ForeignFolder(self.given)
 
     def child(self, name: str) -> "Folder":
         """Returns the folder `name` inside this one; "" means this one."""

@@ -27,7 +27,7 @@ from activation_extraction.store.pickle_file import NUMBER_TYPES, pickle_pieces
 from activation_extraction.store.safetensors_file import DTYPES, safetensors_pieces
 from activation_extraction.store.shard import Key, Shard
 
-BLOCK_BYTES = 4 * 2**20  # before compression
+GZIP_BLOCK = 4 * 2**20  # before compression
 MIB = 2**20
 COMPRESSION_LEVEL = 1
 GZIP = 31  # the `wbits` of zlib for a gzip header without a time, and a window of 32 KiB
@@ -55,7 +55,7 @@ class Threads:
             yield waiting.popleft().result()
 
 
-def blocks_of(pieces: Iterable[memoryview], size: int = BLOCK_BYTES) -> Iterator[list[memoryview]]:
+def blocks_of(pieces: Iterable[memoryview], size: int = GZIP_BLOCK) -> Iterator[list[memoryview]]:
     """Regroups pieces of bytes into blocks of `size` bytes; the last may be smaller."""
     block: list[memoryview] = []
     room = size

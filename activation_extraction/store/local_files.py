@@ -196,7 +196,7 @@ def running_system() -> str:
         return platform.node()
 
 
-KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
+NOT_REGULAR = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
 
 
 class LocalFolder:
@@ -288,5 +288,5 @@ def _check_regular(found: os.stat_result) -> None:
     if stat.S_ISLNK(found.st_mode):
         raise FolderError(IS_A_LINK)
     if not stat.S_ISREG(found.st_mode):
-        kind = KINDS.get(stat.S_IFMT(found.st_mode), "a device")
+        kind = NOT_REGULAR.get(stat.S_IFMT(found.st_mode), "a device")
         raise FolderError(f"is {kind}, expected a regular file")

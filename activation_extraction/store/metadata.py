@@ -42,7 +42,7 @@ OWN_FILES = re.compile(
 )
 COMMIT = re.compile(rf"shard_{SHARD_NUMBER}\.json")
 METRICS_TAIL = 4096  # bytes at the end of metrics.jsonl, more than a line has
-READERS = 64  # how many small files are read at the same time
+JSONS_AT_ONCE = 64  # how many small files are read at the same time
 MOST_ABSENT = 1000  # how many JSONs are asked for that a listing lacks
 RESERVED = "reserved"  # the field of a JSON that reserves a number and commits nothing
 
@@ -183,7 +183,7 @@ def _read_commits(
     are left out."""
     commits: dict[int, Commit] = {}
     ordered = sorted(names)
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(JSONS_AT_ONCE) as pool:
         contents = pool.map(lambda name: folder.read(name, most=MOST_BYTES), ordered)
         for name, data in zip(ordered, contents, strict=True):
             try:

@@ -19,7 +19,7 @@ from activation_extraction.store.resume import StoragePlan, repaired_status
 from activation_extraction.store.shard import Key
 from activation_extraction.store.statistics import Statistics
 
-SUMS = ("shards", "samples", "tokens", "bytes", "hooks")  # in metadata.json
+COUNTED_FIELDS = ("shards", "samples", "tokens", "bytes", "hooks")  # in metadata.json
 METRICS_SECONDS = 300  # between uploads of metrics.jsonl
 PROGRESS_SECONDS = 10  # between uploads of metadata.json, after a commit
 
@@ -109,7 +109,7 @@ class RunRecord:
             **self._facts.metadata,
         }
         if self.recorded is not None:
-            updated = ("written", "remote", *(SUMS if counted else ()))
+            updated = ("written", "remote", *(COUNTED_FIELDS if counted else ()))
             content |= {**self.recorded, **{name: content[name] for name in updated}}
             if counted:
                 content["status"] = repaired_status(self.recorded, self.totals.samples)

@@ -26,9 +26,9 @@ from activation_extraction.common.choices import MAX_COLUMNS, SAMPLE_COLUMNS
 from activation_extraction.common.errors import RunError, StorageError, one_line
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.shard import DocId, SampleRow
+from activation_extraction.store.shard import SampleRow
 from activation_extraction.store.shard_reader import expect, read_beside
-from activation_extraction.text.batch import StoredSample
+from activation_extraction.text.batch import DocId, StoredSample
 
 NATIVE = {
     bool: pyarrow.bool_(),

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.encodings import decode, encode, relative_errors
+from activation_extraction.text.batch import DocId
 
 Key = int | str  # a hook's name in a shard: its layer number, or the name the user asked for
-DocId = str | int | float | None
 LABELS = ("role", "turn")  # of every token; all samples of a run have the same ones, or none
 MAX_GZIP_RATIO = 1032  # the most bytes that gzip can unpack from one byte
 GROUP_BYTES = 32 * 2**20

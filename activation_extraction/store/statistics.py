@@ -17,7 +17,7 @@ import numpy as np
 from activation_extraction.common.encodings import decode
 from activation_extraction.store.shard import EncodingError, Errors
 
-BLOCK_BYTES = 4 * 2**20  # of float64 values, so that a block stays in a core's caches
+SUMMED_BYTES = 4 * 2**20  # of float64 values, so that a block stays in a core's caches
 BUCKETS = 32  # the number of position buckets
 SINK, OTHER = 0, 1
 
@@ -108,7 +108,7 @@ def sums_of(
     """
     total, all_positions = Sums.zeros(activations[0].shape[1]), np.concatenate(positions)
     squares, done = np.empty(len(all_positions)), 0
-    rows = max(1, BLOCK_BYTES // (8 * activations[0].shape[1]))
+    rows = max(1, SUMMED_BYTES // (8 * activations[0].shape[1]))
     buffer = np.empty((min(rows, len(all_positions)), activations[0].shape[1]))
     with np.errstate(invalid="ignore"):  # see `Statistics.finite`
         for block in _blocks(activations, buffer, scales):

@@ -43,10 +43,10 @@ from activation_extraction.store.resume import (
 )
 from activation_extraction.store.run_record import RunFacts, RunRecord
 from activation_extraction.store.safetensors_file import SCALE
-from activation_extraction.store.shard import DocId, Key, SampleRow
+from activation_extraction.store.shard import Key, SampleRow
 from activation_extraction.store.shard_cutter import ShardCutter
 from activation_extraction.store.shard_writer import ShardWriter
-from activation_extraction.text.batch import Batch, Cursor, StoredSample
+from activation_extraction.text.batch import Batch, Cursor, DocId, StoredSample
 
 
 class State(Enum):

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+DocId = str | int | float | None
+
 
 @dataclass(frozen=True)
 class Worker:
@@ -74,7 +76,7 @@ class Sample:
     sample_idx: int
     token_ids: np.ndarray
     text_preview: str
-    doc_id: str | int | float | None
+    doc_id: DocId
     cursor: Cursor
     next_cursor: Cursor
     row: Mapping[str, Any] | None = None

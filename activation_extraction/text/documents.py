@@ -20,12 +20,11 @@ from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.log import activity, log
 from activation_extraction.common.retries import hub_requests
 from activation_extraction.common.visible import counted
-from activation_extraction.text.batch import Worker
+from activation_extraction.text.batch import DocId, Worker
 from activation_extraction.text.file_rows import FileRow
 from activation_extraction.text.rows import (
     ColumnError,
     Content,
-    DocId,
     RowForm,
     UnusableRowError,
     as_structs,

@@ -38,7 +38,7 @@ TEXT = ("JSON", "CSV")  # kinds of files that may be packed, and that may grow a
 STATE, SPLITS = "state.json", "dataset_dict.json"
 SAVED = ("dataset_info.json", STATE, SPLITS)
 DELTA = "_delta_log"  # the folder that makes another one a Delta table
-READERS = 32  # files that are described at the same time
+FILES_AT_ONCE = 32  # files that are described at the same time
 # What stores say of a file's content: Google Cloud Storage, S3, Azure, HTTP servers and the hub.
 VERSIONS = ("md5Hash", "crc32c", "ETag", "etag", "content_md5", "generation", "blob_id")
 
@@ -79,7 +79,7 @@ def list_files(path: str) -> list[TextFile]:
     if there is none to read, if there are several kinds or splits, if a folder is a Delta table, or
     if a file is listed twice.
     """
-    with refusing(path), ThreadPoolExecutor(READERS) as pool:
+    with refusing(path), ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         if "://" in path:
             fs, root = url_to_fs(path)
         else:  # url_to_fs would take :: for a chain of URLs

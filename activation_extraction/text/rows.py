@@ -12,8 +12,8 @@ import numpy as np
 
 from activation_extraction.common.choices import ATTENTION_MASK, ROLES
 from activation_extraction.common.errors import near_miss
+from activation_extraction.text.batch import DocId
 
-DocId = str | int | float | None
 MAX_COLUMN_BYTES = 2**19  # bytes of JSON that the kept columns of a row may take
 MAX_LEVELS = 60  # of lists and objects in a kept column; shards have room for a few more
 MAX_ID_BYTES = 2**18  # of JSON that the id of a row may take

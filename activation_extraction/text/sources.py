@@ -25,7 +25,13 @@ from activation_extraction.common.retries import (
     unwritable_cache,
 )
 from activation_extraction.text.file_forms import FORM_BYTES, check_form, open_file
-from activation_extraction.text.file_list import READERS, TextFile, kind_of, list_files, refusing
+from activation_extraction.text.file_list import (
+    FILES_AT_ONCE,
+    TextFile,
+    kind_of,
+    list_files,
+    refusing,
+)
 from activation_extraction.text.file_rows import FileRow, file_rows, parquet_rows
 from activation_extraction.text.rows import Columns
 
@@ -44,7 +50,7 @@ def open_files(
     pieces: list[Any] = list(files)
     with refusing(path), _scratch_cache():
         if kind_of(files[0].url) == "Parquet":
-            with ThreadPoolExecutor(READERS) as pool:
+            with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
                 counts = zip(files, pool.map(_row_groups, files), strict=True)
                 pieces = [(file, number) for file, count in counts for number in range(count)]
             if not pieces:
