@@ -7,6 +7,7 @@ JSON, as arrays `HOOK/FIELD` that `numpy.load` reads. Its bytes depend on the su
 
 import io
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -269,6 +270,9 @@ class HookStatistics(Statistics):
 
 
 FIELDS = [each.name for each in fields(Sums)]
+# NumPy parses the headers of arrays by `ast`, which fails in two threads at once
+# (python/cpython#106905).
+PARSING = threading.Lock()
 
 
 def pack_sums(sums: Mapping[str, Sums]) -> bytes:
@@ -281,5 +285,5 @@ def pack_sums(sums: Mapping[str, Sums]) -> bytes:
 
 def unpack_sums(data: bytes, hooks: Iterable[str]) -> dict[str, Sums]:
     """Reads the sums at these hooks from what `pack_sums` returned."""
-    with np.load(io.BytesIO(data)) as arrays:
+    with PARSING, np.load(io.BytesIO(data)) as arrays:
         return {hook: Sums(*(arrays[f"{hook}/{name}"] for name in FIELDS)) for hook in hooks}
