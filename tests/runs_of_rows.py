@@ -29,7 +29,7 @@ def row_of(row):
 
 
 def columns_of(row):
-    """Those that are kept; of one, not every row has a value, and of another the types differ."""
+    """Returns the columns to keep: one lacks a value in some rows, and one has several types."""
     tags = {"tags": [{"a": row}]} if row % 3 else {}
     return {"even": row % 2 == 0, "mixed": [row, "ä", None][row % 3], **tags}
 

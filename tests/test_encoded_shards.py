@@ -33,7 +33,7 @@ def activation_of(index, key):
 
 
 def decoded(x):
-    """What is read of x: its e4m3 as NumPy rounds it, and a scale for every token."""
+    """Returns x as it is read back: e4m3 as NumPy rounds it, with a scale for every token."""
     scales = np.abs(x).max(axis=1, keepdims=True) * np.float32(1 / 448)
     return (x / scales).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales
 

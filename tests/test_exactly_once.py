@@ -246,7 +246,7 @@ every_case = pytest.mark.parametrize("run", EVERY, ids="-".join, indirect=True)
 
 @every_case
 def test_a_process_may_stop_at_any_request(run):
-    """And the next one soon after; then the same command completes the run, with other batches."""
+    """The next one stops soon after; then the same command completes the run, in other batches."""
     whole, counts = run.undisturbed()
     assert len(whole) > 8
     step = 1 if run.case == CASES["text"] else 4
@@ -401,7 +401,7 @@ class Halted:
 
 @pytest.mark.parametrize("second_halts", [10**6, 12])
 def test_a_second_process_may_begin_at_any_request_of_the_first(run, second_halts):
-    """Also between a look at the owner and the write that follows. One goes on."""
+    """It may begin between a look at the owner and the write that follows. One goes on."""
     whole, (requests,) = run.undisturbed()
     lost = 0
     for halt in range(requests):
@@ -429,7 +429,7 @@ def test_a_run_may_be_overwritten_and_read_at_any_request(run):
 
 
 def test_a_writer_may_go_on_at_any_request_of_a_reader(run):
-    """What is committed in the meantime is read whole, or not at all."""
+    """The reader finds a shard that is committed in the meantime whole, or not at all."""
     whole, (requests,) = run.undisturbed()
     for halt in range(requests):
         bucket = MemoryBucket()

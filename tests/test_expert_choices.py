@@ -72,7 +72,7 @@ def stored(extract, tmp_path_factory):
     ],
 )
 def test_choices_are_stored_as_integers(reference, extract, tmp_path, form, dtype, flags):
-    """Those of transformers; in bfloat16 some may differ, where two are nearly tied."""
+    """Transformers makes the same choices; in bfloat16 some may differ, where two nearly tie."""
     out, whole, step = tmp_path / "out", tmp_path / "whole", 3 if "every:3" in flags else 1
     assert extract(out, "--shard_format", form, "--dtype", dtype, *flags) == 0
     dataset = ActivationDataset(out)

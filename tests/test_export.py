@@ -72,7 +72,7 @@ def read_memmap(target, hook):
 
 
 def read_llamascopium(target, hook):
-    """As Llamascopium's CachedActivationLoader reads it."""
+    """Reads an export as Llamascopium's CachedActivationLoader does."""
     chunks = [load_file(path) for path in sorted((target / hook).glob("chunk-*.safetensors"))]
     for chunk in chunks:
         assert chunk["mask"].all() and chunk["attention_mask"].all()
@@ -81,7 +81,7 @@ def read_llamascopium(target, hook):
 
 
 def read_sae_lens(target, hook):
-    """As SAELens's ActivationsStore reads it."""
+    """Reads an export as SAELens's ActivationsStore does."""
     rows = load_from_disk(str(target / hook))
     assert rows.column_names == [hook, "token_ids"] and rows.features[hook].shape == (ROW, HIDDEN)
     dtypes = {hook: np.dtype(rows.features[hook].dtype), "token_ids": np.int64}

@@ -246,7 +246,7 @@ def test_numbers_of_parameters():
 @pytest.mark.long
 @pytest.mark.parametrize("name", BILLIONS)
 def test_released_sizes_have_exactly_the_tensors_of_transformers(name):
-    """Those of the language model, in both layouts; of Qwen3.5, others are not loaded."""
+    """The language model has them in both layouts; Qwen3.5's other tensors are not loaded."""
     raw = released(name)
     fused, beside = shapes_of(raw), set()
     family, config = FAMILIES.parse_config(raw)

@@ -55,7 +55,7 @@ def save(folder, *numbers, shards):
 
 
 def test_only_what_datasets_has_saved_last_is_read(tmp_path, at, caplog):
-    """Not what is left of an earlier save with more files, nor what a `map` has cached."""
+    """Files left by an earlier save with more files, or cached by `map`, are not read."""
     save(tmp_path / "data", *range(6), shards=3)
     save(tmp_path / "data", *range(10, 14), shards=2)
     (tmp_path / "data/data-00001-of-00003.arrow").rename(tmp_path / "data/cache-1f.arrow")

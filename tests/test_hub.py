@@ -149,8 +149,8 @@ def test_a_revision_is_read_with_the_token_and_then_offline(hub, tmp_path, demo_
 
 @pytest.mark.long
 def test_the_hubs_templates_are_there_at_the_first_start(hub, tmp_path):
-    """Also that for conversations with tools, which is in a folder of the repository; and offline
-    from a cache that another program has filled, which does not say which files a model lacks."""
+    """The one for conversations with tools is in a folder of the repository. Offline, they come
+    from a cache that another program has filled, which does not say what files a model lacks."""
     tiny = tmp_path / "hub/models/org/tiny"
     (tiny / "additional_chat_templates").mkdir()
     for name in ("chat_template", "additional_chat_templates/tool_use"):
@@ -192,7 +192,7 @@ def commit_upstream(tmp_path, revision=""):
 @pytest.mark.long
 @pytest.mark.parametrize("revision", ["", "@v1"])
 def test_a_commit_upstream_does_not_stop_an_extraction(hub, tmp_path, flags, revision):
-    """Nor does a tag that has moved, if the command names it."""
+    """A tag that has moved does not stop it either, if the command names it."""
     asked = ["--model_revision", revision[1:]] if revision else []
     shutil.copytree(tmp_path / "hub/models/org/tiny", tmp_path / "hub/models/org/tiny@v1")
     commit_upstream(tmp_path, "" if revision else "@v1")  # that is not what is asked for

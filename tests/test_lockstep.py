@@ -124,7 +124,7 @@ def test_a_signal_on_one_host_stops_all_at_the_same_step(at):
 
 @pytest.mark.parametrize("host,expected", [(0, "| opens | |"), (1, "| | opens |")])
 def test_the_first_host_takes_over_the_output_before_the_others(host, expected, monkeypatch):
-    """Of two pods that begin together, one then has all folders. At a bar, all hosts meet."""
+    """So if two pods begin together, one of them gets all folders. At a bar, all hosts meet."""
     events = []
     monkeypatch.setattr(script, "compile_step", lambda _: None)
     monkeypatch.setattr(script, "raise_together", lambda *_: events.append("|"))

@@ -328,8 +328,8 @@ def test_rounding_the_parts_of_a_sum_costs_little(models, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.xdist_group("qwen2")
 def test_true_half_billion_shape_equals_hugging_face(tmp_path):
-    """Of every layer, the residual stream and what is added to it: after 24 layers, rounding shows
-    in products of two values."""
+    """The test compares each layer's residual stream and what is added to it: after 24 layers,
+    rounding shows in products of two values."""
     reference = make_reference(tmp_path, **SHAPES["0.5B"])
     wanted = ["blocks.*.hook_resid_*", "blocks.*.hook_attn_out", "blocks.*.hook_mlp_out"]
     batch, _ = batch_of([[160]], 160, reference.config.vocab_size)

@@ -40,7 +40,7 @@ def extract(demo_inputs, tmp_path):
 def test_a_sample_knows_its_row_and_rows_without_text_are_counted(
     extract, tmp_path, capsys, shard_format
 ):
-    """So labels can be joined by row, whatever is left out. Empty rows count once, also at the
+    """Labels can be joined by row, whatever is left out. Empty rows count once, also at the
     end."""
     every = [*lines(30), *EMPTY]
     every[5:5] = EMPTY

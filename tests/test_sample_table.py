@@ -87,7 +87,7 @@ def test_whatever_is_known_of_a_sample_is_read_back():
 
 
 def test_plain_values_are_columns_of_their_types():
-    """So any reader of Parquet filters by them, and finds a field of the row."""
+    """Any reader of Parquet can filter by them, and by a field of the row."""
     rows = [{"file": "a", "line": n} | ({"piece": 0} if n % 2 else {}) for n in range(4)]
     splits, scores = ["train", "test"] * 2, [0.0, None, 1.0, 1.5]
     columns = [{"split": a, "score": b} for a, b in zip(splits, scores, strict=True)]

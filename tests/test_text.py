@@ -209,7 +209,7 @@ def test_a_long_text_has_the_tokens_of_the_whole(text, piece, tokenizer, texts, 
 
 
 def test_a_text_of_few_long_tokens_is_read_to_its_end(tokenizer, texts):
-    """Or to as many tokens as a sample has: a beginning may have too few."""
+    """It is read as far as a sample has tokens: its beginning alone may have too few."""
     own, rule = Tokenizer.from_str(tokenizer.to_str()), "-" * 80
     own.add_special_tokens([AddedToken(rule, normalized=False)])
     text = f"{rule}\n" * 20

@@ -278,7 +278,7 @@ def test_a_sample_that_a_budget_cut_is_recomputed_from_all_of_its_tokens(demo_in
 
 
 def test_rounding_to_bfloat16_is_no_error(extract_again, demo_inputs, capsys):
-    """Nor does another mesh or packing make it one."""
+    """Another mesh or packing does not make it one either."""
     out = extract_again("--dtype", "bfloat16")
     model = ["--model_path", demo_inputs / "model", "--mesh_type", "1d", "--batch_size", 1]
     assert main("--verify", *model, "--verify_samples", 12, "--output_dir", out) == 0

@@ -163,7 +163,7 @@ print("x" * 2**20)
 
 
 def test_a_stream_that_does_not_block_is_waited_for():
-    """As where another program has made it so, and reads only once the pipe is full."""
+    """Another program may have made it so, and may read only once the pipe is full."""
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     command = [sys.executable, "-c", SAY_MUCH]

@@ -151,7 +151,7 @@ def _read(
     read: Callable[[Folder, Commit], T],
     number: int,
 ) -> T:
-    """What `read` makes of a shard's folder and commit. folders: those opened before, by name."""
+    """Returns what `read` makes of a shard's folder and commit. folders: the open ones, by name."""
     name, commit = shards[number]
     with as_os_errors():
         if name not in folders:

@@ -86,7 +86,7 @@ class Job:
 def prepare_together(config: Config, host: Host, families: Families, watchdog: Watchdog) -> Job:
     """Checks the request here and compares it with the other hosts'. Raises InputError."""
     folders, earlier, chosen, own_memory = together(
-        host, lambda: open_output(config, host, watchdog.reset), lambda _: settings_of(config)
+        host, lambda: examine_output(config, host, watchdog.reset), lambda _: settings_of(config)
     )
     names = [plain_url(name) for name, _ in config.mix]
     found = gather(host, (chosen, own_memory, names))
@@ -125,7 +125,7 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
     return job
 
 
-def open_output(
+def examine_output(
     config: Config, host: Host, on_progress: Callable[[], None]
 ) -> tuple[RunFolders, list[tuple[str, dict[str, Any]]], tuple[bool, str] | None, float | None]:
     """Checks where the output goes. Raises InputError.
