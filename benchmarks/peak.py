@@ -98,10 +98,12 @@ def best(found: dict[str, dict[str, float]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("library", choices=("jax", "torch"))
+    parser.add_argument("--gpu", action="store_true", help="products for a GPU, which are larger")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--seconds", type=float, default=0.5, help="per product (default: 0.5)")
     given = parser.parse_args()
-    print(json.dumps(measure(given.library, CPU_PRODUCTS, given.dtypes, given.seconds)))
+    products = GPU_PRODUCTS if given.gpu else CPU_PRODUCTS
+    print(json.dumps(measure(given.library, products, given.dtypes, given.seconds)))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pods import rounding_of_run
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
 from activation_extraction.model import kept as kept_module
+from activation_extraction.model import mesh as mesh_module
 from activation_extraction.model.hooks import Form
 from activation_extraction.model.kept import take_kept
 from activation_extraction.model.mesh import build_layout, host_rows
@@ -82,9 +83,12 @@ def test_kept_tokens_have_the_values_of_the_whole(kept, mesh, stored, demo_input
     assert sum(map(len, dataset.batches(50, skip_first=70))) == (every >= 70).sum()
 
 
-def test_only_kept_tokens_leave_the_devices(monkeypatch):
-    """Counted in bytes: about as many as are kept, whatever the devices; and none of other rows."""
+@pytest.mark.parametrize("pinned_on", ["cpu", "gpu"])
+def test_only_kept_tokens_leave_the_devices(pinned_on, monkeypatch):
+    """Counted in bytes: about as many as are kept, whatever the devices; and none of other rows.
+    Those of GPUs go through pinned memory."""
     monkeypatch.setattr(kept_module, "PIECES", 32)
+    monkeypatch.setattr(mesh_module, "PINNED_ON", (pinned_on,))
     rows, form = host_rows(jax.devices()), Form(5, "float32")
     values = np.random.default_rng(0).standard_normal((3, 8, 64, 5), np.float32)
     split, whole = (build_layout(jax.devices(), {axis: 8}, 8) for axis in ("data", "model"))
@@ -92,6 +96,7 @@ def test_only_kept_tokens_leave_the_devices(monkeypatch):
     for length, layout in ((64, whole), (60, whole), (60, split)):
         part = values[:, :, :length]
         array = jax.device_put(part, rows.outgoing(length, layout))
+        np.testing.assert_array_equal(rows.receive({form: array})[form], part)
         for share in (0.0, 0.03, 0.3, 1.0):
             kept = np.random.default_rng(1).random((8, length)) < share
             sent = take_kept({form: array}, kept)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokamax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from rounding import assert_rounded_alike, assert_within_rounding
 from test_trial import trials_of_experts
@@ -26,10 +25,13 @@ from activation_extraction.model.experts import (
     route,
     tiled_experts,
 )
-from activation_extraction.model.kernels import cudnn_attention, splash_attention, tokamax_experts
+from activation_extraction.model.flash_kernel import flash_attention
+from activation_extraction.model.grouped_kernel import grouped_experts
+from activation_extraction.model.kernels import splash_attention
 from activation_extraction.model.layers import others_of_pairs, others_of_pairs_on_tpu
-from activation_extraction.model.trial import TOLERANCE, largest_error
+from activation_extraction.model.mesh import build_layout, host_rows, usable_devices
 
+splash, flash = (partial(f, interpret=True) for f in (splash_attention, flash_attention))
 # T, S, first query, query heads, key/value heads, head size
 CASES = {
     "groups of four": (256, 256, 0, 4, 1, 64),
@@ -108,19 +110,20 @@ def test_blocked_attention_computes_attention(keys, first, kv_heads, window):
         assert_attention(got(*arrays, first), arrays, first, window)
 
 
-def test_blocked_attention_reads_no_other_segments_nor_keys_before_the_window():
+@pytest.mark.parametrize("kernel,dtype", [(blocked_attention, jnp.float32), (flash, jnp.bfloat16)])
+def test_no_other_segments_nor_keys_before_the_window_are_read(kernel, dtype):
     """What lies there is not a number."""
-    q, k, v, _ = inputs(1024, 1024, 0, 4, 2, 16)
+    q, k, v, _ = inputs(1024, 1024, 0, 4, 2, 16, dtype)
     q, k, v = q[:1], k[:1], v[:1]
     segments = jnp.asarray(np.repeat([1, 2, 3], [256, 384, 384])[None], jnp.int32)
     near = np.arange(256 - KEY_BLOCK, 640)  # lengths are rounded up
     few = [jnp.full_like(x, jnp.nan).at[:, near].set(x[:, near]) for x in (k, v)]
-    got = np.asarray(blocked_attention(q, *few, Segments(segments, segments), 0))
+    got = np.asarray(kernel(q, *few, Segments(segments, segments), 0), np.float32)
     assert np.isfinite(got[:, 256:640]).all()
     assert np.isnan(got[:, :128]).all() and np.isnan(got[:, 640:]).all()
     late = [x.at[:, :512].set(jnp.nan) for x in (k, v)]
     ones = jnp.ones_like(segments)
-    got = np.asarray(blocked_attention(q, *late, Segments(ones, ones), 0, window=65))
+    got = np.asarray(kernel(q, *late, Segments(ones, ones), 0, window=65), np.float32)
     assert np.isfinite(got[:, 640:]).all() and np.isnan(got[:, :512]).all()
 
 
@@ -128,37 +131,28 @@ def test_blocked_attention_reads_no_other_segments_nor_keys_before_the_window():
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    "traced,dtype", [(False, jnp.float32), (True, jnp.float32), (True, jnp.bfloat16)]
+    "kernel,traced,dtype",
+    [
+        (splash, False, jnp.float32),
+        (splash, True, jnp.float32),
+        (splash, True, jnp.bfloat16),
+        (flash, False, jnp.bfloat16),
+        (flash, True, jnp.bfloat16),
+    ],
 )
-def test_splash_attention_computes_attention(dtype, case, traced, window):
+def test_kernels_of_accelerators_compute_attention(kernel, traced, dtype, case, window):
     arrays, first = inputs(*CASES[case], dtype), CASES[case][2]
-    run = partial(splash_attention, window=window, interpret=True)
+    run = partial(kernel, window=window)
     assert_attention((jax.jit(run) if traced else run)(*arrays, first), arrays, first, window)
 
 
 @pytest.mark.long
-def test_large_scores_are_not_rounded():
+@pytest.mark.parametrize("kernel", [splash, flash])
+def test_large_scores_are_not_rounded(kernel):
     """Scores of some hundreds, as the biases of Qwen's keys make them: an error is multiplied."""
     q, k, v, segments = inputs(*CASES["rows that end within a block"], jnp.bfloat16)
     arrays = 8 * q, 4 * k, v, segments
-    assert_attention(splash_attention(*arrays, 0, interpret=True), arrays, 0)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", CASES)
-def test_what_cudnn_is_asked_for_is_attention(case, monkeypatch):
-    """cuDNN itself needs a GPU: XLA answers the same call in its place."""
-    asked, answer = [], jax.nn.dot_product_attention
-
-    def ask(*arrays, implementation, **how):
-        asked.append(implementation)
-        with jax.numpy_dtype_promotion("standard"):  # JAX's own code mixes dtypes
-            return answer(*arrays, **how)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", ask)
-    arrays, first = inputs(*CASES[case], jnp.bfloat16), CASES[case][2]
-    assert_attention(cudnn_attention(*arrays, first), arrays, first)
-    assert asked == ["cudnn"]
+    assert_attention(kernel(*arrays, 0), arrays, 0)
 
 
 def program(function, arrays, platform):
@@ -178,36 +172,49 @@ def test_accelerators_multiply_float32_as_such(dtype):
     assert kernel is not None
     assert (b"contract_precision<fp32>" in base64.b64decode(kernel[1])) == exact
     if exact:
-        text = program(lambda *arrays: cudnn_attention(*arrays, case[2]), arrays, "cuda")
-        assert "cudnn" not in text and "precision = [HIGHEST, HIGHEST]" in text
+        text = program(lambda *arrays: flash_attention(*arrays, case[2]), arrays, "cuda")
+        assert "triton" not in text and "precision = [HIGHEST, HIGHEST]" in text
         ((_, arrays, _),) = trials_of_experts((8, 256, 128), jnp.dtype("float32"))
-        text = program(tokamax_experts, arrays, "cuda")
-        assert "triton" not in text and "mosaic" not in text and "[HIGHEST, HIGHEST]" in text
+        text = program(grouped_experts, arrays, "cuda")
+        assert "triton" not in text and "[HIGHEST, HIGHEST]" in text
 
 
-@pytest.mark.filterwarnings("ignore:jax.experimental.pallas.dot was moved:DeprecationWarning")
-def test_tokamax_can_be_lowered_from_here():
+def test_kernels_of_gpus_can_be_lowered_into_programs_of_both_meshes():
+    """As in a run: the rows come on one mesh, the weights lie on another one. (JAX refuses cuDNN's
+    attention there, which needs the one mesh of a program.)"""
+    devices = usable_devices(every=True)[:4]
+    layout, rows = build_layout(devices, {"data": 2, "model": 2}, 2), host_rows(devices)
+    q, k, v, segments = inputs(*CASES["rows that end within a block"], jnp.bfloat16)
+    put = jax.device_put((k, v), layout.sharding(("batch", "", "kv_heads", ""), k.shape))
+
+    def attend(q, k, v, segments):
+        return layout.attend(flash_attention, q, k, v, segments)
+
+    traced = jax.jit(attend, in_shardings=None, out_shardings=rows.everywhere()).trace(
+        jax.device_put(q, rows.incoming()), *put, jax.device_put(segments.q, rows.incoming())
+    )
+    gpu = AbstractDevice("NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+        assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
     ((_, arrays, _),) = trials_of_experts((8, 256, 128), jnp.dtype("bfloat16"))
-    with tokamax.config.cross_compile(True), jax.numpy_dtype_promotion("standard"):
-        text = program(tokamax_experts, arrays, "cuda")
-    assert text.count("custom_call @__gpu$xla.gpu.triton") == 3 and "chlo.ragged_dot" not in text
+    assert program(grouped_experts, arrays, "cuda").count("@__gpu$xla.gpu.triton") == 3
 
 
-@pytest.mark.parametrize("experts", [1, 8])
-def test_what_tokamax_is_asked_for_are_experts(experts, monkeypatch):
-    """Its kernels need a GPU: its own definition answers in their place."""
-    asked, answer = [], tokamax.ragged_dot
-
-    def ask(*arrays, implementation, **how):
-        asked.append(implementation)
-        with jax.numpy_dtype_promotion("standard"):  # its own code mixes dtypes
-            return answer(*arrays, implementation="xla", **how)
-
-    monkeypatch.setattr(tokamax, "ragged_dot", ask)
-    trials = trials_of_experts((experts, 72, 40), jnp.dtype("bfloat16"))
-    error = largest_error(tokamax_experts, trials)
-    assert asked == [("mosaic", "triton")] * 3
-    assert error < TOLERANCE["bfloat16"] / 2
+@pytest.mark.parametrize("sizes", [(0, 200, 1, 63, 128, 0), (5, 0, 0, 0, 0, 0), (0,) * 6])
+def test_grouped_experts_compute_what_the_definition_says(sizes):
+    """What rows after those of all experts hold is not a number."""
+    rng, total, counts = np.random.default_rng(0), sum(sizes), jnp.array(sizes, jnp.int32)
+    x = jnp.array(rng.standard_normal((total + 30, 96))).at[total:].set(jnp.nan)
+    gate, up = jnp.array(rng.standard_normal((2, 6, 96, 48)) / 9, jnp.bfloat16)
+    down = jnp.array(rng.standard_normal((6, 48, 96)) / 6, jnp.bfloat16)
+    arrays = x.astype(jnp.bfloat16), counts, gate, up, down
+    got = jax.jit(partial(grouped_experts, interpret=True))(*arrays)
+    assert got.shape == x.shape and got.dtype == jnp.bfloat16
+    if total:
+        rounded = tiled_experts(*arrays)[:total]
+        assert_rounded_alike(
+            got[:total], rounded, one_expert_after_the_other(*wide(arrays))[:total]
+        )
 
 
 @pytest.mark.parametrize("kernel", [tiled_experts, ragged_experts])

@@ -20,7 +20,9 @@ from activation_extraction.model.attention import Segments, blocked_attention, d
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.delta_net import gated_delta_rule
 from activation_extraction.model.experts import ragged_experts, tiled_experts
-from activation_extraction.model.kernels import candidates_for, cudnn_attention
+from activation_extraction.model.flash_kernel import flash_attention
+from activation_extraction.model.grouped_kernel import grouped_experts
+from activation_extraction.model.kernels import candidates_for
 from activation_extraction.model.mesh import Layout, build_layout, usable_devices
 from activation_extraction.model.trial import (
     TOLERANCE,
@@ -111,14 +113,22 @@ def low(kernel, count):
     return rounds
 
 
-def pallas(*arrays):
-    return pallas_delta_rule(*arrays, interpret=True)
+pallas, flash, grouped = (
+    partial(kernel, interpret=True)
+    for kernel in (pallas_delta_rule, flash_attention, grouped_experts)
+)
+
+
+def name_of(x):
+    return getattr(getattr(x, "func", x), "__name__", str(x))
 
 
 EXPERTS, DELTA = [(8, 256, 96), (3, 72, 40), (1, 64, 32)], [(2, 2, 128, 128), (1, 4, 32, 16)]
 RIGHT = [
     *product((dense_attention, blocked_attention), RUNS, [BFLOAT16]),
+    *product([flash], RUNS, [BFLOAT16]),
     (blocked_attention, "7B split", FLOAT32),
+    *product([grouped], EXPERTS, [BFLOAT16]),
     *product((tiled_experts, ragged_experts), EXPERTS, (BFLOAT16, FLOAT32)),
     *product((gated_delta_rule, pallas), DELTA, (BFLOAT16, FLOAT32)),
 ]
@@ -146,7 +156,7 @@ PLACES |= dict.fromkeys([*WRONG][7:9], (EXPERTS[0],)) | dict.fromkeys([*WRONG][9
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kernel,name,dtype", RIGHT, ids=lambda x: getattr(x, "__name__", str(x)))
+@pytest.mark.parametrize("kernel,name,dtype", RIGHT, ids=name_of)
 def test_right_kernels_stay_well_below_the_tolerance(kernel, name, dtype):
     error = largest_error(kernel, trials_of(name, dtype))
     assert dtype == FLOAT32 or error > 0
@@ -229,17 +239,17 @@ def test_kernels_are_tried_where_a_model_needs_them(monkeypatch):
 def test_a_run_and_its_verification_use_the_choice_and_the_metadata_have_it(
     demo_inputs, tmp_path, monkeypatch, capsys
 ):
-    """As on a GPU where cuDNN does not work."""
+    """As on a GPU that cannot run the kernel for GPUs, as here."""
     out = tmp_path / "out"
     flags = flags_for(demo_inputs, out, "--max_samples", 6)
-    attention = {"cudnn": cudnn_attention, "wrong": broken, "blocked": blocked_attention}
+    attention = {"flash": flash_attention, "wrong": broken, "blocked": blocked_attention}
     with monkeypatch.context() as patch:
         patch.setattr(trial, "candidates_for", lambda platform: {"attention": attention})
         assert main(*flags, "--dtype", "bfloat16") == 0
         found = json.loads((out / "metadata.json").read_text())["attention"]
-        assert found["name"] == "blocked" and list(found["passed_over"]) == ["cudnn", "wrong"]
+        assert found["name"] == "blocked" and list(found["passed_over"]) == ["flash", "wrong"]
         log = capsys.readouterr().err
-        assert "WARNING machine 0 host 0: attention: cudnn is not used: it fails: " in log
+        assert "WARNING machine 0 host 0: attention: flash is not used: it fails: " in log
         assert log.index("attention: blocked, which agrees") < log.index("model: layers")
         verify = ["--verify", "--output_dir", str(out), "--model_path", str(demo_inputs / "model")]
         assert main(*verify) == 0

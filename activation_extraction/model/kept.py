@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from activation_extraction.model.hooks import Form
-from activation_extraction.model.mesh import own_shards, rows_and_tokens
+from activation_extraction.model.mesh import own_shards, rows_and_tokens, to_host
 
 PIECES = 16  # of each device if all its tokens are kept
 
@@ -42,13 +42,11 @@ class KeptTokens(NamedTuple):
 
     def receive(self) -> dict[Form, np.ndarray]:
         """Returns {form: (hooks, kept tokens of the batch, width)}, row by row of the batch."""
-        for piece in self.pieces:
-            for value in piece.values.values():
-                value.copy_to_host_async()
+        pieces = [(piece, jax.tree.map(to_host, piece.values)) for piece in self.pieces]
         shapes = self.shapes.items()
         received = {form: np.empty(shape, form.dtype) for form, shape in shapes}
-        for piece in self.pieces:
-            for form, value in piece.values.items():
+        for piece, values in pieces:
+            for form, value in values.items():
                 # As integers: NumPy is slow with number types of other packages.
                 bits = f"uint{8 * value.dtype.itemsize}"
                 of_piece = np.asarray(value).view(bits)[:, piece.rows]

@@ -1,6 +1,6 @@
 """The kernels of attention, experts and the gated delta rule that each platform has.
 
-Splash attention on TPUs and cuDNN's attention on GPUs work on blocks that stay on the chip, so that
+Splash attention on TPUs and flash attention on GPUs work on blocks that stay on the chip, so that
 no scores reach its memory. None of the kernels rounds float32. trial.py decides which a run uses.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
@@ -20,16 +20,16 @@ from activation_extraction.model.attention import (
     Attention,
     Segments,
     blocked_attention,
-    visible_keys,
 )
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.delta_net import DeltaRule, gated_delta_rule
 from activation_extraction.model.experts import (
     GroupedExperts,
-    in_products,
     ragged_experts,
     tiled_experts,
 )
+from activation_extraction.model.flash_kernel import flash_attention
+from activation_extraction.model.grouped_kernel import grouped_experts
 
 LANES = 128  # the width of a TPU's registers: splash attention's blocks are multiples of it
 MOST_IN_BLOCK = 1024  # bytes of one number of each query or key: 512 in bfloat16
@@ -97,39 +97,6 @@ def _largest_block(length: int, dtype: Any) -> int:
     return max(size for size in range(LANES, most + 1, LANES) if length % size == 0)
 
 
-def cudnn_attention(
-    q: Array, k: Array, v: Array, segments: Segments, first: int | Array, window: int | None = None
-) -> Array:
-    """Computes attention with cuDNN on GPUs; the segments become a mask (B, 1, T, S).
-
-    See `Attention`. float32 is left to `blocked_attention`: the GPU's matrix units would round it.
-    """
-    if q.dtype == jnp.float32:
-        return blocked_attention(q, k, v, segments, first, window)
-    mask = visible_keys(segments, first, window)[:, None]
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=1.0, implementation="cudnn")
-
-
-def tokamax_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
-    """Computes experts with tokamax's grouped products on NVIDIA GPUs. See `GroupedExperts`.
-
-    float32 is left to `tiled_experts`: the GPU's matrix units would round it.
-    """
-    if x.dtype == jnp.float32:
-        return tiled_experts(x, sizes, gate, up, down)
-    import tokamax
-    from absl import flags, logging
-
-    flags.FLAGS.mark_as_parsed()  # tokamax would look for its own flags in our command line
-    logging.set_verbosity("error")  # tokamax warns of every shape that it was not tuned for
-    product = partial(
-        tokamax.ragged_dot,
-        preferred_element_type=jnp.float32,
-        implementation=("mosaic", "triton"),  # the first one that this GPU has
-    )
-    return in_products(product, x, sizes, gate, up, down)
-
-
 # Field of `Kernels` -> its candidates by name, in the order of preference.
 Candidates = Mapping[str, Mapping[str, Callable[..., Array]]]
 # What works on every platform comes last; FASTER is what some platforms have before it.
@@ -141,7 +108,7 @@ FASTER: Mapping[str, Candidates] = {
         "experts": {"ragged_dot": ragged_experts},
         "delta_rule": {"pallas": pallas_delta_rule},
     },
-    "gpu": {"attention": {"cudnn": cudnn_attention}, "experts": {"tokamax": tokamax_experts}},
+    "gpu": {"attention": {"flash": flash_attention}, "experts": {"grouped": grouped_experts}},
 }
 
 

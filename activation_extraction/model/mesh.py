@@ -25,6 +25,7 @@ from activation_extraction.common.visible import counted
 from activation_extraction.model.attention import Attention, Segments
 from activation_extraction.model.hooks import Form
 
+PINNED_ON = ("gpu",)  # platforms
 DEFAULT_3D_DEVICES = 64
 DEFAULT_3D_AXES = ("pipeline", "data", "model")
 DEFAULT_2D_AXES = ("data", "model")
@@ -183,19 +184,29 @@ class HostRows:
     def receive(self, activations: Mapping[Form, Array]) -> dict[Form, np.ndarray]:
         """Returns the activations of this host's rows, {form: (hooks, B, T, width)}, as NumPy."""
         shards = {form: own_shards(array) for form, array in activations.items()}
-        for shard in (shard for of_form in shards.values() for shard in of_form):
-            shard.data.copy_to_host_async()
+        on_host = {form: [to_host(shard.data) for shard in own] for form, own in shards.items()}
         received = {}
-        for form, (first, *others) in shards.items():
-            received[form] = np.asarray(first.data)
+        for form, (first, *others) in on_host.items():
+            received[form] = np.asarray(first)
             if others:
-                places = rows_and_tokens([first, *others])
-                hooks, rows = len(first.data), max(rows.stop for rows, _ in places)
-                shape = hooks, rows, *activations[form].shape[2:]
-                received[form] = np.empty(shape, first.data.dtype)
-                for place, shard in zip(places, (first, *others), strict=True):
-                    received[form][:, *place] = shard.data
+                places = rows_and_tokens(shards[form])
+                hooks, rows = len(first), max(rows.stop for rows, _ in places)
+                received[form] = np.empty((hooks, rows, *activations[form].shape[2:]), first.dtype)
+                for place, part in zip(places, (first, *others), strict=True):
+                    received[form][:, *place] = part
         return received
+
+
+def to_host(array: Array) -> Array:
+    """Starts to copy an array to the host; returns the one to turn into NumPy's.
+
+    That of a GPU is in pinned memory, which NumPy reads in place: an H100 copied 38 to 51 GB/s
+    there, and 1.5 GB/s to other memory.
+    """
+    if next(iter(array.devices())).platform in PINNED_ON:
+        return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
+    array.copy_to_host_async()
+    return array
 
 
 def own_shards(array: Array) -> list[Any]:

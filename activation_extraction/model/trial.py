@@ -6,6 +6,7 @@ a few small sizes, of those that one device has in the run.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -107,21 +108,30 @@ def choose_kernel(
 
 def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> float:
     """Returns the largest error of any row that counts: the norm of its difference to the
-    definition in float32, over the norm of that."""
-    errors = []
+    definition in float32, over the norm of that.
+
+    The definition is computed on the CPU, if JAX has it: a GPU's compiler would try many programs
+    for each of its products first.
+    """
+    errors, device = [], jax.local_devices()[0]
+    with suppress(RuntimeError):  # JAX_PLATFORMS leaves it out
+        device = jax.local_devices(backend="cpu")[0]
     for definition, arguments, counts in trials:
         known = [number for number, each in enumerate(arguments) if isinstance(each, int)]
         computed = jax.jit(candidate, static_argnums=known)(*arguments)
-        exact = definition(*jax.tree.map(_in_float32, arguments))
+        with jax.default_device(device):
+            exact = definition(*jax.tree.map(partial(_exactly, device), arguments))
         rows, right = (np.asarray(x)[np.asarray(counts)].astype(float) for x in (computed, exact))
         norms = np.linalg.norm(right, axis=-1)
         errors.append(np.max(np.linalg.norm(rows - right, axis=-1) / norms))
     return float(np.max(errors))
 
 
-def _in_float32(x: Any) -> Any:
-    is_float = isinstance(x, Array) and jnp.issubdtype(x.dtype, jnp.floating)
-    return x.astype(jnp.float32) if is_float else x
+def _exactly(device: jax.Device, x: Any) -> Any:
+    if not isinstance(x, Array):
+        return x
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.device_put(x.astype(jnp.float32) if is_float else x, device)
 
 
 def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> Iterator[Trial]:
