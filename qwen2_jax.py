@@ -280,16 +280,16 @@ def _weight(path: ParamPath, box: Any, model: nn.Module, renamed: Mapping[str, A
     config, last, shape, axes = model.config, model.whole_layers, box.value.shape, box.names
     if path[0] not in ("layers", "last_layer"):
         if path[0] == "lm_head":
-            tied = f"{config.prefix}embed_tokens.weight"
+            tied = "model.embed_tokens.weight"
             return WeightSpec(shape, axes, (tied if config.tie_word_embeddings else HEAD,))
-        return WeightSpec(shape, axes, (f"{config.prefix}{path[0]}.weight",))
+        return WeightSpec(shape, axes, (f"model.{path[0]}.weight",))
     layers, inside = [last], path[1:]
     if path[0] == "layers":
         types, mixed = config.layer_types, len(set(config.layer_types)) > 1
         inside = path[2:] if mixed else path[1:]
         layers = [k for k in range(last) if not mixed or types[k] == path[1]]
     tensor, tensor_slice = renamed.get(".".join(inside), (".".join(inside), None))
-    names = [f"{config.prefix}layers.{k}.{tensor}" for k in layers]
+    names = [f"model.layers.{k}.{tensor}" for k in layers]
     per_expert = "{}" in tensor
     if per_expert:
         names = [name.format(e) for name in names for e in range(config.experts.count)]

@@ -359,22 +359,17 @@ FAMILIES = Families(
             "qwen3_5",
             "Qwen3.5, dense, without its vision inputs",
             partial(config_beside_vision, qwen3_5_text_config),
-            ignored=r"mtp\..*|model\.visual\..*",
         ),
-        _family(
-            "qwen3_5_text", "Qwen3.5, dense, text alone", qwen3_5_text_config, ignored=r"mtp\..*"
-        ),
+        _family("qwen3_5_text", "Qwen3.5, dense, text alone", qwen3_5_text_config),
         _family(
             "qwen3_5_moe",
             "Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B, without their vision inputs",
             partial(config_beside_vision, qwen3_5_moe_text_config),
-            ignored=r"mtp\..*|model\.visual\..*",
         ),
         _family(
             "qwen3_5_moe_text",
             "Qwen3.5 with experts, text alone",
             qwen3_5_moe_text_config,
-            ignored=r"mtp\..*",
         ),
     )
 )

@@ -19,11 +19,11 @@ from safetensors.numpy import load_file, save_file
 from test_model import MESHES, MODELS, TOLERANCE, error_of, every_hook, load, matching
 from watched import Watched
 
-from activation_extraction.common.errors import InputError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model.checkpoint import INDEX_FILE, Checkpoint
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.mesh import build_layout, usable_devices
+from activation_extraction.model.tensor_names import text_name
 from activation_extraction.model.weight_files import FIRST_BYTES
 from activation_extraction.model.weights import (
     WEIGHT_READERS,
@@ -63,7 +63,7 @@ MIXED = references("two_kv_heads_tied", "qwen3_5_moe")
 @MIXED
 def test_a_read_that_fails_ends_the_loading(reference: Reference):
     """Tensors are read side by side: nothing is read before a second thread reads, too."""
-    layers, norm = f"{reference.config.prefix}layers", "post_attention_layernorm.weight"
+    layers, norm = "model.layers", "post_attention_layernorm.weight"
     two = threading.Event()
 
     def before(tensor: str) -> None:
@@ -96,7 +96,8 @@ def test_every_tensor_is_read_once_and_lies_where_the_model_has_it(reference: Re
     assert max(checkpoint.parts.values()) == 1 <= len(checkpoint.threads) <= WEIGHT_READERS
     params = flatten_dict(params)
     assert params.keys() == table.keys()
-    state = {name: tensor.numpy() for name, tensor in reference.model.state_dict().items()}
+    state = reference.model.state_dict()
+    state = {text_name(name): tensor.numpy() for name, tensor in state.items()}
     for path, spec in table.items():
         assert params[path].dtype == np.uint16
         assert params[path].sharding == layout.sharding(spec.axes, spec.shape)
@@ -174,9 +175,7 @@ def test_some_weights_in_float32_and_what_is_beside_the_language_model(tmp_path)
     model = create_model_with_hooks(config, every_hook(config))
     checkpoint, table = Checkpoint(str(tmp_path)), family.weight_table(model)
     known = family.tensor_names(config, checkpoint.tensors)
-    check_tensors(checkpoint, table.values(), known, family.ignored)
-    with pytest.raises(InputError, match="tensor m.* is unknown"):
-        check_tensors(checkpoint, table.values(), known)
+    check_tensors(checkpoint, table.values(), known)
     params = load(model, tmp_path, ml_dtypes.bfloat16)
     (delta,) = (one for one in reference.language.bfloat16().layers if hasattr(one, "linear_attn"))
     got = np.asarray(params["layers"]["linear_attention"]["linear_attn"]["A_log"]).reshape(-1)
@@ -231,19 +230,57 @@ def test_a_stored_head_counts_although_it_is_said_to_be_tied(tied, tmp_path, cap
     assert capsys.readouterr().err.count(says) == 1
 
 
-def test_a_decoder_with_another_head_has_the_values_of_the_language_model(tied, tmp_path):
-    """As reward models, value models and classifiers are stored, with and without "model."."""
+def test_the_language_model_is_found_whatever_it_was_stored_in(tied, tmp_path):
+    """As reward models, classifiers, embedding models, models with other inputs, and as saved by a
+    library that repeated a part of the names."""
     flags = "--layers_to_extract", "0-3"
     expected = extract(tied.folder, tmp_path, *flags)
-    one = np.ones((1, 64), np.float32)
-    heads = {"score.weight": one, "v_head.summary.weight": one, "v_head.summary.bias": one[0, :1]}
-    change(tied.folder, **heads)
-    for _ in range(2):
+    beside = ("score.weight", "v_head.summary.weight", "visual.blocks.0.norm1.weight")
+    beside += ("talker.model.layers.0.input_layernorm.weight", "audio_tower.ln_post.weight")
+    beside += ("model.visual.merger.norm.weight", "mtp.layers.0.input_layernorm.weight")
+    beside += ("thinker.visual.merger.ln_q.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
+    path, one = tied.folder / "model.safetensors", np.ones((1, 64), np.float32)
+    stored, others = load_file(path), dict.fromkeys(beside, one)
+    for around in (
+        "",
+        "language_model.",
+        "model.language_model.",
+        "thinker.model.",
+        "transformer.",
+    ):
+        named = {around + name.removeprefix("model."): stored[name] for name in stored}
+        save_file(named | others, path, {"format": "pt"})
         found = extract(tied.folder, tmp_path, *flags)
         assert found.keys() == expected.keys() and len(found) == 4
         for hook, values in expected.items():
             np.testing.assert_array_equal(found[hook], values)
-        change(tied.folder, lambda name: name.removeprefix("model."))
+
+
+def test_names_that_say_two_things_or_nothing(tied, tmp_path, capsys):
+    repeated = "model.language_model.language_model.language_model.layers.3.mlp.up_proj.weight"
+    assert text_name(repeated) == "model.layers.3.mlp.up_proj.weight"
+    assert text_name("thinker.lm_head.weight") == "lm_head.weight"
+    assert text_name("model.odd.weight") == "model.odd.weight" and text_name("model") == "model"
+    change(tied.folder, **{"language_model.norm.weight": np.ones(64, np.float32)})
+    flags = "--dataset_path", "none.jsonl", "--output_dir", tmp_path / "out"
+    assert main("--model_path", tied.folder, *flags) == 2
+    says = "language_model.norm.weight and model.norm.weight are both the text model's model.norm"
+    assert says in capsys.readouterr().err
+
+
+def test_without_a_head_only_what_it_gives_is_refused(tied, tmp_path, capsys):
+    """As Qwen3-Embedding-8B, whose config.json does not tie a head that is not there."""
+    expected = extract(tied.folder, tmp_path, "--layers_to_extract", "2")
+    raw = json.loads((tied.folder / "config.json").read_text())
+    (tied.folder / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": False}))
+    found = extract(tied.folder, tmp_path, "--layers_to_extract", "2")
+    np.testing.assert_array_equal(*(next(iter(each.values())) for each in (expected, found)))
+    flags = "--dataset_path", tmp_path / "ids.parquet", "--ids_column", "ids"
+    flags += ("--model_path", tied.folder, "--output_dir", tmp_path / "other")
+    for hook in ("loss", "logits.top_ids"):
+        assert main(*flags, "--hook_names", hook) == 2
+        says = f"losses and logits need lm_head.weight, which --model_path {tied.folder} has not"
+        assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["folder", "URL"])

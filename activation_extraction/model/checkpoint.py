@@ -32,8 +32,10 @@ from activation_extraction.common.retries import (
     name_unknown,
     unwritable_cache,
 )
+from activation_extraction.model.tensor_names import text_names
 from activation_extraction.model.weight_files import Index, LocalFile, RemoteFile, WeightFile
 from activation_extraction.store.folder import FolderError, SourceFolder
+from activation_extraction.store.safetensors_file import Tensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -204,21 +206,25 @@ class Checkpoint:
             raise InputError(f"{index}: not a safetensors index: {error!r}") from error
 
     @functools.cached_property
-    def tensors(self) -> set[str]:
-        """Returns the names of all tensors."""
+    def tensors(self) -> dict[str, str]:
+        """Returns the names of the language model's tensors, and what each is stored as."""
         if ADAPTER_FILE in self._names:
             raise self._holds_adapter()
-        return set(self.file_of_tensor or self._open(SINGLE_FILE).header)
+        stored = self.file_of_tensor or self._open(SINGLE_FILE).header
+        return text_names(stored, f"--model_path {self.model_path}")
 
-    def file_with(self, tensor: str) -> WeightFile:
-        """Returns the file that holds (or should hold) a tensor."""
-        if self.file_of_tensor is not None and tensor not in self.file_of_tensor:
+    def place(self, tensor: str) -> tuple[WeightFile, Tensor]:
+        """Returns the file that holds a tensor of the language model, and where it lies there."""
+        if (stored := self.tensors.get(tensor)) is None:
             raise InputError(f"--model_path {self.model_path}: tensor {tensor} is missing")
-        return self._open((self.file_of_tensor or {}).get(tensor, SINGLE_FILE))
+        file = self._open((self.file_of_tensor or {}).get(stored, SINGLE_FILE))
+        if stored not in file.header:
+            raise InputError(f"{file.where}: tensor {stored} is missing")
+        return file, file.header[stored]
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
         """Reads a part of a tensor; the index has a (start, stop) slice for every axis."""
-        return self.file_with(tensor).read(tensor, index)
+        return self.place(tensor)[0].read(self.tensors[tensor], index)
 
     def _open(self, name: str) -> WeightFile:
         if name not in self._opened:

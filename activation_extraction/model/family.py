@@ -68,7 +68,6 @@ class ModelFamily:
     # (configuration, hooks, dtype, activation dtype, kernels, layout) -> HookedModel
     hooked: Callable[..., Any]
     weight_table: Callable[..., WeightTable]  # (either model, the checkpoint's tensors if known)
-    ignored: str = ""  # a regular expression for tensors of its checkpoints that are not loaded
 
     def weights_of(self, config: Any) -> Iterable[WeightSpec]:
         return self.weight_table(self.whole(config)).values()

@@ -178,9 +178,14 @@ def prepare_model(
         chosen = try_kernels(config, model.layout, request.max_seq_length, jnp.dtype(model.dtype))
     functions = {name: choice.function for name, choice in chosen.items()}
     model = model.clone(kernels=model.kernels._replace(**functions))
+    if model.predicts and not config.tie_word_embeddings and HEAD not in checkpoint.tensors:
+        raise InputError(
+            f"--hook_names: losses and logits need {HEAD}, which --model_path {request.model_path} "
+            "has not; its other hooks can be stored"
+        )
     weights = family.weight_table(model, checkpoint.tensors)
     known = family.tensor_names(config, checkpoint.tensors)
-    check_tensors(checkpoint, weights.values(), known, family.ignored)
+    check_tensors(checkpoint, weights.values(), known)
     hooks = choose_hooks(request, config)
     return Forward(model, weights, rows, request.shape, checkpoint, hooks, chosen)
 

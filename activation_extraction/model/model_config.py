@@ -76,9 +76,9 @@ class QwenConfig:
 
     In sliding_layers a token sees only the last `sliding_window` tokens, itself included. Families
     differ in their biases; in qk_norm, a norm on the queries and keys of each head; in q_gate, a
-    gate on the output of each head, which q_proj gives beside the queries; in norm_offset, which is
-    added to the weights of norms; and in what their tensors' names begin with. The layers in
-    sparse_layers have experts in place of an MLP, and those of `delta` have no attention.
+    gate on the output of each head, which q_proj gives beside the queries; and in norm_offset,
+    which is added to the weights of norms. The layers in sparse_layers have experts in place of an
+    MLP, and those of `delta` have no attention.
     """
 
     model_type: str
@@ -100,7 +100,6 @@ class QwenConfig:
     qk_norm: bool
     q_gate: bool = False
     norm_offset: float = 0.0
-    prefix: str = "model."
     experts: ExpertsConfig | None = None
     sparse_layers: tuple[int, ...] = ()
     delta: DeltaNet | None = None
@@ -214,7 +213,6 @@ def config_beside_vision(
     return dataclasses.replace(
         text_config(hf.text_config, source),
         model_type=hf.model_type,
-        prefix="model.language_model.",
         tie_word_embeddings=bool(hf.tie_word_embeddings),
     )
 
@@ -222,15 +220,10 @@ def config_beside_vision(
 def as_stored(config: QwenConfig, tensors: Collection[str]) -> QwenConfig:
     """Returns the configuration of a checkpoint that has these tensors, as transformers reads it.
 
-    Their names lack "model." where the decoder was stored without its head, and a head that is
-    stored counts even if config.json ties it to the embedding.
+    A head that is stored counts even if config.json ties it to the embedding.
     """
-    alone, embedding = config.prefix.removeprefix("model."), "embed_tokens.weight"
-    if config.prefix + embedding not in tensors and alone + embedding in tensors:
-        config = dataclasses.replace(config, prefix=alone)
-    return dataclasses.replace(
-        config, tie_word_embeddings=config.tie_word_embeddings and HEAD not in tensors
-    )
+    tied = config.tie_word_embeddings and HEAD not in tensors
+    return dataclasses.replace(config, tie_word_embeddings=tied)
 
 
 def _config(hf: Any, source: str, **details: Any) -> QwenConfig:

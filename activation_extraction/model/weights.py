@@ -8,7 +8,6 @@ parameters exist, and checkpoint.py where the files are.
 import dataclasses
 import functools
 import math
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,11 +23,9 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.layers import ParamPath
 from activation_extraction.model.mesh import Layout
+from activation_extraction.model.tensor_names import text_names
 from activation_extraction.model.weight_files import Index
 
-# Some exporters write the first, which every model recomputes from rope_theta. The others are heads
-# of reward models, value models and classifiers, which no hook needs.
-IGNORED_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq|(score|v_head|classifier|qa_outputs)\..*")
 WEIGHT_READERS = 3  # threads that read, and tensors in flight
 BUFFER_ALIGNMENT = 64  # XLA's buffers are aligned to so many bytes
 
@@ -130,29 +127,20 @@ def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def check_tensors(
-    checkpoint: Checkpoint, table: Iterable[WeightSpec], known: set[str], ignored: str = ""
-) -> None:
+def check_tensors(checkpoint: Checkpoint, table: Iterable[WeightSpec], known: set[str]) -> None:
     """Compares the checkpoint's headers with what the model needs, before anything is read.
 
-    table: the parameters to load; known: every tensor name that the architecture has; ignored: a
-    regular expression for those that it has beside the language model, which may lack "model.".
-    Raises InputError for missing, unknown, misshapen or non-float tensors.
+    table: the parameters to load; known: every tensor name that the architecture has. Raises
+    InputError for missing, unknown, misshapen or non-float tensors.
     """
-    names = set(checkpoint.tensors)
     for spec in table:
         for name in spec.hf_names:
-            file = checkpoint.file_with(name)
-            names.update(file.header)
-            shape = file.header[name].shape if name in file.header else None
-            spec.check(name, shape, file.where)
-    unknown = sorted(
-        name
-        for name in names - known
-        if not IGNORED_TENSORS.fullmatch(name)
-        and not any(re.fullmatch(ignored, prefix + name) for prefix in ("", "model."))
-    )
-    if unknown:
+            file, tensor = checkpoint.place(name)
+            spec.check(name, tensor.shape, file.where)
+    names = set(checkpoint.tensors)
+    for file in checkpoint.weight_files:  # they may hold more than the index says
+        names.update(text_names(file.header, file.where))
+    if unknown := sorted(names - known):
         raise InputError(
             f"--model_path {checkpoint.model_path}: tensor {unknown[0]} is unknown to this model"
             + (f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else "")
@@ -195,8 +183,8 @@ def load_params(
         names = spec.hf_names[k * math.prod(spec.shape[1 : spec.stacked]) :]
         if not names:
             return True, "", 0
-        file = checkpoint.file_with(names[0])
-        return False, file.name, file.header[names[0]].offset
+        file, tensor = checkpoint.place(names[0])
+        return False, file.name, tensor.offset
 
     def load(path: ParamPath, k: int | None) -> jax.Array:
         spec, axes = table[path], table[path].axes
