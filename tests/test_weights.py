@@ -23,7 +23,7 @@ from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model.checkpoint import INDEX_FILE, Checkpoint
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.mesh import build_layout, usable_devices
-from activation_extraction.model.tensor_names import text_name
+from activation_extraction.model.tensor_names import text_name, text_names
 from activation_extraction.model.weight_files import FIRST_BYTES
 from activation_extraction.model.weights import (
     WEIGHT_READERS,
@@ -97,7 +97,7 @@ def test_every_tensor_is_read_once_and_lies_where_the_model_has_it(reference: Re
     params = flatten_dict(params)
     assert params.keys() == table.keys()
     state = reference.model.state_dict()
-    state = {text_name(name): tensor.numpy() for name, tensor in state.items()}
+    state = {text: state[name].numpy() for text, name in text_names(state, "").items()}
     for path, spec in table.items():
         assert params[path].dtype == np.uint16
         assert params[path].sharding == layout.sharding(spec.axes, spec.shape)
