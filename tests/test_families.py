@@ -1,6 +1,10 @@
 """What config.json says of each family: refusals, released sizes, frequencies, operations."""
 
+import copy
+import json
+import logging
 import math
+import shutil
 from typing import Any
 
 import numpy as np
@@ -8,12 +12,15 @@ import pytest
 from conftest import shapes_of
 from delta_reference import VISION
 from test_model import flops_of, matching
-from tiny_models import MOE, MOE_TEXT, SHARED, TEXT, YARN
+from tiny_models import MOE, MOE_TEXT, SHARED, TEXT
 
+from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
+from activation_extraction.model.forward import build_model, prepare_model
 from activation_extraction.model.released import RELEASED, released_config
 from activation_extraction.model.rope import Rope
 from activation_extraction.model.tensor_names import text_names
+from activation_extraction.run.prepare import model_request
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
 V4 = {
@@ -32,6 +39,19 @@ def rope(**parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 1e6} | parameters}
 
 
+def scaling(**fields: Any) -> dict[str, Any]:
+    return {"rope_scaling": fields}
+
+
+TRAINED = "original_max_position_embeddings"
+LENGTH = {TRAINED: 32768}
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0) | LENGTH
+# What Qwen2.5's cards say to add, and what Qwen3's do.
+CARD_2 = dict(type="yarn", factor=4.0) | LENGTH
+CARD_3 = dict(rope_type="yarn", factor=4.0) | LENGTH
+NEXT = {"model_type": "qwen4_exp"}
+
+
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (V4, {"model_type": "llama"}, "model_type 'llama' is not supported; supported are: qwen2"),
     (V4, {"model_type": None}, "model_type None"),
@@ -40,8 +60,32 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (V4, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     (V4, {"rope_scaling": {"type": "yarn"}}, "factor"),
     (V4, {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor must be a positive"),
-    (V4, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
-    (V4, rope(rope_type="su"), "rope_type 'su' is not supported; default, linear and yarn are"),
+    (V4, rope(rope_type="su"), "'su' is not supported; default, linear, dynamic, llama3, yarn and"),
+    (V4, rope(rope_type=None, type="yarn"), "rope_type None is not supported"),
+    (V4, rope(rope_type="proportional"), "rope_type 'proportional' is not supported"),
+    (V4, scaling(type="longrope", short_factor=None), "rope_type 'longrope' is not supported"),
+    (V4, scaling(type="dynamic"), "'dynamic': {'factor'}"),
+    (V4, scaling(type="dynamic", factor=None), "factor must be a positive number, found None"),
+    (V4, scaling(**CARD_2 | {TRAINED: 0}), f"{TRAINED} must be a positive number, found 0"),
+    (V4, scaling(**CARD_2 | {TRAINED: "32768"}), f"{TRAINED} must be .* found '32768'"),
+    (V4, scaling(**CARD_2) | {TRAINED: "32768"}, f"{TRAINED} must be .* found '32768'"),
+    (V4, scaling(**CARD_2, attention_factor=0), "attention_factor must be a positive number"),
+    (V4, scaling(**CARD_2, rope_theta=1), "no YaRN can be computed from {'type': 'yarn',"),
+    (V4, scaling(**CARD_2, beta_slow=1e-320), "no YaRN can be computed from"),
+    (V4, scaling(**CARD_2 | dict(factor=1e39)), "factor must be a positive number"),
+    (V4, scaling(**CARD_2 | dict(factor=10**400)), "factor must be a positive number"),
+    (V4, scaling(**LLAMA3 | dict(high_freq_factor=1)), "high_freq_factor 1.0 must exceed low"),
+    (V4, scaling(**LLAMA3 | dict(low_freq_factor=0)), "low_freq_factor must be a positive number"),
+    (V4, scaling(type="llama3", factor=8.0), "'llama3': {'(low|high)_freq_factor'"),
+    (V4, {"dual_chunk_attention_config": True}, "dual_chunk_attention_config True is not a set"),
+    (V4, {"dual_chunk_attention_config": {"chunk_size": 0}}, "chunk_size must be a positive"),
+    (V4, NEXT, "qwen4_exp models .* n-gram embedding tables, several residual streams and sparse"),
+    (V4, {"model_type": "qwen4_exp_text"}, "qwen4_exp models .* are not supported"),
+    (
+        V4,
+        {"architectures": ["Qwen4ExpForConditionalGeneration"]},
+        "qwen4_exp models .* are not supported",
+    ),
     (V4, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     (V4, {"use_sliding_window": True, "sliding_window": 0}, "sliding_window must be a positive"),
     (V4, {"layer_types": ["sliding_attention"] * 24}, "layer 0 slides, but there is no window"),
@@ -104,39 +148,140 @@ def test_what_configurations_say():
     others = dict(shared_expert_intermediate_size=512, qkv_bias=True)
     others["layer_types"] = ["sliding_attention"] * raw["num_hidden_layers"]
     assert FAMILIES.config(raw | others) == FAMILIES.config(raw)
-    # The cards of Qwen3 add these three fields and nothing else.
-    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
-    raw = released("Qwen3-8B") | {"max_position_embeddings": 40960}
-    assert FAMILIES.config(raw).longest_row == 40960
-    assert FAMILIES.config(raw | {"rope_scaling": yarn}).longest_row == 131072
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        dict(rope_type="linear", factor=3.0),
-        YARN,
-        YARN | dict(factor=1.0),
-        YARN | dict(factor=None),
-        YARN | dict(beta_fast=4.0, beta_slow=2.0),
-        YARN | dict(mscale=1.2, mscale_all_dim=0.7),
-        YARN | dict(attention_factor=0.9, truncate=False),
-        YARN | dict(original_max_position_embeddings=32768, rope_theta=5e6),
-    ],
-)
-def test_frequencies_are_those_of_transformers(changes):
+DUAL = {"chunk_size": 262144, "local_size": 8192, TRAINED: 262144}
+MILLION = {"max_position_embeddings": 1010000}  # Qwen2.5-7B-Instruct-1M has all of these
+ROWS: list[tuple[dict[str, Any], int, str]] = [
+    ({}, 32768, "the model has 32768 positions"),
+    (scaling(type="linear", factor=4.0), 32768, "the model has 32768 positions"),
+    (scaling(**CARD_2), 131072, "the model has 131072 positions"),
+    (scaling(**LLAMA3), 262144, "the model has 262144 positions"),
+    (
+        scaling(type="dynamic", factor=2.0),
+        32768,
+        "32768 positions, and beyond .* 'dynamic' depends",
+    ),
+    (MILLION | {"dual_chunk_attention_config": None}, 1010000, "the model has 1010000 positions"),
+    (
+        MILLION | {"dual_chunk_attention_config": DUAL},
+        262144,
+        "262144: longer rows need dual-chunk",
+    ),
+    (MILLION | {"dual_chunk_attention_config": DUAL | {TRAINED: 9999}}, 9999, "need dual-chunk"),
+    (MILLION | {"dual_chunk_attention_config": DUAL | {TRAINED: 0}}, 262144, "need dual-chunk"),
+    ({"dual_chunk_attention_config": DUAL}, 32768, "the model has 32768 positions"),
+    ({"dual_chunk_attention_config": {}}, 8192, "8192: longer rows need dual-chunk attention"),
+    (
+        {"dual_chunk_attention_config": {"chunk_size": 16384, "sparse_attention_config": [{}]}},
+        *(16384, "16384: longer rows need dual-chunk attention"),
+    ),
+    ({"sparse_attention_config": {"0": {}}}, 32768, "the model has 32768 positions"),
+]
+
+
+@pytest.mark.parametrize("changes,longest,why", ROWS)
+def test_the_longest_row_and_the_refusal_of_a_longer_one(changes, longest, why):
+    family, config = FAMILIES.parse_config(V4 | changes)
+    flags = ["--batch_size", "1", "--no_data_parallel", "--layers_to_extract", "3"]
+    for length in (longest, longest + 1):
+        request = model_request(parse_args([*flags, "--max_seq_length", str(length)]))
+        if length == longest:
+            build_model(family, request, config)
+            continue
+        with pytest.raises(InputError, match=f"--max_seq_length {length}: .*{why}") as refused:
+            build_model(family, request, config)
+        assert "\n" not in str(refused.value)
+
+
+M_ROPE = dict(mrope_section=[8, 12, 12])
+SHARE = dict(model_type="qwen3_5_text", head_dim=256, partial_rotary_factor=0.25)
+SPELLINGS: list[dict[str, Any]] = [
+    {},
+    {"rope_theta": 1e6, "rope_scaling": None},
+    rope(rope_type="default", **M_ROPE, mrope_interleaved=True),
+    scaling(rope_type="linear", factor=3.0) | {TRAINED: 0},  # which only other types use
+    scaling(type="dynamic", factor=2.7),
+    scaling(**CARD_2),
+    scaling(**CARD_3) | {"rope_theta": 1e6},
+    scaling(**CARD_3, type="mrope", **M_ROPE, mrope_interleaved=True),
+    scaling(**CARD_3, type="linear"),
+    scaling(**CARD_3) | rope(rope_type="linear", factor=2.0),  # the former counts
+    rope(**CARD_3, rope_theta=5e6) | {"rope_theta": 1e4},
+    scaling(**CARD_3 | dict(factor=1.0)),
+    scaling(**CARD_3 | dict(factor=None)),
+    scaling(type="yarn", factor=4.0),  # the original length is then max_position_embeddings
+    scaling(type="yarn", factor=None),
+    scaling(**CARD_3 | {TRAINED: 64}),
+    scaling(**CARD_3 | {TRAINED: 64}) | LENGTH,  # which overrides the other one
+    scaling(type="yarn", factor=None) | LENGTH,
+    scaling(**CARD_3, beta_fast=4.0, beta_slow=2.0),
+    scaling(**CARD_3, beta_fast=0, beta_slow=0),
+    scaling(**CARD_3, beta_fast=None, beta_slow=3),
+    scaling(**CARD_3, truncate=False),
+    scaling(**CARD_3, truncate=None),
+    scaling(**CARD_3, mscale=1.2, mscale_all_dim=0.7),
+    scaling(**CARD_3, mscale=1.2, mscale_all_dim=0),
+    scaling(**CARD_3, mscale=1.2),
+    scaling(**CARD_3, attention_factor=0.9, mscale=1.2, mscale_all_dim=0.7),
+    scaling(**CARD_3, attention_factor=1, truncate=False),
+    scaling(**CARD_3, attn_factor=0.8782488562869419),
+    scaling(**LLAMA3),
+    scaling(**LLAMA3 | {"factor": 3.3, TRAINED: 8192}) | {"rope_theta": 5e5},
+    scaling(**LLAMA3) | {TRAINED: 2048},
+    scaling(**{key: value for key, value in LLAMA3.items() if key != TRAINED}),
+    scaling(**LLAMA3 | dict(low_freq_factor=2, high_freq_factor=2.5)),
+    SHARE | rope(**CARD_3 | LENGTH, rope_theta=1e7),
+    SHARE | scaling(**LLAMA3),
+    SHARE | scaling(type="dynamic", factor=4.0),
+]
+# What transformers fails with, and a spelling of what that must mean.
+NULL, MISSING = {TRAINED: None}, {"type": "yarn", "factor": 4.0}
+MEANT: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (scaling(type="mrope", **M_ROPE), {}),
+    (rope(rope_type="mrope", **M_ROPE), rope()),
+    (scaling(**MISSING, **NULL), scaling(**MISSING)),
+    (rope(**MISSING, **NULL), rope(**MISSING)),
+    (scaling(**CARD_2) | NULL, scaling(**CARD_2)),
+    (scaling(**LLAMA3 | NULL), scaling(**LLAMA3 | {TRAINED: 40960})),
+]
+
+
+@pytest.mark.parametrize("changes,meant", [(each, each) for each in SPELLINGS] + MEANT)
+def test_frequencies_are_those_of_transformers(changes, meant):
     from transformers import AutoConfig
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
-    parameters = dict(rope_type="default", rope_theta=1e4) | changes
-    hf = AutoConfig.for_model("qwen3", head_dim=64, rope_parameters=parameters)
-    expected, got = Qwen3RotaryEmbedding(hf), FAMILIES.config(hf.to_dict()).rope
-    frequencies, wanted = got.frequencies(64), expected.inv_freq.numpy()
-    assert frequencies.dtype == np.float32
+    usual = dict(model_type="qwen3", head_dim=64, max_position_embeddings=40960)
+    hf = AutoConfig.for_model(**copy.deepcopy(usual | meant))
+    rotary = Qwen3RotaryEmbedding if hf.model_type == "qwen3" else Qwen3_5TextRotaryEmbedding
+    expected, config = rotary(hf), FAMILIES.config(usual | changes)
+    got, wanted = config.rope.frequencies(config.head_dim), expected.inv_freq.numpy()
+    assert got.dtype == np.float32 and got.shape == wanted.shape
+    np.testing.assert_array_max_ulp(got, wanted, 4)
     # Radians at the last position.
-    np.testing.assert_allclose(32768 * frequencies, 32768 * wanted, rtol=0, atol=1e-3)
-    assert got.attention_factor == pytest.approx(expected.attention_scaling, rel=1e-12)
+    np.testing.assert_allclose(32768 * got, 32768 * wanted, rtol=0, atol=1e-3)
+    scale = config.rope.attention_factor
+    assert scale == pytest.approx(expected.attention_scaling, rel=1e-12)
+
+
+def test_that_attn_factor_is_ignored_is_said_once(demo_inputs, tmp_path, caplog, monkeypatch):
+    folder, log = tmp_path / "model", logging.getLogger("extract_activations")
+    monkeypatch.setattr(log, "propagate", True)
+    caplog.set_level("INFO", log.name)
+    shutil.copytree(demo_inputs / "model", folder)
+    path, request = folder / "config.json", model_request(parse_args(["--model_path", str(folder)]))
+    raw = {key: value for key, value in json.loads(path.read_text()).items() if "rope" not in key}
+    # DeepSeek-R1-0528-Qwen3-8B has these.
+    for changes in ({}, {"attn_factor": 0.8782488562869419}):
+        path.write_text(json.dumps(raw | scaling(**CARD_3, **changes)))
+        prepare_model(FAMILIES, request, prepare_model(FAMILIES, request))
+        ours = (record.getMessage() for record in caplog.records if record.name == log.name)
+        lines = [line for line in ours if "attn_factor" in line]
+        assert len(lines) == len(changes)
+    assert "attn_factor 0.8782488562869419 is ignored, as by transformers; vLLM" in lines[0]
+    assert lines[0].endswith("would multiply the attention factor 1.138629436111989 by it")
 
 
 def of_each_layer(config):

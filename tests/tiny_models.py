@@ -6,6 +6,8 @@ from delta_reference import QWEN3_5, delta, experts
 
 YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
 YARN_256 = dict(rope_parameters=YARN, max_position_embeddings=256)
+LLAMA3 = dict(rope_type="llama3", factor=3.0, original_max_position_embeddings=64)
+LLAMA3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
 SLIDING = dict(use_sliding_window=True, sliding_window=21, max_window_layers=2)
 TIED = dict(tie_word_embeddings=True)
 QWEN3: dict[str, Any] = dict(model_type="qwen3")
@@ -14,8 +16,8 @@ SHARED = MOE | dict(model_type="qwen2_moe", shared_expert_intermediate_size=72)
 TINY: dict[str, dict[str, Any]] = {
     "two_kv_heads_tied": TIED | dict(num_key_value_heads=2),
     "sharded": TIED | dict(num_key_value_heads=2, vocab_size=257, head_dim=24),
-    "deep_other_theta": dict(
-        num_key_value_heads=1, num_hidden_layers=7, rope_parameters={"rope_theta": 1e6}
+    "deep_llama3": dict(
+        num_key_value_heads=1, num_hidden_layers=7, rope_parameters=LLAMA3 | dict(rope_theta=1e6)
     ),
     "linear": dict(
         num_key_value_heads=4,

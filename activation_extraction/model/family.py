@@ -18,6 +18,7 @@ from activation_extraction.model.hooks import Hook
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import HEAD, LARGEST_DEPTH, LARGEST_SIZE, SIZES
+from activation_extraction.model.rope import check_rope
 from activation_extraction.model.weights import WeightSpec
 
 WeightTable = dict[tuple[str, ...], WeightSpec]
@@ -100,6 +101,11 @@ class Families:
     ) -> tuple[ModelFamily, Any]:
         """Returns the family and configuration of a model. raw: the contents of config.json."""
         model_type = raw.get("model_type")
+        if "qwen4_exp" in str(model_type) or "Qwen4Exp" in str(raw.get("architectures")):
+            raise InputError(
+                f"{source}: qwen4_exp models (such as Qwen3.8-Flash-Next) are not supported: they "
+                "have n-gram embedding tables, several residual streams and sparse attention"
+            )
         for family in self.families:
             if family.model_type == model_type:
                 return family, family.config(complete(raw, source), source)
@@ -119,16 +125,17 @@ def complete(raw: Mapping[str, Any], source: str) -> Any:
     raw: its contents, with a model_type that transformers knows. Raises InputError for what
     transformers rejects, and for sizes that would take too much memory.
     """
-    text = raw.get("text_config")
-    for section in (raw, text if isinstance(text, Mapping) else {}):
+    fields = copy.deepcopy(dict(raw))  # which transformers and check_rope change
+    text = fields.get("text_config")
+    for section in (fields, text if isinstance(text, dict) else {}):
         for name in SIZES:
             value, most = section.get(name), LARGEST_SIZE
             if name == "num_hidden_layers":
                 most = LARGEST_DEPTH
             if isinstance(value, int | float) and value > most:
                 raise InputError(f"{source}: {name} is {value:.6g}, expected at most {most:,}")
+        check_rope(section, source)
     try:
-        # transformers changes what it is given, and its validation may raise anything.
-        return transformers().AutoConfig.for_model(**copy.deepcopy(dict(raw)))
-    except Exception as error:
+        return transformers().AutoConfig.for_model(**fields)
+    except Exception as error:  # its validation may raise anything
         raise InputError(f"{source}: {one_line(error)}") from error

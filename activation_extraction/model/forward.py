@@ -169,9 +169,13 @@ def prepare_model(
     family, config = families.read_config(checkpoint.file("config.json"))
     tied, config = config.tie_word_embeddings, as_stored(config, checkpoint.tensors)
     model, rows = build_model(family, request, config)
+    where, rope = f"--model_path {request.model_path}", config.rope
     if before is None and model.predicts and tied and not config.tie_word_embeddings:
-        where = f"--model_path {request.model_path}"
         log.info("%s: its %s is used, although config.json ties it to the embedding", where, HEAD)
+    if before is None and rope.attn_factor is not None:
+        text = "%s: YaRN's attn_factor %s is ignored, as by transformers; vLLM would multiply the "
+        text += "attention factor %s by it"
+        log.info(text, where, rope.attn_factor, rope.attention_factor)
     if before is not None and before.layout == model.layout:
         chosen = before.kernels
     else:
@@ -198,8 +202,9 @@ def build_model(
     Its kernels are those that its platform prefers; `try_kernels` has the last word.
     """
     length = request.max_seq_length
-    if length > config.longest_row:
-        raise InputError(f"--max_seq_length {length}: the model has {config.longest_row} positions")
+    longest, why = config.longest_row
+    if length > longest:
+        raise InputError(f"--max_seq_length {length}: {why}")
     devices = usable_devices(request.use_data_parallel, request.devices)
     dtype, stored = choose_dtypes(request, devices[0].platform)
     hooks = [*choose_hooks(request, config).values()]

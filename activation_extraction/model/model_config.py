@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.rope import Rope, positive
+from activation_extraction.model.rope import TRAINED, Rope, positive
 
 # Models are hundreds of times smaller; an absurd one is refused before it is computed with.
 LARGEST_SIZE = 2**27
@@ -78,7 +78,8 @@ class QwenConfig:
     differ in their biases; in qk_norm, a norm on the queries and keys of each head; in q_gate, a
     gate on the output of each head, which q_proj gives beside the queries; and in norm_offset,
     which is added to the weights of norms. The layers in sparse_layers have experts in place of an
-    MLP, and those of `delta` have no attention.
+    MLP, and those of `delta` have no attention. Rows of more than `chunk` tokens would need
+    dual-chunk attention, which is not supported.
     """
 
     model_type: str
@@ -103,6 +104,7 @@ class QwenConfig:
     experts: ExpertsConfig | None = None
     sparse_layers: tuple[int, ...] = ()
     delta: DeltaNet | None = None
+    chunk: int | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -139,9 +141,19 @@ class QwenConfig:
         return self.sizes | {"S": length}
 
     @property
-    def longest_row(self) -> int:
-        """Returns the most tokens of a row; with YaRN they may exceed max_position_embeddings."""
-        return max(self.max_position_embeddings, int(self.rope.factor * self.rope.trained))
+    def longest_row(self) -> tuple[int, str]:
+        """Returns the most tokens of a row, and why it is the most.
+
+        Where the context was scaled they may exceed max_position_embeddings.
+        """
+        most = max(self.max_position_embeddings, int(self.rope.factor * self.rope.trained))
+        if self.chunk is not None and self.chunk < most:
+            why = "longer rows need dual-chunk attention (dual_chunk_attention_config), which is"
+            return self.chunk, f"the limit is {self.chunk}: {why} not supported"
+        why = f"the model has {most} positions"
+        if self.rope.rope_type == "dynamic":
+            why += ", and beyond them its rope_type 'dynamic' depends on the other rows of a batch"
+        return most, why
 
     def sliding(self, layers: range) -> np.ndarray | None:
         """Returns which of these layers have a window; None if no layer of the model has one."""
@@ -244,6 +256,7 @@ def _config(hf: Any, source: str, **details: Any) -> QwenConfig:
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         sliding_window=window,
         sliding_layers=sliding,
+        chunk=_chunk(hf, source),
         **numbers,
         **details,
     )
@@ -280,14 +293,33 @@ def _refuse_quantized(hf: Any, source: str) -> None:
 
 
 def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
-    """Returns the one set for all layers; YaRN's factor may follow from numbers of positions."""
+    """Returns the one set for all layers; YaRN's factor may follow from numbers of positions.
+
+    An original length beside the set overrides the one in it, once the model is made.
+    """
+    hf.standardize_rope_params()
     rope = hf.rope_parameters
     if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
         raise InputError(f"{source}: rope_parameters {rope!r} is not supported, only one flat set")
     if rope.get("rope_type") == "yarn" and rope.get("factor", 0) is None:
-        trained = positive(rope, "original_max_position_embeddings", source)
+        trained = positive(rope, TRAINED, source)
         return {**rope, "factor": hf.max_position_embeddings / trained}
     return rope
+
+
+def _chunk(hf: Any, source: str) -> int | None:
+    """Returns the longest row in which dual-chunk attention (arXiv:2402.17463) is plain attention.
+
+    The default is that of vLLM and SGLang, which scale queries in rows beyond the original length.
+    transformers ignores all this, as it does the sparse attention that may be configured with it.
+    """
+    dual = getattr(hf, "dual_chunk_attention_config", None)
+    if dual is None:
+        return None
+    if not isinstance(dual, Mapping):
+        raise InputError(f"{source}: dual_chunk_attention_config {dual!r} is not a set of fields")
+    chunk = positive({"chunk_size": 8192, **dual}, "chunk_size", source)
+    return int(min(chunk, positive(dual, TRAINED, source) if dual.get(TRAINED) else chunk))
 
 
 def _sliding(hf: Any, known: tuple[str, ...], source: str) -> tuple[int | None, tuple[int, ...]]:

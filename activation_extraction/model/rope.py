@@ -1,9 +1,9 @@
 """The rotary embedding (arXiv:2104.09864) is plain, or scaled to contexts longer than trained.
 
 Frequencies follow `transformers.modeling_rope_utils`, in float32 as there. Linear scaling divides
-them all by the factor; YaRN (arXiv:2309.00071) divides those that turn slowly, leaves those that
-turn fast, and multiplies the rotated queries and keys by an attention factor. Some families rotate
-only the first dimensions of a head. layers.py rotates.
+them all by the factor; YaRN (arXiv:2309.00071) and Llama 3.1 divide those that turn slowly and
+leave those that turn fast. YaRN also multiplies the rotated queries and keys by an attention
+factor. Some families rotate only the first dimensions of a head. layers.py rotates.
 """
 
 import math
@@ -16,16 +16,22 @@ import numpy as np
 from activation_extraction.common.errors import InputError
 
 BETA_FAST, BETA_SLOW = 32.0, 1.0  # YaRN's default bounds, in turns over the trained context
+TRAINED = "original_max_position_embeddings"
+LARGEST = float(np.finfo(np.float32).max)
+TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
 class Rope:
     """A rotary embedding: the base `theta` of its wavelengths, and how it is scaled.
 
-    rope_type: "default", "linear" or "yarn"; the rest is for scaled types. factor: how many times
-    longer the context becomes. For YaRN, attention_factor; blended, the first and last index of the
-    frequencies that are between left and divided; trained, the tokens of the context before it
-    became longer. share: of a head's dimensions, from the first on, that are rotated.
+    rope_type: one of TYPES. "dynamic" is "default" for rows up to max_position_embeddings, and
+    longer ones are refused. The rest is for scaled types. factor: how many times longer the context
+    becomes; trained, its tokens before that. blended: the frequencies that are between left and
+    divided, for YaRN from the first to the last index, for Llama 3.1 from the lowest to the highest
+    number of turns over the trained context. attention_factor and attn_factor are YaRN's; the
+    latter is read by vLLM and not by transformers, and not used here. share: of a head's
+    dimensions, from the first on, that are rotated.
     """
 
     theta: float
@@ -33,8 +39,9 @@ class Rope:
     factor: float = 1.0
     attention_factor: float = 1.0
     blended: tuple[float, float] | None = None
-    trained: int = 0
+    trained: float = 0.0
     share: float = 1.0
+    attn_factor: Any = None
 
     @classmethod
     def from_hf(
@@ -43,23 +50,23 @@ class Rope:
         """Reads the `rope_parameters` of a configuration that transformers has completed.
 
         partial: whether the family may rotate only a share of a head's dimensions. Raises
-        InputError, naming field and value, for any other type and for missing numbers.
+        InputError, naming field and value, for types that are not in TYPES and for missing numbers.
         """
-        kind = rope.get("rope_type")
-        if kind not in ("default", "linear", "yarn"):
-            raise InputError(
-                f"{source}: rope_type {kind!r} is not supported; default, linear and yarn are"
-            )
-        share = _rotated_share(rope, head_dim, partial, source)
-        head_dim = int(head_dim * share)
+        kind, share = _rope_type(rope, source), _rotated_share(rope, head_dim, partial, source)
         theta = positive(rope, "rope_theta", source)
         factor = 1.0 if kind == "default" else positive(rope, "factor", source)
-        if kind != "yarn":
+        if kind in ("default", "dynamic"):
+            return cls(theta, kind, share=share)
+        if kind == "linear":
             return cls(theta, kind, factor, share=share)
-        trained = int(positive(rope, "original_max_position_embeddings", source))
-        blended = _blended(rope, theta, trained, head_dim, source)
+        trained = positive(rope, TRAINED, source)
+        if kind == "llama3":
+            turns = _llama3_turns(rope, source)
+            return cls(theta, kind, factor, blended=turns, trained=trained, share=share)
+        blended = _blended(rope, theta, trained, int(head_dim * share), source)
         attention_factor = _attention_factor(rope, factor, source)
-        return cls(theta, kind, factor, attention_factor, blended, trained, share)
+        ignored = rope.get("attn_factor")
+        return cls(theta, kind, factor, attention_factor, blended, trained, share, ignored)
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Returns the radians per position of each pair of rotated dimensions, float32.
@@ -74,17 +81,50 @@ class Rope:
         if self.blended is None:
             return stretched
         first, last = self.blended
-        ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(first)) / (last - first)
-        ramp = np.clip(ramp, 0, 1).astype(np.float32)
-        return stretched * ramp + plain * (1 - ramp)
+        left: np.ndarray
+        if self.rope_type == "llama3":
+            turns = np.float32(self.trained / (2 * math.pi)) * plain
+            left = (turns - first) / (last - first)
+        else:
+            left = 1 - (np.arange(head_dim // 2, dtype=np.float32) - first) / (last - first)
+        left = np.clip(left, 0, 1)
+        return stretched * (1 - left) + plain * left
+
+
+def check_rope(section: dict[str, Any], source: str) -> None:
+    """Refuses, in a config.json or its text_config, what transformers has no clear message for.
+
+    Deletes null original lengths from it: transformers cannot read them, unlike missing ones.
+    """
+    rope = section.get("rope_scaling") or section.get("rope_parameters")
+    scaled = rope if isinstance(rope, dict) else {}
+    if _rope_type(scaled, source) not in ("llama3", "yarn"):
+        return  # the others have no use for an original length
+    for fields in (section, scaled):
+        if fields.get(TRAINED) is not None:
+            positive(fields, TRAINED, source)
+        else:
+            fields.pop(TRAINED, None)
 
 
 def positive(fields: Mapping[str, Any], field: str, source: str) -> float:
-    """Returns a number above 0. Raises InputError for anything else."""
+    """Returns a number above 0 that float32 can hold. Raises InputError for anything else."""
     value: Any = fields.get(field)
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+    if type(value) not in (int, float) or not 0 < value <= LARGEST:
         raise InputError(f"{source}: {field} must be a positive number, found {value!r}")
     return float(value)
+
+
+def _rope_type(rope: Mapping[str, Any], source: str) -> str:
+    """Returns one of TYPES: "mrope" turns the positions of a text as "default" does."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "mrope":
+        return "default"
+    if kind not in TYPES:
+        raise InputError(
+            f"{source}: rope_type {kind!r} is not supported; {', '.join(TYPES)} and mrope are"
+        )
+    return kind
 
 
 def _rotated_share(rope: Mapping[str, Any], head_dim: int, partial: bool, source: str) -> float:
@@ -115,8 +155,16 @@ def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> fl
     return suggested(1.0)
 
 
+def _llama3_turns(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
+    """Returns the turns up to which frequencies are divided, and from which on they are left."""
+    low, high = (positive(rope, f"{name}_freq_factor", source) for name in ("low", "high"))
+    if low >= high:
+        raise InputError(f"{source}: high_freq_factor {high} must exceed low_freq_factor {low}")
+    return low, high
+
+
 def _blended(
-    rope: Mapping[str, Any], theta: float, trained: int, head_dim: int, source: str
+    rope: Mapping[str, Any], theta: float, trained: float, head_dim: int, source: str
 ) -> tuple[float, float]:
     """Returns the frequencies between which YaRN goes from leaving them to dividing them."""
 
@@ -128,8 +176,11 @@ def _blended(
         positive(rope, name, source) if rope.get(name) else default
         for name, default in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW))
     ]
-    first, last = map(with_turns, turns)
-    if rope.get("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
+    try:
+        first, last = map(with_turns, turns)
+        if rope.get("truncate", True):
+            first, last = math.floor(first), math.ceil(last)
+    except ArithmeticError:  # a theta of 1, or a beta next to 0
+        raise InputError(f"{source}: no YaRN can be computed from {dict(rope)}") from None
     first, last = max(first, 0), min(last, head_dim - 1)
     return first, last + 0.001 * (first == last)
