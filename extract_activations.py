@@ -46,6 +46,7 @@ from activation_extraction.model.forward import Activations, Step, choose_dtypes
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.estimate import print_estimate
+from activation_extraction.run.host_text import known_special_tokens
 from activation_extraction.run.hosts import (
     Host,
     Lockstep,
@@ -251,7 +252,8 @@ def finish(job: Job, clock: Clock, complete: bool, failure: Exception | None = N
 
 
 def show_hooks(config: Config) -> int:
-    """Prints the hooks of the model that the flags name (--list_hooks); reads only config.json."""
+    """Prints the hooks of the model that the flags name (--list_hooks); reads only config.json, and
+    tokenizer.json if it is there."""
     if config.demo:
         _, model = FAMILIES.parse_config(MODEL_CONFIG)
     else:
@@ -259,8 +261,10 @@ def show_hooks(config: Config) -> int:
         _, model = FAMILIES.read_config(checkpoint.file("config.json"))
     stored = choose_dtypes(model_request(config), jax.default_backend())[1]
     rule, length = config.positions, config.max_seq_length
-    table = hook_table(model, config.top_logits)
+    table, special = hook_table(model, config.top_logits), known_special_tokens(config)
     say(*list_hooks(table, model, stored, rule, length))
+    if special:
+        say(f"special tokens: {special.template}")
     return 0
 
 

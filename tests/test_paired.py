@@ -224,6 +224,7 @@ OTHER_SAMPLES = {
     "messages_column": "messages",
     "ids_column": "input_ids",
     "chat_template": "3" * 64,
+    "special_tokens": "an end after the text",
     "max_seq_length": 99,
     "long_documents": "split",
     "overlap": 3,

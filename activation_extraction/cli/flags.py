@@ -153,7 +153,7 @@ class Config:
     )
     list_hooks: bool = switch(
         "list the model's hooks with all their names, widths, dtypes and bytes per token, then "
-        "exit; reads only config.json"
+        "exit; reads only config.json and, for the special tokens, tokenizer.json"
     )
     positions: Positions = flag(
         "all, last, first:N, last:N, every:N (0, N, 2N, ...), a slice as in Python, such as 4:-1, "
@@ -246,6 +246,13 @@ class Config:
     )
     keep_columns: tuple[str, ...] = several(
         "columns to store with each sample, such as a label", collect=each_once
+    )
+    special_tokens: str = flag(
+        "which tokens plain text gets besides its own. tokenizer: those that the model's tokenizer "
+        "adds at the front and the end; Qwen's embedding models add <|endoftext|> at the end, its "
+        "chat and base models nothing. Conversations and token ids never get any",
+        "tokenizer",
+        choices=("tokenizer", "none"),
     )
     long_documents: str = flag(
         "what to do with documents longer than --max_seq_length. cut: leave out the rest; split: "

@@ -35,7 +35,7 @@ T = TypeVar("T", TokenBatch, TokenPair)
 # of a base and a chat model differ, but give the same ids, which are compared one by one.
 OF_SAMPLES = (
     *("data", "data_revision", "text_column", "messages_column", "ids_column", "chat_template"),
-    *("max_seq_length", "long_documents", "overlap"),
+    *("special_tokens", "max_seq_length", "long_documents", "overlap"),
 )
 BLOCKS = "blocks "  # what the fingerprint of a local file begins with
 

@@ -2,7 +2,7 @@
 
 Memory and times follow from the formula by which `--mesh_type auto` chooses (automatic_mesh.py).
 For TPUs, the compiler also says what the very program takes; that needs libtpu, but no TPU. Of the
-model, config.json alone is read. Nothing runs.
+model, only config.json and tokenizer.json are read. Nothing runs.
 """
 
 import json
@@ -34,6 +34,7 @@ from activation_extraction.model.forward import ModelRequest, Program, build_mod
 from activation_extraction.model.mesh import in_words
 from activation_extraction.model.released import released_config
 from activation_extraction.run.demo import MODEL_CONFIG
+from activation_extraction.run.host_text import known_special_tokens
 from activation_extraction.run.prepare import model_request
 from activation_extraction.run.topologies import PRICES_OF, Topology, topology_of
 from activation_extraction.store.formats import Threads, chosen_format
@@ -124,7 +125,7 @@ def planned_run(config: Config, families: Families) -> PlannedRun:
     if kind.network is not None and config.upload_to_gcs:
         speeds["upload"] = chips * kind.network / ratio
     of_token, prices = sum(form.bytes for form in forms), config.chip_hour_dollars or kind.dollars
-    tokens, kept = data_size(config)
+    tokens, kept = data_size(config, len(known_special_tokens(config)))
     return PlannedRun(families, raw, topology, request, of_token, tokens, kept, speeds, prices)
 
 
@@ -246,12 +247,12 @@ def pack_rate(config: Config, dtype: Any) -> Range:
     return size / (time.process_time() - began), packed.facts.bytes / size
 
 
-def data_size(config: Config) -> tuple[float | None, float]:
+def data_size(config: Config, special: int = 0) -> tuple[float | None, float]:
     """Returns how many tokens the run computes in all, None if nothing says how much data there is,
-    and the share of them that is stored."""
-    length, overlap = config.max_seq_length, config.overlap
-    step = length - overlap if config.long_documents == "split" else max(LENGTHS)
-    pieces = [(x, start) for x in LENGTHS for start in range(0, max(x - overlap, 1), step)]
+    and the share of them that is stored. special: how many tokens are added to each document."""
+    length, overlap, lengths = config.max_seq_length, config.overlap, [x + special for x in LENGTHS]
+    step = length - overlap if config.long_documents == "split" else max(lengths)
+    pieces = [(x, start) for x in lengths for start in range(0, max(x - overlap, 1), step)]
     samples = [min(document - start, length) for document, start in pieces]
     total = sum(samples)
     # A piece of a document repeats tokens of the one before, which are not stored again.

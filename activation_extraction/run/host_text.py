@@ -6,12 +6,13 @@ A thread prepares the next batches while the devices compute.
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tokenizers import Tokenizer
 
+from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run.open_data import Dataset, TextRequest
@@ -25,7 +26,14 @@ from activation_extraction.text.packing import pack, rows_of_group
 from activation_extraction.text.rows import IdsColumn, Reader, RowForm, TextColumn
 from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.token_choice import TokenChoice
-from activation_extraction.text.tokenizer import load_tokenizer, pretrained, tokenizer_file
+from activation_extraction.text.tokenizer import (
+    SpecialTokens,
+    load_tokenizer,
+    pretrained,
+    read_tokenizer,
+    special_tokens_of,
+    tokenizer_file,
+)
 
 T = TypeVar("T")
 BATCHES_AHEAD = 4
@@ -114,10 +122,36 @@ def row_form(request: TextRequest, template: ChatTemplate | None, vocabulary: in
     return RowForm(reader, request.id_column, request.keep_columns)
 
 
-def sample_form(request: TextRequest) -> SampleForm:
+def special_tokens(request: TextRequest, tokenizer: Tokenizer | None) -> SpecialTokens:
+    """Returns what every document gets: nothing but for plain text. Raises InputError if a cut
+    document would have no other token."""
+    plain = not (request.messages_column or request.ids_column)
+    if tokenizer is None or not plain or request.special_tokens == "none":
+        return SpecialTokens()
+    special, length = special_tokens_of(tokenizer), request.max_seq_length
+    if len(special) >= length and request.long_documents == "cut":
+        raise InputError(
+            f"--max_seq_length {length}: has no room for a text and the special tokens around it, "
+            f"{special.template}; give at least {len(special) + 1}, or --special_tokens none"
+        )
+    return special
+
+
+def known_special_tokens(config: Config) -> SpecialTokens:
+    """Returns the same without a run: nothing if there is no tokenizer.json that can be read."""
+    tokenizer = None
+    if not (config.demo or config.ids_column):
+        checkpoint = Checkpoint(config.model_path, config.model_revision)
+        with suppress(InputError):  # a run says what is wrong
+            if (path := checkpoint.find("tokenizer.json")) is not None:
+                tokenizer = read_tokenizer(path)
+    return special_tokens(config.part(TextRequest), tokenizer)
+
+
+def sample_form(request: TextRequest, tokenizer: Tokenizer | None) -> SampleForm:
     choice = TokenChoice(request.positions, request.drop_token_ids, request.roles)
-    split = request.long_documents == "split"
-    return SampleForm(request.max_seq_length, split, request.overlap, choice)
+    split, special = request.long_documents == "split", special_tokens(request, tokenizer)
+    return SampleForm(request.max_seq_length, split, request.overlap, choice, special)
 
 
 @dataclass(frozen=True)
@@ -136,7 +170,7 @@ class HostText:
 
     @property
     def form(self) -> SampleForm:
-        return sample_form(self.request)
+        return sample_form(self.request, self.tokenizer)
 
     @property
     def max_samples(self) -> int | None:

@@ -22,7 +22,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import plain_url
 from activation_extraction.model.forward import Forward, ModelRequest
 from activation_extraction.run.digests import digest_files, model_digest
-from activation_extraction.run.host_text import load_text_files, row_form
+from activation_extraction.run.host_text import load_text_files, row_form, special_tokens
 from activation_extraction.run.open_data import Dataset, TextRequest, open_dataset
 from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.text.batch import Worker
@@ -173,6 +173,7 @@ def new_identity(
         "keyed_by": forward.keyed_by,
         "dtype": str(model.dtype),
         "activation_dtype": str(model.activation_dtype),
+        "special_tokens": special_tokens(text, inputs.tokenizer).template,
         "shuffle_documents": "" if seed is None else str(seed),
         "top_logits": inputs.model.top_logits if has_top_logits else 0,
         "total_machines": worker.machines,

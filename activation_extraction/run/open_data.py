@@ -48,6 +48,7 @@ class TextRequest:
     mask_column: str | None
     id_column: str | None
     keep_columns: tuple[str, ...]
+    special_tokens: str
     long_documents: str
     overlap: int
     max_seq_length: int

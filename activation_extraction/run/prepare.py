@@ -115,6 +115,8 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
     if totals.shards and job.repair is None and not job.storage.complete:
         done = [counted(getattr(totals, f"{unit}s"), unit) for unit in ("sample", "token", "shard")]
         log.info("continuing %s after %s and %s in %s", job.where, *done)
+    if special := text.form.special:
+        log.info("special tokens: %s (--special_tokens none adds none)", special.template)
     if not text.form.choice.everything:
         log.info("kept tokens: %s", text.form.choice)
     if (mask := text.request.mask_column) is not None:

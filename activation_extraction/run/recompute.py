@@ -62,6 +62,8 @@ def load_for_recomputing(
         text = Config.from_json(metadata.get("configuration", {})).part(TextRequest)
         if dataset_path is not None:
             text = replace(text, dataset_path=dataset_path, mix=())
+        if not identity.special_tokens:  # earlier versions added none, whatever the tokenizer says
+            text = replace(text, special_tokens="none")
         inputs = Inputs(request, text, forward, [metadata])
         check_inputs(inputs, identity, of_text=False)
         if not identity.every_token:
@@ -102,7 +104,8 @@ def _all_token_ids(inputs: Inputs, chosen: Sequence[ChosenSample]) -> dict[int, 
         documents = inputs.dataset.documents(
             inputs.rows, worker, text.skip_bad_rows, text.shuffle_documents
         )
-        for sample in samples(documents, inputs.tokenizer, sample_form(text), start=start):
+        form = sample_form(text, inputs.tokenizer)
+        for sample in samples(documents, inputs.tokenizer, form, start=start):
             if sample.sample_idx in items:
                 item = items[sample.sample_idx]
                 row = chosen[item].row

@@ -39,7 +39,8 @@ class Identity:
     the requested names. activation_dtype: a dtype, or "float8". positions, drop_token_ids, roles,
     mask_column, overlap: which tokens are kept. num_hosts: the number of hosts of this machine.
     chat_template: digest of the template and its arguments. shuffle_documents: the seed, "" for
-    none. top_logits: how many of the most likely next tokens are stored, 0 if none are.
+    none. special_tokens: what texts get, as in "text + <|endoftext|>", "" for nothing. top_logits:
+    how many of the most likely next tokens are stored, 0 if none are.
     """
 
     model_digest: str = ""
@@ -70,6 +71,7 @@ class Identity:
     chat_template: str = ""
     ids_column: str = ""
     mask_column: str = ""
+    special_tokens: str = ""
     long_documents: str = "cut"
     overlap: int = 0
     shuffle_documents: str = ""

@@ -19,7 +19,7 @@ from activation_extraction.text.batch import Cursor, Sample, StoredSample
 from activation_extraction.text.documents import Document
 from activation_extraction.text.mixture import Documents
 from activation_extraction.text.token_choice import TokenChoice
-from activation_extraction.text.tokenizer import Tokens, tokenise
+from activation_extraction.text.tokenizer import SpecialTokens, Tokens, tokenise
 
 CHUNK_ROWS = 64
 PREVIEW_CHARACTERS = 200
@@ -35,13 +35,15 @@ class SampleForm:
 
     length: the most tokens of a sample. split: whether a longer document becomes several samples;
     it is cut otherwise. overlap: how many tokens at the start of a piece, but of the first one, are
-    those at the end of the piece before; they are read as context, and never kept.
+    those at the end of the piece before; they are read as context, and never kept. special: what
+    a document gets around it, as tokens of its own; a cut one keeps them all.
     """
 
     length: int
     split: bool = False
     overlap: int = 0
     choice: TokenChoice = TokenChoice()
+    special: SpecialTokens = SpecialTokens()
 
     def pieces(self, tokens: int) -> list[range]:
         """Returns the tokens of each sample of a document."""
@@ -128,7 +130,8 @@ def _whole_samples(
         skipped, empty = counts.skipped, counts.empty
         found = [document for document in chunk if document is not None]
         contents = [document.content for document in found]
-        every = tokenise(tokenizer, contents, None if form.split else form.length)
+        most = None if form.split else form.length - len(form.special)
+        every = tokenise(tokenizer, contents, most)
         for document, tokens in zip(found, every, strict=True):
             if isinstance(tokens, str):
                 counts.reject(document.where, tokens)
@@ -136,6 +139,7 @@ def _whole_samples(
             if not len(tokens.ids):
                 counts.empty += 1
                 continue
+            tokens = form.special.around(tokens, len(document.content.text))
             # Rows are also counted here, after all rows of the chunk have been read.
             skipped_rows = document.skipped_rows + counts.skipped - skipped
             empty_rows = document.empty_rows + counts.empty - empty

@@ -6,13 +6,13 @@ only counted, in pieces that end where a word ends.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.late_imports import transformers
@@ -58,6 +58,50 @@ class Tokens:
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The ids of the tokens that a text gets in front of its own ones and after them.
+
+    template: how messages and metadata.json show it, such as "text + <|endoftext|>".
+    """
+
+    front: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+    template: str = ""
+
+    def __len__(self) -> int:
+        return len(self.front) + len(self.end)
+
+    def around(self, tokens: Tokens, characters: int) -> Tokens:
+        """Returns the tokens of a text with these around them. characters: of the text."""
+        before, after = (np.array(ids, np.int32) for ids in (self.front, self.end))
+        ids, starts = np.concatenate([before, tokens.ids, after]), tokens.starts
+        if starts is not None:
+            places = np.zeros_like(before), starts, np.full_like(after, characters)
+            starts = np.concatenate(places)
+        return replace(tokens, ids=ids, total=tokens.total + len(self), starts=starts)
+
+
+def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
+    """Returns what a tokenizer adds to a text: its post-processor is tried on a text of one token.
+
+    Raises InputError if that repeats the text or leaves it out.
+    """
+    if tokenizer.post_processor is None:
+        return SpecialTokens()
+    text = Tokenizer(models.WordLevel({"text": 0}, "text")).encode("text")
+    whole = tokenizer.post_processor.process(text)
+    if whole.special_tokens_mask.count(0) != 1:
+        raise InputError(
+            "--special_tokens tokenizer: the post_processor in the model's tokenizer.json repeats "
+            "texts or leaves them out; give --special_tokens none, which adds no tokens"
+        )
+    place, ids = whole.special_tokens_mask.index(0), tuple(whole.ids)
+    parts = [tokenizer.id_to_token(each) or str(each) for each in ids]
+    parts[place] = "text"
+    return SpecialTokens(ids[:place], ids[place + 1 :], " + ".join(parts) if ids[1:] else "")
+
+
 def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> Tokenizer:
     """Loads the tokenizer in tokenizer.json, or what transformers makes of the other files.
 
@@ -69,22 +113,28 @@ def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> T
     own = pretrained(path)
     tokenizer: Tokenizer = own.backend_tokenizer
     if path.name == "tokenizer.json":
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises no other type
-            raise _broken(path, error) from error
+        tokenizer = read_tokenizer(path)
         if (probe := _first_difference(tokenizer, own.backend_tokenizer)) is not None:
             other = f"{type(own).__name__} of transformers makes other tokens of {probe!r}"
             log.info("token ids are those of %s; %s", path, other)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True).values()
+    largest = max((*vocabulary, *tokenizer.encode("").ids), default=-1)  # with special tokens
     if largest >= vocab_size:
         raise InputError(
             f"{path}: the tokenizer has token id {largest}, but vocab_size in config.json is "
             f"{vocab_size}; put the model's own tokenizer there"
         )
     return tokenizer
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Reads a tokenizer.json. Raises InputError."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises no other type
+        raise _broken(path, error) from error
 
 
 def tokenizer_file(files: Iterable[Path], model_path: str) -> Path:
