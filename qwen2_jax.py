@@ -14,10 +14,10 @@ The configuration says in what the families differ, and so do their entries in `
 of qwen2_jax_with_hooks.py.
 
 References: `transformers.models.qwen2.modeling_qwen2`, and the same of qwen3, qwen2_moe, qwen3_moe,
-qwen3_5 and qwen3_5_moe, and the reports (arXiv:2407.10671, arXiv:2505.09388).
+qwen3_next, qwen3_5 and qwen3_5_moe, and the reports (arXiv:2407.10671, arXiv:2505.09388).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,14 @@ from activation_extraction.model.layers import (
     rounded,
 )
 from activation_extraction.model.mesh import Layout
-from activation_extraction.model.model_config import DENSE, HEAD, LINEAR, SPARSE, QwenConfig
+from activation_extraction.model.model_config import (
+    DENSE,
+    HEAD,
+    LINEAR,
+    SPARSE,
+    DeltaNet,
+    QwenConfig,
+)
 from activation_extraction.model.weights import TensorSlice, WeightSpec
 
 
@@ -262,15 +269,16 @@ class Qwen2(nn.Module):
         return Linear(self.config, "D->V", dtype=self.dtype, name="lm_head")(x)
 
 
-def weight_table(model: nn.Module, tensors: Iterable[str] = ()) -> dict[ParamPath, WeightSpec]:
+def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> dict[ParamPath, WeightSpec]:
     """Returns parameter path -> shape, logical axes and checkpoint tensors of all weights.
 
     It works for any module that follows this file's naming, and computes and allocates nothing.
-    tensors: the names in the checkpoint, which say whether experts are fused. The stacked layers
-    beyond `model.whole_layers`, which make the stages of a pipeline equally long, have no tensors.
+    tensors: the names in the checkpoint, which say whether experts, and the projections of a delta
+    net, are fused. The stacked layers beyond `model.whole_layers`, which make the stages of a
+    pipeline equally long, have no tensors.
     """
     fused = any(name.endswith("experts.gate_up_proj") for name in tensors)
-    renamed = _renamed(model.config, fused)
+    renamed = _renamed(model.config, fused) | _interleaved(model.config.delta, tensors)
     # The weights are the same on devices that are not here, whose kernels cannot run.
     plain = model.clone(kernels=Kernels(), layout=Layout(), parent=None)
     return {path: _weight(path, box, model, renamed) for path, box in declared(plain).items()}
@@ -319,4 +327,30 @@ def _renamed(config: QwenConfig, fused: bool) -> dict[str, tuple[str, TensorSlic
         ):
             per_expert = f"mlp.experts.{{}}.{projection}.weight", None
             renamed[f"mlp.experts.{projection}.weight"] = in_fused if fused else per_expert
+    return renamed
+
+
+def _interleaved(
+    delta: DeltaNet | None, tensors: Collection[str]
+) -> dict[str, tuple[str, TensorSlice]]:
+    """Returns what `_renamed` does, for projections that are stored key head by key head.
+
+    Such a tensor has all rows of one key head, then those of the next: in `in_proj_qkvz` they are
+    those of its query and key, and of the values and gates of its value heads.
+    """
+    renamed: dict[str, tuple[str, TensorSlice]] = {}
+    if delta is None or not delta.interleaved:
+        return renamed
+    heads, key, value = delta.values_per_key, delta.key_size, delta.value_size
+    for shared, sizes in (
+        ("in_proj_qkvz", {"q": key, "k": key, "v": heads * value, "z": heads * value}),
+        ("in_proj_ba", {"b": heads, "a": heads}),
+    ):
+        tensor, start, total = f"linear_attn.{shared}.weight", 0, sum(sizes.values())
+        # Some who quantise such a model store it as Qwen3.5 is stored.
+        if not tensors or any(name.endswith(tensor) for name in tensors):
+            for letter, size in sizes.items():
+                part = TensorSlice(0, start, total, per_head=True)
+                renamed[f"linear_attn.in_proj_{letter}.weight"] = tensor, part
+                start += size
     return renamed

@@ -39,6 +39,7 @@ from activation_extraction.model.model_config import (
     qwen3_5_text_config,
     qwen3_config,
     qwen3_moe_config,
+    qwen3_next_config,
 )
 from activation_extraction.model.predictions import predictions
 from qwen2_jax import Embedding, Qwen2, decoder, weight_table
@@ -355,6 +356,7 @@ FAMILIES = Families(
         _family("qwen3", "Qwen3, dense", qwen3_config),
         _family("qwen2_moe", "Qwen1.5-MoE, Qwen2 57B-A14B", qwen2_moe_config),
         _family("qwen3_moe", "Qwen3 30B-A3B, 235B-A22B", qwen3_moe_config),
+        _family("qwen3_next", "Qwen3-Next 80B-A3B, Qwen3-Coder-Next", qwen3_next_config),
         _family(
             "qwen3_5",
             "Qwen3.5, dense, without its vision inputs",

@@ -44,6 +44,7 @@ SHAPES: dict[str, Any] = {
     "72B": released_config("Qwen2.5-72B"),
     "32B": released_config("Qwen3-32B"),
     "30B-A3B": released_config("Qwen3-30B-A3B"),
+    "80B-A3B": released_config("Qwen3-Next-80B-A3B"),
     "9B": released_config("Qwen3.5-9B"),
     "35B-A3B": released_config("Qwen3.5-35B-A3B"),
     # Twelve layers of Qwen3-0.6B; and eight with experts, of the same attention.

@@ -1,4 +1,5 @@
-"""Tiny Qwen3.5 models, and what transformers computes in a gated delta net outside of modules."""
+"""Tiny Qwen3.5 and Qwen3-Next models, and what transformers computes in a gated delta net outside
+of modules."""
 
 from typing import Any
 
@@ -44,6 +45,17 @@ QWEN3_5: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_tied_beside_vision": _VISION
     | dict(model_type="qwen3_5_moe", text_config=_BESIDE | experts(5, 3, 24, **{_SHARED: 24})),
 }
+_NEXT = experts(6, 2, 40, model_type="qwen3_next", **{_SHARED: 72})
+_NEXT_YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e4)
+_NEXT_YARN |= dict(original_max_position_embeddings=64, partial_rotary_factor=0.5)
+QWEN3_NEXT: dict[str, dict[str, Any]] = {
+    "qwen3_next_more_values": _MORE_VALUES | _NEXT,
+    "qwen3_next_some_dense_tied": (delta(4, 8, 24, 16) | _NEXT | experts(5, 3, 24))
+    | dict(num_key_value_heads=1, head_dim=64, linear_conv_kernel_dim=3, tie_word_embeddings=True)
+    | dict(num_hidden_layers=4, layer_types=[FULL, LINEAR, LINEAR, FULL])
+    | dict(decoder_sparse_step=2, mlp_only_layers=[3], norm_topk_prob=False, attention_bias=True)
+    | dict(rope_parameters=_NEXT_YARN, max_position_embeddings=256),
+}
 
 
 def inside_delta_net(model: Any, config: Any, block: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -56,16 +68,25 @@ def inside_delta_net(model: Any, config: Any, block: str, values: dict[str, Any]
     keys = sizes["J"] * sizes["C"]
     parts = [keys, keys, sizes["J"] * sizes["G"] * sizes["Z"]]
     inputs = values[f"{block}ln1.hook_out"]
-    projected = module.in_proj_qkv(inputs)
+    found: dict[str, Any] = {}
+    if config.delta.interleaved:
+        both = module.in_proj_qkvz(inputs), module.in_proj_ba(inputs)
+        *qkvz, b, rates = module.fix_query_key_value_ordering(*both)
+        *qkv, gates = (x.flatten(2) for x in qkvz)
+        projected = torch.cat(qkv, dim=-1)
+        found |= {"gate_input": gates, "beta_logit": b}
+    else:
+        projected, rates = module.in_proj_qkv(inputs), module.in_proj_a(inputs)
+        b = values[f"{block}linear_attn.hook_beta_logit"]
     weight = module.conv1d.weight.squeeze(1)
     mixed = causal_conv1d_fn(projected.mT, weight, activation="silu").mT
-    found = {
+    found |= {
         f"{name}{when}": value
         for when, tensor in (("_pre_conv", projected), ("", mixed))
         for name, value in zip("qkv", tensor.split(parts, dim=-1), strict=True)
     }
-    found["beta"] = values[f"{block}linear_attn.hook_beta_logit"].sigmoid()
-    step = torch.nn.functional.softplus(module.in_proj_a(inputs).float() + module.dt_bias)
+    found["beta"] = b.sigmoid()
+    step = torch.nn.functional.softplus(rates.float() + module.dt_bias)
     found["log_decay"] = -module.A_log.float().exp() * step
     return {f"{block}linear_attn.hook_{name}": value for name, value in found.items()}
 

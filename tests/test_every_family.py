@@ -53,6 +53,11 @@ RUNS = {
         "blocks.K.mlp.gate.hook_out (K: 1, 3) model.layers.K.mlp.gate.output 6 float32 24",
         NORMED | LAST | ROUTER,
     ),
+    "qwen3_next": Run(
+        HEADS | DELTA | EXPERTS | {"shared_expert_intermediate_size": 48},
+        "blocks.K.linear_attn.hook_beta_logit (K: 0, 2) 8 float32 32",
+        NORMED | LAST | ROUTER | {"blocks.2.linear_attn.hook_gate_input": {"module": None}},
+    ),
     "qwen3_5": Run(
         {"text_config": HEADS | DELTA, "tie_word_embeddings": True},
         "blocks.K.linear_attn.hook_beta (K: 0, 2) 8 float32 32",

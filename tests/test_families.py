@@ -12,7 +12,7 @@ import pytest
 from conftest import shapes_of
 from delta_reference import VISION
 from test_model import flops_of, matching
-from tiny_models import MOE, MOE_TEXT, SHARED, TEXT
+from tiny_models import INTERLEAVED, MOE, MOE_TEXT, SHARED, TEXT
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
@@ -113,6 +113,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (TEXT, {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim must be a positive integer"),
     (TEXT, {"layer_types": ["sliding_attention"] * 4}, "layer 0 is 'sliding_attention', and only"),
     (TEXT, {"attn_output_gate": False}, "attn_output_gate False is not supported"),
+    (INTERLEAVED, {"mlp_only_layers": [0, 1, 2, 3]}, "no layer has experts"),
     (TEXT, {"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid' is not supported"),
     (TEXT, rope(partial_rotary_factor=0.05), "rotates 3 of a"),
     (TEXT, rope(partial_rotary_factor=1.5), "factor 1.5"),
@@ -144,6 +145,15 @@ def test_what_configurations_say():
     experts = FAMILIES.config(MOE_TEXT | {"norm_topk_prob": False})  # which transformers ignores
     assert experts.layer_types == (f"{LINEAR} sparse", f"{FULL} sparse") * 2
     assert experts.experts.renormalise and experts.delta == text.delta
+    # As Qwen3-Next's config.json has it; transformers fills in the type of each layer.
+    assert INTERLEAVED["full_attention_interval"] == 2 and "layer_types" not in INTERLEAVED
+    raw = INTERLEAVED | dict(rope_theta=1e7, partial_rotary_factor=0.5, norm_topk_prob=False)
+    config = FAMILIES.config(raw | dict(decoder_sparse_step=2, mlp_only_layers=[3]))
+    dense, sparse = f"{LINEAR} dense", f"{FULL} sparse"
+    assert config.layer_types == (dense, sparse, dense, f"{FULL} dense")
+    assert (config.rope.theta, config.rope.share) == (1e7, 0.5) and config.norm_offset == 1
+    assert not config.experts.renormalise and FAMILIES.config(INTERLEAVED).experts.renormalise
+    assert FAMILIES.config(INTERLEAVED).sparse_layers == (0, 1, 2, 3) and config.q_gate
     raw = released("Qwen3-30B-A3B")  # which has no shared expert, nor a type per layer
     others = dict(shared_expert_intermediate_size=512, qkv_bias=True)
     others["layer_types"] = ["sliding_attention"] * raw["num_hidden_layers"]
@@ -347,6 +357,7 @@ PUBLISHED = {
 }
 PUBLISHED["Qwen2.5"] |= {"72B": 72.7}
 PUBLISHED["Qwen3"] |= {"30B-A3B": 30.5, "235B-A22B": 235.0}
+PUBLISHED["Qwen3"] |= {"Next-80B-A3B": 80, "Coder-Next": 80}
 PUBLISHED["Qwen3.5"] |= {"122B-A10B": 122, "397B-A17B": 397}
 BILLIONS = {f"{a}-{b}": size for a, sizes in PUBLISHED.items() for b, size in sizes.items()}
 BILLIONS |= {"Qwen1.5-MoE-A2.7B": 14.3}

@@ -16,7 +16,7 @@ from delta_reference import untouched
 from jax import lax
 from jax.sharding import Mesh
 from rounding import allowed_errors, assert_rounded_alike
-from tiny_models import MOE_TEXT, OPTIMIZED, QUICK_REFERENCE, SHARED, TEXT, TINY
+from tiny_models import INTERLEAVED, MOE_TEXT, OPTIMIZED, QUICK_REFERENCE, SHARED, TEXT, TINY
 
 from activation_extraction.model import layers
 from activation_extraction.model.checkpoint import Checkpoint
@@ -47,6 +47,7 @@ MODELS: dict[str, dict[str, Any]] = TINY | {
     "experts": SHARED | dict(num_key_value_heads=2, num_hidden_layers=4, decoder_sparse_step=2),
     "delta": TEXT,
     "delta and experts": MOE_TEXT,
+    "interleaved": INTERLEAVED,
 }
 WITH_PATTERNS = "2 kv heads", "windows"
 MESHES = {
@@ -80,6 +81,8 @@ CASES: list[tuple[str, str, list[str], Kernels | None]] = [
     *(("delta", mesh, ODD_DELTA, None) for mesh in ("1d", "fsdp")),
     *(("delta", mesh, ODD_DELTA, PALLAS) for mesh in ("2d", "pipeline")),
     ("delta and experts", "expert and data", ODD_DELTA, None),
+    *(("interleaved", mesh, ODD_DELTA, None) for mesh in ("1d", "fsdp", "expert and pipeline")),
+    ("interleaved", "2d", ODD_DELTA, PALLAS),
 ]
 # The lengths of the documents of each row, and the tokens of a row. One CPU computes four rows of
 # the long ones at a time; some documents are longer than a window or a block of queries.

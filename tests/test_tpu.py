@@ -72,6 +72,11 @@ PROGRAMS = {  # shape, flags, machine, kernels of a layer
         "--mesh_shape 8,8 --mesh_axes data,expert --batch_size 4 --layers_to_extract 3 31 39",
         *("v5e:8x8", [SPLASH, DELTA, EXPERTS]),
     ),
+    "Next-80B": (
+        released("Qwen3-Next-80B-A3B"),
+        "--mesh_shape 2,8 --mesh_axes data,expert --batch_size 4 --layers_to_extract 3 31 47",
+        *("v6e:4x4", [SPLASH, DELTA, EXPERTS]),
+    ),
 }
 QUICK = ("dense", "windows", "delta net")
 

@@ -3,6 +3,7 @@
 import json
 import math
 import threading
+from collections import Counter
 
 import fsspec
 import jax
@@ -19,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from test_model import MESHES, MODELS, TOLERANCE, error_of, every_hook, load, matching
 from watched import Watched
 
+from activation_extraction.common.errors import InputError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model.checkpoint import INDEX_FILE, Checkpoint
 from activation_extraction.model.hooks import hook_table
@@ -107,11 +109,14 @@ def test_every_tensor_is_read_once_and_lies_where_the_model_has_it(reference: Re
             np.testing.assert_array_equal(np.ravel(params[path])[: expected.size], expected)
 
 
-@pytest.mark.parametrize("name", ["1 kv head", "2 kv heads", "4 kv heads", "delta", "experts"])
+@pytest.mark.parametrize(
+    "name", ["1 kv head", "2 kv heads", "4 kv heads", "delta", "experts", "interleaved"]
+)
 def test_weights_are_split_and_read_only_once(tmp_path, name):
     """Per device: what the axes leave of each weight; per process: every byte once."""
     reference = make_reference(tmp_path, **MODELS[name])
-    mesh = {"delta": "2d", "experts": "expert and data"}.get(name, "pipeline and fsdp")
+    mesh = {"delta": "2d", "experts": "expert and data", "interleaved": "expert and data"}
+    mesh = mesh.get(name, "pipeline and fsdp")
     config, checkpoint = reference.config, Watched(reference.folder)
     layout = build_layout(usable_devices(every=True), MESHES[mesh], config.num_key_value_heads)
     hooks = matching(config, [f"blocks.{config.num_hidden_layers - 1}.hook_resid_post"])
@@ -135,9 +140,52 @@ def test_weights_are_split_and_read_only_once(tmp_path, name):
         shapes = {"layers/sparse/mlp/experts/gate_proj/weight": (2, 3, 64, 20)}
         one = "model.layers.1.mlp.experts.4.gate_proj.weight"
         assert checkpoint.sizes[one] == [4 * 20 * 64] * 2
+    if name == "interleaved":  # a device reads the rows of its own key heads, part by part
+        of_layer = "layers/linear_attention sparse/linear_attn/"
+        shapes = {f"{of_layer}in_proj_{n}/weight": (2, 2, *of_head, 64) for n, of_head in PARTS}
+        one = "model.layers.2.linear_attn.in_proj_qkvz.weight"
+        assert Counter(checkpoint.sizes[one]) == {4 * 16 * 64: 2 * 4, 4 * 2 * 16 * 64: 2 * 4}
     for path, shape in shapes.items():
         assert {shard.data.shape for shard in params[path].addressable_shards} == {shape}, path
     checkpoint.check_read_once(table)
+
+
+PARTS = [("q", (16,)), ("k", (16,)), ("v", (2, 16)), ("z", (2, 16)), ("b", (2,)), ("a", (2,))]
+
+
+@pytest.mark.parametrize(
+    "added,left_out", [("", ""), ("b a", "ba"), ("qkv z b a", "qkvz ba"), ("qkv z b a", "")]
+)
+def test_projections_by_key_head_and_as_qwen3_5_has_them_give_the_same_weights(
+    tmp_path, added, left_out
+):
+    """transformers writes them by key head; some who quantise a model do not."""
+    reference = make_reference(tmp_path, **MODELS["interleaved"])
+    state, wanted = load_file(tmp_path / "model.safetensors"), []
+    for layer in (0, 2):
+        name = f"model.layers.{layer}.linear_attn.in_proj_{{}}.weight".format
+        qkvz, ba = (state[name(both)].reshape(4, -1, 64) for both in ("qkvz", "ba"))
+        parts = *np.split(qkvz, [16, 32, 64], axis=1), *np.split(ba, [2], axis=1)
+        apart = {n: part.reshape(-1, 64) for n, part in zip("qkvzba", parts, strict=True)}
+        wanted.append(apart)
+        apart = apart | {"qkv": np.concatenate([apart[n] for n in "qkv"])}
+        state |= {name(n): apart[n] for n in added.split()}
+        for both in left_out.split():
+            del state[name(both)]
+    save_file(state, tmp_path / "model.safetensors")
+    checkpoint, model = Checkpoint(str(tmp_path)), Qwen2(reference.config)
+    known = FAMILIES.by_model_type("qwen3_next").tensor_names(reference.config, checkpoint.tensors)
+    table = weight_table(model, checkpoint.tensors).values()
+    if added and not left_out:  # the two may differ
+        with pytest.raises(InputError, match=r"in_proj_a.weight is unknown .* \(and 7 more\)"):
+            check_tensors(checkpoint, table, known)
+        return
+    check_tensors(checkpoint, table, known)
+    found = load(model, tmp_path)["layers"]["linear_attention sparse"]["linear_attn"]
+    for row, apart in enumerate(wanted):
+        for n, expected in apart.items():
+            got = found[f"in_proj_{n}"]["weight"][row]
+            np.testing.assert_array_equal(np.reshape(got, (-1, 64)), expected)
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from delta_reference import QWEN3_5, delta, experts
+from delta_reference import QWEN3_5, QWEN3_NEXT, delta, experts
 
 YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
 YARN_256 = dict(rope_parameters=YARN, max_position_embeddings=256)
@@ -33,6 +33,7 @@ TINY: dict[str, dict[str, Any]] = {
     | dict(num_key_value_heads=4, head_dim=256, use_sliding_window=True, sliding_window=70)
     | dict(layer_types=["sliding_attention", "full_attention"] * 2),
     **QWEN3_5,
+    **QWEN3_NEXT,
     "qwen3_moe": MOE | dict(num_key_value_heads=2, head_dim=64),
     "qwen3_moe_some_dense_tied": (MOE | SLIDING | TIED | YARN_256 | experts(5, 3, 40))
     | dict(num_key_value_heads=1, head_dim=128, attention_bias=True, norm_topk_prob=False)
@@ -47,7 +48,7 @@ QUICK_REFERENCE = "two_kv_heads_tied"  # the one of `make test-quick`
 OPTIMIZED = {
     *(QUICK_REFERENCE, "qwen2_moe"),
     *("qwen3_tied", "qwen3_moe"),
-    *("qwen3_5_more_values", "qwen3_5_moe"),
+    *("qwen3_5_more_values", "qwen3_5_moe", "qwen3_next_more_values"),
 }
 
 # Every second layer has a gated delta net.
@@ -56,3 +57,4 @@ TEXT |= dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, vocab_s
 TEXT |= dict(num_attention_heads=4, num_key_value_heads=2)
 MOE_TEXT = TEXT | experts(6, 2, 40, model_type="qwen3_5_moe_text")
 MOE_TEXT |= dict(shared_expert_intermediate_size=64)
+INTERLEAVED = MOE_TEXT | dict(model_type="qwen3_next")

@@ -1,4 +1,4 @@
-"""The gated delta net (arXiv:2412.06464) takes the place of attention in layers of Qwen3.5.
+"""The gated delta net (arXiv:2412.06464) replaces attention in layers of Qwen3-Next and Qwen3.5.
 
 The rule keeps a matrix S per head, which is zero before a segment's first token. A token with query
 q, key k, value v, log decay g and rate b changes it and reads it:
@@ -11,10 +11,11 @@ in float32, and no token sees another segment of its row.
 
 The modules use the letters of qwen2_jax.py, and J key heads, G value heads of each, C key size, Z
 value size, O all values of a token, W taps of the convolution. Key heads, each with its value
-heads, are split over devices. The checkpoint keeps queries, keys and values in one matrix, one
-below the other, and the convolutions likewise; here each has parameters of its own, so that heads
-can be split. The functions use the letters B rows, T tokens per row, K key heads, G value heads of
-each, D key size, U value size, N chunks, C tokens of a chunk (I and J where two meet).
+heads, are split over devices. A checkpoint keeps queries, keys and values in one matrix, one below
+the other or head by head, and the convolutions one below the other; here each has parameters of its
+own, so that heads can be split. The functions use the letters B rows, T tokens per row, K key
+heads, G value heads of each, D key size, U value size, N chunks, C tokens of a chunk (I and J where
+two meet).
 """
 
 from collections.abc import Callable

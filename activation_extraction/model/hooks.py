@@ -225,6 +225,7 @@ class HookTable:
 # layers have the kind (see `hook_table`), its name, the letters of its width, the intermediate, its
 # Hugging Face modules, its aliases. The beginning that all names share, with "{}", is left out.
 EVERY, NORMED, GATED, SHARED = "every", "normed", "gated", "shared"
+APART, INTERLEAVED = "apart", "interleaved"  # a delta net's projections
 # fmt: off
 HOOK_KINDS = (
     (EVERY, "hook_resid_pre", "D", "resid_pre", "input", "hook_in ln1.hook_in"),
@@ -237,14 +238,16 @@ HOOK_KINDS = (
     (LINEAR, "linear_attn.hook_q", "JC", "linear_attn.q", "", ""),
     (LINEAR, "linear_attn.hook_k", "JC", "linear_attn.k", "", ""),
     (LINEAR, "linear_attn.hook_v", "JGZ", "linear_attn.v", "", ""),
-    (LINEAR, "linear_attn.hook_beta_logit", "JG", "linear_attn.beta_logit",
+    (APART, "linear_attn.hook_beta_logit", "JG", "linear_attn.beta_logit",
      "linear_attn.in_proj_b.output", ""),
+    (INTERLEAVED, "linear_attn.hook_beta_logit", "JG", "linear_attn.beta_logit", "", ""),
     (LINEAR, "linear_attn.hook_beta", "JG", "linear_attn.beta", "", ""),
     (LINEAR, "linear_attn.hook_log_decay", "JG", "linear_attn.log_decay", "", ""),
     (LINEAR, "linear_attn.hook_recurrence_out", "JGZ", "linear_attn.recurrence_out",
      "linear_attn.norm.input", ""),
-    (LINEAR, "linear_attn.hook_gate_input", "JGZ", "linear_attn.gate_input",
+    (APART, "linear_attn.hook_gate_input", "JGZ", "linear_attn.gate_input",
      "linear_attn.in_proj_z.output", ""),
+    (INTERLEAVED, "linear_attn.hook_gate_input", "JGZ", "linear_attn.gate_input", "", ""),
     (LINEAR, "linear_attn.out_proj.hook_in", "JGZ", "linear_attn.gated",
      "linear_attn.out_proj.input", ""),
     (LINEAR, "linear_attn.hook_out", "D", "linear_attn.out",
@@ -296,11 +299,12 @@ def hook_table(config: QwenConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> Hook
 
     top_logits: how many of the most likely next tokens `logits.top_ids` has.
     """
-    delta, experts = config.delta is not None, config.experts
-    attention = (ATTENTION,) if delta else ()  # () if all layers have it
+    delta, experts = config.delta, config.experts
+    attention = (ATTENTION,) if delta is not None else ()  # () if all layers have it
     dense = (DENSE,) if experts is not None else ()
     types: dict[str, tuple[str, ...]] = {EVERY: (), ATTENTION: attention, DENSE: dense}
-    types |= {LINEAR: (LINEAR,)} if delta else {}
+    if delta is not None:
+        types |= dict.fromkeys((LINEAR, INTERLEAVED if delta.interleaved else APART), (LINEAR,))
     types |= {NORMED: attention} if config.qk_norm else {}
     types |= {GATED: attention} if config.q_gate else {}
     if experts is not None:

@@ -59,7 +59,9 @@ class ExpertsConfig:
 class DeltaNet:
     """The layers that have a gated delta net in place of attention, and its sizes.
 
-    values_per_key: value heads that share a key head; taps: of the convolution, in tokens.
+    values_per_key: value heads that share a key head; taps: of the convolution, in tokens;
+    interleaved: whether transformers has two projections in place of Qwen3.5's four, whose rows are
+    ordered by key head.
     """
 
     layers: tuple[int, ...]
@@ -68,6 +70,7 @@ class DeltaNet:
     key_size: int
     value_size: int
     taps: int
+    interleaved: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,10 +202,17 @@ def qwen3_moe_config(hf: Any, source: str) -> QwenConfig:
     return qwen3_config(hf, source, **_experts(hf, source))
 
 
-def qwen3_5_text_config(hf: Any, source: str, **details: Any) -> QwenConfig:
+def qwen3_next_config(hf: Any, source: str) -> QwenConfig:
+    """Reads the configuration of what is Qwen3.5 but for its projections and its dense layers."""
+    return qwen3_5_text_config(hf, source, interleaved=True, **_experts(hf, source))
+
+
+def qwen3_5_text_config(
+    hf: Any, source: str, interleaved: bool = False, **details: Any
+) -> QwenConfig:
     if not getattr(hf, "attn_output_gate", True):
         raise InputError(f"{source}: attn_output_gate False is not supported, only True is")
-    delta = _delta_net(hf, source)
+    delta = _delta_net(hf, source, interleaved)
     return qwen3_config(hf, source, q_gate=True, norm_offset=1.0, delta=delta, **details)
 
 
@@ -370,7 +380,7 @@ def _experts_config(hf: Any, source: str, renormalise: bool) -> ExpertsConfig:
     return ExpertsConfig(**numbers, renormalise=renormalise)
 
 
-def _delta_net(hf: Any, source: str) -> DeltaNet:
+def _delta_net(hf: Any, source: str, interleaved: bool) -> DeltaNet:
     numbers = _positive_ints(hf, source, DELTA_SIZES)
     keys, values = numbers["key_heads"], numbers["values_per_key"]
     if values % keys:
@@ -382,4 +392,5 @@ def _delta_net(hf: Any, source: str) -> DeltaNet:
     if gate not in (None, "swish", "silu"):
         raise InputError(f"{source}: output_gate_type {gate!r} is not supported, 'swish' is")
     linear = tuple(k for k, kind in enumerate(hf.layer_types) if kind == LINEAR)
-    return DeltaNet(linear, **numbers | {"values_per_key": values // keys})
+    numbers["values_per_key"] = values // keys
+    return DeltaNet(linear, **numbers, interleaved=interleaved)

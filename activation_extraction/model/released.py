@@ -2,7 +2,7 @@
 
 They are those of the models' config.json, as far as a plan needs them: Qwen2.5's as in their
 technical report (https://arxiv.org/abs/2412.15115), Qwen3's and Qwen3.5's as in maxtext's and
-torchtitan's tables of models.
+torchtitan's tables of models, and Qwen3-Next's as transformers has them.
 """
 
 import re
@@ -15,10 +15,12 @@ UNTIED = QWEN2 | {"vocab_size": 152064}
 QWEN3 = FAMILY | {"model_type": "qwen3", "head_dim": 128}
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 QWEN3_MOE = QWEN3 | EXPERTS | {"model_type": "qwen3_moe"}
+QWEN3_NEXT = FAMILY | {"model_type": "qwen3_next", "head_dim": 256, "num_experts_per_tok": 10}
+QWEN3_NEXT |= {"norm_topk_prob": True}
 QWEN3_5 = FAMILY | {"model_type": "qwen3_5_text", "head_dim": 256, "vocab_size": 248320}
 QWEN3_5_MOE = QWEN3_5 | {"model_type": "qwen3_5_moe_text", "num_experts_per_tok": 8}
 # For each: hidden size, width of the MLP or of an expert, layers, query heads, key/value heads; for
-# Qwen3.5 also the value heads of the delta net and, with experts, their number.
+# Qwen3-Next and Qwen3.5 also the value heads of the delta net and, with experts, their number.
 RELEASED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "Qwen2.5-0.5B": (QWEN2, (896, 4864, 24, 14, 2)),
     "Qwen2.5-1.5B": (QWEN2, (1536, 8960, 28, 12, 2)),
@@ -35,6 +37,8 @@ RELEASED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "Qwen3-32B": (QWEN3, (5120, 25600, 64, 64, 8)),
     "Qwen3-30B-A3B": (QWEN3_MOE, (2048, 768, 48, 32, 4)),
     "Qwen3-235B-A22B": (QWEN3_MOE, (4096, 1536, 94, 64, 4)),
+    "Qwen3-Next-80B-A3B": (QWEN3_NEXT, (2048, 512, 48, 16, 2, 32, 512)),
+    "Qwen3-Coder-Next": (QWEN3_NEXT, (2048, 512, 48, 16, 2, 32, 512)),
     "Qwen3.5-0.8B": (QWEN3_5, (1024, 3584, 24, 8, 2, 16)),
     "Qwen3.5-2B": (QWEN3_5, (2048, 6144, 24, 8, 2, 16)),
     "Qwen3.5-4B": (QWEN3_5, (2560, 9216, 32, 16, 4, 32)),
@@ -67,6 +71,6 @@ def released_config(name: str) -> dict[str, Any] | None:
     config = family | dict(zip(NUMBERS, numbers, strict=False))
     if "num_experts" in config:
         config["moe_intermediate_size"] = config["intermediate_size"]
-    if model.startswith("Qwen3.5"):  # dense models do not read this
+    if "linear_num_value_heads" in config:  # dense models do not read this
         config["shared_expert_intermediate_size"] = config["intermediate_size"]
     return config | {"tie_word_embeddings": TIED.fullmatch(model) is not None}

@@ -36,12 +36,15 @@ class TensorSlice(NamedTuple):
     """The slice of a checkpoint tensor that is one parameter, where several share a tensor.
 
     axis: the tensor's axis along which it is split; start: where the slice begins on this axis;
-    total: the tensor's size along it.
+    total: the tensor's size along it. per_head: whether the axis has one head after the other, each
+    with such a slice: then start and total are those of one head, and the first axis of the
+    parameter that is not stacked counts the heads.
     """
 
     axis: int
     start: int
     total: int
+    per_head: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +68,13 @@ class WeightSpec:
     def hf_shape(self) -> tuple[int, ...]:
         bounds = self._bounds([*map(range, self.shape[self.stacked :])])
         sizes = [stop - start for start, stop in bounds]
-        if self.tensor_slice is not None:
-            sizes[self.tensor_slice.axis] = self.tensor_slice.total
+        if (part := self.tensor_slice) is not None:
+            sizes[part.axis] = part.total * (self.shape[self.stacked] if part.per_head else 1)
         return tuple(sizes)
 
     def _bounds(self, ranges: Sequence[range]) -> list[tuple[int, int]]:
         """Returns (start, stop) of every axis of a tensor, for ranges of the axes that are not
-        stacked; RULES never split a head_dim."""
+        stacked; RULES never split a head_dim. For a slice per head they are of one head."""
         bounds: list[tuple[int, int]] = []
         axes, sizes = self.axes[self.stacked :], self.shape[self.stacked :]
         for axis, size, chosen in zip(axes, sizes, ranges, strict=True):
@@ -82,8 +85,10 @@ class WeightSpec:
         if "experts" in self.axes:
             bounds[-2:] = bounds[:-3:-1]
         if self.tensor_slice is not None:
-            split, offset, _ = self.tensor_slice
+            split, offset, total, per_head = self.tensor_slice
             start, stop = bounds[split]
+            if per_head:
+                offset += ranges[0].start * (total - (stop - start))
             bounds[split] = start + offset, stop + offset
         return bounds
 
@@ -103,19 +108,24 @@ class WeightSpec:
         `read(name, index)` returns part of a checkpoint tensor. Each value is copied once, straight
         to where it belongs.
         """
-        outer, inner = ranges[: self.stacked], ranges[self.stacked :]
-        values = _aligned([*map(len, ranges)], dtype)
-        index = tuple(slice(*bound) for bound in self._bounds(inner))
-        for at in np.ndindex(values.shape[: self.stacked]):
+        outer, inner = ranges[: self.stacked], [*ranges[self.stacked :]]
+        values, heads = _aligned([*map(len, ranges)], dtype), inner[0]
+        per_head = self.tensor_slice is not None and self.tensor_slice.per_head
+        for at in np.ndindex(values.shape[: self.stacked + per_head]):
             number = 0
             for size, chosen, k in zip(self.shape, outer, at, strict=False):
                 number = number * size + chosen[k]
             if number >= len(self.hf_names):
                 values[at] = 0
-            elif "experts" in self.axes:
-                values[at] = read(self.hf_names[number], index).swapaxes(-1, -2)
+                continue
+            if per_head:
+                inner[0] = heads[at[-1] : at[-1] + 1]
+            index = tuple(slice(*bound) for bound in self._bounds(inner))
+            part = read(self.hf_names[number], index)
+            if "experts" in self.axes:
+                values[at] = part.swapaxes(-1, -2)
             else:
-                values[at] = read(self.hf_names[number], index).reshape([*map(len, inner)])
+                values[at] = part.reshape(values[at].shape)
         return values
 
 
