@@ -32,7 +32,7 @@ from activation_extraction.model.layers import (
 from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.model_config import (
     QwenConfig,
-    config_beside_vision,
+    config_beside_others,
     qwen2_config,
     qwen2_moe_config,
     qwen3_5_moe_text_config,
@@ -350,6 +350,16 @@ def create_model_with_hooks(
 _family = partial(
     ModelFamily, whole=Qwen2, hooked=create_model_with_hooks, weight_table=weight_table
 )
+
+
+def _beside_others(
+    model_type: str, models: str, text_config: Callable[[Any, str], QwenConfig]
+) -> ModelFamily:
+    """Returns the family of models that also take images, video or audio."""
+    config = partial(config_beside_others, text_config)
+    return _family(model_type, f"the text of {models}", config, text_alone=True)
+
+
 FAMILIES = Families(
     (
         _family("qwen2", "Qwen2, Qwen2.5, QwQ", qwen2_config),
@@ -357,16 +367,16 @@ FAMILIES = Families(
         _family("qwen2_moe", "Qwen1.5-MoE, Qwen2 57B-A14B", qwen2_moe_config),
         _family("qwen3_moe", "Qwen3 30B-A3B, 235B-A22B", qwen3_moe_config),
         _family("qwen3_next", "Qwen3-Next 80B-A3B, Qwen3-Coder-Next", qwen3_next_config),
-        _family(
-            "qwen3_5",
-            "Qwen3.5, dense, without its vision inputs",
-            partial(config_beside_vision, qwen3_5_text_config),
-        ),
+        _beside_others("qwen2_vl", "Qwen2-VL", qwen2_config),
+        _beside_others("qwen2_5_vl", "Qwen2.5-VL", qwen2_config),
+        _beside_others("qwen2_5_omni", "Qwen2.5-Omni", qwen2_config),
+        _beside_others("qwen3_vl", "Qwen3-VL, dense", qwen3_config),
+        _beside_others("qwen3_vl_moe", "Qwen3-VL 30B-A3B, 235B-A22B", qwen3_moe_config),
+        _beside_others("qwen3_omni_moe", "Qwen3-Omni", qwen3_moe_config),
+        _beside_others("qwen3_5", "Qwen3.5, dense", qwen3_5_text_config),
         _family("qwen3_5_text", "Qwen3.5, dense, text alone", qwen3_5_text_config),
-        _family(
-            "qwen3_5_moe",
-            "Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B, without their vision inputs",
-            partial(config_beside_vision, qwen3_5_moe_text_config),
+        _beside_others(
+            "qwen3_5_moe", "Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B", qwen3_5_moe_text_config
         ),
         _family(
             "qwen3_5_moe_text",

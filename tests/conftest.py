@@ -77,6 +77,7 @@ import pytest
 import transformers  # noqa: F401
 from delta_reference import inside_delta_net
 from jax._src import compiler
+from safetensors.numpy import load_file, save_file
 from tiny_models import QUICK_REFERENCE, TINY
 from tokenizers import Tokenizer
 
@@ -132,9 +133,14 @@ class Reference:
         return Reference(copy.deepcopy(self.model).bfloat16(), self.folder)
 
     @property
+    def talking(self) -> Any:
+        """The model with a head that makes logits: inside some models, it is their thinker."""
+        return getattr(self.model, "thinker", self.model)
+
+    @property
     def language(self) -> Any:
-        """The decoder, without the vision part that some models have beside it."""
-        return getattr(self.model.model, "language_model", self.model.model)
+        """The decoder, without the parts for other inputs that some models have beside it."""
+        return getattr(self.talking.model, "language_model", self.talking.model)
 
     def hooked(self, token_ids: np.ndarray) -> dict[str, np.ndarray]:
         """Name of a hook -> (B, T, width) float32, as Hugging Face computes it on unpadded rows.
@@ -158,13 +164,13 @@ class Reference:
             module = self.language.get_submodule(path.removeprefix("model."))
             handles.append(module.register_forward_hook(keep))
         with torch.no_grad():
-            self.model.model(torch.tensor(token_ids, dtype=torch.long), use_cache=False)
+            self.talking.model(torch.tensor(token_ids, dtype=torch.long), use_cache=False)
             values |= {hook.name: values[hook.module] for hook in hooks if hook.module is not None}
             for layer in range(depth):
                 values |= self._inside(f"blocks.{layer}.", values)
             last = values[f"blocks.{depth - 1}.hook_resid_post"]
             values["ln_final.hook_normalized"] = self._normalized(last)
-            logits = self.model.get_output_embeddings()(values["ln_final.hook_out"])
+            logits = self.talking.get_output_embeddings()(values["ln_final.hook_out"])
             values |= predictions_of(logits, token_ids)
         for handle in handles:
             handle.remove()
@@ -226,11 +232,11 @@ def predictions_of(logits: Any, token_ids: np.ndarray) -> dict[str, Any]:
 
 def hugging_face(raw: Mapping[str, Any]) -> "PreTrainedModel":
     """What transformers makes of this config.json, with random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    config = AutoConfig.for_model(**raw)
-    vision = hasattr(config, "vision_config")
-    return (AutoModelForImageTextToText if vision else AutoModelForCausalLM).from_config(config)
+    config = AutoConfig.for_model(**copy.deepcopy(dict(raw)))
+    others = hasattr(config, "vision_config") or hasattr(config, "thinker_config")
+    return (AutoModelForMultimodalLM if others else AutoModelForCausalLM).from_config(config)
 
 
 def shapes_of(raw: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -247,9 +253,12 @@ def shapes_of(raw: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in found.items()}
 
 
-def make_reference(folder: Path, max_shard_size: str = "1GB", **changes: Any) -> Reference:
+def make_reference(
+    folder: Path, max_shard_size: str = "1GB", as_released: bool = False, **changes: Any
+) -> Reference:
     """A random model with weights large enough that every part of it matters, saved to `folder`.
 
+    as_released: with config.json as it is given, and the input axis of fused experts first.
     Noise scales with the width: attention must not saturate, or rounding errors are amplified.
     """
     import torch
@@ -270,6 +279,12 @@ def make_reference(folder: Path, max_shard_size: str = "1GB", **changes: Any) ->
             noise = 0.8 / model.config.get_text_config().hidden_size ** 0.5
             parameter.add_(torch.randn_like(parameter), alpha=noise)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if as_released:
+        (folder / "config.json").write_text(json.dumps(usual | changes))
+        tensors = load_file(folder / "model.safetensors")
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors[name] = np.ascontiguousarray(tensors[name].swapaxes(1, 2))
+        save_file(tensors, folder / "model.safetensors")
     return Reference(model, folder)
 
 

@@ -36,10 +36,13 @@ DELTA |= dict(linear_key_head_dim=16, linear_value_head_dim=16, rms_norm_eps=1e-
 LAST = {"blocks.3.hook_resid_post": {"width": 64}}
 NORMED = {"blocks.1.attn.hook_k_normed": {"width": 64, "heads": 2, "head_size": 32}}
 ROUTER = {"blocks.3.mlp.gate.hook_out": {"width": 6}}
+BIASED = "blocks.K.attn.hook_q model.layers.K.self_attn.q_proj.output 64 float32 256"
+BIASED += " blocks.K.attn.q.hook_out"
+NORMED_Q = "blocks.K.attn.hook_q_normed model.layers.K.self_attn.q_norm.output 128 float32 512"
 RUNS = {
     "qwen3": Run(
         HEADS | dict(use_sliding_window=True, sliding_window=9, max_window_layers=3),
-        "blocks.K.attn.hook_q_normed model.layers.K.self_attn.q_norm.output 128 float32 512",
+        NORMED_Q,
         NORMED | LAST,
     ),
     "qwen2_moe": Run(
@@ -57,6 +60,14 @@ RUNS = {
         HEADS | DELTA | EXPERTS | {"shared_expert_intermediate_size": 48},
         "blocks.K.linear_attn.hook_beta_logit (K: 0, 2) 8 float32 32",
         NORMED | LAST | ROUTER | {"blocks.2.linear_attn.hook_gate_input": {"module": None}},
+    ),
+    "qwen2_vl": Run(SMALL, BIASED, LAST),
+    "qwen2_5_vl": Run({"text_config": SMALL, "tie_word_embeddings": True}, BIASED, LAST),
+    "qwen2_5_omni": Run({"thinker_config": {"text_config": SMALL}}, BIASED, LAST),
+    "qwen3_vl": Run({"text_config": HEADS}, NORMED_Q, NORMED | LAST),
+    "qwen3_vl_moe": Run({"text_config": HEADS | EXPERTS}, NORMED_Q, LAST | ROUTER),
+    "qwen3_omni_moe": Run(
+        {"thinker_config": {"text_config": HEADS | EXPERTS}}, NORMED_Q, LAST | ROUTER
     ),
     "qwen3_5": Run(
         {"text_config": HEADS | DELTA, "tie_word_embeddings": True},
@@ -90,7 +101,8 @@ def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(
     more = "--shard_size_gb", 8e-4, "--batch_size", 8, "--mesh_shape", "4,2"
     assert main(*flags_for(inputs, folder, *more, hooks=["--hook_names", *of.stored])) == 0
     assert len([*folder.glob("shard_*.pkl.gz")]) > 1
-    capsys.readouterr()
+    text_alone = family not in ("qwen3", "qwen2_moe", "qwen3_moe")
+    assert capsys.readouterr().err.count("its text model alone runs; placeholders") == text_alone
     model = ["--model_path", str(inputs / "model")]
     assert main("--list_hooks", *model) == 0
     assert of.listed in [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]

@@ -10,16 +10,30 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import shapes_of
-from delta_reference import VISION
-from test_model import flops_of, matching
-from tiny_models import INTERLEAVED, MOE, MOE_TEXT, SHARED, TEXT
+from delta_reference import VISION, experts
+from test_model import flops_of, matching, table_of
+from tiny_models import (
+    BESIDE_OTHERS,
+    INTERLEAVED,
+    MOE,
+    MOE_TEXT,
+    SECTIONED,
+    SHARED,
+    TEXT,
+    omni,
+    text,
+    vision,
+)
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
+from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.family import complete
 from activation_extraction.model.forward import build_model, prepare_model
 from activation_extraction.model.released import RELEASED, released_config
 from activation_extraction.model.rope import Rope
 from activation_extraction.model.tensor_names import text_names
+from activation_extraction.model.weights import check_tensors
 from activation_extraction.run.prepare import model_request
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
@@ -31,6 +45,8 @@ V4 = {
     **{"use_sliding_window": False, "vocab_size": 151936},
 }
 QWEN3_5 = {"model_type": "qwen3_5", "text_config": TEXT, "vision_config": VISION}
+QWEN2_VL, QWEN2_5_OMNI = BESIDE_OTHERS["qwen2_vl_flat_sliding"], BESIDE_OTHERS["qwen2_5_omni"]
+QWEN3_VL = BESIDE_OTHERS["qwen3_vl_flat_theta"]
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -55,8 +71,12 @@ NEXT = {"model_type": "qwen4_exp"}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (V4, {"model_type": "llama"}, "model_type 'llama' is not supported; supported are: qwen2"),
     (V4, {"model_type": None}, "model_type None"),
-    (V4, {"model_type": "mixtral"}, r"are: qwen2 \(.*, qwen3 \(.*, qwen3_5_moe \(Qwen3.5 35B"),
-    (V4, {"model_type": "qwen2_vl", "vision_config": {}}, "'qwen2_vl' .a model with vision inputs"),
+    (
+        V4,
+        {"model_type": "mixtral"},
+        r"are: qwen2 \(.*, qwen3_5_moe \(the text of Qwen3.5 35B",
+    ),
+    (V4, {"model_type": "llava", "vision_config": {}}, "'llava' .a model with vision inputs"),
     (V4, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     (V4, {"rope_scaling": {"type": "yarn"}}, "factor"),
     (V4, {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor must be a positive"),
@@ -117,6 +137,16 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (TEXT, {"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid' is not supported"),
     (TEXT, rope(partial_rotary_factor=0.05), "rotates 3 of a"),
     (TEXT, rope(partial_rotary_factor=1.5), "factor 1.5"),
+    # transformers would take what no release has.
+    (QWEN3_VL, {"text_config": text()}, "rope_theta of the language model is missing"),
+    (
+        QWEN3_VL,
+        text(rope_theta=5e6, text_config=None),
+        "rope_theta of the language model is missing",
+    ),
+    (QWEN2_VL, {"rms_norm_eps": None}, "rms_norm_eps of the language model is missing"),
+    (QWEN3_VL, FP8, "fp8.: quantised"),
+    (QWEN2_5_OMNI, {"thinker_config": {"text_config": text(vocab_size=2**28)}}, "vocab_size is 2"),
 ]
 
 
@@ -158,6 +188,21 @@ def test_what_configurations_say():
     others = dict(shared_expert_intermediate_size=512, qkv_bias=True)
     others["layer_types"] = ["sliding_attention"] * raw["num_hidden_layers"]
     assert FAMILIES.config(raw | others) == FAMILIES.config(raw)
+
+
+def test_what_configurations_beside_other_inputs_say():
+    hf = complete(QWEN2_VL, "config.json").to_dict()
+    assert "hidden_size" not in hf and FAMILIES.config(hf) == FAMILIES.config(QWEN2_VL)
+    # Only the text says that it is tied.
+    assert not FAMILIES.config(QWEN2_5_OMNI).tie_word_embeddings
+    thinker = QWEN2_5_OMNI["thinker_config"] | {"tie_word_embeddings": True}
+    found = FAMILIES.config(QWEN2_5_OMNI | {"thinker_config": thinker})
+    assert found.tie_word_embeddings and found.sliding_layers == (2,)
+    as_released = {"thinker_config": {"text_config": text(**SECTIONED)}}  # "mrope"
+    assert FAMILIES.config(QWEN2_5_OMNI | as_released).rope == Rope(1e6)
+    moe = BESIDE_OTHERS["qwen3_vl_moe"]
+    other = moe["text_config"] | {"norm_topk_prob": False}  # which transformers ignores
+    assert FAMILIES.config(moe | {"text_config": other}) == FAMILIES.config(moe)
 
 
 DUAL = {"chunk_size": 262144, "local_size": 8192, TRAINED: 262144}
@@ -427,3 +472,60 @@ def apart(shapes):
             of_one = shape[1] // len(parts), shape[2]
             found |= {f"{before}.experts.{e}.{part}.weight": of_one for e in range(shape[0])}
     return found
+
+
+SIZES_OF_A3B = text(hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, head_dim=128)
+SIZES_OF_A3B |= dict(num_attention_heads=32, num_key_value_heads=4, rope_theta=5e6)
+SIZES_OF_A3B |= experts(128, 8, 768)
+VL, OMNI = SIZES_OF_A3B | dict(vocab_size=151936), SIZES_OF_A3B | dict(vocab_size=152064)
+A3B: dict[str, tuple[dict[str, Any], str, str, list[str]]] = {
+    "Qwen3-VL-30B-A3B": (
+        vision("qwen3_vl_moe", VL),
+        *("model.language_model.", "lm_head.weight"),
+        ["model.visual.blocks.0.attn.qkv.weight", "model.visual.deepstack_merger_list.0.norm.bias"],
+    ),
+    "Qwen3-Omni-30B-A3B": (
+        omni("qwen3_omni_moe", OMNI),
+        *("thinker.model.", "thinker.lm_head.weight"),
+        ["thinker.visual.blocks.0.norm1.weight", "thinker.audio_tower.conv_out.weight"]
+        + ["talker.model.layers.0.input_layernorm.weight", "talker.codec_head.weight"]
+        + ["code2wav.decoder.0.conv.weight"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", A3B)
+def test_the_tensors_of_30b_a3b_beside_other_inputs(name, tmp_path):
+    """A file with their names and shapes as released, and no values."""
+    raw, prefix, head, beside = A3B[name]
+    family, config = FAMILIES.parse_config(raw)
+    d, f, heads, of_all = 2048, 768, 32 * 128, 4 * 128
+    layer = {"input_layernorm": [d], "post_attention_layernorm": [d], "mlp.gate": [128, d]}
+    layer |= {"self_attn.q_norm": [128], "self_attn.k_norm": [128], "self_attn.q_proj": [heads, d]}
+    layer |= {"self_attn.k_proj": [of_all, d], "self_attn.v_proj": [of_all, d]}
+    layer = {f"{tensor}.weight": shape for tensor, shape in layer.items()}
+    layer["self_attn.o_proj.weight"] = [d, heads]
+    if "VL" in name:
+        layer["mlp.experts.gate_up_proj"] = [128, d, 2 * f]
+        layer["mlp.experts.down_proj"] = [128, f, d]
+    else:
+        for part, shape in (("gate", [f, d]), ("up", [f, d]), ("down", [d, f])):
+            layer |= {f"mlp.experts.{e}.{part}_proj.weight": shape for e in range(128)}
+    shapes = {f"{prefix}layers.{k}.{tensor}": layer[tensor] for k in range(48) for tensor in layer}
+    shapes |= {f"{prefix}embed_tokens.weight": [config.vocab_size, d], f"{prefix}norm.weight": [d]}
+    shapes |= {head: [config.vocab_size, d]} | dict.fromkeys(beside, [1])
+    header, end = {}, 0
+    for tensor, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    encoded = json.dumps(header).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.truncate(8 + len(encoded) + end)  # a hole
+    checkpoint = Checkpoint(str(tmp_path))
+    table = table_of(family.whole(config), checkpoint)
+    check_tensors(checkpoint, table.values(), family.tensor_names(config, checkpoint.tensors))
+    assert {tensor for spec in table.values() for tensor in spec.hf_names} == {*checkpoint.tensors}
+    assert len(checkpoint.tensors) == len(shapes) - len(beside)
+    assert sum(math.prod(spec.shape) for spec in table.values()) / 1e9 == pytest.approx(30.5, 1e-2)
+    assert not config.tie_word_embeddings and config.experts.renormalise

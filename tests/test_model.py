@@ -16,7 +16,16 @@ from delta_reference import untouched
 from jax import lax
 from jax.sharding import Mesh
 from rounding import allowed_errors, assert_rounded_alike
-from tiny_models import INTERLEAVED, MOE_TEXT, OPTIMIZED, QUICK_REFERENCE, SHARED, TEXT, TINY
+from tiny_models import (
+    BESIDE_OTHERS,
+    INTERLEAVED,
+    MOE_TEXT,
+    OPTIMIZED,
+    QUICK_REFERENCE,
+    SHARED,
+    TEXT,
+    TINY,
+)
 
 from activation_extraction.model import layers
 from activation_extraction.model.checkpoint import Checkpoint
@@ -25,7 +34,7 @@ from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.mesh import HostRows, build_layout, usable_devices
-from activation_extraction.model.weights import load_params
+from activation_extraction.model.weights import load_params, oriented
 from benchmarks.agreement import few_more, same_experts
 from benchmarks.shapes import SHAPES
 from qwen2_jax import Qwen2, weight_table
@@ -48,6 +57,8 @@ MODELS: dict[str, dict[str, Any]] = TINY | {
     "delta": TEXT,
     "delta and experts": MOE_TEXT,
     "interleaved": INTERLEAVED,
+    "experts as released": BESIDE_OTHERS["qwen3_vl_moe"],
+    "thinker": BESIDE_OTHERS["qwen3_omni_moe_not_renormalised"],
 }
 WITH_PATTERNS = "2 kv heads", "windows"
 MESHES = {
@@ -83,6 +94,8 @@ CASES: list[tuple[str, str, list[str], Kernels | None]] = [
     ("delta and experts", "expert and data", ODD_DELTA, None),
     *(("interleaved", mesh, ODD_DELTA, None) for mesh in ("1d", "fsdp", "expert and pipeline")),
     ("interleaved", "2d", ODD_DELTA, PALLAS),
+    *(("experts as released", mesh, EVERY, None) for mesh in ("1d", *[*MESHES][9:])),
+    *(("thinker", mesh, EVERY, None) for mesh in ("2d", "expert and fsdp")),
 ]
 # The lengths of the documents of each row, and the tokens of a row. One CPU computes four rows of
 # the long ones at a time; some documents are longer than a window or a block of queries.
@@ -117,9 +130,13 @@ def flops_of(config, layers, lengths):
 def load(model, folder, dtype=jnp.float32, layout=None, as_bits=False):
     layout = layout or build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
     checkpoint = Checkpoint(str(folder))
-    return load_params(
-        weight_table(model, checkpoint.tensors), checkpoint, jnp.dtype(dtype), layout, as_bits
-    )
+    table = table_of(model, checkpoint)
+    return load_params(table, checkpoint, jnp.dtype(dtype), layout, as_bits)
+
+
+def table_of(model, checkpoint):
+    table = weight_table(model, checkpoint.tensors)
+    return oriented(table, lambda name: checkpoint.place(name)[1].shape)
 
 
 def batch_of(lengths, size, vocabulary):

@@ -1,5 +1,6 @@
 """Which chat template renders a row; and templates that hang, fill the memory, or show no roles."""
 
+import json
 import threading
 from dataclasses import replace
 
@@ -90,6 +91,19 @@ def test_templates_of_a_model_at_a_url(model, tmp_path, monkeypatch):
     assert load(f"file://{folder}").digest == load(folder).digest
     (folder / "additional_chat_templates/tool_use.jinja").unlink()
     assert load(f"file://{model()}").digest == load(folder).digest
+
+
+def test_the_template_of_a_processor_comes_last(model):
+    """As older models with vision inputs have it."""
+    beside = model() / "chat_template.json"
+    beside.write_text(json.dumps({"chat_template": [PLAIN]}))
+    with pytest.raises(InputError, match="has no chat template"):
+        load(model())
+    beside.write_text(json.dumps({"chat_template": PLAIN}))
+    template = load(model())
+    expected = template.tokenizer.apply_chat_template(talk(), chat_template=PLAIN, tokenize=False)
+    assert template.content(talk(), None).text == expected
+    assert load(model(QWEN3)).source == QWEN3 and load(model(beside=QWEN2_5)).source == QWEN2_5
 
 
 def test_a_file_with_a_template_is_for_all_rows(model, tmp_path):

@@ -17,7 +17,7 @@ from command_line import main
 from conftest import Reference, make_reference, references
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
-from test_model import MESHES, MODELS, TOLERANCE, error_of, every_hook, load, matching
+from test_model import MESHES, MODELS, TOLERANCE, error_of, every_hook, load, matching, table_of
 from watched import Watched
 
 from activation_extraction.common.errors import InputError
@@ -91,7 +91,7 @@ def test_every_tensor_is_read_once_and_lies_where_the_model_has_it(reference: Re
     layout = build_layout(jax.devices()[: 2 * stages], {"pipeline": stages, "data": 2}, kv_heads=1)
     hooks = list(hook_table(config).all_hooks(config.num_hidden_layers))
     model = create_model_with_hooks(config, hooks, layout=layout)
-    table, dtype = weight_table(model, checkpoint.tensors), jnp.dtype("bfloat16")
+    table, dtype = table_of(model, checkpoint), jnp.dtype("bfloat16")
     loaded: list[int] = []
     params = load_params(table, checkpoint, dtype, layout, as_bits=True, progress=loaded.append)
     assert sum(loaded) == sum(array.nbytes for array in jax.tree.leaves(params))
@@ -103,7 +103,7 @@ def test_every_tensor_is_read_once_and_lies_where_the_model_has_it(reference: Re
     for path, spec in table.items():
         assert params[path].dtype == np.uint16
         assert params[path].sharding == layout.sharding(spec.axes, spec.shape)
-        if spec.stacked < 2 and spec.tensor_slice is None:  # transformers holds experts fused
+        if "experts" not in spec.axes and spec.tensor_slice is None:  # others are tested below
             flat = [state[name].reshape(-1) for name in spec.hf_names]
             expected = np.concatenate(flat).astype(dtype).view(np.uint16)
             np.testing.assert_array_equal(np.ravel(params[path])[: expected.size], expected)
@@ -188,23 +188,35 @@ def test_projections_by_key_head_and_as_qwen3_5_has_them_give_the_same_weights(
             np.testing.assert_array_equal(np.reshape(got, (-1, 64)), expected)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_both_layouts_of_experts_give_the_same_weights(tmp_path, fused):
-    """transformers writes a tensor for each expert, and holds fused ones in memory."""
+@pytest.mark.parametrize("fused", [False, "input last", "input first"])
+def test_all_layouts_of_experts_give_the_same_weights(tmp_path, fused):
+    """transformers writes a tensor for each expert or fused ones, and Qwen3-VL was released with
+    fused ones whose input axis is first."""
     reference = make_reference(tmp_path, **MODELS["experts"])
     state = {name: tensor.numpy() for name, tensor in reference.model.state_dict().items()}
+    stored = dict(state)
+    if fused == "input first":
+        turned = {name: state[name].swapaxes(1, 2) for name in state if ".experts." in name}
+        stored |= {name: np.ascontiguousarray(values) for name, values in turned.items()}
     if fused:
-        save_file(state, tmp_path / "model.safetensors")
+        save_file(stored, tmp_path / "model.safetensors")
     checkpoint, model = Checkpoint(str(tmp_path)), Qwen2(reference.config)
-    assert ("model.layers.1.mlp.experts.gate_up_proj" in checkpoint.tensors) == fused
+    assert ("model.layers.1.mlp.experts.gate_up_proj" in checkpoint.tensors) == bool(fused)
     known = FAMILIES.by_model_type("qwen2_moe").tensor_names(reference.config, checkpoint.tensors)
-    check_tensors(checkpoint, weight_table(model, checkpoint.tensors).values(), known)
+    check_tensors(checkpoint, table_of(model, checkpoint).values(), known)
     sparse = load(model, tmp_path)["layers"]["sparse"]["mlp"]["experts"]
     both = state["model.layers.3.mlp.experts.gate_up_proj"]
     down = state["model.layers.1.mlp.experts.down_proj"]
     wanted = ("gate_proj", 1, both[:, :40]), ("up_proj", 1, both[:, 40:]), ("down_proj", 0, down)
     for name, row, expected in wanted:
         np.testing.assert_array_equal(sparse[name]["weight"][row], expected.swapaxes(1, 2))
+    if fused:  # but not if one layer differs from the others
+        one = "model.layers.3.mlp.experts.down_proj"
+        stored[one] = np.ascontiguousarray(stored[one].swapaxes(1, 2))
+        save_file(stored, tmp_path / "model.safetensors")
+        checkpoint = Checkpoint(str(tmp_path))
+        with pytest.raises(InputError, match=f"{one} has shape"):
+            check_tensors(checkpoint, table_of(model, checkpoint).values(), known)
 
 
 def test_some_weights_in_float32_and_what_is_beside_the_language_model(tmp_path):
@@ -276,6 +288,17 @@ def test_a_stored_head_counts_although_it_is_said_to_be_tied(tied, tmp_path, cap
         assert error_of(found[name][used], expected[name][0][used]) < TOLERANCE
         assert error_of(before[name][used], expected[name][0][used]) > 0.1
     assert capsys.readouterr().err.count(says) == 1
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_omni_moe"])
+def test_a_run_of_a_model_with_other_inputs(name, tmp_path):
+    reference = make_reference(tmp_path / "model", **MODELS[name])
+    found = extract(reference.folder, tmp_path, "--hook_names", "blocks.*.hook_resid_post", "loss")
+    expected = reference.hooked(TOKEN_IDS[None])
+    assert {7, 8} <= {*TOKEN_IDS} and len(found) == 5  # with placeholders
+    for hook, values in found.items():
+        used = slice(hook == "loss", None)  # the first token has no loss
+        assert error_of(values[used], expected[hook][0][used]) < TOLERANCE, hook
 
 
 def test_the_language_model_is_found_whatever_it_was_stored_in(tied, tmp_path):

@@ -23,6 +23,12 @@ from activation_extraction.model.weights import WeightSpec
 
 WeightTable = dict[tuple[str, ...], WeightSpec]
 
+FLAT = "qwen2_vl", "qwen2_5_vl"  # as released, these have no text_config
+# Shapes do not show a wrong value of these fields, and transformers' default for them is that of no
+# release: model_type -> field.
+MUST_BE_STATED = dict.fromkeys(FLAT, "rms_norm_eps")
+MUST_BE_STATED |= dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), "rope_theta")
+
 
 class HookedModel(Protocol):
     """A hooked model returns the values at its hooks: {form: (hooks of that form, B, T, width)}.
@@ -69,6 +75,7 @@ class ModelFamily:
     # (configuration, hooks, dtype, activation dtype, kernels, layout) -> HookedModel
     hooked: Callable[..., Any]
     weight_table: Callable[..., WeightTable]  # (either model, the checkpoint's tensors if known)
+    text_alone: bool = False  # whether its models also take images or sound, which are not read
 
     def weights_of(self, config: Any) -> Iterable[WeightSpec]:
         return self.weight_table(self.whole(config)).values()
@@ -126,8 +133,8 @@ def complete(raw: Mapping[str, Any], source: str) -> Any:
     transformers rejects, and for sizes that would take too much memory.
     """
     fields = copy.deepcopy(dict(raw))  # which transformers and check_rope change
-    text = fields.get("text_config")
-    for section in (fields, text if isinstance(text, dict) else {}):
+    text = _text_section(fields)
+    for section in (fields, text):
         for name in SIZES:
             value, most = section.get(name), LARGEST_SIZE
             if name == "num_hidden_layers":
@@ -135,7 +142,23 @@ def complete(raw: Mapping[str, Any], source: str) -> Any:
             if isinstance(value, int | float) and value > most:
                 raise InputError(f"{source}: {name} is {value:.6g}, expected at most {most:,}")
         check_rope(section, source)
+    missing = MUST_BE_STATED.get(raw["model_type"])
+    places = [text, text.get("rope_parameters"), text.get("rope_scaling")]
+    if missing and not any(isinstance(p, dict) and p.get(missing) is not None for p in places):
+        raise InputError(
+            f"{source}: {missing} of the language model is missing; take it from the config.json "
+            "of the released model: transformers' default is another value"
+        )
     try:
         return transformers().AutoConfig.for_model(**fields)
     except Exception as error:  # its validation may raise anything
         raise InputError(f"{source}: {one_line(error)}") from error
+
+
+def _text_section(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns where transformers looks for the language model of a model with other inputs."""
+    if raw["model_type"] in FLAT and raw.get("text_config") is None:
+        return raw
+    around = raw.get("thinker_config", raw)
+    text = around.get("text_config") if isinstance(around, dict) else None
+    return text if isinstance(text, dict) else {}

@@ -42,7 +42,7 @@ from activation_extraction.model.mesh import (
 )
 from activation_extraction.model.model_config import HEAD, QwenConfig, as_stored
 from activation_extraction.model.trial import Choice, try_kernels
-from activation_extraction.model.weights import check_tensors, load_params
+from activation_extraction.model.weights import check_tensors, load_params, oriented
 from activation_extraction.text.batch import Batch
 
 MOST_BYTES_OF_A_ROW = 32 * 2**20  # at a hook whose width grows with the row
@@ -170,6 +170,9 @@ def prepare_model(
     tied, config = config.tie_word_embeddings, as_stored(config, checkpoint.tensors)
     model, rows = build_model(family, request, config)
     where, rope = f"--model_path {request.model_path}", config.rope
+    if before is None and family.text_alone:
+        says = "its text model alone runs; placeholders of images and sound are ordinary tokens"
+        log.info("%s: %s", where, says)
     if before is None and model.predicts and tied and not config.tie_word_embeddings:
         log.info("%s: its %s is used, although config.json ties it to the embedding", where, HEAD)
     if before is None and rope.attn_factor is not None:
@@ -187,7 +190,8 @@ def prepare_model(
             f"--hook_names: losses and logits need {HEAD}, which --model_path {request.model_path} "
             "has not; its other hooks can be stored"
         )
-    weights = family.weight_table(model, checkpoint.tensors)
+    table = family.weight_table(model, checkpoint.tensors)
+    weights = oriented(table, lambda name: checkpoint.place(name)[1].shape)
     known = family.tensor_names(config, checkpoint.tensors)
     check_tensors(checkpoint, weights.values(), known)
     hooks = choose_hooks(request, config)

@@ -227,15 +227,20 @@ def qwen3_5_moe_text_config(hf: Any, source: str) -> QwenConfig:
     )
 
 
-def config_beside_vision(
+def config_beside_others(
     text_config: Callable[[Any, str], QwenConfig], hf: Any, source: str
 ) -> QwenConfig:
-    """Reads the language model of a model with vision inputs; text_config reads one without."""
+    """Reads the language model of a model that also takes images, video or audio.
+
+    text_config reads one that takes text alone. An Omni model has its language model in its
+    thinker. Whether the head is tied is said beside `text_config`; inside, it may be a default.
+    """
     _refuse_quantized(hf, source)
+    around = getattr(hf, "thinker_config", hf)
     return dataclasses.replace(
-        text_config(hf.text_config, source),
+        text_config(around.text_config, source),
         model_type=hf.model_type,
-        tie_word_embeddings=bool(hf.tie_word_embeddings),
+        tie_word_embeddings=bool(around.tie_word_embeddings),
     )
 
 
@@ -263,7 +268,7 @@ def _config(hf: Any, source: str, **details: Any) -> QwenConfig:
         head_dim=head_dim,
         rope=Rope.from_hf(_rope_parameters(hf, source), head_dim, source, partial=hybrid),
         rms_norm_eps=positive(vars(hf), "rms_norm_eps", source),
-        tie_word_embeddings=bool(hf.tie_word_embeddings),
+        tie_word_embeddings=bool(getattr(hf, "tie_word_embeddings", False)),
         sliding_window=window,
         sliding_layers=sliding,
         chunk=_chunk(hf, source),
@@ -336,7 +341,9 @@ def _sliding(hf: Any, known: tuple[str, ...], source: str) -> tuple[int | None, 
     """Returns the window and the layers that have it. known: the supported types of layers."""
     types = hf.layer_types if hasattr(type(hf), "layer_types") else None
     if types is None:  # all layers of the family have the window, or none has
-        types = [SLIDING if hf.sliding_window else ATTENTION] * hf.num_hidden_layers
+        # Without this field, transformers ignores the window.
+        slides = hasattr(type(hf), "use_sliding_window") and hf.sliding_window
+        types = [SLIDING if slides else ATTENTION] * hf.num_hidden_layers
     for layer, kind in enumerate(types):
         if kind not in known:
             raise InputError(
@@ -364,7 +371,9 @@ def _experts(hf: Any, source: str) -> dict[str, Any]:
             f"{source}: no layer has experts (decoder_sparse_step {step}, mlp_only_layers "
             f"{hf.mlp_only_layers}); such a model is not supported"
         )
-    experts = _experts_config(hf, source, renormalise=bool(hf.norm_topk_prob))
+    # Families whose configuration lacks the field always renormalise.
+    renormalise = not hasattr(type(hf), "norm_topk_prob") or bool(hf.norm_topk_prob)
+    experts = _experts_config(hf, source, renormalise)
     return {"experts": experts, "sparse_layers": layers}
 
 

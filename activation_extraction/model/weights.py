@@ -55,7 +55,7 @@ class WeightSpec:
     tensors, whose names come in this order. Layers that the checkpoint does not have are zeros: a
     block of zeros changes nothing. tensor_slice: None for a parameter that has its tensors to
     itself. The checkpoint keeps (heads, head_dim) as one flat dimension, and the last two axes of
-    experts in reverse order.
+    experts in reverse order unless `input_first`.
     """
 
     shape: tuple[int, ...]
@@ -63,6 +63,12 @@ class WeightSpec:
     hf_names: tuple[str, ...]
     stacked: int = 0
     tensor_slice: TensorSlice | None = None
+    input_first: bool = False
+
+    @property
+    def reverses_axes(self) -> bool:
+        """Returns whether the last two axes of the tensors are the parameter's in reverse order."""
+        return "experts" in self.axes and not self.input_first
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
@@ -82,7 +88,7 @@ class WeightSpec:
                 bounds.append((chosen.start, chosen.stop))
             else:
                 bounds[-1] = bounds[-1][0] * size, bounds[-1][1] * size
-        if "experts" in self.axes:
+        if self.reverses_axes:
             bounds[-2:] = bounds[:-3:-1]
         if self.tensor_slice is not None:
             split, offset, total, per_head = self.tensor_slice
@@ -122,7 +128,7 @@ class WeightSpec:
                 inner[0] = heads[at[-1] : at[-1] + 1]
             index = tuple(slice(*bound) for bound in self._bounds(inner))
             part = read(self.hf_names[number], index)
-            if "experts" in self.axes:
+            if self.reverses_axes:
                 values[at] = part.swapaxes(-1, -2)
             else:
                 values[at] = part.reshape(values[at].shape)
@@ -135,6 +141,27 @@ def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
     memory = np.empty(size + BUFFER_ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % BUFFER_ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def oriented(
+    table: Mapping[ParamPath, WeightSpec], shape_of: Callable[[str], tuple[int, ...]]
+) -> dict[ParamPath, WeightSpec]:
+    """Returns the table for fused experts as the checkpoint has them.
+
+    Their input axis is last in what transformers saves, as in any linear layer, and first in the
+    released Qwen3-VL models. Shapes tell, which `shape_of(name)` returns: gate_up_proj is square if
+    D = 2 M, and down_proj if D = M, but never both.
+    """
+    fused = {path: spec for path, spec in table.items() if "experts" in spec.axes[spec.stacked :]}
+    turned = dict(fused)
+    for path, spec in fused.items():
+        split = spec.tensor_slice and spec.tensor_slice._replace(axis=2)
+        turned[path] = dataclasses.replace(spec, input_first=True, tensor_slice=split)
+
+    def fits(specs: Mapping[ParamPath, WeightSpec]) -> bool:
+        return all(tuple(shape_of(spec.hf_names[0])) == spec.hf_shape for spec in specs.values())
+
+    return {**table, **turned} if fits(turned) and not fits(fused) else {**table}
 
 
 def check_tensors(checkpoint: Checkpoint, table: Iterable[WeightSpec], known: set[str]) -> None:

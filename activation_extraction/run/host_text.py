@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError, RunError, one_line
-from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.checkpoint import Checkpoint, read_json
 from activation_extraction.run.open_data import Dataset, TextRequest
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
@@ -39,6 +39,7 @@ T = TypeVar("T")
 BATCHES_AHEAD = 4
 POLL = 0.2  # seconds between checks whether to stop
 TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
+PROCESSOR_TEMPLATE = "chat_template.json"  # of models that also take images; some have no other
 
 
 class Prefetch(Generic[T]):
@@ -109,6 +110,9 @@ def load_text_files(
     if not request.messages_column:
         return tokenizer, None
     own, arguments = pretrained(tokenizer_file(files, name)), dict(request.chat_template_args)
+    if not own.chat_template and (path := checkpoint.find(PROCESSOR_TEMPLATE)) is not None:
+        template = read_json(path).get("chat_template")
+        own.chat_template = template if isinstance(template, str) else None
     return tokenizer, ChatTemplate.load(own, name, request.chat_template, arguments)
 
 
