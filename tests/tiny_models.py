@@ -42,7 +42,7 @@ def omni(model_type: str, part: dict[str, Any]) -> dict[str, Any]:
 
 
 SECTIONED = dict(rope_theta=1e6, rope_scaling=dict(type="mrope", mrope_section=[2, 3, 3]))
-INTERLEAVED = dict(mrope_section=[12, 10, 10], mrope_interleaved=True)
+IN_TURN = dict(mrope_section=[12, 10, 10], mrope_interleaved=True)
 VL_MOE = text(head_dim=32, num_hidden_layers=4, **experts(6, 2, 32), **mrope(6, 5, 5))
 BESIDE_OTHERS: dict[str, dict[str, Any]] = {
     "qwen2_vl_flat_sliding": text(model_type="qwen2_vl", vision_config=VISION, as_released=True)
@@ -58,7 +58,7 @@ BESIDE_OTHERS: dict[str, dict[str, Any]] = {
     ),
     "qwen3_vl_flat_theta": vision(
         "qwen3_vl",
-        text(head_dim=64, num_key_value_heads=1, rope_theta=5e6, rope_scaling=INTERLEAVED),
+        text(head_dim=64, num_key_value_heads=1, rope_theta=5e6, rope_scaling=IN_TURN),
         as_released=True,
     ),
     # One of the two tensors of fused experts is square: here gate_up_proj, below down_proj.

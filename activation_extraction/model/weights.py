@@ -159,7 +159,8 @@ def oriented(
         turned[path] = dataclasses.replace(spec, input_first=True, tensor_slice=split)
 
     def fits(specs: Mapping[ParamPath, WeightSpec]) -> bool:
-        return all(tuple(shape_of(spec.hf_names[0])) == spec.hf_shape for spec in specs.values())
+        firsts = [(spec, name) for spec in specs.values() for name in spec.hf_names[:1]]
+        return all(tuple(shape_of(name)) == spec.hf_shape for spec, name in firsts)
 
     return {**table, **turned} if fits(turned) and not fits(fused) else {**table}
 
