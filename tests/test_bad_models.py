@@ -65,8 +65,8 @@ def of_another_tokenizer(model):
 
 
 HOLDS_ADAPTER = (
-    "model: holds an adapter (adapter_config.json, of org/base), which is not applied; give the "
-    "folder of a model that it is merged into"
+    "model: holds an adapter (adapter_config.json, of org/base), which --lora takes; give its base "
+    "model alone here"
 )
 Q_PROJ = "model.layers.3.self_attn.q_proj.weight"
 BAD_MODELS = {

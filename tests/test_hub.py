@@ -14,6 +14,7 @@ from command_line import main
 from conftest import make_reference
 from hub_server import serve_hub
 from row_files import write_parquet, write_rows
+from test_lora import Made
 
 import extract_activations
 from activation_extraction import ActivationDataset
@@ -85,6 +86,22 @@ def test_model_and_streamed_data_set_from_the_hub(hub, tmp_path):
     (snapshot,) = (tmp_path / "home/hub/models--org--sharded/snapshots").iterdir()
     identity = recorded(tmp_path / "out/machine_001")["identity"]
     assert identity["model_digest"] == f"commit {snapshot.name}"
+
+
+@pytest.mark.long
+def test_an_adapter_of_the_hub(hub, tmp_path, demo_inputs):
+    """A run with one continues offline."""
+    made = Made(demo_inputs / "model")
+    made.linear("model.layers.0.mlp.up_proj", 5 / 3)
+    made.save(tmp_path / "hub/models/org/lora")
+    flags = ["--model_path", "org/tiny", "--dataset_path", demo_inputs / "documents.parquet", *FEW]
+    flags += ["--lora", "org/lora", "--max_samples"]
+    told = run(hub, tmp_path, *flags, "5")
+    assert "--lora org/lora: merged in float32 into 1 tensors" in told
+    run(hub, tmp_path, *flags, "9", HF_HUB_OFFLINE="1")
+    assert recorded(tmp_path / "out")["samples"] == 9
+    told = run(hub, tmp_path, *flags, "9", "--lora", "org/none", status=2)
+    assert told.splitlines()[-1].startswith("error: --lora org/none: no such local folder, and the")
 
 
 @pytest.mark.long
@@ -210,7 +227,7 @@ def test_a_commit_upstream_does_not_stop_an_extraction(hub, tmp_path, flags, rev
     run(hub, tmp_path, "--verify", "--model_path", "org/tiny", "--verify_samples", "1")
 
 
-ADAPTER = "holds an adapter (adapter_config.json, of org/tiny), which is not applied"
+ADAPTER = "holds an adapter (adapter_config.json, of org/tiny), which --lora takes"
 TINY = "--model_path org/tiny --dataset_name org/"
 # The flags, and how the one line begins that must come.
 REFUSED = [

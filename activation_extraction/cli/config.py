@@ -131,8 +131,9 @@ def _refuse_conflicts(given: Given) -> None:
     if "model_path" not in given:
         if "verify_samples" in given:
             raise InputError("--verify_samples: needs --model_path")
-        if "model_revision" in given and _looking(given):
-            raise InputError("--model_revision: needs --model_path here")
+        for name in ("model_revision", "lora"):
+            if name in given and _looking(given):
+                raise InputError(f"--{name}: needs --model_path here")
     # The run that is estimated may begin anew.
     planning = {"overwrite"} if "plan" in given else set()
     modes = [f"--{mode}" for mode in MODES if mode in given and mode not in planning]

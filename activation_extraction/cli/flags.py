@@ -115,6 +115,13 @@ class Config:
         "a branch, tag or commit of a hub model",
         default_is="the commit that the extraction began with; the newest one for a new extraction",
     )
+    lora: str | None = flag(
+        "a LoRA adapter, as PEFT stores it (adapter_config.json, adapter_model.safetensors): a "
+        "folder, local or in a bucket, or the name of a hub adapter; it is merged into the weights "
+        "in float32 while they are read",
+        default_is="none",
+        metavar="PATH",
+    )
     dtype: str = flag(
         "the type of weights and matrix products; sums are float32",
         "auto",
@@ -480,8 +487,8 @@ class Config:
     )
     verify: bool = switch(
         "compare every shard with its sha256 and its JSON file, and check that every sample is "
-        "there once; with --model_path, also recompute some samples; lists every problem and exits "
-        "with status 1 if there is any"
+        "there once; with --model_path (and --lora), also recompute some samples; lists every "
+        "problem and exits with status 1 if there is any"
     )
     verify_samples: int = number("how many random samples --verify recomputes", 8, needs="verify")
     report: str | None = flag(
@@ -510,7 +517,7 @@ class Config:
     demo: bool = switch(
         "make a tiny model and sample documents in --output_dir/demo_inputs and extract from them",
         excludes=(
-            *("model_path", "model_revision"),
+            *("model_path", "model_revision", "lora"),
             *("dataset_name", "dataset_config", "dataset_split", "dataset_path", "mix"),
             *("messages_column", "ids_column", "id_column", "keep_columns"),
         ),

@@ -1,7 +1,7 @@
 """A checkpoint is the files of a model, in a local folder, in a bucket or on the Hugging Face hub.
 
 `Checkpoint` finds the files and says which of them holds a tensor. weight_files.py reads the files,
-and weights.py turns tensors into parameters.
+lora.py changes what is read, and weights.py turns tensors into parameters.
 """
 
 import functools
@@ -13,7 +13,7 @@ import tempfile
 import weakref
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from huggingface_hub import _CACHED_NO_EXIST, constants, hf_hub_download, try_to_load_from_cache
@@ -37,6 +37,9 @@ from activation_extraction.model.weight_files import Index, LocalFile, RemoteFil
 from activation_extraction.store.folder import FolderError, SourceFolder
 from activation_extraction.store.safetensors_file import Tensor
 
+if TYPE_CHECKING:
+    from activation_extraction.model.lora import Adapter
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_config.json"
@@ -46,12 +49,25 @@ TOKENIZER_FILES = (
 )
 WEIGHT_FILE = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # a file in the folder of its index
 # Weights in forms that are not read.
-OTHER_WEIGHTS = re.compile(r"(pytorch_)?model.*\.(bin|pt|pth)|consolidated.*\.pth|.*\.gguf")
+OTHER_WEIGHTS = re.compile(r"(\w+_)?model.*\.(bin|pt|pth)|consolidated.*\.pth|.*\.gguf")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
+class Kind(NamedTuple):
+    """What a checkpoint is: the flag that names it, two of its files, and words for messages."""
+
+    flag: str
+    config: str
+    weights: str
+    words: str
+
+
+MODEL = Kind("--model_path", "config.json", SINGLE_FILE, "model with transformers")
+ADAPTER = Kind("--lora", ADAPTER_FILE, "adapter_model.safetensors", "adapter with PEFT")
+
+
 class Checkpoint:
-    """The files of a model, in a local folder, at a URL that fsspec knows, or on the hub.
+    """The files of a model or adapter, in a local folder, at a URL that fsspec knows or on the hub.
 
     Small files are copied to local ones. Weights at a URL are read by ranges, straight into memory;
     so are those of the hub, unless they are to be kept and the disk has room for them. All methods
@@ -59,13 +75,19 @@ class Checkpoint:
     floating-point safetensors checkpoint.
     """
 
-    def __init__(self, model_path: str, revision: str | None = None, keep: bool = True) -> None:
+    def __init__(
+        self, model_path: str, revision: str | None = None, keep: bool = True, kind: Kind = MODEL
+    ) -> None:
         """Finds out where the model is; reads nothing yet.
 
         revision: a branch, tag or commit of a hub model; None: its main branch. keep: whether the
         hub's cache on this machine is to keep the weights for the next start.
         """
         self.model_path = model_path
+        self.where = f"{kind.flag} {model_path}"  # for messages
+        # What is read is merged with it; None: it is what is stored.
+        self.adapter: Adapter | None = None
+        self.kind = kind
         self._local = Path(os.path.expanduser(model_path))
         self._url = "://" in model_path
         # The first file replaces this by its commit, to which all others belong as well.
@@ -74,12 +96,12 @@ class Checkpoint:
         self._files: dict[str, Path | None] = {}
         self._opened: dict[str, WeightFile] = {}
         if os.path.isfile(self._local):
-            raise InputError(f"--model_path {model_path}: is a file, expected a folder")
+            raise InputError(f"{self.where}: is a file, expected a folder")
         if not (self.local or self._url or HUB_NAME.fullmatch(model_path)):
-            raise InputError(f"--model_path {model_path}: no such folder, and not a hub name")
+            raise InputError(f"{self.where}: no such folder, and not a hub name")
         if (self.local or self._url) and revision is not None:
             raise InputError(
-                f"--model_revision {revision}: --model_path {model_path} is a folder; "
+                f"--model_revision {revision}: {self.where} is a folder; "
                 "only models of the hub have revisions"
             )
 
@@ -91,7 +113,7 @@ class Checkpoint:
     @property
     def commit(self) -> str | None:
         """Returns the hub's commit that the files belong to; None for a folder."""
-        self.file("config.json")
+        self.file(self.kind.config)
         return None if self.local or self._url else self._revision
 
     def file(self, name: str) -> Path:
@@ -101,7 +123,7 @@ class Checkpoint:
         if name == "config.json" and self.find(ADAPTER_FILE):
             raise self._holds_adapter()
         who = "the hub cannot be reached, and its cache here " if self._offline else ""
-        raise InputError(f"--model_path {self.model_path}: {who}has no {name}")
+        raise InputError(f"{self.where}: {who}has no {name}")
 
     def find(self, name: str) -> Path | None:
         """Returns the local path of a small file; None if the model lacks it."""
@@ -123,7 +145,7 @@ class Checkpoint:
             copy.write_bytes(data)
         except OSError as error:
             raise RunError(
-                f"--model_path {self.model_path}: {name} cannot be copied to the folder for "
+                f"{self.where}: {name} cannot be copied to the folder for "
                 f"temporary files: {error.strerror}",
                 remedy="TMPDIR names another folder",
             ) from error
@@ -140,7 +162,7 @@ class Checkpoint:
         unreachable = None if constants.HF_HUB_OFFLINE else hub_unreachable(constants.ENDPOINT)
         offline = unreachable is not None
         try:
-            with hub_requests(f"--model_path {self.model_path}"):
+            with hub_requests(self.where):
                 path = hf_hub_download(
                     self.model_path, name, revision=self._revision, local_files_only=offline
                 )
@@ -151,26 +173,25 @@ class Checkpoint:
             # This EntryNotFoundError means that the network is missing, not the file.
             known, config = (
                 try_to_load_from_cache(self.model_path, each, revision=self._revision)
-                for each in (name, "config.json")
+                for each in (name, self.kind.config)
             )
             # A cache that another program has filled does not say which files the model lacks.
             if known is _CACHED_NO_EXIST or (constants.HF_HUB_OFFLINE and isinstance(config, str)):
                 return None
             reason = f"cannot be reached for {name} (no network, or HF_HUB_OFFLINE)"
             if name_unknown(unreachable or error):
-                reason = "has a name that does not resolve: offline? --model_path takes a folder"
-            raise InputError(
-                f"--model_path {self.model_path}: no such local folder, and the hub {reason}"
-            ) from error
+                reason = (
+                    f"has a name that does not resolve: offline? {self.kind.flag} takes a folder"
+                )
+            raise InputError(f"{self.where}: no such local folder, and the hub {reason}") from error
         except EntryNotFoundError:
             return None
         except (HfHubHTTPError, HFValidationError, OSError) as error:
             if cache := unwritable_cache(error):
-                raise InputError(f"--model_path {self.model_path}: {cache}") from error
+                raise InputError(f"{self.where}: {cache}") from error
             asked = f" --model_revision {self._revision}" if self._revision else ""
             raise InputError(
-                f"--model_path {self.model_path}{asked}: no such local folder, and the hub says: "
-                f"{one_line(error)}"
+                f"{self.where}{asked}: no such local folder, and the hub says: {one_line(error)}"
             ) from error
 
     @property
@@ -192,8 +213,7 @@ class Checkpoint:
         if index is None:
             return None
         if SINGLE_FILE in self._names:
-            where = f"--model_path {self.model_path}"
-            log.info("%s: %s is read, and %s is not", where, SINGLE_FILE, INDEX_FILE)
+            log.info("%s: %s is read, and %s is not", self.where, SINGLE_FILE, INDEX_FILE)
             return None
         try:
             files = dict(json.loads(index.read_bytes())["weight_map"])
@@ -211,62 +231,70 @@ class Checkpoint:
         if ADAPTER_FILE in self._names:
             raise self._holds_adapter()
         stored = self.file_of_tensor or self._open(SINGLE_FILE).header
-        return text_names(stored, f"--model_path {self.model_path}")
+        return text_names(stored, self.where)
 
     def place(self, tensor: str) -> tuple[WeightFile, Tensor]:
         """Returns the file that holds a tensor of the language model, and where it lies there."""
         if (stored := self.tensors.get(tensor)) is None:
-            raise InputError(f"--model_path {self.model_path}: tensor {tensor} is missing")
+            raise InputError(f"{self.where}: tensor {tensor} is missing")
         file = self._open((self.file_of_tensor or {}).get(stored, SINGLE_FILE))
         if stored not in file.header:
             raise InputError(f"{file.where}: tensor {stored} is missing")
         return file, file.header[stored]
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
-        """Reads a part of a tensor; the index has a (start, stop) slice for every axis."""
-        return self.place(tensor)[0].read(self.tensors[tensor], index)
+        """Reads a part of a tensor, with the adapter merged into it if there is one.
+
+        The index has a (start, stop) slice for every axis.
+        """
+        stored = functools.partial(self.place(tensor)[0].read, self.tensors[tensor])
+        return self.adapter.merge(tensor, index, stored) if self.adapter else stored(index)
+
+    @property
+    def only_file(self) -> WeightFile:
+        """Returns the file that holds all weights of an adapter."""
+        return self._open(self.kind.weights)
 
     def _open(self, name: str) -> WeightFile:
         if name not in self._opened:
-            if name == SINGLE_FILE and name not in self._names and not self._offline:
+            if name == self.kind.weights and name not in self._names and not self._offline:
                 raise self._has_no_weights()
             if self.local or not (self._url or not self._in_cache(name)):
                 self._opened[name] = LocalFile(self.file(name))
             elif name in self._sizes:
                 self._opened[name] = RemoteFile(self._remote, name, self._sizes[name])
             else:
-                raise InputError(f"--model_path {self.model_path}: has no {name}")
+                raise InputError(f"{self.where}: has no {name}")
         return self._opened[name]
 
     def _has_no_weights(self) -> InputError:
         """Returns the refusal of a model without readable weights, which says what it has."""
         shards = sorted(name for name in self._names if name.endswith(".safetensors"))
         others = sorted(name for name in self._names if OTHER_WEIGHTS.fullmatch(name))
-        but = ""
-        if shards:
+        but, single = "", self.kind.weights
+        if shards and single == SINGLE_FILE:
             but = (
                 f" and no {INDEX_FILE}, but {shards[0]}; copy the index from where the shards come "
                 "from: it says which shard holds a tensor"
             )
         elif others:
             but = (
-                f", but {others[0]}; only safetensors are read: load the model with transformers "
-                "and store it with save_pretrained"
+                f", but {others[0]}; only safetensors are read: load the {self.kind.words} and "
+                "store it with save_pretrained"
             )
-        return InputError(f"--model_path {self.model_path}: has no {SINGLE_FILE}{but}")
+        return InputError(f"{self.where}: has no {single}{but}")
 
     def _holds_adapter(self) -> InputError:
         """Returns the refusal of an adapter, alone or beside the weights of its base model."""
         base = read_json(self.file(ADAPTER_FILE)).get("base_model_name_or_path")
         return InputError(
-            f"--model_path {self.model_path}: holds an adapter ({ADAPTER_FILE}"
-            f"{f', of {base}' if base else ''}), which is not applied; give the folder of a model "
-            "that it is merged into (merge_and_unload in PEFT), or of its base model alone"
+            f"{self.where}: holds an adapter ({ADAPTER_FILE}"
+            f"{f', of {base}' if base else ''}), which --lora takes; give its base model alone here"
         )
 
     def _in_cache(self, name: str) -> bool:
         """Returns whether a weight file of the hub is in the local cache, or is to be put there."""
-        self.file("config.json")  # from now on the revision is a commit
+        self.file(self.kind.config)  # from now on the revision is a commit
         if isinstance(try_to_load_from_cache(self.model_path, name, revision=self._revision), str):
             return True
         if not self._keep or constants.HF_HUB_OFFLINE:
@@ -285,7 +313,7 @@ class Checkpoint:
             url = self.model_path if self._url else f"hf://{self.model_path}@{self.commit}"
             return SourceFolder(url)
         except FolderError as error:
-            raise InputError(f"--model_path {error}") from error
+            raise InputError(f"{self.kind.flag} {error}") from error
 
     @property
     def _offline(self) -> bool:
@@ -300,7 +328,7 @@ class Checkpoint:
         """Returns the names of the model's files; offline, of those in the hub's cache."""
         if self.local:
             return os.listdir(self._local)
-        return os.listdir(self.file("config.json").parent) if self._offline else self._sizes
+        return os.listdir(self.file(self.kind.config).parent) if self._offline else self._sizes
 
     @functools.cached_property
     def _sizes(self) -> dict[str, int]:
@@ -309,7 +337,7 @@ class Checkpoint:
             return self._remote.files()
         except FolderError as error:
             if error.final:
-                raise InputError(f"--model_path {error}") from error
+                raise InputError(f"{self.kind.flag} {error}") from error
             raise
 
 

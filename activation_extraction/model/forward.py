@@ -29,6 +29,7 @@ from activation_extraction.model.family import Families, HookedModel, ModelFamil
 from activation_extraction.model.hooks import Form, Hook, hook_table
 from activation_extraction.model.kept import KeptTokens, take_kept
 from activation_extraction.model.kernels import Kernels, candidates_for
+from activation_extraction.model.lora import Adapter
 from activation_extraction.model.mesh import (
     HostRows,
     Layout,
@@ -67,6 +68,7 @@ class ModelRequest:
 
     model_path: str
     model_revision: str | None
+    lora: str | None
     dtype: str
     activation_dtype: str
     hook_names: tuple[str, ...] | None
@@ -167,6 +169,8 @@ def prepare_model(
     else:
         checkpoint = before.checkpoint
     family, config = families.read_config(checkpoint.file("config.json"))
+    if before is None and request.lora is not None:
+        checkpoint.adapter = Adapter(request.lora, checkpoint, config.tie_word_embeddings)
     tied, config = config.tie_word_embeddings, as_stored(config, checkpoint.tensors)
     model, rows = build_model(family, request, config)
     where, rope = f"--model_path {request.model_path}", config.rope

@@ -28,10 +28,15 @@ def model_digest(checkpoint: Checkpoint) -> str:
     """
     if checkpoint.commit is not None:
         return f"commit {checkpoint.commit}"
+    return content_digest(checkpoint)
+
+
+def content_digest(checkpoint: Checkpoint) -> str:
+    """Returns a digest of a checkpoint's configuration and of its weights, wherever they are."""
     with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-weights") as pool:
         weights = sorted(_of_weights(file, pool) for file in checkpoint.weight_files)
-    config = digest_files([checkpoint.file("config.json")])
-    return hashlib.sha256("\n".join([config, *weights]).encode()).hexdigest()
+    lines = [digest_files([checkpoint.file(checkpoint.kind.config)]), *weights]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def digest_files(paths: Sequence[Path]) -> str:

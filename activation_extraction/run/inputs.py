@@ -1,4 +1,4 @@
-"""The inputs of a run: the model, its tokenizer, the chat template and the data set.
+"""The inputs of a run: the model, its adapter and tokenizer, the chat template, the data set.
 
 Each is one entry of INPUTS, from which follows by what metadata.json knows it, which flags may
 differ between the hosts of a run, what the hosts compare, and what --verify compares before it
@@ -21,7 +21,7 @@ from activation_extraction.cli.flags import FLAGS, Config
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import plain_url
 from activation_extraction.model.forward import Forward, ModelRequest
-from activation_extraction.run.digests import digest_files, model_digest
+from activation_extraction.run.digests import content_digest, digest_files, model_digest
 from activation_extraction.run.host_text import load_text_files, row_form, special_tokens
 from activation_extraction.run.open_data import Dataset, TextRequest, open_dataset
 from activation_extraction.store.identity import Identity, StorageOptions
@@ -92,6 +92,12 @@ class Input:
     of_text: bool = True
 
 
+def _adapter_digest(inputs: Inputs) -> tuple[str]:
+    # Of a hub adapter, too: no commit is recorded that the next start could ask for.
+    adapter = inputs.forward.checkpoint.adapter
+    return ("" if adapter is None else content_digest(adapter.files),)
+
+
 def _tokenizer_digest(inputs: Inputs) -> tuple[str]:
     files = [] if inputs.text.ids_column else inputs.forward.checkpoint.tokenizer_files()
     return (digest_files(files) if files else "",)
@@ -104,6 +110,14 @@ INPUTS = (
         paths=("model_path",),
         fields=("model_digest",),
         known_by=lambda inputs: (model_digest(inputs.forward.checkpoint),),
+        of_text=False,
+    ),
+    Input(
+        "adapter",
+        flags=("lora",),
+        paths=("lora",),
+        fields=("lora_digest",),
+        known_by=_adapter_digest,
         of_text=False,
     ),
     Input(
@@ -145,11 +159,11 @@ def check_inputs(inputs: Inputs, identity: Identity, of_text: bool) -> None:
     for each in INPUTS:
         recorded = tuple(getattr(identity, field) for field in each.fields)
         if each.of_text == of_text and each.known_by(inputs) != recorded:
-            flag = next(flag for flag in each.flags if given[flag])
+            flag = next((flag for flag in each.flags if given[flag]), each.flags[0])
+            told = "is not the one" if given[flag] else "is missing, the one"
             value = f" {plain_url(given[flag])}" if isinstance(given[flag], str) else ""
             raise InputError(
-                f"--{flag}{value}: the {each.name} is not the one that the stored activations came "
-                "from"
+                f"--{flag}{value}: the {each.name} {told} that the stored activations came from"
             )
 
 

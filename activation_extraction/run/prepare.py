@@ -234,8 +234,11 @@ def prepare(
         target = folders.remote or Folder(str(folders.folder))
         repair = RepairPlanner(target, identity, options.limits)
     configuration = {**config.to_json(), "batch_size": forward.shape[0]}
-    if forward.checkpoint.local:  # readers find its tokenizer from any folder
-        configuration["model_path"] = os.path.abspath(os.path.expanduser(config.model_path))
+    adapter = forward.checkpoint.adapter
+    checkpoints = {"model_path": forward.checkpoint} | ({"lora": adapter.files} if adapter else {})
+    for name, found in checkpoints.items():
+        if found.local:  # readers find its tokenizer from any folder
+            configuration[name] = os.path.abspath(os.path.expanduser(found.model_path))
     metadata = {
         "configuration": configuration,
         "model": asdict(forward.model.config),

@@ -31,8 +31,8 @@ class Difference(NamedTuple):
 class Identity:
     """The settings that decide the content of a run's shards.
 
-    model_digest, tokenizer_digest: SHA-256 of the files. data: the data set, or "files".
-    data_revision: the data set's commit on the hub, "" for files. hooks: the hooks' full names.
+    model_digest, lora_digest, tokenizer_digest: SHA-256 of the files, "" for none. data: the data
+    set, or "files". data_revision: its commit on the hub, "" for files. hooks: their full names.
     integer_hooks, float32_hooks: those whose values are no activations; they are stored as int32 or
     float32, whatever `activation_dtype` is. Integers are numbers of experts or tokens, and have no
     statistics. keyed_by: the keys of the hooks in the shards: "layer", "hook name", or a list of
@@ -44,6 +44,7 @@ class Identity:
     """
 
     model_digest: str = ""
+    lora_digest: str = ""
     tokenizer_digest: str = ""
     data: str = ""
     data_revision: str = ""

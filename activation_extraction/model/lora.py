@@ -1,0 +1,281 @@
+"""A LoRA adapter (arXiv:2106.09685) that PEFT has stored is merged into its base model at load.
+
+`Adapter` finds out from the headers of both files which tensors the adapter changes, and refuses
+what it does not know. `Adapter.merge` computes the part of a tensor that a shard needs, W + s B A
+in float32, which the caller rounds once. r is the rank, E the experts. PEFT 0.21 is the reference.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from activation_extraction.common.errors import InputError
+from activation_extraction.common.log import log
+from activation_extraction.common.visible import counted
+from activation_extraction.model.checkpoint import ADAPTER, Checkpoint, read_json
+from activation_extraction.model.model_config import HEAD
+from activation_extraction.model.tensor_names import text_name
+from activation_extraction.model.weight_files import Index
+
+# What settings may be. By others, weights follow from another formula, or the base changes as well.
+OFF: tuple[Any, ...] = (None, False, [], {})
+ALLOWED = {
+    "peft_type": ("LORA",),
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
+    **dict.fromkeys(("alora_invocation_tokens", "layer_replication", "arrow_config"), OFF),
+    **dict.fromkeys(("use_qalora", "use_bdlora", "kasa_config", "velora_config"), OFF),
+    **dict.fromkeys(("monteclora_config", "trainable_token_indices"), OFF),
+}
+# What PEFT puts into the names of whole tensors, and an adapter's name in raw state dicts.
+ADDED = re.compile(r"\.(modules_to_save|default)(?=\.|$)|\.base_layer(?=\.(weight|bias)$)")
+# What keys have after "lora_".
+LINEAR, EMBEDDED = ["A.weight", "B.weight"], ["embedding_A", "embedding_B"]
+BIAS, MAGNITUDE = "B.bias", "magnitude_vector"
+# The versions of PEFT that first exchanged inputs and outputs of fused experts, and first did not.
+EXCHANGED, MENDED = (0, 18, 1), (0, 19, 1)
+KEPT_FACTORS = 8  # whole A and B that stay in memory for the next part of a tensor
+
+
+class Change(NamedTuple):
+    """Says what is added to a matrix (out, in): scale * B @ A, with A (r, in) and B (out, r).
+
+    a, b: the keys of A and B in the adapter. exchanged: these are B and A, both transposed. expert,
+    experts: the part of an A (E * r, in) and a B (out, r * E) of all experts. first: the row of B
+    for the first row of the tensor. transposed: whether the tensor has (in, out).
+    """
+
+    a: str
+    b: str
+    scale: float
+    exchanged: bool = False
+    expert: int = 0
+    experts: int = 1
+    first: int = 0
+    transposed: bool = False
+
+
+class Adapter:
+    """An adapter, in `files`, and which tensors of its base model it changes."""
+
+    def __init__(self, folder: str, base: Checkpoint, tied: bool) -> None:
+        """Reads the headers. Raises InputError for what cannot be merged into this base.
+
+        folder: a local one, a URL or a hub name. tied: whether config.json ties the base's head to
+        its embedding. If the adapter changes one of the two, `base` gets a head of its own: in
+        training, the other was as before.
+        """
+        self.files, self._base = Checkpoint(folder, kind=ADAPTER), base
+        self._config = read_json(self.files.file(ADAPTER.config))
+        for name, allowed in ALLOWED.items():
+            if (found := self._config.get(name)) not in allowed:
+                what = f"{ADAPTER.config}: {name} {found!r}"
+                raise InputError(f"{self.files.where}: {what} is not supported; merge it with PEFT")
+        self._file = self.files.only_file
+        self._shapes = {key: tensor.shape for key, tensor in self._file.header.items()}
+        self._factor = lru_cache(KEPT_FACTORS)(self._whole)
+        # By the names of the base's tensors: the keys of whole tensors, those of what is added to
+        # biases (and its scale), those of the norms of merged rows, and what is added to matrices.
+        self._replaced: dict[str, str] = {}
+        self._biases: dict[str, tuple[str, float]] = {}
+        self._magnitudes: dict[str, str] = {}
+        self._changes: dict[str, list[Change]] = defaultdict(list)
+        modules = self._modules()
+        names = {text_name(path.removesuffix(".weight")) for path in modules}
+        embedded = "model.embed_tokens" in names and not self._config.get("ensure_weight_tying")
+        if tied and (embedded or "lm_head" in names):
+            base.tensors.setdefault(HEAD, base.tensors.get("model.embed_tokens.weight", HEAD))
+        ours = {path: parts for path, parts in modules.items() if text_name(path) is not None}
+        if not ours:
+            raise InputError(f"{self._file.where}: has no tensor for the language model")
+        if unfit := [key for path, parts in ours.items() for key in self._unfit(path, parts)]:
+            count = counted(len(unfit), "key")
+            raise self._error(unfit[0], f"fits no tensor of the base model ({count} in all)")
+        changed, beside = {*self._replaced, *self._biases, *self._changes}, len(modules) - len(ours)
+        text = "%s: merged in float32 into %d tensors (modules beside the language model: %d)"
+        log.info(text, self.files.where, len(changed), beside)
+
+    def merge(self, tensor: str, index: Index, stored: Callable[[Index], np.ndarray]) -> np.ndarray:
+        """Returns a part of a tensor of the base: merged, in float32, or as it is stored.
+
+        index: a (start, stop) slice for every axis. stored: returns that part of the base's tensor.
+        """
+        if (key := self._replaced.get(tensor)) is not None:
+            stored = partial(self._file.read, key)
+        if tensor in self._biases:
+            key, scale = self._biases[tensor]
+            return stored(index).astype(np.float32) + np.float32(scale) * self._factor(key)[index]
+        if tensor not in self._changes:
+            return stored(index)
+        magnitude, columns = self._magnitudes.get(tensor), index[-1]
+        if magnitude is not None:  # norms take whole rows
+            index = index[0], slice(0, self._shape(tensor)[1])
+        values = stored(index).astype(np.float32)
+        for change in self._changes[tensor]:
+            self._add(change, values, index)
+        if magnitude is not None:
+            norms = np.linalg.norm(values, axis=1)
+            values = (values * (self._factor(magnitude)[index[0]] / norms)[:, None])[:, columns]
+        return values
+
+    def _add(self, change: Change, values: np.ndarray, index: Index) -> None:
+        """Adds a change to a part of its tensor, in which the change's expert may not be."""
+        if len(index) == 3:
+            if not index[0].start <= change.expert < index[0].stop:
+                return
+            values = values[change.expert - index[0].start]
+        rows, columns = index[-2:]
+        if change.transposed:
+            rows, columns, values = columns, rows, values.T
+        a, b = self._factor(change.a), self._factor(change.b)
+        a = a.reshape(change.experts, -1, a.shape[1])[change.expert]
+        b = b.reshape(len(b), -1, change.experts)[:, :, change.expert]
+        if change.exchanged:
+            a, b = b.T, a.T
+        b = b[change.first + rows.start : change.first + rows.stop]
+        values += np.float32(change.scale) * (b @ a[:, columns])
+
+    def _whole(self, key: str) -> np.ndarray:
+        """Reads a whole tensor of the adapter as float32."""
+        index = tuple(slice(0, size) for size in self._shapes[key])
+        return self._file.read(key, index).astype(np.float32)
+
+    def _modules(self) -> dict[str, dict[str, str]]:
+        """Returns the path of each module in the file -> part -> key.
+
+        A part is what follows "lora_", or "" for a whole tensor. The paths of modules that change
+        two tensors of fused experts differ in "base_layer".
+        """
+        modules: dict[str, dict[str, str]] = defaultdict(dict)
+        for key, shape in self._shapes.items():
+            if 0 in (shape or (0,)):
+                raise self._error(key, f"has shape {shape} (was it saved from a part of ZeRO-3?)")
+            name = ADDED.sub("", key.removeprefix("base_model.model."))
+            path, _, part = name.partition(".lora_")
+            part = part.replace(f"{MAGNITUDE}.weight", MAGNITUDE)
+            if part in modules[path]:
+                raise self._error(key, f"and {modules[path][part]} are the same")
+            modules[path][part] = key
+        return modules
+
+    def _unfit(self, path: str, parts: Mapping[str, str]) -> list[str]:
+        """Notes what a module's tensors change; returns the keys of those that fit nothing."""
+        path = path.replace(".base_layer", "")
+        name = str(text_name(path))
+        weight, bias = f"{name}.weight", f"{name}.bias"
+        if parts.keys() == {""} and (shape := self._shape(name)):
+            self._check_shape(parts[""], shape)
+            self._check_new(parts[""], name, self._replaced)
+            self._replaced[name] = parts[""]
+            return []
+        pair = sorted(parts.keys() - {BIAS, MAGNITUDE})
+        if pair not in (LINEAR, EMBEDDED):
+            return [*parts.values()]
+        if BIAS in parts and not self._shape(bias):
+            return [parts[BIAS]]
+        a, b = (parts[part] for part in pair)
+        if bool(self._config.get("use_dora")) != (MAGNITUDE in parts and pair == LINEAR):
+            raise self._error(a, f"is not supported: DoRA has use_dora and a linear {MAGNITUDE}")
+        shape, rank = self._shape(weight), self._shapes[a][0]
+        if len(shape) != 2:
+            changes = self._of_experts(path, name, a, b) if sorted(parts) == LINEAR else []
+        else:
+            out, into = shape[::-1] if pair == EMBEDDED else shape
+            self._check_shape(a, (rank, into))
+            self._check_shape(b, (out, rank))
+            change = Change(a, b, self._scale(path, a, rank), exchanged=pair == EMBEDDED)
+            changes = [(weight, change)]
+            if BIAS in parts:
+                self._check_shape(parts[BIAS], self._shape(bias))
+                self._biases[bias] = parts[BIAS], change.scale
+            if MAGNITUDE in parts:
+                self._check_shape(parts[MAGNITUDE], shape[:1])
+                self._magnitudes[weight] = parts[MAGNITUDE]
+        for tensor in dict(changes):
+            self._check_new(a, tensor, self._changes)
+        for tensor, change in changes:
+            self._changes[tensor].append(change)
+        return [] if changes else [*parts.values()]
+
+    def _of_experts(self, path: str, name: str, a: str, b: str) -> list[tuple[str, Change]]:
+        """Returns the tensors that a module of all experts of a layer changes, and their changes.
+
+        Sizes say whether it changes gate_up_proj or down_proj, and whether inputs and outputs are
+        exchanged. The base may have each expert by itself, or fused tensors that are transposed.
+        """
+        single, transposed = f"{name}.{{}}.{{}}_proj.weight", False
+        if fused := self._shape(f"{name}.down_proj"):
+            count, hidden, width = fused
+            if transposed := self._shape(f"{name}.gate_up_proj")[1:] == (width, 2 * hidden):
+                hidden, width = width, hidden
+        elif first := self._shape(single.format(0, "down")):
+            hidden, width = first
+            pattern = re.compile(re.escape(name) + r"\.\d+\.down_proj\.weight")
+            count = sum(pattern.fullmatch(tensor) is not None for tensor in self._base.tensors)
+        else:
+            return []
+        rows, into, out = self._shapes[a][0], self._shapes[a][-1], self._shapes[b][0]
+        which, shape = "gate_up", (2 * width, hidden)
+        if {out, into} == {hidden, width}:
+            which, shape = "down", (hidden, width)
+        exchanged = (out, into) == shape[::-1]
+        if out == into:  # then the version says it
+            said = str(self._config.get("peft_version"))
+            version = tuple(map(int, re.findall(r"\d+", said)[:3]))
+            exchanged = version < MENDED
+            if version < EXCHANGED:
+                raise self._error(a, f"is square, and peft_version {said} does not say how it lies")
+        out, into = shape[::-1] if exchanged else shape
+        self._check_shape(a, (rows, into))
+        self._check_shape(b, (out, rows))
+        scale = self._scale(f"{path}.{which}_proj", a, rows / count)
+        change = Change(a, b, scale, exchanged, experts=count, transposed=transposed)
+        tensors = [f"{name}.{which}_proj"]
+        if not fused:
+            tensors = [single.format("{}", part) for part in which.split("_")]
+        return [
+            (tensor.format(expert), change._replace(expert=expert, first=k * width))
+            for expert in range(count)
+            for k, tensor in enumerate(tensors)
+        ]
+
+    def _scale(self, path: str, key: str, rank: float) -> float:
+        """Returns what B A of a module is multiplied by, from its rank and its alpha.
+
+        The first pattern that matches the path counts, or else the usual number. Raises InputError
+        if the key's tensor has another rank.
+        """
+        where, numbers = f"{self.files.where}: {ADAPTER.config}", []
+        for usual, name in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+            try:
+                patterns = (self._config.get(name) or {}).items()
+                found = [v for k, v in patterns if re.match(rf"(.*\.)?({k})$", path)]
+            except (AttributeError, re.error) as error:
+                raise InputError(f"{where}: {name}: {error}") from error
+            number = (found or [self._config.get(usual)])[0]
+            if type(number) not in (int, float) or not math.isfinite(number):
+                raise InputError(f"{where}: {usual} of {path} is {number!r}, expected a number")
+            numbers.append(number)
+        said, alpha = numbers
+        if said != rank:
+            raise self._error(key, f"has rank {rank:g}, {ADAPTER.config} says {said:g}")
+        return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+    def _shape(self, tensor: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor of the base; () if it has none of this name."""
+        return self._base.place(tensor)[1].shape if tensor in self._base.tensors else ()
+
+    def _check_shape(self, key: str, expected: tuple[int, ...]) -> None:
+        if (found := self._shapes[key]) != expected:
+            raise self._error(key, f"has shape {found}, expected {expected}")
+
+    def _check_new(self, key: str, tensor: str, known: Collection[str]) -> None:
+        if tensor in known:
+            raise self._error(key, f"changes {tensor}, which another key has changed")
+
+    def _error(self, key: str, why: str) -> InputError:
+        return InputError(f"{self._file.where}: {key} {why}")
