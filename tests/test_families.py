@@ -47,7 +47,7 @@ V4 = {
 QWEN3_5 = {"model_type": "qwen3_5", "text_config": TEXT, "vision_config": VISION}
 QWEN2_VL, QWEN2_5_OMNI = BESIDE_OTHERS["qwen2_vl_flat_sliding"], BESIDE_OTHERS["qwen2_5_omni"]
 QWEN3_VL = BESIDE_OTHERS["qwen3_vl_flat_theta"]
-FP8 = {"quantization_config": {"quant_method": "fp8"}}
+AWQ = {"quantization_config": {"quant_method": "awq"}}
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
@@ -126,9 +126,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MOE, {"moe_intermediate_size": 0}, "moe_intermediate_size must be a positive"),
     (MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive"),
     (MOE, {"mlp_only_layers": list(range(24))}, "no layer has experts"),
-    (MOE, FP8, "quantised checkpoints"),
-    (QWEN3_5, FP8, "fp8.: quantised"),
-    (QWEN3_5, {"text_config": TEXT | FP8}, "fp8.: quantised"),
+    (MOE, AWQ, "quantised checkpoints"),
+    (QWEN3_5, AWQ, "awq.: quantised"),
+    (QWEN3_5, {"text_config": TEXT | AWQ}, "awq.: quantised"),
     (TEXT, {"linear_num_value_heads": 6}, "linear_num_value_heads 6 is not a multiple of .* 4"),
     (TEXT, {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim must be a positive integer"),
     (TEXT, {"layer_types": ["sliding_attention"] * 4}, "layer 0 is 'sliding_attention', and only"),
@@ -145,7 +145,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "rope_theta of the language model is missing",
     ),
     (QWEN2_VL, {"rms_norm_eps": None}, "rms_norm_eps of the language model is missing"),
-    (QWEN3_VL, FP8, "fp8.: quantised"),
+    (QWEN3_VL, AWQ, "awq.: quantised"),
     (QWEN2_5_OMNI, {"thinker_config": {"text_config": text(vocab_size=2**28)}}, "vocab_size is 2"),
 ]
 

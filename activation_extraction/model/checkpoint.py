@@ -32,6 +32,7 @@ from activation_extraction.common.retries import (
     name_unknown,
     unwritable_cache,
 )
+from activation_extraction.model.float8 import Float8Format, Scales, float8_format
 from activation_extraction.model.tensor_names import text_names
 from activation_extraction.model.weight_files import Index, LocalFile, RemoteFile, WeightFile
 from activation_extraction.store.folder import FolderError, SourceFolder
@@ -245,15 +246,34 @@ class Checkpoint:
     def read(self, tensor: str, index: Index) -> np.ndarray:
         """Reads a part of a tensor, with the adapter merged into it if there is one.
 
-        The index has a (start, stop) slice for every axis.
+        The index has a (start, stop) slice for every axis. Float8 comes dequantised, in float32.
         """
-        stored = functools.partial(self.place(tensor)[0].read, self.tensors[tensor])
-        return self.adapter.merge(tensor, index, stored) if self.adapter else stored(index)
+        values = functools.partial(self._values, tensor)
+        return self.adapter.merge(tensor, index, values) if self.adapter else values(index)
 
     @property
     def only_file(self) -> WeightFile:
         """Returns the file that holds all weights of an adapter."""
         return self._open(self.kind.weights)
+
+    def _values(self, tensor: str, index: Index) -> np.ndarray:
+        scales = self.scales(tensor)
+        stored = self.place(tensor)[0].read(self.tensors[tensor], index)
+        return stored if scales is None else scales.dequantize(stored, index)
+
+    def scales(self, tensor: str) -> Scales | None:
+        """Returns the scales of a float8 tensor, and None for a tensor of another type.
+
+        Raises InputError for types that are not read, and for scales that do not fit.
+        """
+        return Scales.find(tensor, self.tensors, self.place, self._float8)
+
+    @functools.cached_property
+    def _float8(self) -> Float8Format:
+        """Returns what config.json says of scales."""
+        path = self.find("config.json")
+        found = None if path is None else float8_format(read_json(path), str(path))
+        return found or Float8Format()
 
     def _open(self, name: str) -> WeightFile:
         if name not in self._opened:

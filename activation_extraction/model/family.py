@@ -4,6 +4,7 @@ So this folder computes with a family's modules without importing the files that
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import flax.linen as nn
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.late_imports import transformers
 from activation_extraction.model.checkpoint import read_json
+from activation_extraction.model.float8 import DEQUANTIZED, float8_format
 from activation_extraction.model.hooks import Hook
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.mesh import Layout
@@ -115,7 +117,9 @@ class Families:
             )
         for family in self.families:
             if family.model_type == model_type:
-                return family, family.config(complete(raw, source), source)
+                weights = DEQUANTIZED if float8_format(raw, source) else None
+                config = family.config(complete(raw, source), source)
+                return family, dataclasses.replace(config, weights=weights)
         vision = " (a model with vision inputs)" if "vision_config" in raw else ""
         known = ", ".join(f"{family.model_type} ({family.models})" for family in self.families)
         raise InputError(

@@ -372,8 +372,9 @@ def read_weights(forward: Forward) -> dict[str, Any]:
     model, layout, weights = forward.model, forward.layout, forward.weights
     parameters = sum(math.prod(spec.shape) for spec in weights.values())
     log.info(
-        "model: layers 0 to %d of %d, %.3g M parameters, %s; %s mesh: %s%s",
+        "model: layers 0 to %d of %d, %.3g M parameters, %s%s; %s mesh: %s%s",
         *(model.num_layers - 1, model.config.num_hidden_layers, parameters / 1e6, model.dtype),
+        f" ({model.config.weights})" if model.config.weights else "",
         *(jax.default_backend(), in_words(layout.shape)),
         f" ({layout.why})" if layout.why else "",
     )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.errors import InputError
+from activation_extraction.model.float8 import DEQUANTIZED, scale_names
 from activation_extraction.model.rope import TRAINED, Rope, positive
 
 # Models are hundreds of times smaller; an absurd one is refused before it is computed with.
@@ -82,7 +83,8 @@ class QwenConfig:
     gate on the output of each head, which q_proj gives beside the queries; and in norm_offset,
     which is added to the weights of norms. The layers in sparse_layers have experts in place of an
     MLP, and those of `delta` have no attention. Rows of more than `chunk` tokens would need
-    dual-chunk attention, which is not supported.
+    dual-chunk attention, which is not supported. weights: DEQUANTIZED if they are float8 in the
+    checkpoint.
     """
 
     model_type: str
@@ -108,6 +110,7 @@ class QwenConfig:
     sparse_layers: tuple[int, ...] = ()
     delta: DeltaNet | None = None
     chunk: int | None = None
+    weights: str | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -235,7 +238,6 @@ def config_beside_others(
     text_config reads one that takes text alone. An Omni model has its language model in its
     thinker. Whether the head is tied is said beside `text_config`; inside, it may be a default.
     """
-    _refuse_quantized(hf, source)
     around = getattr(hf, "thinker_config", hf)
     return dataclasses.replace(
         text_config(around.text_config, source),
@@ -247,15 +249,16 @@ def config_beside_others(
 def as_stored(config: QwenConfig, tensors: Collection[str]) -> QwenConfig:
     """Returns the configuration of a checkpoint that has these tensors, as transformers reads it.
 
-    A head that is stored counts even if config.json ties it to the embedding.
+    A head that is stored counts even if config.json ties it to the embedding, and scales count
+    even if config.json does not say that weights are float8.
     """
     tied = config.tie_word_embeddings and HEAD not in tensors
-    return dataclasses.replace(config, tie_word_embeddings=tied)
+    weights = DEQUANTIZED if any(scale_names(name, tensors) for name in tensors) else None
+    return dataclasses.replace(config, tie_word_embeddings=tied, weights=weights)
 
 
 def _config(hf: Any, source: str, **details: Any) -> QwenConfig:
     """Reads what all families share. details: what the family adds, or overrides in config.json."""
-    _refuse_quantized(hf, source)
     if hf.hidden_act != "silu":
         raise InputError(f"{source}: hidden_act {hf.hidden_act!r} is not supported, only 'silu' is")
     hybrid = "delta" in details
@@ -295,16 +298,6 @@ def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str,
         if value > LARGEST_SIZE:
             raise InputError(f"{source}: {field} is {value:.6g}, expected at most {LARGEST_SIZE:,}")
     return numbers
-
-
-def _refuse_quantized(hf: Any, source: str) -> None:
-    quantized = getattr(hf, "quantization_config", None)
-    if quantized is not None:
-        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        raise InputError(
-            f"{source}: quantization_config ({method}): quantised checkpoints are not supported; "
-            "use the model's bfloat16, float16 or float32 weights"
-        )
 
 
 def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:

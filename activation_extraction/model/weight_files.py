@@ -19,7 +19,7 @@ import numpy as np
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.store.folder import SourceFolder
-from activation_extraction.store.safetensors_file import MAX_HEADER_BYTES, Tensor
+from activation_extraction.store.safetensors_file import DTYPES, MAX_HEADER_BYTES, Tensor
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 FIRST_BYTES = 2**17  # the first request for a remote file; most headers are shorter
@@ -31,15 +31,19 @@ Index = tuple[slice, ...]
 
 
 class WeightFile(ABC):
-    """A safetensors file. name: without folders; where: for messages; size: in bytes."""
+    """A safetensors file. name: without folders; where: for messages; size: in bytes.
+
+    at_once: how many values of a tensor are to be asked for at a time.
+    """
 
     name: str
     where: str
     size: int
+    at_once: int
 
     @cached_property
     def header(self) -> dict[str, Tensor]:
-        """Raises InputError, naming the file, if it is not complete or holds no floats."""
+        """Raises InputError, naming the file, if it is not complete."""
         start = self.read_bytes(0, min(FIRST_BYTES, self.size))
         length = int.from_bytes(start[:8], "little")
         if not 0 < length <= min(self.size - 8, MAX_HEADER_BYTES):
@@ -67,6 +71,8 @@ class WeightFile(ABC):
 class LocalFile(WeightFile):
     """A file of this machine, mapped into memory."""
 
+    at_once = 2**20
+
     def __init__(self, path: Path) -> None:
         self.path, self.name, self.where = path, path.name, str(path)
         self.size = path.stat().st_size
@@ -93,6 +99,8 @@ class LocalFile(WeightFile):
 
 class RemoteFile(WeightFile):
     """A file in a bucket or on the hub. Methods raise FolderError if it cannot be read."""
+
+    at_once = 4 * PIECE  # else few requests would be under way
 
     def __init__(self, folder: SourceFolder, name: str, size: int) -> None:
         self.name, self.where, self.size = name, f"{folder.url}/{name}", size
@@ -155,20 +163,18 @@ def ranges_of(
 def parse_header(text: bytes, where: str) -> dict[str, Tensor]:
     """Returns the tensors that a safetensors header describes.
 
-    text: the header without the 8 bytes that give its length. Raises InputError for text that is no
-    such header, and for dtypes not in FLOAT_TYPES.
+    text: the header without the 8 bytes that give its length. A single number comes as an array of
+    shape (1,). Raises InputError for text that is no such header, and for types not in DTYPES.
     """
     entries = {}
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
         for name, entry in header.items():
-            if entry["dtype"] not in FLOAT_TYPES:
-                raise InputError(
-                    f"{where}: tensor {name} is {entry['dtype']}; only {', '.join(FLOAT_TYPES)} "
-                    "are read (quantised checkpoints are not)"
-                )
-            entries[name] = Tensor.from_json(entry, 8 + len(text))
+            if entry["dtype"] not in DTYPES:
+                raise InputError(f"{where}: tensor {name} is {entry['dtype']}, which is not read")
+            shape = [1] if entry["shape"] == [] else entry["shape"]
+            entries[name] = Tensor.from_json({**entry, "shape": shape}, 8 + len(text))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{where}: not a safetensors file: {error!r}") from error
     return entries

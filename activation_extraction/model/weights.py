@@ -8,6 +8,7 @@ parameters exist, and checkpoint.py where the files are.
 import dataclasses
 import functools
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ from jax import lax
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.float8 import without_scales
 from activation_extraction.model.layers import ParamPath
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.tensor_names import text_names
@@ -108,14 +110,30 @@ class WeightSpec:
                 f"config.json asks for {self.hf_shape}"
             )
 
-    def read_slice(self, read: ReadTensor, dtype: Any, ranges: Sequence[range]) -> np.ndarray:
+    def read_slice(
+        self, read: ReadTensor, dtype: Any, ranges: Sequence[range], at_once: int = sys.maxsize
+    ) -> np.ndarray:
         """Returns part of the parameter, given by a range of every axis, as a new array of `dtype`.
 
         `read(name, index)` returns part of a checkpoint tensor. Each value is copied once, straight
-        to where it belongs.
+        to where it belongs. at_once: about how many values of a tensor are read at a time, since
+        they may take more memory until they are rounded; an expert's are not split.
         """
+        values = _aligned([*map(len, ranges)], dtype)
+        axis = self.stacked
+        step = max(at_once // math.prod(values.shape[axis + 1 :]), 1)
+        if "experts" in self.axes[:axis]:  # their axes may be in reverse order in the file
+            step = len(ranges[axis])
+        for start in range(0, len(ranges[axis]), step):
+            part = slice(start, start + step)
+            chosen = *ranges[:axis], ranges[axis][part], *ranges[axis + 1 :]
+            self._fill(values[(slice(None),) * axis + (part,)], read, chosen)
+        return values
+
+    def _fill(self, values: np.ndarray, read: ReadTensor, ranges: Sequence[range]) -> None:
+        """Reads part of the parameter, given by a range of every axis, into an array."""
         outer, inner = ranges[: self.stacked], [*ranges[self.stacked :]]
-        values, heads = _aligned([*map(len, ranges)], dtype), inner[0]
+        heads = inner[0]
         per_head = self.tensor_slice is not None and self.tensor_slice.per_head
         for at in np.ndindex(values.shape[: self.stacked + per_head]):
             number = 0
@@ -132,7 +150,6 @@ class WeightSpec:
                 values[at] = part.swapaxes(-1, -2)
             else:
                 values[at] = part.reshape(values[at].shape)
-        return values
 
 
 def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
@@ -169,18 +186,21 @@ def check_tensors(checkpoint: Checkpoint, table: Iterable[WeightSpec], known: se
     """Compares the checkpoint's headers with what the model needs, before anything is read.
 
     table: the parameters to load; known: every tensor name that the architecture has. Raises
-    InputError for missing, unknown, misshapen or non-float tensors.
+    InputError for missing, unknown, misshapen or non-float tensors, and for scales of float8 that
+    are missing or do not fit.
     """
     for spec in table:
         for name in spec.hf_names:
             file, tensor = checkpoint.place(name)
             spec.check(name, tensor.shape, file.where)
+            checkpoint.scales(name)
     names = set(checkpoint.tensors)
     for file in checkpoint.weight_files:  # they may hold more than the index says
         names.update(text_names(file.header, file.where))
-    if unknown := sorted(names - known):
+    where = f"--model_path {checkpoint.model_path}"
+    if unknown := sorted(without_scales(names, where) - known):
         raise InputError(
-            f"--model_path {checkpoint.model_path}: tensor {unknown[0]} is unknown to this model"
+            f"{where}: tensor {unknown[0]} is unknown to this model"
             + (f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else "")
         )
 
@@ -226,6 +246,7 @@ def load_params(
 
     def load(path: ParamPath, k: int | None) -> jax.Array:
         spec, axes = table[path], table[path].axes
+        at_once = checkpoint.place(spec.hf_names[0])[0].at_once
         ranges = [*map(range, spec.shape)]
         if k is not None:
             axes = ("stage", *axes[1:])
@@ -236,7 +257,8 @@ def load_params(
             key = str(index)
             if key not in slices:
                 chosen = [r[i] for r, i in zip(ranges, index, strict=True)] if index else ranges
-                slices[key] = spec.read_slice(checkpoint.read, dtype, chosen).view(loaded_dtype)
+                part = spec.read_slice(checkpoint.read, dtype, chosen, at_once)
+                slices[key] = part.view(loaded_dtype)
             return slices[key]
 
         shape = tuple(map(len, ranges))

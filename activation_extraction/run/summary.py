@@ -158,6 +158,8 @@ def list_hooks(
         cells = zip(COLUMNS, row, sizes, strict=True)
         lines.append("  ".join(f"{c:{'>' if name in RIGHT else '<'}{n}}" for name, c, n in cells))
     lines.append(f"K is the layer, from 0 to {depth - 1}")
+    if config.weights:
+        lines.append(f"the checkpoint has {config.weights}")
     if rule != Positions():
         kept = rule.expected(length)
         lines.append(f"--positions {rule} keeps about {kept:,.0f} of a sample's {length:,} tokens")

@@ -32,6 +32,12 @@ DTYPES: dict[str, np.dtype] = {
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
     "F8_E4M3": VALUES,
+    # Other programs' files may hold these.
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "BOOL": np.dtype(bool),
+    **{f"{kind.upper()}{8 * n}": np.dtype(f"<{kind}{n}") for n in (1, 2) for kind in "iu"},
+    **{"U32": np.dtype("<u4"), "U64": np.dtype("<u8")},
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SCALE = ".scale"  # follows the name of an encoded hook

@@ -1,0 +1,200 @@
+"""Float8 checkpoints hold weights in one byte per value, e4m3, beside scales that multiply them.
+
+The scales of a tensor X are the tensor X_scale_inv or X_scale: one for all of X, one for each row,
+or one for each block of rows and columns. Whether X is float8 follows from the tensors alone; what
+config.json lists as left out is not consulted. A value is float32(code) * float32(scale), and is
+rounded once, to the dtype of the run, where the parameter is put together.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from activation_extraction.common.encodings import AT_ONCE, VALUES
+from activation_extraction.common.errors import InputError
+from activation_extraction.model.weight_files import FLOAT_TYPES, Index, WeightFile
+from activation_extraction.store.safetensors_file import DTYPES, NAMES, Tensor
+
+Shape = tuple[int, ...]
+DEQUANTIZED = "float8 weights, dequantised"
+ENDINGS = ("_scale_inv", "_scale")  # both multiply, although one is called inverse
+# Scales of activations and caches, which a run does not hold in float8.
+OTHER_SCALES = {"input_scale", "activation_scale", "k_scale", "v_scale"}
+SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
+# quant_method in config.json -> the field that says more, and its values that mean float8 weights.
+METHODS = {
+    "fp8": ("fmt", ("e4m3", None)),
+    "compressed-tensors": ("format", ("float-quantized", "naive-quantized")),
+    "modelopt": ("quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")),
+}
+FLOAT32_OF_CODE = np.arange(256, dtype=np.uint8).view(VALUES).astype(np.float32)
+NAN_CODE = 0x7F  # without its sign
+
+
+class Float8Format(NamedTuple):
+    """What config.json says of scales: the rows and columns of a block, and the types read."""
+
+    block: tuple[int, int] = (128, 128)
+    types: tuple[str, ...] = SCALE_TYPES
+
+
+def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
+    """Returns the form of the scales; None if the weights are not quantised.
+
+    raw: the contents of config.json. Raises InputError for everything but float8.
+    """
+    found = _quantization(raw)
+    if found is None:
+        return None
+    given: Mapping[str, Any] = found if isinstance(found, Mapping) else {"quant_method": found}
+    method = str(given.get("quant_method"))
+    field, known = METHODS.get(method, ("quant_algo", ()))
+    detail, groups = given.get(field), given.get("config_groups") or {}
+    try:
+        weights = [each["weights"] for each in groups.values() if each.get("weights")]
+        sound = all((each["num_bits"], each["type"]) == (8, "float") for each in weights)
+        blocks = [each.get("block_structure") for each in weights]
+    except (AttributeError, KeyError, TypeError):
+        sound = False
+    if not sound or detail not in known:
+        named = f"{method}, {detail}" if detail else method
+        raise InputError(
+            f"{source}: quantization_config ({named:.80}): quantised checkpoints are not supported,"
+            " but for float8 (fp8, and that of compressed-tensors and modelopt); use bfloat16"
+        )
+    blocks = [each for each in (given.get("weight_block_size"), *blocks) if each] or [[128, 128]]
+    block, sound = blocks[0], all(type(each) is list and each == blocks[0] for each in blocks)
+    if not sound or [*map(type, block)] != [int, int] or min(block) < 1:
+        raise InputError(f"{source}: quantization_config: {blocks!r:.80} is not one size of blocks")
+    exponents = ("U8",) if given.get("scale_fmt") == "ue8m0" else ()
+    return Float8Format((block[0], block[1]), SCALE_TYPES + exponents)
+
+
+def _quantization(raw: Mapping[str, Any]) -> Any:
+    """Returns the quantization_config of a model, or of the language model inside it."""
+    found = raw.get("quantization_config")
+    for part in ("text_config", "thinker_config"):
+        if found is None and isinstance(raw.get(part), Mapping):
+            found = _quantization(raw[part])
+    return found
+
+
+def scale_names(tensor: str, tensors: Collection[str]) -> list[str]:
+    """Returns the names of a tensor's scales, of which a sound checkpoint has one or none."""
+    return [name for ending in ENDINGS if (name := tensor + ending) in tensors]
+
+
+def without_scales(tensors: Collection[str], source: str) -> set[str]:
+    """Returns the names that are no scales. Raises InputError for a scale without its tensor."""
+    found = {name for name in tensors if name.rpartition(".")[2] not in OTHER_SCALES}
+    for name in sorted(found):
+        if ending := next(filter(name.endswith, ENDINGS), None):
+            if (scaled := name.removesuffix(ending)) not in tensors:
+                raise InputError(f"{source}: {name} is a scale without its tensor, {scaled}")
+            found.remove(name)
+    return found
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of a float8 tensor.
+
+    tensor, size: its name and shape. file, stored: where its scales are. shared: along each axis of
+    the tensor, how many consecutive values share a scale.
+    """
+
+    tensor: str
+    size: Shape
+    file: WeightFile
+    stored: str
+    shared: Shape
+
+    @classmethod
+    def find(
+        cls,
+        tensor: str,
+        tensors: Mapping[str, str],
+        place: Callable[[str], tuple[WeightFile, Tensor]],
+        form: Float8Format,
+    ) -> "Scales | None":
+        """Returns the scales of a tensor; None for one that is stored as it is.
+
+        tensors, place: those of the checkpoint; form: what config.json says. Raises InputError for
+        a type that is not read, and for scales that are missing or do not fit.
+        """
+        (file, entry), names = place(tensor), scale_names(tensor, tensors)
+        kind, wanted = NAMES[entry.dtype], int(entry.dtype == VALUES)
+        where = f"{file.where}: tensor {tensor} is {kind}"
+        if not wanted and kind not in FLOAT_TYPES:
+            plain = ", ".join(FLOAT_TYPES)
+            raise InputError(f"{where}; only {plain} and, beside its scales, F8_E4M3 are read")
+        if (name := f"{tensor}_zero_point") in tensors:
+            raise InputError(f"{where} and has {name}: zero points are not read")
+        if len(names) != wanted:
+            has = " and ".join(names) or f"no {tensor}{ENDINGS[0]}"
+            raise InputError(f"{where} and has {has}, expected {wanted or 'no'} tensor of scales")
+        if not names:
+            return None
+        (beside, scales), (block, types) = place(names[0]), form
+        layouts = _layouts(entry.shape, block)
+        if NAMES[scales.dtype] not in types or scales.shape not in layouts:
+            raise InputError(
+                f"{beside.where}: tensor {names[0]} is {NAMES[scales.dtype]} of shape "
+                f"{scales.shape}; scales of {entry.shape} in blocks of {block} are read in "
+                f"{', '.join(types)} and have one of the shapes {', '.join(map(str, layouts))}"
+            )
+        return cls(tensor, entry.shape, beside, tensors[names[0]], layouts[scales.shape])
+
+    def dequantize(self, codes: np.ndarray, index: Index) -> np.ndarray:
+        """Returns a part of the tensor, given by its codes, in float32.
+
+        Raises InputError for a code or a scale that is no finite number.
+        """
+        bounds = [part.indices(size)[:2] for part, size in zip(index, self.size, strict=True)]
+        *matrices, rows, columns = (
+            np.arange(*bound) // shared for bound, shared in zip(bounds, self.shared, strict=True)
+        )
+        first, scales = rows[0], self._read()
+        scales = scales[..., first : rows[-1] + 1, :]
+        if scales.shape[-1] > 1:
+            scales = scales.take(columns, -1)
+        values = np.empty(codes.shape, np.float32)
+        most = max(AT_ONCE // codes.shape[-1], 1)
+        for matrix in np.ndindex(codes.shape[:-2]):
+            of_matrix = scales[tuple(each[k] for each, k in zip(matrices, matrix, strict=True))]
+            for start in range(0, len(rows), most):
+                piece = slice(start, start + most)
+                bits, out = codes[matrix][piece].view(np.uint8), values[matrix][piece]
+                if np.any(bits & NAN_CODE == NAN_CODE):
+                    raise InputError(f"{self.file.where}: tensor {self.tensor} has NaN codes")
+                np.take(FLOAT32_OF_CODE, bits, out=out, mode="wrap")  # "raise" makes a copy
+                out *= of_matrix[rows[piece] - first]
+        return values
+
+    def _read(self) -> np.ndarray:
+        """Returns all scales in float32, with as many axes as the tensor; they are few."""
+        entry = self.file.header[self.stored]
+        scales = self.file.read(self.stored, tuple(slice(0, size) for size in entry.shape))
+        if scales.dtype == np.uint8:
+            scales = scales.view(DTYPES["F8_E8M0"])
+        scales = scales.astype(np.float32)
+        if not np.isfinite(scales).all():
+            raise InputError(f"{self.file.where}: tensor {self.stored} has NaN or infinite scales")
+        return scales.reshape([-(-n // k) for n, k in zip(self.size, self.shared, strict=True)])
+
+
+def _layouts(shape: Shape, block: tuple[int, int]) -> dict[Shape, Shape]:
+    """Returns the shapes that scales may have: that shape -> how many values share one along each
+    axis of a tensor of `shape`, which is (rows, columns) or (experts, rows, columns)."""
+    if len(shape) not in (2, 3):
+        return {}
+    *experts, rows, columns = shape
+    alone = (1,) * len(experts)
+    blocks = -(-rows // block[0]), -(-columns // block[1])  # the last ones may be smaller
+    found = {(1,): shape, (*experts, rows, 1): (*alone, 1, columns)}
+    if experts:
+        of_each = (*experts,), (*experts, 1), (*experts, 1, 1)
+        found |= dict.fromkeys(of_each, (*alone, rows, columns))
+    return found | {(*experts, *blocks): (*alone, *block)}
