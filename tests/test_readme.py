@@ -32,7 +32,7 @@ from qwen2_jax_with_hooks import FAMILIES
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
-PODS = "Pods and many machines"
+PODS = "Several devices, pods and many machines"
 SCRIPTS = ("deploy/deploy.sh", "launch_v5e64.sh")
 # Of gcloud, docker and the engines.
 OTHERS_FLAGS = {"--accelerator-type", "--spot", "--platform", "--build-arg", "--array"}
