@@ -494,6 +494,34 @@ A3B: dict[str, tuple[dict[str, Any], str, str, list[str]]] = {
 }
 
 
+def loaded_shapes(folder, shapes, family, model):
+    """The checked checkpoint of these tensors, without values, and the weights of the model."""
+    header, end = {}, 0
+    for tensor, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    encoded = json.dumps(header).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.truncate(8 + len(encoded) + end)  # a hole
+    checkpoint = Checkpoint(str(folder))
+    table = table_of(model, checkpoint)
+    check_tensors(checkpoint, table.values(), family.tensor_names(model.config, checkpoint.tensors))
+    return checkpoint, table
+
+
+def test_the_tensors_of_an_embedding_model(tmp_path):
+    """Qwen3-Embedding-8B has 398 tensors, no "model." and no head, which nothing ties."""
+    raw = released("Qwen3-8B") | {"vocab_size": 151665, "tie_word_embeddings": False}
+    family, config = FAMILIES.parse_config(raw)
+    stored = shapes_of(raw)
+    shapes = {name.removeprefix("model."): stored[name] for name in stored if "lm_head" not in name}
+    model = create_model_with_hooks(config, matching(config, ["ln_final.hook_normalized"]))
+    checkpoint, table = loaded_shapes(tmp_path, shapes, family, model)
+    assert len(shapes) == len(checkpoint.tensors) == 398
+    assert {tensor for spec in table.values() for tensor in spec.hf_names} == {*checkpoint.tensors}
+
+
 @pytest.mark.parametrize("name", A3B)
 def test_the_tensors_of_30b_a3b_beside_other_inputs(name, tmp_path):
     """A file with their names and shapes as released, and no values."""
@@ -514,17 +542,7 @@ def test_the_tensors_of_30b_a3b_beside_other_inputs(name, tmp_path):
     shapes = {f"{prefix}layers.{k}.{tensor}": layer[tensor] for k in range(48) for tensor in layer}
     shapes |= {f"{prefix}embed_tokens.weight": [config.vocab_size, d], f"{prefix}norm.weight": [d]}
     shapes |= {head: [config.vocab_size, d]} | dict.fromkeys(beside, [1])
-    header, end = {}, 0
-    for tensor, shape in shapes.items():
-        start, end = end, end + 2 * math.prod(shape)
-        header[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-    encoded = json.dumps(header).encode()
-    with open(tmp_path / "model.safetensors", "wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        file.truncate(8 + len(encoded) + end)  # a hole
-    checkpoint = Checkpoint(str(tmp_path))
-    table = table_of(family.whole(config), checkpoint)
-    check_tensors(checkpoint, table.values(), family.tensor_names(config, checkpoint.tensors))
+    checkpoint, table = loaded_shapes(tmp_path, shapes, family, family.whole(config))
     assert {tensor for spec in table.values() for tensor in spec.hf_names} == {*checkpoint.tensors}
     assert len(checkpoint.tensors) == len(shapes) - len(beside)
     assert sum(math.prod(spec.shape) for spec in table.values()) / 1e9 == pytest.approx(30.5, 1e-2)
