@@ -52,6 +52,12 @@ def visible_keys(
     return seen if window is None else seen & (queries - keys < window)
 
 
+def whole_blocks(x: Array, block: int, value: int = 0) -> Array:
+    """Returns x (B, T, ...) with T filled up to a multiple of `block`."""
+    widths = [(0, 0), (0, -x.shape[1] % block), *[(0, 0)] * (x.ndim - 2)]
+    return jnp.pad(x, widths, constant_values=value)
+
+
 def dense_attention(
     q: Array, k: Array, v: Array, segments: Segments, first: int | Array, window: int | None = None
 ) -> Array:
@@ -97,10 +103,9 @@ def blocked_attention(
     """
     batch, length, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1:3]
-    if padding := -length % QUERY_BLOCK:
-        q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
-        segments = segments._replace(q=jnp.pad(segments.q, ((0, 0), (0, padding))))
-    per_row = (length + padding) // QUERY_BLOCK
+    q = whole_blocks(q, QUERY_BLOCK)
+    segments = segments._replace(q=whole_blocks(segments.q, QUERY_BLOCK))
+    per_row = q.shape[1] // QUERY_BLOCK
     step = KEY_BLOCK * -(-keys // (KEY_BLOCK * MOST_LENGTHS))
     sizes = [*range(step, keys, step), keys]  # lengths of spans; the last one covers all keys
     choices = _span_choices(segments, first, sizes, window)

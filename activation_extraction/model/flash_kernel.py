@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from activation_extraction.model.attention import Segments, blocked_attention
+from activation_extraction.model.attention import Segments, blocked_attention, whole_blocks
 
 # Of a block. An H100 took 0.42 ms for 28 heads of 128 and 16,384 tokens of packed documents, with
 # blocks of 128 queries 0.46; cuDNN's attention with a mask took 1.5 to 2.1.
@@ -42,10 +42,10 @@ def flash_attention(
     if q.dtype == jnp.float32:
         return blocked_attention(q, k, v, segments, first, window)
     length, size = q.shape[1], q.shape[3]
-    q, k, v = (_whole_blocks(x, n, 0) for x, n in ((q, QUERIES), (k, KEYS), (v, KEYS)))
+    q, k, v = (whole_blocks(x, n) for x, n in ((q, QUERIES), (k, KEYS), (v, KEYS)))
     of_q, of_k = (
-        _whole_blocks(segments.q, QUERIES, PADDING),
-        _whole_blocks(segments.k, KEYS, PADDING),
+        whole_blocks(segments.q, QUERIES, PADDING),
+        whole_blocks(segments.k, KEYS, PADDING),
     )
     batch, queries, heads = q.shape[:3]
     keys, group = k.shape[1], heads // k.shape[2]
@@ -67,11 +67,6 @@ def flash_attention(
         interpret=interpret,
     )(jnp.full(1, first, jnp.int32), begins, ends, q, k, v, of_q, of_k)
     return out[:, :length]
-
-
-def _whole_blocks(x: Array, block: int, value: int) -> Array:
-    widths = [(0, 0), (0, -x.shape[1] % block), *[(0, 0)] * (x.ndim - 2)]
-    return jnp.pad(x, widths, constant_values=value)
 
 
 def _spans(of_q: Array, of_k: Array, first: int | Array, window: int | None) -> tuple[Array, Array]:

@@ -20,6 +20,7 @@ from activation_extraction.model.attention import (
     Attention,
     Segments,
     blocked_attention,
+    whole_blocks,
 )
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.delta_net import DeltaRule, gated_delta_rule
@@ -28,12 +29,11 @@ from activation_extraction.model.experts import (
     ragged_experts,
     tiled_experts,
 )
-from activation_extraction.model.flash_kernel import flash_attention
+from activation_extraction.model.flash_kernel import PADDING, flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
 
 LANES = 128  # the width of a TPU's registers: splash attention's blocks are multiples of it
 MOST_IN_BLOCK = 1024  # bytes of one number of each query or key: 512 in bfloat16
-PADDING = -1  # the segment of tokens that only fill a block
 
 
 class Kernels(NamedTuple):
@@ -59,8 +59,8 @@ def splash_attention(
     multiple of T, and each of its values becomes a branch of its own.
     """
     length, keys = q.shape[1], k.shape[1]
-    q, k, v = (_whole_lanes(x, 0) for x in (q, k, v))
-    ids = splash.SegmentIds(*(_whole_lanes(x, PADDING) for x in segments))
+    q, k, v = (whole_blocks(x, LANES) for x in (q, k, v))
+    ids = splash.SegmentIds(*(whole_blocks(x, LANES, PADDING) for x in segments))
     heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]  # BNTH, BKSH
     shape = q.shape[1], k.shape[1]
     of_queries, of_keys = (_largest_block(size, q.dtype) for size in shape)
@@ -84,11 +84,6 @@ def splash_attention(
         branches = [partial(from_query, start) for start in range(0, keys, length)]
         out = lax.switch(first // length, branches)
     return out.swapaxes(1, 2)[:, :length]
-
-
-def _whole_lanes(x: Array, value: int) -> Array:
-    widths = [(0, 0), (0, -x.shape[1] % LANES), *[(0, 0)] * (x.ndim - 2)]
-    return jnp.pad(x, widths, constant_values=value)
 
 
 def _largest_block(length: int, dtype: Any) -> int:
