@@ -15,7 +15,7 @@ import numpy as np
 from activation_extraction.common.encodings import AT_ONCE, VALUES
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.weight_files import FLOAT_TYPES, Index, WeightFile
-from activation_extraction.store.safetensors_file import DTYPES, NAMES, Tensor
+from activation_extraction.store.safetensors_file import ALL_DTYPES, NAMES, Tensor
 
 Shape = tuple[int, ...]
 DEQUANTIZED = "float8 weights, dequantised"
@@ -178,7 +178,7 @@ class Scales:
         entry = self.file.header[self.stored]
         scales = self.file.read(self.stored, tuple(slice(0, size) for size in entry.shape))
         if scales.dtype == np.uint8:
-            scales = scales.view(DTYPES["F8_E8M0"])
+            scales = scales.view(ALL_DTYPES["F8_E8M0"])
         scales = scales.astype(np.float32)
         if not np.isfinite(scales).all():
             raise InputError(f"{self.file.where}: tensor {self.stored} has NaN or infinite scales")

@@ -19,7 +19,7 @@ import numpy as np
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.store.folder import SourceFolder
-from activation_extraction.store.safetensors_file import DTYPES, MAX_HEADER_BYTES, Tensor
+from activation_extraction.store.safetensors_file import ALL_DTYPES, MAX_HEADER_BYTES, Tensor
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 FIRST_BYTES = 2**17  # the first request for a remote file; most headers are shorter
@@ -164,14 +164,14 @@ def parse_header(text: bytes, where: str) -> dict[str, Tensor]:
     """Returns the tensors that a safetensors header describes.
 
     text: the header without the 8 bytes that give its length. A single number comes as an array of
-    shape (1,). Raises InputError for text that is no such header, and for types not in DTYPES.
+    shape (1,). Raises InputError for text that is no such header, and for types not in ALL_DTYPES.
     """
     entries = {}
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
         for name, entry in header.items():
-            if entry["dtype"] not in DTYPES:
+            if entry["dtype"] not in ALL_DTYPES:
                 raise InputError(f"{where}: tensor {name} is {entry['dtype']}, which is not read")
             shape = [1] if entry["shape"] == [] else entry["shape"]
             entries[name] = Tensor.from_json({**entry, "shape": shape}, 8 + len(text))

@@ -32,14 +32,15 @@ DTYPES: dict[str, np.dtype] = {
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
     "F8_E4M3": VALUES,
-    # Other programs' files may hold these.
+}
+ALL_DTYPES = DTYPES | {  # other programs' files may also hold these
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "BOOL": np.dtype(bool),
     **{f"{kind.upper()}{8 * n}": np.dtype(f"<{kind}{n}") for n in (1, 2) for kind in "iu"},
     **{"U32": np.dtype("<u4"), "U64": np.dtype("<u8")},
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in ALL_DTYPES.items()}
 SCALE = ".scale"  # follows the name of an encoded hook
 FORMAT = "2"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -58,10 +59,10 @@ class Tensor:
         """Reads a tensor's entry in the header. start: the offset of the byte after the header.
 
         Raises KeyError, TypeError or ValueError for a damaged entry, or a dtype that is not in
-        DTYPES.
+        ALL_DTYPES.
         """
         begin, end = entry["data_offsets"]
-        tensor = cls(DTYPES[entry["dtype"]], tuple(entry["shape"]), start + begin)
+        tensor = cls(ALL_DTYPES[entry["dtype"]], tuple(entry["shape"]), start + begin)
         for number in (begin, end, *tensor.shape):
             if type(number) is not int or number < 0:
                 raise ValueError(f"{number!r:.40} in its header, expected a size")
