@@ -197,4 +197,7 @@ def _layouts(shape: Shape, block: tuple[int, int]) -> dict[Shape, Shape]:
     if experts:
         of_each = (*experts,), (*experts, 1), (*experts, 1, 1)
         found |= dict.fromkeys(of_each, (*alone, rows, columns))
-    return found | {(*experts, *blocks): (*alone, *block)}
+    found |= {(*experts, *blocks): (*alone, *block)}
+    if not experts:  # as modelopt writes those of each row and of each block
+        found |= {(rows,): (1, columns), (blocks[0], 1, blocks[1], 1): block}
+    return found

@@ -42,6 +42,7 @@ from activation_extraction.model.mesh import (
     usable_devices,
 )
 from activation_extraction.model.model_config import HEAD, QwenConfig, as_stored
+from activation_extraction.model.tensor_names import text_name
 from activation_extraction.model.trial import Choice, try_kernels
 from activation_extraction.model.weights import check_tensors, load_params, oriented
 from activation_extraction.text.batch import Batch
@@ -177,7 +178,8 @@ def prepare_model(
     if before is None and family.text_alone:
         says = "its text model alone runs; placeholders of images and sound are ordinary tokens"
         log.info("%s: %s", where, says)
-    if before is None and model.predicts and tied and not config.tie_word_embeddings:
+    own = text_name(checkpoint.tensors.get(HEAD, "")) == HEAD  # not the adapter's
+    if before is None and model.predicts and tied and own:
         log.info("%s: its %s is used, although config.json ties it to the embedding", where, HEAD)
     if before is None and rope.attn_factor is not None:
         text = "%s: YaRN's attn_factor %s is ignored, as by transformers; vLLM would multiply the "
@@ -198,6 +200,9 @@ def prepare_model(
     weights = oriented(table, lambda name: checkpoint.place(name)[1].shape)
     known = family.tensor_names(config, checkpoint.tensors)
     check_tensors(checkpoint, weights.values(), known)
+    if checkpoint.adapter is not None:
+        whole = family.weight_table(family.whole(config), checkpoint.tensors).values()
+        checkpoint.adapter.check_read({name for spec in whole for name in spec.hf_names} | {HEAD})
     hooks = choose_hooks(request, config)
     return Forward(model, weights, rows, request.shape, checkpoint, hooks, chosen)
 

@@ -20,7 +20,8 @@ from activation_extraction.common.visible import counted
 from activation_extraction.model.checkpoint import ADAPTER, Checkpoint, read_json
 from activation_extraction.model.model_config import HEAD
 from activation_extraction.model.tensor_names import text_name
-from activation_extraction.model.weight_files import Index
+from activation_extraction.model.weight_files import FLOAT_TYPES, Index
+from activation_extraction.store.safetensors_file import NAMES
 
 # What settings may be. By others, weights follow from another formula, or the base changes as well.
 OFF: tuple[Any, ...] = (None, False, [], {})
@@ -77,6 +78,9 @@ class Adapter:
                 raise InputError(f"{self.files.where}: {what} is not supported; merge it with PEFT")
         self._file = self.files.only_file
         self._shapes = {key: tensor.shape for key, tensor in self._file.header.items()}
+        for key, tensor in self._file.header.items():
+            if (kind := NAMES[tensor.dtype]) not in FLOAT_TYPES:
+                raise self._error(key, f"is {kind}; only {', '.join(FLOAT_TYPES)} are merged")
         self._factor = lru_cache(KEPT_FACTORS)(self._whole)
         # By the names of the base's tensors: the keys of whole tensors, those of what is added to
         # biases (and its scale), those of the norms of merged rows, and what is added to matrices.
@@ -98,6 +102,18 @@ class Adapter:
         changed, beside = {*self._replaced, *self._biases, *self._changes}, len(modules) - len(ours)
         text = "%s: merged in float32 into %d tensors (modules beside the language model: %d)"
         log.info(text, self.files.where, len(changed), beside)
+
+    def check_read(self, read: Collection[str]) -> None:
+        """Raises InputError for a change of a tensor that is not among those that the model reads.
+
+        A checkpoint may hold each expert beside the fused ones.
+        """
+        parts = self._replaced | self._biases | self._changes
+        if unread := sorted(set(parts) - set(read)):
+            raise InputError(
+                f"{self.files.where}: changes {unread[0]}, which is in the base but is not read"
+                + (f" (and {len(unread) - 1} more)" if len(unread) > 1 else "")
+            )
 
     def merge(self, tensor: str, index: Index, stored: Callable[[Index], np.ndarray]) -> np.ndarray:
         """Returns a part of a tensor of the base: merged, in float32, or as it is stored.
@@ -257,7 +273,7 @@ class Adapter:
             except (AttributeError, re.error) as error:
                 raise InputError(f"{where}: {name}: {error}") from error
             number = (found or [self._config.get(usual)])[0]
-            if type(number) not in (int, float) or not math.isfinite(number):
+            if type(number) not in (int, float) or not abs(number) < 1e9:
                 raise InputError(f"{where}: {usual} of {path} is {number!r}, expected a number")
             numbers.append(number)
         said, alpha = numbers
