@@ -60,6 +60,10 @@ def compressed(**weights: Any) -> dict[str, Any]:
 def spread(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
     """The scale of every value, in float32: block i begins at value i * block."""
     scale = scale.astype(np.float32)
+    if scale.shape == shape[:1]:  # of the rows
+        scale = scale[:, None]
+    elif scale.ndim == 4:
+        scale = scale[:, 0, :, 0]
     while scale.ndim < len(shape):  # of a whole tensor, or of whole experts
         scale = scale[..., None]
     for axis, size in ((-2, block[0]), (-1, block[1])):
@@ -89,12 +93,18 @@ def configure(folder, **changes):
     path.write_text(json.dumps(raw | changes))
 
 
+def modelopt(algorithm):
+    return {"quant_method": "modelopt", "quant_algo": algorithm}
+
+
 M, EXP = (200, 72), (3, 200, 72)
 UE8M0 = BLOCKS | {"scale_fmt": "ue8m0"}
 SCALES = [
     (M, (), np.float32, "weight_scale", FP8),
-    (M, (1,), BFLOAT16, "weight_scale", {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    (M, (1,), BFLOAT16, "weight_scale", modelopt("FP8")),
     (M, (200, 1), BFLOAT16, "weight_scale", compressed(strategy="channel")),
+    (M, (200,), np.float32, "weight_scale", modelopt("FP8_PER_CHANNEL_PER_TOKEN")),
+    (M, (2, 1, 1, 1), np.float32, "weight_scale", modelopt("FP8_PB_WO")),
     (M, (2, 1), np.float32, "weight_scale_inv", BLOCKS),
     (M, (2, 1), np.float16, "weight_scale_inv", BLOCKS),
     (M, (2, 1), E8M0, "weight_scale_inv", UE8M0),

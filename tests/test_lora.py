@@ -345,6 +345,26 @@ Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj"
 UP_PROJ = "model.layers.2.mlp.up_proj"
 
 
+def test_a_change_of_experts_that_are_not_read_is_refused(bases, tmp_path, demo_inputs, capsys):
+    """A checkpoint may hold a tensor for each expert beside the fused ones, which are read."""
+    folder = shutil.copytree(bases["fused experts"], tmp_path / "model")
+    apart = load_file(bases["experts one by one"] / "model.safetensors")
+    own = {name: each for name, each in apart.items() if ".experts." in name}
+    save_file(load_file(folder / "model.safetensors") | own, folder / "model.safetensors")
+    made = Made(bases["experts one by one"])
+    experts_one_by_one(made)
+    flags = [
+        "--model_path",
+        folder,
+        "--lora",
+        made.save(tmp_path / "lora"),
+        "--layers_to_extract",
+        1,
+    ]
+    flags += ["--dataset_path", demo_inputs / "documents.parquet"]
+    assert_refused(capsys, tmp_path, flags, "which is in the base but is not read")
+
+
 def tensors(**changed):
     """Adds tensors of these shapes, or removes those that have none."""
 
@@ -430,6 +450,11 @@ REFUSED = {
     ),
     f"{UP_PROJ}.lora_B.bias fits no tensor of the base model": tensors(
         **{f"{UP_PROJ}.lora_B.bias": [112]}
+    ),
+    "lora_alpha of model.layers.1.self_attn.q_proj is 1000": config(lora_alpha=10**400),
+    f"{Q_PROJ}.lora_A.weight is I8; only F64, F32, F16, BF16 are merged": lambda folder: save_file(
+        load_file(folder / FILE[:-2]) | {f"{Q_PROJ}.lora_A.weight": np.ones((3, 64), np.int8)},
+        folder / FILE[:-2],
     ),
     "model.norm.weight has shape (63,), expected (64,)": tensors(**{"model.norm.weight": [63]}),
     "lora_A.default.weight are the same": tensors(**{f"{Q_PROJ}.lora_A.default.weight": [3, 64]}),

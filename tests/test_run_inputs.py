@@ -85,7 +85,5 @@ def test_verify_recomputes_only_from_the_inputs_of_the_run(demo_inputs, tmp_path
     with pytest.raises(InputError, match="^--mix gone.jsonl: no such"):
         load(None, configuration=gone)
     for field, name in OF_INPUTS.items():
-        with pytest.raises(
-            InputError, match=f"^--[a-z_]+.*: the {name} is (not|missing,) the one"
-        ):
+        with pytest.raises(InputError, match=f"^--[a-z_]+.*: the {name} is (not|missing,) the one"):
             load(None, identity={**metadata["identity"], field: "another"})
