@@ -36,7 +36,7 @@ from activation_extraction.common.log import log, start_logging
 from activation_extraction.common.visible import counted, make_streams_safe, say, say_error
 from activation_extraction.inspect.look import look
 from activation_extraction.inspect.verify import verify
-from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.checkpoint import Checkpoint, check_adapter
 from activation_extraction.model.devices import (
     device_errors,
     leave_out_absent_tpu,
@@ -259,6 +259,7 @@ def show_hooks(config: Config) -> int:
     else:
         checkpoint = Checkpoint(config.model_path, config.model_revision)
         _, model = FAMILIES.read_config(checkpoint.file("config.json"))
+        check_adapter(config.lora)
     stored = choose_dtypes(model_request(config), jax.default_backend())[1]
     rule, length = config.positions, config.max_seq_length
     table, special = hook_table(model, config.top_logits), known_special_tokens(config)

@@ -548,3 +548,6 @@ def test_an_adapter_is_an_input_of_the_run(demo_inputs, tmp_path, capsys, monkey
     assert f"LoRA adapter: {remote}" in re.sub(r"<wbr>|\u200b", "", Path("report.html").read_text())
     for looking in (["--list_hooks"], ["--plan", "v5e:2x2"]):
         assert main(*flags, 30, "--lora", "lora", *looking) == 0
+        capsys.readouterr()
+        assert main(*flags, 30, "--lora", "out", *looking) == 2
+        assert "error: --lora out: has no adapter_config.json" in capsys.readouterr().err

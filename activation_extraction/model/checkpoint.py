@@ -361,6 +361,12 @@ class Checkpoint:
             raise
 
 
+def check_adapter(lora: str | None) -> None:
+    """Raises InputError if there is no adapter in this folder; a run looks at all of it."""
+    if lora is not None:
+        Checkpoint(lora, kind=ADAPTER).file(ADAPTER.config)
+
+
 def read_json(path: str | Path) -> dict[str, Any]:
     """Returns the contents of a config.json. Raises InputError if it is no JSON object."""
     try:

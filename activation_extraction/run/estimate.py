@@ -27,7 +27,7 @@ from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, say
 from activation_extraction.model.automatic_mesh import StepSizes
-from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.checkpoint import Checkpoint, check_adapter
 from activation_extraction.model.devices import USABLE, memory_of
 from activation_extraction.model.family import Families, read_json
 from activation_extraction.model.forward import ModelRequest, Program, build_model, bytes_of_step
@@ -87,6 +87,7 @@ def print_estimate(config: Config, families: Families) -> int:
     Returns the exit status. Raises InputError for what the run would refuse, as far as config.json
     says it.
     """
+    check_adapter(config.lora)
     run = planned_run(config, families)
     auto = replace(run.request, mesh_type="auto", mesh_shape=None, mesh_axes=None)
     programs = [(each, program_of(families, each, run.raw)) for each in (auto, run.request)]
