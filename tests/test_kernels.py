@@ -180,7 +180,7 @@ def test_accelerators_multiply_float32_as_such(dtype):
 
 
 def test_kernels_of_gpus_can_be_lowered_into_programs_of_both_meshes():
-    """As in a run: the rows come on one mesh, the weights lie on another one. (JAX refuses cuDNN's
+    """In a run, rows come on one mesh and weights lie on another one. (JAX refuses cuDNN's
     attention there, which needs the one mesh of a program.)"""
     devices = usable_devices(every=True)[:4]
     layout, rows = build_layout(devices, {"data": 2, "model": 2}, 2), host_rows(devices)

@@ -241,12 +241,12 @@ def bases(tmp_path_factory):
 
 
 def inputs_first(name, values):
-    """As models with vision inputs are released."""
+    """Returns an expert tensor as released models with vision inputs have it."""
     return values.swapaxes(1, 2).copy() if ".experts." in name else values
 
 
 def fused(tensors):
-    """As Qwen3.5 is released: the experts of a layer in two tensors, under longer names."""
+    """Returns tensors as Qwen3.5 has them: a layer's experts in two, under longer names."""
     found = {name: value for name, value in tensors.items() if ".experts." not in name}
     for layer in range(MODELS["fused experts"]["num_hidden_layers"]):
         name = f"model.layers.{layer}.mlp.experts"

@@ -303,7 +303,7 @@ def test_a_run_ends_at_the_limit_that_comes_first(tokens, left, tmp_path):
 
 @pytest.mark.parametrize("place", ["bucket", "another system"])
 def test_a_run_that_has_gone_silent_is_not_called_running(tmp_path, monkeypatch, capsys, place):
-    """Its lock cannot be seen there."""
+    """The lock of such a run cannot be seen."""
     folder = tmp_path / "bucket" / "machine_000"
     remote = Folder(f"file://{folder}") if place == "bucket" else None
     kill(begin(tmp_path, count=13, max_samples=103, remote=remote))

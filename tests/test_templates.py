@@ -94,7 +94,7 @@ def test_templates_of_a_model_at_a_url(model, tmp_path, monkeypatch):
 
 
 def test_the_template_of_a_processor_comes_last(model):
-    """As older models with vision inputs have it."""
+    """Older models with vision inputs have no other template."""
     beside = model() / "chat_template.json"
     beside.write_text(json.dumps({"chat_template": [PLAIN]}))
     with pytest.raises(InputError, match="has no chat template"):

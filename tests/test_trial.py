@@ -239,7 +239,7 @@ def test_kernels_are_tried_where_a_model_needs_them(monkeypatch):
 def test_a_run_and_its_verification_use_the_choice_and_the_metadata_have_it(
     demo_inputs, tmp_path, monkeypatch, capsys
 ):
-    """As on a GPU that cannot run the kernel for GPUs, as here."""
+    """A GPU on which its kernel fails, as it does on this CPU, goes on with another one."""
     out = tmp_path / "out"
     flags = flags_for(demo_inputs, out, "--max_samples", 6)
     attention = {"flash": flash_attention, "wrong": broken, "blocked": blocked_attention}
