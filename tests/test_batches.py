@@ -274,10 +274,10 @@ def test_an_error_in_the_background_reaches_the_loop(run, monkeypatch, error):
     """At the batch that could not be read, and every time one is asked for."""
     original = TokenSource.tokens
 
-    def fail(source, chunk):
-        if chunk.shard == 3:
+    def fail(source, chunks):
+        if chunks[0].shard == 3:
             raise error("the network is gone")
-        return original(source, chunk)
+        return original(source, chunks)
 
     monkeypatch.setattr(TokenSource, "tokens", fail)
     batches = ActivationDataset(run.root).batches(8, buffer=16)

@@ -10,30 +10,26 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, reduce
-from itertools import pairwise
-from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow
 
 from activation_extraction.common.visible import without_secrets
-from activation_extraction.dataset.open_shards import OpenShards
+from activation_extraction.dataset.open_shards import IN_FLIGHT, OpenShards
 from activation_extraction.dataset.options import BatchOptions
-from activation_extraction.dataset.token_batch import TokenBatch, copy_rows, empty_batch
-from activation_extraction.dataset.token_source import ChunkTokens, TokenSource
+from activation_extraction.dataset.token_batch import TokenBatch, concatenated
+from activation_extraction.dataset.token_source import FoundTokens, TokenSource
 from activation_extraction.dataset.windows import Block, Chunk, Windows, cut, share, shuffled
 
-LARGEST_READ = 8 * 2**20  # the most that is read at once
-CHUNKS_IN_BUFFER = 64  # at least, so that the chunks on their way add little to the buffer
-LEAST_CHUNK_BYTES, LEAST_CHUNKS = 2**18, 16  # but no smaller chunks, and yet so many in the buffer
-REQUESTS = 4  # to a bucket at the same time
-DIGEST = 16  # bytes of the SHA-256 of a row that stand for it
+LARGEST_READ = 8 * 2**20  # bytes of a chunk: in a bucket of each hook, else of all
+LEAST_READ = 2 * 2**20  # in a bucket, of each hook: whole MiB are read
+CHUNKS_IN_BUFFER, LEAST_CHUNKS = 32, 8  # at least, so that tokens are mixed well
 NO_ALIGNMENT = np.zeros((1, 0), np.int64)
 
 T = TypeVar("T")
 # Tokens of the first run, the numbers of those that all runs have, and these in each other run.
-Aligned = tuple[ChunkTokens, np.ndarray, list[Block]]
+Aligned = tuple[FoundTokens, np.ndarray, list[Block]]
 
 
 def samples_in_all(runs: Sequence[OpenShards]) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -54,14 +50,13 @@ def samples_in_all(runs: Sequence[OpenShards]) -> tuple[np.ndarray, list[np.ndar
 
 
 def _numbers_by_row(shards: OpenShards, name: str) -> pyarrow.Table:
-    """The number of every sample that has a row, in a column of this name, beside a digest of its
-    row, which includes the piece and start of a piece of a document."""
-    texts = [json.dumps(row, sort_keys=True) for row in shards.columns(["row"])["row"]]
+    """The number of every sample that has a row, in a column of this name, beside its row as JSON,
+    which includes the piece and start of a piece of a document."""
     rows = [
-        None if text == "null" else hashlib.sha256(text.encode()).digest()[:DIGEST]
-        for text in texts
+        None if row is None else json.dumps(row, sort_keys=True)
+        for row in shards.columns(["row"])["row"]
     ]
-    columns = {"row": pyarrow.array(rows, pyarrow.binary()), name: np.arange(len(rows))}
+    columns = {"row": pyarrow.array(rows, pyarrow.large_string()), name: np.arange(len(rows))}
     table = pyarrow.table(columns).drop_null()
     first = table.group_by("row", use_threads=False).aggregate([(name, "min")])[f"{name}_min"]
     if len(first) < len(table):
@@ -109,11 +104,14 @@ class AlignedSource(Generic[T]):
         every alignment unpacks all pickles that it needs.
         """
         first, options = self.sources[0], self.options
+        hooks = max(sum(len(source.options.hooks) for source in self.sources), 1)
         row = max(sum(source.row_bytes for source in self.sources), 1)
-        least = min(LEAST_CHUNK_BYTES // row, options.buffer // LEAST_CHUNKS)
-        fitting = min(LARGEST_READ // row, max(options.buffer // CHUNKS_IN_BUFFER, least))
-        size, seed = max(fitting, 1), options.shuffle
+        local = all(source.shards.local for source in self.sources)
         by_ranges = all(source.shards.by_ranges for source in self.sources)
+        size = LARGEST_READ * (1 if local else hooks) // row
+        least = 1 if local else min(LEAST_READ * hooks // row, options.buffer // LEAST_CHUNKS)
+        size = max(min(size, options.buffer // CHUNKS_IN_BUFFER), least, 1)
+        seed = options.shuffle
         chunks = cut(first.chunks(), size) if by_ranges else first.chunks()
         chunks = share(shuffled(chunks, seed), options.worker, options.workers)
         chunks = share(chunks, part, parts)
@@ -129,9 +127,9 @@ class AlignedSource(Generic[T]):
         def read(chunk: Chunk) -> tuple[Block, ...]:
             return self._blocks(align(first.whole(chunk.shard) if whole else chunk), chunk)
 
-        one_by_one = not by_ranges or all(source.shards.local for source in self.sources)
+        ahead = 1 if local or not by_ranges else max(IN_FLIGHT // hooks, 2)
         most = options.buffer // 2 // options.size * options.size
-        return Windows(chunks, read, 1 if one_by_one else REQUESTS, most, seed)
+        return Windows(chunks, read, ahead, most, seed)
 
     def take(self, memory: tuple[TokenBatch, ...], rows: np.ndarray) -> T:
         """Returns the tokens with these numbers, of all runs. Raises OSError."""
@@ -139,65 +137,53 @@ class AlignedSource(Generic[T]):
         return self.form([source.take(tokens, rows) for source, tokens in runs])
 
     @cached_property
-    def _partner(self) -> np.ndarray:
-        """The number of every sample of the first run in each other run, int64 (runs, samples); -1
-        if it has none there, or is not wanted."""
-        partner = np.full((len(self.numbers) - 1, self.sources[0].shards.firsts[-1]), -1, np.int64)
-        partner[:, self.numbers[0]] = self.numbers[1:]
+    def _pairs(self) -> list[np.ndarray]:
+        """The column of `numbers` that every sample of each run is in; -1 if it is in none, or is
+        not wanted of the first run."""
+        found = []
+        for source, numbers in zip(self.sources, self.numbers, strict=True):
+            pairs = np.full(source.shards.firsts[-1], -1, np.int64)
+            pairs[numbers] = np.arange(len(numbers))
+            found.append(pairs)
         if (mask := self.sources[0].mask) is not None:
-            partner[:, ~mask] = -1
-        return partner
+            found[0][~mask] = -1
+        return found
 
     def _align(self, chunk: Chunk) -> Aligned:
-        """The tokens of a chunk of the first run that pass the filters in every run."""
-        found = self.sources[0].tokens(chunk)
-        partners = [self._partners(run, found) for run in range(1, len(self.sources))]
-        rows = reduce(np.intersect1d, [at for at, _ in partners], np.flatnonzero(found.wanted))
-        others = [Block(b.tokens, b.rows[np.searchsorted(at, rows)]) for at, b in partners]
-        return found, rows, others
+        """The tokens of a chunk of the first run that all runs have and let through."""
+        ours = self.sources[0].tokens([chunk])
+        found = [self._partners(run, ours) for run in range(1, len(self.sources))]
+        rows = reduce(np.intersect1d, [at for at, _ in found], np.flatnonzero(ours.wanted))
+        return ours, rows, [Block(b.tokens, b.rows[np.searchsorted(at, rows)]) for at, b in found]
 
-    def _partners(self, run: int, found: ChunkTokens) -> tuple[np.ndarray, Block]:
-        """Returns which tokens of a chunk another run has and lets through, and its block of them.
-
-        They are read in that run's order, samples that lie next to each other there at once.
-        Raises ValueError if the id of a token differs.
-        """
-        source = self.sources[run]
-        first = self.sources[0].shards.firsts[found.chunk.shard]
-        partner = self._partner[run - 1][first + found.samples]
-        keys = _keys(partner, found.tokens.position)  # negative without a partner
-        order = np.argsort(keys)
-        theirs = np.unique(partner[partner >= 0])
-        shards = np.searchsorted(source.shards.firsts, theirs, "right") - 1
-        apart = (np.diff(theirs, prepend=-2) != 1) | (np.diff(shards, prepend=-1) != 0)
-        parts: list[tuple[np.ndarray, Block]] = []
-        for begin, end in pairwise([*np.flatnonzero(apart).tolist(), len(theirs)]):
-            shard = int(shards[begin])
-            number = int(theirs[begin]) - source.shards.firsts[shard]
-            span = source.shards.get(shard).offsets[[number, number + end - begin]]
-            stretch = source.tokens(Chunk(shard, *map(int, span)))
-            sought = _keys(source.shards.firsts[shard] + stretch.samples, stretch.tokens.position)
-            place = np.searchsorted(keys, sought, sorter=order).clip(max=len(keys) - 1)
-            rows = np.flatnonzero(keys[order[place]] == sought)
-            at = order[place[rows]]
-            self._compare(run, found.tokens, at, stretch.tokens, rows)
-            wanted = found.wanted[at] & stretch.wanted[rows]
-            block = source.with_activations(stretch, rows[wanted])
+    def _partners(self, run: int, ours: FoundTokens) -> tuple[np.ndarray, Block]:
+        """Returns which tokens of the first run another run has and lets through, ascending, and
+        its block of them. Raises ValueError if the id of a token differs."""
+        source, parts = self.sources[run], list[tuple[np.ndarray, Block]]()
+        pairs = np.unique(self._pairs[0][ours.samples])
+        keys = _keys(self._pairs[0], ours)
+        for chunks in source.by_shard(np.sort(self.numbers[run, pairs[pairs >= 0]])):
+            theirs = source.tokens(chunks)
+            their_keys = _keys(self._pairs[run], theirs)
+            _, at, row = np.intersect1d(keys, their_keys, return_indices=True)
+            self._compare(run, ours.tokens, at, theirs.tokens, row)
+            wanted = ours.wanted[at] & theirs.wanted[row]
+            block = source.with_activations(theirs, row[wanted])
             if (small := source.are_small(block)).any():
                 parts.append((at[wanted][small], Block(block.tokens, block.rows[small])))
         if not parts:
-            return order[:0], Block(found.tokens, order[:0])
-        at, block = np.concatenate([at for at, _ in parts]), _concatenated([b for _, b in parts])
+            return pairs[:0], Block(ours.tokens, pairs[:0])
+        at = np.concatenate([each for each, _ in parts])
+        begins = np.cumsum([0, *(len(block.tokens) for _, block in parts)])
+        row = np.concatenate([b.rows + n for (_, b), n in zip(parts, begins[:-1], strict=True)])
         order = np.argsort(at)
-        return at[order], Block(block.tokens, block.rows[order])
+        return at[order], Block(concatenated([block.tokens for _, block in parts]), row[order])
 
     def _blocks(self, aligned: Aligned, chunk: Chunk) -> tuple[Block, ...]:
         """The tokens of a chunk, of every run, with their activations."""
         found, rows, others = aligned
-        start, source = found.chunk.start, self.sources[0]
+        start, source = found.chunks[0].start, self.sources[0]
         here = slice(*np.searchsorted(rows, [chunk.start - start, chunk.stop - start]))
-        if not len(rows[here]):
-            return tuple(Block(found.tokens, rows[:0]) for _ in self.sources)
         first = source.with_activations(found, rows[here])
         small = source.are_small(first)
         blocks = [first, *(Block(tokens, at[here]) for tokens, at in others)]
@@ -218,17 +204,7 @@ class AlignedSource(Generic[T]):
             raise ValueError(without_secrets(told))
 
 
-def _keys(sample: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """A number for each token, from the number of its sample and its position."""
-    return sample.astype(np.int64) * 2**32 + position
-
-
-def _concatenated(blocks: Sequence[Block]) -> Block:
-    """The rows of all blocks; a single one is not copied."""
-    if len(blocks) == 1:
-        return blocks[0]
-    whole, filled = empty_batch(blocks[0].tokens, sum(len(block.rows) for block in blocks)), 0
-    for tokens, rows in blocks:
-        copy_rows(tokens, rows, whole.map(itemgetter(slice(filled, filled + len(rows)))))
-        filled += len(rows)
-    return Block(whole, np.arange(filled))
+def _keys(pairs: np.ndarray, found: FoundTokens) -> np.ndarray:
+    """A number for each token, from the pair of its sample and its position; negative without a
+    pair."""
+    return pairs[found.samples] * 2**32 + found.tokens.position

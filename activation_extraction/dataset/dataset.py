@@ -39,7 +39,7 @@ from activation_extraction.dataset.token_source import TokenSource
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.metadata import identity_of
 from activation_extraction.store.sample_table import concatenated
-from activation_extraction.store.shard_reader import StoredHook, read_rows
+from activation_extraction.store.shard_reader import StoredHook, begin_rows
 from activation_extraction.store.statistics import HookStatistics, Statistics, Sums
 
 
@@ -55,10 +55,8 @@ class ActivationDataset(Samples):
     `data_files` has the bytes and the fingerprint of every file of the data by its name.
 
     Opening a run checks the checksums of all JSON files, and that every shard has its full size.
-    Reading compares the sha256 of a pickle, which is read whole, and of the tables of samples and
-    statistics. Of a safetensors shard, which is read by ranges, it checks the size, the header, and
-    that the numbers and offsets of the samples ascend: activations, token ids and positions that
-    have changed on a disk are read without an error, and only --verify finds them, by the sha256.
+    Reading compares every MiB of a shard that it reads with its crc32c, and the tables of samples
+    and statistics with their sha256.
 
     Raises ValueError when there is no such run or hook, or when folders of different runs are
     mixed; OSError when files are damaged, missing or cut short. Reading raises OSError for a shard
@@ -224,8 +222,9 @@ class ActivationDataset(Samples):
 
         hooks: those to read, as for the dataset, by default all of its hooks; with an empty list,
         batches have no activations. shuffle: a seed, or None for the order of the shards. buffer:
-        the number of tokens kept in memory and shuffled there, by default 64 batches, at most 1
-        GiB. Pickles are unpacked whole, so up to two shards come on top of that. skip_first: leave
+        the number of tokens kept in memory and shuffled there, by default 1 GiB of them, and of
+        local files at most 64 batches. What is on its way from a bucket comes on top: 32 ranges of
+        8 MiB. Pickles are unpacked whole, so up to two shards come on top of that. skip_first: leave
         out that many tokens at the start of every sample. max_norm: leave out tokens with a larger
         norm at any hook, or at the hooks that it names; only activations have norms. dtype: of
         activations in the result, by default that of the dataset. worker, workers: read only one of
@@ -254,7 +253,8 @@ class ActivationDataset(Samples):
             options,
             hooks=tuple(names),
             max_norm=self._limits(names, options.max_norm),
-            buffer=options.buffer or default_buffer(options.size, self.shards.row_bytes(names)),
+            buffer=options.buffer
+            or default_buffer(options.size, self.shards.row_bytes(names), self.shards.local),
             dtype=None if options.dtype is None else dtype_of(options.dtype).name,
             roles=None if options.roles is None else self._known_roles(options.roles),
             where=None if mask is None else hashlib.sha256(np.packbits(mask).tobytes()).hexdigest(),
@@ -322,10 +322,11 @@ class ActivationDataset(Samples):
             start, stop = reader.offsets[number : number + 2].tolist()
             token_ids, position = map(np.array, reader.tokens(start, stop))
             labels = {name: np.array(each) for name, each in reader.labels(start, stop).items()}
-            values = {
-                name: np.array(read_rows(reader, name, hook, (start, stop)))
+            asked = {
+                name: begin_rows(reader, name, hook, (start, stop))
                 for name, hook in self.shards.hooks.items()
             }
+            values = {name: np.array(wait()) for name, wait in asked.items()}
         return SampleActivations(
             ByHook(values, self.shards.hooks.aliases),
             token_ids,

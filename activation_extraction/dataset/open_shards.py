@@ -1,12 +1,14 @@
-"""OpenShards: the shards of a run, of which the last few that were read stay open."""
+"""OpenShards: the shards of a run, of which those that were read last stay open."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
-from typing import Any, TypeVar
+from threading import Lock
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow
@@ -32,9 +34,10 @@ from activation_extraction.store.shard_reader import (
 )
 from activation_extraction.store.statistics import Sums
 
-OPEN_SHARDS = 128  # where a shard is read by ranges; one pickle stays in memory
+OPEN_SHARDS = 128  # that are mapped; one pickle stays in memory
+KEPT_BYTES = 2**28  # of what the shards in a bucket say of their tokens
 TABLE_ROWS = 100_000  # of tables of samples that stay in memory, and at least one table
-SMALL_FILES_AT_ONCE = 16  # small files read at the same time
+IN_FLIGHT = 32  # requests to a bucket at the same time, over all shards and hooks
 
 T = TypeVar("T")
 
@@ -48,9 +51,60 @@ def as_os_errors() -> Iterator[None]:
         raise OSError(str(error)) from error
 
 
+class Kept(Generic[T]):
+    """The values of a function of a number that were asked for last, as many as fit into `most`.
+
+    weight: what a value counts. Each is made once, also if several threads ask for it.
+    """
+
+    def __init__(self, make: Callable[[int], T], weight: Callable[[T], int], most: int) -> None:
+        self._make, self._weight, self._most = make, weight, most
+        self._lock = Lock()
+        self._values: dict[int, Future[T]] = {}  # the one that was asked for last is the last
+
+    def __call__(self, number: int) -> T:
+        with self._lock:
+            value = self._values.pop(number, None)
+            made_here = value is None
+            value = self._values[number] = value or Future()
+        if made_here:
+            try:
+                value.set_result(self._make(number))
+            except BaseException as error:
+                value.set_exception(error)
+            with self._lock:
+                self._forget(number)
+        return value.result()
+
+    def _forget(self, newest: int) -> None:
+        """Drops what failed, and all that does not fit beside what was made just now."""
+        room = self._most
+        for number in [newest, *(n for n in reversed(self._values) if n != newest)]:
+            value = self._values[number]
+            if value.done():
+                failed = value.exception() is not None
+                room -= 0 if failed else self._weight(value.result())
+                if failed or (room < 0 and number != newest):
+                    del self._values[number]
+
+
+class Requests(Executor):
+    """Threads for requests to a bucket. A fork of the process, which has none of them, gets its
+    own."""
+
+    def __init__(self) -> None:
+        self._pool, self._process = ThreadPoolExecutor(IN_FLIGHT, "requests"), os.getpid()
+
+    def submit(self, *call: Any, **options: Any) -> Future[Any]:
+        """Returns what will have the result of a call."""
+        if self._process != os.getpid():
+            self.__init__()  # type: ignore[misc]
+        return self._pool.submit(*call, **options)
+
+
 @dataclass
 class OpenShards:
-    """The shards of a run; the last few that were read stay open. Methods raise OSError.
+    """The shards of a run; those that were read last stay open. Methods raise OSError.
 
     url: of the run. local: whether its shards are files here. shards: the name of the folder and
     the commit of each. firsts: the number of samples before each shard, and that of all. get:
@@ -72,9 +126,12 @@ class OpenShards:
         self._columns: dict[str, np.ndarray] = {}
         # The caches do not hold this object: they would keep a pickle until it is collected.
         read, hooks = partial(_read, self.url, self.shards, {}), self.hooks
+        self._requests = requests = Requests()
         self._read: Callable[..., Any] = read
-        self.get: Callable[[int], ShardReader] = lru_cache(OPEN_SHARDS if self.by_ranges else 1)(
-            partial(read, lambda folder, commit: open_shard(folder, commit, hooks))
+        self.get: Callable[[int], ShardReader] = Kept(
+            partial(read, lambda folder, commit: open_shard(folder, commit, hooks, requests)),
+            _bytes_kept if self.by_ranges and not self.local else lambda _: 1,
+            1 if not self.by_ranges else OPEN_SHARDS if self.local else KEPT_BYTES,
         )
         tables = TABLE_ROWS // max((commit.count for commit in self.commits), default=1)
         self.table: Callable[[int], pyarrow.Table] = lru_cache(max(tables, 1))(
@@ -116,8 +173,7 @@ class OpenShards:
 
     def tables(self) -> list[pyarrow.Table]:
         """Returns the tables of all shards."""
-        with ThreadPoolExecutor(SMALL_FILES_AT_ONCE) as pool:
-            return list(pool.map(self.table, range(len(self.shards))))
+        return list(self._requests.map(self.table, range(len(self.shards))))
 
     def columns(self, names: Iterable[str]) -> dict[str, np.ndarray]:
         """Returns the values of columns of the table of all samples, as they were given, in arrays
@@ -134,14 +190,18 @@ class OpenShards:
         """The sums of all shards by hook, merged in their order: always with the same result."""
         read = partial(self._read, partial(read_sums, hooks=self.hooks))
         total: dict[str, Sums] = {}  # as large as what was read
-        with ThreadPoolExecutor(SMALL_FILES_AT_ONCE) as pool:
-            for found in pool.map(read, range(len(self.shards))):
-                for hook, sums in found.items():
-                    if hook in total:
-                        total[hook].merge(sums)
-                    else:
-                        total[hook] = sums
+        for found in self._requests.map(read, range(len(self.shards))):
+            for hook, sums in found.items():
+                if hook in total:
+                    total[hook].merge(sums)
+                else:
+                    total[hook] = sums
         return total or {name: Sums.zeros(hook.width) for name, hook in self.hooks.items()}
+
+
+def _bytes_kept(reader: Any) -> int:
+    """The bytes at the beginning of a shard's file, which its reader keeps."""
+    return len(reader.front)
 
 
 def _read(

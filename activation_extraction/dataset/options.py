@@ -8,7 +8,7 @@ import numpy as np
 
 from activation_extraction.common.visible import counted
 
-BUFFER_BATCHES, BUFFER_BYTES = 64, 2**30  # the default buffer, whichever is less
+BUFFER_BATCHES, BUFFER_BYTES = 64, 2**30  # the default buffer: whichever is less, or the second
 FLOATING = "float16", "bfloat16", "float32", "float64"  # dtypes that activations are read as
 
 
@@ -78,9 +78,13 @@ def dtype_of(name: Any) -> np.dtype:
         raise ValueError(f"dtype {name!r}: {error}") from error
 
 
-def default_buffer(size: int, row: int) -> int:
-    """Returns how many tokens of `row` bytes are kept in memory for batches of `size`."""
-    return max(min(BUFFER_BATCHES * size, BUFFER_BYTES // max(row, 1)), 2 * size)
+def default_buffer(size: int, row: int, local: bool) -> int:
+    """Returns how many tokens of `row` bytes are kept in memory for batches of `size`.
+
+    local: of files on this machine; from elsewhere, large ranges are read, which need more room.
+    """
+    most = BUFFER_BYTES // max(row, 1)
+    return max(min(BUFFER_BATCHES * size, most) if local else most, 2 * size)
 
 
 def as_mask(mask: Any, samples: int) -> np.ndarray:

@@ -95,7 +95,10 @@ class AlignedRuns:
         """
         runs = list(zip(self.runs, hooks, strict=True))
         row = sum(run.shards.row_bytes(names) for run, names in runs)
-        options = replace(options, buffer=options.buffer or default_buffer(options.size, row))
+        local = all(run.shards.local for run in self.runs)
+        options = replace(
+            options, buffer=options.buffer or default_buffer(options.size, row, local)
+        )
         unread = set(options.max_norm) if isinstance(options.max_norm, Mapping) else set()
         sources: list[TokenSource] = []
         for run, names in runs:

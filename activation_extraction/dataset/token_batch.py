@@ -194,13 +194,29 @@ def empty_batch(
     return rows.map(place)
 
 
+def concatenated(batches: Sequence[TokenBatch]) -> TokenBatch:
+    """Returns the tokens of several batches with the same hooks as one; a single one is not copied.
+
+    Raises OSError unless all have the same labels.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    _check_labels(batches)
+    arrays = map(np.concatenate, zip(*(batch.arrays for batch in batches), strict=True))
+    return batches[0].map(lambda _: next(arrays))
+
+
+def _check_labels(batches: Sequence[TokenBatch]) -> None:
+    if any(batch.labels.keys() != batches[0].labels.keys() for batch in batches):
+        raise OSError("the shards of the run differ in the labels of their tokens")
+
+
 def copy_rows(source: TokenBatch, rows: np.ndarray, target: TokenBatch) -> None:
     """Copies the tokens with these numbers; `target` has room for them, and its own dtypes.
 
     Raises OSError unless both have the same labels.
     """
-    if source.labels.keys() != target.labels.keys():
-        raise OSError("the shards of the run differ in the labels of their tokens")
+    _check_labels([source, target])
     for values, found in zip(source.arrays, target.arrays, strict=True):
         # With mode="raise", NumPy would copy to `out` by way of other memory.
         if values.dtype == found.dtype:

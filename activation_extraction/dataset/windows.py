@@ -67,20 +67,20 @@ class Windows:
     """Windows of `most` tokens; the last one may be shorter. seed: for shuffling; None keeps the
     order.
 
-    read: returns a block of each run for one of the chunks. requests: how many chunks are read at
-    the same time. A thread fills a window, others read its chunks. A window's memory is used again
-    when the next but one is asked for.
+    read: returns a block of each run for one of the chunks. ahead: how many chunks are read at the
+    same time. A thread fills a window, others read its chunks. A window's memory is used again when
+    the next but one is asked for.
     """
 
     def __init__(
         self,
         chunks: Sequence[Chunk],
         read: Callable[[Chunk], tuple[Block, ...]],
-        requests: int,
+        ahead: int,
         most: int,
         seed: int | None,
     ) -> None:
-        self._chunks, self._read, self._requests = chunks, read, requests
+        self._chunks, self._read, self._ahead = chunks, read, ahead
         self._most, self._seed = min(most, sum(map(len, chunks))), seed
         self._stopped = False
         self._reading: dict[int, Future[tuple[Block, ...]]] = {}
@@ -111,7 +111,7 @@ class Windows:
         """The window that begins there; None if no tokens are left."""
         chunk, row, filled = begin.chunk, begin.row, 0
         memory: tuple[TokenBatch, ...] = ()
-        with ThreadPoolExecutor(self._requests, "read-ahead") as pool:
+        with ThreadPoolExecutor(self._ahead, "read-ahead") as pool:
             while filled < self._most and chunk < len(self._chunks) and not self._stopped:
                 blocks = self._blocks(chunk, pool)
                 left = len(blocks[0].rows) - row
@@ -142,7 +142,7 @@ class Windows:
         When the program ends, the pool raises RuntimeError, which ends the filling.
         """
         self._reading.pop(chunk - 1, None)
-        for number in range(chunk, min(chunk + self._requests, len(self._chunks))):
+        for number in range(chunk, min(chunk + self._ahead, len(self._chunks))):
             if number not in self._reading:
                 self._reading[number] = pool.submit(self._read, self._chunks[number])
         return self._reading[chunk].result()

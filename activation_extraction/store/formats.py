@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
-from importlib import import_module
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+from crc32c import crc32c
 from isal import isal_zlib
 
 from activation_extraction.common.choices import SHARD_FORMATS
@@ -109,7 +109,6 @@ class ShardFormat:
 
     def pack(self, shard: Shard, names: Mapping[Key, str], threads: Threads) -> Packed:
         """Returns the file of a shard. names: the hooks' full names by key."""
-        update = import_module("crc32c").crc32c  # imported here: readers need not have it
         pieces = self.pieces(shard, names)
         parts: list[bytes | memoryview] = []
         digest = hashlib.sha256()
@@ -117,7 +116,7 @@ class ShardFormat:
             digest.update(data)
             parts.append(data)
         crcs = [
-            reduce(lambda crc, piece: update(piece, crc), block, 0)
+            reduce(lambda crc, piece: crc32c(piece, crc), block, 0)
             for block in blocks_of(map(memoryview, parts), MIB)
         ]
         size, unpacked = (sum(memoryview(p).nbytes for p in some) for some in (parts, pieces))

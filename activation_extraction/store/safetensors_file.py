@@ -116,20 +116,27 @@ def safetensors_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryvie
 class SafetensorsFile:
     """A shard's file that is open for reading, with the methods of PickledShard.
 
-    read: returns the bytes of the file from `start` to `stop`, uint8. size: the size of the file.
-    where: names it in messages. `tensors` maps names to tensors, in the order of the file. Arrays
-    are views of the file if it is mapped. The constructor raises RunError if the file is not a
-    shard of this program or its size does not match its tensors.
+    begin: asks for the bytes of the file from `start` to `stop`, and returns what waits for them,
+    uint8. size: the size of the file. where: names it in messages. front: how many bytes at its
+    beginning are read at once, and kept. `tensors` maps names to tensors, in the order of the file.
+    Arrays are views of the file if it is mapped. The constructor raises RunError if the file is not
+    a shard of this program or its size does not match its tensors.
     """
 
-    def __init__(self, read: Callable[[int, int], np.ndarray], size: int, where: str) -> None:
-        self._read = read
-        self._where = where
+    def __init__(
+        self,
+        begin: Callable[[int, int], Callable[[], np.ndarray]],
+        size: int,
+        where: str,
+        front: int = 0,
+    ) -> None:
+        self._ask, self._where = begin, where
+        self.front = begin(0, min(front, size))()
         try:
-            (length,) = struct.unpack("<Q", read(0, 8).tobytes())
+            (length,) = struct.unpack("<Q", self._begin(0, 8)().tobytes())
             if length > min(MAX_HEADER_BYTES, size - 8):
                 raise ValueError(f"the header claims {length} bytes")
-            content = json.loads(read(8, 8 + length).tobytes())
+            content = json.loads(self._begin(8, 8 + length)().tobytes())
             version = content.pop("__metadata__")["format"]
             if version != FORMAT:
                 raise ValueError(f"format {version!r}, expected {FORMAT!r}")
@@ -161,10 +168,20 @@ class SafetensorsFile:
 
     def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
         """Returns the rows of a tensor from `start` to `stop`."""
+        return self.begin_rows(hook, start, stop)()
+
+    def begin_rows(self, hook: str, start: int, stop: int) -> Callable[[], np.ndarray]:
+        """Asks for the rows of a tensor from `start` to `stop`, and returns what waits for them."""
         tensor = self.tensors[hook]
         first, row = tensor.offset, tensor.row_bytes
-        content = self._read(first + start * row, first + stop * row)
-        return np.ndarray((stop - start, *tensor.shape[1:]), tensor.dtype, content)
+        content = self._begin(first + start * row, first + stop * row)
+        shape = stop - start, *tensor.shape[1:]
+        return lambda: np.ndarray(shape, tensor.dtype, content())
+
+    def _begin(self, start: int, stop: int) -> Callable[[], np.ndarray]:
+        if stop > len(self.front):
+            return self._ask(start, stop)
+        return lambda: self.front[start:stop]
 
     def whole(self, name: str) -> np.ndarray:
         """Returns a whole tensor."""

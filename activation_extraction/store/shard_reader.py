@@ -1,27 +1,30 @@
 """Reads shards: their samples, their tokens, and the activations at their hooks.
 
-A safetensors shard is read by ranges: only the requested rows of the requested hooks, whose bytes
-are not checked. A pickle has to be read whole, and its sha256 is compared. Reading never runs
-pickled code.
+A safetensors shard is read by ranges: only the requested rows of the requested hooks. A pickle has
+to be read whole. What is read is compared with the crc32c of every MiB in the shard's JSON. Reading
+never runs pickled code.
 """
 
 import hashlib
 import mmap
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
+from crc32c import crc32c
 
 from activation_extraction.common.encodings import FLOAT8, SCALES, VALUES, decode, token_bytes
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.commit import MOST_BYTES, Commit, DamagedError
 from activation_extraction.store.folder import ChangedError, Folder, local_path
-from activation_extraction.store.formats import SAFETENSORS, format_of
+from activation_extraction.store.formats import MIB, SAFETENSORS, format_of
 from activation_extraction.store.metadata import parse_commit
 from activation_extraction.store.pickle_file import read_pickle
 from activation_extraction.store.safetensors_file import SCALE, SafetensorsFile
@@ -29,6 +32,8 @@ from activation_extraction.store.shard import Shard
 from activation_extraction.store.statistics import Sums, unpack_sums
 
 REPLACED = "the run was overwritten or repaired since its JSON was read; open it again"
+RANGE = 8 * MIB  # of one request; a range may have up to twice as much
+HEADER = 2**16  # bytes: room for the header of most safetensors files
 
 
 @dataclass(frozen=True)
@@ -63,15 +68,83 @@ def read_by_ranges(commit: Commit) -> bool:
     return format_of(commit.file) is SAFETENSORS
 
 
-def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) -> "ShardReader":
-    """Opens a shard. hooks: the hooks that will be read, by name.
+class ShardBytes:
+    """The bytes of a shard's file; every MiB that is read is compared with its crc32c.
+
+    A file on this machine is mapped, and a MiB of it is compared when it is first read. Any other
+    is read in ranges of whole MiB by the threads of `requests`, RANGE at once.
+    """
+
+    def __init__(self, folder: Folder, commit: Commit, where: str, requests: Executor) -> None:
+        self._folder, self._commit, self._where = folder, commit, where
+        self._requests = requests
+        self._crcs = commit.files[commit.file].crc32c
+        if len(self._crcs) != -(-commit.bytes // MIB):
+            raise RunError(f"{where}: its JSON has no crc32c for every MiB of it")
+        self._mapped: np.ndarray | None = None
+        if folder.local:
+            self._mapped = np.frombuffer(_whole(folder, commit, where), np.uint8)
+            self._unseen = np.ones(len(self._crcs), bool)
+
+    def begin(self, start: int, stop: int) -> Callable[[], np.ndarray]:
+        """Asks for the bytes from `start` to `stop`, and returns what waits for them, uint8.
+
+        Waiting raises RunError if they are damaged or cannot be read.
+        """
+        first, last = start // MIB, -(-stop // MIB)
+        if self._mapped is not None:
+            part = self._mapped[start:stop]
+            for number in first + np.flatnonzero(self._unseen[first:last]):
+                self._check(self._mapped[number * MIB :][:MIB], int(number))
+                self._unseen[number] = False
+            return lambda: part
+        edges = np.linspace(first, last, max((last - first) * MIB // RANGE, 1) + 1).astype(int)
+        parts = [self._requests.submit(self._read, a, b) for a, b in pairwise(edges.tolist())]
+
+        def wait() -> np.ndarray:
+            content = _concatenate([part.result() for part in parts])
+            return content[start - first * MIB : stop - first * MIB]
+
+        return wait
+
+    def _read(self, first: int, last: int) -> np.ndarray:
+        """Reads whole MiB, by their numbers."""
+        start, stop = first * MIB, min(last * MIB, self._commit.bytes)
+        data = b""
+        if stop > start:
+            options = {"start": start, "stop": stop}
+            data = _read(self._folder, self._commit, self._commit.file, self._where, **options)
+        if len(data) != stop - start:
+            raise RunError(f"{self._where}: is shorter than its JSON says")
+        content = np.frombuffer(data, np.uint8)
+        for number in range(first, last):
+            self._check(content[(number - first) * MIB :][:MIB], number)
+        return content
+
+    def _check(self, block: np.ndarray, number: int) -> None:
+        if crc32c(block.data) != self._crcs[number]:
+            raise RunError(
+                f"{self._where}: is damaged in MiB {number}: its crc32c is not the one in its JSON"
+            )
+
+
+def open_shard(
+    folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook], requests: Executor
+) -> "ShardReader":
+    """Opens a shard. hooks: the hooks that will be read, by name. requests: the threads that read
+    ranges of a file which is not on this machine.
 
     Raises RunError if the file is missing or damaged, or does not match its JSON.
     """
     where = f"{folder.url}/{commit.file}"
+    file = ShardBytes(folder, commit, where, requests)
     if not read_by_ranges(commit):
-        return PickledShard(_unpickle(folder, commit, where), hooks, where)
-    reader = SafetensorsFile(_ranges_of(folder, commit, where), commit.bytes, where)
+        content = pyarrow.py_buffer(file.begin(0, commit.bytes)())
+        shard = read_pickle(pyarrow.BufferReader(content), where, commit.unpacked)
+        return PickledShard(shard, hooks, where)
+    # The header and all that is said of samples and tokens, in one request.
+    front = 0 if folder.local else HEADER + 16 * commit.count + 16 * commit.tokens
+    reader = SafetensorsFile(file.begin, commit.bytes, where, -(-front // MIB) * MIB)
     found = {name: (tensor.dtype, tensor.shape) for name, tensor in reader.tensors.items()}
     expected: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
         "sample_idx": (np.dtype(np.int64), (commit.count,)),
@@ -84,7 +157,6 @@ def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) 
             expected[array] = dtype, (commit.tokens, width)
     for name, each in expected.items():
         expect(where, name, found.get(name), each)
-    # Nobody has compared these ranges with a checksum.
     indices, offsets = reader.sample_idx, reader.offsets
     ends = indices[[0, -1]].tolist()
     expect(where, "first and last sample", ends, [commit.first, commit.last])
@@ -146,22 +218,28 @@ class PickledShard:
         ]
         return _concatenate(parts or [self._slices[hook][0][:0]])
 
+    def begin_rows(self, hook: str, start: int, stop: int) -> Callable[[], np.ndarray]:
+        """Returns what gives these rows, as that of a SafetensorsFile does."""
+        return partial(self.rows, hook, start, stop)
+
 
 ShardReader = PickledShard | SafetensorsFile
 
 
-def read_rows(
+def begin_rows(
     reader: ShardReader, name: str, hook: StoredHook, span: tuple[int, int], dtype: Any = None
-) -> np.ndarray:
-    """Returns the values at a hook of the tokens in a span, (tokens, width).
+) -> Callable[[], np.ndarray]:
+    """Asks for the values at a hook of the tokens in a span, and returns what waits for them:
+    (tokens, width).
 
     dtype: the dtype to which encoded activations are decoded, by default float32; other values are
     returned as they are stored.
     """
-    values = reader.rows(name, *span)
+    values = reader.begin_rows(name, *span)
     if not hook.encoded:
         return values
-    return decode(values, reader.rows(name + SCALE, *span), dtype or hook.dtype)
+    scales = reader.begin_rows(name + SCALE, *span)
+    return lambda: decode(values(), scales(), dtype or hook.dtype)
 
 
 def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
@@ -179,30 +257,16 @@ def read_shard(folder: Folder, commit: Commit) -> Shard:
 
     Raises RunError if its file is damaged, or OSError.
     """
-    if not read_by_ranges(commit):
-        return _unpickle(folder, commit, commit.file)
     content = _whole(folder, commit, commit.file)
     _check_digest(content, commit.sha256, commit.file)
+    if not read_by_ranges(commit):
+        return read_pickle(pyarrow.BufferReader(content), commit.file, commit.unpacked)
     data = np.frombuffer(content, np.uint8)
-    file = SafetensorsFile(lambda start, stop: data[start:stop], commit.bytes, commit.file)
-    return file.shard(commit.names)
 
+    def begin(start: int, stop: int) -> Callable[[], np.ndarray]:
+        return lambda: data[start:stop]
 
-def _ranges_of(folder: Folder, commit: Commit, where: str) -> Callable[[int, int], np.ndarray]:
-    """Returns a function that reads the bytes of a shard from `start` to `stop`, as uint8."""
-    if folder.local:
-        content = np.frombuffer(_whole(folder, commit, where), np.uint8)
-        return lambda start, stop: content[start:stop]
-
-    def download(start: int, stop: int) -> np.ndarray:
-        data = b""
-        if stop > start:
-            data = _read(folder, commit, commit.file, where, start=start, stop=stop)
-        if len(data) != stop - start:
-            raise RunError(f"{where}: is shorter than its JSON says")
-        return np.frombuffer(data, np.uint8)
-
-    return download
+    return SafetensorsFile(begin, commit.bytes, commit.file).shard(commit.names)
 
 
 def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
@@ -245,16 +309,6 @@ def _read(folder: Folder, commit: Commit, name: str, where: str, **options: Any)
     if data is None:
         raise RunError(f"{where}: is missing; {REPLACED}")
     return data
-
-
-def _unpickle(folder: Folder, commit: Commit, where: str) -> Shard:
-    """Reads a pickle, and compares its sha256 at the same time. Raises RunError."""
-    content = _whole(folder, commit, where)
-    with ThreadPoolExecutor(1) as pool:
-        digest = pool.submit(_check_digest, content, commit.sha256, where)
-        shard = read_pickle(pyarrow.BufferReader(content), where, commit.unpacked)
-        digest.result()
-    return shard
 
 
 def _check_digest(content: bytes | mmap.mmap, sha256: str, where: str) -> None:
