@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from crc32c import crc32c
 import pyarrow.parquet
 from storages import open_storage
 
@@ -104,11 +105,16 @@ def edit(path: Path, change: Callable[[dict], object]) -> None:
 def agree(path: Path, **changes: Any) -> None:
     """Makes the JSON of a shard agree to a file that was changed. changes: of its other fields."""
     data = path.read_bytes()
-    facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    blocks = (data[start : start + 2**20] for start in range(0, len(data), 2**20))
+    facts = {
+        "bytes": len(data),
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "crc32c": "".join(f"{crc32c(block):08x}" for block in blocks),
+    }
 
     def change(content: dict) -> None:
         content.update(changes)
-        content["files"].setdefault(path.name, {"version": None, "crc32c": []}).update(facts)
+        content["files"].setdefault(path.name, {"version": None}).update(facts)
 
     edit(path.with_name(f"{path.name.split('.')[0]}.json"), change)
 

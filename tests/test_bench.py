@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from extractions import write_records
 
-from benchmarks import end_to_end, gpu, hooks, writing
+from benchmarks import end_to_end, gpu, hooks, reading_bucket, writing
 from benchmarks.agreement import Agreement, Disagreement
 
 pytestmark = [pytest.mark.long, pytest.mark.rare]
@@ -77,3 +77,13 @@ def test_other_values_or_tokens_are_noticed(tmp_path):
     ):
         with pytest.raises(Disagreement):
             check(name, *bad)
+
+
+def test_reading_from_a_bucket(capsys, tmp_path):
+    flags = "--mb 60 --mb_of_fourteen 8 --latency 0 30 --rounds 1 --folder".split()
+    reading_bucket.main([*flags, str(tmp_path)])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(found["latency"]["0.0"]) == 6 and len(found["latency"]["30.0"]) == 7
+    for each in (each for latency in found["latency"].values() for each in latency.values()):
+        assert each["bare"][0] > 0 and each["read"][0] > 0
+        assert 1 <= each["downloaded"][0] < 3 and each["requests_per_gb"][0] > 0

@@ -69,7 +69,7 @@ def packed(shard, threads):
     data = b"".join(found.parts)
     crcs = (crc32c.crc32c(data[first : first + 2**20]) for first in range(0, len(data), 2**20))
     sha256 = hashlib.sha256(data).hexdigest()
-    assert found.facts == FileFacts(len(data), sha256, crc32c=tuple(crcs))
+    assert found.facts == FileFacts(len(data), sha256, crc32c="".join(f"{crc:08x}" for crc in crcs))
     return data
 
 

@@ -224,16 +224,16 @@ class ActivationDataset(Samples):
         batches have no activations. shuffle: a seed, or None for the order of the shards. buffer:
         the number of tokens kept in memory and shuffled there, by default 1 GiB of them, and of
         local files at most 64 batches. What is on its way from a bucket comes on top: 32 ranges of
-        8 MiB. Pickles are unpacked whole, so up to two shards come on top of that. skip_first: leave
-        out that many tokens at the start of every sample. max_norm: leave out tokens with a larger
-        norm at any hook, or at the hooks that it names; only activations have norms. dtype: of
-        activations in the result, by default that of the dataset. worker, workers: read only one of
-        so many shares, which do not overlap; the workers of a PyTorch DataLoader divide it further
-        by themselves. where: only tokens of these samples: a boolean for each row of `samples`, as
-        an array or a list, or a function that gets that table and returns them, such as `lambda
-        table: pyarrow.compute.equal(table["split"], "test")`. roles: only tokens of these roles in
-        a conversation, such as ["assistant"]. columns: names in `samples`, such as ["doc_id",
-        "label"]: batches then have the values of these for every token.
+        8 MiB. Pickles are unpacked whole, so up to two shards come on top as well. skip_first:
+        leave out that many tokens at the start of every sample. max_norm: leave out tokens with a
+        larger norm at any hook, or at the hooks that it names; only activations have norms. dtype:
+        of activations in the result, by default that of the dataset. worker, workers: read only one
+        of so many shares, which do not overlap; the workers of a PyTorch DataLoader divide it
+        further by themselves. where: only tokens of these samples: a boolean for each row of
+        `samples`, as an array or a list, or a function that gets that table and returns them, such
+        as `lambda table: pyarrow.compute.equal(table["split"], "test")`. roles: only tokens of
+        these roles in a conversation, such as ["assistant"]. columns: names in `samples`, such as
+        ["doc_id", "label"]: batches then have the values of these for every token.
 
         Raises ValueError for arguments that make no sense, and for a choice of samples or roles
         that is empty.

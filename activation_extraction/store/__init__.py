@@ -19,7 +19,8 @@ metadata.json; a JSON with `reserved` counts as none. A committed shard never ch
 
   number, run, owner, url           the shard, the run, the process, the folder it was written to
   file, files                       the file of activations; bytes, sha256 and version of each file,
-                                    and of the activations the crc32c of every MiB
+                                    and of the activations the crc32c of every MiB, 8
+                                    hexadecimal digits each, in one string
   unpacked                          size of the activations' file before gzip
   samples                           `first` and `last`, the smallest and largest sample_idx; count
   tokens, cut_samples, cut_tokens   stored tokens; samples that were cut at their end, by how much

@@ -50,7 +50,7 @@ def seal(content: Mapping[str, Any]) -> bytes:
     of the keys does not matter. Raises ValueError for NaN."""
     text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
     sealed = {**content, "checksum": hashlib.sha256(text.encode()).hexdigest()}
-    return (json.dumps(sealed, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    return (json.dumps(sealed, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def unseal(data: bytes, where: str) -> dict[str, Any]:
@@ -86,12 +86,13 @@ def reading(where: str) -> Iterator[None]:
 @dataclass(frozen=True)
 class FileFacts:
     """A file of a shard. version: the one that the store gave it, which holds only at the `url` of
-    the commit. crc32c: of every MiB of the activations; empty for the other files."""
+    the commit. crc32c: of every MiB of the activations, 8 hexadecimal digits
+    each, one after the other; empty for the other files."""
 
     bytes: int
     sha256: str
     version: str | None = None
-    crc32c: tuple[int, ...] = ()
+    crc32c: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,10 +170,7 @@ class Commit:
         with reading(where):
             if content["format_version"] != FORMAT_VERSION:
                 raise DamagedError(f"{where}: {OTHER_VERSION}")
-            files = {
-                name: _known(FileFacts, {**each, "crc32c": tuple(each["crc32c"])})
-                for name, each in content["files"].items()
-            }
+            files = {name: _known(FileFacts, each) for name, each in content["files"].items()}
             return _known(cls, {**content, **content["samples"], "files": files})
 
 

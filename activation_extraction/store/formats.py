@@ -120,7 +120,11 @@ class ShardFormat:
             for block in blocks_of(map(memoryview, parts), MIB)
         ]
         size, unpacked = (sum(memoryview(p).nbytes for p in some) for some in (parts, pieces))
-        return Packed(parts, FileFacts(size, digest.hexdigest(), crc32c=tuple(crcs)), unpacked)
+        return Packed(
+            parts,
+            FileFacts(size, digest.hexdigest(), crc32c="".join(f"{crc:08x}" for crc in crcs)),
+            unpacked,
+        )
 
     def how_to_read(self, shard: str, in_bucket: bool) -> tuple[str, ...]:
         """Returns lines of Python that read a pickle without this program; none for safetensors.

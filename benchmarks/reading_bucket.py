@@ -1,0 +1,311 @@
+"""Reading from a bucket: `python -m benchmarks.reading_bucket`. Needs PyTorch, as the tests do.
+
+It stores runs in bfloat16 and safetensors, serves them from benchmarks/bucket_server.py with a
+latency per request and a rate per connection, and prints MB/s of activations for
+
+- one hook of one, width 3584, shuffled and in order;
+- one hook of fourteen, width 896, shuffled and in order;
+- the assistant's tokens of conversations, shuffled;
+- two runs of the same data with shards of different sizes, paired, shuffled;
+- the training loop of the README with few features, and its steps alone on data in memory.
+
+Each follows, in a round, bare readers of the same hooks: 32 threads with a connection each, which
+get the hooks' bytes in ranges of at most 8 MiB and throw them away. Opening a run is not measured.
+Figures are the median over the rounds, with the least and the largest. The last line printed is one
+JSON object.
+"""
+
+import argparse
+import http.client
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from activation_extraction import ROLES, ActivationDataset, paired
+from activation_extraction.store.identity import Identity, StorageOptions
+from activation_extraction.store.run_record import RunFacts
+from activation_extraction.store.storage import ActivationStorage
+from benchmarks.bucket_server import BUCKET, RATE, bucket_server, counts
+from benchmarks.processes import machine
+
+BATCH, READERS, RANGE = 1024, 32, 8 * 2**20
+LENGTH = 2048  # tokens of a sample
+TURNS = ("system", 40), *(("user", 60), ("assistant", 250)) * 8  # roles, and median tokens
+LATENCIES = 0.0, 10.0, 30.0, 100.0  # ms
+TRAINED_AT = 30.0  # ms
+
+
+class Run(NamedTuple):
+    """A run to store. bytes: of the hook that is read. shard: bytes."""
+
+    bytes: int
+    hooks: int = 1
+    width: int = 3584
+    shard: int = 128_000_000
+    chat: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [f"blocks.{layer}.hook_resid_post" for layer in range(self.hooks)]
+
+    @property
+    def read(self) -> str:
+        """The hook that is read."""
+        return self.names[self.hooks // 2]
+
+    @property
+    def folder(self) -> str:
+        chat = "_chat" if self.chat else ""
+        return f"{self.hooks}x{self.width}_{self.bytes}_by_{self.shard}{chat}"
+
+    def store(self, folder: Path) -> None:
+        """Stores the run, unless it is there already."""
+        identity = Identity(
+            data="files",
+            activation_dtype="bfloat16",
+            max_seq_length=LENGTH,
+            shard_format="safetensors",
+            messages_column="messages" if self.chat else "",
+        )
+        options = StorageOptions(shard_size_gb=self.shard / 1e9, shard_format="safetensors")
+        facts = RunFacts(hooks={name: {"width": self.width} for name in self.names})
+        chance = np.random.default_rng(0)
+        values = chance.standard_normal((4 * LENGTH, self.width), np.float32)
+        pool = values.astype(ml_dtypes.bfloat16)
+        hooks = dict.fromkeys(self.names)
+        with ActivationStorage(
+            folder, {name: name for name in hooks}, options, identity, facts=facts
+        ) as storage:
+            for sample in range(0 if storage.complete else self.bytes // (LENGTH * self.width * 2)):
+                ids = chance.integers(0, 150_000, LENGTH, np.int32)
+                labels = labels_of(chance) if self.chat else None
+                row = {"file": "0.jsonl", "line": sample}
+                for name in hooks:
+                    start = int(chance.integers(len(pool) - LENGTH))
+                    each = pool[start : start + LENGTH]
+                    storage.add_activation(name, each, sample, "", ids, row=row, labels=labels)
+
+
+def labels_of(chance: np.random.Generator) -> dict[str, np.ndarray]:
+    """The role and the turn of every token of a conversation, with tokens of the template around
+    each message."""
+    roles, turns = list[int](), list[int]()
+    for turn, (role, median) in enumerate(TURNS):
+        content = [ROLES.index(role)] * int(chance.lognormal(np.log(median), 0.8) + 1)
+        roles += [0, 0, 0, *content, 0, 0]
+        turns += [turn] * (len(content) + 5)
+    missing = max(0, LENGTH - len(roles))
+    roles += roles[-6:-5] * missing
+    turns += turns[-1:] * missing
+    return {"role": np.array(roles[:LENGTH], np.int32), "turn": np.array(turns[:LENGTH], np.int32)}
+
+
+def spans(folder: Path, hook: str) -> list[tuple[str, int, int]]:
+    """Files and ranges of all bytes of a hook, as safetensors' headers tell."""
+    found = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            begin, end = json.loads(file.read(length))[hook]["data_offsets"]
+        parts = -(-(end - begin) // RANGE)
+        cuts = [8 + length + begin + (end - begin) * n // parts for n in range(parts + 1)]
+        name = f"{folder.name}/{path.name}"
+        found += [(name, *each) for each in zip(cuts, cuts[1:], strict=False)]
+    return found
+
+
+def read_bare(address: str, ranges: list[tuple[str, int, int]]) -> int:
+    """Reads these ranges with `READERS` connections, and returns how many bytes they are."""
+    rest = iter(ranges)  # whose `next` is atomic
+
+    def work(_: int) -> int:
+        buffer, done = memoryview(bytearray(RANGE)), 0
+        with closing(http.client.HTTPConnection(address)) as connection:
+            for name, start, stop in rest:
+                span = {"Range": f"bytes={start}-{stop - 1}"}
+                connection.request("GET", f"/{BUCKET}/{name}", headers=span)
+                answer, at = connection.getresponse(), 0
+                while at < stop - start and (got := answer.readinto(buffer[at : stop - start])):
+                    at += got
+                answer.read()
+                if at < stop - start:
+                    raise SystemExit(f"{name}: got {at:,} bytes of {stop - start:,}")
+                done += at
+        return done
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return sum(pool.map(work, range(READERS)))
+
+
+def bytes_of(batches: Iterable[Any], hooks: Callable[[Any], list[Any]]) -> int:
+    """Takes all batches, and returns how many bytes their activations have."""
+    return sum(values.nbytes for batch in batches for values in hooks(batch))
+
+
+def step_of(hook: str, width: int, features: int) -> Callable[[Any], None]:
+    """The README's training step."""
+    encoder, decoder = torch.nn.Linear(width, features), torch.nn.Linear(features, width)
+    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-3)
+
+    def step(batch: Any) -> None:
+        x = batch[hook]
+        found = encoder(x).relu()
+        loss = (decoder(found) - x).square().mean() + 1e-3 * found.abs().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def train(dataset: ActivationDataset, hook: str, features: int) -> int:
+    """Runs the loop, and returns the bytes of activations as they are stored."""
+    width, tokens = dataset.hooks[hook], 0
+    step = step_of(hook, width, features)
+    batches = dataset.batches(BATCH, hooks=[hook], shuffle=0, skip_first=1, dtype="float32")
+    for batch in batches.torch():
+        step(batch)
+        tokens += len(batch[hook])
+    return tokens * width * 2
+
+
+def step_alone(width: int, features: int, steps: int = 20) -> float:
+    """MB/s of activations in bfloat16 that training takes from memory."""
+    batch = {"x": torch.randn(BATCH, width)}
+    step = step_of("x", width, features)
+    step(batch)
+    began = time.perf_counter()
+    for _ in range(steps):
+        step(batch)
+    return steps * BATCH * width * 2 / 1e6 / (time.perf_counter() - began)
+
+
+class Scenario(NamedTuple):
+    """What is read. runs: whose bytes the bare readers read. prepare: opens them, and returns what
+    is measured, which returns the bytes of activations that it got."""
+
+    runs: list[Run]
+    prepare: Callable[[], Callable[[], int]]
+
+
+def scenarios(one: Run, many: Run, chat: Run, other: Run, features: int) -> dict[str, Scenario]:
+    def of_one(run: Run, **options: Any) -> Scenario:
+        def prepare() -> Callable[[], int]:
+            dataset = ActivationDataset(f"gs://{BUCKET}/{run.folder}", [run.read])
+            return lambda: bytes_of(dataset.batches(BATCH, **options), lambda b: [b[run.read]])
+
+        return Scenario([run], prepare)
+
+    def pairs() -> Callable[[], int]:
+        both = paired(*(f"gs://{BUCKET}/{run.folder}" for run in (one, other)))
+        batches = both.batches(BATCH, shuffle=0)
+        return lambda: bytes_of(batches, lambda b: [b.first[one.read], b.second[one.read]])
+
+    def training() -> Callable[[], int]:
+        dataset = ActivationDataset(f"gs://{BUCKET}/{one.folder}")
+        return lambda: train(dataset, one.read, features)
+
+    return {
+        "one hook of one, shuffled": of_one(one, shuffle=0),
+        "one hook of one, in order": of_one(one),
+        "one hook of fourteen, shuffled": of_one(many, shuffle=0),
+        "one hook of fourteen, in order": of_one(many),
+        "assistant's tokens, shuffled": of_one(chat, shuffle=0, roles="assistant"),
+        "two runs paired, shuffled": Scenario([one, other], pairs),
+        "training": Scenario([one], training),
+    }
+
+
+def measure(address: str, scenario: Scenario, root: Path) -> dict[str, float]:
+    """One round: the bare readers, and after them the scenario."""
+    ranges = [span for run in scenario.runs for span in spans(root / run.folder, run.read)]
+    began = time.perf_counter()
+    bare = read_bare(address, ranges) / 1e6 / (time.perf_counter() - began)
+    read = scenario.prepare()
+    before, began = counts(address), time.perf_counter()
+    size = read()
+    seconds, after = time.perf_counter() - began, counts(address)
+    return {
+        "bare": bare,
+        "read": size / 1e6 / seconds,
+        "share": size / 1e6 / seconds / bare,
+        "requests_per_gb": (after.requests - before.requests) / size * 1e9,
+        "downloaded": (after.bytes - before.bytes) / size,
+    }
+
+
+def summary(rounds: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Median, least and largest of every figure."""
+    each = {name: [found[name] for found in rounds] for name in rounds[0]}
+    return {
+        name: [round(f(values), 3) for f in (statistics.median, min, max)]
+        for name, values in each.items()
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mb", type=float, default=1200.0, help="of a run (default: 1200)")
+    parser.add_argument(
+        "--mb_of_fourteen", type=float, default=300.0, help="of one hook of 14 (default: 300)"
+    )
+    parser.add_argument("--latency", type=float, nargs="+", default=LATENCIES, help="ms")
+    parser.add_argument("--rate", type=float, default=RATE, help="MB/s of a connection")
+    parser.add_argument("--rounds", type=int, default=3, help="medians of so many (default: 3)")
+    parser.add_argument("--features", type=int, default=4, help="of training (default: 4)")
+    parser.add_argument("--only", default="", help="scenarios with this in their names")
+    parser.add_argument("--folder", type=Path, help="keeps the runs (default: a temporary one)")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    size = int(arguments.mb * 1e6)
+    one, chat = Run(size), Run(size, chat=True)
+    many = Run(int(arguments.mb_of_fourteen * 1e6), hooks=14, width=896)
+    other = Run(size, shard=200_000_000)
+    found: dict[float, dict[str, Any]] = defaultdict(dict)
+    with tempfile.TemporaryDirectory() as temporary:
+        root = arguments.folder or Path(temporary)
+        asked = {
+            name: scenario
+            for name, scenario in scenarios(one, many, chat, other, arguments.features).items()
+            if arguments.only in name
+        }
+        for run in {run for scenario in asked.values() for run in scenario.runs}:
+            run.store(root / run.folder)
+        print("   ms  bare MB/s  MB/s  share (least to largest)  requests/GB  downloaded")
+        for latency in arguments.latency:
+            with bucket_server(root, latency, arguments.rate) as address:
+                for name, scenario in asked.items():
+                    if name == "training" and latency != TRAINED_AT:
+                        continue
+                    of_rounds = [measure(address, scenario, root) for _ in range(arguments.rounds)]
+                    each = found[latency][name] = summary(of_rounds)
+                    print(line(latency, name, each), flush=True)
+    alone = round(step_alone(one.width, arguments.features), 1)
+    print(f"training alone, on data in memory: {alone:.0f} MB/s")
+    print(json.dumps({"latency": found, "training_alone": alone, "machine": machine()}))
+
+
+def line(latency: float, name: str, each: dict[str, list[float]]) -> str:
+    share = "{:.2f} ({:.2f} to {:.2f})".format(*each["share"])
+    bare, read, requests, downloaded = (
+        each[key][0] for key in ("bare", "read", "requests_per_gb", "downloaded")
+    )
+    return (
+        f"{latency:>5g} {bare:>10.0f} {read:>5.0f}  {share:<24} {requests:>12.0f} "
+        f"{downloaded:>11.2f}  {name}"
+    )
+
+
+if __name__ == "__main__":
+    main()
