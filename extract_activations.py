@@ -44,6 +44,7 @@ from activation_extraction.model.devices import (
 )
 from activation_extraction.model.forward import Activations, Step, choose_dtypes, compile_step
 from activation_extraction.model.hooks import hook_table
+from activation_extraction.model.model_config import HEAD
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.estimate import print_estimate
 from activation_extraction.run.host_text import known_special_tokens
@@ -253,16 +254,20 @@ def finish(job: Job, clock: Clock, complete: bool, failure: Exception | None = N
 
 def show_hooks(config: Config) -> int:
     """Prints the hooks of the model that the flags name (--list_hooks); reads only config.json, and
-    tokenizer.json if it is there."""
+    tokenizer.json and the names of tensors in a local folder if they are there."""
+    names = None
     if config.demo:
         _, model = FAMILIES.parse_config(MODEL_CONFIG)
     else:
         checkpoint = Checkpoint(config.model_path, config.model_revision)
         _, model = FAMILIES.read_config(checkpoint.file("config.json"))
+        names = checkpoint.known_tensors()
         check_adapter(config.lora)
     stored = choose_dtypes(model_request(config), jax.default_backend())[1]
     rule, length = config.positions, config.max_seq_length
     table, special = hook_table(model, config.top_logits), known_special_tokens(config)
+    if names is not None and HEAD not in names and not model.tie_word_embeddings:
+        table = table.without_predictions()
     say(*list_hooks(table, model, stored, rule, length))
     if special:
         say(f"special tokens: {special.template}")

@@ -42,6 +42,7 @@ SHAPES: dict[str, Any] = {
     "1.5B": released_config("Qwen2.5-1.5B"),
     "7B": released_config("Qwen2.5-7B"),
     "72B": released_config("Qwen2.5-72B"),
+    "8B": released_config("Qwen3-8B"),
     "32B": released_config("Qwen3-32B"),
     "30B-A3B": released_config("Qwen3-30B-A3B"),
     "80B-A3B": released_config("Qwen3-Next-80B-A3B"),

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from functools import partial
 from typing import Any
 
 import jax
@@ -140,6 +141,9 @@ def test_parts_are_codes_times_scales_rounded_once(tmp_path, shape, of_scales, d
         part = (*map(slice, (1,) * (len(shape) - 2), shape[:-2]), rows, columns)
         for each in (read, Checkpoint(f"file://{tmp_path}").read):
             np.testing.assert_array_equal(each("t.weight", part), expected[part])
+        rounded = read("t.weight", part, BFLOAT16)
+        assert rounded.dtype == BFLOAT16
+        np.testing.assert_array_equal(rounded, expected[part].astype(BFLOAT16))
         axes = ("experts", "embed", "mlp") if len(shape) == 3 else ("mlp", "embed")
         wanted = expected.swapaxes(-1, -2) if len(shape) == 3 else expected
         chosen = (*part[:-2], columns, rows) if len(shape) == 3 else part
@@ -147,7 +151,8 @@ def test_parts_are_codes_times_scales_rounded_once(tmp_path, shape, of_scales, d
         ranges = [range(size)[each] for size, each in zip(wanted.shape, chosen, strict=True)]
         for dtype_of_run in (np.float32, BFLOAT16):
             for at_once in (300, 10**6):
-                got = spec.read_slice(read, dtype_of_run, ranges, at_once)
+                rounded = partial(read, dtype=dtype_of_run)
+                got = spec.read_slice(rounded, dtype_of_run, ranges, at_once)
                 np.testing.assert_array_equal(got, wanted[chosen].astype(dtype_of_run))
 
 
@@ -244,6 +249,9 @@ def test_a_run_says_what_the_weights_were_and_is_continued_and_verified(
     assert f"float32 ({says})" in capsys.readouterr().err
     assert main(*flags) == 0
     assert json.loads((folder / "metadata.json").read_text())["model"]["weights"] == says
+    page = tmp_path / "report.html"
+    assert main("--report", page, "--output_dir", folder) == 0
+    assert f"Checkpoint: {says}" in page.read_text()
     verify = "--verify", "--verify_samples", "3", "--output_dir", folder, "--model_path"
     capsys.readouterr()
     assert main(*verify, model) == 0
@@ -355,12 +363,12 @@ def test_what_cannot_be_dequantised_is_refused_by_name(dense, tmp_path, name):
 
 
 def test_a_matrix_is_dequantised_a_few_values_at_a_time(dense, monkeypatch):
-    """So little more than the parameter is held in float32."""
+    """So little more than the parameter is held."""
     monkeypatch.setattr(LocalFile, "at_once", 1000)
     checkpoint, model = Watched(dense[0]), checked(dense[0])
     layout = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
     table = weight_table(model, checkpoint.tensors)
-    load_params(table, checkpoint, BFLOAT16, layout, as_bits=True)
+    load_params(table, checkpoint, np.float32, layout)
     assert max(checkpoint.sizes[UP]) == 13 * 72 * 4  # 13 rows of 72 columns
     checkpoint.check_read_once(table)
 

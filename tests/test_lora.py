@@ -414,6 +414,16 @@ REFUSED = {
     "lora_alpha of model.layers.1.self_attn.q_proj is '16', expected a number": config(
         lora_alpha="16"
     ),
+    **{
+        f"{name} is {value!r}, expected true or false": config(**{name: value})
+        for name, value in (("use_rslora", "false"), ("use_dora", 1), ("ensure_weight_tying", "no"))
+    },
+    "(260, 64), expected (257, 64); if the vocabulary was resized for training, give": tensors(
+        **{"base_model.model.model.embed_tokens.modules_to_save.weight": [260, 64]}
+    ),
+    "lora_B.weight has shape (260, 3), expected (257, 3); if the vocabulary was resized": tensors(
+        **{"lm_head.lora_A.weight": [3, 64], "lm_head.lora_B.weight": [260, 3]}
+    ),
     "r of model.layers.1.self_attn.q_proj is None, expected a number": config(r=None),
     "rank_pattern: missing ), unterminated subpattern": config(rank_pattern={"(": 3}),
     "alpha_pattern: 'list' object has no attribute 'items'": config(alpha_pattern=[3]),
@@ -489,6 +499,19 @@ def test_what_cannot_be_merged_is_refused_by_name(bases, tmp_path, told, demo_in
     flags = ["--model_path", bases["dense"], "--lora", lora, "--layers_to_extract", 1]
     flags += ["--dataset_path", demo_inputs / "documents.parquet"]
     assert_refused(capsys, tmp_path, flags, told)
+
+
+def test_an_adapter_of_a_head_needs_a_base_with_one(bases, tmp_path):
+    base = shutil.copytree(bases["dense"], tmp_path / "base")
+    stored = load_file(base / "model.safetensors")
+    made = Made(base)
+    made.linear("model.layers.1.self_attn.q_proj", 5 / 3)
+    made.linear(HEAD, 5 / 3)
+    del stored["lm_head.weight"]
+    save_file(stored, base / "model.safetensors", {"format": "pt"})
+    says = "lora_A.weight changes lm_head.weight, which --model_path .* has not; give a base"
+    with pytest.raises(InputError, match=says):
+        Adapter(str(made.save(tmp_path / "lora")), Checkpoint(str(base)), tied=False)
 
 
 def test_an_adapter_is_an_input_of_the_run(demo_inputs, tmp_path, capsys, monkeypatch):

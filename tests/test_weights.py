@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import threading
 from collections import Counter
 
@@ -352,6 +353,24 @@ def test_without_a_head_only_what_it_gives_is_refused(tied, tmp_path, capsys):
         assert main(*flags, "--hook_names", hook) == 2
         says = f"losses and logits need lm_head.weight, which --model_path {tied.folder} has not"
         assert says in capsys.readouterr().err
+    assert main("--list_hooks", "--model_path", tied.folder) == 0
+    listed = capsys.readouterr().out
+    assert "ln_final.hook_out" in listed and not re.search("loss|entropy|logits", listed)
+    (tied.folder / "config.json").write_text(json.dumps(raw))
+    assert main("--list_hooks", "--model_path", tied.folder) == 0
+    assert "logits.top_ids" in capsys.readouterr().out
+
+
+def test_an_index_of_another_checkpoint_says_what_the_shard_calls_a_tensor(tied, tmp_path, capsys):
+    path, name = tied.folder / "model.safetensors", "layers.0.self_attn.q_proj.weight"
+    names = [text.removeprefix("model.") for text in load_file(path)]
+    path.rename(tied.folder / "model-1.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model-1.safetensors")}
+    (tied.folder / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(InputError) as refused:
+        Checkpoint(str(tied.folder)).place(f"model.{name}")
+    says = f"tensor {name} is missing; it is model.{name} there: {INDEX_FILE} is of another"
+    assert says in str(refused.value)
 
 
 @pytest.mark.parametrize("where", ["folder", "URL"])

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from activation_extraction.model.checkpoint import Checkpoint
 
 
@@ -19,10 +21,10 @@ class Watched(Checkpoint):
         self.parts: Counter[tuple[str, str]] = Counter()  # tensor and index -> reads
         self.threads: set[int] = set()
 
-    def read(self, tensor, index):
+    def read(self, tensor, index, dtype=np.float32):
         self.threads.add(threading.get_ident())
         self._before(tensor)
-        part = super().read(tensor, index)
+        part = super().read(tensor, index, dtype)
         self.sizes.setdefault(tensor, []).append(part.nbytes)
         self.parts[tensor, str(index)] += 1
         return part

@@ -234,32 +234,42 @@ class Checkpoint:
         stored = self.file_of_tensor or self._open(SINGLE_FILE).header
         return text_names(stored, self.where)
 
+    def known_tensors(self) -> Collection[str] | None:
+        """Returns the names in `tensors`; None if no local file tells them."""
+        told = self.local and any(map(self.find, (SINGLE_FILE, INDEX_FILE)))
+        return self.tensors if told else None
+
     def place(self, tensor: str) -> tuple[WeightFile, Tensor]:
         """Returns the file that holds a tensor of the language model, and where it lies there."""
         if (stored := self.tensors.get(tensor)) is None:
             raise InputError(f"{self.where}: tensor {tensor} is missing")
         file = self._open((self.file_of_tensor or {}).get(stored, SINGLE_FILE))
         if stored not in file.header:
-            raise InputError(f"{file.where}: tensor {stored} is missing")
+            other = text_names(file.header, file.where).get(tensor)
+            but = f"; it is {other} there: {INDEX_FILE} is of another checkpoint" if other else ""
+            raise InputError(f"{file.where}: tensor {stored} is missing{but}")
         return file, file.header[stored]
 
-    def read(self, tensor: str, index: Index) -> np.ndarray:
+    def read(self, tensor: str, index: Index, dtype: Any = np.float32) -> np.ndarray:
         """Reads a part of a tensor, with the adapter merged into it if there is one.
 
-        The index has a (start, stop) slice for every axis. Float8 comes dequantised, in float32.
+        The index has a (start, stop) slice for every axis. Float8 comes dequantised, in `dtype`, or
+        in float32 if there is an adapter: what it changes is not to be rounded twice.
         """
-        values = functools.partial(self._values, tensor)
-        return self.adapter.merge(tensor, index, values) if self.adapter else values(index)
+        if self.adapter is None:
+            return self._values(tensor, index, dtype)
+        values = functools.partial(self._values, tensor, dtype=np.float32)
+        return self.adapter.merge(tensor, index, values)
 
     @property
     def only_file(self) -> WeightFile:
         """Returns the file that holds all weights of an adapter."""
         return self._open(self.kind.weights)
 
-    def _values(self, tensor: str, index: Index) -> np.ndarray:
+    def _values(self, tensor: str, index: Index, dtype: Any) -> np.ndarray:
         scales = self.scales(tensor)
         stored = self.place(tensor)[0].read(self.tensors[tensor], index)
-        return stored if scales is None else scales.dequantize(stored, index)
+        return stored if scales is None else scales.dequantize(stored, index, dtype)
 
     def scales(self, tensor: str) -> Scales | None:
         """Returns the scales of a float8 tensor, and None for a tensor of another type.

@@ -26,7 +26,7 @@ output of a Hugging Face module. Nothing here computes; the hooked model capture
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
@@ -163,6 +163,11 @@ class HookTable:
     kinds: tuple[HookKind, ...]
     types: tuple[str, ...] = ()
     vocabulary: int = 0
+
+    def without_predictions(self) -> "HookTable":
+        """Returns the table of a model without a head, which has no losses and logits."""
+        kinds = (kind for kind in self.kinds if not kind.value.startswith("predicted."))
+        return replace(self, kinds=tuple(kinds))
 
     def all_hooks(self, depth: int, large: bool = False) -> list[Hook]:
         """Returns all hooks of a model with `depth` layers, in their order.

@@ -32,6 +32,7 @@ ALLOWED = {
     **dict.fromkeys(("use_qalora", "use_bdlora", "kasa_config", "velora_config"), OFF),
     **dict.fromkeys(("monteclora_config", "trainable_token_indices"), OFF),
 }
+BOOLEANS = ("use_rslora", "use_dora", "ensure_weight_tying")
 # What PEFT puts into the names of whole tensors, and an adapter's name in raw state dicts.
 ADDED = re.compile(r"\.(modules_to_save|default)(?=\.|$)|\.base_layer(?=\.(weight|bias)$)")
 # What keys have after "lora_".
@@ -76,6 +77,10 @@ class Adapter:
             if (found := self._config.get(name)) not in allowed:
                 what = f"{ADAPTER.config}: {name} {found!r}"
                 raise InputError(f"{self.files.where}: {what} is not supported; merge it with PEFT")
+        for name in BOOLEANS:
+            if type(found := self._config.get(name)) not in (bool, type(None)):
+                what = f"{ADAPTER.config}: {name} is {found!r}"
+                raise InputError(f"{self.files.where}: {what}, expected true or false")
         self._file = self.files.only_file
         self._shapes = {key: tensor.shape for key, tensor in self._file.header.items()}
         for key, tensor in self._file.header.items():
@@ -98,6 +103,9 @@ class Adapter:
             raise InputError(f"{self._file.where}: has no tensor for the language model")
         if unfit := [key for path, parts in ours.items() for key in self._unfit(path, parts)]:
             count = counted(len(unfit), "key")
+            if "lm_head" in names and HEAD not in base.tensors:
+                why = f"changes {HEAD}, which {base.where} has not; give a base that has it"
+                raise self._error(next(key for key in unfit if "lm_head" in key), why)
             raise self._error(unfit[0], f"fits no tensor of the base model ({count} in all)")
         changed, beside = {*self._replaced, *self._biases, *self._changes}, len(modules) - len(ours)
         text = "%s: merged in float32 into %d tensors (modules beside the language model: %d)"
@@ -287,7 +295,10 @@ class Adapter:
 
     def _check_shape(self, key: str, expected: tuple[int, ...]) -> None:
         if (found := self._shapes[key]) != expected:
-            raise self._error(key, f"has shape {found}, expected {expected}")
+            why = f"has shape {found}, expected {expected}"
+            if re.search(r"\b(embed_tokens|lm_head)\b", key):
+                why += "; if the vocabulary was resized for training, give the base of that size"
+            raise self._error(key, why)
 
     def _check_new(self, key: str, tensor: str, known: Collection[str]) -> None:
         if tensor in known:

@@ -251,13 +251,14 @@ def load_params(
         if k is not None:
             axes = ("stage", *axes[1:])
             ranges[0] = range(k, spec.shape[0], spec.shape[0] // stages)
+        read = functools.partial(checkpoint.read, dtype=dtype)
         slices: dict[str, np.ndarray] = {}  # one for all devices that hold the same
 
         def slice_at(index: Index | None) -> np.ndarray:
             key = str(index)
             if key not in slices:
                 chosen = [r[i] for r, i in zip(ranges, index, strict=True)] if index else ranges
-                part = spec.read_slice(checkpoint.read, dtype, chosen, at_once)
+                part = spec.read_slice(read, dtype, chosen, at_once)
                 slices[key] = part.view(loaded_dtype)
             return slices[key]
 
