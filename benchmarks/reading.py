@@ -39,9 +39,9 @@ from isal import igzip
 from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.dataset.options import BUFFER_BATCHES
-from activation_extraction.store import shard_reader
 from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.store.run_record import RunFacts
+from activation_extraction.store.shard_reader import ShardBytes
 from activation_extraction.store.storage import ActivationStorage
 from benchmarks.processes import machine
 
@@ -166,19 +166,14 @@ def unpickle(folder: Path) -> None:
 def touched_share(folder: Path) -> float:
     """The bytes that reading one hook touches, as a share of the hook's own."""
     touched = 0
-    original = shard_reader._ranges_of
+    original = ShardBytes.begin
 
-    def counting(*arguments: Any) -> Callable[[int, int], np.ndarray]:
-        read = original(*arguments)
+    def counting(file: ShardBytes, start: int, stop: int) -> Callable[[], np.ndarray]:
+        nonlocal touched
+        touched += stop - start
+        return original(file, start, stop)
 
-        def count(start: int, stop: int) -> np.ndarray:
-            nonlocal touched
-            touched += stop - start
-            return read(start, stop)
-
-        return count
-
-    with mock.patch.object(shard_reader, "_ranges_of", counting):
+    with mock.patch.object(ShardBytes, "begin", counting):
         dataset = ActivationDataset(folder, [ONE])
         read_batches(dataset)
     return touched / (dataset.tokens * WIDTH * 2)

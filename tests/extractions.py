@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from crc32c import crc32c
 import pyarrow.parquet
+from crc32c import crc32c
 from storages import open_storage
 
 from activation_extraction.store.commit import seal, unseal

@@ -222,9 +222,9 @@ class ActivationDataset(Samples):
 
         hooks: those to read, as for the dataset, by default all of its hooks; with an empty list,
         batches have no activations. shuffle: a seed, or None for the order of the shards. buffer:
-        the number of tokens kept in memory and shuffled there, by default 1 GiB of them, and of
-        local files at most 64 batches. What is on its way from a bucket comes on top: 32 ranges of
-        8 MiB. Pickles are unpacked whole, so up to two shards come on top as well. skip_first:
+        the number of tokens kept in memory and shuffled there, by default 64 batches, at most 1 GiB
+        and from a bucket at least 256 MiB. What is on its way from there comes on top: 32 ranges
+        of 8 MiB. Pickles are unpacked whole, so up to two shards come on top as well. skip_first:
         leave out that many tokens at the start of every sample. max_norm: leave out tokens with a
         larger norm at any hook, or at the hooks that it names; only activations have norms. dtype:
         of activations in the result, by default that of the dataset. worker, workers: read only one

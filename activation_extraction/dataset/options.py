@@ -8,7 +8,8 @@ import numpy as np
 
 from activation_extraction.common.visible import counted
 
-BUFFER_BATCHES, BUFFER_BYTES = 64, 2**30  # the default buffer: whichever is less, or the second
+BUFFER_BATCHES, BUFFER_BYTES = 64, 2**30  # the default buffer, whichever is less
+BUCKET_BUFFER_BYTES = 2**28  # at least, if it is filled from elsewhere than this machine
 FLOATING = "float16", "bfloat16", "float32", "float64"  # dtypes that activations are read as
 
 
@@ -83,8 +84,8 @@ def default_buffer(size: int, row: int, local: bool) -> int:
 
     local: of files on this machine; from elsewhere, large ranges are read, which need more room.
     """
-    most = BUFFER_BYTES // max(row, 1)
-    return max(min(BUFFER_BATCHES * size, most) if local else most, 2 * size)
+    least, most = BUCKET_BUFFER_BYTES // max(row, 1), BUFFER_BYTES // max(row, 1)
+    return max(min(BUFFER_BATCHES * size, most), 2 * size, 0 if local else least)
 
 
 def as_mask(mask: Any, samples: int) -> np.ndarray:

@@ -154,7 +154,8 @@ class Bucket:
                     return b"", obstore.head(self._store(0), self._key(name))["e_tag"]
                 raise
             check_size(answer.meta["size"], most)
-            return answer.bytes().to_bytes(), answer.meta["e_tag"]
+            content: Any = answer.bytes()  # of a range, which may be large, no copy is made
+            return content if stop else content.to_bytes(), answer.meta["e_tag"]
 
         with suppress(FileNotFoundError):
             return self._ask(get)

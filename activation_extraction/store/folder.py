@@ -155,7 +155,8 @@ class Folder:
     ) -> bytes | None:
         """Returns a whole file, or its bytes from `start` to `stop`; None if there is no such file.
 
-        A negative `start` counts from the end, and what lies past the end is left out. version:
+        A negative `start` counts from the end, and what lies past the end is left out. A range may
+        come as another object with the same bytes, which NumPy and `bytes` can read. version:
         raises ChangedError if the file is another version now. most: raises FolderError, before it
         is read, if the file has more bytes.
         """

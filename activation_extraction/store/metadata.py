@@ -220,7 +220,7 @@ def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:
     """Returns the last complete line of metrics.jsonl, which is only for the user to see."""
     size = files.get(METRICS, 0)
     tail = folder.read(METRICS, start=max(0, size - METRICS_TAIL), stop=size) if size else None
-    for line in reversed((tail or b"").splitlines()):
+    for line in reversed(bytes(tail or b"").splitlines()):
         with suppress(ValueError, RecursionError):
             metrics = json.loads(line)
             if isinstance(metrics, dict):
