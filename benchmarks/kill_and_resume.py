@@ -31,8 +31,8 @@ import pyarrow.parquet
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests")]  # for the bucket that fails, and processes that start quickly
 
-import forks  # noqa: E402
 from chat_templates import QWEN2_5  # noqa: E402
+from forks import DEVICES, Forked  # noqa: E402
 from gcs_server import Bucket  # noqa: E402
 
 import extract_activations  # noqa: E402
@@ -73,7 +73,7 @@ DOCUMENTS = 900
 class Started(NamedTuple):
     """A process, and the file that has what it prints."""
 
-    process: forks.Forked
+    process: Forked
     log: Path
 
     def end(self) -> str:
@@ -109,11 +109,9 @@ class Extraction:
         command = [str(script), *self.flags, *more]
         if self.varied:
             devices, mesh = self.chance.choice(MESHES)
-            variables[forks.DEVICES] = str(devices)
+            variables[DEVICES] = str(devices)
             command += [*mesh, "--batch_size", str(self.chance.choice([4, 8, 12]))]
-        with open(log, "w") as file:
-            process = forks.start(command, variables | dict(self.environment), file.fileno())
-        return Started(process, log)
+        return Started(Forked(command, variables | dict(self.environment), log), log)
 
     def kill(self, signs_of_life: Callable[[], object], kills: int) -> int:
         """Starts, kills and starts again; then lets the command end. Returns how many processes

@@ -3,7 +3,7 @@
 import gzip
 import hashlib
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from activation_extraction.store.identity import Identity
 from activation_extraction.store.pickle_file import read_records
 from activation_extraction.store.sample_table import pack_table, rows_of
 from activation_extraction.store.shard import SampleRow
-from activation_extraction.store.statistics import Statistics
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Cursor, Sample, Worker
 from activation_extraction.text.packing import pack
@@ -177,14 +176,6 @@ def change_table(folder: Path, number: int, change: Callable[[list[dict]], objec
     cuts = [row["cut"] for row in rows if row["cut"] > 0]
     span = {"first": numbers[0], "last": numbers[-1], "count": len(numbers)}
     agree(path, samples=span, cut_samples=len(cuts), cut_tokens=sum(cuts))
-
-
-def merge_all(parts: Iterable[Statistics]) -> Statistics:
-    """Statistics of all parts together, merged from left to right."""
-    total = Statistics()
-    for part in parts:
-        total = total.merge(part)
-    return total
 
 
 def upload(root: Path, url: str) -> None:

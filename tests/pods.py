@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import forks
 import numpy as np
 import pyarrow.parquet
 import pytest
 from command_line import main, records_of
+from forks import Forked
 from test_model import INDICES, every_hook, load, rounding_of
 
 import extract_activations
@@ -58,8 +58,7 @@ class Pod:
             else:
                 command += ["--coordinator_address", self.address]
                 command += ["--num_hosts", str(hosts), "--host_id", str(i)]
-            with open(self.logs[i], "w") as log:
-                self.processes[i] = forks.start(command, environment, log.fileno())
+            self.processes[i] = Forked(command, environment, self.logs[i])
 
     def wait(self, seconds=600):
         deadline = time.monotonic() + seconds

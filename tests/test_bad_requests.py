@@ -16,7 +16,7 @@ from activation_extraction.cli.flags import FLAGS
 from activation_extraction.common.positions import parse_positions
 
 # Flags, in which {} stands for a folder with FILES, and what the message names. They follow those
-# of a model and data, unless the line begins with "bare".
+# of a model and data, unless the line begins with "bare". {model} and {many} are in `flags_in`.
 BAD_REQUESTS = """\
 --layer 3 | --layer
 --batch_size | --batch_size
@@ -110,6 +110,15 @@ BAD_REQUESTS = """\
 --min_free_gb -1 | argument --min_free_gb: -1 is not a positive number
 bare --mix a.jsonl=1 a.jsonl=2 | --mix: names a.jsonl twice
 bare --mix a.jsonl=0 | 'a.jsonl=0' is not SOURCE=WEIGHT
+bare --mix a.jsonl | is not SOURCE=WEIGHT with a positive weight
+bare --model_path {model} --mix name:config:split:more=1 | no such path, and not NAME:CONFIG:SPLIT
+bare --model_path {model} --mix {}/none.jsonl=1 | --mix {}/none.jsonl: no such file or folder
+--mix a.jsonl=1 | cannot be used together
+--keep_columns {many} | names 65 columns, there is room for 64
+--keep_columns tokens | the table of samples has a column of this name
+--positions=5:2 | keeps no token of any sample
+--positions=-2:-5 | keeps no token of any sample
+--positions=random:1e-300 | keeps no token of any sample
 bare --verify --verify_samples 3 | --verify_samples: needs --model_path
 bare --status --model_revision main | --model_revision: needs --model_path here
 """  # noqa: E501
@@ -141,13 +150,17 @@ def bad_files(tmp_path):
 
 
 def flags_in(folder, typed, inputs):
-    flags = [flag.replace("{}", str(folder)) for flag in shlex.split(typed)]
+    words = {"{}": folder, "{model}": inputs[1], "{many}": " ".join(map(str, range(65)))}
+    for word, meant in words.items():
+        typed = typed.replace(word, str(meant))
+    flags = shlex.split(typed)
     return flags[1:] if flags[0] == "bare" else [*inputs, *flags]
 
 
 @pytest.mark.parametrize("typed,named", every_bad_request)
 def test_bad_requests_exit_2_with_one_line(typed, named, inputs, bad_files, capsys):
-    assert_refused(capsys, bad_files, flags_in(bad_files, typed, inputs), named.strip())
+    named = named.strip().replace("{}", str(bad_files))
+    assert_refused(capsys, bad_files, flags_in(bad_files, typed, inputs), named)
 
 
 @pytest.mark.long

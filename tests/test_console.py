@@ -88,19 +88,6 @@ def test_a_line_of_progress_counts_what_earlier_runs_stored(limits, told, clock,
     assert told in capsys.readouterr().err
 
 
-def test_a_bar_on_a_terminal_and_no_lines(clock, capsys, monkeypatch):
-    monkeypatch.setattr(console, "on_terminal", lambda: True)
-    start_logging(False, 3, 0)
-    recorded = []
-    progress = Progress(None, None, (0, 0), 30, 1, None, lambda: dict(GAUGES), recorded.append)
-    clock[0] += 31
-    progress.advance(7, 310, 1.0)
-    progress.close()
-    printed = capsys.readouterr().err
-    assert "extracting: 7 samples" in printed and "INFO" not in printed
-    assert len(recorded) == 1 and recorded[0]["model_flops_utilisation"] is None
-
-
 @pytest.mark.long
 def test_metrics_lie_beside_the_shards_and_survive(inputs, tmp_path):
     flags = [*inputs, "--layers_to_extract", 1, "--output_dir", tmp_path]

@@ -44,17 +44,6 @@ def test_an_edit_is_seen_in_a_block_alone(tmp_path, size, at, is_seen):
     assert (file_fingerprint(path, size) != before) == is_seen
 
 
-@pytest.mark.parametrize("size", [0, 5, LARGE])
-def test_the_fingerprint_is_that_of_the_first_bytes(tmp_path, size):
-    path = tmp_path / "file"
-    path.write_bytes(bytes(size) + b"more")
-    before = file_fingerprint(path, size)
-    assert before != file_fingerprint(path, size + 4)
-    os.truncate(path, size)
-    assert file_fingerprint(path, size) == before
-    assert size == 0 or file_fingerprint(path, size - 1) != before  # all bytes are 0
-
-
 def test_names_and_contents_count_and_folders_do_not(tmp_path):
     folders = {"a": {"x": "x", "y": "y"}, "b": {"x": "x", "y": "y"}}
     folders |= {"c": {"x": "x", "z": "y"}, "d": {"x": "x", "y": "x"}}

@@ -10,7 +10,7 @@ from pods import flags_for
 from safetensors.numpy import load_file, save_file
 
 from activation_extraction.cli.console import Progress
-from activation_extraction.common.errors import RunError
+from activation_extraction.common.errors import RunError, StorageError
 from activation_extraction.model.devices import device_errors
 from activation_extraction.store.formats import ShardFormat
 from activation_extraction.store.storage import ActivationStorage
@@ -72,18 +72,23 @@ def test_a_platform_that_jax_does_not_have_is_bad_input(demo_inputs, tmp_path, m
     assert capsys.readouterr().err.splitlines()[-1].startswith(expected)
 
 
-def test_nothing_is_stored_after_a_batch_that_could_not_be(failing, monkeypatch):
+@pytest.mark.parametrize(
+    "error,told",
+    [
+        (MemoryError("for a moment"), "out of memory on the host: for a moment"),
+        (StorageError("no room"), "to continue, run the same command again without --overwrite"),
+    ],
+)
+def test_nothing_is_stored_after_a_batch_that_could_not_be(failing, monkeypatch, error, told):
     """The next ones could move the mark past it, and its samples would be lost."""
     asked, add_batch = [], ActivationStorage.add_batch
 
     def fail_once(*given):
         asked.append(given)
         if len(asked) == 2:
-            raise MemoryError("for a moment")
+            raise error
         add_batch(*given)
 
     monkeypatch.setattr(ActivationStorage, "add_batch", fail_once)
-    assert "out of memory on the host: for a moment" in failing(
-        "--max_samples", 200, "--batch_size", 8
-    )
-    assert len(asked) == 2
+    last = failing("--max_samples", 200, "--batch_size", 8, "--overwrite").splitlines()[-1]
+    assert told in last and len(asked) == 2

@@ -101,15 +101,6 @@ def test_private_names_are_no_data(tmp_path, at, caplog):
     assert told in caplog.messages
 
 
-def test_private_names_that_are_asked_for_are_read(tmp_path):
-    put(tmp_path, ".cache/_x/a.jsonl", ".cache/_x/_b.jsonl", ".cache/_x/.c/d.jsonl")
-    for asked in (".cache/_x", ".cache/_x/*.jsonl", ".cache/_x/**/*.jsonl"):
-        assert listed(tmp_path / asked) == ["a.jsonl"]
-    assert listed(tmp_path / ".*/_x/a.jsonl") == [".cache/_x/a.jsonl"]
-    assert listed(tmp_path / ".cache/_x/_*.jsonl") == ["_b.jsonl"]
-    assert listed(tmp_path / ".cache/_x/_b.jsonl") == ["_b.jsonl"]
-
-
 def test_what_is_left_out_is_counted_and_said(tmp_path, caplog):
     put(tmp_path, "a.jsonl", "b.json", "sub/c.json", "d.jsonl.lz4", "e.md", "f.md", "LICENSE")
     put(tmp_path, "g.parquet.gz", ".gitattributes", "h.json.gz")

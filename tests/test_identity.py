@@ -14,7 +14,6 @@ from storages import open_storage
 
 from activation_extraction.store.commit import DamagedError
 from activation_extraction.store.identity import Difference, Identity
-from activation_extraction.store.local_files import AtomicFile
 from activation_extraction.store.metadata import identity_of
 
 ONE = Identity(
@@ -140,26 +139,6 @@ def test_machines_of_one_output_must_agree(started, tmp_path, capsys):
         told = f"machine_000: already holds an extraction that differs {told}"
         assert told in capsys.readouterr().err
     assert main(*flags, "2", "--machine_id", "1") == 0
-
-
-@pytest.mark.long
-def test_a_commit_says_what_failed_and_what_continues(started, tmp_path, monkeypatch, capsys):
-    """A full disk in the middle of a run: status 1, one line; the same command then completes."""
-    flags, original = [*started[1], tmp_path / "out", *LAYERS], AtomicFile.finish
-
-    def full(file):
-        if file._path.name == "shard_0002.pkl.gz":
-            raise OSError(28, "No space left on device")
-        original(file)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(AtomicFile, "finish", full)
-        for more, again in (["--overwrite"], " without --overwrite"), ([], ""):
-            assert main(*flags, *more) == 1
-            error = capsys.readouterr().err.splitlines()[-1]
-            assert "shard_0002.pkl.gz: the disk is full; make room first. Stored in" in error
-            assert " 1 shard," in error and error.endswith(f"run the same command again{again}")
-    assert main(*flags) == 0 == main("--verify", "--output_dir", tmp_path / "out")
 
 
 def test_overwrite_spares_what_another_process_writes_and_other_numbers_of_machines(

@@ -3,7 +3,6 @@
 What may happen at each single request, test_exactly_once.py sweeps.
 """
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -147,22 +146,16 @@ def test_a_full_disk_ends_the_run_and_the_next_one_completes(flags, is_whole, tm
     is_whole(out)
 
 
-def test_a_host_of_a_pod_is_killed_or_has_nothing_left_to_do(demo_inputs, bucket, tmp_path, check):
-    """Both start again, and each continues its own part; a host that is done helps the other."""
+def test_a_host_of_a_pod_is_killed(demo_inputs, bucket, tmp_path, check):
+    """Both start again, and each continues its own part."""
     flags = [
         *("--model_path", demo_inputs / "model", "--layers_to_extract", 1, "--batch_size", 4),
         *("--dataset_path", demo_inputs / "documents.parquet", "--max_seq_length", 64),
         *("--shard_size_gb", 2e-4, "--heartbeat_timeout", 10, "--max_samples", 60),
     ]
-    names = [f"machine_000_host_{host:02d}" for host in range(2)]
-    out = tmp_path / "out"
-    local = *flags, "--output_dir", out
-    assert Pod(tmp_path, 2, 1, *local).wait() == [0, 0]
+    names, out = [f"machine_000_host_{host:02d}" for host in range(2)], tmp_path / "out"
+    assert Pod(tmp_path, 2, 1, *flags, "--output_dir", out).wait() == [0, 0]
     whole = samples_in(*(out / name for name in names))
-    shutil.rmtree(out / names[0])
-    pod = Pod(tmp_path, 2, 1, *local)
-    assert pod.wait() == [0, 0], [pod.text(i) for i in range(2)]
-    assert deviation(samples_in(*(out / name for name in names)), whole) < 1e-5
     slow_down(bucket)
     given = upload_flags(flags, tmp_path / "bucket")
     pod = Pod(tmp_path, 2, 1, *given, **bucket.environment)

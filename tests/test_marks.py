@@ -100,41 +100,21 @@ def again(cursor):
     return Cursor(**json.loads(json.dumps(cursor.to_json())))
 
 
-def plain(sample):
-    """All that is known of a sample, to compare."""
+def known(sample):
+    """All that is known of a sample but where its row was cut, to compare."""
     arrays = sample.token_ids, sample.kept_positions, *sample.labels.values()
-    others = sample.sample_idx, sample.text_preview, sample.doc_id, sample.row, sample.cut
-    cursors = sample.cursor.to_json(), sample.next_cursor.to_json()
-    return *(array.tolist() for array in arrays), *others, sample.columns, *cursors
-
-
-def by_number(placed):
-    """Number -> what is known of each sample; each is there once."""
-    found = {each.sample.number: plain(each.sample) for each in placed}
-    assert len(found) == len(placed)
-    return found
-
-
-@pytest.mark.parametrize("case", FORMS)
-def test_the_rest_follows_from_every_mark(case, read):
-    """The samples before a mark are stored. Batches may have other sizes."""
-    whole, counts = read(case)
-    every = by_number(whole)
-    assert [*sorted(every)] == [*range(len(every))]
-    assert len({placed.mark.samples for placed in whole}) > (2 if case != "few kept" else 1)
-    for count in range(1, len(whole) + 1):
-        stored, mark = whole[:count], whole[count - 1].mark
-        assert {*range(mark.samples)} <= {each.sample.number for each in stored}
-        rest, found = read(case, again(mark), stored, rows=1 + count % 4)
-        assert by_number(rest) == by_number(whole[count:]) and found == counts
+    others = sample.text_preview, str(sample.doc_id), str(sample.row), str(sample.columns)
+    return sample.sample_idx, *others, *(array.tolist() for array in arrays)
 
 
 @pytest.mark.parametrize("limit", ["max_tokens", "max_samples"])
 @pytest.mark.parametrize("case", FORMS)
 def test_limits_that_are_raised_between_the_starts(case, limit, read):
-    """Each is met exactly. What a budget cuts stays cut, and the next sample follows."""
+    """Each is met exactly. What a budget cuts stays cut, and the next sample follows. Every sample
+    is the one of an undisturbed run, and so are the counts of rows."""
     chance = random.Random(case)
-    whole = {each.sample.number: each.sample for each in read(case)[0]}
+    placed, counts = read(case)
+    whole = {each.sample.number: each.sample for each in placed}
     size = {"max_tokens": lambda sample: sample.num_kept, "max_samples": lambda _: 1}[limit]
     total, most, lost = sum(map(size, whole.values())), 0, {}
     stored, mark = [], None
@@ -152,19 +132,14 @@ def test_limits_that_are_raised_between_the_starts(case, limit, read):
             assert sample.token_ids.tolist() == full.token_ids[: len(sample.token_ids)].tolist()
             if count < full.num_kept:
                 lost[sample.number] = full.num_kept - count
+            elif limit == "max_samples":
+                assert known(sample) == known(full)
     assert bool(lost) == (limit == "max_tokens" and case != "few kept")
-
-
-def test_a_sample_that_keeps_no_token_takes_no_room(read):
-    """It has its number and its row, and says what was cut off, as if its tokens were there."""
-    few, every = (
-        {p.sample.number: p.sample for p in read(case)[0]} for case in ("few kept", "text")
-    )
-    assert few.keys() == every.keys()
-    for number, sample in few.items():
-        assert (sample.row, sample.cut) == (every[number].row, every[number].cut)
-        assert len(sample.token_ids) == sample.num_kept * len(every[number].token_ids)
-    assert {sample.num_kept for sample in few.values()} == {0, 1}
+    for count in range(0, len(placed), 5):  # from marks of the undisturbed run, and without limits
+        mark = again(placed[count].mark)
+        rest, found = read(case, mark, placed[: count + 1], rows=1 + count % 4)
+        expected = sorted(known(each.sample) for each in placed[count + 1 :])
+        assert sorted(known(each.sample) for each in rest) == expected and found == counts
 
 
 def test_the_rest_of_a_piece_that_a_budget_cut_is_not_read(texts, tokenizer):
@@ -203,9 +178,11 @@ def test_other_rows_than_those_of_the_table_end_the_run(texts, tokenizer):
 def test_a_repair_makes_no_sample_at_or_after_the_end_of_its_range(until, read):
     """What it has missing is as in the run."""
     whole, _ = read("text")
-    stored, every = [each for each in whole if each.sample.number % 3], by_number(whole)
+    stored = [each for each in whole if each.sample.number % 3]
     found, _ = read("text", stored=stored, until=until)
-    assert by_number(found) == {number: every[number] for number in range(0, until, 3)}
+    due = {each.sample.number: known(each.sample) for each in whole}
+    made = {each.sample.number: known(each.sample) for each in found}
+    assert made == {number: due[number] for number in range(0, until, 3)}
 
 
 @pytest.mark.parametrize("bad_line", [1, 2, 6, 65, 130])

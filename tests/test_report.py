@@ -2,7 +2,6 @@
 
 import gzip
 import html
-import json
 import pickle
 import re
 import shutil
@@ -18,7 +17,6 @@ from extractions import (
     HOOKS,
     TOKENS,
     VOCABULARY,
-    change_shard,
     change_table,
     edit,
     extract,
@@ -28,7 +26,7 @@ from extractions import (
 from tokenizers import Tokenizer, decoders, models
 
 from activation_extraction import ActivationDataset, ActivationStorage
-from activation_extraction.inspect import report, report_numbers
+from activation_extraction.inspect import report
 from activation_extraction.inspect.report_numbers import (
     HookReport,
     TokenSample,
@@ -109,24 +107,8 @@ def test_the_largest_tokens_are_grouped_by_id_and_position():
     vectors = np.array([[9], [8], [7], [6], [5]], np.float32)
     sample = sample_of(vectors, np.array([4, 2, 4, 4, 2]), np.array([0, 1, 2, 0, 4]))
     assert HookReport(sample, 0, "h").largest == [(0, 2), (1, 2), (2, 1)]
-    assert [sample.around(token, 2) for token in (0, 1, 3)] == [
-        slice(0, 3),
-        slice(0, 3),
-        slice(3, 4),
-    ]
-
-
-def test_a_sample_is_spread_over_shards_and_stays_within_its_budget(run, monkeypatch):
-    """The run has 3, 3, 3 and 1 samples in its shards."""
-    dataset = ActivationDataset(run)
-    monkeypatch.setattr(report_numbers, "TOKENS", (2 * TOKENS, 2 * TOKENS))
-    monkeypatch.setattr(report_numbers, "SHARDS", 2)
-    sample = read_sample(dataset, list(dataset.hooks))
-    first, second = (document.sample_idx for document in sample.documents)
-    assert sample.shards == 2 and first in (0, 1, 2) and second == 9
-    for number, index in enumerate((first, second)):
-        tokens = sample.token_ids[sample.document == number]
-        np.testing.assert_array_equal(tokens, dataset[index].token_ids)
+    around = [sample.around(token, 2) for token in (0, 1, 3)]
+    assert around == [slice(0, 3), slice(0, 3), slice(3, 4)]
 
 
 def test_throughput_leaves_out_the_time_in_which_nothing_ran():
@@ -276,21 +258,8 @@ def test_nothing_that_was_stored_becomes_a_part_of_the_page(tmp_path):
     root = tmp_path / "run"
     extract(root, hook_facts=WIDTHS)
     edit(root / "metadata.json", spoil_metadata)
-
-    def rename(content):
-        content["run"] = json.loads((root / "metadata.json").read_bytes())["run"]
-        for hook in content["hooks"]:
-            hook["name"] = NAMES[hook["key"]]
-
-    def rename_in_records(shard):
-        for key, records in shard.items():
-            for record in records:
-                record["hook"] = NAMES[key]
-
-    for number, path in enumerate(sorted(root.glob("shard_*.json")), 1):
+    for number in range(1, 5):
         change_table(root, number, lambda rows: [r.update(doc_id=HOSTILE) for r in rows])
-        change_shard(root, number, rename_in_records)
-        edit(path, rename)
     page = page_of(root, tmp_path)
     assert page.count("evil()") > 10 and "{{ 7 * 7 }}" in page
     raw = ("<script", "<img/src", "<b onclick", "<evil", '">&lt;script', "\x1b", "\u202e")

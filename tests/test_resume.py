@@ -5,14 +5,13 @@ test_exactly_once.py shows that whatever is continued holds every sample once.
 
 import json
 import os
-import shutil
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from memory_bucket import MemoryBucket, MemoryFolder, Process
-from small_runs import HIDDEN, HOOKS, set_status, status, stream_of
+from small_runs import HIDDEN, HOOKS, status, stream_of
 from storages import open_storage
 
 from activation_extraction.common.errors import InputError
@@ -21,8 +20,6 @@ from activation_extraction.store.folder import Folder, FolderError
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import read_stored
 from activation_extraction.store.owner import Owner
-from activation_extraction.store.storage import ActivationStorage
-from activation_extraction.text import file_forms
 
 
 @pytest.fixture
@@ -62,24 +59,6 @@ def test_a_complete_run_is_left_alone(run, whole, rows):
     assert status(whole) == "complete" and files_in(whole) == before
 
 
-@pytest.mark.parametrize("kept", [99, 3])
-def test_it_goes_on_where_another_one_ended_meanwhile(run, whole, tmp_path, monkeypatch, kept):
-    """Between its look at the folder and its opening."""
-    original, folder = ActivationStorage.open, tmp_path / "out"
-
-    def late(storage):
-        monkeypatch.setattr(ActivationStorage, "open", original)
-        shutil.copytree(whole, folder)
-        for path in folder.glob("shard_*"):
-            if int(path.name[6:10]) > kept:
-                path.unlink()
-        set_status(folder, "complete" if kept == 99 else "running")
-        original(storage)
-
-    monkeypatch.setattr(ActivationStorage, "open", late)
-    assert (not run(folder).made) == (kept == 99) and samples_in(folder) == 36
-
-
 def test_limits_may_grow_and_not_shrink(run, tmp_path):
     for most in (7, 20):
         assert run(tmp_path, max_samples=most).totals.samples == most == samples_in(tmp_path)
@@ -89,25 +68,18 @@ def test_limits_may_grow_and_not_shrink(run, tmp_path):
     assert samples_in(tmp_path) == 36
 
 
-def test_only_the_current_piece_of_the_data_is_read_again(tmp_path, monkeypatch, rows):
-    """One file per ten rows: those before the mark's are not opened."""
-    lines = rows.read_text().splitlines(keepends=True)
-    pieces = tmp_path / "pieces"
-    pieces.mkdir()
+def test_only_the_current_piece_of_the_data_is_read_again(tmp_path, rows):
+    """One file per ten rows: those before the mark's may be gone once it is open."""
+    lines, stream_at = rows.read_text().splitlines(keepends=True), tmp_path / "pieces"
+    stream_at.mkdir()
     for n in range(4):
-        (pieces / f"{n}.jsonl").write_text("".join(lines[10 * n : 10 * n + 10]))
-    opened = []
-    original = file_forms.open_file
-    monkeypatch.setattr(
-        file_forms, "open_file", lambda url: opened.append(Path(url).name) or original(url)
-    )
-    stream = stream_of(pieces)
-    state = [stream.state() for _ in stream][24]
-    opened.clear()
-    again = stream_of(pieces)
+        (stream_at / f"{n}.jsonl").write_text("".join(lines[10 * n : 10 * n + 10]))
+    stream = stream_of(stream_at)
+    state, again = [stream.state() for _ in stream][24], stream_of(stream_at)
+    for n in range(2):
+        (stream_at / f"{n}.jsonl").unlink()
     again.restore(json.loads(json.dumps(state)))
     assert len(list(again)) == 15
-    assert opened == ["2.jsonl", "3.jsonl"]
 
 
 def flip(path):

@@ -1,7 +1,6 @@
 """What becomes of every row: a sample that knows its row and what was cut off, or it is counted."""
 
 import json
-import threading
 
 import datasets
 import pytest
@@ -13,7 +12,6 @@ from small_runs import TEXT, byte_tokenizer, stream_of  # noqa: F401
 from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import RunError
-from activation_extraction.run.hosts import Watchdog
 from activation_extraction.text import shuffle
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.documents import DocumentStream
@@ -98,12 +96,18 @@ def test_what_is_cut_is_counted_and_said(extract, tmp_path, capsys, tokenizer):
 
 
 def test_a_run_that_keeps_no_token_fails(extract, tmp_path, capsys):
-    """Also when the same command is given again."""
+    """Also when the same command is given again, and yet all is in order."""
     write_rows(tmp_path / "rows.jsonl", [{"text": "short"}] * 3)
     for _ in range(2):
         assert extract("out", "--positions", "60:") == 1
         told = "error: no token was stored: no sample has a token that is kept (positions 60:)"
         assert told in capsys.readouterr().err
+    assert main("--verify", "--output_dir", tmp_path / "out") == 0
+    dataset = ActivationDataset(tmp_path / "out")
+    assert (len(dataset), dataset.tokens) == (3, 0) and dataset[1].token_ids.shape == (0,)
+    assert list(dataset.batches(10, shuffle=1)) == []
+    assert main("--report", "--output_dir", tmp_path / "out") == 2
+    assert "no token is stored yet" in capsys.readouterr().err
     assert extract("new", "--drop_token_ids", *range(2048)) == 2
     assert "--drop_token_ids: names every token of the model" in capsys.readouterr().err
 
@@ -145,18 +149,3 @@ def test_a_text_that_the_tokenizer_cannot_take_is_a_bad_row(tmp_path, byte_token
         again = [s.next_cursor for s in read(stream, sample.cursor)]
         assert again == [s.next_cursor for s in whole[number:]]
         assert (stream.counts.skipped, stream.counts.empty) == (2, 1)
-
-
-def test_the_watchdog_watches_one_block_after_another(monkeypatch):
-    """As over the wait for the first batch, and then over the steps."""
-    ended, now = threading.Event(), [0.0]
-    monkeypatch.setattr("activation_extraction.run.hosts._end_process", lambda _: ended.set())
-    monkeypatch.setattr("activation_extraction.run.hosts.time.monotonic", lambda: now[0])
-    before, watchdog = set(threading.enumerate()), Watchdog(0.2)
-    with watchdog:
-        (watching,) = set(threading.enumerate()) - before
-    watching.join(300)
-    assert not watching.is_alive() and not ended.is_set()
-    with watchdog:
-        now[0] += 1
-        assert ended.wait(600)

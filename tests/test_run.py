@@ -4,13 +4,11 @@ import gzip
 import json
 import pickle
 import re
-import shutil
 import time
 
 import jax
-import numpy as np
 import pytest
-from command_line import main, records_of
+from command_line import main
 from conftest import make_reference
 from pods import flags_for
 from small_runs import set_status
@@ -20,12 +18,6 @@ import extract_activations
 from activation_extraction import ActivationDataset
 from activation_extraction.run import demo
 from activation_extraction.store.storage import ActivationStorage
-from activation_extraction.text.packing import samples_of
-
-
-def random_samples(lengths, vocab_size):
-    chance = np.random.default_rng(7)
-    return samples_of([chance.integers(0, vocab_size, n) for n in lengths])
 
 
 def test_the_model_of_a_run_is_found_from_any_folder(demo_inputs, tmp_path, monkeypatch):
@@ -91,25 +83,6 @@ def test_stored_records_are_hugging_face_activations(texts, tmp_path):
             ][0]
             assert error_of(record["activation"], expected) < TOLERANCE
             assert record["text_preview"] == rows[record["doc_id"]]["text"][:200]
-
-
-def test_what_another_process_stores_while_this_one_compiles_is_not_stored_again(
-    demo_inputs, tmp_path, monkeypatch, capsys
-):
-    first, out = tmp_path / "first", tmp_path / "out"
-    assert main(*flags_for(demo_inputs, first, "--max_samples", 6)) == 0
-    original = ActivationStorage.open
-
-    def late(storage):
-        monkeypatch.setattr(ActivationStorage, "open", original)
-        shutil.copytree(first, out, dirs_exist_ok=True)
-        original(storage)
-
-    monkeypatch.setattr(ActivationStorage, "open", late)
-    assert main(*flags_for(demo_inputs, out, "--max_samples", 9)) == 0
-    assert "meantime; stored there: 6 samples" in capsys.readouterr().err
-    stored = [record["sample_idx"] for record in records_of(out)[1]]
-    assert sorted(stored) == [*range(9)]
 
 
 def test_a_run_that_continues_says_so_and_from_where(texts, demo_inputs, tmp_path, capsys):

@@ -1,9 +1,9 @@
-"""Machines that each have another number of hosts: what is expected, missing, or of another run."""
+"""Folders of machines and hosts: their names, and machines with other numbers of hosts."""
 
 import pytest
 from extractions import extract
 
-from activation_extraction.dataset.folders import expected_names, read_folders
+from activation_extraction.dataset.folders import HostFolder, expected_names, read_folders
 from activation_extraction.inspect.status import host_states
 from activation_extraction.store.folder import Folder
 
@@ -17,15 +17,33 @@ def mixture(tmp_path):
     return tmp_path
 
 
+def folders(root):
+    return read_folders(Folder(str(root)))
+
+
+NAMES = {  # (machine, host, hosts)
+    "machine_000": (0, 0, 1),
+    "machine_003_host_01": (3, 1, 2),
+    "machine_1234_host_100": (1234, 100, 128),
+}
+OTHERS = (
+    "|machine|machine_|machine_x|machine_000_host|machine_000 |xmachine_000|machine_0001"
+    "|machine_٠٠١|machine_000_host_001"
+)
+
+
+def test_names_of_folders_are_read_back_and_others_are_none():
+    for name, numbers in NAMES.items():
+        folder = HostFolder.of(*numbers)
+        assert folder.name == name and HostFolder.parse(name) == folder
+    assert not any(HostFolder.parse(name) for name in OTHERS.split("|"))
+
+
 def test_each_machine_is_read_with_its_own_number_of_hosts(mixture, check):
     assert check(mixture) == []
     hosts = [(each.machine, each.host, each.state) for each in host_states(folders(mixture))]
     numbers = [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2)]
     assert hosts == [(*each, "complete") for each in numbers]
-
-
-def folders(root):
-    return read_folders(Folder(str(root)))
 
 
 @pytest.mark.parametrize(

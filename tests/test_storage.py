@@ -4,7 +4,6 @@ import gzip
 import json
 import pickle
 import re
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -18,12 +17,8 @@ from storages import open_storage
 from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import InputError, RunError, StorageError
-from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.local_files import AtomicFile
-from activation_extraction.store.metadata import read_stored
-from activation_extraction.store.resume import furthest_mark, stored_after
-from activation_extraction.text.batch import Cursor, Worker
 
 HOOKS = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 HIDDEN = 16
@@ -100,24 +95,20 @@ def test_shards_commits_and_metadata_describe_what_was_given(tmp_path):
 
 def test_a_shard_exists_only_with_its_json(tmp_path, monkeypatch):
     """The JSON is the commit: when it cannot be written, the run fails and totals do not count."""
-    order, original = [], AtomicFile.publish
+    original = AtomicFile.publish
 
     def publish(file, create):
-        order.append(file._path.name)
-        if order[-1] == "shard_0002.json":
+        if file._path.name == "shard_0002.json":
+            assert (tmp_path / "shard_0002.pkl.gz").exists()
+            assert (tmp_path / "shard_0001.json").exists()
             raise OSError(28, "No space left on device")
         original(file, create)
 
     monkeypatch.setattr(AtomicFile, "publish", publish)
     with pytest.raises(StorageError, match=r"shard_0002.*the disk is full"):
         fill(tmp_path)
-    order.remove("shard_0001.json")  # which reserves the number
-    for number in ("0001", "0002"):
-        own = [name.split(".", 1)[1] for name in order if number in name]
-        assert own == ["pkl.gz", "npz", "samples.parquet", "json"]
-    assert order.index("shard_0001.json") < order.index("shard_0002.json")
-    assert "shard_0003.json" not in order
     assert [part["file"] for part in commits(tmp_path)] == ["shard_0001.pkl.gz"]
+    assert not (tmp_path / "shard_0003.json").exists()
     assert json.loads((tmp_path / "metadata.json").read_text())["status"] == "failed"
 
 
@@ -200,24 +191,21 @@ def test_wrong_additions_are_refused_by_name(tmp_path, in_bucket):
             with pytest.raises(ValueError, match="sample 9, hook 1: given twice or out of order"):
                 storage.add_activation(1, *good)
             raise ZeroDivisionError
+    safetensors = {"shard_format": "safetensors"}
+    for number, (options, dtype, ids, told) in enumerate(
+        (
+            ({}, "float64", [1], "width 2, dtype float64, expected width 2, dtype bfloat16, as"),
+            (safetensors, "float64", None, "has no token ids, and safetens"),
+            *((safetensors, d, [1], f"dtype {d}, expec") for d in ("int8", "uint8", "bool")),
+        )
+    ):
+        identity, folder = Identity(activation_dtype="bfloat16"), tmp_path / f"other{number}"
+        with open_storage(folder, {0: "h"}, identity=identity, **options) as storage:
+            with pytest.raises(ValueError, match=f"^sample 0, hook 0: {told}"):
+                storage.add_activation(0, np.ones((1, 2), dtype), 0, "", ids)
 
 
-@pytest.mark.parametrize(
-    "options,values,ids,told",
-    [
-        ({}, np.ones((1, 2)), [1], "width 2, dtype float64, expected width 2, dtype bfloat16, as"),
-        ({"shard_format": "safetensors"}, np.ones((1, 2)), None, "has no token ids, and safetens"),
-        *(
-            ({"shard_format": "safetensors"}, np.ones((1, 2), dtype), [1], f"dtype {dtype}, expec")
-            for dtype in ("int8", "uint8", "bool")
-        ),
-    ],
-)
-def test_what_this_run_cannot_store_is_refused(tmp_path, options, values, ids, told):
-    identity = Identity(activation_dtype="bfloat16")
-    with open_storage(tmp_path, {0: "h"}, identity=identity, **options) as storage:
-        with pytest.raises(ValueError, match=f"^sample 0, hook 0: {told}"):
-            storage.add_activation(0, values, 0, "", ids)
+BOTH_INFINITIES = np.where(np.arange(HIDDEN) % 2, np.inf, -np.inf)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +214,7 @@ def test_what_this_run_cannot_store_is_refused(tmp_path, options, values, ids, t
         (np.nan, np.float32, "", "check its weights"),
         (np.nan, np.float32, "float8", "check its weights"),
         (1e6, np.float16, "", "float16 ends at 65504"),
-        (np.where(np.arange(HIDDEN) % 2, np.inf, -np.inf), np.float32, "", "check its weights"),
+        (BOTH_INFINITIES, np.float32, "", "check its weights"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
@@ -273,29 +261,20 @@ def test_arrays_of_pytorch_and_jax(tmp_path, dtype, shard_format):
         np.testing.assert_array_equal(sample["h"], expected[: len(values)])
 
 
-@pytest.mark.parametrize(
-    "folder,hooks,options,told",
-    [
-        (
-            "s3://b/run?token=x",
-            HOOKS,
-            {},
-            "output_dir s3://b/run: is a URL, expected a local folde",
-        ),
-        (Path("nope://b"), HOOKS, {}, "output_dir nope:/b: is a URL, expected a local folder"),
-        (
-            "own",
-            HOOKS,
-            {"shard_format": "parquet"},
-            "shard_format 'parquet': expected pickle or sa",
-        ),
-        (
-            *("own", {1: "stream", 2: "stream.scale"}),
-            {"identity": Identity(activation_dtype="float8")},
-            "hook stream.scale: has the name of another hook's scales",
-        ),
-    ],
-)
+IS_A_URL = "is a URL, expected a local folder"
+SCALES = {1: "stream", 2: "stream.scale"}
+OPENED = [  # the folder, its hooks, options, what is told
+    ("s3://b/run?token=x", HOOKS, {}, f"output_dir s3://b/run: {IS_A_URL}"),
+    (Path("nope://b"), HOOKS, {}, f"output_dir nope:/b: {IS_A_URL}"),
+    ("own", HOOKS, {"shard_format": "parquet"}, "shard_format 'parquet': expected pickle or sa"),
+    (
+        *("own", SCALES, {"identity": Identity(activation_dtype="float8")}),
+        "hook stream.scale: has the name of another hook's scales",
+    ),
+]
+
+
+@pytest.mark.parametrize("folder,hooks,options,told", OPENED)
 def test_what_cannot_be_opened_is_refused(tmp_path, monkeypatch, folder, hooks, options, told):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=f"^{re.escape(told)}"):
@@ -303,27 +282,11 @@ def test_what_cannot_be_opened_is_refused(tmp_path, monkeypatch, folder, hooks, 
     assert not list(tmp_path.iterdir())
 
 
-def test_an_existing_extraction_is_kept_unless_overwritten(tmp_path):
+def test_overwriting_removes_shards_and_nothing_of_others(tmp_path):
     fill(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(InputError, match="already holds an extraction that differs in model_d"):
-        open_storage(tmp_path, HOOKS, identity=Identity(model_digest="other"))
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     theirs = {"notes.txt", "shard_notes.json", "shard_0001.pkl.bak"}
     for name in (*theirs, ".shard_0009.pkl.gz.tmp"):  # the last is left by a run that was killed
         (tmp_path / name).write_text("mine")
     fill(tmp_path, count=2, overwrite=True)
     ours = {f"shard_0001.{end}" for end in ("json", "npz", "pkl.gz", "samples.parquet")}
     assert {path.name for path in tmp_path.iterdir()} == theirs | ours | {"metadata.json"}
-
-
-def test_a_run_continues_from_the_furthest_mark_without_what_is_stored_after_it(tmp_path):
-    fill(tmp_path, count=5, shard_size_gb=1e-9)
-    folder, cursor = Folder(str(tmp_path)), Cursor(2)
-    one_each = read_stored(folder).in_order
-    assert [*stored_after(folder, one_each, cursor, Worker())] == [2, 3, 4]
-    with pytest.raises(InputError, match="1 sample before the mark of its shards not stored; --re"):
-        stored_after(folder, one_each[1:], Cursor(5), Worker())
-    marked = [replace(each, mark=Cursor(each.number).to_json()) for each in one_each]
-    assert furthest_mark(marked) == Cursor(5) and furthest_mark(marked, 3) == Cursor(3)
-    assert furthest_mark(one_each) is None

@@ -218,11 +218,3 @@ def test_a_text_of_few_long_tokens_is_read_to_its_end(tokenizer, texts):
         (sample,) = samples(stream_of(texts([{"text": text}])), own, SampleForm(most))
         assert sample.token_ids.tolist() == ids[:most]
         assert sample.cut == max(len(ids) - most, 0)
-
-
-def test_few_pieces_are_read_by_few_workers(texts, tmp_path):
-    """Seven workers on three files: a worker touches one file, not all."""
-    for number in range(3):
-        texts([{"text": f"{number}"}] * 14, f"{number}.jsonl")
-    for rank in range(7):
-        assert len({*texts_of(tmp_path / "*.jsonl", rank, 7)}) == 1

@@ -16,7 +16,6 @@ from storages import open_storage
 from activation_extraction.common.errors import StorageError
 from activation_extraction.store.commit import number_of
 from activation_extraction.store.folder import FolderError
-from activation_extraction.store.shard_writer import SHARDS_AT_ONCE
 
 SHARD = 1000 * HIDDEN * 4 * len(HOOKS)  # bytes of a sample: each fills a shard
 
@@ -111,16 +110,6 @@ def test_adding_stops_at_the_ceiling_of_memory_and_goes_on_when_there_is_room(tm
     assert storage.totals.shards == 30 and store.committed == [*range(1, 31)]
     assert sum(storage.waited.values()) > 0
     assert storage.gauges()["bytes_waiting"] <= SHARD  # the last sample's, which none followed
-
-
-def test_many_shards_are_on_their_way_at_a_time_but_no_more_than_that(tmp_path):
-    store = SlowStore()
-    with open_slow(tmp_path, store) as storage:
-        for sample in range(30):
-            add(storage, sample)
-        until(lambda: len(store.begun) == SHARDS_AT_ONCE)
-        store.let_go(*range(31))
-    assert store.most == SHARDS_AT_ONCE and store.committed == [*range(1, 31)]
 
 
 @pytest.mark.parametrize("refused", [(3,), (3, 2)])
