@@ -37,13 +37,14 @@ _BESIDE |= dict(vocab_size=211, hidden_size=64, intermediate_size=112, num_atten
 _BESIDE |= dict(num_key_value_heads=1, tie_word_embeddings=True)
 _VISION = dict(tie_word_embeddings=True, vision_config=VISION)
 _SHARED = "shared_expert_intermediate_size"
+_IN_VAIN = {_SHARED: 24, "norm_topk_prob": False}  # transformers ignores the latter here
 QWEN3_5: dict[str, dict[str, Any]] = {
     "qwen3_5_more_values": _MORE_VALUES,
     "qwen3_5_tied_beside_vision": _VISION | dict(model_type="qwen3_5", text_config=_BESIDE),
     "qwen3_5_linear_at_the_end": _AT_THE_END | dict(layer_types=[LINEAR, FULL, LINEAR]),
     "qwen3_5_moe": _MORE_VALUES | experts(6, 2, 40, model_type="qwen3_5_moe_text", **{_SHARED: 72}),
     "qwen3_5_moe_tied_beside_vision": _VISION
-    | dict(model_type="qwen3_5_moe", text_config=_BESIDE | experts(5, 3, 24, **{_SHARED: 24})),
+    | dict(model_type="qwen3_5_moe", text_config=_BESIDE | experts(5, 3, 24, **_IN_VAIN)),
 }
 _NEXT = experts(6, 2, 40, model_type="qwen3_next", **{_SHARED: 72})
 _NEXT_YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e4)

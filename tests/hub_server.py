@@ -13,7 +13,6 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,43 +23,33 @@ _API = re.compile(rf"/api/(models|datasets)/{_NAME}(?:/(tree|paths-info|revision
 _RESOLVE = re.compile(rf"/(?:(datasets)/)?{_NAME}/resolve/([^/]+)/(.+)")
 
 
-@dataclass
-class Hub:
-    """A running server: its address, each (method, path with query) asked of it so far, what those
-    requests were authorised with, and the bytes of weights that it has sent."""
+class Hub(ThreadingHTTPServer):
+    """A running server: its address, the paths that were asked of it so far, what those requests
+    were authorised with, and the bytes of weights that it has sent."""
 
-    endpoint: str
-    requests: list[tuple[str, str]] = field(default_factory=list)
-    authorizations: set[str | None] = field(default_factory=set)
-    sent: int = 0
-
-
-class _Server(ThreadingHTTPServer):
     def __init__(self, root: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.root, self.hub = root, Hub(f"http://127.0.0.1:{self.server_port}")
-        self.counting = threading.Lock()
+        self.root, self.endpoint = root, f"http://127.0.0.1:{self.server_port}"
+        self.requests: list[str] = []
+        self.authorizations: set[str | None] = set()
+        self.sent, self.counting = 0, threading.Lock()
 
 
 @contextmanager
 def serve_hub(root: Path) -> Iterator[Hub]:
     """Serves the repositories under `root` on a free local port until the block ends."""
-    with _Server(root) as server:
+    with Hub(root) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         try:
-            yield server.hub
+            yield server
         finally:
             server.shutdown()
             thread.join()
 
 
 class _NotFound(Exception):
-    """A refusal: clients choose their exception by `code`."""
-
-    def __init__(self, code: str, commit: str = "") -> None:
-        super().__init__(code)
-        self.headers = {"X-Error-Code": code} | ({"X-Repo-Commit": commit} if commit else {})
+    """A code, by which clients choose their exception, and perhaps a commit."""
 
 
 @lru_cache(maxsize=4096)
@@ -68,97 +57,91 @@ def _sha256(path: Path, _size: int, _mtime_ns: int) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-class _Repo:
-    """One repository as it lies on disk at the moment of a request."""
+def _entry(folder: Path, path: Path) -> dict:
+    name, stat = path.relative_to(folder).as_posix(), path.stat()
+    if path.is_dir():
+        return {"type": "directory", "oid": name, "size": 0, "path": name}
+    digest = _sha256(path, stat.st_size, stat.st_mtime_ns)
+    entry = {"type": "file", "oid": digest[:40], "size": stat.st_size, "path": name}
+    if path.suffix == ".safetensors":
+        entry["lfs"] = {"oid": digest, "size": stat.st_size, "pointerSize": 134}
+    return entry
 
-    def __init__(self, root: Path, kind: str, name: str, revision: str) -> None:
-        self.name = name
-        main = root / kind / name
-        if not main.is_dir():
-            raise _NotFound("RepoNotFound")
-        for self.folder in (main, *main.parent.glob(f"{main.name}@*")):
-            entries = [self._entry(path) for path in sorted(self.folder.rglob("*"))]
-            self.entries = {entry["path"]: entry for entry in entries}
-            self.commit = hashlib.sha1(json.dumps([kind, name, entries]).encode()).hexdigest()
-            if revision in (self.folder.name.partition("@")[2] or "main", self.commit):
-                return
-        raise _NotFound("RevisionNotFound")
 
-    def _entry(self, path: Path) -> dict:
-        name, stat = path.relative_to(self.folder).as_posix(), path.stat()
-        if path.is_dir():
-            return {"type": "directory", "oid": name, "size": 0, "path": name}
-        digest = _sha256(path, stat.st_size, stat.st_mtime_ns)
-        entry = {"type": "file", "oid": digest[:40], "size": stat.st_size, "path": name}
-        if path.suffix == ".safetensors":
-            entry["lfs"] = {"oid": digest, "size": stat.st_size, "pointerSize": 134}
-        return entry
-
-    def entry(self, name: str, kind: str) -> dict:
-        entry = self.entries.get(name)
-        if entry is None or entry["type"] != kind:
-            raise _NotFound("EntryNotFound", self.commit)
-        return entry
+def _revision(root: Path, kind: str, name: str, asked: str) -> tuple[Path, dict[str, dict], str]:
+    """The folder of a repository's revision at this moment, its entries and its commit."""
+    main = root / kind / name
+    if not main.is_dir():
+        raise _NotFound("RepoNotFound")
+    for folder in (main, *main.parent.glob(f"{main.name}@*")):
+        entries = [_entry(folder, path) for path in sorted(folder.rglob("*"))]
+        commit = hashlib.sha1(json.dumps([kind, name, entries]).encode()).hexdigest()
+        if asked in (folder.name.partition("@")[2] or "main", commit):
+            return folder, {entry["path"]: entry for entry in entries}, commit
+    raise _NotFound("RevisionNotFound")
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # Lets clients keep a connection for many requests, on which
     disable_nagle_algorithm = True  # Nagle's algorithm could hold each answer back for 40 ms.
-    server: _Server
+    server: Hub
 
     def log_message(self, *args: object) -> None:
         """Stays silent: `Hub.requests` is the log."""
 
     def do_GET(self) -> None:
-        self.server.hub.requests.append((self.command, self.path))
-        self.server.hub.authorizations.add(self.headers.get("Authorization"))
+        self.server.requests.append(self.path)
+        self.server.authorizations.add(self.headers.get("Authorization"))
         form = parse_qs(self.rfile.read(int(self.headers.get("Content-Length", 0))).decode())
         url = urlsplit(self.path)
         try:
             if match := _RESOLVE.fullmatch(url.path):
-                kind, name, revision, filename = map(unquote, match.groups("models"))
-                self._send_file(_Repo(self.server.root, kind, name, revision), filename)
+                *repository, filename = map(unquote, match.groups("models"))
+                self._send_file(filename, *_revision(self.server.root, *repository))
             elif match := _API.fullmatch(url.path):
-                kind, name, action, revision, folder = map(unquote, match.groups(""))
-                repo = _Repo(self.server.root, kind, name, revision or "main")
-                answer = self._ask(repo, action, folder.strip("/"), form | parse_qs(url.query))
-                self._send(200, json.dumps(answer).encode())
+                self._send_information(form | parse_qs(url.query), *map(unquote, match.groups("")))
             else:
                 raise _NotFound("NotFound")
         except _NotFound as error:
-            self._send(404, json.dumps({"error": str(error)}).encode(), error.headers)
+            names = "X-Error-Code", "X-Repo-Commit"
+            self._send(404, b"{}", dict(zip(names, error.args, strict=False)))
 
     do_HEAD = do_POST = do_GET
 
-    def _ask(self, repo: _Repo, action: str, folder: str, query: dict) -> dict | list:
-        if action == "paths-info":
-            return [repo.entries[path] for path in query["paths"] if path in repo.entries]
-        if action == "tree":
-            prefix = repo.entry(folder, "directory")["path"] + "/" if folder else ""
-            inside = [entry for path, entry in repo.entries.items() if path.startswith(prefix)]
-            if query.get("recursive") in (["true"], ["True"]):
-                return inside
-            return [each for each in inside if "/" not in each["path"].removeprefix(prefix)]
-        files = [path for path, entry in repo.entries.items() if entry["type"] == "file"]
+    def _send_information(
+        self, query: dict, kind: str, name: str, action: str, revision: str, folder: str
+    ) -> None:
+        _, entries, commit = _revision(self.server.root, kind, name, revision or "main")
+        prefix = folder.strip("/") + "/" if folder.strip("/") else ""
+        files = [path for path, entry in entries.items() if entry["type"] == "file"]
         siblings = [{"rfilename": path} for path in files]
-        return {"id": repo.name, "sha": repo.commit, "tags": [], "siblings": siblings}
+        answer: dict | list = {"id": name, "sha": commit, "tags": [], "siblings": siblings}
+        if action == "paths-info":
+            answer = [entries[path] for path in query["paths"] if path in entries]
+        elif action == "tree" and prefix and prefix[:-1] not in entries:
+            raise _NotFound("EntryNotFound", commit)
+        elif action == "tree":
+            deep = query.get("recursive") in (["true"], ["True"])
+            inside = [path for path in entries if path.startswith(prefix)]
+            answer = [entries[p] for p in inside if deep or "/" not in p.removeprefix(prefix)]
+        self._send(200, json.dumps(answer).encode())
 
-    def _send_file(self, repo: _Repo, filename: str) -> None:
-        entry = repo.entry(filename, "file")
-        headers = {"X-Repo-Commit": repo.commit, "ETag": f'"{entry["oid"]}"'}
+    def _send_file(self, filename: str, folder: Path, entries: dict, commit: str) -> None:
+        entry = entries.get(filename, {"type": "none"})
+        if entry["type"] != "file":
+            raise _NotFound("EntryNotFound", commit)
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{entry["oid"]}"'}
         headers |= {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
         size, status, start, end = entry["size"], 200, 0, entry["size"]
         if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             status, start, end = 206, int(asked[1]), min(int(asked[2] or size) + 1, size)
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
-        with (repo.folder / filename).open("rb") as file:
-            file.seek(start)
-            data = file.read(end - start)
+        data = (folder / filename).read_bytes()[start:end]
         if "lfs" in entry:
             headers |= {"X-Linked-ETag": f'"{entry["lfs"]["oid"]}"', "X-Linked-Size": str(size)}
             if self.command != "HEAD":
                 with self.server.counting:
-                    self.server.hub.sent += len(data)
+                    self.server.sent += len(data)
         self._send(status, data, headers)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:

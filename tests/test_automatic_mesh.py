@@ -72,17 +72,15 @@ def test_the_mesh_that_is_chosen(name, count, kind, rows, expected):
     assert "GB per device" in why and "no mesh" not in why
 
 
-def test_gathers_hide_behind_products_if_a_chip_has_enough_tokens():
+@pytest.mark.parametrize("length,hidden", [(1024, False), (2048, True)])
+def test_gathers_hide_behind_products_if_a_chip_has_enough_tokens(length, hidden):
     """The formula of the module: 1,640 tokens of a chip hide the gathers of fsdp 4 on a v5e."""
-    for length, hidden in ((1024, False), (2048, True)):
-        step = step_of("7B", 4, length)
-        four = devices(4)
-        estimate = step.estimate(build_layout(four, {"data": 1, "fsdp": 4}, 4), four)
-        assert (estimate.gathers <= estimate.products) == hidden
-        chip = CHIPS["TPU v5e"]
-        # Weights of keys and values are not sent, and scores are computed, too.
-        of_formula = (2 * length / chip.flops) / (2 * 3 / 4 / (chip.links * chip.link))
-        assert estimate.products / estimate.gathers == pytest.approx(of_formula, rel=0.1)
+    step, four, chip = step_of("7B", 4, length), devices(4), CHIPS["TPU v5e"]
+    estimate = step.estimate(build_layout(four, {"data": 1, "fsdp": 4}, 4), four)
+    assert (estimate.gathers <= estimate.products) == hidden
+    # Weights of keys and values are not sent, and scores are computed, too.
+    of_formula = (2 * length / chip.flops) / (2 * 3 / 4 / (chip.links * chip.link))
+    assert estimate.products / estimate.gathers == pytest.approx(of_formula, rel=0.1)
 
 
 def test_weights_of_a_device_are_those_of_its_shards():
@@ -100,10 +98,12 @@ def test_weights_of_a_device_are_those_of_its_shards():
     assert least[0] > 60e9 and max(least[1:]) < 0.6 * least[0]
 
 
-def test_what_fits_nowhere_takes_the_least_memory_and_says_so():
+def test_what_fits_on_no_mesh_or_divides_on_none():
     chosen, why = step_of("72B", 8).choose_mesh(devices(4), 16e9)
     assert "no mesh fits" in why and np.prod([*chosen.values()]) == 4
     assert chosen.get("data", 1) == 1
+    with pytest.raises(InputError, match="the 3 rows .* on no mesh: .* among 5 devices"):
+        step_of("0.5B", 3).choose_mesh(devices(5), None)
 
 
 def test_gpus_of_one_host_gather_sooner_than_those_of_several():
@@ -115,12 +115,6 @@ def test_gpus_of_one_host_gather_sooner_than_those_of_several():
         for of_host in (2, 4)
     )
     assert slow == pytest.approx(9 * fast)
-
-
-def test_rows_and_widths_that_divide_on_no_mesh_are_refused():
-    step = step_of("0.5B", 3)
-    with pytest.raises(InputError, match="the 3 rows .* on no mesh: .* among 5 devices"):
-        step.choose_mesh(devices(5), None)
 
 
 @pytest.mark.parametrize("limited", [True, False])

@@ -84,14 +84,11 @@ def test_a_folder_that_cannot_be_used_is_refused_when_it_was_asked_for(
     assert "nothing is kept for the next start" in caplog.text
 
 
-def test_several_hosts_use_a_cache_only_when_it_is_given(tmp_path, settings):
-    use_compilation_cache(None, Path("out"), several=True)
-    assert settings == {"jax_enable_compilation_cache": False}
-    use_compilation_cache("off", Path("out"), several=False)
-    assert settings == {"jax_enable_compilation_cache": False}
-    use_compilation_cache("gs://bucket/jax", Path("out"), several=True)
-    assert settings["jax_compilation_cache_dir"] == "gs://bucket/jax"
-    assert settings["jax_enable_compilation_cache"]
+@pytest.mark.parametrize("given,several", [(None, True), ("off", False), ("gs://bucket/jax", True)])
+def test_several_hosts_use_a_cache_only_when_it_is_given(given, several, settings):
+    use_compilation_cache(given, Path("out"), several)
+    found = settings["jax_enable_compilation_cache"], settings.get("jax_compilation_cache_dir")
+    assert found == ((True, given) if given == "gs://bucket/jax" else (False, None))
 
 
 def test_an_option_that_the_compiler_does_not_know_is_left_out(monkeypatch, caplog):

@@ -18,8 +18,6 @@ from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.delta_net import (
     CHUNK,
     gated_delta_rule,
-    gated_norm,
-    short_convolution,
     token_by_token,
 )
 from qwen2_jax_with_hooks import FAMILIES
@@ -115,43 +113,6 @@ def test_each_document_is_computed_as_if_it_were_alone(layout, change):
     assert_within_rounding(got[ids > 0], alone, arrays, terms)
 
 
-def test_the_convolution_sees_no_other_document():
-    from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn
-
-    ids, places = segments([[5, 1, 2, 3, 4, 9], [11]], padding=3)
-    draw = np.random.default_rng(0).standard_normal
-    x, weight = draw((*ids.shape, 6), np.float32), draw((6, 4), np.float32)
-
-    def alone(x, weight):
-        import torch
-
-        def of_one(x):
-            return causal_conv1d_fn(x.mT, torch.tensor(weight), activation="silu").mT
-
-        return each_alone(of_one, [x], places)[ids > 0]
-
-    got = short_convolution(x, weight, ids)
-    assert_within_rounding(got[ids > 0], alone, (x, weight), terms=4)
-    by_head = short_convolution(x.reshape(*ids.shape, 2, 3), weight.reshape(2, 3, 4), ids)
-    np.testing.assert_array_equal(by_head.reshape(x.shape), got)
-
-
-def test_the_norm_comes_before_the_gate():
-    import torch
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
-
-    draw = np.random.default_rng(0).standard_normal
-    x, gate, weight = (draw(shape, np.float32) for shape in [(7, 12), (7, 12), (12,)])
-
-    def reference(x, gate, weight):
-        module = Qwen3_5RMSNormGated(12, eps=1e-3)
-        module.weight.data = torch.tensor(weight)
-        return module(torch.tensor(x), torch.tensor(gate)).detach().numpy()
-
-    got = gated_norm(jnp.asarray(x), jnp.asarray(gate), jnp.asarray(weight), 1e-3)
-    assert_within_rounding(got, reference, (x, gate, weight), terms=12)
-
-
 def sizes_of(delta):
     return delta.key_heads, delta.values_per_key, delta.key_size, delta.value_size
 
@@ -165,12 +126,20 @@ def errors(found, exact):
     return np.array([np.sqrt(np.mean(np.square(error))), np.abs(error).max()])
 
 
-@pytest.mark.parametrize("keys,values", [(FLOAT32,) * 2, (BFLOAT16,) * 2, (BFLOAT16, FLOAT32)])
+KINDS = [
+    (tuple, FLOAT32, FLOAT32),
+    (repeating, FLOAT32, FLOAT32),
+    (tuple, BFLOAT16, BFLOAT16),
+    (tuple, BFLOAT16, FLOAT32),
+]
+
+
+@pytest.mark.parametrize("change,keys,values", KINDS)
 @pytest.mark.parametrize("sizes", [*sorted(TINY), (1, 2, 128, 128)], ids=str)
-def test_the_kernel_is_as_close_as_the_chunks_of_transformers(sizes, keys, values):
+def test_the_kernel_is_as_close_as_the_chunks_of_transformers(sizes, change, keys, values):
     """Padding may be anything but infinite, and does not reach others."""
     ids, places = segments(LENGTHS, padding=9)
-    *narrow, log_decay, beta = inputs(ids.shape, sizes)
+    *narrow, log_decay, beta = change(inputs(ids.shape, sizes))
     narrow = [jnp.asarray(x, dtype) for x, dtype in zip(narrow, (keys, keys, values), strict=True)]
     wide = [np.asarray(x.astype(jnp.float32)) for x in narrow]
     exact = token_by_token(*wide, log_decay, beta, ids)[ids > 0]
@@ -181,14 +150,6 @@ def test_the_kernel_is_as_close_as_the_chunks_of_transformers(sizes, keys, value
     theirs = np.asarray(jnp.asarray(theirs, values).astype(jnp.float32))[ids > 0]
     ours = np.asarray(got.astype(jnp.float32))[ids > 0]
     assert (errors(ours, exact) <= 1.25 * errors(theirs, exact)).all()
-
-
-def test_the_kernel_with_equal_tokens_that_forget_nothing():
-    ids, places = segments([[2 * CHUNK + 44], [150, 150]], padding=0)
-    arrays = repeating(inputs(ids.shape, (2, 3, 8, 24)))
-    exact = token_by_token(*arrays, ids)
-    theirs = errors(each_alone(in_chunks, arrays, places), exact)
-    assert (errors(jax.jit(interpreted)(*arrays, ids), exact) <= 1.25 * theirs).all()
 
 
 def shapes_of(name, dtype, parts, rows=8, length=2048, sharding=None):

@@ -60,14 +60,10 @@ def stored(extract, tmp_path_factory):
     "form,dtype,flags",
     [
         ("pickle", "float32", SEVERAL),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (
-                ("pickle", "bfloat16", ONE),
-                ("pickle", "float32", PIPELINE),
-                ("safetensors", "bfloat16", [*SEVERAL, "--positions", "every:3"]),
-                ("safetensors", "float32", [*ONE, "--positions", "every:3"]),
-            )
+        pytest.param("pickle", "float32", PIPELINE, marks=pytest.mark.long),
+        pytest.param(
+            *("safetensors", "bfloat16", [*SEVERAL, "--positions", "every:3"]),
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -81,7 +77,6 @@ def test_choices_are_stored_as_integers(reference, extract, tmp_path, form, dtyp
     assert extract(whole, *ONE, hooks=["hook_embed"]) == 0  # for all token ids
     for sample, every in zip(dataset, ActivationDataset(whole), strict=True):
         assert sample.position.tolist() == [*range(0, len(every.position), step)]
-        assert sample[ALIKE].dtype == dtype and sample[ALIKE].shape == sample[CHOICES[0]].shape
         expected = reference.hooked(np.array(every.token_ids)[None])
         for name in CHOICES:
             assert sample[name].dtype == np.int32
@@ -96,36 +91,23 @@ def test_choices_are_stored_as_integers(reference, extract, tmp_path, form, dtyp
             assert file.get_slice(CHOICES[0]).get_dtype() == "I32"
 
 
-def test_shards_say_that_they_are_integers_and_have_no_statistics(stored):
+def test_integers_have_no_statistics_and_stay_integers_in_batches(stored):
     content = unseal((stored / "shard_0001.json").read_bytes(), "")
     described = {hook["name"]: hook for hook in content["hooks"]}
     nothing = ("tokens", "values", "mean", "variance", "mean_norm", "max_norm")
     for name in CHOICES:
         assert (described[name]["dtype"], described[name]["width"]) == ("int32", 8)
         assert not any(described[name][field] for field in nothing)
-    assert described[STREAM]["dtype"] == "bfloat16" and described[STREAM]["tokens"] > 0
-    metadata = json.loads((stored / "metadata.json").read_text())
-    assert [hook.get("dtype") for hook in metadata["hooks"]] == ["int32", None, "int32", None]
-    assert metadata["identity"]["integer_hooks"] == CHOICES
     dataset = ActivationDataset(stored)
     for name, tokens in ((CHOICES[0], 0), (STREAM, dataset.tokens)):
         found = dataset.statistics[name]
         assert found.all_tokens.tokens == found.tokens == tokens
-
-
-def test_batches_have_every_hook_in_its_own_dtype(stored):
-    import torch
-
-    dataset = ActivationDataset(stored)
     usual = next(dataset.batches(50))
     assert [usual[name].dtype for name in HOOKS] == ["int32", "bfloat16", "int32", "bfloat16"]
     wide = next(dataset.batches(50, dtype="float32", max_norm=1e9))
     assert [wide[name].dtype for name in HOOKS] == ["int32", "float32", "int32", "float32"]
     np.testing.assert_array_equal(wide[CHOICES[1]], usual[CHOICES[1]])
-    shuffled = next(dataset.batches(dataset.tokens, [CHOICES[1]], shuffle=0, dtype="float32"))
-    order = np.lexsort((shuffled.position, shuffled.sample_idx))
-    np.testing.assert_array_equal(shuffled[CHOICES[1]][order][:50], usual[CHOICES[1]])
-    assert usual.torch()[CHOICES[0]].dtype == torch.int32
+    assert str(usual.torch()[CHOICES[0]].dtype) == "torch.int32"
     assert ActivationDataset(stored, [CHOICES[0]]).dtype == "int32"
     with pytest.raises(ValueError, match="has no activations, and no norm"):
         dataset.batches(50, max_norm={CHOICES[0]: 1.0})
@@ -186,5 +168,4 @@ def test_integers_of_other_programs_are_activations_as_before(tmp_path):
     dataset = ActivationDataset(tmp_path)
     found = next(dataset.batches(3, dtype="float32", max_norm=6.0))["third"]
     assert dataset.dtype == np.int8 and found.dtype == np.float32 and (found == 4).all()
-    found = dataset.statistics["third"]
-    assert (found.tokens, found.overall_mean) == (3, 4.0)
+    assert dataset.statistics["third"].overall_mean == 4.0

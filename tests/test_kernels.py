@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from rounding import assert_rounded_alike, assert_within_rounding
-from test_trial import trials_of_experts
+from test_trial import trials_of
 
 from activation_extraction.model.attention import (
     KEY_BLOCK,
@@ -31,7 +31,9 @@ from activation_extraction.model.kernels import splash_attention
 from activation_extraction.model.layers import others_of_pairs, others_of_pairs_on_tpu
 from activation_extraction.model.mesh import build_layout, host_rows, usable_devices
 
-splash, flash = (partial(f, interpret=True) for f in (splash_attention, flash_attention))
+splash, flash, grouped = (
+    partial(f, interpret=True) for f in (splash_attention, flash_attention, grouped_experts)
+)
 # T, S, first query, query heads, key/value heads, head size
 CASES = {
     "groups of four": (256, 256, 0, 4, 1, 64),
@@ -70,25 +72,23 @@ def assert_attention(got, arrays, first, window=None):
 
 
 @pytest.mark.parametrize("window", [None, 2])
-def test_dense_attention_by_hand(window):
-    """Two segments of one row, against plain loops."""
-
-    def by_hand(q, k, v):
-        out = np.zeros_like(q)
-        for t in range(5):
-            seen = [s for s in range(t + 1) if segments[0, s] == segments[0, t]][-(window or 9) :]
-            for n in range(4):
-                scores = np.array([q[0, t, n] @ k[0, s, n // 2] for s in seen])
-                weights = np.exp(scores - scores.max())
-                out[0, t, n] = weights @ v[0, seen, n // 2] / weights.sum()
-        return out
+def test_dense_attention_is_that_of_torch(window):
+    import torch
 
     chance = np.random.default_rng(2)
     q, k, v = (chance.standard_normal((1, 5, n, 4)).astype(np.float32) for n in (4, 2, 2))
-    segments = np.array([[1, 1, 1, 2, 2]], np.int32)
-    both = Segments(jnp.asarray(segments), jnp.asarray(segments))
+    segments, distance = np.array([1, 1, 1, 2, 2]), np.subtract.outer(np.arange(5), np.arange(5))
+    seen = (segments[:, None] == segments) & (distance >= 0) & (distance < (window or 9))
+
+    def by_torch(*arrays):
+        attend = torch.nn.functional.scaled_dot_product_attention
+        qkv = (torch.tensor(x).transpose(1, 2) for x in arrays)
+        found = attend(*qkv, torch.tensor(seen), scale=1, enable_gqa=True)
+        return found.transpose(1, 2).numpy()
+
+    both = Segments(*[jnp.asarray(segments[None], jnp.int32)] * 2)
     got = dense_attention(*map(jnp.asarray, (q, k, v)), both, 0, window)
-    assert_within_rounding(got, by_hand, (q, k, v), terms=5)
+    assert_within_rounding(got, by_torch, (q, k, v), terms=5)
 
 
 @pytest.mark.long
@@ -174,7 +174,7 @@ def test_accelerators_multiply_float32_as_such(dtype):
     if exact:
         text = program(lambda *arrays: flash_attention(*arrays, case[2]), arrays, "cuda")
         assert "triton" not in text and "precision = [HIGHEST, HIGHEST]" in text
-        ((_, arrays, _),) = trials_of_experts((8, 256, 128), jnp.dtype("float32"))
+        ((_, arrays, _),) = trials_of((8, 256, 128), jnp.dtype("float32"))
         text = program(grouped_experts, arrays, "cuda")
         assert "triton" not in text and "[HIGHEST, HIGHEST]" in text
 
@@ -196,43 +196,36 @@ def test_kernels_of_gpus_can_be_lowered_into_programs_of_both_meshes():
     gpu = AbstractDevice("NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
         assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    ((_, arrays, _),) = trials_of_experts((8, 256, 128), jnp.dtype("bfloat16"))
+    ((_, arrays, _),) = trials_of((8, 256, 128), jnp.dtype("bfloat16"))
     assert program(grouped_experts, arrays, "cuda").count("@__gpu$xla.gpu.triton") == 3
 
 
+@pytest.mark.parametrize("kernel", [tiled_experts, ragged_experts, grouped])
 @pytest.mark.parametrize("sizes", [(0, 200, 1, 63, 128, 0), (5, 0, 0, 0, 0, 0), (0,) * 6])
-def test_grouped_experts_compute_what_the_definition_says(sizes):
+def test_experts_compute_what_the_definition_says(sizes, kernel):
     """What rows after those of all experts hold is not a number."""
     rng, total, counts = np.random.default_rng(0), sum(sizes), jnp.array(sizes, jnp.int32)
-    x = jnp.array(rng.standard_normal((total + 30, 96))).at[total:].set(jnp.nan)
-    gate, up = jnp.array(rng.standard_normal((2, 6, 96, 48)) / 9, jnp.bfloat16)
-    down = jnp.array(rng.standard_normal((6, 48, 96)) / 6, jnp.bfloat16)
-    arrays = x.astype(jnp.bfloat16), counts, gate, up, down
-    got = jax.jit(partial(grouped_experts, interpret=True))(*arrays)
-    assert got.shape == x.shape and got.dtype == jnp.bfloat16
-    if total:
-        rounded = tiled_experts(*arrays)[:total]
-        assert_rounded_alike(
-            got[:total], rounded, one_expert_after_the_other(*wide(arrays))[:total]
-        )
-
-
-@pytest.mark.parametrize("kernel", [tiled_experts, ragged_experts])
-@pytest.mark.parametrize("sizes", [(0, 200, 1, 63, 64, 0), (5, 0, 0, 0, 0, 0)])
-def test_experts_compute_what_the_definition_says(sizes, kernel):
-    """Rows after those of all experts, as other devices' are, do not matter."""
-    rng, total, counts = np.random.default_rng(0), sum(sizes), jnp.array(sizes, jnp.int32)
-    x = jnp.array(rng.standard_normal((total + 30, 32)), jnp.float32)
-    gate, up = jnp.array(rng.standard_normal((2, 6, 32, 24)) / 5, jnp.float32)
-    down = jnp.array(rng.standard_normal((6, 24, 32)) / 5, jnp.float32)
     assert TILE < 200
+    x = rng.standard_normal((total + 30, 96))
+    x[total:] = np.nan if kernel is grouped else 0
+    gate, up = rng.standard_normal((2, 6, 96, 48)) / 9
+    dtype = jnp.bfloat16 if kernel is grouped else jnp.float32
+    x, gate, up, down = (
+        jnp.array(each, dtype) for each in (x, gate, up, rng.standard_normal((6, 48, 96)) / 6)
+    )
+    got = jax.jit(kernel)(x, counts, gate, up, down)
+    assert got.shape == x.shape and got.dtype == dtype
 
     def definition(x, *matrices):
         return one_expert_after_the_other(x, counts, *matrices)[:total]
 
-    got = jax.jit(kernel)(x, counts, gate, up, down)
-    assert got.shape == x.shape
-    assert_within_rounding(got[:total], definition, (x, gate, up, down), terms=32)
+    if not total:
+        return
+    if kernel is not grouped:
+        assert_within_rounding(got[:total], definition, (x, gate, up, down), terms=96)
+    else:
+        rounded = tiled_experts(x, counts, gate, up, down)[:total]
+        assert_rounded_alike(got[:total], rounded, definition(*wide((x, gate, up, down))))
 
 
 def test_equal_logits_choose_the_first_experts():

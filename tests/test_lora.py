@@ -36,6 +36,7 @@ MODELS = {
     "tied": dict(num_key_value_heads=1, tie_word_embeddings=True),
     "experts one by one": MOE | dict(num_key_value_heads=2, head_dim=64, num_hidden_layers=2),
     "fused experts": MOE_TEXT,
+    "square experts": MOE_TEXT | dict(moe_intermediate_size=64),
 }
 
 
@@ -43,12 +44,11 @@ class Made:
     """An adapter in the making, and the base's weights as NumPy merges them."""
 
     def __init__(self, base, prefix="base_model.model."):
+        self.turn = inputs_first if base.name.endswith("inputs first") else lambda _, values: values
         self.weights = {
-            name.replace("language_model.", ""): value.astype(np.float32)
+            name.replace("language_model.", ""): self.turn(name, value).astype(np.float32)
             for name, value in load_file(base / "model.safetensors").items()
         }
-        self.turn = inputs_first if base.name == "inputs_first" else lambda _, values: values
-        self.weights = {name: self.turn(name, values) for name, values in self.weights.items()}
         self.tensors, self.config, self.prefix = {}, dict(CONFIG), prefix
         self.chance = np.random.default_rng(0)
 
@@ -117,7 +117,8 @@ class Made:
 def everything(made):
     """Patterns; ranks; biases; the keys of raw dicts; whole tensors; half precision."""
     made.config |= dict(bias="all", lora_bias=True, fan_in_fan_out=True)
-    made.config["rank_pattern"] = {r".*\.1\..*(k|v)_proj": 2, "v_proj": 7, "1.mlp.up_proj": 4}
+    made.config["rank_pattern"] = {"o_pro": 9, "_proj": 9}  # which match no whole name
+    made.config["rank_pattern"] |= {r".*\.1\..*(k|v)_proj": 2, "v_proj": 7, "1.mlp.up_proj": 4}
     made.config["alpha_pattern"] = {"layers.0.self_attn.q_proj": 9, "q_proj": 4, "up_proj": 2.5}
     first, second = "model.layers.0", "model.layers.1"
     made.linear(f"{first}.{ATTENTION}.q_proj", 9 / 3)
@@ -205,22 +206,21 @@ def fused_experts(made, exchanged=False):
     made.linear("model.layers.2.mlp.shared_expert.up_proj", 5 / 3)
 
 
-def exchanged_before_0_19_1(made):
-    all_experts(made, exchanged=True)
-
-
-def fused_and_exchanged(made):
-    fused_experts(made, exchanged=True)
+def all_exchanged(made):
+    """As by PEFT before 0.19.1, for whose square experts the version decides."""
+    made.config["peft_version"] = "0.18.1"
+    fused = "model.layers.0.mlp.experts.down_proj" in made.weights
+    (fused_experts if fused else all_experts)(made, exchanged=True)
 
 
 CASES = [
-    ("dense", everything),
-    ("dense", of_raw_names),
+    *(("dense", each) for each in (everything, of_raw_names)),
     *(("tied", each) for each in (head_alone, embedding_alone, embedding_and_head, new_head)),
-    *(("experts one by one", each) for each in (experts_one_by_one, all_experts)),
-    ("experts one by one", exchanged_before_0_19_1),
-    *(("fused experts", each) for each in (fused_experts, fused_and_exchanged)),
-    ("fused, inputs first", fused_experts),
+    *(("experts one by one", each) for each in (experts_one_by_one, all_experts, all_exchanged)),
+    *(("fused experts", each) for each in (fused_experts, all_exchanged)),
+    *(("square experts", each) for each in (fused_experts, all_exchanged)),
+    *((f"{name} experts, inputs first", fused_experts) for name in ("fused", "square")),
+    ("square experts, inputs first", all_exchanged),
 ]
 
 
@@ -228,15 +228,14 @@ CASES = [
 def bases(tmp_path_factory):
     """Folders of models by name."""
     root = tmp_path_factory.mktemp("bases")
-    made = {
-        name: make_reference(root / name.replace(" ", "_"), **changes).folder
-        for name, changes in MODELS.items()
-    }
-    file = made["fused experts"] / "model.safetensors"
-    save_file(fused(load_file(file)), file, {"format": "pt"})
-    made["fused, inputs first"] = shutil.copytree(file.parent, root / "inputs_first")
-    turned = {name: inputs_first(name, each) for name, each in load_file(file).items()}
-    save_file(turned, made["fused, inputs first"] / "model.safetensors", {"format": "pt"})
+    made = {name: make_reference(root / name, **MODELS[name]).folder for name in MODELS}
+    for name in ("fused experts", "square experts"):
+        folder = root / f"{name}, inputs first"
+        tensors = fused(load_file(made[name] / "model.safetensors"))
+        made[folder.name] = shutil.copytree(made[name], folder)
+        save_file(tensors, made[name] / "model.safetensors", {"format": "pt"})
+        turned = {key: inputs_first(key, each) for key, each in tensors.items()}
+        save_file(turned, folder / "model.safetensors", {"format": "pt"})
     return made
 
 
@@ -306,78 +305,52 @@ def test_merged_weights_are_rounded_once(bases, tmp_path):
         np.testing.assert_array_equal(rounded[name], value.astype(ml_dtypes.bfloat16))
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("version", ["0.18.1", "0.19.1.dev0"])
-def test_square_experts_follow_the_version_of_peft(tmp_path, version, transposed):
-    """The base may have its experts transposed, as models with vision inputs have."""
-    name, chance = "model.layers.0.mlp.experts", np.random.default_rng(0)
-    weights = {
-        f"{name}.gate_up_proj": chance.normal(size=(3, 8, 16)),
-        f"{name}.down_proj": chance.normal(size=(3, 8, 8)),
-    }
-    a, b = chance.normal(size=(6, 8)), chance.normal(size=(8, 6))
-    exchanged = version == "0.18.1"
-    delta = np.einsum(
-        "ore,eri->eio" if exchanged else "ore,eri->eoi", b.reshape(8, 2, 3), a.reshape(3, 2, 8)
-    )
-    if not transposed:
-        weights[f"{name}.gate_up_proj"] = weights[f"{name}.gate_up_proj"].swapaxes(1, 2).copy()
-    expected = weights[f"{name}.down_proj"] + 3 * (delta.swapaxes(1, 2) if transposed else delta)
-    base = tmp_path / "base"
-    base.mkdir()
-    save_file(weights, base / "model.safetensors")
-    made = Made(base)
-    made.config |= dict(r=2, lora_alpha=6, peft_version=version)
-    made.tensors = {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
-    lora = made.save(tmp_path / "lora")
-    checkpoint = Checkpoint(str(base))
-    checkpoint.adapter = Adapter(str(lora), checkpoint, False)
-    config(peft_version="0.17.0")(lora)
-    with pytest.raises(InputError, match="is square, and peft_version 0.17.0 does not say how"):
-        Adapter(str(lora), checkpoint, False)
-    for experts in (slice(0, 3), slice(1, 2)):
-        part = experts, slice(1, 7), slice(2, 8)
-        found = checkpoint.read(f"{name}.down_proj", part)
-        np.testing.assert_allclose(found, expected[part], rtol=1e-5, atol=1e-5)
-
-
 Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj"
 UP_PROJ = "model.layers.2.mlp.up_proj"
 
 
-def test_a_change_of_experts_that_are_not_read_is_refused(bases, tmp_path, demo_inputs, capsys):
-    """A checkpoint may hold a tensor for each expert beside the fused ones, which are read."""
+def test_changes_of_experts_that_are_refused(bases, tmp_path, demo_inputs, capsys):
+    """A checkpoint may hold a tensor for each expert beside the fused ones, which are read; and a
+    version of PEFT may not say which axis of square experts is the input's."""
     folder = shutil.copytree(bases["fused experts"], tmp_path / "model")
     apart = load_file(bases["experts one by one"] / "model.safetensors")
     own = {name: each for name, each in apart.items() if ".experts." in name}
     save_file(load_file(folder / "model.safetensors") | own, folder / "model.safetensors")
-    made = Made(bases["experts one by one"])
-    experts_one_by_one(made)
-    flags = "--model_path", folder, "--lora", made.save(tmp_path / "lora"), "--layers_to_extract"
-    flags += (
-        1,
-        "--dataset_path",
-        demo_inputs / "documents.parquet",
-        "--output_dir",
-        tmp_path / "out",
-    )
-    assert main(*flags) == 2
-    assert "which is in the base but is not read (and 1 more)" in capsys.readouterr().err
+    one, square = Made(bases["experts one by one"]), Made(bases["square experts"])
+    experts_one_by_one(one)
+    fused_experts(square)
+    square.config["peft_version"] = "0.17.0"
+    flags = "--layers_to_extract", 1, "--dataset_path", demo_inputs / "documents.parquet"
+    for base, made, told in (
+        (folder, one, "which is in the base but is not read (and 1 more)"),
+        (bases["square experts"], square, "is square, and peft_version 0.17.0 does not say how"),
+    ):
+        lora = made.save(tmp_path / "lora")
+        assert (
+            main("--model_path", base, "--lora", lora, *flags, "--output_dir", tmp_path / "out")
+            == 2
+        )
+        assert told in capsys.readouterr().err.splitlines()[-1]
 
 
-def tensors(**changed):
+def tensors(shapes):
     """Adds tensors of these shapes, or removes those that have none."""
 
     def change(folder):
         file = folder / "adapter_model.safetensors"
         found = load_file(file)
-        for key, shape in changed.items():
+        for key, shape in shapes.items():
             found.pop(key, None)
             if shape is not None:
                 found[key] = np.ones(shape, np.float32)
         save_file(found, file)
 
     return change
+
+
+def pair(module, a, b):
+    """Adds A and B of these shapes."""
+    return tensors({f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b})
 
 
 def config(**changed):
@@ -388,11 +361,20 @@ def config(**changed):
     return change
 
 
-def rename(old, new):
-    return lambda folder: (folder / old).rename(folder / new)
+def written(name, content, renamed=None):
+    """Writes another content to a file, or gives it another name."""
+
+    def change(folder):
+        if renamed:
+            (folder / name).rename(folder / renamed)
+        else:
+            (folder / name).write_bytes(content)
+
+    return change
 
 
 FILE, NOT_SUPPORTED = "adapter_model.safetensors: ", "is not supported; merge it with PEFT"
+A, B = f"{Q_PROJ}.lora_A.weight", f"{Q_PROJ}.lora_B.weight"
 REFUSED = {
     **{
         f"{name} {value!r} {NOT_SUPPORTED}": config(**{name: value})
@@ -407,10 +389,10 @@ REFUSED = {
             monteclora_config={"num_samples": 1},
             trainable_token_indices=[5],
             peft_type="IA3",
+            init_lora_weights="pissa",
         ).items()
     },
-    f"init_lora_weights 'pissa' {NOT_SUPPORTED}": config(init_lora_weights="pissa"),
-    f"{FILE}{Q_PROJ}.lora_A.weight has rank 3, adapter_config.json says 4": config(r=4),
+    f"{FILE}{A} has rank 3, adapter_config.json says 4": config(r=4),
     "lora_alpha of model.layers.1.self_attn.q_proj is '16', expected a number": config(
         lora_alpha="16"
     ),
@@ -419,73 +401,52 @@ REFUSED = {
         for name, value in (("use_rslora", "false"), ("use_dora", 1), ("ensure_weight_tying", "no"))
     },
     "(260, 64), expected (257, 64); if the vocabulary was resized for training, give": tensors(
-        **{"base_model.model.model.embed_tokens.modules_to_save.weight": [260, 64]}
+        {"base_model.model.model.embed_tokens.modules_to_save.weight": [260, 64]}
     ),
-    "lora_B.weight has shape (260, 3), expected (257, 3); if the vocabulary was resized": tensors(
-        **{"lm_head.lora_A.weight": [3, 64], "lm_head.lora_B.weight": [260, 3]}
+    "lora_B.weight has shape (260, 3), expected (257, 3); if the vocabulary was resized": pair(
+        "lm_head", [3, 64], [260, 3]
     ),
     "r of model.layers.1.self_attn.q_proj is None, expected a number": config(r=None),
     "rank_pattern: missing ), unterminated subpattern": config(rank_pattern={"(": 3}),
     "alpha_pattern: 'list' object has no attribute 'items'": config(alpha_pattern=[3]),
+    "lora_alpha of model.layers.1.self_attn.q_proj is 1000": config(lora_alpha=10**400),
     "is not supported: DoRA has use_dora and a linear magnitude_vector": config(use_dora=True),
-    f"{Q_PROJ}.lora_A.weight is not supported: DoRA": tensors(
-        **{f"{Q_PROJ}.lora_magnitude_vector": [64]}
+    f"{A} is not supported: DoRA": tensors({f"{Q_PROJ}.lora_magnitude_vector": [64]}),
+    "lora_A.weight has shape (3, 63), expected (3, 64)": tensors({A: [3, 63]}),
+    "lora_B.weight has shape (64, 3), expected (96, 3)": tensors({B: [64, 3]}),
+    "has shape (0,) (was it saved from a part of ZeRO-3?)": tensors({B: [0]}),
+    f"{A} fits no tensor of the base model (1 key in all)": tensors({B: None}),
+    "layers.9.mlp.up_proj.lora_A.weight fits no tensor of the base model (2 keys in all)": pair(
+        "layers.9.mlp.up_proj", [3, 64], [8, 3]
     ),
-    "lora_A.weight has shape (3, 63), expected (3, 64)": tensors(
-        **{f"{Q_PROJ}.lora_A.weight": [3, 63]}
+    "model.norm.lora_A.weight fits no tensor of the base model (2 keys in all)": pair(
+        "model.norm", [3, 64], [64, 3]
     ),
-    "lora_B.weight has shape (64, 3), expected (96, 3)": tensors(
-        **{f"{Q_PROJ}.lora_B.weight": [64, 3]}
-    ),
-    "has shape (0,) (was it saved from a part of ZeRO-3?)": tensors(
-        **{f"{Q_PROJ}.lora_B.weight": [0]}
-    ),
-    f"{Q_PROJ}.lora_A.weight fits no tensor of the base model (1 key in all)": tensors(
-        **{f"{Q_PROJ}.lora_B.weight": None}
-    ),
-    "layers.9.mlp.up_proj.lora_A.weight fits no tensor of the base model (2 keys in all)": tensors(
-        **{
-            "layers.9.mlp.up_proj.lora_A.weight": [3, 64],
-            "layers.9.mlp.up_proj.lora_B.weight": [8, 3],
-        }
-    ),
-    "model.norm.lora_A.weight fits no tensor of the base model (2 keys in all)": tensors(
-        **{"model.norm.lora_A.weight": [3, 64], "model.norm.lora_B.weight": [64, 3]}
-    ),
-    "layers.1.mlp.experts.lora_A.weight fits no tensor of the base model": tensors(
-        **{
-            "layers.1.mlp.experts.lora_A.weight": [6, 8],
-            "layers.1.mlp.experts.lora_B.weight": [8, 6],
-        }
+    "layers.1.mlp.experts.lora_A.weight fits no tensor of the base model": pair(
+        "layers.1.mlp.experts", [6, 8], [8, 6]
     ),
     f"{UP_PROJ}.lora_B.bias fits no tensor of the base model": tensors(
-        **{f"{UP_PROJ}.lora_B.bias": [112]}
+        {f"{UP_PROJ}.lora_B.bias": [112]}
     ),
-    "lora_alpha of model.layers.1.self_attn.q_proj is 1000": config(lora_alpha=10**400),
-    f"{Q_PROJ}.lora_A.weight is I8; only F64, F32, F16, BF16 are merged": lambda folder: save_file(
-        load_file(folder / FILE[:-2]) | {f"{Q_PROJ}.lora_A.weight": np.ones((3, 64), np.int8)},
+    f"{A} is I8; only F64, F32, F16, BF16 are merged": lambda folder: save_file(
+        load_file(folder / FILE[:-2]) | {A: np.ones((3, 64), np.int8)},
         folder / FILE[:-2],
     ),
-    "model.norm.weight has shape (63,), expected (64,)": tensors(**{"model.norm.weight": [63]}),
-    "lora_A.default.weight are the same": tensors(**{f"{Q_PROJ}.lora_A.default.weight": [3, 64]}),
-    "which another key has changed": tensors(
-        **{
-            "model.language_model.layers.1.self_attn.q_proj.lora_A.weight": [3, 64],
-            "model.language_model.layers.1.self_attn.q_proj.lora_B.weight": [96, 3],
-        }
+    "model.norm.weight has shape (63,), expected (64,)": tensors({"model.norm.weight": [63]}),
+    "lora_A.default.weight are the same": tensors({f"{Q_PROJ}.lora_A.default.weight": [3, 64]}),
+    "which another key has changed": pair(
+        "model.language_model.layers.1.self_attn.q_proj", [3, 64], [96, 3]
     ),
     "has no tensor for the language model": lambda folder: save_file(
         {"model.visual.x.lora_A.weight": np.ones((1, 1))}, folder / FILE[:-2]
     ),
     "has no adapter_model.safetensors, but adapter_model.bin; only safetensors are read: load the "
-    "adapter with PEFT and store it with": rename(FILE[:-2], "adapter_model.bin"),
-    "has no adapter_config.json": rename("adapter_config.json", "config.json"),
-    "adapter_config.json: expected a JSON object, found list": lambda folder: (
-        folder / "adapter_config.json"
-    ).write_text("[]"),
-    "adapter_model.safetensors: not a complete safetensors file": lambda folder: (
-        folder / FILE[:-2]
-    ).write_bytes(b"0123456789"),
+    "adapter with PEFT and store it with": written(FILE[:-2], None, "adapter_model.bin"),
+    "has no adapter_config.json": written("adapter_config.json", None, "config.json"),
+    "adapter_config.json: expected a JSON object, found list": written(
+        "adapter_config.json", b"[]"
+    ),
+    "adapter_model.safetensors: not a complete safetensors file": written(FILE[:-2], b"0123456789"),
 }
 
 
@@ -542,35 +503,32 @@ def test_an_adapter_is_an_input_of_the_run(demo_inputs, tmp_path, capsys, monkey
     other = shutil.copytree(tmp_path / "lora", tmp_path / "other")
     config(lora_alpha=3)(other)
     remote = f"memory://{tmp_path.name}/lora"
-    for path in (tmp_path / "lora").iterdir():
-        fsspec.filesystem("memory").pipe(f"{remote}/{path.name}", path.read_bytes())
-    again = [*flags, 30, "--output_dir", "out"]
-    capsys.readouterr()
-    for given in (["--lora", other], []):
-        assert main(*again, *given) == 2
-        assert (
-            "already holds an extraction that differs in lora_digest: " in capsys.readouterr().err
-        )
-    assert main(*again, "--lora", remote) == 0
-
-    verify = ["--verify", "--output_dir", "out", "--model_path", model]
-    assert main(*verify, "--lora", remote) == 0
-    capsys.readouterr()
-    came = "that the stored activations came from\n"
-    for given, told in (
-        (["--lora", other], f"error: --lora {other}: the adapter is not the one {came}"),
-        ([], f"error: --lora: the adapter is missing, the one {came}"),
+    fsspec.filesystem("memory").put(f"{tmp_path}/lora/*", f"{remote}/")
+    again, verify = [*flags, 30, "--output_dir", "out"], ["--verify", "--output_dir", "out"]
+    of_model, came = ["--model_path", model], "that the stored activations came from\n"
+    for asked, status, told in (
+        ([*again, "--lora", other], 2, "already holds an extraction that differs in lora_digest: "),
+        (again, 2, "already holds an extraction that differs in lora_digest: "),
+        ([*again, "--lora", remote], 0, ""),
+        ([*verify, *of_model, "--lora", remote], 0, ""),
+        (
+            [*verify, *of_model, "--lora", other],
+            2,
+            f"{other}: the adapter is not the one {came}",
+        ),
+        ([*verify, *of_model], 2, f"error: --lora: the adapter is missing, the one {came}"),
+        ([*verify, "--lora", remote], 2, "error: --lora: needs --model_path here\n"),
+        (["--demo", "--lora", "lora"], 2, "--demo and --lora cannot be used together"),
+        (["--report", "report.html", "--output_dir", "out"], 0, ""),
+        ([*flags, 30, "--lora", "lora", "--list_hooks"], 0, ""),
+        (
+            [*flags, 30, "--lora", "out", "--list_hooks"],
+            2,
+            "out: has no adapter_config.json",
+        ),
+        ([*flags, 30, "--lora", "lora", "--plan", "v5e:2x2"], 0, ""),
+        ([*flags, 30, "--lora", "out", "--plan", "v5e:2x2"], 2, "out: has no adapter_config.json"),
     ):
-        assert main(*verify, *given) == 2
-        assert capsys.readouterr().err.endswith(told)
-    assert main("--verify", "--output_dir", "out", "--lora", remote) == 2
-    assert capsys.readouterr().err == "error: --lora: needs --model_path here\n"
-    assert main("--demo", "--lora", "lora") == 2
-    assert "--demo and --lora cannot be used together" in capsys.readouterr().err
-    assert main("--report", "report.html", "--output_dir", "out") == 0
-    assert f"LoRA adapter: {remote}" in re.sub(r"<wbr>|\u200b", "", Path("report.html").read_text())
-    for looking in (["--list_hooks"], ["--plan", "v5e:2x2"]):
-        assert main(*flags, 30, "--lora", "lora", *looking) == 0
         capsys.readouterr()
-        assert main(*flags, 30, "--lora", "out", *looking) == 2
-        assert "error: --lora out: has no adapter_config.json" in capsys.readouterr().err
+        assert main(*asked) == status and told in capsys.readouterr().err
+    assert f"LoRA adapter: {remote}" in re.sub(r"<wbr>|\u200b", "", Path("report.html").read_text())

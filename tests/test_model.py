@@ -29,7 +29,6 @@ from tiny_models import (
 
 from activation_extraction.model import layers
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.decoder import rows_at_once
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.kernels import Kernels
@@ -303,13 +302,6 @@ def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(models, name):
             counts = with_a_loss if hook.name == "loss" else both
             got, other, wanted = (x[counts] for x in (value, rounded[hook.name], exact[hook.name]))
             assert_rounded_alike(got, other, wanted, hook.name)
-
-
-def test_rows_that_one_cpu_computes_together():
-    alone = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
-    found = [rows_at_once(alone, *shape) for shape in ((6, 1024), (5, 1024), (6, 64), (6, 4096))]
-    assert found == [2, 1, 6, 1]
-    assert rows_at_once(build_layout(jax.devices()[:2], {"model": 2}, 2), 6, 1024) == 6
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,7 @@ from transformers import AutoTokenizer
 
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
-from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run.estimate import data_size
-from activation_extraction.run.host_text import HostText, load_text_files, row_form
-from activation_extraction.run.open_data import TextRequest, open_dataset
-from activation_extraction.text.batch import Worker
 from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.tokenizer import special_tokens_of
 
@@ -147,33 +143,6 @@ def test_a_text_without_tokens_of_its_own_is_no_sample(model_with, texts):
     assert len(sample.token_ids) == 3 and stream.counts.empty == 3
 
 
-def host_text(model, *flags):
-    config = parse_args([str(flag) for flag in ("--model_path", model, *flags)])
-    request = config.part(TextRequest)
-    tokenizer, template = load_text_files(request, Checkpoint(str(model)), VOCABULARY)
-    rows = row_form(request, template, VOCABULARY)
-    dataset = open_dataset(request, rows.columns, [])
-    return HostText(request, dataset, rows, tokenizer, Worker(), (8, 64))
-
-
-@pytest.mark.parametrize("choice", [[], ["--special_tokens", "none"]])
-def test_conversations_and_given_ids_get_nothing(choice, models, tmp_path):
-    row = {"text": "a text", "talk": talk(), "ids": [5, 6, 7]}
-    path, reference = tmp_path / "rows.jsonl", AutoTokenizer.from_pretrained(models[BOTH])
-    write_rows(path, [row])
-    chat = reference.apply_chat_template(row["talk"], tokenize=False)
-    for column, due in (
-        ("messages", reference(chat, add_special_tokens=False).input_ids),
-        ("ids", row["ids"]),
-        ("text", reference("a text", add_special_tokens=not choice).input_ids),
-    ):
-        flags = [f"--{column}_column", "talk" if column == "messages" else column, *choice]
-        text = host_text(models[BOTH], "--dataset_path", path, *flags)
-        documents = text.dataset.documents(text.rows, text.worker, False, None)
-        (sample,) = samples(documents, text.tokenizer, text.form)
-        assert sample.token_ids.tolist() == due
-
-
 def flags_of(model, path, out, *more):
     return [
         *("--model_path", model, "--dataset_path", path, "--output_dir", out),
@@ -227,13 +196,24 @@ def test_a_run_is_continued_and_verified_with_the_same_tokens(
     assert capsys.readouterr().out.splitlines()[-1] == told
 
 
-def test_a_flag_that_changes_nothing_refuses_nothing(models, texts, tmp_path):
-    flags = flags_of(models["$A"], texts([{"text": "one"}]), tmp_path / "out")
-    assert main(*flags) == 0 and main(*flags, "--special_tokens", "none") == 0
+@pytest.mark.parametrize("choice", [[], ["--special_tokens", "none"]])
+@pytest.mark.parametrize("column", ["messages", "ids", "text"])
+def test_conversations_and_given_ids_get_nothing(column, choice, models, tmp_path):
+    row = {"text": "a text", "messages": talk(), "ids": [5, 6, 7]}
+    path, reference = tmp_path / "rows.jsonl", AutoTokenizer.from_pretrained(models[BOTH])
+    write_rows(path, [row])
+    due = row["ids"]
+    if column != "ids":
+        chat = reference.apply_chat_template(row["messages"], tokenize=False)
+        text, own = (chat, False) if column == "messages" else ("a text", not choice)
+        due = reference(text, add_special_tokens=own).input_ids
+    flags = flags_of(models[BOTH], path, tmp_path / "out", f"--{column}_column", column, *choice)
+    assert main(*flags, "--max_seq_length", 1000) == 0
+    assert [sample.token_ids.tolist() for sample in ActivationDataset(tmp_path / "out")] == [due]
 
 
 def test_a_run_from_before_is_verified_without_special_tokens(models, texts, tmp_path, capsys):
-    """Then none were added, and nothing was recorded."""
+    """Then none were added, and nothing was recorded. A flag that changes nothing refuses none."""
     path, out = texts([{"text": f"a text {n}"} for n in range(5)]), tmp_path / "out"
     flags = flags_of(models[BOTH], path, out, "--positions", "every:2")
     assert main(*flags, "--special_tokens", "none") == 0
@@ -244,40 +224,27 @@ def test_a_run_from_before_is_verified_without_special_tokens(models, texts, tmp
     edit(out / "metadata.json", forget)
     assert main("--verify", "--output_dir", out, "--model_path", models[BOTH]) == 0
     assert "5 samples recomputed; 0 problems\n" in capsys.readouterr().out
+    flags = flags_of(models["$A"], path, tmp_path / "other")
+    assert main(*flags) == 0 and main(*flags, "--special_tokens", "none") == 0
 
 
 def post_processor(single):
     """Gives a tokenizer this template, in which x is a token id that the model does not have."""
-
-    def change(tokenizer):
-        own = processors.TemplateProcessing(single=single, special_tokens=[("x", VOCABULARY)])
-        tokenizer.post_processor = own
-
-    return change
+    own = processors.TemplateProcessing(single=single, special_tokens=[("x", VOCABULARY)])
+    return lambda tokenizer: setattr(tokenizer, "post_processor", own)
 
 
 @pytest.mark.parametrize(
-    "change,more,told",
+    "change,length,told",
     [
-        (
-            lambda tokenizer: None,
-            ["--max_seq_length", 2],
-            "--max_seq_length 2: has no room for a text and the ",
-        ),
-        (
-            post_processor("$A x"),
-            [],
-            f"the tokenizer has token id {VOCABULARY}, but vocab_size in config.json",
-        ),
-        (
-            post_processor("$A $A"),
-            [],
-            "--special_tokens tokenizer: the post_processor in the model's tokenizer.json",
-        ),
+        (id, 2, "--max_seq_length 2: has no room for a text and the "),
+        (post_processor("$A x"), 24, f"the tokenizer has token id {VOCABULARY}, but vocab_size in"),
+        (post_processor("$A $A"), 24, "--special_tokens tokenizer: the post_processor in the mod"),
     ],
 )
-def test_what_cannot_be_is_refused(change, more, told, model_with, texts, tmp_path, capsys):
+def test_what_cannot_be_is_refused(change, length, told, model_with, texts, tmp_path, capsys):
     model, path = model_with(BOTH, change), texts([{"text": "one"}])
+    more = "--max_seq_length", length
     assert_refused(capsys, tmp_path, flags_of(model, path, tmp_path / "out", *more), told)
     if told.startswith("--"):  # it is known without the model's configuration
         assert_refused(capsys, tmp_path, ["--list_hooks", "--model_path", model, *more], told)
@@ -285,13 +252,12 @@ def test_what_cannot_be_is_refused(change, more, told, model_with, texts, tmp_pa
 
 def test_a_plan_counts_them(models, capsys):
     """Two more tokens of each document, where none is cut."""
-    flags = "--dataset_path", "x.jsonl", "--max_samples", "1000"
+    flags = "--dataset_path", "x.jsonl", "--max_samples", "1000", "--max_seq_length", "1000000"
+    (with_two, _), (without, _) = (data_size(parse_args(flags), n) for n in (2, 0))
+    assert with_two - without == pytest.approx(2000)
     found = []
     for choice in ("tokenizer", "none"):
         asked = "--plan", "h100-1", "--model_path", models[BOTH], "--special_tokens", choice
-        assert main(*asked, *flags, "--max_seq_length", 2048, "--json") == 0
+        assert main(*asked, *flags[:4], "--max_seq_length", 1024, "--json") == 0
         found.append(json.loads(capsys.readouterr().out)["terabytes"])
-    tokens = [data_size(parse_args([*flags, "--max_seq_length", "2048"]), n)[0] for n in (2, 0)]
-    assert found[0] / found[1] == pytest.approx(tokens[0] / tokens[1]) != 1
-    long = parse_args([*flags, "--max_seq_length", "1000000"])
-    assert data_size(long, 2)[0] - data_size(long)[0] == pytest.approx(2000)
+    assert found[0] > found[1]

@@ -26,7 +26,7 @@ from activation_extraction.model.kept import take
 from activation_extraction.run.topologies import MACHINES, topology_of
 from benchmarks.program_text import COLLECTIVE, groups
 from benchmarks.shapes import SHAPES
-from benchmarks.tpu_plan import Compiled, chips, compile_for, main, times
+from benchmarks.tpu_plan import Compiled, chips, compile_for, times
 from qwen2_jax_with_hooks import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("optimized")]
@@ -197,24 +197,6 @@ def test_the_compiler_knows_every_machine_alike():
                 assert hosts == [device.process_index for device in described]
                 assert {device.platform for device in real} == {"tpu"}
                 assert all(kind.chip in device.device_kind for device in real)
-
-
-def test_the_instrument_prints_the_moves_of_a_layer_and_the_times_of_a_step(
-    monkeypatch, tmp_path, capsys
-):
-    path = tmp_path / "small.json"
-    path.write_text(json.dumps(SHAPES["0.1B"]))
-    flags = "--layers_to_extract 3 12 --mesh_shape 2,2 --mesh_axes data,fsdp"
-    given = ["--model", str(path), "--topology", "v5e:2x2", "--effort", "-1", "--flags", flags]
-    monkeypatch.setattr("sys.argv", ["tpu_plan", *given])
-    main()
-    first, *moves, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("mesh data 2 x fsdp 2; a layer, one chip: MB of HBM, MB sent")
-    assert any(" along fsdp, " in line for line in moves)
-    found = json.loads(last)
-    assert found["kernel_ms"] == 0 and 0 < found["busy"] <= 1
-    assert all(found[name] > 0 for name in ("products_ms", "hbm_ms", "memory_gb"))
-    assert found["hidden_ms"] + found["exposed_ms"] > 0
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,9 @@ BESIDE_OTHERS: dict[str, dict[str, Any]] = {
     # One of the two tensors of fused experts is square: here gate_up_proj, below down_proj.
     "qwen3_vl_moe": vision("qwen3_vl_moe", VL_MOE, as_released=True),
     "qwen3_vl_moe_some_dense_tied": vision(
-        "qwen3_vl_moe", VL_MOE | experts(5, 3, 64) | dict(decoder_sparse_step=2), **TIED
+        "qwen3_vl_moe",
+        VL_MOE | experts(5, 3, 64, decoder_sparse_step=2, norm_topk_prob=False),  # in vain
+        **TIED,
     ),
     "qwen3_omni_moe": omni("qwen3_omni_moe", VL_MOE | dict(sliding_window=9)),
     "qwen3_omni_moe_not_renormalised": omni(
