@@ -23,6 +23,7 @@ PINNED = {  # an extra, or the dependencies of the rest -> the files that pin it
     "tpu": ["deploy/requirements-tpu.txt"],
     "gpu": ["deploy/requirements-gpu.txt"],
     "report": ["requirements.txt", "tests/requirements.txt"],
+    "grain": ["requirements.txt", "tests/requirements.txt"],
     "": ["requirements.txt", "tests/requirements.txt"],
 }
 

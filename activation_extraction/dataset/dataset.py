@@ -20,6 +20,7 @@ from activation_extraction.common.visible import counted
 from activation_extraction.dataset.alignment import AlignedSource
 from activation_extraction.dataset.batches import Batches
 from activation_extraction.dataset.folders import expected_names, read_run
+from activation_extraction.dataset.grain import TokenRecords
 from activation_extraction.dataset.open_shards import OpenShards, as_os_errors
 from activation_extraction.dataset.options import (
     BatchOptions,
@@ -339,6 +340,26 @@ class ActivationDataset(Samples):
             row.columns,
             **labels,
         )
+
+    def grain(self, hooks: Any = None, tokens: int = 1) -> TokenRecords:
+        """Returns all tokens as a random-access source for a DataLoader or a MapDataset of grain.
+
+        A record is a dict of NumPy arrays: the activations of each hook, (tokens, width), and
+        token_ids, sample_idx, position and, where the run has them, role and turn, (tokens,), as in
+        a TokenBatch. With tokens=1 they have no axis of tokens, and `grain.transforms.Batch(1024)`
+        gives what a batch of 1024 tokens has. Otherwise a record has so many consecutive tokens of
+        a shard, but the last one of each shard may have fewer: give `Batch` a `batch_fn` that
+        concatenates. hooks: those to read, as for `batches`.
+
+        In a bucket, a record takes a request of at least a MiB for each hook, and in a random order
+        it shares none of them with others: use thousands of tokens there, or `batches`.
+
+        Raises ValueError for a hook that the run lacks, and for a run of pickles: grain's threads
+        would each unpack a whole one for every record.
+        """
+        if not self.shards.by_ranges:
+            raise ValueError(f"{self.url}: has pickles; grain needs --shard_format safetensors")
+        return TokenRecords(self.source(BatchOptions(1, hooks)), tokens)
 
 
 def _stored_hook(recorded: Mapping[str, Any], metadata: Mapping[str, Any]) -> StoredHook:

@@ -1,0 +1,40 @@
+"""TokenRecords: the tokens of a run as records in any order, of which grain makes batches."""
+
+from bisect import bisect_right
+from itertools import accumulate
+from operator import index
+
+import numpy as np
+
+from activation_extraction.dataset.token_source import TokenSource
+from activation_extraction.dataset.windows import Chunk
+
+
+class TokenRecords:
+    """A `grain.sources.RandomAccessDataSource`; `ActivationDataset.grain` describes its records."""
+
+    def __init__(self, source: TokenSource, tokens: int) -> None:
+        if index(tokens) < 1:
+            raise ValueError(f"tokens {tokens}: expected 1 or more tokens in a record")
+        self._source, self._tokens = source, tokens
+        counts = (-(-commit.tokens // tokens) for commit in source.shards.commits)
+        self._firsts = [0, *accumulate(counts)]  # the number of records before each shard
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def __repr__(self) -> str:  # grain continues only where this is the same
+        source, hooks = self._source, list(self._source.options.hooks)
+        return f"TokenRecords(data={source.fingerprint}, hooks={hooks}, tokens={self._tokens})"
+
+    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
+        if not 0 <= index(number) < len(self):
+            raise IndexError(f"record {number}: there are {len(self)}, counted from 0")
+        source, shard = self._source, bisect_right(self._firsts, number) - 1
+        start = (number - self._firsts[shard]) * self._tokens
+        stop = min(start + self._tokens, source.shards.commits[shard].tokens)
+        found = source.tokens([Chunk(shard, start, stop)])
+        batch = source.take(*source.with_activations(found, np.arange(stop - start)))
+        shared = {name: getattr(batch, name) for name in ("token_ids", "sample_idx", "position")}
+        record = {**batch.activations, **shared, **batch.labels}
+        return {k: v[0, ...] for k, v in record.items()} if self._tokens == 1 else record
