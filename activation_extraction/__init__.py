@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from activation_extraction.common.choices import ROLES
     from activation_extraction.dataset.batches import Batches
     from activation_extraction.dataset.dataset import ActivationDataset, paired
-    from activation_extraction.dataset.sample_activations import SampleActivations
-    from activation_extraction.dataset.token_batch import TokenBatch
+    from activation_extraction.dataset.token_batch import SampleActivations, TokenBatch
+    from activation_extraction.dataset.token_source import BatchOptions
     from activation_extraction.store.identity import StorageOptions
     from activation_extraction.store.statistics import HookStatistics
     from activation_extraction.store.storage import ActivationStorage
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ActivationDataset",
     "ActivationStorage",
+    "BatchOptions",
     "Batches",
     "HookStatistics",
     "ROLES",
@@ -38,10 +39,11 @@ __all__ = [
 HOMES = {
     "ActivationDataset": "dataset.dataset",
     "ActivationStorage": "store.storage",
+    "BatchOptions": "dataset.token_source",
     "Batches": "dataset.batches",
     "HookStatistics": "store.statistics",
     "ROLES": "common.choices",
-    "SampleActivations": "dataset.sample_activations",
+    "SampleActivations": "dataset.token_batch",
     "StorageOptions": "store.identity",
     "TokenBatch": "dataset.token_batch",
     "paired": "dataset.dataset",

@@ -1,5 +1,6 @@
 """Batches of tokens: shuffled, filtered, restored, divided between workers, in bounded memory."""
 
+import dataclasses
 import json
 import pickle
 import re
@@ -23,7 +24,8 @@ from runs_to_read import (
     stored_tokens,
 )
 
-from activation_extraction import ActivationDataset
+from activation_extraction import ActivationDataset, BatchOptions
+from activation_extraction.dataset.paired import JoinedRuns, PairedRuns
 from activation_extraction.dataset.token_batch import TokenBatch
 from activation_extraction.dataset.token_source import TokenSource
 
@@ -269,6 +271,14 @@ def test_arguments_that_make_no_sense(run, options, named):
         ActivationDataset(run.root).batches(**options)
 
 
+def test_every_option_is_described_once():
+    paragraphs = re.findall(r"\n\n    ([a-z_, ]+): ", BatchOptions.__doc__)
+    described = [name for names in paragraphs for name in names.split(", ")]
+    assert described == [field.name for field in dataclasses.fields(BatchOptions)]
+    for reader in (ActivationDataset, PairedRuns, JoinedRuns):
+        assert "BatchOptions describes all arguments" in reader.batches.__doc__
+
+
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_an_error_in_the_background_reaches_the_loop(run, monkeypatch, error):
     """At the batch that could not be read, and every time one is asked for."""
@@ -295,7 +305,7 @@ def test_an_error_in_the_background_reaches_the_loop(run, monkeypatch, error):
 
 LEAVE = """
 import sys, time
-from activation_extraction import ActivationDataset
+from activation_extraction import ActivationDataset, BatchOptions
 from activation_extraction.dataset.token_source import TokenSource
 original = TokenSource.tokens
 def slowly(*arguments):

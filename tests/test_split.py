@@ -3,9 +3,9 @@
 import pytest
 from extractions import extract
 
-from activation_extraction.dataset.folders import HostFolder, expected_names, read_folders
 from activation_extraction.inspect.status import host_states
 from activation_extraction.store.folder import Folder
+from activation_extraction.store.host_folders import HostFolder, expected_names, read_folders
 
 
 @pytest.fixture

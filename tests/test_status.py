@@ -19,9 +19,9 @@ from extractions import (
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import StorageError
-from activation_extraction.dataset.folders import read_folders
 from activation_extraction.inspect.status import host_states
 from activation_extraction.store.folder import Folder
+from activation_extraction.store.host_folders import read_folders
 from activation_extraction.store.metadata import AGGREGATE
 
 NOW = 1_800_000_000.0

@@ -3,19 +3,23 @@
 Batches are shuffled in bounded memory by windows of tokens out of many shards (windows.py).
 """
 
+import hashlib
 import json
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from activation_extraction.common.log import log
-from activation_extraction.dataset.alignment import AlignedSource
-from activation_extraction.dataset.options import BatchOptions
+from activation_extraction.dataset.open_shards import IN_FLIGHT
 from activation_extraction.dataset.token_batch import TokenBatch, TokenPair
-from activation_extraction.dataset.windows import Position, Window
+from activation_extraction.dataset.token_source import Read, TokenSource
+from activation_extraction.dataset.windows import Position, Window, Windows, cut, share, shuffled
 
 ALONE = 0, 1  # the share of a process without a DataLoader: the first of one
+LARGEST_READ = 8 * 2**20  # bytes of a chunk: in a bucket of each hook, else of all
+LEAST_READ = 2 * 2**20  # in a bucket, of each hook: whole MiB are read
+CHUNKS_IN_BUFFER, LEAST_CHUNKS = 32, 8  # at least, so that tokens are mixed well
 T = TypeVar("T", TokenBatch, TokenPair)
 
 
@@ -28,9 +32,17 @@ class Batches(Iterator[T]):
     Asking for a batch raises ValueError if no token of the run passes the filters.
     """
 
-    def __init__(self, source: AlignedSource[T]) -> None:
-        self.source: AlignedSource[T] = source
-        self.options: BatchOptions = source.options
+    def __init__(
+        self,
+        sources: Sequence[TokenSource],
+        form: Callable[[Sequence[TokenBatch]], T],
+        reader: Callable[[], Read],
+    ) -> None:
+        """sources: of each run. form: makes one result of a batch of each. reader: returns what
+        reads a chunk of the first run, whose options decide the order."""
+        self._sources, self._reader = sources, reader
+        self._form: Callable[[Sequence[TokenBatch]], T] = form
+        self.options = sources[0].options
         self._position = Position()
         self._loader_worker: tuple[int, int] | None = None  # whose share the position is in
         self._looped = False  # whether a loop over tensors has begun here since `restore`
@@ -64,8 +76,12 @@ class Batches(Iterator[T]):
     def _setting(self) -> dict[str, Any]:
         """Everything on which the order of the tokens depends."""
         part, parts = _loader_worker() or ALONE
-        setting: dict[str, Any] = json.loads(json.dumps(self.source.setting))
-        return {**setting, "part": part, "parts": parts}
+        each = "\n".join(source.fingerprint for source in self._sources)
+        data = hashlib.sha256(each.encode()).hexdigest()
+        setting, *others = (source.options.setting for source in self._sources)
+        setting = {"data": data, **setting, "others": others, "part": part, "parts": parts}
+        plain: dict[str, Any] = json.loads(json.dumps(setting))
+        return plain
 
     def close(self) -> None:
         """Ends the reading ahead and frees the buffer."""
@@ -129,7 +145,8 @@ class Batches(Iterator[T]):
             self._window = self._next_window()
         window, taken = self._window, self._position.taken
         rows = window.order[taken : taken + self.options.size]
-        batch = self.source.take(window.memory, rows)
+        runs = zip(self._sources, window.memory, strict=True)
+        batch = self._form([source.take(tokens, rows) for source, tokens in runs])
         taken += len(rows)
         if taken < len(window.order):
             self._position = replace(self._position, taken=taken)
@@ -140,8 +157,7 @@ class Batches(Iterator[T]):
     def _next_window(self) -> Window:
         """Returns the window at the position. Raises StopIteration after the last one."""
         if self._windows is None:
-            windows = self.source.windows(*(self._loader_worker or ALONE))
-            self._windows = windows.beginning(self._position)
+            self._windows = self._share().beginning(self._position)
         try:
             return next(self._windows)
         except StopIteration:
@@ -152,15 +168,43 @@ class Batches(Iterator[T]):
             self.close()  # so that the next call tries again
             raise
 
+    def _share(self) -> Windows:
+        """The windows of what this process reads.
+
+        Workers share chunks of the first run, or its whole pickles, which they then read in chunks
+        as well.
+        """
+        sources, options = self._sources, self.options
+        hooks = max(sum(len(source.options.hooks) for source in sources), 1)
+        row = max(sum(source.row_bytes for source in sources), 1)
+        local = all(source.shards.local for source in sources)
+        by_ranges = all(source.shards.by_ranges for source in sources)
+        size = LARGEST_READ * (1 if local else hooks) // row
+        least = 1 if local else min(LEAST_READ * hooks // row, options.buffer // LEAST_CHUNKS)
+        size = max(min(size, options.buffer // CHUNKS_IN_BUFFER), least, 1)
+        seed = options.shuffle
+        chunks = cut(sources[0].chunks(), size) if by_ranges else sources[0].chunks()
+        chunks = share(shuffled(chunks, seed), options.worker, options.workers)
+        chunks = share(chunks, *(self._loader_worker or ALONE))
+        if not by_ranges:
+            chunks = [
+                piece
+                for each in chunks
+                for piece in shuffled(cut([each], size), seed, each.shard, each.start)
+            ]
+        ahead = 1 if local or not by_ranges else max(IN_FLIGHT // hooks, 2)
+        most = options.buffer // 2 // options.size * options.size
+        return Windows(chunks, self._reader(), ahead, most, seed)
+
     def _check_selection(self) -> None:
         """Raises ValueError at the end of the data if it had no batch because of filters.
 
         A worker that has no batch logs it: the others may have some.
         """
-        filters = self.source.filters
+        filters = dict.fromkeys(text for s in self._sources for text in s.options.filters)
         if self._position != Position() or not filters:
             return
-        told = f"no token passes these filters: {', '.join(dict.fromkeys(filters))}"
+        told = f"no token passes these filters: {', '.join(filters)}"
         part, parts = self._loader_worker or ALONE
         worker, workers = self.options.worker * parts + part, self.options.workers * parts
         if workers == 1:

@@ -17,27 +17,29 @@ import pyarrow
 
 from activation_extraction.common.choices import ROLES
 from activation_extraction.common.visible import counted
-from activation_extraction.dataset.alignment import AlignedSource
 from activation_extraction.dataset.batches import Batches
-from activation_extraction.dataset.folders import expected_names, read_run
 from activation_extraction.dataset.grain import TokenRecords
 from activation_extraction.dataset.open_shards import OpenShards, as_os_errors
-from activation_extraction.dataset.options import (
+from activation_extraction.dataset.paired import JoinedRuns, PairedRuns
+from activation_extraction.dataset.token_batch import (
+    ByHook,
+    SampleActivations,
+    Samples,
+    TokenBatch,
+    joined,
+    piece_of,
+    recorded_aliases,
+)
+from activation_extraction.dataset.token_source import (
     BatchOptions,
+    TokenSource,
     as_mask,
     default_buffer,
     dtype_of,
 )
-from activation_extraction.dataset.paired import JoinedRuns, PairedRuns
-from activation_extraction.dataset.sample_activations import (
-    SampleActivations,
-    Samples,
-    joined,
-    piece_of,
-)
-from activation_extraction.dataset.token_batch import ByHook, TokenBatch, recorded_aliases
-from activation_extraction.dataset.token_source import TokenSource
 from activation_extraction.store.commit import METADATA
+from activation_extraction.store.host_folders import expected_names, read_run
+from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import identity_of
 from activation_extraction.store.sample_table import concatenated
 from activation_extraction.store.shard_reader import StoredHook, begin_rows
@@ -52,7 +54,8 @@ class ActivationDataset(Samples):
     read, or globs, as --hook_names takes them; all of them by default. A run that is still going on
     is read as far as it is stored now. Mappings by hook list the canonical names, and
     find a hook by its other names, too.
-    `metadata` is what the first host's metadata.json says, `shards` opens what is stored, and
+    `metadata` is what the first host's metadata.json says, `identity` has the settings that it
+    records, `shards` opens what is stored, and
     `data_files` has the bytes and the fingerprint of every file of the data by its name.
 
     Opening a run checks the checksums of all JSON files, and that every shard has its full size.
@@ -70,6 +73,7 @@ class ActivationDataset(Samples):
         self.url = root.url
         every = [stored.metadata for stored in folders.values() if stored.metadata is not None]
         self.metadata: dict[str, Any] = every[0]
+        self.identity = identity_of(self.metadata, METADATA)
         files = [file for each in reversed(every) for file in each.get("data_files", ())]
         self.data_files = {file["name"]: (file["bytes"], file["fingerprint"]) for file in files}
         self._going_on = {
@@ -86,7 +90,7 @@ class ActivationDataset(Samples):
         commits = [(name, commit) for name in folders for commit in folders[name].in_order]
         in_shards = {hook["name"]: hook for _, commit in commits for hook in commit.hooks}
         stored = {
-            name: _stored_hook(in_shards.get(name, {}) | recorded[name], self.metadata)
+            name: _stored_hook(in_shards.get(name, {}) | recorded[name], self.identity)
             for name in names
         }
         with_samples = [each for each in commits if each[1].count]  # --repair may leave others
@@ -218,29 +222,12 @@ class ActivationDataset(Samples):
     def batches(self, size: int, hooks: Any = None, **options: Any) -> Batches[TokenBatch]:
         """Returns all tokens, in batches of `size`: one pass over the data.
 
-        The order of shuffled batches depends on how the shards were cut. `paired` reads two runs
-        side by side. All options are keywords:
-
-        hooks: those to read, as for the dataset, by default all of its hooks; with an empty list,
-        batches have no activations. shuffle: a seed, or None for the order of the shards. buffer:
-        the number of tokens kept in memory and shuffled there, by default 64 batches, at most 1 GiB
-        and from a bucket at least 256 MiB. What is on its way from there comes on top: 32 ranges
-        of 8 MiB. Pickles are unpacked whole, so up to two shards come on top as well. skip_first:
-        leave out that many tokens at the start of every sample. max_norm: leave out tokens with a
-        larger norm at any hook, or at the hooks that it names; only activations have norms. dtype:
-        of activations in the result, by default that of the dataset. worker, workers: read only one
-        of so many shares, which do not overlap; the workers of a PyTorch DataLoader divide it
-        further by themselves. where: only tokens of these samples: a boolean for each row of
-        `samples`, as an array or a list, or a function that gets that table and returns them, such
-        as `lambda table: pyarrow.compute.equal(table["split"], "test")`. roles: only tokens of
-        these roles in a conversation, such as ["assistant"]. columns: names in `samples`, such as
-        ["doc_id", "label"]: batches then have the values of these for every token.
-
-        Raises ValueError for arguments that make no sense, and for a choice of samples or roles
-        that is empty.
+        BatchOptions describes all arguments. The order of shuffled batches depends on how the
+        shards were cut. `paired` reads two runs side by side. Raises ValueError for arguments that
+        make no sense, and for a choice of samples or roles that is empty.
         """
         source = self.source(BatchOptions(size, hooks, **options))
-        return Batches(AlignedSource((source,), itemgetter(0)))
+        return Batches((source,), itemgetter(0), source.reader)
 
     def source(self, options: BatchOptions) -> TokenSource:
         """Returns what batches with these options are made of."""
@@ -300,7 +287,7 @@ class ActivationDataset(Samples):
                 raise ValueError(f"roles: unknown role {role!r}; {expected}")
         if len(self) and "role" not in self.shards.get(0).labels(0, 0):
             raise ValueError(f"roles: {self.url} has no roles; only runs of conversations do")
-        stored = identity_of(self.metadata, METADATA).roles or ROLES
+        stored = self.identity.roles or ROLES
         if not set(asked) <= {*stored}:
             raise ValueError(f"roles: {self.url} stores only tokens of {', '.join(stored)}")
         return tuple(role for role in ROLES if role in asked)
@@ -362,11 +349,11 @@ class ActivationDataset(Samples):
         return TokenRecords(self.source(BatchOptions(1, hooks)), tokens)
 
 
-def _stored_hook(recorded: Mapping[str, Any], metadata: Mapping[str, Any]) -> StoredHook:
+def _stored_hook(recorded: Mapping[str, Any], identity: Identity) -> StoredHook:
     """recorded: what the shards say of the hook, or, before there is one, the metadata alone."""
     if (width := recorded.get("width")) is None:
         raise ValueError(f"the metadata does not record how wide {recorded['name']} is")
-    identity, name = identity_of(metadata, METADATA), recorded["name"]
+    name = recorded["name"]
     encoded, activations = identity.is_encoded(name), identity.has_activations(name)
     stored = recorded.get("dtype", identity.dtype_of(name))
     dtype = dtype_of("float32" if encoded else stored)

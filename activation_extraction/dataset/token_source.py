@@ -1,17 +1,18 @@
-"""TokenSource: the tokens of a run, and which of them pass the filters."""
+"""BatchOptions: what batches are asked for, of a run or of several that are read as one.
+TokenSource: the tokens of a run, and which of them pass the filters."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from activation_extraction.common.choices import ROLES
+from activation_extraction.common.visible import counted
 from activation_extraction.dataset.open_shards import OpenShards, as_os_errors
-from activation_extraction.dataset.options import BatchOptions
 from activation_extraction.dataset.token_batch import (
     ByHook,
     TokenBatch,
@@ -22,7 +23,101 @@ from activation_extraction.dataset.token_batch import (
 from activation_extraction.dataset.windows import Block, Chunk
 from activation_extraction.store.shard_reader import begin_rows
 
+Read = Callable[[Chunk], tuple[Block, ...]]  # a block of each run for a chunk of the first one
 LEAST_GAP = 2**21  # bytes that are read rather than left out between two tokens
+BUFFER_BATCHES, BUFFER_BYTES = 64, 2**30  # the default buffer, whichever is less
+BUCKET_BUFFER_BYTES = 2**28  # at least, if it is filled from elsewhere than this machine
+FLOATING = "float16", "bfloat16", "float32", "float64"  # dtypes that activations are read as
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """What batches of tokens are made of, in `batches` of one run, of paired and of joined runs.
+
+    size: the tokens of a batch; the last one may have fewer.
+
+    hooks: names of the hooks to read, or globs. By default, all hooks of the dataset are read; with
+    an empty list, batches have no activations.
+
+    shuffle: a seed for the order of the tokens, or None for the order of the shards.
+
+    buffer: the number of tokens that are kept in memory and shuffled there, by default 64 batches,
+    at most 1 GiB and from a bucket at least 256 MiB. What is on its way from there comes on top, 32
+    ranges of 8 MiB, and so do up to two pickles, which are unpacked whole.
+
+    skip_first: the number of tokens to leave out at the start of every sample.
+
+    max_norm: a number; tokens with a larger norm at any of the hooks are left out. A mapping gives
+    the limit at each hook that it names. Only activations have norms.
+
+    dtype: of activations in the result, float16, bfloat16, float32 or float64; by default, that of
+    the dataset.
+
+    worker, workers: which one of how many shares to read. Shares do not overlap. The workers of a
+    PyTorch DataLoader divide a share further by themselves.
+
+    where: a boolean for each row of the dataset's `samples`, as an array or a list, or a function
+    that gets this table and returns them, such as
+    `lambda table: pyarrow.compute.equal(table["split"], "test")`. Only tokens of samples with true
+    are read.
+
+    roles: roles in a conversation, such as ["assistant"]. Only their tokens are read.
+
+    columns: names of columns of `samples`, such as ["doc_id", "label"]. A batch then has their
+    values for every token.
+
+    Raises ValueError for values that make no sense for any run. A TokenSource has the options
+    complete: hooks by their canonical names, a limit for each hook in `max_norm`, the name of the
+    dtype, and of `where` a digest of its mask.
+    """
+
+    size: int
+    hooks: Any = None
+    shuffle: int | None = None
+    buffer: Any = None
+    skip_first: int = 0
+    max_norm: Any = None
+    dtype: Any = None
+    worker: int = 0
+    workers: int = 1
+    where: Any = None
+    roles: Any = None
+    columns: Any = ()
+
+    def __post_init__(self) -> None:
+        limits = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
+        no_seed = isinstance(self.shuffle, bool) or (self.shuffle or 0) < 0
+        no_buffer = self.buffer is not None and self.buffer < 2 * self.size
+        workers = f"expected 0 to {self.workers - 1}, of {self.workers} workers"
+        for wrong, told in (
+            (self.size < 1, f"size {self.size}: expected 1 or more tokens"),
+            (no_buffer, f"buffer {self.buffer}: it must hold two batches of {self.size} tokens"),
+            (self.skip_first < 0, f"skip_first {self.skip_first}: expected 0 or more tokens"),
+            (not 0 <= self.worker < self.workers, f"worker {self.worker}: {workers}"),
+            (no_seed, f"shuffle {self.shuffle}: expected a seed, 0 or larger, or None"),
+            (
+                self.dtype is not None and dtype_of(self.dtype).name not in FLOATING,
+                f"dtype {self.dtype!r:.40}: expected {', '.join(FLOATING)}",
+            ),
+            (
+                not all(limit is None or limit >= 0 for limit in limits),
+                f"max_norm {self.max_norm}: expected 0 or more",
+            ),
+        ):
+            if wrong:
+                raise ValueError(told)
+
+    @property
+    def filters(self) -> list[str]:
+        """The arguments that leave out tokens."""
+        given = {name: getattr(self, name) for name in ("skip_first", "max_norm", "roles")}
+        found = [f"{name}={value!r}" for name, value in given.items() if value]
+        return found + ["where"] * (self.where is not None)
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """All that the order of the tokens depends on."""
+        return {name: value for name, value in asdict(self).items() if name != "columns"}
 
 
 class FoundTokens(NamedTuple):
@@ -175,6 +270,16 @@ class TokenSource:
             spans.append(Span(chunk.shard, at + offset, stop + offset, at))
         return spans
 
+    def reader(self) -> Read:
+        """Returns what reads the tokens of a chunk that pass the filters."""
+
+        def read(chunk: Chunk) -> tuple[Block, ...]:
+            found = self.tokens([chunk])
+            block = self.with_activations(found, np.flatnonzero(found.wanted))
+            return (Block(block.tokens, block.rows[self.are_small(block)]),)
+
+        return read
+
     def are_small(self, block: Block) -> np.ndarray:
         """Returns whether the norms of each row of a block are within the limits."""
         if not len(block.rows):  # nothing has been read
@@ -195,3 +300,33 @@ class TokenSource:
         if names := self.options.columns:
             batch = replace(batch, columns=self.columns(names, batch.sample_idx))
         return batch
+
+
+def dtype_of(name: Any) -> np.dtype:
+    """Returns the dtype of this name. Raises ValueError if there is none."""
+    try:
+        return np.dtype(name)
+    except TypeError as error:
+        raise ValueError(f"dtype {name!r}: {error}") from error
+
+
+def default_buffer(size: int, row: int, local: bool) -> int:
+    """Returns how many tokens of `row` bytes are kept in memory for batches of `size`.
+
+    local: of files on this machine; from elsewhere, large ranges are read, which need more room.
+    """
+    least, most = BUCKET_BUFFER_BYTES // max(row, 1), BUFFER_BYTES // max(row, 1)
+    return max(min(BUFFER_BATCHES * size, most), 2 * size, 0 if local else least)
+
+
+def as_mask(mask: Any, samples: int) -> np.ndarray:
+    """Returns a mask over so many samples as an array. Raises ValueError for anything else."""
+    found = values = np.asarray(mask)
+    if found.dtype == object or not found.size:  # of pandas or pyarrow, where null is possible
+        values = np.array([v for v in found.flat if isinstance(v, bool | np.bool_)], bool)
+    if values.dtype != bool or not values.shape == found.shape == (samples,):
+        raise ValueError(
+            f"where: {found.dtype}, shape {found.shape}: expected true or false, never null, for "
+            f"each of {counted(samples, 'sample')}"
+        )
+    return values

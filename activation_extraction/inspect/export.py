@@ -17,11 +17,11 @@ from tqdm import tqdm
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.dataset import ActivationDataset
-from activation_extraction.dataset.folders import read_folders
 from activation_extraction.dataset.token_batch import TokenBatch
 from activation_extraction.inspect.status import host_states
 from activation_extraction.inspect.trainer_files import EXPORT_FORMS
 from activation_extraction.store.folder import Folder
+from activation_extraction.store.host_folders import read_folders
 
 CHUNK_BYTES = 256 * 2**20  # of all hooks together; a few times as much is in memory
 FOLDER_NAME = re.compile(r"(?!\.)[\w .:+@-]{1,200}")  # a hook of a stranger's run may be any text

@@ -15,11 +15,11 @@ import numpy as np
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted, say, visible
 from activation_extraction.dataset.dataset import ActivationDataset
-from activation_extraction.dataset.folders import read_folders
 from activation_extraction.inspect import report_numbers
 from activation_extraction.inspect.status import host_states
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.folder import Folder, local_path
+from activation_extraction.store.host_folders import read_folders
 from activation_extraction.store.local_files import write_bytes
 from activation_extraction.store.metadata import Stored, identity_of
 from activation_extraction.store.patience import reason_of

@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from activation_extraction.common.visible import counted, say
-from activation_extraction.dataset.folders import (
+from activation_extraction.store.commit import FORMAT_VERSION, Commit, seal
+from activation_extraction.store.folder import ANY, Folder
+from activation_extraction.store.host_folders import (
     HostFolder,
     expected_names,
     problems_of,
     read_folders,
 )
-from activation_extraction.store.commit import FORMAT_VERSION, Commit, seal
-from activation_extraction.store.folder import ANY, Folder
 from activation_extraction.store.metadata import AGGREGATE, Stored
 from activation_extraction.store.statistics import Statistics
 

@@ -15,12 +15,6 @@ from tqdm import tqdm
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import counted, say
-from activation_extraction.dataset.folders import (
-    expected_names,
-    missing_jsons,
-    read_folders,
-    strangers,
-)
 from activation_extraction.inspect.verify_shard import (
     CheckedShard,
     ChosenSample,
@@ -30,6 +24,12 @@ from activation_extraction.inspect.verify_shard import (
 from activation_extraction.store.commit import METADATA, Commit, Totals
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SHARD_FILE
+from activation_extraction.store.host_folders import (
+    expected_names,
+    missing_jsons,
+    read_folders,
+    strangers,
+)
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import COUNTED, Stored, identity_of
 from activation_extraction.store.resume import furthest_mark

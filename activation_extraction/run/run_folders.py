@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.dataset.folders import HostFolder, host_folders
 from activation_extraction.store.commit import METADATA, MOST_BYTES, OTHER_VERSION, DamagedError
 from activation_extraction.store.folder import Folder
+from activation_extraction.store.host_folders import HostFolder, host_folders
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import AGGREGATE, identity_of, own_files, parse_metadata
 from activation_extraction.store.patience import UPLOAD_TIMEOUT, FolderError

@@ -6,6 +6,7 @@ change.
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -16,7 +17,15 @@ from activation_extraction.text.batch import Worker
 
 PER_HOST = {"num_hosts", "machine", "host"}  # fields that differ between the hosts of a run
 MAY_TURN_ON = {"skip_bad_rows"}  # fields that a run that continues may turn on
+# What decides the samples of a row and their tokens. The tokenizer's files are not among it: those
+# of a base and a chat model differ, but may give the same ids.
+OF_SAMPLES = (
+    *("data", "data_revision", "text_column", "messages_column", "ids_column", "chat_template"),
+    *("special_tokens", "max_seq_length", "long_documents", "overlap"),
+)
+BLOCKS = "blocks "  # what the fingerprint of a local file begins with
 LOSS = "loss"
+DataFiles = Mapping[str, tuple[int, str]]
 
 
 class Difference(NamedTuple):
@@ -147,6 +156,30 @@ class Identity:
             if now != before and not (ignored or (shared_only and name in PER_HOST)):
                 return Difference(name, before, now)
         return None
+
+    @property
+    def kept_tokens(self) -> tuple[Any, ...]:
+        """What decides which tokens of its samples a run stores."""
+        return self.positions, self.drop_token_ids, self.roles, self.mask_column, self.overlap
+
+    def other_samples(
+        self, other: "Identity", files: DataFiles, other_files: DataFiles
+    ) -> list[Difference]:
+        """Returns what says that the samples of the same row are not the same in another run.
+
+        files, other_files: the bytes and the fingerprint of every file of the data, by its name.
+        Nothing says so for a program that stores activations of its own and records no data.
+        """
+        if not (self.data and other.data):
+            return []
+        found = [(name, getattr(self, name), getattr(other, name)) for name in OF_SAMPLES]
+        for name in files.keys() & other_files.keys():
+            (size, known), (other_size, other_known) = files[name], other_files[name]
+            found.append((f"the size of data file {name}", size, other_size))
+            # That of a file at a URL is its store's, and says nothing about a copy elsewhere.
+            if known.startswith(BLOCKS) and other_known.startswith(BLOCKS):
+                found.append((f"the content of data file {name}", known, other_known))
+        return [Difference(*each) for each in found if each[1] != each[2]]
 
 
 GIGABYTE = 10**9
