@@ -75,7 +75,7 @@ class AlignedRuns:
         for run in runs[1:]:
             _refuse_other_data(runs[0], run)
         by_row = [_numbers_by_row(run) for run in runs]
-        rows = [row for row in by_row[0] if all(row in each for each in by_row)]
+        rows = [row for row in by_row[0] if all(row in each for each in by_row[1:])]
         if not rows:
             urls = " and ".join(without_secrets(run.url) for run in runs)
             raise ValueError(f"{urls}: no row of the data set has a sample in each of them")
@@ -113,9 +113,8 @@ class AlignedRuns:
         runs = list(zip(self.runs, hooks, strict=True))
         row = sum(run.shards.row_bytes(names) for run, names in runs)
         local = all(run.shards.local for run in self.runs)
-        options = replace(
-            options, buffer=options.buffer or default_buffer(options.size, row, local)
-        )
+        buffer = options.buffer or default_buffer(options.size, row, local)
+        options = replace(options, buffer=buffer)
         unread = set(options.max_norm) if isinstance(options.max_norm, Mapping) else set()
         sources: list[TokenSource] = []
         for run, names in runs:
@@ -150,21 +149,15 @@ class PairedRuns(AlignedRuns):
 
 class JoinedRuns(AlignedRuns, Samples):
     """Runs of different hooks over the same data, as one dataset; `ActivationDataset.join` makes
-    it. It has the samples and tokens that all runs have, in the order of the first run."""
+    it. It has the samples and tokens that all runs have, in the order of the first run.
+
+    hooks, dtypes: the width and the dtype of every hook, by name.
+    """
 
     def __init__(self, *runs: Run) -> None:
-        joined_hooks([run.hooks for run in runs])
+        self.hooks: ByHook[int] = joined_hooks([run.hooks for run in runs])
+        self.dtypes: ByHook[np.dtype] = joined_hooks([run.dtypes for run in runs])
         super().__init__(*runs)
-
-    @property
-    def hooks(self) -> ByHook[int]:
-        """The width of every hook, by name."""
-        return joined_hooks([run.hooks for run in self.runs])
-
-    @property
-    def dtypes(self) -> ByHook[np.dtype]:
-        """The dtype of every hook, by name."""
-        return joined_hooks([run.dtypes for run in self.runs])
 
     @cached_property
     def statistics(self) -> ByHook[HookStatistics]:
