@@ -5,6 +5,8 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import extractions
@@ -244,6 +246,42 @@ def test_one_hook_of_many_takes_little_more_than_its_bytes(tmp_path, bucket):
     assert len(found) == dataset.tokens
     shards = len(dataset.shards.commits)
     assert 2 == shards and found.nbytes <= bucket.served <= found.nbytes + shards * 3 * 2**20
+    # Of a sample, only what is said of the tokens of its shard, and the MiB in which it lies.
+    dataset, bucket.served = ActivationDataset("gs://bucket/run"), 0
+    one = dataset.batches(100, hooks=[hooks[3]], where=[n == 700 for n in range(1000)])
+    assert [set(batch.sample_idx) for batch in one] == [{700}]
+    assert 0 < bucket.served <= 3 * 2**20
+
+
+def test_damage_is_found_in_a_bucket(tmp_path, bucket):
+    make_run(tmp_path, "safetensors", count=400, shard_size_gb=0.1)
+    path = shard_file(tmp_path, 1)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1000] + bytes(400) + data[-600:])
+    upload(tmp_path, "gs://bucket/run")
+    told = "shard_0001.safetensors: is damaged in MiB 1: its crc32c is not the one in its JSON"
+    with pytest.raises(OSError, match=told):
+        list(ActivationDataset("gs://bucket/run").batches(8))
+
+
+def test_a_value_is_made_once_for_all_threads_and_again_after_a_failure():
+    made, failing = [], [True]
+
+    def make(number):
+        made.append(number)
+        time.sleep(0.02)
+        if number == 3 and failing and failing.pop():
+            raise OSError("the network is gone")
+        return number
+
+    kept = open_shards.Kept(make, lambda number: number, 10)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(kept, [1, 2, 1, 2, 1, 2])) == [1, 2, 1, 2, 1, 2]
+        assert sorted(made) == [1, 2]
+    with pytest.raises(OSError, match="the network is gone"):
+        kept(3)
+    assert [kept(n) for n in (3, 2, 5, 2, 1, 3)] == [3, 2, 5, 2, 1, 3]
+    assert made[2:] == [3, 3, 5, 1, 3]  # 1 and 3 had no room beside 5 and 2
 
 
 # What goes wrong.

@@ -80,8 +80,8 @@ class Kept(Generic[T]):
         """Drops what failed, and all that does not fit beside what was made just now."""
         room = self._most
         for number in [newest, *(n for n in reversed(self._values) if n != newest)]:
-            value = self._values[number]
-            if value.done():
+            value = self._values.get(number)  # another thread may have dropped the newest
+            if value is not None and value.done():
                 failed = value.exception() is not None
                 room -= 0 if failed else self._weight(value.result())
                 if failed or (room < 0 and number != newest):
