@@ -63,7 +63,8 @@ def test_a_record_has_consecutive_tokens_of_a_shard(run, tokens):
     assert isinstance(source, grain.sources.RandomAccessDataSource)
     expected = stored_tokens(run)
     expected = {name: expected[name] for name in (FIRST, "token_ids", "sample_idx", "position")}
-    records = [source[number] for number in range(len(source))]
+    numbers = np.arange(len(source), dtype=np.min_scalar_type(len(source)))  # small ones overflow
+    records = [source[number] for number in numbers]
     if tokens == 1:
         assert {name: each.shape for name, each in records[3].items()} == {
             name: values.shape[1:] for name, values in expected.items()

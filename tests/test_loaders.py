@@ -11,6 +11,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from extractions import upload
 from runs_to_read import FORMATS, WIDTHS, make_run
 from storages import open_storage
 from torch.utils.data import DataLoader
@@ -100,6 +101,33 @@ def test_a_stateful_loader_continues_and_replays_nothing(run, workers, caplog):
         loader = StatefulDataLoader(other, batch_size=None)
         loader.load_state_dict(loader_of(batches_of(run)).state_dict())
         refused(loader, ValueError, "the state is of other batches: its size is 16, not 8")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("context", "persistent", "remote"),
+    [("forkserver", True, False), ("spawn", False, False), ("spawn", True, True)],
+)
+def test_however_workers_are_started(tmp_path, bucket, context, persistent, remote):
+    """Every epoch has each token once, also after one that was broken off; and what follows a
+    state of the second epoch is the rest of it."""
+    run = place = make_run(tmp_path, "safetensors").root
+    if remote:
+        upload(run, place := "gs://bucket/run")
+    every = sorted(tokens_of(batches_of(run)))
+    workers = dict(num_workers=2, multiprocessing_context=context, persistent_workers=persistent)
+    loader = DataLoader(batches_of(place).torch(), batch_size=None, **workers)
+    tokens_of(islice(loader, 2))
+    for _ in range(1 + persistent):
+        assert sorted(tokens_of(loader)) == every
+    del loader  # and its workers
+    stateful, again = (
+        StatefulDataLoader(batches_of(place).torch(), batch_size=None, **workers) for _ in range(2)
+    )
+    whole = tokens_of(stateful)
+    first = tokens_of(islice(stateful, 7))
+    again.load_state_dict(pickle.loads(pickle.dumps(stateful.state_dict())))
+    assert sorted(whole) == every and first + tokens_of(again) == whole
 
 
 @both

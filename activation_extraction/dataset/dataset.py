@@ -338,11 +338,12 @@ class ActivationDataset(Samples):
         a shard, but the last one of each shard may have fewer: give `Batch` a `batch_fn` that
         concatenates. hooks: those to read, as for `batches`.
 
-        In a bucket, a record takes a request of at least a MiB for each hook, and in a random order
-        it shares none of them with others: use thousands of tokens there, or `batches`.
+        A record of hundreds of tokens takes little longer than one of a single token. In a bucket,
+        each takes a request of at least a MiB for every hook, and in a random order it shares none
+        with others: use thousands of tokens there, or `batches`.
 
-        Raises ValueError for a hook that the run lacks, and for a run of pickles: grain's threads
-        would each unpack a whole one for every record.
+        Raises ValueError for a hook that the run lacks, for fewer tokens than 1, and for a run of
+        pickles: grain's threads would each unpack a whole one for every record.
         """
         if not self.shards.by_ranges:
             raise ValueError(f"{self.url}: has pickles; grain needs --shard_format safetensors")

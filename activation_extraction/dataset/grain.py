@@ -14,7 +14,7 @@ class TokenRecords:
     """A `grain.sources.RandomAccessDataSource`; `ActivationDataset.grain` describes its records."""
 
     def __init__(self, source: TokenSource, tokens: int) -> None:
-        if index(tokens) < 1:
+        if (tokens := index(tokens)) < 1:
             raise ValueError(f"tokens {tokens}: expected 1 or more tokens in a record")
         self._source, self._tokens = source, tokens
         counts = (-(-commit.tokens // tokens) for commit in source.shards.commits)
@@ -28,7 +28,7 @@ class TokenRecords:
         return f"TokenRecords(data={source.fingerprint}, hooks={hooks}, tokens={self._tokens})"
 
     def __getitem__(self, number: int) -> dict[str, np.ndarray]:
-        if not 0 <= index(number) < len(self):
+        if not 0 <= (number := index(number)) < len(self):
             raise IndexError(f"record {number}: there are {len(self)}, counted from 0")
         source, shard = self._source, bisect_right(self._firsts, number) - 1
         start = (number - self._firsts[shard]) * self._tokens
