@@ -268,6 +268,10 @@ OPENED = [  # the folder, its hooks, options, what is told
     (Path("nope://b"), HOOKS, {}, f"output_dir nope:/b: {IS_A_URL}"),
     ("own", HOOKS, {"shard_format": "parquet"}, "shard_format 'parquet': expected pickle or sa"),
     (
+        *("own", {0: "position"}, {"shard_format": "safetensors"}),
+        "hook position: has the name of what a shard says of its tokens",
+    ),
+    (
         *("own", SCALES, {"identity": Identity(activation_dtype="float8")}),
         "hook stream.scale: has the name of another hook's scales",
     ),

@@ -41,6 +41,7 @@ ALL_DTYPES = DTYPES | {  # other programs' files may also hold these
     **{"U32": np.dtype("<u4"), "U64": np.dtype("<u8")},
 }
 NAMES = {dtype: name for name, dtype in ALL_DTYPES.items()}
+OF_TOKENS = "sample_idx", "sample_offsets", "token_ids", "position"  # tensors beside the hooks
 SCALE = ".scale"  # follows the name of an encoded hook
 FORMAT = "2"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library

@@ -42,7 +42,7 @@ from activation_extraction.store.resume import (
     stored_numbers,
 )
 from activation_extraction.store.run_record import RunFacts, RunRecord
-from activation_extraction.store.safetensors_file import SCALE
+from activation_extraction.store.safetensors_file import OF_TOKENS, SCALE
 from activation_extraction.store.shard import Key, SampleRow
 from activation_extraction.store.shard_cutter import ShardCutter
 from activation_extraction.store.shard_writer import ShardWriter
@@ -108,6 +108,8 @@ class ActivationStorage:
         self._names = dict(hooks)
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
         for name in hooks.values():
+            if options.shard_format == "safetensors" and name in OF_TOKENS:
+                raise InputError(f"hook {name}: has the name of what a shard says of its tokens")
             if self._identity.is_encoded(name) and name + SCALE in hooks.values():
                 raise InputError(f"hook {name + SCALE}: has the name of another hook's scales")
         check_output_dir(self.folder)
