@@ -60,6 +60,8 @@ def _become(command: list[str], environment: dict[str, str], log: str, folder: s
     os.environ.update(environment)
     if DEVICES in environment:
         jax.config.update(DEVICES.lower(), int(environment[DEVICES]))
+    if platforms := environment.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", platforms)
     os.chdir(folder)
     sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
     status = 1
