@@ -264,6 +264,14 @@ def test_damage_is_found_in_a_bucket(tmp_path, bucket):
         list(ActivationDataset("gs://bucket/run").batches(8))
 
 
+@pytest.mark.parametrize("crc32c", ["", "12", "zzzzzzzz", [1, 2]])
+def test_a_json_without_a_crc32c_for_every_mib_is_damaged(copy, crc32c):
+    name = shard_file(copy, 1).name
+    edit(copy / "shard_0001.json", lambda c: c["files"][name].update(crc32c=crc32c))
+    with pytest.raises(OSError, match="shard_0001.json: cannot be read: .*(crc32c|string)"):
+        ActivationDataset(copy)
+
+
 def test_a_value_is_made_once_for_all_threads_and_again_after_a_failure():
     made, failing = [], [True]
 
