@@ -93,13 +93,14 @@ class Requests(Executor):
     own."""
 
     def __init__(self) -> None:
-        self._pool, self._process = ThreadPoolExecutor(IN_FLIGHT, "requests"), os.getpid()
+        self._pools: dict[int, ThreadPoolExecutor] = {}  # by process
 
     def submit(self, *call: Any, **options: Any) -> Future[Any]:
         """Returns what will have the result of a call."""
-        if self._process != os.getpid():
-            self.__init__()  # type: ignore[misc]
-        return self._pool.submit(*call, **options)
+        if (pool := self._pools.get(os.getpid())) is None:
+            new = ThreadPoolExecutor(IN_FLIGHT, "requests")
+            pool = self._pools.setdefault(os.getpid(), new)
+        return pool.submit(*call, **options)
 
 
 @dataclass
