@@ -192,8 +192,11 @@ def step_alone(width: int, features: int, steps: int = 20) -> float:
 
 
 class Scenario(NamedTuple):
-    """What is read. runs: whose bytes the bare readers read. prepare: opens them, and returns what
-    is measured, which returns the bytes of activations that it got."""
+    """A way to read some runs, whose bytes the bare readers read as well.
+
+    prepare: opens them, and returns a function to be measured, which returns how many bytes of
+    activations it got.
+    """
 
     runs: list[Run]
     prepare: Callable[[], Callable[[], int]]

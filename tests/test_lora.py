@@ -207,7 +207,7 @@ def fused_experts(made, exchanged=False):
 
 
 def all_exchanged(made):
-    """As by PEFT before 0.19.1, for whose square experts the version decides."""
+    """The adapter is one of PEFT before 0.19.1: for square experts the version decides."""
     made.config["peft_version"] = "0.18.1"
     fused = "model.layers.0.mlp.experts.down_proj" in made.weights
     (fused_experts if fused else all_experts)(made, exchanged=True)

@@ -55,8 +55,8 @@ class ActivationDataset(Samples):
     is read as far as it is stored now. Mappings by hook list the canonical names, and
     find a hook by its other names, too.
     `metadata` is what the first host's metadata.json says, `identity` has the settings that it
-    records, `shards` opens what is stored, and
-    `data_files` has the bytes and the fingerprint of every file of the data by its name.
+    records, `shards` opens what is stored, and `data_files` has the bytes and the fingerprint of
+    every file of the data by its name.
 
     Opening a run checks the checksums of all JSON files, and that every shard has its full size.
     Reading compares every MiB of a shard that it reads with its crc32c, and the tables of samples

@@ -127,7 +127,7 @@ class OpenShards:
         self._columns: dict[str, np.ndarray] = {}
         # The caches do not hold this object: they would keep a pickle until it is collected.
         read, hooks = partial(_read, self.url, self.shards, {}), self.hooks
-        self._requests = requests = Requests()
+        requests = Requests()
         self._read: Callable[..., Any] = read
         self.get: Callable[[int], ShardReader] = Kept(
             partial(read, lambda folder, commit: open_shard(folder, commit, hooks, requests)),
@@ -174,7 +174,8 @@ class OpenShards:
 
     def tables(self) -> list[pyarrow.Table]:
         """Returns the tables of all shards."""
-        return list(self._requests.map(self.table, range(len(self.shards))))
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:  # which a fork of this process does not meet
+            return list(pool.map(self.table, range(len(self.shards))))
 
     def columns(self, names: Iterable[str]) -> dict[str, np.ndarray]:
         """Returns the values of columns of the table of all samples, as they were given, in arrays
@@ -191,12 +192,13 @@ class OpenShards:
         """The sums of all shards by hook, merged in their order: always with the same result."""
         read = partial(self._read, partial(read_sums, hooks=self.hooks))
         total: dict[str, Sums] = {}  # as large as what was read
-        for found in self._requests.map(read, range(len(self.shards))):
-            for hook, sums in found.items():
-                if hook in total:
-                    total[hook].merge(sums)
-                else:
-                    total[hook] = sums
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+            for found in pool.map(read, range(len(self.shards))):
+                for hook, sums in found.items():
+                    if hook in total:
+                        total[hook].merge(sums)
+                    else:
+                        total[hook] = sums
         return total or {name: Sums.zeros(hook.width) for name, hook in self.hooks.items()}
 
 

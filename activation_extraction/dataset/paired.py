@@ -40,7 +40,7 @@ T = TypeVar("T", TokenBatch, TokenPair)
 
 
 class Run(Protocol):
-    """What is read of an ActivationDataset, which describes it."""
+    """The part of an ActivationDataset that joined and paired runs need."""
 
     url: str
     shards: OpenShards
