@@ -503,10 +503,12 @@ class Config:
     export: str | None = flag(
         "copy a finished run to --export_dir: memmap makes the files of jkminder's "
         "dictionary_learning (crosscoders), llamascopium those of Llamascopium, sae_lens the "
-        "cached activations of SAELens; --hook_names chooses hooks",
+        "cached activations of SAELens; for draft models (EAGLE-3), speculators and specforge make "
+        "a file for each sample, with a mask of the loss from the kept column loss_mask or from "
+        "the roles; --hook_names chooses hooks",
         default_is="all",
         needs="export_dir",
-        choices=("memmap", "llamascopium", "sae_lens"),
+        choices=("memmap", "llamascopium", "sae_lens", "speculators", "specforge"),
     )
     export_dir: str | None = flag(
         "the folder that --export makes; it must not exist yet",

@@ -126,7 +126,7 @@ class TokenBatch:
 
     def torch(self) -> "TokenBatch":
         """Returns the same as PyTorch tensors, in the same memory."""
-        return self.map(_to_torch)
+        return self.map(as_tensor)
 
     def jax(self) -> "TokenBatch":
         """Returns the same as JAX arrays on JAX's default device; a CPU shares the memory.
@@ -164,7 +164,8 @@ class TokenPair(NamedTuple):
         return TokenPair(*(batch.jax() for batch in self))
 
 
-def _to_torch(values: np.ndarray) -> Any:
+def as_tensor(values: np.ndarray) -> Any:
+    """Returns a PyTorch tensor in the same memory."""
     import torch
 
     if values.dtype.name == "bfloat16":  # NumPy and PyTorch do not know each other's

@@ -1,7 +1,8 @@
-"""--export: copies a finished run to a local folder, as files that a trainer of autoencoders reads.
+"""--export: copies a finished run to a local folder, as files that a trainer of autoencoders or of
+draft models reads.
 
-trainer_files.py writes the files. They go to a temporary folder, which is renamed once it is
-complete, so a folder of the final name holds a whole export.
+trainer_files.py and draft_files.py write the files. They go to a temporary folder, which is renamed
+once it is complete, so a folder of the final name holds a whole export.
 """
 
 import os
@@ -18,6 +19,7 @@ from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
+from activation_extraction.inspect.draft_files import layer_ids, mask_columns
 from activation_extraction.inspect.status import host_states
 from activation_extraction.inspect.trainer_files import EXPORT_FORMS
 from activation_extraction.store.folder import Folder
@@ -43,7 +45,10 @@ def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None)
     target = os.path.normpath(target)
     dataset = _finished_run(root)
     hooks = _choose_hooks(dataset, patterns)
-    for hook in hooks:
+    if form.check is not None:
+        form.check(dataset, hooks)
+    of_hooks, columns = (hooks, []) if form.check is None else ((), mask_columns(dataset))
+    for hook in of_hooks:
         if not FOLDER_NAME.fullmatch(hook):
             raise InputError(f"--export {name}: hook {hook!r:.80} cannot name a folder")
     if dataset.tokens < form.row:
@@ -55,9 +60,9 @@ def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None)
     chunk = max(CHUNK_BYTES // token_bytes // form.row, 1) * form.row
     # Beside activations, the files have up to 16 bytes per token and hook: token ids and masks.
     with _new_folder(target, dataset.tokens * (token_bytes + 16 * len(hooks))) as folder:
-        for hook in hooks:
+        for hook in of_hooks:
             (folder / hook).mkdir()
-        tokens = form.write(folder, dataset, hooks, _chunks(dataset, hooks, chunk))
+        tokens = form.write(folder, dataset, hooks, _chunks(dataset, hooks, chunk, columns))
     say(
         f"exported: {counted(tokens, 'token')}, {counted(len(hooks), 'hook')}, "
         f"{tokens * token_bytes / 1e9:,.3f} GB of activations in {target}"
@@ -66,6 +71,9 @@ def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None)
         left = f"the last {counted(left_out, 'token')} of the run"
         say(f"left out: {left}, too few for a row of {form.row}")
     names = {"folder": target, "hook": hooks[0], "path": os.path.join(target, hooks[0])}
+    if form.check is not None:
+        layers = " ".join(map(str, [*layer_ids(hooks)][:-1]))
+        names |= {"model": dataset.tokenizer_path, "layers": layers}
     say("read it with:", f"  {form.read_with.format(**names, row=form.row)}")
 
 
@@ -124,11 +132,13 @@ def _new_folder(target: str, needed: int) -> Iterator[Path]:
         raise
 
 
-def _chunks(dataset: ActivationDataset, hooks: Sequence[str], size: int) -> Iterator[TokenBatch]:
+def _chunks(
+    dataset: ActivationDataset, hooks: Sequence[str], size: int, columns: Sequence[str]
+) -> Iterator[TokenBatch]:
     """Yields all tokens in stored order, `size` at a time, with a progress bar."""
     settings = dict(unit=" tokens", unit_scale=True, desc="exporting", disable=None)
     with (
-        closing(dataset.batches(size, hooks, buffer=2 * size)) as batches,
+        closing(dataset.batches(size, hooks, buffer=2 * size, columns=columns)) as batches,
         tqdm(total=dataset.tokens, **settings) as bar,
     ):
         for batch in batches:

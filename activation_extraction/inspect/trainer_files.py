@@ -1,8 +1,10 @@
-"""The files that trainers of autoencoders read: a function for each form, which writes them.
+"""The forms of --export, and the files that trainers of autoencoders read. draft_files.py has those
+of draft models.
 
-Each gets a folder, which has an empty folder for each hook, a run, the names of the hooks to
-export, and all tokens of the run in chunks; every chunk but the last has a multiple of the form's
-`row` tokens. It returns how many tokens it wrote. The libraries are imported where they are needed.
+A function for each form writes them. It gets a folder, which has an empty folder for each hook
+unless the form is one of whole samples, a run, the names of the hooks to export, and all tokens of
+the run in chunks; every chunk but the last has a multiple of the form's `row` tokens. It returns
+how many tokens it wrote. The libraries are imported where they are needed.
 """
 
 import json
@@ -14,6 +16,13 @@ import numpy as np
 
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
+from activation_extraction.inspect.arrow_files import ArrowFolder
+from activation_extraction.inspect.draft_files import (
+    check_specforge,
+    check_speculators,
+    write_specforge,
+    write_speculators,
+)
 
 Write = Callable[[Path, ActivationDataset, Sequence[str], Iterable[TokenBatch]], int]
 
@@ -21,10 +30,12 @@ Write = Callable[[Path, ActivationDataset, Sequence[str], Iterable[TokenBatch]],
 class ExportForm(NamedTuple):
     """One value of --export.
 
-    library: needed to write the files. write: see above. read_with: a line of Python with which the
-    trainer reads a hook, a format of `folder`, `hook`, `path` (the hook's own folder) and `row`.
-    row: how many tokens a row of the files has; tokens at the end of the run that are too few for a
-    row are left out. has_bfloat16: whether the files can have it; otherwise float32 is written.
+    library: needed to write the files. write: see above. read_with: a line with which the trainer
+    reads them, a format of `folder`, `hook`, `path` (the hook's own folder), `row`, `model` and
+    `layers` (the numbers of hidden states but the last). row: how many tokens a row of the files
+    has; tokens at the end of the run that are too few for a row are left out. has_bfloat16: whether
+    the files can have it; otherwise float32 is written. check: raises InputError for a run or hooks
+    that a form of whole samples cannot take; None for a form of tokens.
     """
 
     library: str
@@ -32,6 +43,7 @@ class ExportForm(NamedTuple):
     read_with: str
     row: int = 1
     has_bfloat16: bool = True
+    check: Callable[[ActivationDataset, Sequence[str]], None] | None = None
 
     def dtype_of(self, dataset: ActivationDataset, hook: str) -> np.dtype:
         """Returns the dtype of a hook's values in the files."""
@@ -131,15 +143,13 @@ def write_sae_lens(
     them.
     """
     import datasets
-    from datasets.arrow_writer import ArrowWriter
 
-    form, file, tokens, writers = EXPORT_FORMS["sae_lens"], "data-00000-of-00001.arrow", 0, {}
+    form, tokens, writers = EXPORT_FORMS["sae_lens"], 0, {}
     for hook in hooks:
         shape, dtype = (form.row, dataset.hooks[hook]), form.dtype_of(dataset, hook).name
         ids = datasets.List(datasets.Value("int32"), length=form.row)
-        features = datasets.Features({hook: datasets.Array2D(shape, dtype), "token_ids": ids})
-        datasets.DatasetInfo(features=features).write_to_directory(str(folder / hook))
-        writers[hook] = ArrowWriter(features=features, path=str(folder / hook / file))
+        columns = {hook: datasets.Array2D(shape, dtype), "token_ids": ids}
+        writers[hook] = ArrowFolder(folder / hook, columns)
     for batch in chunks:
         rows = len(batch) // form.row
         whole = rows * form.row
@@ -147,14 +157,10 @@ def write_sae_lens(
         for hook, values in batch.items():
             column = values[:whole].reshape(rows, form.row, values.shape[1])
             column = column.astype(form.dtype_of(dataset, hook), copy=False)
-            writers[hook].write_batch({hook: column, "token_ids": token_ids})
+            writers[hook].write({hook: column, "token_ids": token_ids})
         tokens += whole
-    state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))
-    state |= {"_fingerprint": None, "_format_kwargs": {}, "_output_all_columns": False}
-    state["_data_files"] = [{"filename": file}]  # `datasets` makes the fingerprint
-    for hook, writer in writers.items():
+    for writer in writers.values():
         writer.finalize()
-        (folder / hook / "state.json").write_text(json.dumps(state, indent=2))
     return tokens
 
 
@@ -172,5 +178,18 @@ EXPORT_FORMS = {
         "use_cached_activations=True, cached_activations_path={path!r})",
         row=128,  # as the contexts of SAELens by default
         has_bfloat16=False,
+    ),
+    "speculators": ExportForm(
+        "datasets",
+        write_speculators,
+        "python -m speculators.train --data-path {folder} --verifier-name-or-path {model} "
+        "--target-layer-ids {layers} --on-missing raise",
+        check=check_speculators,
+    ),
+    "specforge": ExportForm(
+        "torch",
+        write_specforge,
+        "scripts/train_eagle3.py --train-hidden-states-path {folder} --target-model-path {model}",
+        check=check_specforge,
     ),
 }

@@ -1,0 +1,152 @@
+"""--export speculators and specforge: hidden states are those of transformers, and the mask of
+the loss is the row's own, that of the assistant, or all ones."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from chat_templates import QWEN3, chat_model, talk
+from command_line import main
+from datasets import load_from_disk
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+LENGTH = 48  # tokens of a row; longer ones are cut or split
+LAYERS = (1, 4)
+STREAM = [f"blocks.{layer}.hook_resid_post" for layer in (*LAYERS, 11)]
+HOOKS = [*STREAM, "ln_final.hook_out"]
+ROWS = [
+    {"ids": [*range(3, 3 + length)], LOSS: [number % 3 != 1 for number in range(length)]}
+    for LOSS in ("loss_mask",)
+    for length in (5, 55, 48, 1, 17, 130)
+]
+
+
+def run(folder, model, rows, *flags, hooks=HOOKS):
+    """Extracts from rows into folder/run."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--model_path", model, "--dataset_path", folder / "rows.jsonl", "--batch_size", 2]
+    given += ["--output_dir", folder / "run", "--max_seq_length", LENGTH, "--hook_names", *hooks]
+    assert main(*given, *flags) == 0
+    return folder / "run"
+
+
+def exported(folder, form, *flags):
+    target = folder / form
+    given = ["--output_dir", folder / "run", "--export", form, "--export_dir", target]
+    assert main(*given, *flags) == 0
+    return target
+
+
+def speculators(folder):
+    """Yields ids, mask, the layers side by side and the last hidden state as its ArrowDataset."""
+    rows = load_from_disk(str(folder))
+    assert [*rows.with_format(None)["seq_len"]] == [len(row["input_ids"]) for row in rows]
+    for number, row in enumerate(rows):
+        file = load_file(folder / f"hidden_states/hs_{number}.safetensors")
+        assert file.keys() == {"hidden_states", "token_ids"}
+        assert torch.equal(file["token_ids"], row["input_ids"])
+        states = file["hidden_states"]
+        yield row["input_ids"], row["loss_mask"], states[:, :-1].flatten(1), states[:, -1]
+    assert len([*(folder / "hidden_states").iterdir()]) == len(rows)
+
+
+def specforge(folder):
+    """Yields the same as its OfflineEagle3Dataset; its last hidden state is after the norm."""
+    files = [*folder.rglob("*.ckpt")]
+    assert {file.parent.name for file in files} == {"rows_0-2000"}
+    for file in sorted(files, key=lambda file: int(re.sub(r"\D", "", file.name))):
+        row = torch.load(file, weights_only=True)
+        states = row["aux_hidden_state"].squeeze(0), row["hidden_state"].squeeze(0)
+        yield row["input_ids"], row["loss_mask"], *states
+
+
+READ = {"speculators": speculators, "specforge": specforge}
+
+
+def check(folder, form, model, expected):
+    """expected: ids and mask of every sample, in any order."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).model
+    last, found = [], []
+    network.layers[-1].register_forward_hook(lambda *given: last.append(given[2][0]))
+    for ids, mask, layers, end in READ[form](folder):
+        assert ids.dtype == mask.dtype == torch.int64
+        found.append((ids.tolist(), mask.tolist()))
+        with torch.no_grad():
+            out = network(ids[None], output_hidden_states=True)
+        states = torch.cat([out.hidden_states[layer + 1][0] for layer in LAYERS], dim=1)
+        states = (
+            states if form == "speculators" else torch.cat([states, last[-1].reshape(-1, 128)], 1)
+        )
+        normed = out.last_hidden_state[0] if form == "specforge" else last[-1].reshape(-1, 128)
+        for ours, theirs in ((layers, states), (end, normed)):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize("form", READ)
+@pytest.mark.parametrize("long", ["cut", "split"])
+def test_rows_have_their_own_mask(form, long, demo_inputs, tmp_path, monkeypatch, capsys):
+    model = demo_inputs / "model"
+    flags = "--ids_column ids --keep_columns loss_mask --shard_format safetensors".split()
+    run(tmp_path, model, ROWS, *flags, "--long_documents", long)
+    hooks = STREAM if form == "speculators" else HOOKS
+    monkeypatch.setattr("activation_extraction.inspect.export.CHUNK_BYTES", 20_000)
+    folder = exported(tmp_path, form, "--hook_names", *hooks)
+    expected = []
+    for row in ROWS:
+        ends = range(LENGTH, len(row["ids"]) + LENGTH, LENGTH)
+        for end in ends if long == "split" else ends[:1]:
+            part = slice(end - LENGTH, end)
+            expected.append((row["ids"][part], [int(each) for each in row["loss_mask"][part]]))
+    check(folder, form, model, expected)
+    assert form != "speculators" or "--target-layer-ids 2 5 --on" in capsys.readouterr().out
+
+
+def test_conversations_teach_what_the_assistant_says(demo_inputs, tmp_path):
+    model = chat_model(demo_inputs, tmp_path, QWEN3)
+    rows = [{"messages": talk(f"question {n}", "word " * n)} for n in (1, 3, 6)]
+    run(tmp_path, model, rows, "--messages_column", "messages", hooks=STREAM)
+    masks = [mask for _, mask, _, _ in speculators(exported(tmp_path, "speculators"))]
+    assert [mask.sum() for mask in masks] != [len(mask) for mask in masks]
+    assert 0 < masks[0].sum() < masks[1].sum() < masks[2].sum()
+
+
+def test_texts_teach_every_token(demo_inputs, tmp_path):
+    run(tmp_path, demo_inputs / "model", [{"text": "some words"}, {"text": ""}], hooks=STREAM)
+    [(_, mask, _, _)] = speculators(exported(tmp_path, "speculators"))
+    assert len(mask) > 1 and mask.all()
+
+
+REFUSED = {  # flags of the run, hooks of the export, form -> the line that comes
+    ("", tuple(STREAM[:2]), "speculators"): "needs the hook blocks.11.hook_resid_post; ",
+    ("", tuple(STREAM[:2]), "specforge"): "needs the hook ln_final.hook_out; ",
+    ("", tuple(HOOKS), "speculators"): "cannot take the hook ln_final.hook_out; expected blocks.K",
+    ("", tuple(HOOKS[2:3]), "speculators"): "of at least one layer more",
+    ("--positions last", tuple(STREAM), "speculators"): "stores some tokens only",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_trainer_cannot_take_is_refused(case, demo_inputs, tmp_path, capsys):
+    flags, hooks, form = case
+    run(tmp_path, demo_inputs / "model", [{"text": "some words"}], *flags.split())
+    capsys.readouterr()
+    given = ["--output_dir", tmp_path / "run", "--export", form, "--export_dir", tmp_path / "new"]
+    assert main(*given, "--hook_names", *hooks) == 2
+    error = capsys.readouterr().err
+    assert f"--export {form}: " in error and REFUSED[case] in error and error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("mask", [[1, 0], [1, 2, 0], "text", None])
+def test_a_mask_that_does_not_fit_is_an_error(mask, demo_inputs, tmp_path, capsys):
+    rows = [{"ids": [5, 6, 7], "loss_mask": mask}]
+    flags = "--ids_column ids --keep_columns loss_mask".split()
+    run(tmp_path, demo_inputs / "model", rows, *flags, hooks=STREAM)
+    given = ["--output_dir", tmp_path / "run", "--export", "speculators"]
+    assert main(*given, "--export_dir", tmp_path / "new") == 1
+    assert "sample 0: its column loss_mask: expected a 0 or 1 for" in capsys.readouterr().err
+    assert {path.name for path in Path(tmp_path).iterdir()} == {"rows.jsonl", "run"}
