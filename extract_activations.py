@@ -42,7 +42,13 @@ from activation_extraction.model.devices import (
     leave_out_absent_tpu,
     use_compilation_cache,
 )
-from activation_extraction.model.forward import Activations, Step, choose_dtypes, compile_step
+from activation_extraction.model.forward import (
+    Activations,
+    Step,
+    choose_dtypes,
+    choose_hooks,
+    compile_step,
+)
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.model_config import HEAD
 from activation_extraction.run.demo import MODEL_CONFIG
@@ -144,7 +150,7 @@ def compute(config: Config, job: Job, clock: Clock, watchdog: Watchdog) -> tuple
         except KeyboardInterrupt:  # the second Ctrl-C: do not wait for uploads
             job.storage.close()
             raise
-        if stopped() and (waiting := job.storage.bytes_waiting):
+        if stopped() and (waiting := job.storage.gauges()["bytes_waiting"]):
             log.info(
                 "stopping; %.2f GB wait to be stored, in order; what is not stored when this "
                 "process is killed is computed again",
@@ -224,7 +230,7 @@ def extract(
                     with clock.measure("store"):
                         job.storage.add_batch(batch, on_host)
                     kept = sum(placed.sample.num_kept for placed in batch.samples)
-                    flops = job.forward.model.flops(batch.lengths)
+                    flops = job.forward.flops(batch.lengths)
                     progress.advance(len(batch.samples), batch.num_tokens, flops, kept)
                     log.debug("step %d: %d samples", progress.steps, len(batch.samples))
                 except Exception as error:  # it is raised once all hosts have stopped
@@ -263,12 +269,14 @@ def show_hooks(config: Config) -> int:
         _, model = FAMILIES.read_config(checkpoint.file("config.json"))
         names = checkpoint.known_tensors()
         check_adapter(config.lora)
-    stored = choose_dtypes(model_request(config), jax.default_backend())[1]
+    request = model_request(config)
+    stored = choose_dtypes(request, jax.default_backend())[1]
+    encoders = choose_hooks(request, model)[1] if config.encode else ()
     rule, length = config.positions, config.max_seq_length
     table, special = hook_table(model, config.top_logits), known_special_tokens(config)
     if names is not None and HEAD not in names and not model.tie_word_embeddings:
         table = table.without_predictions()
-    say(*list_hooks(table, model, stored, rule, length))
+    say(*list_hooks(table, model, stored, rule, length, encoders))
     if special:
         say(f"special tokens: {special.template}")
     return 0

@@ -29,7 +29,7 @@ from jax import Array
 from activation_extraction.model.attention import Attention, attention_pattern
 from activation_extraction.model.decoder import Decoder, ParamPath
 from activation_extraction.model.delta_net import GatedDeltaNet
-from activation_extraction.model.experts import Experts, GroupedExperts, route, scattered
+from activation_extraction.model.experts import Experts, ExpertSum, route, scattered
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import (
     STREAM,
@@ -167,12 +167,12 @@ class SparseMLP(nn.Module):
 
     config: Any
     dtype: Any
-    grouped: GroupedExperts
+    expert_sum: ExpertSum
     layout: Layout
 
     def setup(self) -> None:
         self.gate = Linear(self.config, "D->R", dtype=self.dtype)
-        self.experts = Experts(self.config, self.dtype, self.grouped, self.layout)
+        self.experts = Experts(self.config, self.dtype, self.expert_sum, self.layout)
         if self.config.experts.shared_width:
             self.shared_expert = MLP(self.config, self.dtype, self.layout, "P")
             self.shared_expert_gate = Linear(self.config, "D->U", dtype=self.dtype)
@@ -215,7 +215,7 @@ class DecoderLayer(nn.Module):
         else:
             self.self_attn = SelfAttention(config, dtype, self.kernels.attention, self.layout)
         self.post_attention_layernorm = RMSNorm(config, dtype)
-        mlp = partial(SparseMLP, grouped=self.kernels.experts) if SPARSE in words else MLP
+        mlp = partial(SparseMLP, expert_sum=self.kernels.experts) if SPARSE in words else MLP
         self.mlp = mlp(config, dtype, layout=self.layout)
 
     def __call__(

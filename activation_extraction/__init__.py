@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from activation_extraction.common.choices import ROLES
+    from activation_extraction.common.codes import Codes
     from activation_extraction.dataset.batches import Batches
     from activation_extraction.dataset.dataset import ActivationDataset, paired
     from activation_extraction.dataset.token_batch import SampleActivations, TokenBatch
@@ -29,6 +30,7 @@ __all__ = [
     "ActivationStorage",
     "BatchOptions",
     "Batches",
+    "Codes",
     "HookStatistics",
     "ROLES",
     "SampleActivations",
@@ -41,6 +43,7 @@ HOMES = {
     "ActivationStorage": "store.storage",
     "BatchOptions": "dataset.token_source",
     "Batches": "dataset.batches",
+    "Codes": "common.codes",
     "HookStatistics": "store.statistics",
     "ROLES": "common.choices",
     "SampleActivations": "dataset.token_batch",

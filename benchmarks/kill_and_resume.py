@@ -169,7 +169,7 @@ class Sample(NamedTuple):
 
     tokens: tuple[list[int], list[int]]
     row: TableRow
-    values: Mapping[Any, np.ndarray]
+    values: Mapping[Any, Any]
 
 
 def samples_in(*urls: object) -> dict[int, Sample]:

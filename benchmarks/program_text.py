@@ -2,12 +2,13 @@
 
 `ProgramText` knows the text of programs that XLA compiled for TPUs. Every instruction's reads and
 writes of HBM count with the padding of their layout; what stays in a chip's fast memory counts
-nothing. step_plan.py says what the bytes mean.
+nothing. The text does not say what a Pallas kernel reads and writes of its operands and results:
+`Times` does. step_plan.py says what the bytes mean.
 """
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,6 +20,10 @@ COLLECTIVE = re.compile(
 ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
 NOTHING = "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"
 NO_WORK = re.compile(r'custom_call_target="(\w*Bitcast|AllocateBuffer|AssumeGather\w*)"')
+
+# (a kernel's name, the shapes of its operands and of its result) -> how often it reads each operand
+# and writes the result, or None for a kernel that does so once.
+Times = Callable[[str, list[list[int]]], list[float] | None]
 
 
 class Instruction(NamedTuple):
@@ -96,13 +101,17 @@ class ProgramText:
     """
 
     def __init__(
-        self, text: str, mesh: Mapping[str, int] | None = None, shares: Sequence[float] = ()
+        self,
+        text: str,
+        mesh: Mapping[str, int] | None = None,
+        shares: Sequence[float] = (),
+        times: Times = lambda _name, _shapes: None,
     ) -> None:
         end = r"\n\}(?:, execution_thread=\"\w+\")?$"  # v6e has threads of its own for sorting
         found = re.findall(rf"^(?:ENTRY )?(%[\w.-]+) [^\n]*\{{\n(.*?){end}", text, re.M | re.S)
         self.computations = {name: _instructions(body) for name, body in found}
         self.instructions = {i.name: i for inside in self.computations.values() for i in inside}
-        self.text, self.mesh, self.shares = text, dict(mesh or {}), shares
+        self.text, self.mesh, self.shares, self._times = text, dict(mesh or {}), shares, times
 
     @cached_property
     def entry(self) -> str:
@@ -192,7 +201,13 @@ class ProgramText:
         return int(found[1])
 
     def _begun(self, instruction: Instruction) -> list[str]:
-        """Returns the channels on which it starts to send, without waiting for the end."""
+        """Returns the channels on which it starts to send, without waiting for the end.
+
+        A collective that is no part of a fusion is its own channel: several may be under way that
+        have one number, such as those in the two directions of a ring.
+        """
+        if instruction.is_collective and instruction.opcode.endswith("-start"):
+            return [instruction.name]
         inside = self._inside(instruction)
         begins = instruction.opcode.endswith("-start")
         begins |= any("AsyncCollectiveStart" in inner.line for inner in inside)
@@ -212,10 +227,13 @@ class ProgramText:
         collectives = [inner for inner in inside if inner.is_collective]
         sending = [inner for inner in collectives if inner.channel not in counted]
         passing = frozenset(inner.name for inner in collectives if inner not in sending)
+        by_kernel = self._moved_by_kernel(each) if kind == "kernel" else None
         if each.opcode.endswith("-done"):
             hbm = self._copied(each)
         elif each.opcode.endswith("-start") and not sending:
             hbm = 0
+        elif by_kernel is not None:
+            hbm = by_kernel
         else:
             hbm = self._read(each, passing) + self._written(each)
         sent = sum(_sent(inner, alone=inner is each) for inner in sending)
@@ -224,6 +242,16 @@ class ProgramText:
         flops = sum(self._flops(inner) for inner in inside)
         hidden = sent > 0 and kind == "product"
         return Move(kind, each.name, each.source, hbm, sent, hidden, axes, flops)
+
+    def _moved_by_kernel(self, kernel: Instruction) -> int | None:
+        """Returns the bytes that a Pallas kernel reads and writes, if `Times` knows it."""
+        operands = [self.instructions[name].result for name in kernel.operands]
+        arrays = [ARRAY.search(result) for result in (*operands, kernel.result)]
+        found = [array for array in arrays if array]
+        times = self._times(kernel.name.strip("%").partition(".")[0], [_shape(x) for x in found])
+        if times is None:
+            return None
+        return round(sum(_bytes(x) * each for x, each in zip(found, times, strict=True)))
 
     def _flops(self, product: Instruction) -> float:
         """Returns 2 m k n for a product; with an axis of b batches, b**0.5 times too many.
@@ -350,10 +378,10 @@ def _instructions(body: str) -> list[Instruction]:
 
 def _bytes(found: re.Match[str], everywhere: bool = False) -> int:
     """Counts an array's HBM bytes, padded to tiles of its two minor dimensions."""
-    kind, sizes, order, tiling = found.groups()
+    kind, _, order, tiling = found.groups()
     if not everywhere and "S(" in (tiling or ""):  # another memory than HBM
         return 0
-    shape = [int(size) for size in sizes.split(",") if size]
+    shape = _shape(found)
     tile = re.match(r"T\(([\d,]+)\)", tiling or "")
     if tile and order and not everywhere:
         minor = [int(axis) for axis in order.split(",")]
@@ -363,10 +391,14 @@ def _bytes(found: re.Match[str], everywhere: bool = False) -> int:
     return math.prod(shape) * bits // 8
 
 
+def _shape(array: re.Match[str]) -> list[int]:
+    return [int(size) for size in array[2].split(",") if size]
+
+
 def _count(result: str) -> int:
     """Returns how many numbers one array has."""
     found = ARRAY.search(result)
-    return math.prod(int(size) for size in found[2].split(",") if size) if found else 0
+    return math.prod(_shape(found)) if found else 0
 
 
 def _size_of(result: str) -> int:

@@ -9,10 +9,12 @@ latency per request and a rate per connection, and prints MB/s of activations fo
 - two runs of the same data with shards of different sizes, paired, shuffled;
 - the training loop of the README with few features, and its steps alone on data in memory.
 
-Each follows, in a round, bare readers of the same hooks: 32 threads with a connection each, which
-get the hooks' bytes in ranges of at most 8 MiB and throw them away. Opening a run is not measured.
-Figures are the median over the rounds, with the least and the largest. The last line printed is one
-JSON object.
+Each follows, in a round, two bare readers of the same hooks' bytes, in ranges of at most 8 MiB, 32
+at the same time: with obstore, the client that the product uses, where each range is looked through
+once, as somebody would do it by hand; and with sockets into buffers that are used again, the least
+that it can cost. `share` is of the former. Opening a run is not measured, unless --open asks for it
+alone: of a run of so many shards of 14 hooks. Figures are the median over the rounds, with the
+least and the largest, after a round that is left out. The last line printed is one JSON object.
 """
 
 import argparse
@@ -30,7 +32,9 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+import obstore
 import torch
+from obstore.store import GCSStore
 
 from activation_extraction import ROLES, ActivationDataset, paired
 from activation_extraction.store.identity import Identity, StorageOptions
@@ -125,7 +129,30 @@ def spans(folder: Path, hook: str) -> list[tuple[str, int, int]]:
     return found
 
 
-def read_bare(address: str, ranges: list[tuple[str, int, int]]) -> int:
+def read_by_obstore(address: str, ranges: list[tuple[str, int, int]]) -> int:
+    """Reads these ranges, `READERS` at once, and returns how many bytes they are."""
+
+    def no_credentials() -> Any:
+        return {"token": "", "expires_at": None}
+
+    store = GCSStore(
+        BUCKET,
+        base_url=f"http://{address}",
+        credential_provider=no_credentials,
+        client_options={"allow_http": True},
+    )
+
+    def work(span: tuple[str, int, int]) -> int:
+        content = obstore.get_range(store, span[0], start=span[1], end=span[2])
+        values = np.frombuffer(memoryview(content), np.uint8)
+        values.max()  # touches every byte
+        return values.nbytes
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return sum(pool.map(work, ranges))
+
+
+def read_by_sockets(address: str, ranges: list[tuple[str, int, int]]) -> int:
     """Reads these ranges with `READERS` connections, and returns how many bytes they are."""
     rest = iter(ranges)  # whose `next` is atomic
 
@@ -233,18 +260,70 @@ def scenarios(one: Run, many: Run, chat: Run, other: Run, features: int) -> dict
 def measure(address: str, scenario: Scenario, root: Path) -> dict[str, float]:
     """One round: the bare readers, and after them the scenario."""
     ranges = [span for run in scenario.runs for span in spans(root / run.folder, run.read)]
-    began = time.perf_counter()
-    bare = read_bare(address, ranges) / 1e6 / (time.perf_counter() - began)
-    read = scenario.prepare()
-    before, began = counts(address), time.perf_counter()
-    size = read()
-    seconds, after = time.perf_counter() - began, counts(address)
+    bare = rate_of(lambda: read_by_obstore(address, ranges))
+    sockets = rate_of(lambda: read_by_sockets(address, ranges))
+    read, before = scenario.prepare(), counts(address)
+    ours, after = rate_of(read), counts(address)
     return {
-        "bare": bare,
-        "read": size / 1e6 / seconds,
-        "share": size / 1e6 / seconds / bare,
-        "requests_per_gb": (after.requests - before.requests) / size * 1e9,
-        "downloaded": (after.bytes - before.bytes) / size,
+        "bare": bare.speed,
+        "sockets": sockets.speed,
+        "read": ours.speed,
+        "share": ours.speed / bare.speed,
+        "share_of_sockets": ours.speed / sockets.speed,
+        "core_seconds_per_gb_bare": bare.core_seconds,
+        "core_seconds_per_gb_sockets": sockets.core_seconds,
+        "core_seconds_per_gb": ours.core_seconds,
+        "requests_per_gb": (after.requests - before.requests) / ours.bytes * 1e9,
+        "downloaded": (after.bytes - before.bytes) / ours.bytes,
+    }
+
+
+class Rate(NamedTuple):
+    """MB/s, and the seconds of a core, of this process, for each GB of so many bytes."""
+
+    speed: float
+    core_seconds: float
+    bytes: int
+
+
+def rate_of(read: Callable[[], int]) -> Rate:
+    """How fast something is read, which returns how many bytes it got."""
+    cores, began = time.process_time(), time.perf_counter()
+    size = read()
+    seconds = time.perf_counter() - began
+    return Rate(size / 1e6 / seconds, (time.process_time() - cores) / size * 1e9, size)
+
+
+def store_shards(folder: Path, shards: int) -> None:
+    """Stores a run of so many shards with a sample each, unless it is there already."""
+    run = Run(0, hooks=14, width=4)
+    hooks: dict[int | str, str] = {name: name for name in run.names}
+    options = StorageOptions(shard_size_gb=1e-9, shard_format="safetensors")
+    facts = RunFacts(hooks={name: {"width": run.width} for name in hooks})
+    identity = Identity(data="files", activation_dtype="bfloat16", shard_format="safetensors")
+    values = np.ones((2, run.width), ml_dtypes.bfloat16)
+    with ActivationStorage(folder, hooks, options, identity, facts=facts) as storage:
+        for sample in range(0 if storage.complete else shards):
+            for name in run.names:
+                storage.add_activation(name, values, sample, "", np.arange(2, dtype=np.int32))
+
+
+def measure_opening(root: Path, shards: int, latency: float, rate: float) -> dict[str, float]:
+    """Seconds and requests until a run of so many shards is open."""
+    store_shards(root / "shards", shards)
+    with bucket_server(root, latency, rate) as address:
+        before, began = counts(address), time.perf_counter()
+        cores = time.process_time()
+        dataset = ActivationDataset(f"gs://{BUCKET}/shards")
+        seconds, after = time.perf_counter() - began, counts(address)
+    assert len(dataset) == len(dataset.shards.commits) == shards
+    return {
+        "shards": shards,
+        "latency": latency,
+        "seconds": round(seconds, 2),
+        "core_seconds": round(time.process_time() - cores, 2),
+        "requests": after.requests - before.requests,
+        "mb": round((after.bytes - before.bytes) / 1e6, 1),
     }
 
 
@@ -267,6 +346,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=RATE, help="MB/s of a connection")
     parser.add_argument("--rounds", type=int, default=3, help="medians of so many (default: 3)")
     parser.add_argument("--features", type=int, default=4, help="of training (default: 4)")
+    parser.add_argument("--open", type=int, default=0, help="open a run of so many shards, only")
     parser.add_argument("--only", default="", help="scenarios with this in their names")
     parser.add_argument("--folder", type=Path, help="keeps the runs (default: a temporary one)")
     arguments = parser.parse_args(argv)
@@ -278,6 +358,13 @@ def main(argv: list[str] | None = None) -> None:
     found: dict[float, dict[str, Any]] = defaultdict(dict)
     with tempfile.TemporaryDirectory() as temporary:
         root = arguments.folder or Path(temporary)
+        if arguments.open:
+            opened = [
+                measure_opening(root, arguments.open, latency, arguments.rate)
+                for latency in arguments.latency
+            ]
+            print(json.dumps({"opened": opened, "machine": machine()}))
+            return
         asked = {
             name: scenario
             for name, scenario in scenarios(one, many, chat, other, arguments.features).items()
@@ -285,14 +372,18 @@ def main(argv: list[str] | None = None) -> None:
         }
         for run in {run for scenario in asked.values() for run in scenario.runs}:
             run.store(root / run.folder)
-        print("   ms  bare MB/s  MB/s  share (least to largest)  requests/GB  downloaded")
+        print(
+            "   ms  bare MB/s  MB/s  share (least to largest)  of sockets  s/GB  bare s/GB  "
+            "requests/GB  downloaded"
+        )
         for latency in arguments.latency:
             with bucket_server(root, latency, arguments.rate) as address:
                 for name, scenario in asked.items():
                     if name == "training" and latency != TRAINED_AT:
                         continue
-                    of_rounds = [measure(address, scenario, root) for _ in range(arguments.rounds)]
-                    each = found[latency][name] = summary(of_rounds)
+                    rounds = range(1 + arguments.rounds)  # of which the first is left out
+                    of_rounds = [measure(address, scenario, root) for _ in rounds]
+                    each = found[latency][name] = summary(of_rounds[1:])
                     print(line(latency, name, each), flush=True)
     alone = round(step_alone(one.width, arguments.features), 1)
     print(f"training alone, on data in memory: {alone:.0f} MB/s")
@@ -301,12 +392,12 @@ def main(argv: list[str] | None = None) -> None:
 
 def line(latency: float, name: str, each: dict[str, list[float]]) -> str:
     share = "{:.2f} ({:.2f} to {:.2f})".format(*each["share"])
-    bare, read, requests, downloaded = (
-        each[key][0] for key in ("bare", "read", "requests_per_gb", "downloaded")
-    )
+    names = "bare", "read", "share_of_sockets", "core_seconds_per_gb", "core_seconds_per_gb_bare"
+    bare, read, sockets, core, core_bare = (each[name][0] for name in names)
+    requests, downloaded = each["requests_per_gb"][0], each["downloaded"][0]
     return (
-        f"{latency:>5g} {bare:>10.0f} {read:>5.0f}  {share:<24} {requests:>12.0f} "
-        f"{downloaded:>11.2f}  {name}"
+        f"{latency:>5g} {bare:>10.0f} {read:>5.0f}  {share:<24} {sockets:>11.2f} {core:>5.2f} "
+        f"{core_bare:>10.2f} {requests:>12.0f} {downloaded:>11.2f}  {name}"
     )
 
 

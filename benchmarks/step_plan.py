@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model.automatic_mesh import link_speed
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.devices import Chip
+from activation_extraction.model.expert_kernel import times_moved
 from activation_extraction.model.forward import Program
 from activation_extraction.model.mesh import RULES, Layout
 from benchmarks.program_text import ProgramText
@@ -43,7 +45,8 @@ class StepPlan:
     flops: its share of the operations that the model needs, without what several devices compute
     alike, padded tiles and a pipeline's bubble. kernel: the operations that Pallas kernels add to
     that, in float32 products of padded tiles. hbm: the bytes of memory that it reads and writes, if
-    a Pallas kernel moves its operands and results once. sent: what it sends along which axes.
+    a Pallas kernel moves its operands and results once; those of experts say what they move. sent:
+    what it sends along which axes.
     """
 
     flops: float
@@ -114,8 +117,10 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
         path[1]: spec.shape[0] for path, spec in program.weights.items() if path[0] == "layers"
     }
     counts = [layers[type_] for type_ in sorted(layers) if type_ in config.layer_types]
+    shares = [count / sum(counts) for count in counts]
     assert mesh is not None
-    return ProgramText(compiled.as_text() or "", mesh.shape, [n / sum(counts) for n in counts])
+    times = partial(times_moved, share=1 / program.layout.size("expert"))
+    return ProgramText(compiled.as_text() or "", mesh.shape, shares, times)
 
 
 def _flops_of_delta_rule(program: Program) -> float:
@@ -148,10 +153,10 @@ def padded_flops(function: Callable[..., Any], arguments: Sequence[Any], tile: i
     precision HIGHEST. tile: 128, or 256 on v6e.
     """
     total = 0.0
-    for call in _equations(jax.make_jaxpr(function)(*arguments)):
+    for call in equations(jax.make_jaxpr(function)(*arguments)):
         if call.primitive.name == "pallas_call":
             steps = math.prod(call.params["grid_mapping"].grid)
-            for each in _equations(call.params["jaxpr"]):
+            for each in equations(call.params["jaxpr"]):
                 if each.primitive.name == "dot_general":
                     (contracted, _), _ = each.params["dimension_numbers"]
                     left, right = (operand.aval for operand in each.invars)
@@ -162,10 +167,10 @@ def padded_flops(function: Callable[..., Any], arguments: Sequence[Any], tile: i
     return total
 
 
-def _equations(program: Any) -> Iterator[Any]:
+def equations(program: Any) -> Iterator[Any]:
     """Yields the equations of a program, those inside of others included."""
     for each in getattr(program, "jaxpr", program).eqns:
         yield each
         for inner in jax.tree.leaves([*each.params.values()]):
             if each.primitive.name != "pallas_call" and hasattr(inner, "eqns"):
-                yield from _equations(inner)
+                yield from equations(inner)

@@ -5,7 +5,8 @@
 
 It compiles the program as a run would, without a TPU, and reads the text (program_text.py). Of the
 loop over layers, it prints every instruction's reads and writes of HBM, and what collectives send,
-along which axes, and whether products run meanwhile. Nothing runs: the times of a step, in the
+along which axes, and whether products run meanwhile; and the layer's bytes over those of weights
+and tokens that move once, see `StepSizes.moved_by_layer`. Nothing runs: the times of a step, in the
 JSON of the last line, are its bytes and operations over a chip's peaks. `products_ms` are those
 that the model needs, and `kernel_ms` those that the kernel of delta nets adds; `hidden_ms` is what
 is sent while products run, `exposed_ms` what is sent while nothing else does; `busy` is the share
@@ -21,9 +22,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from activation_extraction.cli.config import parse_args
+from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.devices import at_dtype, chip_of
 from activation_extraction.model.family import HookedModel
-from activation_extraction.model.forward import Program, build_model, compile_unloaded
+from activation_extraction.model.forward import (
+    Program,
+    build_model,
+    choose_hooks,
+    compile_unloaded,
+)
 from activation_extraction.model.mesh import in_words
 from activation_extraction.model.model_config import QwenConfig
 from activation_extraction.run.prepare import model_request
@@ -82,7 +89,8 @@ def compile_for(
     request = model_request(config, chips(topology, chips_per_host))
     family = FAMILIES.by_model_type(qwen.model_type)
     model, rows = build_model(family, request, qwen)
-    program = Program(model, family.weight_table(model), rows, request.shape)
+    asked = choose_hooks(request, qwen)
+    program = Program(model, family.weight_table(model), rows, request.shape, *asked)
     compiled = compile_unloaded(program, exec_time_optimization_effort=effort)
     step, text = read_step(program, compiled), text_of(program, compiled)
     return Compiled(program, step, text, compiled.memory_analysis())
@@ -95,6 +103,13 @@ def times(compiled: Compiled) -> StepTimes:
     assert chip is not None
     chip = at_dtype(chip, compiled.model.dtype, "tpu")
     return times_of(compiled.step, compiled.program.layout, chip, len(devices))
+
+
+def moved_once(compiled: Compiled) -> float:
+    """Returns the bytes of HBM of a layer and chip if weights and tokens move once."""
+    program = compiled.program
+    sizes = StepSizes(compiled.model, program.weights, compiled.rows, compiled.length)
+    return sizes.moved_by_layer(compiled.model.layout)
 
 
 def model_of(name: str) -> QwenConfig:
@@ -115,12 +130,14 @@ def main() -> None:
     args = parser.parse_args()
     compiled = compile_for(model_of(args.model), args.flags, args.topology, args.effort)
     print(f"mesh {in_words(compiled.model.layout.shape)}; a layer, one chip: MB of HBM, MB sent")
-    for move in sorted(compiled.plan.moves(compiled.plan.body), key=lambda move: -move.hbm):
+    moves = compiled.plan.moves(compiled.plan.body)
+    for move in sorted(moves, key=lambda move: -move.hbm):
         if move.hbm + move.sent > WORTH_A_LINE:
             beside = f" along {','.join(move.axes)}, {'hidden' if move.hidden else 'exposed'}"
             sent = f"{move.sent / 1e6:8.1f}" + (beside if move.sent else "")
             print(f"{move.hbm / 1e6:8.1f} {sent}  {move.kind:10}  {move.source}")
-    found = times(compiled)
+    found, moved, once = times(compiled), sum(move.hbm for move in moves), moved_once(compiled)
+    print(f"{moved / 1e6:8.1f} in all: {moved / once:.2f} times {once / 1e6:.1f}, all of it once")
     step = {f"{name}_ms": 1e3 * seconds for name, seconds in found._asdict().items()}
     step["busy"] = found.products / found.device
     memory = compiled.memory

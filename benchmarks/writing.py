@@ -37,11 +37,10 @@ import numpy as np
 import obstore
 import safetensors.numpy
 
-from activation_extraction.store import formats, statistics
+from activation_extraction.store import formats, local_files, statistics
 from activation_extraction.store.folder import ANY, Folder
 from activation_extraction.store.formats import blocks_of, chosen_format, gzip_member
 from activation_extraction.store.identity import StorageOptions
-from activation_extraction.store.local_files import AtomicFile
 from activation_extraction.store.pickle_file import records_of
 from activation_extraction.store.shard import SampleRow, Shard
 from activation_extraction.store.statistics import sums_of
@@ -184,7 +183,7 @@ def timed_calls(clock: Clock) -> Iterator[None]:
         (formats, "hashlib", Proxy(hashlib, sha256=sha256)),
         (formats, "isal_zlib", Proxy(blocks_isal, compressobj=compressobj)),
         (crc32c, "crc32c", clock.timed(crc32c.crc32c)),
-        *((AtomicFile, n, clock.timed(getattr(AtomicFile, n))) for n in ("write", "finish")),
+        (local_files, "write_synced", clock.timed(local_files.write_synced)),
         (obstore, "put", put_little),
     ]
     before = [getattr(target, name) for target, name, _ in replaced]

@@ -67,7 +67,7 @@ XLA_FLAGS_OF_A_RUN = {  # for this one, which has read its variables
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +77,8 @@ import pytest
 import transformers  # noqa: F401
 from delta_reference import inside_delta_net
 from jax._src import compiler
+from row_files import write_rows
 from safetensors.numpy import load_file, save_file
-from tiny_models import QUICK_REFERENCE, TINY
 from tokenizers import Tokenizer
 
 from activation_extraction.common.choices import DEFAULT_TOP_LOGITS
@@ -104,13 +104,11 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker runs all tests of a tiny model, or else those of a module, unless they name a
-    group themselves: their programs and fixtures are made once."""
+    """One worker runs all tests of a module, unless they name a group themselves: their programs
+    and fixtures are made once."""
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("xdist_group") is None:
-            parameters = item.callspec.params if hasattr(item, "callspec") else {}
-            group = parameters.get("reference", item.module.__name__)
-            item.add_marker(pytest.mark.xdist_group(group))
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
 def pytest_unconfigure() -> None:
@@ -323,28 +321,6 @@ def _optimized_at_full_size(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("optimized")
 
 
-def references(*names: str) -> pytest.MarkDecorator:
-    """For a test of a few tiny models instead of all."""
-    return pytest.mark.parametrize("reference", _marked(names), indirect=True)
-
-
-def _marked(names: Iterable[str]) -> list[Any]:
-    return [
-        pytest.param(name, marks=[] if name == QUICK_REFERENCE else pytest.mark.long)
-        for name in names
-    ]
-
-
-@pytest.fixture(scope="session", params=_marked(TINY))
-def reference(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Reference:
-    """Each tiny model in turn."""
-    folder = tmp_path_factory.mktemp(request.param)
-    shard = "100KB" if request.param == "sharded" else "1GB"
-    return make_reference(folder, shard, **TINY[request.param])
-
-
 @pytest.fixture(scope="session")
 def demo_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the demo's `model` and `documents.parquet`, which tests must not change."""
@@ -387,15 +363,24 @@ def inputs(demo_inputs: Path) -> list[Any]:
 
 
 @pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The warnings of anybody, in their order: (name of the logger, message)."""
+    found: list[tuple[str, str]] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append((record.name, record.getMessage()))
+
+    for name in ("huggingface_hub", "datasets", "urllib3", "extract_activations"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [Keep(logging.WARNING)])
+    return found
+
+
+@pytest.fixture
 def texts(tmp_path: Path) -> Callable[..., Path]:
     """Writes rows to a JSON Lines file and returns its path."""
 
-    def write(rows: list[Mapping[str, Any]], name: str = "texts.jsonl") -> Path:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return path
-
-    return write
+    return lambda rows, name="texts.jsonl": write_rows(tmp_path / name, rows)
 
 
 @pytest.fixture

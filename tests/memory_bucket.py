@@ -92,13 +92,19 @@ class _Files:
         files = {n: FileEntry(len(data), v) for n, (data, v) in names.items() if "/" not in n}
         return {**{name.split("/")[0]: None for name in names if "/" in name}, **files}
 
-    def read(
-        self, name: str, start: Any = None, stop: Any = None, version: Any = None, most: Any = None
-    ) -> Any:
+    def head(self, name: str) -> Any:
+        found = self.read(name)
+        return found and FileEntry(len(found[0]), found[1])
+
+    def read(self, name: str, version: Any = None, most: Any = None) -> Any:
         found = self._ask(f"reading {name}", lambda objects: objects.get(f"{self.url}/{name}"))
         if found is not None and version not in (None, found[1]):
             raise ChangedError("is another version now")
-        return None if found is None else (found[0][start:stop], found[1])
+        return found
+
+    def read_range(self, name: str, start: int, stop: int, version: Any = None) -> Any:
+        found = self.read(name, version)
+        return found and found[0][start:stop]
 
     def write(self, name: str, parts: Any, expected: Any) -> str:
         path = f"{self.url}/{name}"

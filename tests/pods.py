@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.parquet
 import pytest
+from cloud import free_port
 from command_line import main, records_of
 from forks import Forked
 from test_model import INDICES, every_hook, load, rounding_of
@@ -37,9 +37,7 @@ class Pod:
     ):
         """flags: of all, or a list for each host. of_each: variables of each host, beside those of
         all. Even hosts are told by flags where they meet, odd ones by variables."""
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{listener.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_port()}"
         self.logs = [folder / f"host_{i}.log" for i in range(hosts)]
         self.processes = {}
         for i in range(hosts) if only is None else only:

@@ -91,7 +91,7 @@ def run(byte_tokenizer, rows, shard_format):
             if not place.complete:
                 form, marks = (
                     SampleForm(24),
-                    {"start": place.mark, "stored": place.stored_after_mark},
+                    {"start": place.plan.mark, "stored": place.stored_after_mark},
                 )
                 found = samples(stream_of(rows), byte_tokenizer, form, **marks, **place.limits)
                 for batch in pack(found, 2, 32):

@@ -72,6 +72,28 @@ def test_the_mesh_that_is_chosen(name, count, kind, rows, expected):
     assert "GB per device" in why and "no mesh" not in why
 
 
+@pytest.mark.parametrize("length,expected", [(2048, {"data": 16}), (256, {"data": 4, "expert": 4})])
+def test_devices_with_few_tokens_read_fewer_experts(length, expected):
+    """All experts fit on each chip, but reading them takes longer than computing few tokens."""
+    there = devices(16, "TPU v5")
+    assert step_of("30B-A3B", 32, length).choose_mesh(there, memory_of(there[0]))[0] == expected
+
+
+@pytest.mark.parametrize("expert", [1, 4])
+def test_bytes_of_a_layer_with_experts(expert):
+    """30B-A3B with 32 heads of 128 and 8 experts per token, of which each device has some."""
+    step, there, chip = step_of("30B-A3B", 32), devices(16, "TPU v6 lite"), CHIPS["TPU v6"]
+    shape = {"data": 16 // expert, "expert": expert} if expert > 1 else {"data": 16}
+    layout, tokens, d, m = build_layout(there, shape, 4), 2 * 2048, 2048, 768
+    others = [(d, 32 * 128), (d, 4 * 128), (d, 4 * 128), (32 * 128, d), (d, 128)]
+    weights = sum(a * b for a, b in others) + 128 // expert * 3 * d * m
+    in_and_out = sum(a + b for a, b in others) + 8 * (d + 2 * m + m + d)
+    sent = 2 * (expert - 1) * tokens * d * 2  # tokens there, sums back, in bfloat16
+    moved = 2 * (weights + tokens * in_and_out) + sent
+    assert step.moved_by_layer(layout) == pytest.approx(moved, rel=0.01)
+    assert step.estimate(layout, there).exchanges == pytest.approx(48 * sent / (2 * chip.link))
+
+
 @pytest.mark.parametrize("length,hidden", [(1024, False), (2048, True)])
 def test_gathers_hide_behind_products_if_a_chip_has_enough_tokens(length, hidden):
     """The formula of the module: 1,640 tokens of a chip hide the gathers of fsdp 4 on a v5e."""

@@ -45,6 +45,12 @@ BAD_REQUESTS = """\
  --drop_token_ids <endoftext>: the tokenizer has no token of this name; did you mean <|endoftext|>?
 --hook_names blocks.3.hook_resid_pots | \
  with layers 0 to 11; did you mean blocks.3.hook_resid_post?; --list_hooks
+--hook_names blocks.1.attn.hook_pattern --max_seq_length 2048 --activation_dtype float32 | \
+ --hook_names blocks.1.attn.hook_pattern: takes 32,768 bytes per token and 67,108,864 per row \
+with --max_seq_length 2048; at most 33,554,432 per row are stored; choose a smaller --max_seq_length
+--top_logits 3 | --top_logits: needs --hook_names
+--hook_names logits.top_ids --top_logits 2049 | the model has 2048 tokens
+--hook_names logits.top_ids --top_logits 0 | argument --top_logits: 0 is not a number from 1 to
 --json | --json: needs --status
 --dataset_name a/b | --dataset_path and --dataset_name cannot be used together
 --hook_names '*' --layers_to_extract 1 | \
@@ -69,12 +75,8 @@ BAD_REQUESTS = """\
 --model_path nope://b/m | nope://b/m: Protocol not known: nope
 --model_path ftp://127.0.0.1:1/m | --model_path ftp://127.0.0.1:1/m
 --dataset_path '' | argument --dataset_path: is empty
---dataset_path {}/none | none: no such file or folder
---dataset_path {}/notes | has no files that end in .jsonl
 --dataset_path {}/x.txt | \
  x.txt: does not end in .jsonl, .ndjson, .json, .csv, .parquet, .arrow (JSON and CSV also packed: .gz, .bz2, .xz, .zst)
---dataset_path {}/several | both CSV and JSON; choose one of them,\
- for example with a glob such as FOLDER/*.csv
 --dataset_path simplecache::nope://b/m | \
  --dataset_path simplecache::nope://b/m: Protocol not known: nope
 --dataset_path {}/empty.jsonl | is empty
@@ -87,8 +89,6 @@ BAD_REQUESTS = """\
 --output_dir gs://b/c | use --upload_to_gcs
 --output_dir {}/taken | taken/metadata.json: is damaged, or was not written by this program
 --output_dir {}/shards | already holds shards, but no metadata.json
---status --output_dir nope://b | nope://b: Protocol not known: nope
---report --output_dir {}/nothing | nothing: holds no extraction
 --gcs_bucket b | --gcs_bucket: needs --upload_to_gcs
 --upload_to_gcs | --upload_to_gcs: needs --gcs_bucket
 --upload_to_gcs --gcs_bucket s3:// | argument --gcs_bucket: s3://: is not the URL of a bucket; expected a name
@@ -115,20 +115,17 @@ bare --model_path {model} --mix name:config:split:more=1 | no such path, and not
 bare --model_path {model} --mix {}/none.jsonl=1 | --mix {}/none.jsonl: no such file or folder
 --mix a.jsonl=1 | cannot be used together
 --keep_columns {many} | names 65 columns, there is room for 64
---keep_columns tokens | the table of samples has a column of this name
 --positions=5:2 | keeps no token of any sample
 --positions=-2:-5 | keeps no token of any sample
 --positions=random:1e-300 | keeps no token of any sample
 bare --verify --verify_samples 3 | --verify_samples: needs --model_path
 bare --status --model_revision main | --model_revision: needs --model_path here
+--model_revision v1 | is a folder; only models of the hub have revisions
+bare --demo --model_revision v1 | --demo and --model_revision cannot be used together
 """  # noqa: E501
 FILES = {
     "file": "",
     "x.txt": "a",
-    "several/a.jsonl": "{}",
-    "several/b.csv": "",
-    "several/c.json": "",
-    "notes/x": "a",
     "empty.jsonl": "",
     "no.jsonl.gz": "x",
     "no.parquet": "x",

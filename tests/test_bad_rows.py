@@ -6,19 +6,16 @@ import uuid
 
 import datasets
 import pyarrow
-import pyarrow.ipc
-import pyarrow.parquet
 import pytest
 from command_line import main
 from pods import flags_for
-from row_files import packed, write_lines, write_parquet
+from row_files import as_arrow, as_parquet, packed, write_lines, write_parquet
 from small_runs import TEXT, stream_of
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.text.batch import Worker
-from activation_extraction.text.documents import DocumentStream, check_dataset
-from activation_extraction.text.mixture import Mixture
+from activation_extraction.text.documents import DocumentStream, Mixture, check_dataset
 from activation_extraction.text.rows import IdsColumn, RowForm, TextColumn
 from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.sources import open_files
@@ -30,16 +27,11 @@ NOT_UTF8 = pyarrow.array([b"good", b"\xff", b"good"]).view(pyarrow.string())
 
 
 def arrow(**columns):
-    sink, table = pyarrow.BufferOutputStream(), pyarrow.table(columns)
-    with pyarrow.ipc.new_file(sink, table.schema) as file:
-        file.write_table(table)
-    return sink.getvalue().to_pybytes()
+    return as_arrow(pyarrow.table(columns))
 
 
 def parquet(**columns):
-    sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.table(columns), sink, row_group_size=2)
-    return sink.getvalue().to_pybytes()
+    return as_parquet(pyarrow.table(columns), 2)
 
 
 TEXT_IS = "--text_column text: expected text, found "

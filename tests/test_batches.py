@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 import tracemalloc
 
 import jax
@@ -25,6 +26,7 @@ from runs_to_read import (
 )
 
 from activation_extraction import ActivationDataset, BatchOptions
+from activation_extraction.dataset import windows
 from activation_extraction.dataset.paired import JoinedRuns, PairedRuns
 from activation_extraction.dataset.token_batch import TokenBatch
 from activation_extraction.dataset.token_source import TokenSource
@@ -247,6 +249,51 @@ def test_memory_stays_within_the_buffer(large_run, place, hooks, skip_first):
     finally:
         tracemalloc.stop()
     assert 0.9 * buffer * row < peak < 1.2 * buffer * row + 3 * size * row
+
+
+def test_the_default_buffer(run):
+    dataset = ActivationDataset(run.root)
+    for local, shuffle, hooks, tokens in (
+        (True, None, [FIRST], 64 * 8),
+        (True, 0, [FIRST], 64 * 8),
+        (False, None, [FIRST], 2**26 // 32),  # bytes of a token
+        (False, 0, [FIRST], 2**28 // 32),
+        (False, 0, None, 3 * 2**28 // 128),
+    ):
+        dataset.shards.local = local
+        options = dataset.batches(8, hooks, shuffle=shuffle).options
+        assert options.buffer == tokens, (local, shuffle, hooks)
+
+
+def test_in_order_tokens_are_copied_once(large_run, monkeypatch):
+    """From the mapped file to their batch. Of shuffled ones, whole windows are in memory."""
+    monkeypatch.setattr(windows, "LEAST_HELD", 2**10)
+    dataset, peaks = ActivationDataset(large_run.root), {}
+    for seed in (None, 0):
+        tracemalloc.start()
+        found = sum(map(len, dataset.batches(32, shuffle=seed, buffer=1600)))
+        peaks[seed] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert found == dataset.tokens
+    assert peaks[None] < 0.3 * peaks[0]
+
+
+def test_a_window_waits_for_none_of_the_next(large_run, monkeypatch):
+    """So that requests are on their way while it is used."""
+    original, used = TokenSource.tokens, threading.Event()
+
+    def wait(source, chunks):
+        assert chunks[0].shard == 0 or used.wait(60), "the first window was not handed out"
+        return original(source, chunks)
+
+    monkeypatch.setattr(TokenSource, "tokens", wait)
+    dataset = ActivationDataset(large_run.root)
+    dataset.shards.local = False  # several chunks are read at the same time
+    size = dataset.shards.commits[0].tokens
+    batches = dataset.batches(size, hooks=[], buffer=2 * size)
+    found = [next(batches)]
+    used.set()
+    assert sum(map(len, [*found, *batches])) == dataset.tokens
 
 
 @pytest.mark.parametrize(

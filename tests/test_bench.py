@@ -1,18 +1,39 @@
-"""The benchmarks run, compare what they should, and end with a line of JSON."""
+"""The benchmarks run, compare what they should, and end with a line of JSON; and memory at a real
+model's size, as they measure it."""
 
+import http.client
 import json
 import sys
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from extractions import write_records
 
-from benchmarks import end_to_end, gpu, hooks, reading_bucket, writing
+from benchmarks import bucket_server, end_to_end, gpu, hooks, reading_bucket, writing
 from benchmarks.agreement import Agreement, Disagreement
+from benchmarks.inputs import make_documents, make_model
+from benchmarks.processes import extract
+from benchmarks.shapes import SHAPES
 
 pytestmark = [pytest.mark.long, pytest.mark.rare]
 
 SMALL = ["--documents", "9", "--max_seq_length", "64"]
+
+
+@pytest.mark.slow
+def test_peak_memory_stays_under_2_2_times_the_weights(tmp_path):
+    """The whole process, libraries and buffers included, at 4 x 512 tokens."""
+    model = tmp_path / "model"
+    parameters = make_model(model, SHAPES["0.5B"])
+    make_documents(tmp_path / "documents.jsonl", 4)
+    flags = ["--model_path", str(model), "--dataset_path", str(tmp_path / "documents.jsonl")]
+    flags += ["--batch_size", "4", "--max_seq_length", "512"]
+    for dtype, size in (("bfloat16", 2), ("float32", 4)):
+        found = extract(tmp_path / dtype, [*flags, "--dtype", dtype])
+        assert found["samples"] == 4
+        assert found["peak_bytes"] < 2.2 * parameters * size, dtype
 
 
 def test_side_by_side(capsys, monkeypatch):
@@ -86,4 +107,49 @@ def test_reading_from_a_bucket(capsys, tmp_path):
     assert len(found["latency"]["0.0"]) == 6 and len(found["latency"]["30.0"]) == 7
     for each in (each for latency in found["latency"].values() for each in latency.values()):
         assert each["bare"][0] > 0 and each["read"][0] > 0
+        assert each["sockets"][0] > 0 and each["core_seconds_per_gb"][0] > 0
         assert 1 <= each["downloaded"][0] < 3 and each["requests_per_gb"][0] > 0
+
+
+def test_opening_many_shards_takes_a_request_for_each(capsys, tmp_path):
+    reading_bucket.main(["--open", "40", "--latency", "0", "--folder", str(tmp_path)])
+    (found,) = json.loads(capsys.readouterr().out.splitlines()[-1])["opened"]
+    assert found["shards"] == 40 <= found["requests"] < 50
+
+
+def test_the_bucket_to_read_from(tmp_path, monkeypatch):
+    """Its answers, and how long they take by a clock that only its waiting moves."""
+    clock = SimpleNamespace(now=0.0)
+    clock.perf_counter = lambda: clock.now
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr(bucket_server, "time", clock)
+    data = np.random.default_rng(0).bytes(3 * 2**20)
+    (tmp_path / "x").write_bytes(data)
+    server = bucket_server.Server(tmp_path, latency=30, rate=1)
+    threading.Thread(target=server.serve_forever).start()
+    connection = http.client.HTTPConnection(*server.server_address)
+    tag = server.objects["x"].tag
+    last = 2 * 2**20 / 1e6  # seconds until the last of three pieces is sent
+    try:
+        for method, name, headers, status, body, seconds in (
+            ("GET", "x", {"If-Match": tag}, 200, data, 0.03 + last),
+            ("GET", "x", {"If-Match": tag, "Range": "bytes=7-9"}, 206, data[7:10], 0.03),
+            ("GET", "x", {"Range": "bytes=-2"}, 206, data[-2:], 0.03),
+            ("GET", "x", {"Range": f"bytes={len(data)}-"}, 416, b"", 0.03),
+            ("GET", "x", {"If-Match": '"other"'}, 412, b"", 0.03),
+            ("HEAD", "x", {}, 200, b"", 0.03),
+            ("HEAD", "y", {}, 404, b"", 0.03),
+        ):
+            began = clock.now
+            connection.request(method, f"/bucket/{name}", headers=headers)
+            answer = connection.getresponse()
+            assert (answer.status, answer.read()) == (status, body), (method, headers)
+            assert clock.now - began == pytest.approx(seconds), (method, headers)
+            if method == "HEAD" and status == 200:
+                assert answer.headers["Content-Length"] == str(len(data))
+                assert answer.headers["ETag"] == tag
+        assert server.counts == (7, len(data) + 3 + 2)
+    finally:
+        connection.close()
+        server.shutdown()
+        server.server_close()

@@ -6,7 +6,16 @@ from itertools import groupby
 
 import numpy as np
 import pytest
-from chat_templates import QWEN2_5, QWEN3, TAGGED, TEMPLATES, VOCABULARY, chat_model, talk
+from chat_templates import (
+    PARTS_ALONE,
+    QWEN2_5,
+    QWEN3,
+    TAGGED,
+    TEMPLATES,
+    VOCABULARY,
+    chat_model,
+    talk,
+)
 from command_line import main
 from row_files import write_rows
 from small_runs import stream_of
@@ -22,19 +31,8 @@ from activation_extraction.text.token_choice import TokenChoice
 from activation_extraction.text.tokenizer import load_tokenizer, pretrained
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-WORDS = [
-    "word",
-    "two words",
-    " spaces ",
-    "line\n",
-    "\nline",
-    "\n\n",
-    "é",
-    "🙂🙂",
-    "中文",
-    "",
-    "a<b",
-]
+WORDS = ["word", "two words", " spaces ", "line\n", "\nline", "\n\n"]
+WORDS += ["é", "🙂🙂", "中文", "", "a<b"]
 
 
 @pytest.fixture(scope="module")
@@ -200,15 +198,6 @@ def call(name, arguments):
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-# A template that writes the parts of a content one after the other.
-IN_PARTS = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\n' }}
-{%- if message.content is string %}{{ message.content }}
-{%- else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}
-{{- '<|im_end|>\n' }}
-{%- endfor %}
-"""
 PIECEWISE = {
     "JSON escapes": (
         "qwen3.5",
@@ -231,7 +220,7 @@ def test_a_marker_that_appears_when_it_is_rendered_makes_a_bad_row(case, samples
         *[{"role": "tool", "content": "t"}] * 2,
     ]
     with pytest.raises(RunError, match="rows.jsonl line 1: .*<.im_"):
-        source = {**TEMPLATES, "in parts": IN_PARTS}[name]
+        source = {**TEMPLATES, "in parts": PARTS_ALONE}[name]
         samples_of(source, [{"messages": messages}])
 
 
@@ -293,6 +282,8 @@ def test_arguments_reach_the_template_and_prompts_may_stay_open(samples_of, toke
     assert text.endswith("<|im_start|>assistant\n")
     assert sample.labels["role"][-3:].tolist() == [0, 0, 0]
     assert sample.labels["turn"][-3:].tolist() == [1, 1, 1]
+    (sample,) = samples_of("{{ 'before ' }}" + QWEN3, [{"messages": talk()}])
+    assert (sample.labels["role"][0], sample.labels["turn"][0]) == (0, 0)
     with pytest.raises(RunError, match="it asks for today's date"):
         samples_of("{{ strftime_now('%Y') }}" + QWEN3, rows)
 
@@ -351,7 +342,6 @@ BAD_FLAGS = [  # {} stands for a folder with the files
     ("--ids_column messages", f"--ids_column messages: no such column; {COLUMNS}"),
     ("--text_column talk", "expected text, found a conversation"),
     ("--roles user", "--roles: needs --messages_column"),
-    ("--positions last_of_turn", "last_of_turn: needs --messages_column"),
     (f"{TALK} {{}}/no", "/no: cannot be read"),
     (
         f"{TALK} {{}}/plain.jinja",

@@ -8,7 +8,6 @@ import pytest
 from command_line import main
 from memory_bucket import MemoryBucket, MemoryFolder, Process
 from storages import open_storage
-from test_model import flops_of
 
 from activation_extraction.cli import console
 from activation_extraction.cli.console import Progress
@@ -16,7 +15,6 @@ from activation_extraction.common.log import log, start_logging
 from activation_extraction.model import devices
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import read_stored
-from qwen2_jax_with_hooks import FAMILIES
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (DEBUG|INFO|WARNING) machine 3 host (\d|\?): .+")
 GAUGES = {"batches_ready": 4, "shards_stored": 2, "bytes_stored": 3 * 10**9}
@@ -114,21 +112,6 @@ def test_metrics_in_a_bucket_outlive_the_disk(tmp_path):
     assert read_stored(remote).metrics == {"model_flops_utilisation": 0.2}
     (tmp_path / "metrics.jsonl").write_text('{"a": 1}\n{"a": 2}\n{"a":')  # cut off
     assert read_stored(Folder(str(tmp_path))).metrics == {"a": 2}
-
-
-def test_operations_are_counted_from_the_shapes():
-    """Against a count of every matrix product, layer by layer."""
-    sizes = dict(vocab_size=100, hidden_size=12, intermediate_size=20, num_hidden_layers=5)
-    heads = dict(num_attention_heads=3, num_key_value_heads=1, head_dim=8)
-    total = 0
-    for n in (1, 7, 30):
-        per_layer = 2 * n * 12 * (3 * 8) * 2  # q and o
-        per_layer += 2 * n * 12 * 8 * 2  # k and v
-        per_layer += 2 * n * 12 * 20 * 3  # gate, up, down
-        per_layer += 2 * 3 * 8 * n * n  # scores and their use: half of 2 * 2 * n * n each
-        total += 4 * per_layer
-    config = FAMILIES.config({"model_type": "qwen2", **sizes, **heads})
-    assert flops_of(config, 4, [1, 7, 30]) == total
 
 
 PEAKS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5p": 459e12, "TPU v6 lite": 918e12}

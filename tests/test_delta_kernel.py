@@ -12,6 +12,7 @@ import pytest
 from delta_reference import QWEN3_5
 from rounding import assert_within_rounding
 from test_families import released
+from test_model import batch_of
 from tiny_models import MOE_TEXT, TEXT
 
 from activation_extraction.model.delta_kernel import pallas_delta_rule
@@ -35,13 +36,7 @@ LAYOUTS = {
 
 def segments(lengths, padding):
     """Segment ids of rows with documents of these lengths, and where each document is."""
-    size = max(map(sum, lengths)) + padding
-    ids, places = np.zeros((len(lengths), size), np.int32), []
-    for row, of_row in enumerate(lengths):
-        ends = np.cumsum(of_row, dtype=int)
-        for number, (end, length) in enumerate(zip(ends, of_row, strict=True), 1):
-            ids[row, end - length : end] = number
-            places.append((row, slice(end - length, end)))
+    (_, ids, _), places = batch_of(lengths, max(map(sum, lengths)) + padding, 1)
     return ids, places
 
 

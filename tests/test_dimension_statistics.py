@@ -37,12 +37,6 @@ def test_they_are_those_of_the_stored_tokens(dtype, tmp_path, monkeypatch):
         close(found, values)
         close(found.all_tokens, values)
         close(found.without_first_token, values[tokens["position"] > 0])
-        norms = np.linalg.norm(values.astype(np.float64), axis=1)
-        expected = {}
-        for start, stop in ((0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32)):
-            inside = (tokens["position"] >= start) & (tokens["position"] < stop)
-            expected[range(start, stop)] = pytest.approx(norms[inside].mean(), rel=1e-12)
-        assert found.norms_by_position == expected
         one = found.without_first_token
         for other in (tmp_path / "pickle", url):
             same = ActivationDataset(other).statistics[hook].without_first_token
@@ -50,7 +44,7 @@ def test_they_are_those_of_the_stored_tokens(dtype, tmp_path, monkeypatch):
 
 
 def test_sums_of_two_halves_add_up():
-    """Whole numbers, so that nothing is rounded; a token with a large position has its bucket."""
+    """Whole numbers, so that nothing is rounded."""
     values = np.random.default_rng(0).integers(-9, 9, (40, 3)).astype(np.float32)
     positions = np.sort(np.random.default_rng(1).choice(2**20, 40, replace=False)).astype(np.int32)
     positions[0] = 0
@@ -59,7 +53,7 @@ def test_sums_of_two_halves_add_up():
     for name in ("counts", "sums", "squares", "largest"):
         np.testing.assert_array_equal(getattr(first, name), getattr(whole, name))
     np.testing.assert_allclose(first.norms, whole.norms, rtol=1e-12)
-    assert first.counts.argmax() == 20
+    assert whole.counts.tolist() == [1, 39]
     np.testing.assert_array_equal(whole.sums, [values[0], values[1:].sum(0)])
 
 

@@ -9,7 +9,6 @@ from activation_extraction.common.encodings import (
     decode,
     encode,
     relative_errors,
-    token_bytes,
 )
 
 TINY = 2.0**-126
@@ -95,8 +94,3 @@ def test_a_token_that_is_not_finite_stays_visible(bad):
     for part in (values, values[:, 1:]):
         found = decode(part, np.ones((1, 1), np.float32))
         np.testing.assert_array_equal(found, part.astype(np.float32))
-
-
-def test_a_token_has_a_byte_per_value_and_a_scale():
-    assert token_bytes(896, "float8") == 900
-    assert token_bytes(896, "bfloat16") == 1792

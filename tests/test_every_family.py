@@ -1,6 +1,5 @@
-"""Whole runs with a tiny model of every family: listed, stored and verified.
-
-Each family has an entry in RUNS. That of Qwen2 is the demo's, which the other tests of runs have.
+"""Every family is in the numeric matrix (test_model.py). Whole runs with some of them, of each kind
+of layer and of config.json: listed, stored and verified. The other tests of runs have Qwen2.
 """
 
 import json
@@ -10,7 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 from command_line import main
 from conftest import inputs_with
+from delta_reference import delta, experts
 from pods import first_documents, flags_for
+from tiny_models import TINY
 
 from activation_extraction.run import demo
 from qwen2_jax_with_hooks import FAMILIES
@@ -26,13 +27,8 @@ class Run(NamedTuple):
 
 SMALL = {**demo.MODEL_CONFIG, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 HEADS = SMALL | {"head_dim": 32}
-EXPERTS = dict(
-    num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=2
-)
-DELTA: dict[str, Any] = dict(
-    full_attention_interval=2, linear_num_key_heads=4, linear_num_value_heads=8
-)
-DELTA |= dict(linear_key_head_dim=16, linear_value_head_dim=16, rms_norm_eps=1e-2)
+EXPERTS = experts(6, 2, 32, decoder_sparse_step=2)
+DELTA = delta(4, 8, 16, 16, full_attention_interval=2)
 LAST = {"blocks.3.hook_resid_post": {"width": 64}}
 NORMED = {"blocks.1.attn.hook_k_normed": {"width": 64, "heads": 2, "head_size": 32}}
 ROUTER = {"blocks.3.mlp.gate.hook_out": {"width": 6}}
@@ -51,41 +47,27 @@ RUNS = {
         "model.layers.K.mlp.shared_expert.down_proj.input 48 float32 192",
         LAST | ROUTER | {"blocks.1.mlp.shared_expert.hook_out": {"width": 64}},
     ),
-    "qwen3_moe": Run(
-        HEADS | EXPERTS | dict(norm_topk_prob=True),
-        "blocks.K.mlp.gate.hook_out (K: 1, 3) model.layers.K.mlp.gate.output 6 float32 24",
-        NORMED | LAST | ROUTER,
-    ),
     "qwen3_next": Run(
         HEADS | DELTA | EXPERTS | {"shared_expert_intermediate_size": 48},
         "blocks.K.linear_attn.hook_beta_logit (K: 0, 2) 8 float32 32",
         NORMED | LAST | ROUTER | {"blocks.2.linear_attn.hook_gate_input": {"module": None}},
     ),
-    "qwen2_vl": Run(SMALL, BIASED, LAST),
-    "qwen2_5_vl": Run({"text_config": SMALL, "tie_word_embeddings": True}, BIASED, LAST),
     "qwen2_5_omni": Run({"thinker_config": {"text_config": SMALL}}, BIASED, LAST),
-    "qwen3_vl": Run({"text_config": HEADS}, NORMED_Q, NORMED | LAST),
     "qwen3_vl_moe": Run({"text_config": HEADS | EXPERTS}, NORMED_Q, LAST | ROUTER),
-    "qwen3_omni_moe": Run(
-        {"thinker_config": {"text_config": HEADS | EXPERTS}}, NORMED_Q, LAST | ROUTER
-    ),
     "qwen3_5": Run(
         {"text_config": HEADS | DELTA, "tie_word_embeddings": True},
         "blocks.K.linear_attn.hook_beta (K: 0, 2) 8 float32 32",
         LAST | {"blocks.2.linear_attn.hook_log_decay": {"width": 8}},
     ),
-    "qwen3_5_moe": Run(
-        {"text_config": HEADS | DELTA | EXPERTS | {"shared_expert_intermediate_size": 48}},
-        "blocks.K.mlp.gate.hook_out model.layers.K.mlp.gate.output 6 float32 24",
-        NORMED | LAST | ROUTER | {"blocks.0.linear_attn.hook_log_decay": {"width": 8}},
-    ),
 }
 
 
-def test_every_family_has_a_run():
-    """But for those that are the text part of another."""
-    known = {family.model_type for family in FAMILIES.families}
-    assert {name for name in known if not name.endswith("_text")} == {"qwen2", *RUNS}
+def test_every_family_is_in_the_numeric_matrix():
+    """And those with images or sound are known as such."""
+    known = {family.model_type: family.text_alone for family in FAMILIES.families}
+    others = {"vision_config", "thinker_config"}
+    found = {raw.get("model_type", "qwen2"): not others.isdisjoint(raw) for raw in TINY.values()}
+    assert found == known
 
 
 @pytest.mark.long
@@ -101,7 +83,7 @@ def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(
     more = "--shard_size_gb", 8e-4, "--batch_size", 8, "--mesh_shape", "4,2"
     assert main(*flags_for(inputs, folder, *more, hooks=["--hook_names", *of.stored])) == 0
     assert len([*folder.glob("shard_*.pkl.gz")]) > 1
-    text_alone = family not in ("qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next")
+    text_alone = family not in ("qwen3", "qwen2_moe", "qwen3_next")
     assert capsys.readouterr().err.count("its text model alone runs; placeholders") == text_alone
     model = ["--model_path", str(inputs / "model")]
     assert main("--list_hooks", *model) == 0

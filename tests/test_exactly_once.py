@@ -29,15 +29,17 @@ from activation_extraction.run.host_text import HostText, load_text_files, row_f
 from activation_extraction.run.open_data import TextRequest, open_dataset
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.store import folder
+from activation_extraction.store.commit import Commit, seal
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import read_metadata, read_stored
-from activation_extraction.store.owner import LostError
+from activation_extraction.store.owner import LostError, Owner
 from activation_extraction.store.sample_table import read_table
 from activation_extraction.store.shard_reader import read_shard
 from activation_extraction.text import packing
 from activation_extraction.text import samples as text_samples
 from activation_extraction.text.batch import Worker
 
+CODES = "blocks.2.hook_resid_post.codes"
 LENGTH, ROWS, GROUP, VOCABULARY = 24, 2, 3, 2100  # tokens of a row, rows of a batch and of a group
 METADATA = {"model": {"hidden_size": HIDDEN, "vocab_size": VOCABULARY}}
 
@@ -45,13 +47,14 @@ METADATA = {"model": {"hidden_size": HIDDEN, "vocab_size": VOCABULARY}}
 class Case(NamedTuple):
     """A case says what is extracted. flags: of the text. before: more flags of the processes that
     come first; they may fail. shard: the most bytes of a shard. grows: whether the file has grown
-    when the others come."""
+    when the others come. codes: whether there are codes beside activations."""
 
     flags: str
     before: str | None = None
     hosts: int = 1
     shard: int = 2500
     grows: bool = False
+    codes: bool = False
 
 
 TEXT, CHAT = "--dataset_path {}/text.jsonl", "--dataset_path {}/chat.jsonl --messages_column m"
@@ -70,6 +73,8 @@ CASES = {
     "more tokens": Case(TEXT, before="--max_tokens 101"),
     "a bad row": Case("--dataset_path {}/bad.jsonl --skip_bad_rows", before=""),
     "a file that grows": Case(TEXT, before="--max_samples 12", grows=True),
+    "codes": Case("--dataset_path {}/long.jsonl --long_documents split", shard=6000, codes=True),
+    "some codes": Case(f"{TEXT} --positions every:2", codes=True),
 }
 
 
@@ -127,6 +132,31 @@ def values_of(number, positions, key):
     return np.float32(number + key - 1 + positions[:, None] / 64 + np.arange(HIDDEN))
 
 
+MOST = 3  # features of a token that are kept
+
+
+def codes_of(number, positions, most=MOST):
+    """The records of a sample, of which some tokens have more features than are kept, or none."""
+    active = (number + positions) % 5
+    ids = number + np.arange(MOST) * (1 + positions[:, None])
+    values = values_of(number, positions, 1)[:, :MOST]
+    kept = np.arange(MOST) < active[:, None]
+    head = np.stack([np.minimum(active, most), active / 8, active / 4], 1).astype(np.float32)
+    found = np.concatenate([head, np.where(kept, values, 0)], 1).view(np.int32)
+    found[:, 0] = head[:, 0]
+    return np.concatenate([found[:, :3], np.where(kept, ids, 0), found[:, 3:]], 1).astype(np.int32)
+
+
+def with_codes(batch):
+    """The activations of a batch, and codes."""
+    records = np.zeros((*batch.token_ids.shape, 3 + 2 * MOST), np.int32)
+    for placed in batch.samples:
+        place = np.arange(placed.stop - placed.start)
+        own = codes_of(placed.sample.sample_idx, place, 5)
+        records[placed.row, placed.start : placed.stop] = own
+    return activations(batch) | {CODES: records}
+
+
 class Run:
     """The runs of one case. Each call is a process, which extracts or repairs all but the model."""
 
@@ -149,10 +179,12 @@ class Run:
         own = list(filter(None, [read_metadata(folder)]))
         dataset = open_dataset(request, form.columns, own)
         text = HostText(request, dataset, form, tokenizer, worker, (rows, LENGTH))
+        hooks = HOOKS | ({CODES: CODES} if case.codes else {})
         identity = Identity(
             "tiny",
             data=dataset.name,
-            hooks=tuple(HOOKS.values()),
+            hooks=tuple(hooks.values()),
+            code_hooks=(CODES,) * case.codes,
             host=host,
             num_hosts=case.hosts,
             positions=str(request.positions),
@@ -163,7 +195,8 @@ class Run:
         limits = {"max_samples": text.max_samples, "max_tokens": text.max_tokens}
         place = open_storage(
             self.folder / f"{next(self.processes)}",
-            HOOKS,
+            hooks,
+            hook_facts={CODES: {"width": 200, "most": MOST}},
             identity=identity,
             remote=folder,
             sources=dataset.files,
@@ -178,7 +211,7 @@ class Run:
                 for number, batch in enumerate(text.open(place, nullcontext())[1]):
                     if number == stop_after:
                         return
-                    values, kept = activations(batch), batch.kept
+                    values, kept = (with_codes if case.codes else activations)(batch), batch.kept
                     rows_kept = {key: v if kept is None else v[kept] for key, v in values.items()}
                     place.add_batch(batch, rows_kept)
                 complete = True
@@ -225,6 +258,10 @@ class Run:
                     for key in HOOKS:
                         expected = values_of(number, positions, key)
                         np.testing.assert_array_equal(shard.slices[key][i], expected)
+                    if self.case.codes:
+                        found_codes = shard.slices[CODES][i].records(MOST)
+                        expected = codes_of(number, positions)
+                        np.testing.assert_array_equal(found_codes, expected)
                     found[number] = str(row), positions.tolist()
         return found
 
@@ -277,7 +314,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize(
     "run",
-    [("text", "pickle"), ("split", "safetensors"), ("few tokens", "pickle")],
+    [("text", "pickle"), ("some codes", "safetensors"), ("few tokens", "pickle")],
     ids="-".join,
     indirect=True,
 )
@@ -437,3 +474,33 @@ def test_a_writer_may_go_on_at_any_request_of_a_reader(run):
         reader = Process(lambda n, _, m=moment, w=writer: w.go_on() if n == m else None)
         assert run.stored_in(bucket, reader).items() <= whole.items()
         assert writer.go_on() is None
+
+
+STANDING = {  # what stands where a process commits a shard -> whether it may replace that
+    "nothing": ({}, True),
+    "a reservation": ({"reserved": True, "run": "r"}, True),
+    "a commit of another run": ({"run": "old"}, True),
+    "a commit of the run": ({"run": "r"}, False),
+}
+
+
+@pytest.mark.parametrize("case", STANDING)
+@pytest.mark.parametrize("copy", [False, True])
+def test_only_a_copy_replaces_a_commit_of_its_run(case, copy):
+    """Whoever metadata.json names: somebody may have put an older one back."""
+    content, replaced = STANDING[case]
+    commit = Commit(1, "", "", "", "", {}, 0, 0, 0, 0, 0, [], None, 0.0, 0.0)
+    bucket = MemoryBucket()
+    owner = Owner(MemoryFolder(bucket, Process()), "me", copy)
+    assert owner.begin("r", {"format_version": 5, "identity": {}}, None)
+    path = "mem://bucket/shard_0001.json"
+    if content:
+        standing = {**commit.to_json(), "owner": "another", **content}
+        bucket.put(path, before := seal(standing))
+    if replaced or copy:
+        assert owner.commit(commit).owner == "me"
+        assert json.loads(bucket.objects[path][0])["owner"] == "me"
+    else:
+        with pytest.raises(LostError, match="another has taken over"):
+            owner.commit(commit)
+        assert bucket.objects[path][0] == before

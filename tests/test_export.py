@@ -123,7 +123,7 @@ def test_trainers_find_what_all_hosts_stored(form, run, tmp_path, capsys):
     assert sorted(path.name for path in target.iterdir()) == [FIRST, SECOND, *beside]
     assert [path.name for path in target.parent.iterdir()] == ["export"]
     assert out.startswith(f"exported: {198 if form == 'sae_lens' else 200} tokens, 2 hooks, ")
-    left_out = "left out: the last 2 tokens of the run, too few for a row of 3\n"
+    left_out = "left out: 2 tokens at the end of the run, too few for a row of 3\n"
     assert (left_out in out) == (form == "sae_lens")
     assert form != "memmap" or f"ActivationCache('{target}', '{FIRST}')" in out
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import shapes_of
-from delta_reference import VISION, experts
-from test_model import flops_of, matching, table_of
+from delta_reference import VISION
+from test_model import flops_of, matching
 from tiny_models import (
     BESIDE_OTHERS,
     INTERLEAVED,
@@ -20,20 +20,16 @@ from tiny_models import (
     SECTIONED,
     SHARED,
     TEXT,
-    omni,
     text,
-    vision,
 )
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.family import complete
 from activation_extraction.model.forward import build_model, prepare_model
 from activation_extraction.model.released import RELEASED, released_config
 from activation_extraction.model.rope import Rope
 from activation_extraction.model.tensor_names import text_names
-from activation_extraction.model.weights import check_tensors
 from activation_extraction.run.prepare import model_request
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
@@ -473,78 +469,3 @@ def apart(shapes):
             of_one = shape[1] // len(parts), shape[2]
             found |= {f"{before}.experts.{e}.{part}.weight": of_one for e in range(shape[0])}
     return found
-
-
-SIZES_OF_A3B = text(hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, head_dim=128)
-SIZES_OF_A3B |= dict(num_attention_heads=32, num_key_value_heads=4, rope_theta=5e6)
-SIZES_OF_A3B |= experts(128, 8, 768)
-VL, OMNI = SIZES_OF_A3B | dict(vocab_size=151936), SIZES_OF_A3B | dict(vocab_size=152064)
-A3B: dict[str, tuple[dict[str, Any], str, str, list[str]]] = {
-    "Qwen3-VL-30B-A3B": (
-        vision("qwen3_vl_moe", VL),
-        *("model.language_model.", "lm_head.weight"),
-        ["model.visual.blocks.0.attn.qkv.weight", "model.visual.deepstack_merger_list.0.norm.bias"],
-    ),
-    "Qwen3-Omni-30B-A3B": (
-        omni("qwen3_omni_moe", OMNI),
-        *("thinker.model.", "thinker.lm_head.weight"),
-        ["thinker.visual.blocks.0.norm1.weight", "thinker.audio_tower.conv_out.weight"]
-        + ["talker.model.layers.0.input_layernorm.weight", "talker.codec_head.weight"]
-        + ["code2wav.decoder.0.conv.weight"],
-    ),
-}
-
-
-def loaded_shapes(folder, shapes, family, model):
-    """The checked checkpoint of these tensors, without values, and the weights of the model."""
-    header, end = {}, 0
-    for tensor, shape in shapes.items():
-        start, end = end, end + 2 * math.prod(shape)
-        header[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-    encoded = json.dumps(header).encode()
-    with open(folder / "model.safetensors", "wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        file.truncate(8 + len(encoded) + end)  # a hole
-    checkpoint = Checkpoint(str(folder))
-    table = table_of(model, checkpoint)
-    check_tensors(checkpoint, table.values(), family.tensor_names(model.config, checkpoint.tensors))
-    return checkpoint, table
-
-
-def test_the_tensors_of_an_embedding_model(tmp_path):
-    """Qwen3-Embedding-8B has 398 tensors, no "model." and no head, which nothing ties."""
-    raw = released("Qwen3-8B") | {"vocab_size": 151665, "tie_word_embeddings": False}
-    family, config = FAMILIES.parse_config(raw)
-    stored = shapes_of(raw)
-    shapes = {name.removeprefix("model."): stored[name] for name in stored if "lm_head" not in name}
-    model = create_model_with_hooks(config, matching(config, ["ln_final.hook_normalized"]))
-    checkpoint, table = loaded_shapes(tmp_path, shapes, family, model)
-    assert len(shapes) == len(checkpoint.tensors) == 398
-    assert {tensor for spec in table.values() for tensor in spec.hf_names} == {*checkpoint.tensors}
-
-
-@pytest.mark.parametrize("name", A3B)
-def test_the_tensors_of_30b_a3b_beside_other_inputs(name, tmp_path):
-    """A file with their names and shapes as released, and no values."""
-    raw, prefix, head, beside = A3B[name]
-    family, config = FAMILIES.parse_config(raw)
-    d, f, heads, of_all = 2048, 768, 32 * 128, 4 * 128
-    layer = {"input_layernorm": [d], "post_attention_layernorm": [d], "mlp.gate": [128, d]}
-    layer |= {"self_attn.q_norm": [128], "self_attn.k_norm": [128], "self_attn.q_proj": [heads, d]}
-    layer |= {"self_attn.k_proj": [of_all, d], "self_attn.v_proj": [of_all, d]}
-    layer = {f"{tensor}.weight": shape for tensor, shape in layer.items()}
-    layer["self_attn.o_proj.weight"] = [d, heads]
-    if "VL" in name:
-        layer["mlp.experts.gate_up_proj"] = [128, d, 2 * f]
-        layer["mlp.experts.down_proj"] = [128, f, d]
-    else:
-        for part, shape in (("gate", [f, d]), ("up", [f, d]), ("down", [d, f])):
-            layer |= {f"mlp.experts.{e}.{part}_proj.weight": shape for e in range(128)}
-    shapes = {f"{prefix}layers.{k}.{tensor}": layer[tensor] for k in range(48) for tensor in layer}
-    shapes |= {f"{prefix}embed_tokens.weight": [config.vocab_size, d], f"{prefix}norm.weight": [d]}
-    shapes |= {head: [config.vocab_size, d]} | dict.fromkeys(beside, [1])
-    checkpoint, table = loaded_shapes(tmp_path, shapes, family, family.whole(config))
-    assert {tensor for spec in table.values() for tensor in spec.hf_names} == {*checkpoint.tensors}
-    assert len(checkpoint.tensors) == len(shapes) - len(beside)
-    assert sum(math.prod(spec.shape) for spec in table.values()) / 1e9 == pytest.approx(30.5, 1e-2)
-    assert not config.tie_word_embeddings and config.experts.renormalise

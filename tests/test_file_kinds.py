@@ -11,8 +11,8 @@ import tracemalloc
 import fsspec
 import pyarrow
 import pyarrow.ipc
-import pyarrow.parquet
 import pytest
+import row_files
 from small_runs import stream_of
 
 from activation_extraction.text.batch import Worker
@@ -43,16 +43,11 @@ def as_csv(rows):
 
 def as_arrow(rows, new=pyarrow.ipc.new_file):
     rows = [{"other": {"a": [b"\xff"]}, **row} for row in rows]
-    table, sink = pyarrow.Table.from_pylist(rows), io.BytesIO()
-    with new(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=4)
-    return sink.getvalue()
+    return row_files.as_arrow(pyarrow.Table.from_pylist(rows), new, max_chunksize=4)
 
 
 def as_parquet(rows):
-    sink = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink, row_group_size=4)
-    return sink.getvalue()
+    return row_files.as_parquet(pyarrow.Table.from_pylist(rows), 4)
 
 
 # How a file's name ends, how its content is made, and how the last of nine rows is counted.

@@ -148,7 +148,7 @@ PATHS = [  # below that folder, which {} stands for, and what must be said
     ("/none", "left out: 1 file (name or folder begins with . or _), 2 files (.txt)"),
     ("/nothing", "{}/nothing: no such file or folder"),
     ("/out/*.jsonl", "{}/out/*.jsonl: has no files that end in .jsonl, .ndj"),
-    ("/kinds", "{}/kinds: holds both Parquet and JSON; choose one of them"),
+    ("/kinds", "{}/kinds: holds both Parquet and JSON; choose one of them, for exam"),
     *((f"/d/table{end}", DELTA) for end in ("", "/*.parquet", "/..")),
     *((f"/two{end}", TWICE) for end in ("", "/*.jsonl")),
     *((f"/devices{end}", NO_FILE) for end in ("", "/p*.jsonl")),

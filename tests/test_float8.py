@@ -1,7 +1,9 @@
-"""Float8 checkpoints: what NumPy makes of codes and scales, whole models and runs, and refusals."""
+"""Float8 checkpoints: what NumPy makes of codes and scales, whole runs, and refusals.
+
+test_model.py compares whole models with transformers.
+"""
 
 import json
-import os
 import shutil
 from functools import partial
 from typing import Any
@@ -11,87 +13,34 @@ import ml_dtypes
 import numpy as np
 import pytest
 from command_line import main
-from conftest import Reference, inputs_with, make_reference, shapes_of
-from delta_reference import experts
-from pods import first_documents, flags_for
-from safetensors.numpy import load_file, save_file
-from test_every_family import EXPERTS, HEADS
-from test_families import apart, released
-from test_model import (
-    EVERY,
-    MESHES,
-    SHORT,
-    TOLERANCE,
-    batch_of,
-    error_of,
-    load,
-    matching,
-    values_on,
+from conftest import inputs_with, make_reference
+from float8_models import (
+    BFLOAT16,
+    BLOCKS,
+    DENSE,
+    E4M3,
+    FLOATS,
+    FP8,
+    compressed,
+    configure,
+    quantise,
+    spread,
 )
-from tiny_models import INTERLEAVED
+from pods import first_documents, flags_for
+from safetensors.numpy import save_file
+from test_every_family import EXPERTS, HEADS
+from test_model import checked, load
 from watched import Watched
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.model_config import as_stored
-from activation_extraction.model.tensor_names import text_names
 from activation_extraction.model.weight_files import LocalFile
-from activation_extraction.model.weights import WeightSpec, check_tensors, load_params
-from qwen2_jax import weight_table
+from activation_extraction.model.weights import WeightSpec, load_params
 from qwen2_jax_with_hooks import FAMILIES
 
-E4M3, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-FP8: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-BLOCKS = FP8 | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
-FLOATS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 16]}
-
-
-def compressed(**weights: Any) -> dict[str, Any]:
-    """The field of a checkpoint of compressed-tensors."""
-    group = {"targets": ["Linear"], "weights": FLOATS | weights}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"group_0": group},
-    }
-
-
-def spread(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
-    """The scale of every value, in float32: block i begins at value i * block."""
-    scale = scale.astype(np.float32)
-    if scale.shape == shape[:1]:  # of the rows
-        scale = scale[:, None]
-    elif scale.ndim == 4:
-        scale = scale[:, 0, :, 0]
-    while scale.ndim < len(shape):  # of a whole tensor, or of whole experts
-        scale = scale[..., None]
-    for axis, size in ((-2, block[0]), (-1, block[1])):
-        if scale.shape[axis] not in (1, shape[axis]):
-            scale = scale.repeat(size, axis)
-    rows, columns = (min(a, b) for a, b in zip(scale.shape[-2:], shape[-2:], strict=True))
-    return np.broadcast_to(scale[..., :rows, :columns], shape)
-
-
-def quantised(values: np.ndarray, block: tuple[int, int], dtype: Any) -> tuple[np.ndarray, ...]:
-    """The codes of a matrix or of experts, their scales, and what they are dequantised to."""
-    *first, rows, columns = values.shape
-    scales = np.ones((*first, -(-rows // block[0]), -(-columns // block[1])), np.float32)
-    for at in np.ndindex(scales.shape):
-        *expert, i, j = at
-        part = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
-        scales[at] = np.abs(values[(*expert, *part)]).max() / 400
-    scales = scales.astype(dtype)
-    factors = spread(scales, values.shape, block)
-    codes = (values / factors).astype(E4M3)
-    return codes, scales, codes.astype(np.float32) * factors
-
-
-def configure(folder, **changes):
-    path = folder / "config.json"
-    raw = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(raw | changes))
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 
 def modelopt(algorithm):
@@ -154,80 +103,6 @@ def test_parts_are_codes_times_scales_rounded_once(tmp_path, shape, of_scales, d
                 rounded = partial(read, dtype=dtype_of_run)
                 got = spec.read_slice(rounded, dtype_of_run, ranges, at_once)
                 np.testing.assert_array_equal(got, wanted[chosen].astype(dtype_of_run))
-
-
-# Every matrix is ragged: 200 x 72, 72 x 200, 100 x 72 in blocks of 128 and smaller ones.
-ODD = dict(hidden_size=72, head_dim=50, num_key_value_heads=2, num_hidden_layers=3)
-DENSE = ODD | dict(model_type="qwen3", intermediate_size=200)
-SPARSE = ODD | experts(4, 2, 136, model_type="qwen3_moe", norm_topk_prob=True)
-WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str, str]] = {
-    "dense": (DENSE, BLOCKS, np.float32, "", "fsdp"),
-    "dense, of compressed-tensors": (DENSE, compressed(), BFLOAT16, "", "pipeline"),
-    "experts": (SPARSE, BLOCKS, BFLOAT16, "", "fsdp"),
-    "interleaved projections": (INTERLEAVED, compressed(), np.float32, "", "fsdp"),
-    "fused experts": (SPARSE, BLOCKS, np.float16, "fused", "expert and fsdp"),
-    "fused experts, input first": (SPARSE, BLOCKS, BFLOAT16, "turned", "fsdp"),
-}
-
-
-def quantise(folder, config, dtype=BFLOAT16, state=None):
-    """Turns the checkpoint in `folder` into a float8 one; returns its tensors, and the values that
-    they stand for.
-
-    state: tensors in place of those of the checkpoint.
-    """
-    path = folder / "model.safetensors"
-    state, stored = state or load_file(path), dict[str, np.ndarray]()
-    block = (32, 16) if "config_groups" in config else (128, 128)
-    ending = "_scale" if "config_groups" in config else "_scale_inv"
-    for name, values in [*state.items()]:
-        if "_proj" not in name or values.ndim < 2:
-            stored[name] = values
-            continue
-        stored[name], stored[name + ending], state[name] = quantised(values, block, dtype)
-    save_file(stored, path, {"format": "pt"})
-    configure(folder, quantization_config=config)
-    return stored, state
-
-
-def turned(state):
-    """With the last two axes of fused experts in reverse order."""
-    fused = {key: value.swapaxes(1, 2).copy() for key, value in state.items() if value.ndim == 3}
-    return state | fused
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", WHOLE)
-def test_every_hook_is_that_of_the_dequantised_model(tmp_path, name):
-    import torch
-
-    changes, config, dtype, fused, mesh = WHOLE[name]
-    reference = make_reference(tmp_path, **changes)
-    in_memory = {key: value.numpy() for key, value in reference.model.state_dict().items()}
-    if fused == "turned":  # as in Qwen3-VL's checkpoints
-        in_memory = turned(in_memory)
-    _, state = quantise(tmp_path, config, dtype, in_memory if fused else None)
-    if fused:
-        state = turned(state) if fused == "turned" else state
-        reference.model.load_state_dict({k: torch.tensor(v) for k, v in state.items()})
-    else:
-        from transformers import AutoModelForCausalLM
-
-        plain = tmp_path / "plain"
-        reference.model.save_pretrained(plain)
-        save_file(state, plain / "model.safetensors", {"format": "pt"})
-        loaded = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
-        reference = Reference(loaded.eval(), tmp_path)
-    batch, places = batch_of(*SHORT, reference.config.vocab_size)
-    hooks = matching(reference.config, EVERY)
-    found = values_on(MESHES[mesh], reference, hooks, batch)
-    assert len(found) > 3
-    for row, where in places[:2]:
-        expected = reference.hooked(batch[0][row, where][None])
-        for hook, value in found.items():
-            if hook.name not in EVERY and not hook.name.startswith("logits."):
-                error = error_of(value[row, where], expected[hook.name][0])
-                assert error < TOLERANCE, hook.name
 
 
 @pytest.mark.long
@@ -330,17 +205,6 @@ def with_code(codes, code):
     return changed
 
 
-def checked(folder):
-    """What a run does with a checkpoint before it reads weights."""
-    family, config = FAMILIES.read_config(folder / "config.json")
-    checkpoint = Checkpoint(str(folder))
-    config = as_stored(config, checkpoint.tensors)
-    model = family.whole(config)
-    known = family.tensor_names(config, checkpoint.tensors)
-    check_tensors(checkpoint, family.weight_table(model, checkpoint.tensors).values(), known)
-    return model
-
-
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dense")
@@ -356,7 +220,7 @@ def test_what_cannot_be_dequantised_is_refused_by_name(dense, tmp_path, name):
     spoil(tensors)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError) as refused:
-        model = checked(tmp_path)
+        model, _ = checked(Checkpoint(str(tmp_path)))
         assert "NaN" in name  # all else is seen before a value is read
         load(model, tmp_path)
     assert named in str(refused.value) and "\n" not in str(refused.value)
@@ -365,9 +229,9 @@ def test_what_cannot_be_dequantised_is_refused_by_name(dense, tmp_path, name):
 def test_a_matrix_is_dequantised_a_few_values_at_a_time(dense, monkeypatch):
     """So little more than the parameter is held."""
     monkeypatch.setattr(LocalFile, "at_once", 1000)
-    checkpoint, model = Watched(dense[0]), checked(dense[0])
+    checkpoint = Watched(dense[0])
     layout = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
-    table = weight_table(model, checkpoint.tensors)
+    _, table = checked(checkpoint)
     load_params(table, checkpoint, np.float32, layout)
     assert max(checkpoint.sizes[UP]) == 13 * 72 * 4  # 13 rows of 72 columns
     checkpoint.check_read_once(table)
@@ -387,8 +251,10 @@ def test_tensors_that_no_weight_needs_are_left_alone(dense, tmp_path):
     beside = {f"{attention}.q_proj.{name}": one for name in ("input_scale", "activation_scale")}
     beside |= {f"{attention}.{name}": one for name in ("k_proj.k_scale", "v_proj.v_scale")}
     beside |= {"visual.odd.weight": np.ones(8, np.int8), "mtp.fc.weight": np.ones(3, np.uint16)}
+    draft = "mtp.layers.0.mlp.up_proj.weight"
+    beside |= {draft: np.ones((2, 2), E4M3), f"{draft}_scale_inv": one}
     save_file(dense[1] | beside, path, {"format": "pt"})
-    assert checked(tmp_path).config.weights == "float8 weights, dequantised"
+    assert checked(Checkpoint(str(tmp_path)))[0].config.weights == "float8 weights, dequantised"
 
 
 AWQ, MXFP4 = {"quant_method": "awq", "bits": 4}, {"quant_method": "mxfp4"}
@@ -433,56 +299,3 @@ def test_which_quantisations_are_read(config, named, inside):
     with pytest.raises(InputError) as refused:
         FAMILIES.config(raw)
     assert named in str(refused.value) and "quantization_config" in str(refused.value)
-
-
-FLOAT8_LINEAR = (
-    *(f"{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down")),
-    *(f"linear_attn.{name}.weight" for name in ("in_proj_qkv", "in_proj_z", "out_proj")),
-)
-MTP = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-MTP += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-# Sizes as in Qwen3.6-27B-FP8; float8 matrices of the language model, and beside it.
-KEY_SETS = {"Qwen3-30B-A3B": (48 * (4 + 3 * 128), 0), "Qwen3.5-27B": (16 * 7 + 48 * 6, 7)}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", KEY_SETS)
-def test_the_tensors_of_released_checkpoints_are_accepted_exactly(tmp_path, name):
-    """A file with their header, whose values take no room."""
-    raw, (count, beside) = released(name), KEY_SETS[name]
-    shapes = apart(shapes_of(raw))
-    if beside:
-        shapes |= {f"mtp.layers.0.{each}.weight": (5120, 5120) for each in MTP}
-        shapes["mtp.fc.weight"] = 5120, 10240
-    entries = {}
-    for tensor, shape in shapes.items():
-        scaled = tensor.endswith(FLOAT8_LINEAR)
-        entries[tensor] = ("F8_E4M3" if scaled else "BF16"), shape
-        if scaled:
-            blocks = tuple(-(-size // 128) for size in shape)
-            entries[f"{tensor}_scale_inv"] = "BF16", blocks
-    assert sum(kind == "F8_E4M3" for kind, _ in entries.values()) == count + beside
-    text = text_names(entries, name)
-
-    def write(entries):
-        header, end = {}, 0
-        for tensor, (kind, shape) in entries.items():
-            begin, end = end, end + (1 + (kind == "BF16")) * int(np.prod(shape, dtype=np.int64))
-            header[tensor] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
-        data = json.dumps(header).encode()
-        path = tmp_path / "model.safetensors"
-        path.write_bytes(len(data).to_bytes(8, "little") + data)
-        os.truncate(path, 8 + len(data) + end)
-
-    configure(tmp_path, **raw, quantization_config=BLOCKS)
-    write(entries)
-    checked(tmp_path)
-    q_scale = text["model.layers.3.self_attn.q_proj.weight_scale_inv"]
-    for changed in (
-        {key: entry for key, entry in entries.items() if key != q_scale},
-        entries | {q_scale.replace("q_proj", "odd"): ("BF16", (1,))},
-        entries | {q_scale: ("BF16", (3, 3))},
-    ):
-        write(changed)
-        with pytest.raises(InputError, match="layers.3.self_attn"):
-            checked(tmp_path)

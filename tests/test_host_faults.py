@@ -11,7 +11,6 @@ import pytest
 from chat_templates import QWEN2_5
 from command_line import start
 from pods import Pod, first_documents, flags_for
-from test_lora import Made
 
 from activation_extraction import ActivationDataset
 
@@ -30,7 +29,6 @@ FAULTS_AT_START = {  # flags of host 1, or its fault; the status; what host 1 sa
         2,
         r".* model_digest \(--model_path\): \w{64} on 0; \w{64} ",
     ),
-    "adapter": ("--lora {0}/lora", 2, r".* lora_digest \(--lora\): .* on 0; \w{64} on 1; it must"),
     "data": ("--dataset_path {0}/fewer.parquet", 2, f".*documents.parquet.*; nothing on 1{SAME}"),
     # As where devices differ in memory, or where a kernel fails its trial on one host.
     "model axis": ("", 2, '.* mesh: {"data": 4} on 0; {"data": 2, "model": 2} on 1'),
@@ -51,9 +49,6 @@ def test_what_differs_or_fails_on_one_host_ends_all(demo_inputs, tmp_path, fault
     weights[-1] ^= 1
     (model / "model.safetensors").write_bytes(weights)
     first_documents(demo_inputs, tmp_path / "fewer.parquet", 200)
-    made = Made(model)
-    made.linear("model.layers.0.mlp.up_proj", 5 / 3)
-    made.save(tmp_path / "lora")
     flags = flags_for(demo_inputs, tmp_path / "out", "--batch_size", "auto")
     pod = faulty_pod(tmp_path, [flags, [*flags, *more.format(tmp_path).split()]], f"1:{fault}")
     assert pod.wait() == [status] * 2, [pod.text(host) for host in range(2)]

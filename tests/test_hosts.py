@@ -2,10 +2,13 @@
 
 import json
 import re
+import shutil
 
 import pytest
 from command_line import main
-from pods import Pod, check_union, flags_for
+from conftest import make_reference
+from pods import Pod, alone_of, check_union, first_documents, flags_for
+from tiny_models import SHARED
 
 pytestmark = pytest.mark.long
 
@@ -33,6 +36,24 @@ def test_every_mesh_of_four_hosts(demo_inputs, alone_with_few, tmp_path, name):
     check_union(out, alone, {f"machine_000_host_{i:02d}" for i in range(4)})
     metadata = json.loads((out / "machine_000_host_00/metadata.json").read_text())
     assert metadata["mesh"] == sizes
+
+
+def test_experts_of_two_hosts_exchange_tokens(demo_inputs, tmp_path):
+    """A ring of four devices crosses the hosts, and comes back."""
+    model, out, alone = (tmp_path / name for name in ("model", "out", "alone"))
+    model.mkdir()
+    for path in (demo_inputs / "model").glob("*token*"):
+        shutil.copy(path, model)
+    sizes = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
+    sizes |= dict(shared_expert_intermediate_size=16, decoder_sparse_step=1)
+    make_reference(model, **SHARED | sizes, num_key_value_heads=2, vocab_size=2048)
+    few = first_documents(demo_inputs, tmp_path / "few.parquet", 24)
+    flags = ["--model_path", model, "--dataset_path", few, "--max_seq_length", 64]
+    flags += ["--batch_size", 4, "--layers_to_extract", 1, 3, "--output_dir"]
+    assert main(*flags, alone, "--no_data_parallel") == 0
+    pod = Pod(tmp_path, 2, 2, *flags, out, "--mesh_shape", 4, "--mesh_axes", "expert")
+    assert pod.wait() == [0] * 2, [pod.text(i) for i in range(2)]
+    check_union(out, alone_of(alone, model), {f"machine_000_host_{i:02d}" for i in range(2)})
 
 
 ENDS = {  # rows of text, flags, samples of each of two hosts, and what all say of the second one

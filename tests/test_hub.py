@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import autoencoder_files
 import pytest
 from conftest import make_reference
 from hub_server import serve_hub
@@ -102,6 +103,21 @@ def test_an_adapter_of_the_hub(hub, tmp_path, demo_inputs):
     assert recorded(tmp_path / "out")["samples"] == 9
     told = run(hub, tmp_path, *flags, "9", "--lora", "org/none", status=2)
     assert told.splitlines()[-1].startswith("error: --lora org/none: no such local folder, and the")
+
+
+@pytest.mark.long
+def test_an_autoencoder_of_the_hub(hub, tmp_path, demo_inputs, monkeypatch):
+    """A folder of a repository; a run with it continues offline."""
+    monkeypatch.setattr(autoencoder_files, "D", 128)
+    autoencoder_files.sparsify(tmp_path / "hub/models/org/saes/pile")
+    flags = ["--model_path", "org/tiny", "--dataset_path", demo_inputs / "documents.parquet", *FEW]
+    flags += ["--encode", "org/saes/pile/layers.1", "--max_samples"]
+    told = run(hub, tmp_path, *flags, "5")
+    assert "blocks.1.hook_resid_post.codes, of org/saes/pile/layers.1: 200 features" in told
+    run(hub, tmp_path, *flags, "9", HF_HUB_OFFLINE="1")
+    assert recorded(tmp_path / "out")["samples"] == 9
+    told = run(hub, tmp_path, *flags[:-2], "org/saes/pile/layers.2", "--max_samples", "9", status=2)
+    assert "error: --encode org/saes/pile/layers.2: has no cfg.json" in told
 
 
 @pytest.mark.long
@@ -220,7 +236,6 @@ TINY = "--model_path org/tiny --dataset_name org/"
 # The flags, and how the one line begins that must come.
 REFUSED = [
     ("--model_path org/adapter", f"--model_path org/adapter: {ADAPTER}"),
-    ("--model_path org/both", f"--model_path org/both: {ADAPTER}"),
     ("--model_path org/pickled", f"--model_path org/pickled: has no {SINGLE_FILE}, but pytorch_mo"),
     ("--model_path org/none", "--model_path org/none: "),
     ("--model_path org/tiny --model_revision v1", "--model_path org/tiny --model_revision v1: "),
@@ -231,9 +246,6 @@ REFUSED = [
         "--dataset_name org/texts small t",
     ),
     ("--model_path org/tiny --mix org/none=1 org/texts=2", "--mix org/none train: "),
-    ("--model_path . --model_revision v1", "--model_revision v1: --model_path . is a folder"),
-    ("--demo --model_revision v1", "--demo and --model_revision cannot be used together"),
-    ("--verify --model_revision v1", "--model_revision: needs --model_path here"),
 ]
 EVERY = """
 import sys, extract_activations
@@ -246,10 +258,8 @@ for flags in sys.argv[1:-2]:
 def test_what_the_hub_does_not_have_exits_2_with_one_line(hub, tmp_path):
     models = tmp_path / "hub/models/org"
     (models / "adapter").mkdir()
-    shutil.copytree(models / "tiny", models / "both")
-    for name in ("adapter", "both"):
-        adapter = json.dumps({"base_model_name_or_path": "org/tiny"})
-        (models / name / "adapter_config.json").write_text(adapter)
+    adapter = json.dumps({"base_model_name_or_path": "org/tiny"})
+    (models / "adapter/adapter_config.json").write_text(adapter)
     shutil.copytree(models / "tiny", models / "pickled")
     (models / f"pickled/{SINGLE_FILE}").rename(models / "pickled/pytorch_model.bin")
     lines = run(hub, tmp_path, *(flags for flags, _ in REFUSED), script=("-c", EVERY)).splitlines()

@@ -1,6 +1,5 @@
 """Every kind of input: each row once on any machines and hosts, budgets, masks, verification."""
 
-import json
 import random
 
 import numpy as np
@@ -197,22 +196,6 @@ def test_other_data_is_refused_by_its_name(data, tmp_path, capsys):
         assert main(*other, *flags) == 2
         assert "already holds an extraction that differs in data: " in capsys.readouterr().err
     assert main("--mix", f"{data}/texts=1.0", *flags) == 0
-
-
-@pytest.mark.parametrize("overlap", [0, 1, 23])
-def test_a_long_document_is_whole_in_its_pieces(data, overlap):
-    rows = [json.loads(line) for line in (data / "long.jsonl").read_text().splitlines()]
-    every, tokenizer = read(SPLIT + f" --overlap {overlap}" * (overlap > 0), data)
-    found = {row["id"]: [] for row in rows}
-    for sample in every:
-        positions = sample.kept_positions
-        stored = sample.token_ids[positions].tolist()
-        found[sample.doc_id] += zip(positions + sample.row["start"], stored, strict=True)
-        assert len(sample.token_ids) <= LENGTH and sample.cut == 0
-        assert sample.text_preview.startswith(tokenizer.decode(sample.token_ids)[:200])
-    for row in rows:
-        ids = tokenizer.encode(row["text"], add_special_tokens=False).ids
-        assert found[row["id"]] == list(enumerate(ids))
 
 
 @pytest.fixture

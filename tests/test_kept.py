@@ -31,11 +31,11 @@ def stored(demo_inputs, tmp_path_factory):
     usual += ["--dataset_path", demo_inputs / "documents.parquet", "--shard_size_gb", 0.0004]
     made = {}
 
-    def get(*more, status=0):
+    def get(*more):
         if more not in made:
             made[more] = tmp_path_factory.mktemp("run")
             flags = [*usual, "--max_seq_length", 96, *more, "--output_dir", made[more]]
-            assert main(*flags) == status
+            assert main(*flags) == 0
         return made[more]
 
     return get
@@ -61,7 +61,7 @@ def test_kept_tokens_have_the_values_of_the_whole(kept, mesh, stored, demo_input
         records = {record["sample_idx"]: record for record in found[hook]}
         assert len(records) == len(expected[hook]) == 60
         for alone, sample in zip(expected[hook], dataset, strict=True):
-            assert "positions" not in alone  # since it keeps everything
+            np.testing.assert_array_equal(alone["positions"], np.arange(len(alone["token_ids"])))
             record, token_ids = records[alone["sample_idx"]], alone["token_ids"][:length]
             positions = choice.kept(alone["sample_idx"], token_ids)
             assert record["positions"].dtype == record["token_ids"].dtype == np.int32
@@ -109,17 +109,12 @@ def shift(record):
     record["positions"] = record["positions"] + np.int32(1)
 
 
-def scale(record):
-    record["activation"] = record["activation"] * np.float32(1.1)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "change,problem",
     [
         (None, "60 samples recomputed; 0 problems"),
         (shift, "the data set now gives other tokens than those that are stored"),
-        (scale, "recomputed, it differs by 0.0"),
     ],
 )
 def test_verify_reads_the_text_again_to_recompute_kept_tokens(
@@ -135,15 +130,3 @@ def test_verify_reads_the_text_again_to_recompute_kept_tokens(
     model = "--model_path", demo_inputs / "model", "--verify_samples", 60
     assert main(*flags, *model) == (1 if change else 0)
     assert problem in capsys.readouterr().out
-
-
-@pytest.mark.long
-def test_a_run_of_which_no_token_is_kept(stored, capsys):
-    """It fails, since it is of no use, and yet all is in order."""
-    out = stored("--positions", "random:1e-15", status=1)
-    assert main("--verify", "--output_dir", out) == 0
-    dataset = ActivationDataset(out)
-    assert (len(dataset), dataset.tokens) == (60, 0) and dataset[7].token_ids.shape == (0,)
-    assert list(dataset.batches(10, shuffle=1)) == []
-    assert main("--report", "--output_dir", out) == 2
-    assert "no token is stored yet" in capsys.readouterr().err

@@ -8,16 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from rounding import assert_rounded_alike, assert_within_rounding
 from test_trial import trials_of
 
+from activation_extraction.model import expert_kernel
 from activation_extraction.model.attention import (
     KEY_BLOCK,
     Segments,
     blocked_attention,
     dense_attention,
 )
+from activation_extraction.model.expert_kernel import ROWS, TOKENS, pallas_experts, table_of
 from activation_extraction.model.experts import (
     TILE,
     one_expert_after_the_other,
@@ -34,6 +37,7 @@ from activation_extraction.model.mesh import build_layout, host_rows, usable_dev
 splash, flash, grouped = (
     partial(f, interpret=True) for f in (splash_attention, flash_attention, grouped_experts)
 )
+pallas = partial(pallas_experts, interpret=pltpu.InterpretParams())
 # T, S, first query, query heads, key/value heads, head size
 CASES = {
     "groups of four": (256, 256, 0, 4, 1, 64),
@@ -197,35 +201,115 @@ def test_kernels_of_gpus_can_be_lowered_into_programs_of_both_meshes():
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
         assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
     ((_, arrays, _),) = trials_of((8, 256, 128), jnp.dtype("bfloat16"))
-    assert program(grouped_experts, arrays, "cuda").count("@__gpu$xla.gpu.triton") == 3
+    assert program(grouped_experts, arrays, "cuda").count("@__gpu$xla.gpu.triton") == 2
 
 
-@pytest.mark.parametrize("kernel", [tiled_experts, ragged_experts, grouped])
-@pytest.mark.parametrize("sizes", [(0, 200, 1, 63, 128, 0), (5, 0, 0, 0, 0, 0), (0,) * 6])
-def test_experts_compute_what_the_definition_says(sizes, kernel):
-    """What rows after those of all experts hold is not a number."""
-    rng, total, counts = np.random.default_rng(0), sum(sizes), jnp.array(sizes, jnp.int32)
-    assert TILE < 200
-    x = rng.standard_normal((total + 30, 96))
-    x[total:] = np.nan if kernel is grouped else 0
-    gate, up = rng.standard_normal((2, 6, 96, 48)) / 9
-    dtype = jnp.bfloat16 if kernel is grouped else jnp.float32
-    x, gate, up, down = (
-        jnp.array(each, dtype) for each in (x, gate, up, rng.standard_normal((6, 48, 96)) / 6)
+def experts_of(sizes, per_token, dtype, widths, layers=3):
+    """Arguments of an `ExpertSum` for the last layer: experts with so many rows each, in a random
+    order, and as many rows of experts of other devices, whose weights are not numbers. The other
+    layers' experts would give numbers far too large."""
+    rng, (hidden, width) = np.random.default_rng(0), widths
+    numbers, others = np.repeat(np.arange(len(sizes)), sizes), [-1, len(sizes), -7, 10**6]
+    numbers = [*numbers, *rng.choice(others, len(numbers) + -2 * len(numbers) % per_token + 40)]
+    chosen = rng.permutation(numbers).reshape(-1, per_token).astype(np.int32)
+    local = (chosen >= 0) & (chosen < len(sizes))
+    weights = np.where(local, rng.uniform(0.2, 1, chosen.shape), np.nan).astype(np.float32)
+    shapes = (hidden, width), (hidden, width), (width, hidden)
+    stacks = [np.full((layers, len(sizes), *shape), 1e6) for shape in shapes]
+    for stack, shape in zip(stacks, shapes, strict=True):
+        stack[-1] = rng.standard_normal((len(sizes), *shape)) * shape[0] ** -0.5
+    x, *stacks = (
+        jnp.array(a, dtype) for a in (rng.standard_normal((len(chosen), hidden)), *stacks)
     )
-    got = jax.jit(kernel)(x, counts, gate, up, down)
-    assert got.shape == x.shape and got.dtype == dtype
+    return x, jnp.array(weights), jnp.array(chosen), jnp.int32(layers - 1), *stacks
 
-    def definition(x, *matrices):
-        return one_expert_after_the_other(x, counts, *matrices)[:total]
 
-    if not total:
+SIZES = {  # of an expert's rows, by what is special about them
+    "none and several tiles": (0, 300, 1, 63, 128, 0),
+    "all of one": (0, 0, 500, 0),
+    "few": (5, 0, 0, 0, 0, 0),
+    "no rows": (0,) * 6,
+}
+
+
+@pytest.mark.parametrize("kernel", [tiled_experts, ragged_experts, grouped, pallas])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("per_token", [1, 8])
+def test_experts_compute_what_the_definition_says(sizes, per_token, kernel):
+    """Tokens without an expert get zeros, and nothing of other layers or other devices is read."""
+    assert max(TILE, ROWS) < max(SIZES["none and several tiles"])
+    dtype = jnp.bfloat16 if kernel in (grouped, pallas) else jnp.float32
+    widths = (256, 128) if kernel is pallas else (96, 48)
+    x, weights, chosen, layer, *stacks = experts_of(SIZES[sizes], per_token, dtype, widths)
+    got = jax.jit(kernel)(x, weights, chosen, layer, *stacks)
+    assert got.shape == x.shape and got.dtype == jnp.float32
+    local = ((chosen >= 0) & (chosen < len(SIZES[sizes]))).any(axis=1)
+    assert not np.asarray(got)[~local].any()
+
+    def definition(x, *stacks):
+        return one_expert_after_the_other(x, weights, chosen, layer, *stacks)[local]
+
+    if not local.any():
         return
-    if kernel is not grouped:
-        assert_within_rounding(got[:total], definition, (x, gate, up, down), terms=96)
+    if dtype == jnp.bfloat16:
+        rounded = tiled_experts(x, weights, chosen, layer, *stacks)[local]
+        assert_rounded_alike(got[local], rounded, definition(*wide((x, *stacks))))
     else:
-        rounded = tiled_experts(x, counts, gate, up, down)[:total]
-        assert_rounded_alike(got[:total], rounded, definition(*wide((x, gate, up, down))))
+        assert_within_rounding(got[local], definition, (x, *stacks), terms=96)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_only_tiles_with_rows_are_computed_and_only_rows_of_own_experts_are_fetched(sizes):
+    """Every tile has one expert's rows, and each row's token; every token finds its rows."""
+    _, weights, chosen, _, *stacks = experts_of(SIZES[sizes], 8, jnp.float32, (1, 1))
+    count, fill = len(SIZES[sizes]), [(0, -len(chosen) % TOKENS), (0, 0)]
+    chosen, weights = np.pad(chosen, fill, constant_values=-1), np.pad(weights, fill)
+    table = jax.tree.map(np.asarray, table_of(jnp.array(weights), jnp.array(chosen), count))
+    own = [-(-size // ROWS) for size in SIZES[sizes]]
+    assert table.tiles == sum(own)
+    assert table.experts[: sum(own)].tolist() == [*np.repeat(range(count), own)]
+    assert table.counts.sum() == table.of_tokens.sum() == sum(SIZES[sizes])
+    found = []
+    for group, (rows, places) in enumerate(table.rows):
+        for row, place in zip(rows[: table.of_tokens[group]], places, strict=False):
+            tile, token = row // ROWS, group * TOKENS + place % TOKENS
+            assert row % ROWS < table.counts[tile] and table.tokens[tile, 0, row % ROWS] == token
+            weight = table.weights[tile, 0, row % ROWS]
+            found.append((token, place // TOKENS, table.experts[tile], weight))
+    local = (chosen >= 0) & (chosen < count)
+    places = zip(*np.nonzero(local), chosen[local], weights[local], strict=True)
+    assert sorted(found) == sorted(places)
+
+
+def test_the_kernels_of_experts_compute_stages_of_a_pipeline():
+    """Their tokens, tiles and experts differ."""
+    given = [experts_of(sizes, 2, jnp.bfloat16, (128, 128)) for sizes in ((3, 0, 5), (0, 8, 0))]
+    stages = [jnp.stack(pair) for pair in zip(*given, strict=True)]
+    alone = np.stack([np.asarray(pallas(*arrays)) for arrays in given])
+    np.testing.assert_array_equal(jax.vmap(pallas)(*stages), alone)
+
+
+def test_weights_that_do_not_fit_at_once_are_read_in_blocks_of_columns(monkeypatch):
+    arrays = experts_of((130, 0, 200), 2, jnp.bfloat16, (256, 384))
+    whole = np.asarray(pallas(*arrays))
+    monkeypatch.setattr(expert_kernel, "MOST_OF_WEIGHTS", 0)
+    np.testing.assert_array_equal(pallas(*arrays), whole)
+
+
+def test_more_rows_than_can_be_numbered_are_left_to_the_compiler():
+    """As are widths that do not fill registers, and float32."""
+    for tokens, width, dtype, kernels in (
+        (2**20, 128, jnp.bfloat16, 3),
+        (2**22, 128, jnp.bfloat16, 0),
+        (32, 96, jnp.bfloat16, 0),
+        (32, 128, jnp.float32, 0),
+    ):
+        up, down = (2, 64, 128, width), (2, 64, width, 128)
+        shapes = (tokens, 128), (tokens, 8), (tokens, 8), (), up, up, down
+        dtypes = dtype, jnp.float32, jnp.int32, jnp.int32, dtype, dtype, dtype
+        given = [jax.ShapeDtypeStruct(*pair) for pair in zip(shapes, dtypes, strict=True)]
+        program = str(jax.make_jaxpr(pallas_experts)(*given))
+        assert program.count("pallas_call[") == kernels, (tokens, width, dtype)
 
 
 def test_equal_logits_choose_the_first_experts():

@@ -12,8 +12,7 @@ from activation_extraction.common.positions import Positions
 from activation_extraction.text import packing
 from activation_extraction.text import samples as text_samples
 from activation_extraction.text.batch import Cursor, StoredSample, Worker
-from activation_extraction.text.documents import DocumentStream, RowCounts
-from activation_extraction.text.mixture import Mixture
+from activation_extraction.text.documents import DocumentStream, Mixture, RowCounts
 from activation_extraction.text.packing import pack
 from activation_extraction.text.rows import IdsColumn, RowForm
 from activation_extraction.text.samples import ChangedDataError, SampleForm, samples

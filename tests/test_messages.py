@@ -8,9 +8,9 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
-from chat_templates import QWEN2_5, QWEN3, QWEN3_5, R1, TEMPLATES
+from chat_templates import PARTS_ALONE, QWEN2_5, QWEN3, QWEN3_5, R1, TEMPLATES
 from chat_templates import talk as exchange
-from row_files import write_rows
+from row_files import as_arrow, as_parquet, write_rows
 from small_runs import stream_of
 
 from activation_extraction.common.errors import RunError
@@ -29,12 +29,6 @@ IMAGES = """\
 {%- if 'image' in part %}<|image_pad|>{% else %}{{ part.text }}{% endif %}
 {%- endfor %}
 {{- message.content if message.content is string }}{{ '<|im_end|>\n' }}
-{%- endfor %}
-"""
-# Parts alone; the iteration over a text gives characters, which have no text.
-PARTS_ALONE = """\
-{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}
-{%- for part in message.content %}{{ part.text }}{% endfor %}{{- '<|im_end|>\n' }}
 {%- endfor %}
 """
 WITHOUT_SYSTEM = """\
@@ -96,15 +90,13 @@ def part(text):
     return {"type": "text", "text": text}
 
 
-def write(folder, rows, schema=None):
+def write(folder, rows):
     """The same rows in files of several kinds; the objects of the last three have the same keys."""
     write_rows(folder / "a.jsonl", rows)
-    table = pyarrow.Table.from_pylist(rows, schema)
-    pyarrow.parquet.write_table(table, folder / "b.parquet")
-    with pyarrow.ipc.new_stream(folder / "c.arrow", table.schema) as stream:
-        stream.write_table(table)
-    with pyarrow.ipc.new_file(folder / "d.arrow", table.schema) as file:
-        file.write_table(table)
+    table = pyarrow.Table.from_pylist(rows)
+    (folder / "b.parquet").write_bytes(as_parquet(table))
+    (folder / "c.arrow").write_bytes(as_arrow(table, pyarrow.ipc.new_stream))
+    (folder / "d.arrow").write_bytes(as_arrow(table))
     return [folder / name for name in ("a.jsonl", "b.parquet", "c.arrow", "d.arrow")]
 
 

@@ -1,19 +1,23 @@
-"""The numeric matrix: families x hooks x meshes x dtypes, against transformers on torch.
+"""The numeric matrix: families x hooks x meshes x dtypes, float8 weights too, against transformers.
 
 Every document is compared with what transformers computes of it alone.
 """
 
 import functools
 import math
+import re
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_reference
 from delta_reference import untouched
+from float8_models import FLOAT8, dequantised
 from jax import lax
+from jax.experimental.pallas.tpu import InterpretParams
 from jax.sharding import Mesh
 from rounding import allowed_errors, assert_rounded_alike
 from tiny_models import (
@@ -25,19 +29,24 @@ from tiny_models import (
     SHARED,
     TEXT,
     TINY,
+    VL_MOE,
+    omni,
+    vision,
 )
 
 from activation_extraction.model import layers
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.delta_kernel import pallas_delta_rule
+from activation_extraction.model.expert_kernel import pallas_experts
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.mesh import HostRows, build_layout, usable_devices
-from activation_extraction.model.weights import load_params, oriented
+from activation_extraction.model.model_config import as_stored
+from activation_extraction.model.weights import check_tensors, load_params, oriented
 from benchmarks.agreement import few_more, same_experts
 from benchmarks.shapes import SHAPES
 from qwen2_jax import Qwen2, weight_table
-from qwen2_jax_with_hooks import create_model_with_hooks
+from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
 TOLERANCE = 1e-4  # of the reference tensor's RMS
 INDICES = "mlp.hook_expert_indices"
@@ -58,7 +67,19 @@ MODELS: dict[str, dict[str, Any]] = TINY | {
     "interleaved": INTERLEAVED,
     "experts as released": BESIDE_OTHERS["qwen3_vl_moe"],
     "thinker": BESIDE_OTHERS["qwen3_omni_moe_not_renormalised"],
+    **{name: config for name, (config, *_) in FLOAT8.items()},
 }
+# Wide enough for a TPU's kernel of experts.
+LANES = dict(hidden_size=128, moe_intermediate_size=128)
+WIDE: dict[str, dict[str, Any]] = {
+    "wide qwen2_moe": MODELS["experts"] | LANES,
+    "wide qwen3_moe": MODELS["qwen3_moe"] | LANES | dict(num_hidden_layers=4),
+    "wide qwen3_vl_moe": vision("qwen3_vl_moe", VL_MOE | LANES),
+    "wide qwen3_omni_moe": omni("qwen3_omni_moe", VL_MOE | LANES),
+    "wide qwen3_5_moe": MOE_TEXT | LANES,
+    "wide qwen3_next": INTERLEAVED | LANES,
+}
+MODELS |= WIDE
 WITH_PATTERNS = "2 kv heads", "windows"
 MESHES = {
     "one device": {"data": 1},
@@ -95,6 +116,7 @@ CASES: list[tuple[str, str, list[str], Kernels | None]] = [
     ("interleaved", "2d", ODD_DELTA, PALLAS),
     *(("experts as released", mesh, EVERY, None) for mesh in ("1d", *[*MESHES][9:])),
     *(("thinker", mesh, EVERY, None) for mesh in ("2d", "expert and fsdp")),
+    *((name, mesh, EVERY, None) for name, (*_, mesh) in FLOAT8.items()),
 ]
 # The lengths of the documents of each row, and the tokens of a row. One CPU computes four rows of
 # the long ones at a time; some documents are longer than a window or a block of queries.
@@ -136,6 +158,16 @@ def load(model, folder, dtype=jnp.float32, layout=None, as_bits=False):
 def table_of(model, checkpoint):
     table = weight_table(model, checkpoint.tensors)
     return oriented(table, lambda name: checkpoint.place(name)[1].shape)
+
+
+def checked(checkpoint):
+    """The whole model of a checkpoint and the table of its weights, as a run checks them."""
+    family, config = FAMILIES.read_config(checkpoint.file("config.json"))
+    config = as_stored(config, checkpoint.tensors)
+    model = family.whole(config)
+    table = table_of(model, checkpoint)
+    check_tensors(checkpoint, table.values(), family.tensor_names(config, checkpoint.tensors))
+    return model, table
 
 
 def batch_of(lengths, size, vocabulary):
@@ -237,6 +269,8 @@ def models(tmp_path_factory):
     def get(name):
         shard = "100KB" if name == "sharded" else "1GB"
         reference = make_reference(tmp_path_factory.mktemp("model"), shard, **MODELS[name])
+        if name in FLOAT8:
+            reference = dequantised(reference, *FLOAT8[name][1:4])
         lengths, size = LONG if name in TINY else SHORT
         batch, places = batch_of(lengths, size, reference.config.vocab_size)
         alone = [reference.hooked(batch[0][row, where][None]) for row, where in places]
@@ -302,6 +336,48 @@ def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(models, name):
             counts = with_a_loss if hook.name == "loss" else both
             got, other, wanted = (x[counts] for x in (value, rounded[hook.name], exact[hook.name]))
             assert_rounded_alike(got, other, wanted, hook.name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [pytest.param(n, marks=family(n)) for n in WIDE])
+def test_the_kernels_of_experts_are_as_close_to_float32_as_hugging_face_is(models, name):
+    """As on a TPU, in Pallas's interpret mode, which would need a thread for each device."""
+    reference, config = models(name)[0], models(name)[0].config
+    batch, _ = batch_of([[30]] * 8, 30, config.vocab_size)
+    exact, rounded = reference.hooked(batch[0]), reference.in_bfloat16().hooked(batch[0])
+    hooks = [hook for hook in every_hook(config) if ".mlp." in hook.name or "resid" in hook.name]
+    kernels = Kernels(experts=functools.partial(pallas_experts, interpret=InterpretParams()))
+    found = values_on({"data": 1}, reference, hooks, batch, BFLOAT16, kernels)
+    values = {hook.name: value for hook, value in found.items()}
+    same = same_experts(values, exact) & same_experts(rounded, exact)
+    same = untouched(same, config.sizes.get("W", 1))
+    assert same.sum() > 120
+    for hook, value in values.items():
+        if not hook.endswith(INDICES):
+            both = (each[same] for each in (rounded[hook], exact[hook]))
+            assert_rounded_alike(value[same], *both, hook)
+
+
+@pytest.mark.parametrize("raw", [SHARED | dict(num_hidden_layers=3), MOE_TEXT], ids=["", "mixed"])
+@pytest.mark.parametrize("mesh", ["one device", "expert and data"])
+def test_the_experts_of_a_layer_are_not_copied_out_of_their_stack(raw, mesh):
+    """Whatever has as many numbers as all experts of a layer and device is such a copy."""
+    config = FAMILIES.config(SHARED | dict(vocab_size=211, hidden_size=64) | raw)
+    devices = usable_devices(every=True)[: math.prod(MESHES[mesh].values())]
+    layout = build_layout(devices, MESHES[mesh], config.num_key_value_heads)
+    hooks = matching(config, [f"blocks.{config.num_hidden_layers - 1}.hook_resid_post"])
+    model = create_model_with_hooks(config, hooks, layout=layout)
+    tokens = jax.ShapeDtypeStruct((8, 4), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), *[tokens] * 3)
+    program = str(jax.make_jaxpr(model.apply)(nn.unbox(params), *[tokens] * 3))
+    count, hidden, width = config.experts.count, config.hidden_size, config.experts.width
+    whole, part = (
+        (count, hidden, width),
+        layout.shard_shape(("experts", "hidden", "mlp"), (count, hidden, width)),
+    )
+    for sizes in (whole, part):
+        assert f",{','.join(map(str, sizes))}]" in program  # the stack
+        assert not re.search(rf"\[(1,)?{','.join(map(str, sizes))}\]", program)
 
 
 @pytest.mark.parametrize(

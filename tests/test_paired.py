@@ -217,6 +217,14 @@ def test_runs_that_cannot_be_paired(tmp_path):
         paired(one, one)
 
 
+def test_only_one_run_is_a_source_for_grain(tmp_path):
+    stored = [Run([1, 2], 0).store(tmp_path / "one"), Run([1, 2], 1, hooks=OTHER_HOOKS)]
+    one, two = ActivationDataset(stored[0]), ActivationDataset(stored[1].store(tmp_path / "two"))
+    for several in (paired(one, two), one.join(two)):
+        with pytest.raises(ValueError, match=r"/one and .*/two: .* one run alone has grain\(\)"):
+            several.grain(tokens=8)
+
+
 OTHER_SAMPLES = {
     "data": "org/name default train",
     "data_revision": "2" * 64,

@@ -14,21 +14,6 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import StorageError
 from activation_extraction.store.identity import Identity
 
-
-@pytest.mark.parametrize(
-    "flags,words",
-    [
-        (["--top_logits", 3], "--top_logits: needs --hook_names"),
-        (["--hook_names", "logits.top_ids", "--top_logits", 2049], "the model has 2048 tokens"),
-        (["--hook_names", "logits.top_ids", "--top_logits", 0], "--top_logits"),
-        (["--hook_names", "lm_head.*"], "matches only logits, which takes 4,096 bytes per token"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(flags, words, demo_inputs, tmp_path, capsys):
-    assert main(*flags_for(demo_inputs, tmp_path, hooks=flags)) == 2
-    assert words in capsys.readouterr().err
-
-
 RUN = ["--hook_names", *PREDICTIONS[:4], "blocks.1.hook_resid_post", "--top_logits", 4]
 
 

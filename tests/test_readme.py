@@ -125,7 +125,7 @@ def checkout(tmp_path_factory, hub):
 @pytest.mark.rare
 def test_the_commands_do_what_is_said(checkout):
     root, printed, recorded, bucket = checkout
-    assert "done: 300 samples" in printed and "demo_activations/shard_0001.pkl.gz" in printed
+    assert "done: 300 samples" in printed and "ActivationDataset('demo_activations')" in printed
     assert printed.count("done: 100 samples") == 2  # here, and to the bucket
     assert json.loads((root / "out/metadata.json").read_text())["samples"] == 100
     assert "prefix/machine_000/shard_0001.pkl.gz" in bucket.objects()

@@ -1,7 +1,6 @@
 """Requests to the hub that fail: one line says so; test_folder.py has those to folders."""
 
 import errno
-import logging
 import socket
 
 import huggingface_hub.constants
@@ -15,20 +14,6 @@ from activation_extraction.common.retries import hub_unreachable, unwritable_cac
 from activation_extraction.model import checkpoint
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.text.sources import open_hub_dataset
-
-
-@pytest.fixture
-def lines(monkeypatch):
-    """What has been logged by anybody: (name of the logger, message)."""
-    found = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            found.append((record.name, record.getMessage()))
-
-    for name in ("huggingface_hub", "datasets", "urllib3", "extract_activations"):
-        monkeypatch.setattr(logging.getLogger(name), "handlers", [Keep(logging.WARNING)])
-    return found
 
 
 @pytest.fixture

@@ -21,10 +21,11 @@ from activation_extraction.store.metadata import read_metadata
 from qwen2_jax_with_hooks import FAMILIES
 
 ABOUT_CONTENT = {"model", "what to extract", "which tokens to keep", "text"}  # groups of flags
-AS_HOOKS = {"layers_to_extract", "activation_type", "hook_names"}  # the identity has the hooks
+# The identity has the hooks.
+AS_HOOKS = {"layers_to_extract", "activation_type", "hook_names", "keep_activations"}
 NOT_CONTENT = {"list_hooks", "max_samples", "max_tokens"}
 # Fields of the identity that neither are flags nor say by what an input is known.
-FOUND = {"hooks", "integer_hooks", "float32_hooks", "keyed_by", "machine", "host"}
+FOUND = {"hooks", "integer_hooks", "float32_hooks", "code_hooks", "keyed_by", "machine", "host"}
 OF_INPUTS = {field: each.name for each in INPUTS for field in each.fields}
 
 
@@ -48,7 +49,7 @@ def test_every_flag_about_content_belongs_to_an_input_or_to_the_identity():
 @pytest.mark.parametrize("part", [ModelRequest, TextRequest, StorageOptions])
 def test_a_part_of_the_configuration_has_the_names_and_values_of_flags(part):
     config = parse_args(["--positions", "last:2", "--batch_size", "7", "--writer_threads", "3"])
-    others = {"memory", "devices"} if part is ModelRequest else set()
+    others = {"memory", "devices", "autoencoders"} if part is ModelRequest else set()
     asked = vars(config.part(part))
     assert asked.keys() - FLAGS.keys() == others
     assert all(asked[name] == getattr(config, name) for name in asked.keys() & FLAGS.keys())
@@ -60,6 +61,7 @@ def test_a_part_of_the_configuration_has_the_names_and_values_of_flags(part):
         "--mix a.jsonl=1 b.jsonl=2.5 --positions random:.5 --drop_token_ids 5 x --mesh_shape 2,2",
         "--messages_column talk --chat_template_args a=[1,[2]] b=text --keep_columns x y "
         "--layers_to_extract 1-3 --roles user",
+        "--encode blocks.1.hook_resid_post=gs://bucket/sae org/repo/folder --encode_most 3",
     ],
 )
 def test_a_recorded_configuration_is_read_back(flags):

@@ -1,4 +1,5 @@
-"""--status tells how far every machine and host is, from JSON files alone, at any time."""
+"""--status tells how far every machine and host is, from JSON files alone, at any time; and which
+folders there are of machines with other numbers of hosts."""
 
 import json
 import time
@@ -21,7 +22,7 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import StorageError
 from activation_extraction.inspect.status import host_states
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.host_folders import read_folders
+from activation_extraction.store.host_folders import HostFolder, expected_names, read_folders
 from activation_extraction.store.metadata import AGGREGATE
 
 NOW = 1_800_000_000.0
@@ -113,9 +114,9 @@ LOST = {
     "shard_0004.json shard_0004.pkl.gz": "shard_0004.json: is missing",
     "shard_0002.json shard_0003.json": "shard_0002.json to shard_0003.json: are missing",
     "shard_0003.pkl.gz": f"shard_0003.pkl.gz: {CUT_SHORT}",
-    "shard_0001.npz shard_0002.npz": f"shard_0001.pkl.gz: {CUT_SHORT}, and so are files of 1 other "
-    "shard",
-    "shard_0003.samples.parquet": f"shard_0003.pkl.gz: {CUT_SHORT}",
+    "shard_0001.npz shard_0002.npz": f"shard_0001.npz: {CUT_SHORT}, and so are files "
+    "of 1 other shard",
+    "shard_0003.samples.parquet": f"shard_0003.samples.parquet: {CUT_SHORT}",
 }
 
 
@@ -191,21 +192,6 @@ def test_the_aggregate_adds_up_and_is_left_alone(tmp_path, capsys):
     assert main("--status", "--aggregate", "--output_dir", tmp_path) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ") and AGGREGATE in error
-
-
-def test_a_bucket(bucket, tmp_path, capsys):
-    url = "gs://bucket/run"
-    for machine in range(2):
-        extract(tmp_path, machine, 0, 2, 1, remote=Folder(f"{url}/machine_{machine:03d}"))
-    assert main("--status", "--aggregate", "--output_dir", url) == 0
-    content = json.loads(bucket.objects()[f"run/{AGGREGATE}"])
-    assert (content["status"], content["samples"]) == ("complete", 20)
-    assert main("--verify", "--output_dir", url) == 0
-    bucket.delete("run/machine_001/shard_0002.pkl.gz")
-    capsys.readouterr()
-    assert main("--verify", "--output_dir", url) == 1
-    first, *_ = capsys.readouterr().out.splitlines()
-    assert first == "machine_001/shard_0002.pkl.gz: is missing"
 
 
 def test_nothing_to_look_at_is_bad_input(tmp_path, capsys):
@@ -329,3 +315,59 @@ def test_a_rate_is_of_the_last_shards_and_not_of_the_time_between_two_runs(tmp_p
     ):
         set_times(tmp_path, started, commits, since)
         assert parts_at(tmp_path)[""].tokens_per_second == rate
+
+
+# Machines with other numbers of hosts.
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    """Machines of two, one and three hosts."""
+    for machine, hosts in enumerate((2, 1, 3)):
+        for host in range(hosts):
+            extract(tmp_path, machine, host, 3, hosts, count=5 + host)
+    return tmp_path
+
+
+NAMES = {  # (machine, host, hosts)
+    "machine_000": (0, 0, 1),
+    "machine_003_host_01": (3, 1, 2),
+    "machine_1234_host_100": (1234, 100, 128),
+}
+OTHERS = (
+    "|machine|machine_|machine_x|machine_000_host|machine_000 |xmachine_000|machine_0001"
+    "|machine_٠٠١|machine_000_host_001"
+)
+
+
+def test_names_of_folders_are_read_back_and_others_are_none():
+    for name, numbers in NAMES.items():
+        folder = HostFolder.of(*numbers)
+        assert folder.name == name and HostFolder.parse(name) == folder
+    assert not any(HostFolder.parse(name) for name in OTHERS.split("|"))
+
+
+def test_each_machine_is_read_with_its_own_number_of_hosts(mixture, check):
+    assert check(mixture) == []
+    hosts = [(each.machine, each.host, each.state) for each in parts_at(mixture).values()]
+    numbers = [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2)]
+    assert hosts == [(*each, "complete") for each in numbers]
+
+
+def test_hosts_of_one_machine_agree_on_their_number(tmp_path, check):
+    for host, hosts in enumerate((3, 2, 3)):
+        extract(tmp_path, 0, host, 1, hosts, count=5)
+    assert check(tmp_path) == [
+        "machine_000_host_01: belongs to another run: its num_hosts differs",
+        "3 sample numbers stored more than once, such as 3",
+    ]
+
+
+def test_folders_without_metadata_tell_how_many_hosts_there_are(mixture):
+    for path in mixture.glob("machine_002_*/metadata.json"):
+        path.unlink()
+    for name in ("machine_001", "machine_002_host_01"):
+        (mixture / name).rename(mixture / f"{name} (copy)")
+    expected = expected_names(read_folders(Folder(str(mixture))))
+    hosts = [f"machine_002_host_{host:02d}" for host in range(3)]
+    assert expected[2:] == ["machine_001", *hosts]

@@ -17,8 +17,8 @@ from storages import open_storage
 from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import InputError, RunError, StorageError
+from activation_extraction.store import local_files
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.local_files import AtomicFile
 
 HOOKS = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 HIDDEN = 16
@@ -74,6 +74,7 @@ def test_shards_commits_and_metadata_describe_what_was_given(tmp_path):
                     **{"hook": HOOKS[key], "activation": activation(number, key, 10)},
                     **{"shape": (10, HIDDEN), "text_preview": f"text {number}"},
                     **{"token_ids": np.arange(10, dtype=np.int32), "doc_id": f"id-{number}"},
+                    "positions": np.arange(10, dtype=np.int32),
                 }
                 np.testing.assert_equal(record, {"sample_idx": number, **expected})
                 assert record["activation"].flags.writeable
@@ -95,16 +96,16 @@ def test_shards_commits_and_metadata_describe_what_was_given(tmp_path):
 
 def test_a_shard_exists_only_with_its_json(tmp_path, monkeypatch):
     """The JSON is the commit: when it cannot be written, the run fails and totals do not count."""
-    original = AtomicFile.publish
+    original = local_files.write_file
 
-    def publish(file, create):
-        if file._path.name == "shard_0002.json":
+    def write_file(path, *given):
+        if path.name == "shard_0002.json":
             assert (tmp_path / "shard_0002.pkl.gz").exists()
             assert (tmp_path / "shard_0001.json").exists()
             raise OSError(28, "No space left on device")
-        original(file, create)
+        return original(path, *given)
 
-    monkeypatch.setattr(AtomicFile, "publish", publish)
+    monkeypatch.setattr(local_files, "write_file", write_file)
     with pytest.raises(StorageError, match=r"shard_0002.*the disk is full"):
         fill(tmp_path)
     assert [part["file"] for part in commits(tmp_path)] == ["shard_0001.pkl.gz"]

@@ -21,12 +21,13 @@ from test_families import released
 from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.devices import CHIPS
+from activation_extraction.model.expert_kernel import ROWS, pallas_experts
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.kept import take
 from activation_extraction.run.topologies import MACHINES, topology_of
 from benchmarks.program_text import COLLECTIVE, groups
 from benchmarks.shapes import SHAPES
-from benchmarks.tpu_plan import Compiled, chips, compile_for, times
+from benchmarks.tpu_plan import Compiled, chips, compile_for, moved_once, times
 from qwen2_jax_with_hooks import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("optimized")]
@@ -157,6 +158,19 @@ def test_a_program_fits_and_sends_nothing_of_a_layer_between_hosts(name):
 
 
 @rare
+@pytest.mark.parametrize("topology,shape,busy", [("v6e:4x4", "4,4", 0.6), ("v5e:8x8", "16,4", 0.7)])
+def test_experts_move_little_more_than_they_must_and_send_while_they_compute(topology, shape, busy):
+    """With all its effort, the compiler lets sums travel while those of other parts are added."""
+    flags = f"--mesh_shape {shape} --mesh_axes data,expert --layers_to_extract 11 23"
+    compiled = compile_for(FAMILIES.config(SHAPES["30B-A3B"]), flags, topology)
+    moved = sum(move.hbm for move in compiled.plan.moves(compiled.plan.body))
+    assert moved < 1.5 * moved_once(compiled)
+    found = times(compiled)
+    assert found.hidden > found.exposed > 0
+    assert found.products > busy * found.device
+
+
+@rare
 def test_fsdp_sends_vectors_of_tokens_and_weights_for_as_long_as_formulas_say():
     compiled = compile_for(QWEN_7B, f"{EIGHT} --mesh_shape 4,4 --mesh_axes data,fsdp", "v5e:4x4")
     moves = compiled.plan.moves(compiled.plan.entry)
@@ -215,6 +229,41 @@ def test_the_delta_kernel_compiles_at_released_sizes(topology, name, dtype, part
     assert (program.as_text() or "").count("tpu_custom_call") == 1
     stages = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype, sharding=device) for x in given]
     jax.jit(jax.vmap(pallas_delta_rule)).lower(*stages).compile()
+
+
+@pytest.mark.parametrize(
+    "topology", ["v6e:2x2", *(pytest.param(name, marks=rare) for name in ("v5e:2x2", "v5p:2x2x1"))]
+)
+@pytest.mark.parametrize(
+    "name,devices",
+    [
+        ("Qwen3-30B-A3B", 4),
+        *(
+            pytest.param(f"Qwen3{name}", devices, marks=rare)
+            for name, devices in (
+                ("-235B-A22B", 8),
+                (".5-35B-A3B", 1),
+                ("-Next-80B-A3B", 8),
+                (".5-397B-A17B", 16),
+            )
+        ),
+    ],
+)
+def test_the_kernels_of_experts_compile_at_released_sizes(topology, name, devices):
+    """They read the experts of a layer in the stack, of which nothing is copied."""
+    config = FAMILIES.config(released(name))
+    experts, device = config.experts, SingleDeviceSharding(chips(topology)[0])
+    tokens, layers, dtypes = 2048, 4, [jnp.bfloat16, jnp.float32, jnp.int32, jnp.int32]
+    up = layers, experts.count // devices, config.hidden_size, experts.width
+    down = *up[:2], *up[:1:-1]
+    shapes = [(tokens, up[2]), *[(tokens, experts.per_token)] * 2, (), up, up, down]
+    pairs = zip(shapes, [*dtypes, *[jnp.bfloat16] * 3], strict=True)
+    given = [jax.ShapeDtypeStruct(*pair, sharding=device) for pair in pairs]
+    program = jax.jit(pallas_experts).lower(*given).compile()
+    assert (program.as_text() or "").count('custom_call_target="tpu_custom_call"') == 3
+    rows = tokens * experts.per_token + (up[1] + 1) * ROWS
+    most = 2 * (tokens * up[2] + rows * (up[2] + up[3])) + 64 * rows  # bytes
+    assert program.memory_analysis().temp_size_in_bytes < 1.05 * most
 
 
 def test_kept_tokens_are_gathered_without_copies_of_the_others():

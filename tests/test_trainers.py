@@ -1,4 +1,5 @@
-"""Real trainers of autoencoders learn from what is read or exported: their losses fall.
+"""Real trainers of autoencoders learn from what is read or exported: their losses fall. What
+their own code computes with an autoencoder is what --encode stores.
 
 `make trainers` makes their environment; TRAINERS_PYTHON names the Python of another one.
 """
@@ -9,11 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import autoencoder_files as made
 import ml_dtypes
 import numpy as np
 import pytest
 from cloud import REPOSITORY
 from storages import open_storage
+from test_autoencoders import assert_codes, encoded
 
 from activation_extraction.inspect.export import export
 from activation_extraction.store.folder import Folder
@@ -72,3 +75,19 @@ def test_the_loss_falls(trainer, folder, tmp_path):
     losses = json.loads(done.stdout.splitlines()[-1])
     assert len(losses) >= 80 and np.isfinite(losses).all()
     assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10]), losses
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not PYTHON.exists(), reason="the trainers are not installed: make trainers")
+def test_codes_are_those_of_publishers_own_code(tmp_path):
+    script, own = REPOSITORY / "tests/trainers/autoencoders.py", {"USE_TORCH": "AUTO"}
+    command = [PYTHON, script, str(made.D), str(made.F)]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | own, capture_output=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = dict(np.load(tmp_path / "expected.npz"))
+    x, names = expected.pop("x"), [name for name in expected if "/" not in name]
+    assert len(names) == 8
+    for name in names:
+        target = np.zeros_like(x) if "transcoder" in name else x
+        _, codes = encoded(str(tmp_path / name), x, target, most=made.F)
+        assert_codes(codes, expected[name], expected[f"{name}/result"], target)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from command_line import main
+from jax.experimental.pallas import tpu as pltpu
 from pods import flags_for
 from tiny_models import MOE_TEXT, TEXT
 
@@ -18,6 +19,7 @@ from activation_extraction.model import trial
 from activation_extraction.model.attention import blocked_attention, dense_attention
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.delta_net import gated_delta_rule
+from activation_extraction.model.expert_kernel import pallas_experts
 from activation_extraction.model.experts import ragged_experts, tiled_experts
 from activation_extraction.model.flash_kernel import flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
@@ -90,6 +92,7 @@ pallas, flash, grouped = (
     partial(kernel, interpret=True)
     for kernel in (pallas_delta_rule, flash_attention, grouped_experts)
 )
+fetching = partial(pallas_experts, interpret=pltpu.InterpretParams())
 of_attention, of_experts, of_delta = (
     partial(changed, kernel) for kernel in (dense_attention, tiled_experts, gated_delta_rule)
 )
@@ -97,6 +100,7 @@ RIGHT = [
     *product((dense_attention, blocked_attention, flash), SOME, [BFLOAT16]),
     (blocked_attention, "7B split", FLOAT32),
     *product([grouped], EXPERTS, [BFLOAT16]),
+    (fetching, (3, 256, 128), BFLOAT16),
     *product((tiled_experts, ragged_experts), EXPERTS, (BFLOAT16, FLOAT32)),
     *product((gated_delta_rule, pallas), DELTA, (BFLOAT16, FLOAT32)),
 ]
@@ -111,8 +115,13 @@ WRONG = {  # a kernel, and a trial that it must not pass
     "wrong in one head": (of_attention(None, lambda x: x.at[:, 5:9, -1].multiply(1.1)), "0.5B"),
     "not a number": (of_attention(None, lambda x: x.at[0, 0, 0, 0].set(jnp.nan)), "short"),
     "a key more than the window": (sees_more_than_the_window, "window"),
-    "a row of the next expert": (of_experts(1, lambda x: x.at[0].add(1).at[1].add(-1)), EXPERTS[0]),
-    "forgets the gate": (of_experts(2, jnp.ones_like), EXPERTS[0]),
+    "a row of the next expert": (
+        of_experts(2, lambda x: x.at[jnp.argmax(x[:, 0] == 0), 0].set(1)),
+        EXPERTS[0],
+    ),
+    "forgets the gate": (of_experts(4, jnp.ones_like), EXPERTS[0]),
+    "the first layer's experts": (of_experts(3, jnp.zeros_like), EXPERTS[0]),
+    "an expert for all tokens": (of_experts(2, lambda x: x.clip(0, 7)), EXPERTS[0]),
     "forgets segments": (of_delta(5, jnp.ones_like), DELTA[0]),
     "forgets nothing": (of_delta(3, lambda x: x * 0), DELTA[0]),
     "reads the next head": (of_delta(0, lambda q: jnp.roll(q, 1, axis=2)), DELTA[0]),
@@ -136,7 +145,7 @@ def test_wrong_kernels_are_found_out(wrong):
 
 @pytest.mark.parametrize(
     "kernel,place,name",
-    [(dense_attention, 2, "0.5B"), (tiled_experts, 4, EXPERTS[0]), (gated_delta_rule, 2, DELTA[0])],
+    [(dense_attention, 2, "0.5B"), (tiled_experts, 6, EXPERTS[0]), (gated_delta_rule, 2, DELTA[0])],
 )
 def test_float32_may_not_be_rounded(kernel, place, name):
     rounds = changed(kernel, place, lambda x: x.astype(jnp.bfloat16).astype(jnp.float32))
@@ -154,7 +163,7 @@ def test_a_run_is_tried_at_the_sizes_of_one_device():
         (trials_of("7B split", BFLOAT16), (0, 1), [(2, 372, 7, 128), (2, 744, 1, 128)]),
         (trials_of("odd length", BFLOAT16), (0,), [(2, 383, 14, 64)]),  # as 2047 % 128
         (trials_of("short", BFLOAT16), (1,), [(2, 20, 2, 16)]),
-        (of_experts, (2,), [(3, 1024, 256)]),
+        (of_experts, (4,), [(2, 3, 1024, 256)]),
         (delta_trials(FAMILIES.config(TEXT), split, BFLOAT16), (2,), [(2, 300, 1, 2, 16)]),
     ):
         arguments = next(iter(trials)).arguments

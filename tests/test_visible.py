@@ -1,7 +1,5 @@
 """Text that leaves the program: no control character reaches a terminal, no secret anybody."""
 
-import gzip
-import json
 import logging
 import os
 import select
@@ -15,6 +13,7 @@ import fsspec
 import pytest
 from command_line import SCRIPT, assert_refused, main
 from extractions import edit, extract
+from row_files import write_rows
 
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
@@ -121,8 +120,7 @@ def test_a_bucket_is_named_without_secrets(tmp_path):
 def test_another_signature_is_the_same_data(tmp_path):
     """Files at signed URLs are read, and described without what signs them."""
     rows = [{"text": f"row {number}"} for number in range(3)]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    write_rows(tmp_path / "a.jsonl.gz", rows)
     handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -4,21 +4,32 @@ import json
 import re
 import threading
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import fsspec
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from command_line import main
-from conftest import Reference, make_reference, references
+from conftest import Reference, make_reference
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
-from test_model import MESHES, MODELS, TOLERANCE, error_of, every_hook, load, matching, table_of
+from test_model import (
+    MESHES,
+    MODELS,
+    TOLERANCE,
+    checked,
+    error_of,
+    family,
+    load,
+    matching,
+    table_of,
+)
+from tiny_models import QUICK_REFERENCE, TINY
 from watched import Watched
 
 from activation_extraction.common.errors import InputError
@@ -28,14 +39,9 @@ from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.mesh import build_layout, usable_devices
 from activation_extraction.model.tensor_names import text_name, text_names
 from activation_extraction.model.weight_files import FIRST_BYTES
-from activation_extraction.model.weights import (
-    WEIGHT_READERS,
-    WeightSpec,
-    check_tensors,
-    load_params,
-)
+from activation_extraction.model.weights import WEIGHT_READERS, WeightSpec, load_params
 from qwen2_jax import Qwen2, weight_table
-from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
+from qwen2_jax_with_hooks import create_model_with_hooks
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
@@ -60,10 +66,22 @@ def test_parts_are_what_the_file_holds_to_the_bit(tmp_path, dtype, metadata):
         assert part.ctypes.data % 64 == 0
 
 
-MIXED = references("two_kv_heads_tied", "qwen3_5_moe")
+@pytest.fixture
+def reference(request: pytest.FixtureRequest, tmp_path: Path) -> Reference:
+    """A tiny model."""
+    shard = "100KB" if request.param == "sharded" else "1GB"
+    return make_reference(tmp_path, shard, **TINY[request.param])
 
 
-@MIXED
+def each_of(*names: str) -> pytest.MarkDecorator:
+    marks = {
+        name: [family(name)] + [pytest.mark.long] * (name != QUICK_REFERENCE) for name in names
+    }
+    every = [pytest.param(name, marks=of_name) for name, of_name in marks.items()]
+    return pytest.mark.parametrize("reference", every, indirect=True)
+
+
+@each_of(QUICK_REFERENCE, "qwen3_5_moe")
 def test_a_read_that_fails_ends_the_loading(reference: Reference):
     """Tensors are read side by side: nothing is read before a second thread reads, too."""
     two = threading.Event()
@@ -82,6 +100,7 @@ def test_a_read_that_fails_ends_the_loading(reference: Reference):
     assert "model.layers.2.post_attention_layernorm.weight" not in checkpoint.sizes
 
 
+@each_of(*TINY)
 def test_every_tensor_is_read_once_and_lies_where_the_model_has_it(reference: Reference):
     """In two stages of a pipeline if they can have the same sequence of layers."""
     config, checkpoint = reference.config, Watched(reference.folder)
@@ -91,6 +110,7 @@ def test_every_tensor_is_read_once_and_lies_where_the_model_has_it(reference: Re
     hooks = list(hook_table(config).all_hooks(config.num_hidden_layers))
     model = create_model_with_hooks(config, hooks, layout=layout)
     table, dtype = table_of(model, checkpoint), jnp.dtype("bfloat16")
+    checked(checkpoint)  # no tensor that transformers saves is unknown, nor one of other inputs
     loaded: list[int] = []
     params = load_params(table, checkpoint, dtype, layout, as_bits=True, progress=loaded.append)
     assert sum(loaded) == sum(array.nbytes for array in jax.tree.leaves(params))
@@ -157,9 +177,9 @@ def test_projections_by_key_head_and_as_qwen3_5_has_them_give_the_same_weights(
     save_file(state, path_of(tmp_path))
     if not left_out:  # the two may differ
         with pytest.raises(InputError, match=r"in_proj_a.weight is unknown .* \(and 7 more\)"):
-            checked("qwen3_next", reference.config, tmp_path)
+            checked(Checkpoint(str(tmp_path)))
         return
-    checked("qwen3_next", reference.config, tmp_path)
+    checked(Checkpoint(str(tmp_path)))
     jax.tree.map(np.testing.assert_array_equal, load(Qwen2(reference.config), tmp_path), expected)
 
 
@@ -167,55 +187,20 @@ def path_of(folder):
     return folder / "model.safetensors"
 
 
-def checked(model_type, config, folder):
-    """Checks the tensors of a checkpoint, as a run does before it reads them."""
-    checkpoint, family = Checkpoint(str(folder)), FAMILIES.by_model_type(model_type)
-    table = table_of(create_model_with_hooks(config, every_hook(config)), checkpoint)
-    check_tensors(checkpoint, table.values(), family.tensor_names(config, checkpoint.tensors))
-
-
-@pytest.mark.parametrize("fused", [False, "input last", "input first"])
-def test_all_layouts_of_experts_give_the_same_weights(tmp_path, fused):
-    """transformers writes a tensor for each expert or fused ones, and Qwen3-VL was released with
-    fused ones whose input axis is first."""
+def test_fused_experts_of_all_layers_have_one_layout(tmp_path):
+    """The input axis is last in what transformers saves, and first in Qwen3-VL as released."""
     reference = make_reference(tmp_path, **MODELS["experts"])
-    state = {name: tensor.numpy() for name, tensor in reference.model.state_dict().items()}
-    stored = dict(state)
-    if fused == "input first":
-        turned = {name: state[name].swapaxes(1, 2) for name in state if ".experts." in name}
-        stored |= {name: np.ascontiguousarray(values) for name, values in turned.items()}
-    if fused:
+    stored = {name: tensor.numpy() for name, tensor in reference.model.state_dict().items()}
+    fused = [name for name in stored if ".experts." in name]
+    assert len(fused) == 4  # two in each of two layers
+    for name in fused:
+        stored[name] = np.ascontiguousarray(stored[name].swapaxes(1, 2))
         save_file(stored, path_of(tmp_path))
-    checked("qwen2_moe", reference.config, tmp_path)
-    sparse = load(Qwen2(reference.config), tmp_path)["layers"]["sparse"]["mlp"]["experts"]
-    both = state["model.layers.3.mlp.experts.gate_up_proj"]
-    down = state["model.layers.1.mlp.experts.down_proj"]
-    wanted = ("gate_proj", 1, both[:, :40]), ("up_proj", 1, both[:, 40:]), ("down_proj", 0, down)
-    for name, row, expected in wanted:
-        np.testing.assert_array_equal(sparse[name]["weight"][row], expected.swapaxes(1, 2))
-    if fused:  # but not if one layer differs from the others
-        one = "model.layers.3.mlp.experts.down_proj"
-        stored[one] = np.ascontiguousarray(stored[one].swapaxes(1, 2))
-        save_file(stored, path_of(tmp_path))
-        with pytest.raises(InputError, match=f"{one} has shape"):
-            checked("qwen2_moe", reference.config, tmp_path)
-
-
-def test_some_weights_in_float32_and_what_is_beside_the_language_model(tmp_path):
-    """As released: rounded as transformers rounds them; and only the language model is read."""
-    reference = make_reference(tmp_path, **MODELS["qwen3_5_tied_beside_vision"])
-    tensors = load_file(path_of(tmp_path))
-    kept = [name for name in tensors if name.endswith(("A_log", "linear_attn.norm.weight"))]
-    assert len(kept) == 2 and any("visual" in name for name in tensors)
-    rounded = {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()}
-    beside = {"mtp.fc.weight": np.ones((2, 2), np.float32)}
-    save_file(rounded | {name: tensors[name] for name in kept} | beside, path_of(tmp_path))
-    checked("qwen3_5", reference.config, tmp_path)
-    params = load(Qwen2(reference.config), tmp_path, ml_dtypes.bfloat16)
-    (delta,) = (one for one in reference.language.bfloat16().layers if hasattr(one, "linear_attn"))
-    got = np.asarray(params["layers"]["linear_attention"]["linear_attn"]["A_log"]).reshape(-1)
-    expected = delta.linear_attn.A_log.detach().float().numpy()
-    np.testing.assert_array_equal(got.astype(np.float32), expected)
+        if name == fused[-1]:
+            checked(Checkpoint(str(tmp_path)))
+            break
+        with pytest.raises(InputError, match=r"mlp.experts.\w+ has shape"):
+            checked(Checkpoint(str(tmp_path)))
 
 
 TOKEN_IDS = np.random.default_rng(0).integers(0, 211, 30, np.int32)
@@ -274,6 +259,9 @@ def test_the_language_model_is_found_whatever_it_was_stored_in(tied, tmp_path):
     beside += ("talker.model.layers.0.input_layernorm.weight", "audio_tower.ln_post.weight")
     beside += ("model.visual.merger.norm.weight", "mtp.layers.0.input_layernorm.weight")
     beside += ("thinker.visual.merger.ln_q.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
+    beside += ("thinker.audio_tower.conv_out.weight", "code2wav.decoder.0.conv.weight")
+    beside += ("token2wav.code2wav_bigvgan_model.conv_pre.weight", "classifier.weight")
+    beside += ("qa_outputs.weight",)
     path, one = tied.folder / "model.safetensors", np.ones((1, 64), np.float32)
     stored, others = load_file(path), dict.fromkeys(beside, one)
     for around in (

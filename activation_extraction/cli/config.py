@@ -131,7 +131,7 @@ def _refuse_conflicts(given: Given) -> None:
     if "model_path" not in given:
         if "verify_samples" in given:
             raise InputError("--verify_samples: needs --model_path")
-        for name in ("model_revision", "lora"):
+        for name in ("model_revision", "lora", "encode"):
             if name in given and _looking(given):
                 raise InputError(f"--{name}: needs --model_path here")
     # The run that is estimated may begin anew.

@@ -160,6 +160,16 @@ def weighted(typed: str) -> tuple[str, float]:
         ) from error
 
 
+def hook_and_path(typed: str) -> tuple[str, str]:
+    """Returns the hook, "" if there is none, and the path of [HOOK=]PATH. A hook has no slash."""
+    hook, equals, rest = text(typed).partition("=")
+    if not equals or "/" in hook:
+        return "", path(typed)
+    if not hook:
+        raise argparse.ArgumentTypeError(f"{typed!r} is not [HOOK=]SAE")
+    return hook, path(rest)
+
+
 def in_bucket(typed: str) -> str:
     """Returns a folder in a bucket. Names are refused that clients would take for something else,
     or write in another way."""

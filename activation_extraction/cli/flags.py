@@ -19,6 +19,7 @@ from activation_extraction.cli.declare import (
     each_once,
     flag,
     gigabytes,
+    hook_and_path,
     in_bucket,
     layers,
     number,
@@ -157,6 +158,26 @@ class Config:
         DEFAULT_TOP_LOGITS,
         needs="hook_names",
         metavar="K",
+    )
+    encode: tuple[tuple[str, str], ...] = several(
+        "store codes at hooks, the active features of sparse autoencoders or transcoders, in the "
+        "place of activations: a folder or file, local or in a bucket, or ORG/REPO/FOLDER on the "
+        "hub, in the form of Qwen Scope (layerN.sae.pt), SAELens 6, sparsify, Llamascopium or "
+        "circuit_tracer. HOOK is needed where the files do not name it, or where there is one for "
+        "each layer",
+        hook_and_path,
+        collect=each_once,
+        metavar="[HOOK=]SAE",
+    )
+    encode_most: int | None = number(
+        "keep at most K features of a token, those with the largest values; how many are cut is "
+        "counted",
+        default_is="k of autoencoders with a top k, else 256",
+        needs="encode",
+        metavar="K",
+    )
+    keep_activations: bool = switch(
+        "store the activations that are encoded beside their codes", needs="encode"
     )
     list_hooks: bool = switch(
         "list the model's hooks with all their names, widths, dtypes and bytes per token, then "
@@ -487,8 +508,8 @@ class Config:
     )
     verify: bool = switch(
         "compare every shard with its sha256 and its JSON file, and check that every sample is "
-        "there once; with --model_path (and --lora), also recompute some samples; lists every "
-        "problem and exits with status 1 if there is any"
+        "there once; with --model_path (and --lora, --encode), also recompute some samples; lists "
+        "every problem and exits with status 1 if there is any"
     )
     verify_samples: int = number("how many random samples --verify recomputes", 8, needs="verify")
     report: str | None = flag(
@@ -505,10 +526,11 @@ class Config:
         "dictionary_learning (crosscoders), llamascopium those of Llamascopium, sae_lens the "
         "cached activations of SAELens; for draft models (EAGLE-3), speculators and specforge make "
         "a file for each sample, with a mask of the loss from the kept column loss_mask or from "
-        "the roles; --hook_names chooses hooks",
+        "the roles; delphi, of codes, makes the cache that it explains features from; "
+        "--hook_names chooses hooks",
         default_is="all",
         needs="export_dir",
-        choices=("memmap", "llamascopium", "sae_lens", "speculators", "specforge"),
+        choices=("memmap", "llamascopium", "sae_lens", "speculators", "specforge", "delphi"),
     )
     export_dir: str | None = flag(
         "the folder that --export makes; it must not exist yet",
@@ -562,7 +584,8 @@ class Config:
             for name, value in {**vars(self), "bucket_url": self.bucket_url}.items()
         }
         mix = [(plain_url(source), weight) for source, weight in self.mix]
-        return {**content, "mix": mix, "positions": str(self.positions)}
+        encode = [(hook, plain_url(name)) for hook, name in self.encode]
+        return {**content, "mix": mix, "encode": encode, "positions": str(self.positions)}
 
     @classmethod
     def from_json(cls, recorded: Mapping[str, Any]) -> "Config":

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.visible import without_secrets
-from activation_extraction.dataset.token_batch import concatenated
+from activation_extraction.dataset.token_batch import Block, concatenated
 from activation_extraction.dataset.token_source import FoundTokens, Read, TokenSource
-from activation_extraction.dataset.windows import Block, Chunk
+from activation_extraction.dataset.windows import Chunk
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from activation_extraction.dataset.windows import Position, Window, Windows, cut
 ALONE = 0, 1  # the share of a process without a DataLoader: the first of one
 LARGEST_READ = 8 * 2**20  # bytes of a chunk: in a bucket of each hook, else of all
 LEAST_READ = 2 * 2**20  # in a bucket, of each hook: whole MiB are read
-CHUNKS_IN_BUFFER, LEAST_CHUNKS = 32, 8  # at least, so that tokens are mixed well
+CHUNKS_IN_BUFFER, LEAST_CHUNKS = 32, 8  # so that tokens are mixed well; at least, or in order
 T = TypeVar("T", TokenBatch, TokenPair)
 
 
@@ -144,10 +144,10 @@ class Batches(Iterator[T]):
         if self._window is None:
             self._window = self._next_window()
         window, taken = self._window, self._position.taken
-        rows = window.order[taken : taken + self.options.size]
-        runs = zip(self._sources, window.memory, strict=True)
-        batch = self._form([source.take(tokens, rows) for source, tokens in runs])
-        taken += len(rows)
+        numbers = window.order[taken : taken + self.options.size]
+        runs = zip(self._sources, window.runs, strict=True)
+        batch = self._form([source.take(blocks, numbers) for source, blocks in runs])
+        taken += len(numbers)
         if taken < len(window.order):
             self._position = replace(self._position, taken=taken)
         else:
@@ -181,8 +181,9 @@ class Batches(Iterator[T]):
         by_ranges = all(source.shards.by_ranges for source in sources)
         size = LARGEST_READ * (1 if local else hooks) // row
         least = 1 if local else min(LEAST_READ * hooks // row, options.buffer // LEAST_CHUNKS)
-        size = max(min(size, options.buffer // CHUNKS_IN_BUFFER), least, 1)
         seed = options.shuffle
+        many = CHUNKS_IN_BUFFER if seed is not None else LEAST_CHUNKS
+        size = max(min(size, options.buffer // many), least, 1)
         chunks = cut(sources[0].chunks(), size) if by_ranges else sources[0].chunks()
         chunks = share(shuffled(chunks, seed), options.worker, options.workers)
         chunks = share(chunks, *(self._loader_worker or ALONE))

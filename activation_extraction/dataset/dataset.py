@@ -18,6 +18,7 @@ import pyarrow
 from activation_extraction.common.choices import ROLES
 from activation_extraction.common.visible import counted
 from activation_extraction.dataset.batches import Batches
+from activation_extraction.dataset.features import feature_table
 from activation_extraction.dataset.grain import TokenRecords
 from activation_extraction.dataset.open_shards import OpenShards, as_os_errors
 from activation_extraction.dataset.paired import JoinedRuns, PairedRuns
@@ -120,7 +121,7 @@ class ActivationDataset(Samples):
 
     @property
     def hooks(self) -> ByHook[int]:
-        """The width of every hook that is read, by name."""
+        """The width of every hook that is read, by name; of codes, the number of features."""
         return self.shards.hooks.map(lambda hook: hook.width)
 
     @property
@@ -242,7 +243,7 @@ class ActivationDataset(Samples):
             hooks=tuple(names),
             max_norm=self._limits(names, options.max_norm),
             buffer=options.buffer
-            or default_buffer(options.size, self.shards.row_bytes(names), self.shards.local),
+            or default_buffer(options, len(names), self.shards.row_bytes(names), self.shards.local),
             dtype=None if options.dtype is None else dtype_of(options.dtype).name,
             roles=None if options.roles is None else self._known_roles(options.roles),
             where=None if mask is None else hashlib.sha256(np.packbits(mask).tobytes()).hexdigest(),
@@ -316,7 +317,7 @@ class ActivationDataset(Samples):
             }
             values = {name: np.array(wait()) for name, wait in asked.items()}
         return SampleActivations(
-            ByHook(values, self.shards.hooks.aliases),
+            self.shards.given(ByHook(values, self.shards.hooks.aliases)),
             token_ids,
             position,
             row.sample_idx,
@@ -342,12 +343,30 @@ class ActivationDataset(Samples):
         each takes a request of at least a MiB for every hook, and in a random order it shares none
         with others: use thousands of tokens there, or `batches`.
 
-        Raises ValueError for a hook that the run lacks, for fewer tokens than 1, and for a run of
-        pickles: grain's threads would each unpack a whole one for every record.
+        Raises ValueError for a hook that the run lacks, or that holds codes, for fewer tokens than
+        1, and for a run of pickles: grain's threads would each unpack a whole one for every record.
         """
         if not self.shards.by_ranges:
             raise ValueError(f"{self.url}: has pickles; grain needs --shard_format safetensors")
-        return TokenRecords(self.source(BatchOptions(1, hooks)), tokens)
+        source = self.source(BatchOptions(1, hooks))
+        for name in source.options.hooks:
+            if self.shards.hooks[name].most:
+                raise ValueError(f"{name} holds codes, which have no array; read `batches`")
+        return TokenRecords(source, tokens)
+
+    def features(self, hook: str, contexts: int = 10, around: int = 16) -> pyarrow.Table:
+        """Returns a table with a row for each feature of the codes at a hook: one pass over them.
+
+        feature: its number. tokens: on how many it is active; frequency: the share of all tokens.
+        mean, maximum: of its values where it is active, null where it never is. contexts: the
+        tokens with its largest values, descending; of each, the value, sample_idx, position, the
+        token_ids of it and of up to `around` tokens of its sample on each side, `token`, which of
+        these it is, and their text, null where the model's tokenizer.json is not found.
+
+        `pyarrow.parquet.write_table(table, "features.parquet")` keeps it. Raises ValueError for a
+        hook that has no codes; reading raises OSError, as `batches` does.
+        """
+        return feature_table(self, hook, contexts, around)
 
 
 def _stored_hook(recorded: Mapping[str, Any], identity: Identity) -> StoredHook:
@@ -356,6 +375,9 @@ def _stored_hook(recorded: Mapping[str, Any], identity: Identity) -> StoredHook:
         raise ValueError(f"the metadata does not record how wide {recorded['name']} is")
     name = recorded["name"]
     encoded, activations = identity.is_encoded(name), identity.has_activations(name)
+    if name in identity.code_hooks:
+        floats = np.dtype(np.float32)
+        return StoredHook(recorded["key"], width, floats, False, most=int(recorded["most"]))
     stored = recorded.get("dtype", identity.dtype_of(name))
     dtype = dtype_of("float32" if encoded else stored)
     return StoredHook(recorded["key"], width, dtype, activations, encoded)

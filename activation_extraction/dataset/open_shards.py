@@ -144,7 +144,12 @@ class OpenShards:
 
     def row_bytes(self, hooks: Sequence[str]) -> int:
         """Returns the bytes of one token at these hooks in memory."""
-        return sum(self.hooks[name].width * self.hooks[name].dtype.itemsize for name in hooks)
+        return sum(self.hooks[name].row_bytes for name in hooks)
+
+    def given(self, values: ByHook[np.ndarray]) -> ByHook[Any]:
+        """Returns the values of tokens as they are given to the user, of which codes are Codes."""
+        each = {name: self.hooks[name].given(rows) for name, rows in values.items()}
+        return ByHook(each, values.aliases)
 
     def _check_sizes(self) -> None:
         row = sum(hook.stored_bytes for hook in self.hooks.values())
@@ -190,7 +195,8 @@ class OpenShards:
     @cached_property
     def sums(self) -> dict[str, Sums]:
         """The sums of all shards by hook, merged in their order: always with the same result."""
-        read = partial(self._read, partial(read_sums, hooks=self.hooks))
+        dense = [name for name, hook in self.hooks.items() if not hook.most]
+        read = partial(self._read, partial(read_sums, hooks=dense))
         total: dict[str, Sums] = {}  # as large as what was read
         with ThreadPoolExecutor(IN_FLIGHT) as pool:
             for found in pool.map(read, range(len(self.shards))):

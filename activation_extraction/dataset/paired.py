@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
 from operator import itemgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import pyarrow
@@ -40,9 +40,10 @@ T = TypeVar("T", TokenBatch, TokenPair)
 
 
 class Run(Protocol):
-    """The part of an ActivationDataset that joined and paired runs need."""
+    """The part of an ActivationDataset that joined and paired runs and features.py need."""
 
     url: str
+    metadata: dict[str, Any]
     shards: OpenShards
     identity: Identity
     data_files: dict[str, tuple[int, str]]
@@ -57,9 +58,12 @@ class Run(Protocol):
     def statistics(self) -> ByHook[HookStatistics]: ...
     @property
     def samples(self) -> pyarrow.Table: ...
+    @property
+    def tokenizer_path(self) -> str: ...
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> SampleActivations: ...
     def source(self, options: BatchOptions, /) -> TokenSource: ...
+    def batches(self, size: int, hooks: Any = None, /) -> Batches[TokenBatch]: ...
     def opened(self, run: Any, /) -> "Run": ...
 
 
@@ -99,6 +103,12 @@ class AlignedRuns:
     def __len__(self) -> int:
         return self._numbers.shape[1]
 
+    def grain(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises ValueError: only a single run is a random-access source, since which tokens all
+        runs have, and how many, is found while they are read."""
+        urls = " and ".join(without_secrets(run.url) for run in self.runs)
+        raise ValueError(f"{urls}: are read as one only in batches(); one run alone has grain()")
+
     def _batches(
         self,
         form: Callable[[Sequence[TokenBatch]], T],
@@ -113,7 +123,7 @@ class AlignedRuns:
         runs = list(zip(self.runs, hooks, strict=True))
         row = sum(run.shards.row_bytes(names) for run, names in runs)
         local = all(run.shards.local for run in self.runs)
-        buffer = options.buffer or default_buffer(options.size, row, local)
+        buffer = options.buffer or default_buffer(options, sum(map(len, hooks)), row, local)
         options = replace(options, buffer=buffer)
         unread = set(options.max_norm) if isinstance(options.max_norm, Mapping) else set()
         sources: list[TokenSource] = []

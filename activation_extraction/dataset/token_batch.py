@@ -8,12 +8,14 @@ canonical name.
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from operator import methodcaller
+from itertools import pairwise
+from operator import itemgetter, methodcaller
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
+from activation_extraction.common.codes import Codes, concatenated_codes
 from activation_extraction.common.visible import counted
 
 ALIGNMENT = 64  # bytes: JAX on CPUs shares an array's memory when it begins at a multiple of these
@@ -74,11 +76,11 @@ def recorded_aliases(hooks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 class TokenBatch:
     """Some tokens; row t of every array belongs to the same token.
 
-    activations: hook, by any of its names -> (size, width). token_ids, position: int32 (size,);
-    the position counts from 0 within the sample. sample_idx: int64 (size,). role, turn: int32
-    (size,), None where the run has none; a role is an index in ROLES. columns: of the table of
-    samples, by name, where batches are asked for them: NumPy arrays of objects (size,), which stay
-    what they are when the others become tensors.
+    activations: hook, by any of its names -> (size, width); at a hook of codes, Codes. token_ids,
+    position: int32 (size,); the position counts from 0 within the sample. sample_idx: int64
+    (size,). role, turn: int32 (size,), None where the run has none; a role is an index in ROLES.
+    columns: of the table of samples, by name, where batches are asked for them: NumPy arrays of
+    objects (size,), which stay what they are when the others become tensors.
     """
 
     activations: ByHook[Any]
@@ -140,7 +142,7 @@ class TokenBatch:
     def map(self, convert: Callable[[np.ndarray], Any]) -> "TokenBatch":
         """Returns `convert` applied to every array but `columns`."""
         return TokenBatch(
-            self.activations.map(convert),
+            self.activations.map(lambda x: x.map(convert) if isinstance(x, Codes) else convert(x)),
             convert(self.token_ids),
             convert(self.sample_idx),
             convert(self.position),
@@ -214,11 +216,32 @@ def _check_labels(batches: Sequence[TokenBatch]) -> None:
         raise OSError("the shards of the run differ in the labels of their tokens")
 
 
-def copy_rows(source: TokenBatch, rows: np.ndarray, target: TokenBatch) -> None:
-    """Copies the tokens with these numbers; `target` has room for them, and its own dtypes.
+class Block(NamedTuple):
+    """Tokens that were read. rows: the numbers of those that pass the filters, ascending.
 
-    Raises OSError unless both have the same labels.
+    Where several runs are read as one, each has its own block, and row i is of the same token. The
+    rows of all are then in the order of the first run.
     """
+
+    tokens: TokenBatch
+    rows: np.ndarray
+
+
+def copy_tokens(blocks: Sequence[Block], numbers: np.ndarray, target: TokenBatch) -> None:
+    """Copies tokens out of blocks; `target` has room for them, and its own dtypes.
+
+    numbers: of the tokens, counted over the rows of all blocks; they ascend unless there is one
+    block. Raises OSError unless all have the same labels.
+    """
+    begins = np.cumsum([0, *(len(block.rows) for block in blocks)])
+    cuts = [0, len(numbers)] if len(blocks) == 1 else np.searchsorted(numbers, begins).tolist()
+    for block, begin, (first, last) in zip(blocks, begins, pairwise(cuts), strict=False):
+        if first < last:
+            rows = block.rows[numbers[first:last] - begin]
+            _copy_rows(block.tokens, rows, target.map(itemgetter(slice(first, last))))
+
+
+def _copy_rows(source: TokenBatch, rows: np.ndarray, target: TokenBatch) -> None:
     _check_labels([source, target])
     for values, found in zip(source.arrays, target.arrays, strict=True):
         # With mode="raise", NumPy would copy to `out` by way of other memory.
@@ -295,6 +318,11 @@ def piece_of(row: Mapping[str, Any] | None) -> tuple[int, int, dict[str, Any]] |
     return None if piece is None or start is None else (piece, start, document)
 
 
+def _concatenated(parts: list[Any]) -> Any:
+    codes = isinstance(parts[0], Codes)
+    return concatenated_codes(parts) if codes else np.concatenate(parts)
+
+
 def joined(pieces: Sequence[SampleActivations], starts: Sequence[int]) -> SampleActivations:
     """Returns a document as one sample, with the position of every token in the document.
 
@@ -302,7 +330,7 @@ def joined(pieces: Sequence[SampleActivations], starts: Sequence[int]) -> Sample
     """
     first = pieces[0]
     at = [start + piece.position for start, piece in zip(starts, pieces, strict=True)]
-    values = {hook: np.concatenate([p[hook] for p in pieces]) for hook in first.activations}
+    values = {hook: _concatenated([p[hook] for p in pieces]) for hook in first.activations}
     whole: dict[str, Any] = {
         name: np.concatenate([getattr(piece, name) for piece in pieces])
         for name in ("token_ids", "role", "turn")

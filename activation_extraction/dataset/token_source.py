@@ -14,19 +14,20 @@ from activation_extraction.common.choices import ROLES
 from activation_extraction.common.visible import counted
 from activation_extraction.dataset.open_shards import OpenShards, as_os_errors
 from activation_extraction.dataset.token_batch import (
+    Block,
     ByHook,
     TokenBatch,
     concatenated,
-    copy_rows,
+    copy_tokens,
     empty_batch,
 )
-from activation_extraction.dataset.windows import Block, Chunk
+from activation_extraction.dataset.windows import Chunk
 from activation_extraction.store.shard_reader import begin_rows
 
 Read = Callable[[Chunk], tuple[Block, ...]]  # a block of each run for a chunk of the first one
 LEAST_GAP = 2**21  # bytes that are read rather than left out between two tokens
 BUFFER_BATCHES, BUFFER_BYTES = 64, 2**30  # the default buffer, whichever is less
-BUCKET_BUFFER_BYTES = 2**28  # at least, if it is filled from elsewhere than this machine
+ORDERED_BYTES, SHUFFLED_BYTES = 2**26, 2**28  # of each hook, from elsewhere than this machine
 FLOATING = "float16", "bfloat16", "float32", "float64"  # dtypes that activations are read as
 
 
@@ -41,9 +42,10 @@ class BatchOptions:
 
     shuffle: a seed for the order of the tokens, or None for the order of the shards.
 
-    buffer: the number of tokens that are kept in memory and shuffled there, by default 64 batches,
-    at most 1 GiB and from a bucket at least 256 MiB. What is on its way from there comes on top, 32
-    ranges of 8 MiB, and so do up to two pickles, which are unpacked whole.
+    buffer: the number of tokens that are kept in memory and shuffled there, by default 64 batches;
+    from a bucket 256 MiB of each hook, or 64 MiB if nothing is shuffled; and at most 1 GiB. What is
+    on its way from there comes on top, 32 ranges of 8 MiB, and so do up to two pickles, which are
+    unpacked whole.
 
     skip_first: the number of tokens to leave out at the start of every sample.
 
@@ -289,14 +291,16 @@ class TokenSource:
             small &= np.linalg.norm(block.tokens[hook].astype(np.float32), axis=1) <= limit
         return small[block.rows]
 
-    def take(self, tokens: TokenBatch, rows: np.ndarray) -> TokenBatch:
-        """Returns the tokens with these numbers as a batch of its own. Raises OSError."""
+    def take(self, blocks: Sequence[Block], numbers: np.ndarray) -> TokenBatch:
+        """Returns tokens of some blocks as a batch of its own, as `copy_tokens` counts them. Raises
+        OSError."""
         dtypes: dict[str, str] = {}
         if self.options.dtype is not None:
             floats = [name for name in self.options.hooks if self.shards.hooks[name].activations]
             dtypes = dict.fromkeys(floats, self.options.dtype)
-        batch = empty_batch(tokens, len(rows), dtypes)
-        copy_rows(tokens, rows, batch)
+        batch = empty_batch(blocks[0].tokens, len(numbers), dtypes)
+        copy_tokens(blocks, numbers, batch)
+        batch = replace(batch, activations=self.shards.given(batch.activations))
         if names := self.options.columns:
             batch = replace(batch, columns=self.columns(names, batch.sample_idx))
         return batch
@@ -310,13 +314,15 @@ def dtype_of(name: Any) -> np.dtype:
         raise ValueError(f"dtype {name!r}: {error}") from error
 
 
-def default_buffer(size: int, row: int, local: bool) -> int:
-    """Returns how many tokens of `row` bytes are kept in memory for batches of `size`.
+def default_buffer(options: BatchOptions, hooks: int, row: int, local: bool) -> int:
+    """Returns how many tokens, of `row` bytes at so many hooks, are kept in memory for batches.
 
-    local: of files on this machine; from elsewhere, large ranges are read, which need more room.
+    local: of files on this machine; from elsewhere, large ranges are read of every hook.
     """
-    least, most = BUCKET_BUFFER_BYTES // max(row, 1), BUFFER_BYTES // max(row, 1)
-    return max(min(BUFFER_BATCHES * size, most), 2 * size, 0 if local else least)
+    of_each_hook = ORDERED_BYTES if options.shuffle is None else SHUFFLED_BYTES
+    most = BUFFER_BYTES if local else min(of_each_hook * max(hooks, 1), BUFFER_BYTES)
+    tokens = most // max(row, 1)
+    return max(min(BUFFER_BATCHES * options.size, tokens) if local else tokens, 2 * options.size)
 
 
 def as_mask(mask: Any, samples: int) -> np.ndarray:

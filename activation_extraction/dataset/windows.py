@@ -1,9 +1,11 @@
 """Windows of tokens: what batches are taken from, in bounded memory.
 
-A window is filled with the tokens of consecutive chunks, permuted and sliced. A thread fills one
-window while the one before it is in use: both together are the buffer, and their memory is used
-again by the windows that follow. Where a window begins and how many tokens were taken from it says
-exactly where an iteration stands, so nothing has to be stored to restore it.
+A window is what was read of consecutive chunks, whose tokens are permuted and sliced. A thread
+fills one window while the one before it is in use: both together are the buffer. Shuffled tokens
+are copied into memory that is used again by the windows that follow, since gathering a batch out of
+many blocks takes long; those in order go from what was read right into their batch. Where a window
+begins and how many tokens were taken from it says exactly where an iteration stands, so nothing has
+to be stored to restore it.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -14,7 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from activation_extraction.dataset.token_batch import TokenBatch, copy_rows, empty_batch
+from activation_extraction.dataset.token_batch import Block, TokenBatch, copy_tokens, empty_batch
+
+# Tokens in order are taken from a block if at least this share of it is wanted, and so many bytes
+# of a hook: ranges are whole MiB.
+MOSTLY, LEAST_HELD = 0.75, 2**20
 
 
 @dataclass(frozen=True)
@@ -27,17 +33,6 @@ class Chunk:
 
     def __len__(self) -> int:
         return self.stop - self.start
-
-
-class Block(NamedTuple):
-    """Tokens that were read. rows: the numbers of those that pass the filters, ascending.
-
-    Where several runs are read as one, each has its own block, and row i is of the same token. The
-    rows of all are then in the order of the first run.
-    """
-
-    tokens: TokenBatch
-    rows: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -55,10 +50,10 @@ class Position:
 
 
 class Window(NamedTuple):
-    """The same tokens of each run. order: the rows of `memory`, as they are handed out. end: where
-    the next window begins."""
+    """The same tokens of each run. runs: the blocks of each. order: the numbers of the tokens, over
+    all blocks of a run, as they are handed out. end: where the next window begins."""
 
-    memory: tuple[TokenBatch, ...]
+    runs: tuple[list[Block], ...]
     order: np.ndarray
     end: Position
 
@@ -68,8 +63,7 @@ class Windows:
     order.
 
     read: returns a block of each run for one of the chunks. ahead: how many chunks are read at the
-    same time. A thread fills a window, others read its chunks. A window's memory is used again when
-    the next but one is asked for.
+    same time. A thread fills a window, others read its chunks.
     """
 
     def __init__(
@@ -84,57 +78,59 @@ class Windows:
         self._most, self._seed = min(most, sum(map(len, chunks))), seed
         self._stopped = False
         self._reading: dict[int, Future[tuple[Block, ...]]] = {}
-        self._memory: list[tuple[TokenBatch, ...]] = []
+        self._memory: tuple[list[TokenBatch], ...] = [], []  # of every other window, of each run
 
     def beginning(self, begin: Position) -> Generator[Window, None, None]:
         """Yields the windows from `begin` on.
 
-        No thread outlives the filling of a window, which ends early when the generator is closed or
-        collected, or the program ends.
+        The filling ends early when the generator is closed or collected, or the program ends, and
+        the threads end with it.
         """
+        pool = ThreadPoolExecutor(1 + self._ahead, "read-ahead")
         try:
-            upcoming = self._start(begin)
+            upcoming = pool.submit(self._fill, begin, pool)
             while (window := upcoming.result()) is not None:
-                upcoming = self._start(window.end)
+                upcoming = pool.submit(self._fill, window.end, pool)
                 yield window
+                del window  # and its memory, before the next one is waited for
         finally:  # without a lock: the garbage collector may come here, in any thread
             self._stopped = True
-            self._reading, self._memory = {}, []  # an error may keep this object for a while
+            self._reading, self._memory = {}, ([], [])  # an error may keep this object for a while
 
-    def _start(self, begin: Position) -> Future[Window | None]:
-        pool = ThreadPoolExecutor(1, "read-ahead")
-        window = pool.submit(self._fill, begin)
-        pool.shutdown(wait=False)  # when the window is filled
-        return window
-
-    def _fill(self, begin: Position) -> Window | None:
+    def _fill(self, begin: Position, pool: ThreadPoolExecutor) -> Window | None:
         """The window that begins there; None if no tokens are left."""
         chunk, row, filled = begin.chunk, begin.row, 0
-        memory: tuple[TokenBatch, ...] = ()
-        with ThreadPoolExecutor(self._ahead, "read-ahead") as pool:
-            while filled < self._most and chunk < len(self._chunks) and not self._stopped:
-                blocks = self._blocks(chunk, pool)
-                left = len(blocks[0].rows) - row
-                span = slice(filled, min(filled + left, self._most))
-                if left > 0:
-                    if not self._memory:
-                        self._memory = [
-                            tuple(empty_batch(tokens, self._most) for tokens, _ in blocks)
-                            for _ in range(2)
-                        ]
-                    memory = self._memory[begin.window % 2]
-                    for (tokens, rows), target in zip(blocks, memory, strict=True):
-                        wanted = rows[row : row + span.stop - filled]
-                        copy_rows(tokens, wanted, target.map(itemgetter(span)))
-                    filled, row = span.stop, row + span.stop - filled
-                if row >= len(blocks[0].rows):
-                    chunk, row = chunk + 1, 0
+        memory, found = self._memory[begin.window % 2], list[tuple[Block, ...]]()
+        while filled < self._most and chunk < len(self._chunks) and not self._stopped:
+            blocks = self._blocks(chunk, pool)
+            stop = min(row + self._most - filled, len(blocks[0].rows))
+            if row < stop:
+                part = tuple(Block(tokens, rows[row:stop]) for tokens, rows in blocks)
+                if self._seed is not None or not all(map(_may_hold, blocks)):
+                    part = self._copied(part, memory, filled)
+                found.append(part)
+                filled, row = filled + stop - row, stop
+            if row >= len(blocks[0].rows):
+                chunk, row = chunk + 1, 0
         if not filled:
             return None
         order = np.arange(filled)
+        runs: tuple[list[Block], ...] = tuple(map(list, zip(*found, strict=True)))
         if self._seed is not None:
             np.random.default_rng([self._seed, begin.window]).shuffle(order)
-        return Window(memory, order, Position(begin.window + 1, chunk, row))
+            runs = tuple([Block(tokens, np.arange(filled))] for tokens in memory)
+        return Window(runs, order, Position(begin.window + 1, chunk, row))
+
+    def _copied(
+        self, blocks: tuple[Block, ...], memory: list[TokenBatch], at: int
+    ) -> tuple[Block, ...]:
+        """The tokens of blocks, copied into the memory of a window."""
+        rows = np.arange(at, at + len(blocks[0].rows))
+        memory += [empty_batch(tokens, self._most) for tokens, _ in blocks if not memory]
+        for block, tokens in zip(blocks, memory, strict=True):
+            room = tokens.map(itemgetter(slice(at, at + len(rows))))
+            copy_tokens([block], np.arange(len(rows)), room)
+        return tuple(Block(tokens, rows) for tokens in memory)
 
     def _blocks(self, chunk: int, pool: ThreadPoolExecutor) -> tuple[Block, ...]:
         """A chunk of each run. Some of those that follow are read meanwhile.
@@ -146,6 +142,12 @@ class Windows:
             if number not in self._reading:
                 self._reading[number] = pool.submit(self._read, self._chunks[number])
         return self._reading[chunk].result()
+
+
+def _may_hold(block: Block) -> bool:
+    """Whether batches can be taken from the block itself: it has little else in memory."""
+    size = len(block.rows) * max(values[:1].nbytes for values in block.tokens.arrays)
+    return size >= LEAST_HELD and len(block.rows) >= MOSTLY * len(block.tokens)
 
 
 def cut(chunks: Iterable[Chunk], size: int) -> list[Chunk]:

@@ -44,10 +44,9 @@ def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None)
         raise InputError(f"--export_dir {target}: is a URL; expected a local folder")
     target = os.path.normpath(target)
     dataset = _finished_run(root)
-    hooks = _choose_hooks(dataset, patterns)
-    if form.check is not None:
-        form.check(dataset, hooks)
-    of_hooks, columns = (hooks, []) if form.check is None else ((), mask_columns(dataset))
+    hooks = _choose_hooks(dataset, patterns, name)
+    form.check(dataset, hooks)
+    of_hooks, columns = ((), mask_columns(dataset)) if form.of_samples else (hooks, [])
     for hook in of_hooks:
         if not FOLDER_NAME.fullmatch(hook):
             raise InputError(f"--export {name}: hook {hook!r:.80} cannot name a folder")
@@ -56,22 +55,23 @@ def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None)
             f"--export {name}: {dataset.url} holds {counted(dataset.tokens, 'token')}; "
             f"expected at least {form.row}"
         )
-    token_bytes = sum(dataset.hooks[hook] * form.dtype_of(dataset, hook).itemsize for hook in hooks)
+    token_bytes = sum(form.token_bytes(dataset, hook) for hook in hooks)
     chunk = max(CHUNK_BYTES // token_bytes // form.row, 1) * form.row
     # Beside activations, the files have up to 16 bytes per token and hook: token ids and masks.
     with _new_folder(target, dataset.tokens * (token_bytes + 16 * len(hooks))) as folder:
         for hook in of_hooks:
             (folder / hook).mkdir()
         tokens = form.write(folder, dataset, hooks, _chunks(dataset, hooks, chunk, columns))
+    stored = f"{tokens * token_bytes / 1e9:,.3f} GB of activations "
     say(
         f"exported: {counted(tokens, 'token')}, {counted(len(hooks), 'hook')}, "
-        f"{tokens * token_bytes / 1e9:,.3f} GB of activations in {target}"
+        f"{'' if form.of_codes else stored}in {target}"
     )
     if left_out := dataset.tokens - tokens:
-        left = f"the last {counted(left_out, 'token')} of the run"
+        left = f"{counted(left_out, 'token')} at {form.ends}"
         say(f"left out: {left}, too few for a row of {form.row}")
     names = {"folder": target, "hook": hooks[0], "path": os.path.join(target, hooks[0])}
-    if form.check is not None:
+    if form.of_samples:
         layers = " ".join(map(str, [*layer_ids(hooks)][:-1]))
         names |= {"model": dataset.tokenizer_path, "layers": layers}
     say("read it with:", f"  {form.read_with.format(**names, row=form.row)}")
@@ -91,13 +91,21 @@ def _finished_run(root: Folder) -> ActivationDataset:
         raise RunError(one_line(error)) from error
 
 
-def _choose_hooks(dataset: ActivationDataset, patterns: Sequence[str] | None) -> list[str]:
-    """Returns the names of the hooks to export, in the run's order."""
+def _choose_hooks(
+    dataset: ActivationDataset, patterns: Sequence[str] | None, name: str
+) -> list[str]:
+    """Returns the names of the hooks to export, in the run's order: those that a form can take."""
+    of_codes = EXPORT_FORMS[name].of_codes
+    taken = [h for h in dataset.hooks if bool(dataset.shards.hooks[h].most) == of_codes]
     try:
         chosen = dataset.hooks.chosen(dataset.url, patterns)
     except ValueError as error:
         raise InputError(f"--hook_names: {error}") from None
-    return [hook for hook in dataset.hooks if hook in chosen]
+    others = [hook for hook in chosen if hook not in taken]
+    if others and (patterns is not None or not taken):
+        kind = "codes, which --encode stores" if of_codes else "activations, no codes"
+        raise InputError(f"--export {name}: takes {kind}; {others[0]} are not such")
+    return [hook for hook in taken if hook in chosen]
 
 
 @contextmanager

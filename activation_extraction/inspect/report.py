@@ -5,22 +5,20 @@ is made from report.jinja, where every value is escaped. It needs matplotlib and
 """
 
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted, say, visible
 from activation_extraction.dataset.dataset import ActivationDataset
+from activation_extraction.dataset.features import find_decoder
 from activation_extraction.inspect import report_numbers
-from activation_extraction.inspect.status import host_states
+from activation_extraction.inspect.status import codes_in_words, hooks_of, host_states
 from activation_extraction.store.commit import METADATA
-from activation_extraction.store.folder import Folder, local_path
+from activation_extraction.store.folder import Folder, FolderError, local_path
 from activation_extraction.store.host_folders import read_folders
-from activation_extraction.store.local_files import write_bytes
+from activation_extraction.store.local_files import write_file
 from activation_extraction.store.metadata import Stored, identity_of
 from activation_extraction.store.patience import reason_of
 
@@ -41,8 +39,8 @@ def show_report(root: Folder, file: str) -> int:
         raise InputError(f"--report {target}: expected a file in a folder that exists")
     html = make_report(root, folders)
     try:
-        write_bytes(target, html.encode())
-    except OSError as error:
+        write_file(target, [html.encode()])
+    except (OSError, FolderError) as error:
         raise InputError(f"--report {target}: {reason_of(error)[0]}") from error
     say(f"report: {target}")
     return 0
@@ -70,6 +68,7 @@ def make_report(root: Folder, folders: dict[str, Stored]) -> str:
         sample=sample,
         hooks=sorted(hooks, key=lambda hook: (hook.kind, hook.layer)),
         decode=find_decoder(dataset),
+        codes=codes_in_words(hooks_of(folders.values())),
         throughput=report_numbers.throughput(stored.in_order for stored in folders.values()),
         now=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     )
@@ -90,21 +89,3 @@ def _template() -> Any:
     environment.globals |= {"charts": report_charts, "outlier": report_numbers.OUTLIER}
     environment.globals |= {"counted": counted, "visible": visible}
     return environment.get_template("report.jinja")
-
-
-def find_decoder(dataset: ActivationDataset) -> Callable[[np.ndarray], str] | None:
-    """Returns a function that decodes token ids, if the model's tokenizer.json is in its folder or
-    in the hub's local cache; None otherwise."""
-    metadata, name = dataset.metadata, "tokenizer.json"
-    try:
-        from huggingface_hub import try_to_load_from_cache
-        from tokenizers import Tokenizer
-
-        path: Any = Path(dataset.tokenizer_path).expanduser() / name
-        if not path.is_file():
-            commit = metadata.get("model_commit") or metadata["configuration"].get("model_revision")
-            path = try_to_load_from_cache(dataset.tokenizer_path, name, revision=commit)
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception:  # not installed, missing or damaged: the report shows ids instead
-        return None
-    return lambda ids: tokenizer.decode(ids.clip(0).tolist(), skip_special_tokens=False)

@@ -16,7 +16,6 @@ from activation_extraction.store.folder import ANY, Folder
 from activation_extraction.store.host_folders import (
     HostFolder,
     expected_names,
-    problems_of,
     read_folders,
 )
 from activation_extraction.store.metadata import AGGREGATE, Stored
@@ -68,14 +67,15 @@ def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
     folders = read_folders(root)
     hosts = host_states(folders)
     total = aggregate(folders, hosts)
-    problems = [problem for stored in folders.values() for problem in problems_of(stored)]
+    problems = [problem for stored in folders.values() for problem in stored.problems]
     if as_json:
         say(json.dumps({**total, "problems": problems}))
     else:
         _print_table(hosts, total)
         if not_started := [host.name for host in hosts if host.state == "not started"]:
             say(f"not started: {', '.join(not_started)}")
-        for line in (*_errors(total["hooks"]), *(f"damaged: {problem}" for problem in problems)):
+        said = *_errors(total["hooks"]), *codes_in_words(total["hooks"])
+        for line in (*said, *(f"damaged: {problem}" for problem in problems)):
             say(line)
     if write:
         root.write(AGGREGATE, seal(total), ANY)
@@ -163,7 +163,7 @@ def _pace(commits: list[Commit]) -> Pace | None:
 
 
 def _state(stored: Stored, metadata: dict[str, Any], pace: Pace | None, last_sign: float) -> str:
-    if problems_of(stored):
+    if stored.problems:
         return "damaged"
     if metadata["status"] != "running":
         return metadata["status"]
@@ -180,13 +180,13 @@ def aggregate(folders: dict[str, Stored], hosts: list[HostState]) -> dict[str, A
         "format_version": FORMAT_VERSION,
         "status": "complete" if complete else "incomplete",
         **{field: sum(getattr(host, field) for host in hosts) for field in TOTALS},
-        "hooks": _hooks_of(folders.values()),
+        "hooks": hooks_of(folders.values()),
         "parts": [asdict(host) for host in hosts],
         "written": round(time.time(), 3),
     }
 
 
-def _hooks_of(folders: Iterable[Stored]) -> list[dict[str, Any]]:
+def hooks_of(folders: Iterable[Stored]) -> list[dict[str, Any]]:
     """Returns every hook with its statistics over all folders."""
     statistics: dict[str, Statistics] = {}
     heads: dict[str, Any] = {}
@@ -216,6 +216,23 @@ def _errors(hooks: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         )
     if len(encoded) > SHOWN:
         yield f"the errors of {counted(len(encoded) - SHOWN, 'other hook')} are smaller (--json)"
+
+
+def codes_in_words(hooks: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields a line on the codes at each hook that has some. hooks: with their statistics, as in
+    JSON files."""
+    for hook in hooks:
+        kinds = Statistics.from_json(hook).codes
+        if not kinds:
+            continue
+        sinks, others = kinds["sinks"], kinds["others"]
+        both = sinks.merge(others)
+        line = f"{hook['name']}: {both.features / max(both.tokens, 1):.1f} features per token"
+        if both.cut:
+            line += f", {both.cut:,} cut from {counted(both.cut_tokens, 'token')} (--encode_most)"
+        shares = [(" of first tokens of documents", sinks), (" of other tokens", others)]
+        told = [f"{sums.explained:.1%}{of}" for of, sums in shares if sums.square]
+        yield f"{line}; the share of squared norms that they explain: {', '.join(told)}"
 
 
 def _print_table(hosts: list[HostState], total: dict[str, Any]) -> None:

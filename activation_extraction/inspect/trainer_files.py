@@ -23,6 +23,7 @@ from activation_extraction.inspect.draft_files import (
     write_specforge,
     write_speculators,
 )
+from activation_extraction.inspect.latent_files import ROW, check_delphi, write_delphi
 
 Write = Callable[[Path, ActivationDataset, Sequence[str], Iterable[TokenBatch]], int]
 
@@ -35,7 +36,8 @@ class ExportForm(NamedTuple):
     `layers` (the numbers of hidden states but the last). row: how many tokens a row of the files
     has; tokens at the end of the run that are too few for a row are left out. has_bfloat16: whether
     the files can have it; otherwise float32 is written. check: raises InputError for a run or hooks
-    that a form of whole samples cannot take; None for a form of tokens.
+    that the form cannot take. of_samples: whether it is a form of whole samples, and hooks have no
+    folders. of_codes: whether it takes codes, and no other hooks. ends: where rows end, as words.
     """
 
     library: str
@@ -43,12 +45,21 @@ class ExportForm(NamedTuple):
     read_with: str
     row: int = 1
     has_bfloat16: bool = True
-    check: Callable[[ActivationDataset, Sequence[str]], None] | None = None
+    check: Callable[[ActivationDataset, Sequence[str]], None] = lambda dataset, hooks: None
+    of_samples: bool = False
+    of_codes: bool = False
+    ends: str = "the end of the run"
 
     def dtype_of(self, dataset: ActivationDataset, hook: str) -> np.dtype:
         """Returns the dtype of a hook's values in the files."""
         dtype = dataset.dtypes[hook]
         return dtype if self.has_bfloat16 or dtype.name != "bfloat16" else np.dtype(np.float32)
+
+    def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
+        """Returns the most bytes of a token at a hook on the way to the files and in them."""
+        if self.of_codes:
+            return 4 * dataset.shards.hooks[hook].row_bytes
+        return dataset.hooks[hook] * self.dtype_of(dataset, hook).itemsize
 
 
 def write_llamascopium(
@@ -185,11 +196,22 @@ EXPORT_FORMS = {
         "python -m speculators.train --data-path {folder} --verifier-name-or-path {model} "
         "--target-layer-ids {layers} --on-missing raise",
         check=check_speculators,
+        of_samples=True,
     ),
     "specforge": ExportForm(
         "torch",
         write_specforge,
         "scripts/train_eagle3.py --train-hidden-states-path {folder} --target-model-path {model}",
         check=check_specforge,
+        of_samples=True,
+    ),
+    "delphi": ExportForm(
+        "safetensors",
+        write_delphi,
+        "LatentDataset({folder!r}, SamplerConfig(), ConstructorConfig())",
+        row=ROW,
+        check=check_delphi,
+        of_codes=True,
+        ends="the ends of samples",
     ),
 }

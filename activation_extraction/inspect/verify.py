@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from activation_extraction.common.codes import Codes
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import counted, say
@@ -26,13 +27,13 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SHARD_FILE
 from activation_extraction.store.host_folders import (
     expected_names,
-    missing_jsons,
     read_folders,
     strangers,
 )
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.metadata import COUNTED, Stored, identity_of
+from activation_extraction.store.metadata import COUNTED, Stored, identity_of, missing_jsons
 from activation_extraction.store.resume import furthest_mark
+from activation_extraction.store.shard import Values
 from activation_extraction.store.statistics import defined_tokens
 
 WORKERS = 4  # shards read at the same time; one with chosen samples is unpacked in memory
@@ -47,7 +48,7 @@ class Recompute(NamedTuple):
     """
 
     platform: str
-    activations: Callable[[list[ChosenSample]], list[dict[str, np.ndarray] | str]]
+    activations: Callable[[list[ChosenSample]], list[dict[str, Values] | str]]
 
 
 def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, count: int) -> int:
@@ -151,6 +152,7 @@ STORED = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, FLOAT8: 2.0*
 # of 64 experts, no number differed where only the packing did, and 13 % did between bfloat16 and
 # float32.
 OTHER_NUMBERS = {"float32": 0.01, "bfloat16": 0.25}
+WIDEST = 2**31  # no autoencoder has more features
 TIE = 2  # numbers that differ when two change places, which is always allowed
 
 
@@ -175,9 +177,15 @@ def _compare(
             yield f"{sample.where}: cannot be recomputed: {activations}"
             continue
         for name, stored in zip(identity.hooks, sample.activations, strict=True):
-            before, now = (np.asarray(each, np.float64) for each in (stored, activations[name]))
-            where = f"{sample.where}, {name}: recomputed,"
-            if np.issubdtype(activations[name].dtype, np.integer):
+            where, found = f"{sample.where}, {name}: recomputed,", activations[name]
+            if isinstance(stored, Codes) or isinstance(found, Codes):
+                assert isinstance(stored, Codes) and isinstance(found, Codes)
+                yield from (
+                    f"{where} {told}" for told in _other_codes(identity, stored, found, allowed)
+                )
+                continue
+            before, now = (np.asarray(each, np.float64) for each in (stored, found))
+            if np.issubdtype(found.dtype, np.integer):
                 different = int((now != before).sum())
                 most = max(int(OTHER_NUMBERS[identity.dtype] * now.size), TIE)
                 if different > most:
@@ -194,6 +202,28 @@ def _compare(
                 yield f"{where} it differs by {error:.2g} of its norm (allowed: {limit:g})"
 
 
+def _other_codes(identity: Identity, stored: Codes, now: Codes, allowed: float) -> Iterator[str]:
+    """Yields how the codes of a sample differ by more than is allowed: by their features, by the
+    values of the features that are in both, by the norms, or by the errors of reconstruction."""
+    each = stored, now
+    first, second = (
+        np.repeat(np.arange(len(c)), np.diff(c.indptr)) * WIDEST + c.indices for c in each
+    )
+    both, *places = np.intersect1d(first, second, assume_unique=True, return_indices=True)
+    different, most = len(first) + len(second) - 2 * len(both), len(first)
+    if different > (few := max(int(OTHER_NUMBERS[identity.dtype] * most), TIE)):
+        yield f"{different} of its {most} features differ (allowed: {few})"
+    pairs = {
+        "values": [c.data[at].astype(np.float64) for c, at in zip(each, places, strict=True)],
+        "norms": [c.norm.astype(np.float64) for c in each],
+        "errors": [np.sqrt(c.error.astype(np.float64)) for c in each],
+    }
+    for name, (x, y) in pairs.items():
+        error = float(np.linalg.norm(y - x)) / max(float(np.linalg.norm(x)), 1e-30)
+        if not error <= 2 * allowed:  # a product with the encoder, or a difference, adds to it
+            yield f"its {name} differ by {error:.2g} of their norm (allowed: {2 * allowed:g})"
+
+
 def check_numbers(folders: dict[str, Stored], checked: Sequence[CheckedShard]) -> Iterator[str]:
     """Yields whether sample numbers are stored more than once, and the first number that a folder
     lacks; of a run that is not complete, the first one before its mark. Of shards that have
@@ -208,7 +238,8 @@ def check_numbers(folders: dict[str, Stored], checked: Sequence[CheckedShard]) -
         yield f"{counted(len(twice), 'sample number')} stored more than once, such as {twice[0]}"
     for name, stored in folders.items():
         identity, last = stored.identity, max(stored.commits, default=0)
-        if identity is None or not identity.without_gaps or not 0 < last == len(found[name]):
+        # Only a run over a data set numbers its samples without gaps.
+        if identity is None or not identity.data or not 0 < last == len(found[name]):
             continue
         numbers = np.unique(np.concatenate(found[name]))
         if (stored.metadata or {})["status"] != "complete":

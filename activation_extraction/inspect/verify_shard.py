@@ -14,7 +14,7 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import Stored
 from activation_extraction.store.resume import furthest_mark
 from activation_extraction.store.sample_table import read_table
-from activation_extraction.store.shard import SampleRow
+from activation_extraction.store.shard import SampleRow, Values
 from activation_extraction.store.shard_reader import check_shard_file, read_shard, read_sums
 from activation_extraction.text.batch import Cursor, Worker
 
@@ -29,7 +29,7 @@ class ChosenSample:
 
     where: str
     row: SampleRow
-    activations: list[np.ndarray]
+    activations: list[Values]
     worker: Worker
     shard: int
     start: Cursor | None

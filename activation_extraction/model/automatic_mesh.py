@@ -2,11 +2,13 @@
 
 A step on a mesh is estimated as
 
-    seconds = max(products, gathers) + exchanges
+    seconds = max(products, hbm, gathers) + exchanges
 
-per device: `products` are the model's floating-point operations over the chip's peak; `gathers` are
-the bytes of weights that a device receives along `fsdp` over the speed of its links, and they run
-beside the products; nothing overlaps the `exchanges` along `model` and `expert`. With t tokens on a
+per device: `products` are the model's floating-point operations over the chip's peak; `hbm` is what
+they read and write over its bandwidth, which binds where a device has few tokens for each of many
+experts; `gathers` are the bytes of weights that a device receives along `fsdp` over the speed of
+its links, and they run beside the products; the `exchanges` along `model` and `expert` count in
+full, though some of those along `expert` run beside the experts. With t tokens on a
 device, b bytes per weight, and a chip with F operations and L bytes per second, the gathers of a
 dense layer over f devices hide behind its products if
 
@@ -31,7 +33,9 @@ from jax.sharding import AbstractMesh
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.devices import CHIPS, USABLE, Chip, at_dtype, chip_of
+from activation_extraction.model.encode import Encoder
 from activation_extraction.model.family import HookedModel, WeightTable
+from activation_extraction.model.layers import ParamPath
 from activation_extraction.model.mesh import (
     BOTH,
     RULES,
@@ -51,7 +55,7 @@ UNKNOWN = CHIPS["TPU v5e"]
 class Estimate(NamedTuple):
     """What a step on a mesh needs of each device: bytes of memory, and times in seconds.
 
-    hbm: to read and write its memory, which no choice depends on.
+    hbm: to read and write its memory.
     """
 
     layout: Layout
@@ -63,20 +67,22 @@ class Estimate(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        return max(self.products, self.gathers) + self.exchanges
+        return max(self.products, self.hbm, self.gathers) + self.exchanges
 
 
 @dataclass(frozen=True)
 class StepSizes:
     """A step of a model that has no mesh yet.
 
-    weights: of all parameters; rows: of all hosts; length: tokens per row.
+    weights: of all parameters; rows: of all hosts; length: tokens per row. encoders: the
+    autoencoders whose codes it computes.
     """
 
     model: HookedModel
     weights: WeightTable
     rows: int
     length: int
+    encoders: Sequence[Encoder] = ()
 
     def choose_mesh(
         self, devices: Sequence[Any], limit: float | None
@@ -135,14 +141,15 @@ class StepSizes:
         speed = {axis: link_speed(layout, axis, chip, linked) for axis in AXES}
         products = self._flops / layout.size(*AXES, "query") / chip.flops
         exchanges = self._sent_by_model(layout) / speed["model"]
-        exchanges += self._sent_by_experts(layout) / speed["expert"]
+        exchanges += self._exchanged(layout) / speed["expert"]
         gathers = self._gathered(layout) / speed["fsdp"]
         hbm, memory = self._moved(layout) / chip.bandwidth, self.memory(layout)
         return Estimate(layout, memory, products, hbm, gathers, exchanges)
 
     @cached_property
     def _flops(self) -> float:
-        return self.model.flops([self.length]) * self.rows
+        encoding = self.length * sum(encoder.flops for encoder in self.encoders)
+        return (self.model.flops([self.length]) + encoding) * self.rows
 
     def memory(self, layout: Layout) -> float:
         """Returns the bytes that one device holds; gathered layers count as working memory."""
@@ -154,36 +161,62 @@ class StepSizes:
         widths = 6 * config.hidden_size + 4 * config.sizes.get("F", 0) // parts
         if config.experts is not None:  # every token has a row for each of its experts
             rows = config.experts.per_token * layout.size("expert")
-            widths += rows * (5 * config.hidden_size + 2 * config.experts.width // parts)
+            widths += rows * (2 * config.hidden_size + config.experts.width // parts)
         if self.model.predicts:  # the head is gathered, for the logits of a block
             names = ("embed_tokens", "weight"), ("lm_head", "weight")
             *_, head = (self.weights[name] for name in names if name in self.weights)
             whole = _numbers(layout, head, without="fsdp")
             held += whole - _numbers(layout, head) + 6 * TOKENS_OF_A_BLOCK * head.shape[0] / parts
         sizes = config.sizes_with(self.length)
-        forms = [hook.kind.form(sizes, self.model.captured_dtype) for hook in self.model.hooks]
+        hooks = [*self.model.hooks, *(encoder.hook for encoder in self.encoders)]
+        forms = [hook.kind.form(sizes, self.model.captured_dtype) for hook in hooks]
         captured = self.rows * self.length * sum(form.bytes for form in forms)
         # The next step's activations are there before the last one's have left, and some are held
         # while a step computes.
         results = 2.5 * captured / layout.size(*AXES, "query")
-        return item * (held + self._tokens(layout) * widths) + results
+        encoding = sum(encoder.memory(layout) for encoder in self.encoders)
+        return item * (held + self._tokens(layout) * widths) + results + encoding
 
     def _moved(self, layout: Layout) -> float:
-        """Returns the bytes of memory that one device reads and writes in a step, by formula.
+        """Returns the bytes of memory that one device reads and writes in a step, by formula."""
+        of_weights = sum(self._moved_by(layout, *each) for each in self.weights.items())
+        return of_weights + self._exchanged(layout)
 
-        They are those of the weights, once, and of what goes into the products and comes out of
-        them. With fsdp, devices also read their parts of the weights and write what they gather.
+    def moved_by_layer(self, layout: Layout) -> float:
+        """Returns how many of the bytes of `_moved` are those of a layer, on average.
+
+        They are those of each weight, once, and, of each token, of what goes into each product and
+        comes out of it; gate and up are one product. With `expert`, the tokens of other devices
+        arrive, and their sums leave. With `fsdp`, a device reads its part of the weights and writes
+        what it gathers. A program needs less only if tokens stay in fast memory between products.
         """
-        experts, tokens = self.model.config.experts, self._tokens(layout)
-        numbers = 0.0
-        for path, spec in self.weights.items():
-            whole, held = (_numbers(layout, spec, without=axis) for axis in ("fsdp", None))
-            numbers += whole + (whole + held if held < whole else 0)
-            if path[-1] == "weight" and path[0] == "layers" and len(spec.shape) > 2:
-                rows = experts.per_token if experts is not None and "experts" in path else 1
-                layers, *_, outputs, inputs = spec.shape
-                numbers += layers * tokens * rows * (outputs + inputs) / layout.size(*BOTH)
+        of_layers = [each for each in self.weights.items() if each[0][0] == "layers"]
+        moved = sum(self._moved_by(layout, *each) for each in of_layers)
+        return (moved + self._exchanged(layout)) / self.model.num_layers
+
+    def _moved_by(self, layout: Layout, path: ParamPath, spec: WeightSpec) -> float:
+        """Returns the bytes of a weight and of what it is multiplied with, in all layers."""
+        experts, parts = self.model.config.experts, layout.size(*BOTH)
+        whole, held = (_numbers(layout, spec, without=axis) for axis in ("fsdp", None))
+        numbers = whole + (whole + held if held < whole else 0.0)
+        (layers, *sizes), hidden = spec.shape, self.model.config.hidden_size
+        if path[0] == "layers" and len(sizes) > 1 and hidden in sizes:
+            rows = layers * self._tokens(layout)
+            if experts is not None and "experts" in path:
+                rows, sizes = rows * experts.per_token, sizes[1:]
+            width = math.prod(sizes) / hidden  # between the stream and this many numbers
+            numbers += rows * (width if "up_proj" in path else width + hidden) / parts
         return self.model.dtype.itemsize * numbers
+
+    def _exchanged(self, layout: Layout) -> float:
+        """Returns the bytes of tokens that come along `expert`, and of their sums, which go back.
+
+        Sums are sent in the dtype of the model.
+        """
+        others, config = layout.size("expert") - 1, self.model.config
+        sparse = sum(layer < self.model.num_layers for layer in config.sparse_layers)
+        width = 2 * self.model.dtype.itemsize * config.hidden_size
+        return sparse * others * self._tokens(layout) * width
 
     def _largest_layer(self, layout: Layout) -> float:
         """Returns how many weights a device has of one layer, once they are gathered."""
@@ -209,13 +242,6 @@ class StepSizes:
         parts = layout.size(*BOTH)
         stream = self.model.dtype.itemsize * self._tokens(layout) * self.model.config.hidden_size
         return 4 * self.model.num_layers * stream * (parts - 1) / parts
-
-    def _sent_by_experts(self, layout: Layout) -> float:
-        """Returns the bytes for tokens that come from the other devices, and float32 sums back."""
-        others = layout.size("expert") - 1
-        sparse = sum(layer < self.model.num_layers for layer in self.model.config.sparse_layers)
-        width = (self.model.dtype.itemsize + 4) * self.model.config.hidden_size
-        return sparse * others * self._tokens(layout) * width
 
     def _tokens(self, layout: Layout) -> float:
         """Returns how many tokens of a step the devices along one `model` axis compute."""

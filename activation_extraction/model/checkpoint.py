@@ -65,6 +65,7 @@ class Kind(NamedTuple):
 
 MODEL = Kind("--model_path", "config.json", SINGLE_FILE, "model with transformers")
 ADAPTER = Kind("--lora", ADAPTER_FILE, "adapter_model.safetensors", "adapter with PEFT")
+AUTOENCODER = Kind("--encode", "cfg.json", "", "autoencoder")
 
 
 class Checkpoint:

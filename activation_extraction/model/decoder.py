@@ -20,7 +20,7 @@ from jax import Array
 from jax.extend.core import Literal
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.layers import ParamPath, from_bits, rotary_table, to_bits
+from activation_extraction.model.layers import STACKS, ParamPath, from_bits, rotary_table, to_bits
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import QwenConfig
 
@@ -107,33 +107,52 @@ class Decoder:
         what `keep` makes of its intermediates. Returns the last carry.
         """
         params, slides = layers
-        which, layer_for = params, partial(self._layer, self.config.layer_types[0])
-        if self.mixed:  # of every layer, the number of its stack and of its row there
-            types = self.config.layer_types[: self._count(params)]
-            rows = [types[:layer].count(type_) for layer, type_ in enumerate(types)]
-            numbers = [*map(sorted(params).index, types)]
-            which = np.array(numbers, np.int32), np.array(rows, np.int32)
-            layer_for = partial(self._layer_in, params)
+        types = self.config.layer_types[: self._count(params)]
+        stacks = params if self.mixed else {types[0]: params}
+        apart = {type_: self._apart(type_, stack) for type_, stack in stacks.items()}
+        # Of every layer, its row in the stack of its type; and its other parameters if there is one
+        # type, or the number of the stack.
+        rows = np.array([types[:layer].count(type_) for layer, type_ in enumerate(types)], np.int32)
+        which, layer_for = apart[types[0]][1], partial(self._layer, types[0], apart[types[0]][0])
+        if self.mixed:
+            which = np.array([*map(sorted(stacks).index, types)], np.int32)
+            layer_for = partial(self._layer_in, apart)
 
         def step(carry: Any, xs: Any) -> tuple[Any, None]:
-            which, slides, per_layer = xs
-            return body(layer_for(which, slides, keep), carry, per_layer), None
+            which, row, slides, per_layer = xs
+            return body(layer_for(which, row, slides, keep), carry, per_layer), None
 
-        return jax.lax.scan(step, carry, (which, slides, per_layer))[0]
+        return jax.lax.scan(step, carry, (which, rows, slides, per_layer))[0]
 
-    def _layer_in(self, stacks: Any, stack_and_row: Any, slides: Any, keep: Keep) -> Callable:
+    def _apart(self, type_: str, params: Any) -> tuple[Any, Any]:
+        """Returns the stacks that a layer reads in place, those of experts, and the others.
+
+        A loop would copy what it takes out of a stack. Where weights are gathered for each layer,
+        or each stage of a pipeline has its own, none stay.
+        """
+        boxes, flat = self.parameters(type_), flatten_dict(params)
+        in_place = self.modules[type_].layout.size("fsdp", "pipeline") == 1
+        stay = {path for path, box in boxes.items() if in_place and "experts" in box.names}
+        stacks = {path: flat.pop(path) for path in stay}
+        return stacks, unflatten_dict(flat)
+
+    def _layer_in(self, apart: Any, stack: Any, row: Any, slides: Any, keep: Keep) -> Callable:
         """Returns the layer in this row of this stack; no other weights are read."""
-        stack, row = stack_and_row
 
         def run(type_: str, *inputs: Any) -> Any:
             take = partial(jax.lax.dynamic_index_in_dim, index=row, keepdims=False)
-            params = jax.tree.map(take, stacks[type_])
-            return self._layer(type_, params, slides, keep)(*inputs)
+            stacks, others = apart[type_]
+            params = jax.tree.map(take, others)
+            return self._layer(type_, stacks, params, row, slides, keep)(*inputs)
 
-        return partial(jax.lax.switch, stack, [partial(run, type_) for type_ in sorted(stacks)])
+        return partial(jax.lax.switch, stack, [partial(run, type_) for type_ in sorted(apart)])
 
-    def _layer(self, type_: str, params: Any, slides: Any, keep: Keep) -> Callable:
-        return in_groups(self._apply(type_, params, slides, keep), self.modules[type_])
+    def _layer(
+        self, type_: str, stacks: Any, params: Any, row: Any, slides: Any, keep: Keep
+    ) -> Callable:
+        in_place = {path: (stack, row) for path, stack in stacks.items()}
+        layer = self._apply(type_, params, slides, keep, in_place)
+        return in_groups(layer, self.modules[type_])
 
     def partial_layer(self, number: int, params: Any, keep: Keep, *inputs: Any) -> Any:
         """Returns what `keep` makes of the intermediates of a layer that has only some parameters.
@@ -151,13 +170,16 @@ class Decoder:
 
         return in_groups(kept, self.modules[type_])(*inputs)[1]
 
-    def _apply(self, type_: str, params: Any, slides: Any, keep: Keep) -> Callable:
-        module, flat = self.modules[type_], flatten_dict(params)
+    def _apply(
+        self, type_: str, params: Any, slides: Any, keep: Keep, in_place: Any = None
+    ) -> Callable:
+        """Returns a layer. in_place: path -> the stack of all layers, the layer's row in it."""
+        module, boxes = self.modules[type_], self.parameters(type_)
         gathered = {
-            path: from_bits(module.layout.gather(flat[path], box.names))
-            for path, box in self.parameters(type_).items()
+            path: from_bits(module.layout.gather(weight, boxes[path].names))
+            for path, weight in flatten_dict(params).items()
         }
-        variables = {"params": unflatten_dict(gathered)}
+        variables = {"params": unflatten_dict(gathered), STACKS: unflatten_dict(in_place or {})}
 
         def layer(*inputs: Any) -> tuple[Array, Any]:
             x, out = module.apply(variables, *inputs, slides)

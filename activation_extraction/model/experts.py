@@ -1,31 +1,39 @@
 """Experts are many small MLPs in a layer; every token goes through a few of them.
 
-No token is dropped, so the result for a token does not depend on its neighbours. The rows of all
-tokens are sorted by expert; each product then consists of many small ones, of each expert's rows
-with its weights. How they are computed depends on the platform: see `GroupedExperts`.
+No token is dropped, so the result for a token does not depend on its neighbours. Each platform has
+its own way to compute the sum of a token's experts: see `ExpertSum`. Most of them sort the rows of
+all tokens by expert; each product then consists of many small ones, of each expert's rows with its
+weights.
 
 The letters are those of qwen2_jax.py: X experts of a token; n rows, which are T * X.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-from activation_extraction.model.layers import STREAM, Weight, einsum, from_bits, to_bits
+from activation_extraction.model.layers import STREAM, StackedWeight, einsum, from_bits, to_bits
 from activation_extraction.model.mesh import BOTH, Layout
 
 TILE = 128  # rows
+LANES = 128  # the width of a TPU's registers
 
-# (rows (n, D), sizes (E,) int32, gate and up (E, D, M), down (E, M, D)) -> (n, D), in the type of
-# the rows. The rows are sorted by expert: the first sizes[0] go through expert 0, and so on. The
-# rows after those of the last expert have no expert, and what is returned for them means nothing.
-GroupedExperts = Callable[[Array, Array, Array, Array, Array], Array]
+# (x (T, D), weights (T, X) float32, chosen (T, X) int32, layer () int32, gate and up (L, E, D, M),
+# down (L, E, M, D), parts=1) -> (T, D) float32: the weighted sum of what each token's experts of
+# this layer give. Numbers outside 0..E-1 give nothing and cost nothing. The sums of so many equal
+# parts of the tokens are computed one after the other, so that the first ones may leave early.
+ExpertSum = Callable[..., Array]
+
+# (rows (n, D), sizes (E,) int32, layer, gate, up, down) -> (n, D), in the type of the rows, which
+# are sorted by expert: the first sizes[0] go through expert 0, and so on. The rows after those of
+# the last expert have no expert, and what is returned for them means nothing.
+SortedRows = Callable[[Array, Array, Array, Array, Array, Array], Array]
 
 
 def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
@@ -56,13 +64,13 @@ class Experts(nn.Module):
 
     config: Any
     dtype: Any
-    grouped: GroupedExperts
+    expert_sum: ExpertSum
     layout: Layout
 
     def setup(self) -> None:
-        self.gate_proj = Weight(self.config, "EDM", self.dtype)
-        self.up_proj = Weight(self.config, "EDM", self.dtype)
-        self.down_proj = Weight(self.config, "EMD", self.dtype)
+        self.gate_proj = StackedWeight(self.config, "EDM", self.dtype)
+        self.up_proj = StackedWeight(self.config, "EDM", self.dtype)
+        self.down_proj = StackedWeight(self.config, "EMD", self.dtype)
 
     def __call__(self, x: Array, weights: Array, chosen: Array) -> Array:
         """Returns the weighted sum of each token's experts, (B, T, D) float32.
@@ -70,91 +78,173 @@ class Experts(nn.Module):
         x: (B, T, D); weights, chosen: the weights and numbers of each token's experts, (B, T, X).
         An expert number beyond the last one gives zeros and costs nothing.
         """
-        arrays = x, weights, chosen, self.gate_proj(), self.up_proj(), self.down_proj()
-        up, down = ("experts", "hidden", "mlp"), ("experts", "mlp", "hidden")
-        run = partial(_exchange, self.layout, self.grouped)
-        return self.layout.per_device(run, arrays, [STREAM, STREAM, STREAM, up, up, down], like=0)
+        (gate, layer), (up, _), (down, _) = self.gate_proj(), self.up_proj(), self.down_proj()
+        arrays = x, weights, chosen, layer, gate, up, down
+        inwards = "layer", "experts", "hidden", "mlp"
+        axes = STREAM, STREAM, STREAM, (), inwards, inwards, ("layer", "experts", "mlp", "hidden")
+        run = partial(_exchange, self.layout, self.expert_sum)
+        return self.layout.per_device(run, arrays, axes, like=0)
 
 
 def _exchange(
     layout: Layout,
-    grouped: GroupedExperts,
+    expert_sum: ExpertSum,
     x: Array,
     weights: Array,
     chosen: Array,
-    *parameters: Array,
+    layer: Array,
+    *stacks: Array,
 ) -> Array:
-    """Runs one device's experts on the tokens of all devices along `expert`."""
-    several = layout.size("expert") > 1
-    if several:
-        x, weights, chosen = (lax.all_gather(a, "expert", tiled=True) for a in (x, weights, chosen))
-        chosen = chosen - lax.axis_index("expert") * len(parameters[0])
-    y = _sum_of_experts(grouped, x, weights, chosen, *parameters)
-    if layout.adds_up_parts:
-        y = lax.psum(y, tuple(axis for axis in BOTH if layout.size(axis) > 1))
-    return lax.psum_scatter(y, "expert", tiled=True) if several else y
+    """Runs one device's experts on the tokens of all devices along `expert`.
+
+    Devices send their sums, and what each of them adds up of parts, in the dtype of the tokens.
+    """
+    axes = tuple(axis for axis in BOTH if layout.size(axis) > 1)
+    tokens = [a.reshape(-1, a.shape[-1]) for a in (x, weights, chosen)]
+    if layout.size("expert") == 1:
+        y = expert_sum(*tokens, layer, *stacks)
+    else:
+        y = _in_a_ring(layout.ring("expert"), expert_sum, *tokens, layer, *stacks)
+    if axes:
+        y = lax.psum(y.astype(x.dtype), axes).astype(jnp.float32)
+    return y.reshape(x.shape)
 
 
-def _sum_of_experts(
-    grouped: GroupedExperts, x: Array, weights: Array, chosen: Array, *parameters: Array
+def _in_a_ring(
+    ring: Sequence[int],
+    expert_sum: ExpertSum,
+    x: Array,
+    weights: Array,
+    chosen: Array,
+    layer: Array,
+    *stacks: Array,
 ) -> Array:
-    """Returns the weighted sum of what the local experts give; other numbers give nothing."""
-    count, numbers = len(parameters[0]), chosen.reshape(-1)
-    local = (numbers >= 0) & (numbers < count)
-    group = jnp.where(local, numbers, count)
+    """Sends the tokens around the ring of devices, and then their sums, (T, D) each.
+
+    Half of the tokens go one way and half the other, so that both directions of the links are used.
+    Part k of the tokens that a device gets is the first half of those of the k-th device before it
+    and the second half of those of the k-th device after it. A part's sum starts at the first
+    device that its tokens reach and goes on the same way until it is home; every device adds its
+    own. So the hops of the tokens run while the rows are sorted, and those of one part's sum while
+    the next part is added up: the weights are read once.
+    """
+    devices, half, (count, width) = len(ring), len(x) // 2, x.shape
+    # A kernel fetches rows from this shape; of single tokens, it is cheaper to change than of all.
+    x = x.reshape(count, -1, math.gcd(width, LANES))
+    ways = [(slice(half), 1), (slice(half, None), -1)]  # some tokens, and hops per turn
+
+    def hop(arrays: Any, by: int) -> Any:
+        pairs = [(device, ring[(place + by) % devices]) for place, device in enumerate(ring)]
+        return lax.ppermute(arrays, "expert", pairs)
+
+    parts = []
+    for tokens, by in ways:
+        parts.append([[a[tokens] for a in (x, weights, chosen)]])
+        for _ in range(1, devices):
+            parts[-1].append(hop(parts[-1][-1], by))
+    both = [part for pair in zip(*parts, strict=True) for part in pair]
+    x, weights, chosen = (jnp.concatenate(arrays) for arrays in zip(*both, strict=True))
+    chosen = chosen - lax.axis_index("expert") * stacks[0].shape[1]
+    y = expert_sum(x.reshape(-1, width), weights, chosen, layer, *stacks, parts=devices)
+
+    # Without barriers, XLA would put the parts together to convert and cut them.
+    first, *others = map(lax.optimization_barrier, jnp.split(y, devices))
+    sums = []
+    for tokens, by in ways:
+        total = others[0][tokens]
+        for part in [*others[1:], first]:
+            total = hop(total.astype(x.dtype), by).astype(jnp.float32) + part[tokens]
+        sums.append(total)
+    return jnp.concatenate(sums)
+
+
+def in_sorted_rows(
+    compute: SortedRows,
+    x: Array,
+    weights: Array,
+    chosen: Array,
+    layer: Array,
+    *stacks: Array,
+    parts: int = 1,
+) -> Array:
+    """Computes `ExpertSum` with sorted copies of the rows, and adds up one row of each token at a
+    time, so that no array has all rows in float32."""
+    (_, per_token), experts = chosen.shape, stacks[0].shape[1]
+    local = (chosen >= 0) & (chosen < experts)
+    group = jnp.where(local, chosen, experts).reshape(-1)
     order = jnp.argsort(group, stable=True)
-    sizes = jnp.bincount(group, length=count + 1)[:count].astype(jnp.int32)
-    rows = to_bits(x.reshape(-1, x.shape[-1]))[order // chosen.shape[-1]]
-    y = grouped(from_bits(rows, x.dtype), sizes, *parameters)
-    inverse_order = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
-    y = from_bits(to_bits(y)[inverse_order], x.dtype).astype(jnp.float32)
-    y = jnp.where(local[:, None], y, 0).reshape(*chosen.shape, -1)
-    return (y * weights[..., None]).sum(axis=-2)
+    sizes = jnp.bincount(group, length=experts + 1)[:experts].astype(jnp.int32)
+    rows = from_bits(to_bits(x)[order // per_token], x.dtype)
+    y = to_bits(compute(rows, sizes, layer, *stacks))
+    places = jnp.zeros_like(order).at[order].set(jnp.arange(order.size)).reshape(chosen.shape)
+
+    def added(places: Array, weights: Array, local: Array) -> Array:
+        total = jnp.zeros((len(places), x.shape[1]), jnp.float32)
+        for each, place in enumerate(places.T):
+            row = from_bits(y[place], x.dtype).astype(jnp.float32)
+            total += jnp.where(local[:, each, None], row * weights[:, each, None], 0)
+        return total
+
+    split = [jnp.split(a, parts) for a in (places, weights, local)]
+    return jnp.concatenate([added(*part) for part in zip(*split, strict=True)])
 
 
-def ragged_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
-    """Leaves the products to the TPU's compiler, which has a kernel for them. See `GroupedExperts`.
+def ragged_experts(
+    x: Array, weights: Array, chosen: Array, layer: Array, *stacks: Array, parts: int = 1
+) -> Array:
+    """Leaves the products to the TPU's compiler, which has a kernel for them. See `ExpertSum`.
 
     Elsewhere `lax.ragged_dot` multiplies every row with every expert.
     """
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    product = partial(lax.ragged_dot, precision=precision, preferred_element_type=jnp.float32)
-    return in_products(product, x, sizes, gate, up, down)
+    return in_sorted_rows(_in_ragged_products, x, weights, chosen, layer, *stacks, parts=parts)
 
 
-def in_products(
-    product: Callable[[Array, Array, Array], Array],
-    x: Array,
-    sizes: Array,
-    gate: Array,
-    up: Array,
-    down: Array,
+def _in_ragged_products(
+    x: Array, sizes: Array, layer: Array, gate: Array, up: Array, down: Array
 ) -> Array:
-    """Computes `GroupedExperts` with `product`, which multiplies rows by their experts' weights."""
-    gated = jax.nn.silu(product(x, gate, sizes)) * product(x, up, sizes)
-    return product(gated.astype(x.dtype), down, sizes).astype(x.dtype)
+    """Computes `SortedRows` with all layers' experts, of which only this layer's have rows: weights
+    that are not sliced are not copied."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    layers, experts = gate.shape[:2]
+    sizes = jnp.zeros((layers, experts), jnp.int32).at[layer].set(sizes).reshape(-1)
+
+    def product(x: Array, stack: Array, dtype: Any) -> Array:
+        stack = stack.reshape(-1, *stack.shape[2:])
+        options: Any = dict(precision=precision, preferred_element_type=dtype)
+        return lax.ragged_dot(x, stack, sizes, **options)
+
+    gated = jax.nn.silu(product(x, gate, jnp.float32)) * product(x, up, jnp.float32)
+    return product(gated.astype(x.dtype), down, x.dtype)
 
 
 def one_expert_after_the_other(
-    x: Array, sizes: Array, gate: Array, up: Array, down: Array
+    x: Array, weights: Array, chosen: Array, layer: Array, gate: Array, up: Array, down: Array
 ) -> Array:
-    """Computes `GroupedExperts` as it is defined; rows without an expert get zeros."""
-    found, ends = [], np.cumsum(sizes)
-    for expert, rows in enumerate(jnp.split(x, ends)[:-1]):
-        gated = jax.nn.silu(einsum("nD,DM->nM", rows, gate[expert]))
-        gated *= einsum("nD,DM->nM", rows, up[expert])
-        found.append(einsum("nM,MD->nD", gated, down[expert]))
-    return jnp.concatenate([*found, jnp.zeros_like(x[ends[-1] :])])
+    """Computes `ExpertSum` as it is defined, every token with every expert."""
+    total = jnp.zeros(x.shape, jnp.float32)
+    for expert in range(gate.shape[1]):
+        gated = jax.nn.silu(einsum("TD,DM->TM", x, gate[layer, expert]))
+        gated *= einsum("TD,DM->TM", x, up[layer, expert])
+        weight = jnp.where(chosen == expert, weights, 0).sum(axis=-1, keepdims=True)
+        total += weight * einsum("TM,MD->TD", gated, down[layer, expert])
+    return total
 
 
-def tiled_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -> Array:
-    """Takes one expert after the other and a tile of its rows at a time. See `GroupedExperts`.
+def tiled_experts(
+    x: Array, weights: Array, chosen: Array, layer: Array, *stacks: Array, parts: int = 1
+) -> Array:
+    """Takes one expert after the other and a tile of its rows at a time. See `ExpertSum`."""
+    return in_sorted_rows(_in_tiles, x, weights, chosen, layer, *stacks, parts=parts)
+
+
+def _in_tiles(x: Array, sizes: Array, layer: Array, *stacks: Array) -> Array:
+    """Computes `SortedRows`.
 
     Rows of a tile that belong to the next expert are computed again with that expert's tile.
     """
     count, bits = len(x), to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
     first = jnp.cumsum(sizes) - sizes
-    weights = [to_bits(weight) for weight in (gate, up, down)]
+    stacks = tuple(map(to_bits, stacks))
 
     def tile(y: Array, start: Array, gate: Array, up: Array, down: Array) -> Array:
         rows = from_bits(lax.dynamic_slice_in_dim(bits, start, TILE), x.dtype)
@@ -163,13 +253,12 @@ def tiled_experts(x: Array, sizes: Array, gate: Array, up: Array, down: Array) -
         return lax.dynamic_update_slice_in_dim(y, to_bits(out), start, 0)
 
     def expert(number: Array, y: Array) -> Array:
-        own = [lax.dynamic_index_in_dim(weight, number, keepdims=False) for weight in weights]
-        own = [from_bits(weight, x.dtype) for weight in own]
+        own = [from_bits(stack[layer, number], x.dtype) for stack in stacks]
         tiles = (sizes[number] + TILE - 1) // TILE
         return lax.fori_loop(0, tiles, lambda i, y: tile(y, first[number] + i * TILE, *own), y)
 
     def expert_with_rows(number: Array, y: Array) -> Array:
         return lax.cond(sizes[number] > 0, expert, lambda _, y: y, number, y)
 
-    y = lax.fori_loop(0, len(gate), expert_with_rows, jnp.zeros_like(bits))
+    y = lax.fori_loop(0, len(sizes), expert_with_rows, jnp.zeros_like(bits))
     return from_bits(y[:count], x.dtype)

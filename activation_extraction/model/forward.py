@@ -7,6 +7,7 @@ for all batches. The loop decides what happens between steps.
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +20,25 @@ from jax import Array
 from tqdm import tqdm
 
 from activation_extraction.common.choices import DEFAULT_LAYERS
+from activation_extraction.common.codes import code_bytes
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log, on_terminal
+from activation_extraction.common.visible import plain_url
+from activation_extraction.model.autoencoders import Autoencoder, layer_in
 from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import compile_with_options, memory_of, watch_compiling
+from activation_extraction.model.encode import (
+    Encoder,
+    Weights,
+    described,
+    encode,
+    loaded,
+    make_encoders,
+)
 from activation_extraction.model.family import Families, HookedModel, ModelFamily, WeightTable
-from activation_extraction.model.hooks import Form, Hook, hook_table
+from activation_extraction.model.hooks import Form, Hook, HookTable, hook_table
 from activation_extraction.model.kept import KeptTokens, take_kept
 from activation_extraction.model.kernels import Kernels, candidates_for
 from activation_extraction.model.lora import Adapter
@@ -64,12 +76,15 @@ class ModelRequest:
     batch_size: the rows that every host feeds in a step. multihost: then the hub's cache here does
     not keep the weights, of which a host of a pod may need only some. memory: the bytes of each
     device, the least of all hosts; None for those of this host. devices: those of a machine that is
-    only planned; None for this one's.
+    only planned; None for this one's. autoencoders: those that `encode` names, in its order.
     """
 
     model_path: str
     model_revision: str | None
     lora: str | None
+    encode: tuple[tuple[str, str], ...]
+    encode_most: int | None
+    keep_activations: bool
     dtype: str
     activation_dtype: str
     hook_names: tuple[str, ...] | None
@@ -85,6 +100,7 @@ class ModelRequest:
     multihost: bool
     memory: float | None = None
     devices: Sequence[Any] | None = None
+    autoencoders: tuple[Autoencoder, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -95,13 +111,16 @@ class ModelRequest:
 class Program:
     """What the program of a step is compiled from, without weights.
 
-    shape: rows and tokens per row that each host feeds in a step.
+    shape: rows and tokens per row that each host feeds in a step. hooks: key in the shards -> hook;
+    those of codes come last. encoders: the autoencoders whose codes the step computes.
     """
 
     model: HookedModel
     weights: WeightTable
     rows: HostRows
     shape: tuple[int, int]
+    hooks: dict[Key, Hook]
+    encoders: tuple[Encoder, ...]
 
     @property
     def layout(self) -> Layout:
@@ -116,18 +135,6 @@ class Program:
         """Returns whether parameters are passed to the compiled step as integers."""
         return self.model.dtype == jnp.bfloat16 and self.platform == "cpu"
 
-
-@dataclass(frozen=True)
-class Forward(Program):
-    """A checked model: what it computes, with which weights and on which devices.
-
-    hooks: key in the shards -> hook, in the order in which the model computes them.
-    """
-
-    checkpoint: Checkpoint
-    hooks: dict[Key, Hook]
-    kernels: dict[str, Choice]
-
     @property
     def sizes(self) -> dict[str, int]:
         """Returns letter -> size, with S for the tokens of a row."""
@@ -135,6 +142,50 @@ class Forward(Program):
 
     def form(self, hook: Hook) -> Form:
         return hook.kind.form(self.sizes, self.model.captured_dtype)
+
+    def flops(self, lengths: Sequence[int]) -> float:
+        """Returns the floating-point operations for samples of these lengths."""
+        of_token = sum(encoder.flops for encoder in self.encoders)
+        return self.model.flops(lengths) + of_token * sum(lengths)
+
+    @property
+    def token_bytes(self) -> dict[str, int]:
+        """Returns how many bytes of a token are stored at each hook; of codes, the most."""
+        dtype, hooks = self.model.activation_dtype, self.hooks.values()
+        found = {hook.name: hook.kind.form(self.sizes, dtype).bytes for hook in hooks}
+        return found | {each.hook.name: code_bytes(each.most, dtype) for each in self.encoders}
+
+    def encoder_weights(self, make: Callable[..., Any]) -> list[Weights]:
+        return [encoder.weights(self.layout, make) for encoder in self.encoders]
+
+    def with_codes(self, found: dict[Form, Array], weights: Sequence[Weights]) -> dict[Form, Array]:
+        """Returns the values at the hooks that are stored, from those that the model computes.
+
+        weights: of each autoencoder.
+        """
+        if not self.encoders:
+            return found
+        counts: dict[Form, int] = defaultdict(int)
+        values: dict[Hook, Array] = {}
+        for hook in self.model.hooks:
+            form = self.form(hook)
+            values[hook] = found[form][counts[form]]
+            counts[form] += 1
+        for encoder, arrays in zip(self.encoders, weights, strict=True):
+            given = values[encoder.source], values[encoder.target]
+            values[encoder.hook] = encode(encoder, arrays, *given, self.layout)
+        stacks: dict[Form, list[Array]] = defaultdict(list)
+        for hook in self.hooks.values():
+            stacks[self.form(hook)].append(values[hook])
+        return {form: jnp.stack(stack) for form, stack in stacks.items()}
+
+
+@dataclass(frozen=True)
+class Forward(Program):
+    """A checked model: what it computes, with which weights and on which devices."""
+
+    checkpoint: Checkpoint
+    kernels: dict[str, Choice]
 
     @property
     def keyed_by(self) -> str | list[str]:
@@ -203,8 +254,8 @@ def prepare_model(
     if checkpoint.adapter is not None:
         whole = family.weight_table(family.whole(config), checkpoint.tensors).values()
         checkpoint.adapter.check_read({name for spec in whole for name in spec.hf_names} | {HEAD})
-    hooks = choose_hooks(request, config)
-    return Forward(model, weights, rows, request.shape, checkpoint, hooks, chosen)
+    asked = choose_hooks(request, config)
+    return Forward(model, weights, rows, request.shape, *asked, checkpoint, chosen)
 
 
 def build_model(
@@ -219,22 +270,25 @@ def build_model(
     if length > longest:
         raise InputError(f"--max_seq_length {length}: {why}")
     devices = usable_devices(request.use_data_parallel, request.devices)
-    dtype, stored = choose_dtypes(request, devices[0].platform)
-    hooks = [*choose_hooks(request, config).values()]
-    for hook in hooks:
-        of_token = hook.kind.form(config.sizes_with(length), stored).bytes
+    dtype, activations = choose_dtypes(request, devices[0].platform)
+    stored, encoders = choose_hooks(request, config)
+    of_codes = {encoder.hook for encoder in encoders}
+    hooks = {hook for hook in stored.values() if hook not in of_codes}
+    hooks |= {hook for encoder in encoders for hook in (encoder.source, encoder.target)}
+    for hook in sorted(hooks):
+        of_token = hook.kind.form(config.sizes_with(length), activations).bytes
         if hook.kind.grows and of_token * length > MOST_BYTES_OF_A_ROW:
             raise InputError(
                 f"--hook_names {hook.name}: takes {of_token:,} bytes per token and "
                 f"{of_token * length:,} per row with --max_seq_length {length}; at most "
                 f"{MOST_BYTES_OF_A_ROW:,} per row are stored; choose a smaller --max_seq_length"
             )
-    asked = config, hooks, dtype, stored
+    asked = config, sorted(hooks), dtype, activations
     model, rows = family.hooked(*asked), host_rows(devices)
     total_rows = request.batch_size * rows.hosts
 
     def automatic() -> tuple[dict[str, int], str]:
-        step = StepSizes(model, family.weight_table(model), total_rows, length)
+        step = StepSizes(model, family.weight_table(model), total_rows, length, encoders)
         known = request.memory is not None
         own = (own_devices(devices) or devices)[0]
         return step.choose_mesh(devices, request.memory if known else memory_of(own))
@@ -261,12 +315,35 @@ def choose_dtypes(request: ModelRequest, platform: str) -> tuple[Any, Any]:
     return dtype, dtype if stored == "auto" else jnp.dtype(stored)
 
 
-def choose_hooks(request: ModelRequest, config: QwenConfig) -> dict[Key, Hook]:
+def choose_hooks(
+    request: ModelRequest, config: QwenConfig
+) -> tuple[dict[Key, Hook], tuple[Encoder, ...]]:
+    """Returns the hooks that are stored, by their keys in the shards, and the encoders of those
+    whose codes are stored.
+
+    Codes come last. They are in the place of the activations that they are made from, or beside
+    them; if there are any, the default layers are not stored. Raises InputError.
+    """
+    table, depth = hook_table(config, request.top_logits), config.num_hidden_layers
+    sizes = config.sizes_with(request.max_seq_length)
+    encoders = make_encoders(request.autoencoders, request.encode_most, table, depth, sizes)
+    hooks: dict[Key, Hook] = {}
+    if not encoders or request.hook_names is not None or request.layers_to_extract is not None:
+        hooks = _asked_hooks(request, config, table)
+    for source in (encoder.source for encoder in encoders):
+        if not request.keep_activations:
+            hooks = {key: hook for key, hook in hooks.items() if hook != source}
+        elif source not in hooks.values():
+            hooks[source.name] = source
+    return hooks | {encoder.hook.name: encoder.hook for encoder in encoders}, encoders
+
+
+def _asked_hooks(request: ModelRequest, config: QwenConfig, table: HookTable) -> dict[Key, Hook]:
     """Returns the hooks that are asked for, by their keys in the shards and in their order.
 
     The default layers are clipped to the model's depth, explicit ones are not.
     """
-    table, depth = hook_table(config, request.top_logits), config.num_hidden_layers
+    depth = config.num_hidden_layers
     if request.hook_names is not None:
         named = table.matching(request.hook_names, depth)
         if any(hook.kind.count > config.vocab_size for hook in named.values()):
@@ -281,20 +358,33 @@ def choose_hooks(request: ModelRequest, config: QwenConfig) -> dict[Key, Hook]:
     return {hook.layer: hook for hook in hooks}
 
 
-def log_hooks(request: ModelRequest, model: HookedModel) -> None:
+def log_hooks(request: ModelRequest, forward: Forward) -> None:
     """Logs what is stored of every token, and how many bytes that takes."""
-    depth, sizes = model.config.num_hidden_layers, model.config.sizes_with(request.max_seq_length)
+    depth, size = forward.model.config.num_hidden_layers, forward.token_bytes
+    for encoder in forward.encoders:
+        text = (
+            "codes: %s, of %s: %s features, of which a token keeps at most %d; %s bytes per token"
+        )
+        name, features = encoder.hook.name, f"{encoder.autoencoder.features:,}"
+        given = plain_url(encoder.autoencoder.name), features, encoder.most, f"{size.pop(name):,}"
+        log.info(text, name, *given)
+        named = encoder.autoencoder.named
+        if layer_in(named) not in ("", str(encoder.source.layer)):
+            text = "--encode %s: its files name %s, and it is used at %s"
+            log.warning(text, given[0], named, encoder.source.name)
+    if not size:
+        return
     default = request.layers_to_extract is None and request.hook_names is None
     if default and depth <= DEFAULT_LAYERS[-1]:
         text = "the default layers, %d to %d, are clipped: the model has layers 0 to %d"
         log.info(text, DEFAULT_LAYERS[0], DEFAULT_LAYERS[-1], depth - 1)
-    forms = [hook.kind.form(sizes, model.activation_dtype) for hook in model.hooks]
+    kinds = [hook.kind for hook in forward.hooks.values() if hook.name in size]
+    forms = [kind.form(forward.sizes, forward.model.activation_dtype) for kind in kinds]
     widths = [form.width for form in forms]
     dtypes = " and ".join(dict.fromkeys(form.dtype for form in forms))
-    names = ", ".join(hook.name for hook in model.hooks)
     each = f"width {widths[0]} each" if len(set(widths)) == 1 else f"widths {widths}"
-    size = sum(form.bytes for form in forms)
-    log.info("hooks: %s; %s, in %s: %s bytes per token", names, each, dtypes, f"{size:,}")
+    told = ", ".join(size), each, dtypes, f"{sum(size.values()):,}"
+    log.info("hooks: %s; %s, in %s: %s bytes per token", *told)
 
 
 def compile_step(forward: Forward) -> Step:
@@ -304,7 +394,7 @@ def compile_step(forward: Forward) -> Step:
     step, if that has few tokens, than to compute its padding, and several hosts would have to agree
     on it.
     """
-    rows, params = forward.rows, read_weights(forward)
+    rows, params = forward.rows, (read_weights(forward), forward.encoder_weights(loaded))
     began = time.perf_counter()
     with watch_compiling() as from_cache:
         compiled = _compiled(forward, params)
@@ -326,11 +416,14 @@ def compile_step(forward: Forward) -> Step:
 
 
 def _compiled(program: Program, params: Any, **options: Any) -> Any:
-    """Compiles the forward pass. params: the weights, or their shapes and shardings."""
+    """Compiles the forward pass. params: the weights of the model, and of each autoencoder, or
+    their shapes and shardings."""
     model, rows = program.model, program.rows
 
     def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
-        return model.apply({"params": params}, tokens, segments, positions), flags.sum(axis=0)
+        params, autoencoders = params
+        found = model.apply({"params": params}, tokens, segments, positions)
+        return program.with_codes(found, autoencoders), flags.sum(axis=0)
 
     outgoing = rows.outgoing(program.shape[1], model.layout), rows.everywhere()
     inputs = [
@@ -349,11 +442,12 @@ def compile_unloaded(program: Program, **options: Any) -> Any:
     """
     model = program.model
     dtype = jnp.uint16 if program.as_bits else model.dtype
-    described = {}
+    params = {}
     for path, spec in program.weights.items():
         split = model.layout.sharding(spec.axes, spec.shape)
-        described[path] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=split)
-    return _compiled(program, unflatten_dict(described), **options)
+        params[path] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=split)
+    given = unflatten_dict(params), program.encoder_weights(described)
+    return _compiled(program, given, **options)
 
 
 def bytes_of_step(program: Program) -> float:

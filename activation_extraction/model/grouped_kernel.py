@@ -7,6 +7,7 @@ Letters: n rows, E experts, D inputs, M outputs of an expert.
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,46 +17,66 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from activation_extraction.model.experts import in_products, tiled_experts
+from activation_extraction.model.experts import in_sorted_rows, tiled_experts
 
-# Of a tile. With 16,384 tokens of Qwen3-30B-A3B an H100 took 3.5 ms, and `tiled_experts` 45.
+# Of a tile. With 16,384 tokens of Qwen3-30B-A3B and a kernel for each of three products, an H100
+# took 3.5 ms, and `tiled_experts` 45.
 ROWS, COLUMNS, INNER = 128, 128, 64
 
 
 def grouped_experts(
-    x: Array, sizes: Array, gate: Array, up: Array, down: Array, interpret: bool = False
+    x: Array,
+    weights: Array,
+    chosen: Array,
+    layer: Array,
+    *stacks: Array,
+    parts: int = 1,
+    interpret: bool = False,
 ) -> Array:
-    """Computes experts with one kernel for each of the three products. See `GroupedExperts`.
+    """Computes experts with two kernels, whose results have the type of x. See `ExpertSum`.
 
     float32 is left to `tiled_experts`: the GPU's matrix units would round it. `interpret` is for
     tests.
     """
     if x.dtype == jnp.float32:
-        return tiled_experts(x, sizes, gate, up, down)
-    return in_products(partial(grouped_product, interpret=interpret), x, sizes, gate, up, down)
+        return tiled_experts(x, weights, chosen, layer, *stacks, parts=parts)
+
+    def compute(x: Array, sizes: Array, layer: Array, *stacks: Array) -> Array:
+        *gate_and_up, down = (stack.reshape(-1, *stack.shape[2:]) for stack in stacks)
+        first = layer * len(sizes)
+        gated = _product(x, gate_and_up, sizes, first, interpret)
+        return _product(gated, [down], sizes, first, interpret)
+
+    return in_sorted_rows(compute, x, weights, chosen, layer, *stacks, parts=parts)
 
 
-def grouped_product(x: Array, weights: Array, sizes: Array, interpret: bool = False) -> Array:
-    """Multiplies rows with their experts' weights: (n, D), (E, D, M), (E,) -> (n, M) float32.
+def _product(
+    x: Array, stacks: Sequence[Array], sizes: Array, first: Array, interpret: bool
+) -> Array:
+    """Multiplies rows with their experts' weights: (n, D), (L * E, D, M), (E,) -> (n, M).
 
-    What is returned for rows without an expert means nothing.
+    Of two stacks, the first is the gate of the second: the result is SwiGLU's. first: the number of
+    the layer's first expert. What is returned for rows without an expert means nothing.
     """
-    (count, inner), (experts, _, columns) = x.shape, weights.shape
-    tiles, width = -(-count // ROWS) + experts, math.gcd(columns, COLUMNS)
+    (count, inner), columns = x.shape, stacks[0].shape[-1]
+    tiles, width = -(-count // ROWS) + len(sizes), math.gcd(columns, COLUMNS)
     of_tile = pl.BlockSpec((1,), lambda column, tile: (tile,))
+    of_column = pl.BlockSpec((len(stacks[0]), inner, width), lambda column, tile: (0, 0, column))
+    experts, starts, ends = _tiles(sizes, tiles)
     return pl.pallas_call(
         partial(_multiply, step=math.gcd(inner, INNER)),
         grid=(columns // width, tiles),
         in_specs=[
             *([of_tile] * 3),
             pl.BlockSpec(x.shape, lambda column, tile: (0, 0)),
-            pl.BlockSpec((experts, inner, width), lambda column, tile: (0, 0, column)),
+            *([of_column] * len(stacks)),
         ],
         out_specs=pl.BlockSpec((count, width), lambda column, tile: (0, column)),
-        out_shape=jax.ShapeDtypeStruct((count, columns), jnp.float32),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        out_shape=jax.ShapeDtypeStruct((count, columns), x.dtype),
+        # Two stacks need twice the registers, and as much of a core's memory in fewer stages.
+        compiler_params=plgpu.CompilerParams(num_warps=4 * len(stacks), num_stages=4 - len(stacks)),
         interpret=interpret,
-    )(*_tiles(sizes, tiles), x, weights)
+    )(first + experts, starts, ends, x, *stacks)
 
 
 def _tiles(sizes: Array, count: int) -> tuple[Array, Array, Array]:
@@ -72,26 +93,24 @@ def _tiles(sizes: Array, count: int) -> tuple[Array, Array, Array]:
 
 
 def _multiply(
-    expert_ref: Any,
-    start_ref: Any,
-    end_ref: Any,
-    x_ref: Any,
-    weights_ref: Any,
-    out_ref: Any,
-    step: int,
+    expert_ref: Any, start_ref: Any, end_ref: Any, x_ref: Any, *others: Any, step: int
 ) -> None:
-    """Multiplies one tile of rows with one block of columns."""
+    """Multiplies one tile of rows with one block of columns. others: the weights, the result."""
+    *stacks, out_ref = others
     start, end, expert = start_ref[0], end_ref[0], expert_ref[0]
     rows = pl.ds(start, ROWS)
     real = (start + jnp.arange(ROWS) < end)[:, None]
 
-    def add(number: Array, total: Array) -> Array:
+    def add(number: Array, totals: list[Array]) -> list[Array]:
         inner = pl.ds(number * step, step)
         x = plgpu.load(x_ref.at[rows, inner], mask=real, other=0.0)
-        return total + plgpu.dot(x, weights_ref[expert, inner, :])
+        pairs = zip(totals, stacks, strict=True)
+        return [total + plgpu.dot(x, stack[expert, inner, :]) for total, stack in pairs]
 
     @pl.when(start < end)
     def _() -> None:
-        total = jnp.zeros((ROWS, out_ref.shape[1]), jnp.float32)
-        total = lax.fori_loop(0, x_ref.shape[1] // step, add, total)
-        plgpu.store(out_ref.at[rows, :], total, mask=real)
+        totals = [jnp.zeros((ROWS, out_ref.shape[1]), jnp.float32)] * len(stacks)
+        *gate, total = lax.fori_loop(0, x_ref.shape[1] // step, add, totals)
+        if gate:
+            total *= jax.nn.silu(gate[0])
+        plgpu.store(out_ref.at[rows, :], total.astype(out_ref.dtype), mask=real)

@@ -24,11 +24,8 @@ from activation_extraction.model.attention import (
 )
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.delta_net import DeltaRule, gated_delta_rule
-from activation_extraction.model.experts import (
-    GroupedExperts,
-    ragged_experts,
-    tiled_experts,
-)
+from activation_extraction.model.expert_kernel import pallas_experts
+from activation_extraction.model.experts import ExpertSum, ragged_experts, tiled_experts
 from activation_extraction.model.flash_kernel import PADDING, flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
 
@@ -40,7 +37,7 @@ class Kernels(NamedTuple):
     """The functions of which each platform has its own form."""
 
     attention: Attention = blocked_attention
-    experts: GroupedExperts = tiled_experts
+    experts: ExpertSum = tiled_experts
     delta_rule: DeltaRule = gated_delta_rule
 
 
@@ -100,7 +97,7 @@ FASTER: Mapping[str, Candidates] = {
     "cpu": {},
     "tpu": {
         "attention": {"splash": splash_attention},
-        "experts": {"ragged_dot": ragged_experts},
+        "experts": {"pallas": pallas_experts, "ragged_dot": ragged_experts},
         "delta_rule": {"pallas": pallas_delta_rule},
     },
     "gpu": {"attention": {"flash": flash_attention}, "experts": {"grouped": grouped_experts}},

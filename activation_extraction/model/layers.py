@@ -44,6 +44,7 @@ LOGICAL_AXES = {
 # so there is a product to compute while the first large weight is gathered.
 NOT_GATHERED = "KHD", "JGD", "RD", "UD"
 SMALL = 2**22  # numbers
+STACKS = "stacks"
 STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
 ParamPath = tuple[str, ...]  # the path of a parameter
 # A module's intermediates by name; those of its submodules are nested. An intermediate that is a
@@ -140,6 +141,26 @@ class Weight(nn.Module):
     @nn.compact
     def __call__(self) -> Array:
         return parameter(self, "weight", self.letters)
+
+
+class StackedWeight(nn.Module):
+    """A weight that is read in its place among those of all layers, where the caller has them.
+
+    They are then a variable of the collection STACKS: the stack, which may be bits, and the layer's
+    number in it.
+    """
+
+    config: QwenConfig
+    letters: str
+    dtype: Any
+
+    @nn.compact
+    def __call__(self) -> tuple[Array, Array]:
+        """Returns the weights of one layer or of several, layers first, and the layer's number."""
+        if self.has_variable(STACKS, "weight"):
+            stacked: Any = self.get_variable(STACKS, "weight")
+            return from_bits(stacked[0], self.dtype), stacked[1]
+        return parameter(self, "weight", self.letters)[None], jnp.int32(0)
 
 
 class Linear(nn.Module):

@@ -73,6 +73,22 @@ class Layout:
             sizes["model"] *= sizes.pop("query")
         return sizes
 
+    def ring(self, axis: str) -> list[int]:
+        """Returns the devices along a mesh axis in an order in which they send around a ring.
+
+        TPUs that form a rectangle, two of them wide, are each beside the next one. Some cannot
+        compute while they send to others.
+        """
+        assert isinstance(self.mesh, Mesh)
+        devices = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(axis), 0)
+        first = devices.reshape(len(devices), -1)[:, 0]
+        places = [getattr(device, "coords", (number,)) for number, device in enumerate(first)]
+        sides = [np.unique(side, return_inverse=True)[1] for side in zip(*places, strict=True)]
+        across, *along = sorted((side for side in sides if side.max() > 0), key=np.max)
+        if len(along) != 1 or across.max() != 1:
+            return [*range(len(first))]
+        return np.lexsort([np.where(across, -along[0], along[0]), across]).tolist()
+
     @property
     def adds_up_parts(self) -> bool:
         """Returns whether devices have parts of a product's inputs and add up their results."""

@@ -51,7 +51,7 @@ def predictions(
         logits = layout.constrain(einsum("BTD,VD->BTV", x, head), *OF_LOGITS)
         return _of_logits(logits, block[1], wanted, top, dtype, layout)
 
-    parts = _in_blocks(of_block, (to_bits(hidden), following), count)
+    parts = in_blocks(of_block, (to_bits(hidden), following), count)
     result = {name: from_bits(part, dtype) for name, part in parts.items()}
     if "loss" in wanted:
         loss = jnp.roll(result["loss"], 1, axis=1)
@@ -82,12 +82,12 @@ def _of_logits(
         mean = (weights * shifted).sum(axis=-1, keepdims=True) / total
         result["entropy"] = jnp.log(total) - mean
     if wanted & {"top_ids", "top_logprobs"}:
-        largest, numbers = _largest(shifted, top, layout)
-        result |= {"top_ids": numbers, "top_logprobs": largest - jnp.log(total)}
+        found, numbers = largest(shifted, top, layout)
+        result |= {"top_ids": numbers, "top_logprobs": found - jnp.log(total)}
     return {name: value for name, value in result.items() if name in wanted}
 
 
-def _largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:
+def largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:
     """Returns the `count` largest of the last axis, in descending order, and their indices.
 
     Each device that has a part of the axis finds the largest of its own, and only these are
@@ -105,7 +105,7 @@ def _largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:
     return found, jnp.take_along_axis(numbers, order, axis=-1)
 
 
-def _in_blocks(function: Callable[[Any], Any], arrays: Any, count: int) -> Any:
+def in_blocks(function: Callable[[Any], Any], arrays: Any, count: int) -> Any:
     """Runs a function on `count` blocks of tokens, one after the other, and joins its results.
 
     arrays, results: (B, T, ...). The last block is filled up with zeros.

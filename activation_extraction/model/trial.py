@@ -31,7 +31,7 @@ from activation_extraction.model.mesh import Layout
 # segments of a trial.
 TOLERANCE = {"bfloat16": 2.0**-6, "float32": 2.0**-15}
 ALIKE_MODULO = 128  # kernels treat rows alike if their lengths are the same modulo this
-MOST_EXPERTS, MOST_KEY_HEADS = 8, 2  # in a trial
+MOST_EXPERTS, MOST_KEY_HEADS = 4, 2  # in a trial
 DELTA_TOKENS = 300  # of each row of a delta rule: several chunks, the last one not whole
 
 
@@ -123,6 +123,7 @@ def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> f
             exact = definition(*jax.tree.map(partial(_exactly, device), arguments))
         rows, right = (np.asarray(x)[np.asarray(counts)].astype(float) for x in (computed, exact))
         norms = np.linalg.norm(right, axis=-1)
+        norms[norms == 0] = 1  # a token without experts gets zeros
         errors.append(np.max(np.linalg.norm(rows - right, axis=-1) / norms))
     return float(np.max(errors))
 
@@ -162,17 +163,21 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
 
 
 def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
-    """Yields a trial for a `GroupedExperts`: one expert has no rows, the last rows no expert."""
+    """Yields a trial for an `ExpertSum`, of the second of two layers: one expert has no rows, some
+    have several tiles, and some tokens have no expert."""
     sizes = config.experts.count, config.hidden_size, config.experts.width
     experts, hidden, width = layout.shard_shape(("experts", "hidden", "mlp"), sizes)
-    normal = partial(_normal, np.random.default_rng(0), dtype)
-    experts = min(experts, MOST_EXPERTS)
+    rng, experts = np.random.default_rng(0), min(experts, MOST_EXPERTS)
     counts = [0 if expert == 2 else (expert + 1) * 67 % 300 for expert in range(experts)]
-    x = normal(sum(counts) + 21, hidden)
-    gate, up = (normal(experts, hidden, width, scale=hidden**-0.5) for _ in range(2))
-    down = normal(experts, width, hidden, scale=width**-0.5)
-    arguments = x, jnp.asarray(counts, jnp.int32), gate, up, down
-    yield Trial(one_expert_after_the_other, arguments, jnp.arange(len(x)) < sum(counts))
+    numbers = np.repeat([*range(experts), experts, -1], [*counts, 70, 70 + sum(counts) % 2])
+    chosen = rng.permutation(numbers).reshape(-1, 2).astype(np.int32)
+    weights = rng.uniform(0.2, 1, chosen.shape).astype(np.float32)
+    normal = partial(_normal, rng, dtype)
+    x = normal(len(chosen), hidden)
+    gate, up = (normal(2, experts, hidden, width, scale=hidden**-0.5) for _ in range(2))
+    down = normal(2, experts, width, hidden, scale=width**-0.5)
+    arrays = x, jnp.asarray(weights), jnp.asarray(chosen), jnp.int32(1), gate, up, down
+    yield Trial(one_expert_after_the_other, arrays, jnp.ones(len(x), bool))
 
 
 def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:

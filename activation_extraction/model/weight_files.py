@@ -109,10 +109,10 @@ class RemoteFile(WeightFile):
     def read_bytes(self, start: int, stop: int) -> bytes:
         if stop <= start:
             return b""
-        data = self._folder.read(self.name, start, stop)
+        data = self._folder.read_range(self.name, start, stop)
         if data is None or len(data) != stop - start:
             raise RunError(f"{self.where}: has changed while it was being read")
-        return data
+        return bytes(data)
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
         """Returns a new array; downloads little more than its bytes (see `ranges_of`)."""

@@ -25,8 +25,8 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import SINGLE_FILE
 from activation_extraction.model.family import Families
 from activation_extraction.model.weights import WeightSpec
-from activation_extraction.store.local_files import write_bytes
-from activation_extraction.store.patience import reason_of
+from activation_extraction.store.local_files import write_file
+from activation_extraction.store.patience import FolderError, reason_of
 
 VOCAB_SIZE = 2048
 HOW_MANY = 300  # documents
@@ -74,9 +74,9 @@ def make_demo(output: Path, families: Families) -> tuple[Path, Path]:
             path.mkdir(parents=True, exist_ok=True)
         write_documents(documents, paragraphs)
         write_tokenizer(model, paragraphs)
-        write_bytes(model / "config.json", json.dumps(MODEL_CONFIG, indent=2).encode())
+        write_file(model / "config.json", [json.dumps(MODEL_CONFIG, indent=2).encode()])
         write_weights(model / SINGLE_FILE, family.weights_of(config))
-    except OSError as error:
+    except (OSError, FolderError) as error:
         raise InputError(f"--demo: {folder}: {reason_of(error)[0]}") from error
     return model, documents
 
@@ -93,7 +93,7 @@ def write_documents(path: Path, paragraphs: list[str]) -> None:
         rows.append({"text": text, "id": f"<urn:demo:{number:04d}>", "score": rng.uniform(3, 5)})
     written = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), written, row_group_size=100)
-    write_bytes(path, written.getvalue().to_pybytes())
+    write_file(path, [written.getvalue().to_pybytes()])
 
 
 def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
@@ -114,14 +114,14 @@ def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(paragraphs, trainer)
-    write_bytes(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
+    write_file(folder / "tokenizer.json", [tokenizer.to_str(pretty=True).encode()])
     settings = {
         "tokenizer_class": "Qwen2Tokenizer",
         "model_max_length": MODEL_CONFIG["max_position_embeddings"],
         "eos_token": END_OF_TEXT,
         "pad_token": END_OF_TEXT,
     }
-    write_bytes(folder / "tokenizer_config.json", json.dumps(settings, indent=2).encode())
+    write_file(folder / "tokenizer_config.json", [json.dumps(settings, indent=2).encode()])
 
 
 def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
@@ -135,4 +135,4 @@ def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
             if name.endswith("norm.weight"):
                 values += 1
             tensors[name] = values.astype(ml_dtypes.bfloat16)
-    write_bytes(path, save(tensors, metadata={"format": "pt"}))
+    write_file(path, [save(tensors, metadata={"format": "pt"})])

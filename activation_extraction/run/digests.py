@@ -39,6 +39,13 @@ def content_digest(checkpoint: Checkpoint) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+def files_digest(paths: Sequence[Path]) -> str:
+    """Returns a digest of the fingerprints of files, in this order, without their names. Raises
+    InputError if a file is unreadable."""
+    prints = [file_fingerprint(path, path.stat().st_size) for path in paths]
+    return hashlib.sha256("\n".join(prints).encode()).hexdigest()
+
+
 def digest_files(paths: Sequence[Path]) -> str:
     """Returns a digest of names and whole contents. Raises InputError if a file is unreadable."""
     lines = []

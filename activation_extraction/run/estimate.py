@@ -30,7 +30,13 @@ from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.checkpoint import Checkpoint, check_adapter
 from activation_extraction.model.devices import USABLE, memory_of
 from activation_extraction.model.family import Families, read_json
-from activation_extraction.model.forward import ModelRequest, Program, build_model, bytes_of_step
+from activation_extraction.model.forward import (
+    ModelRequest,
+    Program,
+    build_model,
+    bytes_of_step,
+    choose_hooks,
+)
 from activation_extraction.model.mesh import in_words
 from activation_extraction.model.released import released_config
 from activation_extraction.run.demo import MODEL_CONFIG
@@ -116,16 +122,15 @@ def planned_run(config: Config, families: Families) -> PlannedRun:
     raw, request = read_config(config), model_request(config, topology.described())
     if config.batch_size == "auto":
         log.info("--batch_size auto: a run may take more than these %d rows", request.batch_size)
-    model = program_of(families, request, raw).model
-    letters = model.config.sizes_with(request.max_seq_length)
-    forms = [hook.kind.form(letters, model.activation_dtype) for hook in model.hooks]
-    pack, ratio = pack_rate(config, model.activation_dtype)
+    program = program_of(families, request, raw)
+    pack, ratio = pack_rate(config, program.model.activation_dtype)
     kind, chips, speeds = topology.kind, topology.chips / topology.hosts, dict[str, float]()
     if kind.cores is not None:
         speeds["host"] = pack * min(chips * kind.cores, config.writer_threads or math.inf)
     if kind.network is not None and config.upload_to_gcs:
         speeds["upload"] = chips * kind.network / ratio
-    of_token, prices = sum(form.bytes for form in forms), config.chip_hour_dollars or kind.dollars
+    of_token = sum(program.token_bytes.values())
+    prices = config.chip_hour_dollars or kind.dollars
     tokens, kept = data_size(config, len(known_special_tokens(config)))
     return PlannedRun(families, raw, topology, request, of_token, tokens, kept, speeds, prices)
 
@@ -151,7 +156,8 @@ def program_of(families: Families, request: ModelRequest, raw: Mapping[str, Any]
     model, rows = build_model(family, request, config)
     if model.layout.size("pipeline") > 1:
         raise InputError("--mesh_type, --mesh_axes: --plan has no formula for a pipeline")
-    return Program(model, family.weight_table(model), rows, request.shape)
+    asked = choose_hooks(request, config)
+    return Program(model, family.weight_table(model), rows, request.shape, *asked)
 
 
 def estimate_mesh(run: PlannedRun, request: ModelRequest, program: Program) -> dict[str, Any]:
@@ -163,7 +169,8 @@ def estimate_mesh(run: PlannedRun, request: ModelRequest, program: Program) -> d
     """
     layout, devices = program.layout, [*program.rows.mesh.devices.flat]
     hosts, rows = program.rows.hosts, request.batch_size * program.rows.hosts
-    step = StepSizes(program.model, program.weights, rows, request.max_seq_length)
+    sizes = rows, request.max_seq_length, program.encoders
+    step = StepSizes(program.model, program.weights, *sizes)
     found, room = step.estimate(layout, devices), USABLE * (memory_of(devices[0]) or 0)
     tokens, fits, compiled = rows * request.max_seq_length, found.memory <= room, None
     if run.topology.is_tpu and find_spec("libtpu") is None:

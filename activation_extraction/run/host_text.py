@@ -19,9 +19,8 @@ from activation_extraction.run.open_data import Dataset, TextRequest
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
 from activation_extraction.text.chat import ChatTemplate
-from activation_extraction.text.documents import with_remedy
+from activation_extraction.text.documents import Documents, with_remedy
 from activation_extraction.text.messages import MessagesColumn
-from activation_extraction.text.mixture import Documents
 from activation_extraction.text.packing import pack, rows_of_group
 from activation_extraction.text.rows import IdsColumn, Reader, RowForm, TextColumn
 from activation_extraction.text.samples import SampleForm, samples
@@ -207,9 +206,9 @@ class HostText:
             documents,
             self.tokenizer,
             self.form,
-            start=storage.mark,
+            start=storage.plan.mark,
             stored=storage.stored_after_mark,
-            until=storage.until,
+            until=storage.plan.until,
             **storage.limits,
         )
         # While the devices compute the batches of a group, the next one is read.

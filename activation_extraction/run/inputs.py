@@ -5,6 +5,7 @@ differ between the hosts of a run, what the hosts compare, and what --verify com
 recomputes samples. --repair and a run that continues compare the identity that is made here.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -21,7 +22,12 @@ from activation_extraction.cli.flags import FLAGS, Config
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import plain_url
 from activation_extraction.model.forward import Forward, ModelRequest
-from activation_extraction.run.digests import content_digest, digest_files, model_digest
+from activation_extraction.run.digests import (
+    content_digest,
+    digest_files,
+    files_digest,
+    model_digest,
+)
 from activation_extraction.run.host_text import load_text_files, row_form, special_tokens
 from activation_extraction.run.open_data import Dataset, TextRequest, open_dataset
 from activation_extraction.store.identity import Identity, StorageOptions
@@ -98,6 +104,15 @@ def _adapter_digest(inputs: Inputs) -> tuple[str]:
     return ("" if adapter is None else content_digest(adapter.files),)
 
 
+def _autoencoder_digest(inputs: Inputs) -> tuple[str]:
+    # Nothing but the name of its folder may say k; hooks are in the identity.
+    lines = [
+        f"{encoder.source.name} {encoder.autoencoder.k} {files_digest(encoder.autoencoder.files)}\n"
+        for encoder in inputs.forward.encoders
+    ]
+    return (hashlib.sha256("".join(lines).encode()).hexdigest() if lines else "",)
+
+
 def _tokenizer_digest(inputs: Inputs) -> tuple[str]:
     files = [] if inputs.text.ids_column else inputs.forward.checkpoint.tokenizer_files()
     return (digest_files(files) if files else "",)
@@ -118,6 +133,14 @@ INPUTS = (
         paths=("lora",),
         fields=("lora_digest",),
         known_by=_adapter_digest,
+        of_text=False,
+    ),
+    Input(
+        "autoencoder",
+        flags=("encode",),
+        paths=("encode",),
+        fields=("autoencoder_digest",),
+        known_by=_autoencoder_digest,
         of_text=False,
     ),
     Input(
@@ -175,15 +198,19 @@ def new_identity(
     text: that of the inputs, with the ids of the tokens to drop.
     """
     forward, model, seed = inputs.forward, inputs.forward.model, text.shuffle_documents
-    has_top_logits = any(hook.name.startswith("logits.top_") for hook in model.hooks)
+    codes = tuple(encoder.hook.name for encoder in forward.encoders)
+    own = {hook.name: hook.kind.dtype for hook in forward.hooks.values() if hook.name not in codes}
+    has_top_logits = any(name.startswith("logits.top_") for name in own)
     flags = {**vars(text), **vars(options), "positions": str(text.positions)}
     known: dict[str, Any] = {}
     for each in INPUTS:
         known |= zip(each.fields, each.known_by(inputs), strict=True)
     found = {
-        "hooks": tuple(hook.name for hook in model.hooks),
-        "integer_hooks": tuple(hook.name for hook in model.hooks if hook.kind.dtype == "int32"),
-        "float32_hooks": tuple(hook.name for hook in model.hooks if hook.kind.dtype == "float32"),
+        "hooks": (*own, *codes),
+        "integer_hooks": tuple(name for name in own if own[name] == "int32"),
+        "float32_hooks": tuple(name for name in own if own[name] == "float32"),
+        "code_hooks": codes,
+        "encode_most": tuple(encoder.most for encoder in forward.encoders),
         "keyed_by": forward.keyed_by,
         "dtype": str(model.dtype),
         "activation_dtype": str(model.activation_dtype),

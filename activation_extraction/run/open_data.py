@@ -18,9 +18,14 @@ from activation_extraction.run.data_files import DataFiles
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.metadata import identity_of
 from activation_extraction.text.batch import Worker
-from activation_extraction.text.documents import DocumentStream, RowCounts, check_dataset
+from activation_extraction.text.documents import (
+    Documents,
+    DocumentStream,
+    Mixture,
+    RowCounts,
+    check_dataset,
+)
 from activation_extraction.text.file_list import is_path, list_files, refuse_repeated
-from activation_extraction.text.mixture import Documents, Mixture
 from activation_extraction.text.rows import Columns, RowForm
 from activation_extraction.text.sources import open_files, open_hub_dataset
 

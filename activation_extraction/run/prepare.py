@@ -18,6 +18,7 @@ from activation_extraction.common.choices import ATTENTION_MASK
 from activation_extraction.common.errors import InputError, near_miss
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, plain_url
+from activation_extraction.model.autoencoders import read_autoencoder
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import memory_of, use_compilation_cache
 from activation_extraction.model.family import Families
@@ -52,7 +53,7 @@ from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
 from activation_extraction.text.chat import END, START, ChatTemplate
-from activation_extraction.text.mixture import Documents
+from activation_extraction.text.documents import Documents
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
         lambda: prepare(config, host, inputs, folders, facts, watchdog),
         lambda prepared: prepared[1],
     )
-    log_hooks(request, job.forward.model)
+    log_hooks(request, job.forward)
     totals, text = job.storage.totals, job.text
     if totals.shards and job.repair is None and not job.storage.complete:
         done = [counted(getattr(totals, f"{unit}s"), unit) for unit in ("sample", "token", "shard")]
@@ -249,7 +250,8 @@ def prepare(
         "versions": package_versions(),
         **facts,
     }
-    hooks = {key: hook.facts(forward.sizes) for key, hook in forward.hooks.items()}
+    codes = {encoder.hook.name: encoder.facts() for encoder in forward.encoders}
+    hooks = {k: codes.get(h.name) or h.facts(forward.sizes) for k, h in forward.hooks.items()}
     storage = ActivationStorage(
         folders.folder,
         {key: hook.name for key, hook in forward.hooks.items()},
@@ -267,9 +269,12 @@ def prepare(
 def model_request(config: Config, planned: Sequence[Any] | None = None) -> ModelRequest:
     """Returns what the flags ask of the model; `auto` rows are the default until `fit_rows`.
 
-    planned: the devices of a machine that is not here.
+    planned: the devices of a machine that is not here. Raises InputError for an autoencoder that
+    cannot be read.
     """
-    request, rows = replace(config.part(ModelRequest), devices=planned), config.batch_size
+    autoencoders = tuple(read_autoencoder(hook, name) for hook, name in config.encode)
+    request = replace(config.part(ModelRequest), devices=planned, autoencoders=autoencoders)
+    rows = config.batch_size
     if not isinstance(rows, int):
         rows = default_rows(
             request.max_seq_length, request.use_data_parallel, rows == "auto", planned

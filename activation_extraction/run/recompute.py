@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from activation_extraction.cli.flags import Config
+from activation_extraction.common.codes import CODES, Codes
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.inspect.verify import Recompute
 from activation_extraction.inspect.verify_shard import ChosenSample
@@ -30,6 +31,7 @@ from activation_extraction.run.open_data import TextRequest
 from activation_extraction.run.prepare import recorded_commit
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.metadata import identity_of
+from activation_extraction.store.shard import Values
 from activation_extraction.text.packing import pack, samples_of
 from activation_extraction.text.samples import samples
 
@@ -46,12 +48,17 @@ def load_for_recomputing(
     InputError if an input that it takes is not the one that the stored activations came from.
     """
     identity = identity_of(metadata, METADATA)
+    configuration = Config.from_json(metadata.get("configuration", {}))
     encoded = identity.activation_dtype == FLOAT8  # and decoded to float32
+    codes = {name.removesuffix(CODES) for name in identity.code_hooks}
+    asked = tuple(name for name in identity.hooks if name not in identity.code_hooks)
     request = replace(
         request,
         model_revision=request.model_revision or recorded_commit(request.model_path, metadata),
         layers_to_extract=None,
-        hook_names=identity.hooks,
+        hook_names=asked or None,
+        encode_most=configuration.encode_most,
+        keep_activations=not codes.isdisjoint(asked),
         top_logits=identity.top_logits or request.top_logits,
         dtype=identity.dtype,
         activation_dtype="float32" if encoded else identity.activation_dtype,
@@ -59,7 +66,7 @@ def load_for_recomputing(
     )
     with device_errors():
         forward = prepare_model(families, request)
-        text = Config.from_json(metadata.get("configuration", {})).part(TextRequest)
+        text = configuration.part(TextRequest)
         if dataset_path is not None:
             text = replace(text, dataset_path=dataset_path, mix=())
         if not identity.special_tokens:  # earlier versions added none, whatever the tokenizer says
@@ -70,8 +77,12 @@ def load_for_recomputing(
             check_inputs(inputs, identity, of_text=True)
         step = compile_step(forward)
 
-    def recompute(chosen: list[ChosenSample]) -> list[dict[str, np.ndarray] | str]:
-        results: list[dict[str, np.ndarray] | str] = [OTHER_TEXT] * len(chosen)
+    features: dict[Any, int] = {
+        each.hook.name: each.autoencoder.features for each in forward.encoders
+    }
+
+    def recompute(chosen: list[ChosenSample]) -> list[dict[str, Values] | str]:
+        results: list[dict[str, Values] | str] = [OTHER_TEXT] * len(chosen)
         known = {item: np.asarray(sample.row.token_ids) for item, sample in enumerate(chosen)}
         if not identity.every_token:
             known = _all_token_ids(inputs, chosen)
@@ -82,7 +93,12 @@ def load_for_recomputing(
             for placed in batch.samples:
                 item = items[placed.sample.number]
                 where = placed.row, placed.start + np.asarray(chosen[item].row.positions, int)
-                results[item] = {str(name): each[where] for name, each in activations.items()}
+                results[item] = {
+                    str(key): Codes.of(each[where], features[key])
+                    if key in features
+                    else each[where]
+                    for key, each in activations.items()
+                }
         return results
 
     return Recompute(jax.default_backend(), recompute)

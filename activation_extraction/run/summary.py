@@ -4,13 +4,16 @@
 subject of inspect/status.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from activation_extraction.cli.console import Clock, Progress
+from activation_extraction.common.codes import code_bytes
 from activation_extraction.common.positions import Positions
 from activation_extraction.common.visible import counted, say
+from activation_extraction.inspect.status import codes_in_words
 from activation_extraction.model.devices import peak_flops
+from activation_extraction.model.encode import Encoder
 from activation_extraction.model.hooks import HookTable
 from activation_extraction.run.hosts import gather
 from activation_extraction.run.prepare import Job
@@ -75,6 +78,10 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
         mask = job.text.request.mask_column
         rule = f"--mask_column {mask}, " * bool(mask) + str(job.text.form.choice)
         say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({rule})")
+    names = {key: hook.name for key, hook in job.forward.hooks.items()}
+    found = totals.statistics.items()
+    for line in codes_in_words({"name": names[key], **each.to_json()} for key, each in found):
+        say(line)
     for shortfall in filter(None, shortfalls):
         say(f"short: {shortfall}")
     if job.host.id != 0 and not verbose:
@@ -82,7 +89,12 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
     if new := totals.tokens - before.tokens:
         say(_where_the_time_went(job, clock, new))
     if totals.shards:
-        say("read it with:", *(f"  {line}" for line in _how_to_read(job)))
+        url = job.folders.bucket_url or str(job.folders.local)
+        say(
+            "read it with:",
+            "  from activation_extraction import ActivationDataset",
+            f"  dataset = ActivationDataset({url!r})",
+        )
 
 
 def _shortfall(job: Job) -> str:
@@ -102,28 +114,14 @@ def _shortfall(job: Job) -> str:
 
 def _where_the_time_went(job: Job, clock: Clock, tokens: int) -> str:
     """Returns a line with the times of each activity. tokens: those of this run alone."""
-    totals, waited, elapsed = job.storage.totals, job.storage.waited, clock.elapsed
+    waited, elapsed = job.storage.waited, clock.elapsed
     unit = "tokens" if job.text.form.choice.everything else "kept tokens"
     times = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
     waits = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in waited.items())
     return (
         f"time: {elapsed:.1f} s, {tokens / elapsed:,.0f} {unit}/s; waiting for {times} "
-        f"s; of store, until there was room in memory (--waiting_shards_gb): {waits} s; shards "
-        f"took {totals.pack_seconds:.1f} s to pack and {totals.write_seconds:.1f} s to write"
+        f"s; of store, until there was room in memory (--waiting_shards_gb): {waits} s"
     )
-
-
-def _how_to_read(job: Job) -> list[str]:
-    """Returns lines of Python that read the whole run, and one shard without this program."""
-    in_bucket, shards = job.folders.bucket_url is not None, job.storage.format
-    url = job.folders.bucket_url or str(job.folders.local)
-    lines = [
-        "from activation_extraction import ActivationDataset",
-        f"dataset = ActivationDataset({url!r})",
-    ]
-    if one_shard := shards.how_to_read(f"{job.where}/{shards.file_name(1)}", in_bucket):
-        lines += ["# or one shard, without this program:", *one_shard]
-    return lines
 
 
 def how_to_continue(hosts: int, overwrite: bool) -> str:
@@ -135,12 +133,17 @@ def how_to_continue(hosts: int, overwrite: bool) -> str:
 
 
 def list_hooks(
-    table: HookTable, config: Any, dtype: Any, rule: Positions, length: int
+    table: HookTable,
+    config: Any,
+    dtype: Any,
+    rule: Positions,
+    length: int,
+    encoders: Sequence[Encoder] = (),
 ) -> list[str]:
     """Returns lines with a model's hooks, all their names, and how much each of them stores.
 
     config: the model's; dtype: of stored activations; rule: --positions; length: of the longest
-    samples.
+    samples. encoders: those of --encode.
     """
     depth, letters = config.num_hidden_layers, config.sizes_with(length)
     rows: list[tuple[str, ...]] = [COLUMNS]
@@ -158,6 +161,13 @@ def list_hooks(
         cells = zip(COLUMNS, row, sizes, strict=True)
         lines.append("  ".join(f"{c:{'>' if name in RIGHT else '<'}{n}}" for name, c, n in cells))
     lines.append(f"K is the layer, from 0 to {depth - 1}")
+    for encoder in encoders:
+        most, whole = encoder.most, encoder.source.kind.form(letters, dtype).bytes
+        each = "each token has" if most == encoder.autoencoder.k else "a token has at most"
+        lines.append(
+            f"{encoder.hook.name}: {each} {most} of {encoder.autoencoder.features:,} features, "
+            f"{code_bytes(most, dtype):,} bytes per token (the activations take {whole:,})"
+        )
     if config.weights:
         lines.append(f"the checkpoint has {config.weights}")
     if rule != Positions():

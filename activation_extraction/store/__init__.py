@@ -50,6 +50,14 @@ is NaN or infinite. If `activation_dtype` is float8, all other hooks are stored 
 pickles) with a float32 scale for every token, (tokens, 1): the tensor HOOK.scale, or the field
 `scale` of a record. What is read is their product; `error` in the JSON says how far off it is.
 
+The identity's `code_hooks`, HOOK.codes, hold the active features of an autoencoder at HOOK, of each
+token at most as many as `encode_most` says (the largest), in CSR form. A safetensors shard has five
+tensors for them: HOOK.codes.ids (int32) and .values (float32 or bfloat16), of all tokens one after
+the other; .offsets (int64, tokens + 1), where those of each token begin; .error and .norm (float32,
+tokens), the squared norm of what these features do not reconstruct, and the norm of what is
+reconstructed. A record of a pickle has these five for its sample, in the place of `activation`.
+`codes` in the JSON has their sums, of the first tokens of documents (`sinks`) and of all others.
+
 Readers ignore tensors, fields and columns that they do not know. Any other change of the form gets
 a new `format_version`.
 """

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import obstore
+from obstore import Bytes
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 from obstore.store import AzureStore, GCSStore, S3Store
 
@@ -32,7 +33,7 @@ from activation_extraction.store.patience import (
 )
 
 if TYPE_CHECKING:
-    from obstore import GetOptions
+    from obstore import GetOptions, GetResult
 
 RETRIES = 3  # by obstore, within a second or two; Folder goes on, and says so
 READ_TIMEOUT = 60.0  # seconds without a byte of an answer, after which it is asked for again
@@ -126,40 +127,47 @@ class Bucket:
         }
         return {**dict.fromkeys(map(_last, found["common_prefixes"])), **files}
 
-    def read(
-        self,
-        name: str,
-        start: int | None = None,
-        stop: int | None = None,
-        version: str | None = None,
-        most: int | None = None,
-    ) -> tuple[bytes, str | None] | None:
-        if start == stop and start is not None:
-            return b"", None
-        options: GetOptions = {} if version is None else {"if_match": version}
-        if start is not None and start < 0:
-            options["range"] = {"suffix": -start}
-        elif stop is not None:
-            options["range"] = (start or 0, stop)
-        elif start:
-            options["range"] = {"offset": start}
-        # Of a file that is read whole, the size is not yet known.
-        size = (stop or 0) - (start or 0) if stop else most or GB
+    def head(self, name: str) -> FileEntry | None:
+        with suppress(FileNotFoundError):
+            found = self._ask(lambda: obstore.head(self._store(0), self._key(name)))
+            return FileEntry(found["size"], found["e_tag"])
+        return None
 
+    def read(
+        self, name: str, version: str | None = None, most: int | None = None
+    ) -> tuple[bytes, str | None] | None:
         def get() -> tuple[bytes, str | None]:
-            try:
-                answer = obstore.get(self._store(size), self._key(name), options=options)
-            except GenericError as error:
-                if _status(error) == 416:  # the range begins past the end
-                    return b"", obstore.head(self._store(0), self._key(name))["e_tag"]
-                raise
+            answer = self._get(name, most or GB, version)
             check_size(answer.meta["size"], most)
-            content: Any = answer.bytes()  # of a range, which may be large, no copy is made
-            return content if stop else content.to_bytes(), answer.meta["e_tag"]
+            return answer.bytes().to_bytes(), answer.meta["e_tag"]
 
         with suppress(FileNotFoundError):
             return self._ask(get)
         return None
+
+    def read_range(
+        self, name: str, start: int, stop: int, version: str | None = None
+    ) -> Bytes | bytes | None:
+        def get() -> Bytes | bytes:
+            try:
+                answer = self._get(name, stop - start, version, {"range": (start, stop)})
+            except GenericError as error:
+                if _status(error) == 416:  # it begins past the end
+                    return b""
+                raise
+            return answer.bytes()  # of what may be large, no copy is made
+
+        with suppress(FileNotFoundError):
+            return self._ask(get)
+        return None
+
+    def _get(
+        self, name: str, size: int, version: str | None, options: "GetOptions | None" = None
+    ) -> "GetResult":
+        options = options or {}
+        if version is not None:
+            options["if_match"] = version
+        return obstore.get(self._store(size), self._key(name), options=options)
 
     def write(self, name: str, parts: Sequence[memoryview], expected: str | None) -> str | None:
         size = sum(part.nbytes for part in parts)

@@ -186,8 +186,7 @@ def _known(kind: type[T], content: Mapping[str, Any]) -> T:
 
 @dataclass
 class Totals:
-    """The totals over all commits, also of earlier runs, and this run's seconds in the background.
-    The fields are those of a commit."""
+    """The totals over all commits, also of earlier runs. The fields are those of a commit."""
 
     shards: int = 0
     samples: int = 0
@@ -198,8 +197,6 @@ class Totals:
     cut_samples: int = 0
     cut_tokens: int = 0
     empty_samples: int = 0
-    pack_seconds: float = 0.0
-    write_seconds: float = 0.0
     statistics: dict[Key, Statistics] = field(default_factory=dict)
 
     @classmethod
@@ -229,5 +226,5 @@ class Totals:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The counts that metadata.json records: all fields but seconds and statistics."""
+        """The counts that metadata.json records: all fields but statistics."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.type is int}

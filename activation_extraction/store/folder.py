@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from fsspec.core import url_to_fs
+from obstore import Bytes
 
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.log import log
@@ -65,23 +66,27 @@ class ForeignFolder:
             for each in found
         }
 
+    def head(self, name: str) -> FileEntry | None:
+        with suppress(FileNotFoundError):
+            return FileEntry(int(self._fs.info(f"{self._path}/{name}")["size"]))
+        return None
+
     def read(
-        self,
-        name: str,
-        start: int | None = None,
-        stop: int | None = None,
-        version: str | None = None,
-        most: int | None = None,
+        self, name: str, version: str | None = None, most: int | None = None
     ) -> tuple[bytes, str | None] | None:
+        if most is not None and (found := self.head(name)) is not None:
+            check_size(found.size, most)
+        data = self.read_range(name)
+        return None if data is None else (data, None)
+
+    def read_range(
+        self, name: str, start: int | None = None, stop: int | None = None, *_: Any
+    ) -> bytes | None:
         # The hub's file system would read ahead, again for every range.
         no_cache = {"cache_type": "none"} if "hf" in self._fs.protocol else {}
-        path = f"{self._path}/{name}"
-        try:
-            if most is not None:
-                check_size(int(self._fs.info(path)["size"]), most)
-            return self._fs.cat_file(path, start=start, end=stop, **no_cache), None
-        except FileNotFoundError:
-            return None
+        with suppress(FileNotFoundError):
+            return self._fs.cat_file(f"{self._path}/{name}", start=start, end=stop, **no_cache)
+        return None
 
     def write(self, name: str, *_: Any) -> NoReturn:
         expected = "expected a local folder, gs://, s3:// or az://"
@@ -144,30 +149,36 @@ class Folder:
         """Maps the names of the files here to sizes in bytes."""
         return {name: entry.size for name, entry in self.listing().items() if entry is not None}
 
-    def read(
-        self,
-        name: str,
-        start: int | None = None,
-        stop: int | None = None,
-        *,
-        version: str | None = None,
-        most: int | None = None,
-    ) -> bytes | None:
-        """Returns a whole file, or its bytes from `start` to `stop`; None if there is no such file.
+    def head(self, name: str) -> FileEntry | None:
+        """Returns the size and the version of a file; None if there is no such file."""
+        return self._retry(f"reading {name}", lambda: self._files.head(name))
 
-        A negative `start` counts from the end, and what lies past the end is left out. A range may
-        come as another object with the same bytes, which NumPy and `bytes` can read. version:
-        raises ChangedError if the file is another version now. most: raises FolderError, before it
-        is read, if the file has more bytes.
+    def read(
+        self, name: str, *, version: str | None = None, most: int | None = None
+    ) -> bytes | None:
+        """Returns a whole file; None if there is no such file.
+
+        version: raises ChangedError if the file is another version now. most: raises FolderError,
+        before it is read, if the file has more bytes.
         """
-        found = self.read_with_version(name, start, stop, version=version, most=most)
+        found = self.read_with_version(name, version, most)
         return None if found is None else found[0]
 
     def read_with_version(
-        self, name: str, *span: Any, **options: Any
+        self, name: str, version: str | None = None, most: int | None = None
     ) -> tuple[bytes, str | None] | None:
-        """Returns what `read` returns, and the version of the file, unless the span is empty."""
-        return self._retry(f"reading {name}", lambda: self._files.read(name, *span, **options))
+        """Returns what `read` returns, and the version of the file."""
+        return self._retry(f"reading {name}", lambda: self._files.read(name, version, most))
+
+    def read_range(
+        self, name: str, start: int, stop: int, version: str | None = None
+    ) -> Bytes | bytes | None:
+        """Returns the bytes of a file from `start` to `stop`, without those past its end; None if
+        there is no such file. version: see `read`. No copy is made of what a bucket sends."""
+        if stop <= start:
+            return b""
+        read = self._files.read_range
+        return self._retry(f"reading {name}", lambda: read(name, start, stop, version))
 
     def write(self, name: str, parts: bytes | Sequence[Any], expected: str | None) -> str | None:
         """Writes a whole file, and returns its version; None where the store has no versions.
@@ -197,28 +208,20 @@ class Folder:
         write is conditional on, because two processes could then write the same file."""
         name = f".write_test_{uuid.uuid4().hex[:8]}"
 
-        def write(data: bytes, expected: str | None) -> str | None:
-            """Writes the file, which nobody else writes, until it is there."""
-            found = self._files.read(name)
-            if found is not None and found[0] == data:  # an earlier attempt's answer was lost
-                return found[1]
-            return self._files.write(name, [memoryview(data)], expected)
-
-        def again(expected: str | None) -> None:
+        def write_again(expected: str | None) -> None:
             with suppress(ChangedError):
-                self._retry(request, lambda: self._files.write(name, [], expected))
+                self._retry(f"writing {name}", lambda: self._files.write(name, [], expected))
                 raise InputError(
                     f"{self.url}: a second write of {name} was not refused: the store ignores "
                     "If-None-Match or If-Match; expected one that obeys them, as Google Cloud "
                     "Storage, S3 and Azure do"
                 )
 
-        request = f"writing {name}"
         try:
-            first = self._retry(request, lambda: write(b"1", None))
-            self._retry(request, lambda: write(b"two", first))
-            again(None)
-            again(first)
+            first = self.write(name, b"1", ANY)
+            self.write(name, b"two", ANY)
+            write_again(None)
+            write_again(first)
         finally:
             self.remove(name)
 

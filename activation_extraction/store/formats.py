@@ -126,20 +126,6 @@ class ShardFormat:
             unpacked,
         )
 
-    def how_to_read(self, shard: str, in_bucket: bool) -> tuple[str, ...]:
-        """Returns lines of Python that read a pickle without this program; none for safetensors.
-
-        shard: its path or URL. The lines read the file to its end, where gzip's checksum is.
-        """
-        if self is SAFETENSORS:
-            return ()
-        module, opened = "", f"open({shard!r}, 'rb')"
-        if in_bucket:
-            module, opened = "fsspec, ", f"fsspec.open({shard!r}, compression='infer').open()"
-        elif self.compressed:
-            module, opened = "gzip, ", f"gzip.open({shard!r})"
-        return f"import {module}pickle", f"records = pickle.loads({opened}.read())"
-
 
 PICKLE_DTYPES = {np.dtype(code).name for code in NUMBER_TYPES}
 SAFETENSORS_DTYPES = {dtype.name for dtype in DTYPES.values()} - {VALUES.name}

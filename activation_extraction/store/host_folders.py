@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from activation_extraction.common.errors import InputError, RunError
-from activation_extraction.common.visible import counted
-from activation_extraction.store.commit import METADATA, REPAIRS, commit_name
+from activation_extraction.store.commit import REPAIRS
 from activation_extraction.store.folder import Folder, local_path
 from activation_extraction.store.local_files import is_locked, running_system
 from activation_extraction.store.metadata import Stored, own_files, read_stored
@@ -63,11 +62,11 @@ def read_folders(root: Folder) -> dict[str, Stored]:
     """
     here = root.listing()
     names = list(host_folders(here))
-    if _finished_files(here):
+    if own_files(here):
         names.insert(0, "")
     with ThreadPoolExecutor(FOLDERS) as pool:
         stored = list(pool.map(lambda name: _read(root.child(name)), names))
-    found = {name: s for name, s in zip(names, stored, strict=True) if _finished_files(s.files)}
+    found = {name: s for name, s in zip(names, stored, strict=True) if own_files(s.files)}
     if not found:
         raise InputError(f"{root.url}: holds no extraction")
     return found
@@ -87,7 +86,7 @@ def read_run(url: str) -> tuple[Folder, dict[str, Stored]]:
     except RunError as error:
         raise OSError(str(error)) from error
     for stored in folders.values():
-        for problem in problems_of(stored):
+        for problem in stored.problems:
             raise OSError(problem if stored.damaged else f"{problem}; {REPAIRS}")
         if stored.moved_to and not all(map(stored.has, stored.in_order)):
             raise OSError(f"{stored.url}: the shards were uploaded to {stored.moved_to}")
@@ -119,34 +118,6 @@ def strangers(folders: dict[str, Stored]) -> Iterator[str]:
             yield f"{where}: belongs to another run: its num_hosts differs"
         elif name not in ("", own):
             yield f"{where}: holds the shards of {own}"
-
-
-def problems_of(stored: Stored) -> list[str]:
-    """Returns what is damaged or missing in a folder, as far as its JSONs and file names show."""
-    problems = [*stored.damaged.values(), *missing_jsons(stored, stored.url)]
-    if incomplete := stored.missing()[1]:
-        others = counted(len(incomplete) - 1, "other shard")
-        more = f", and so are files of {others}" if incomplete[1:] else ""
-        file = stored.commits[incomplete[0]].file
-        problems.append(f"{stored.url}/{file}: is missing or cut short{more}")
-    return problems
-
-
-def missing_jsons(stored: Stored, folder: str) -> Iterator[str]:
-    """Yields which JSONs a folder lacks: metadata.json, and those of shards although a later shard
-    has one, or the run is complete. folder: what it is called; "" for the output itself."""
-    prefix = folder and f"{folder}/"
-    if stored.metadata is None and METADATA not in stored.damaged:
-        yield f"{prefix}{METADATA}: is missing"
-    for gap in stored.missing()[0]:
-        first, last = f"{prefix}{commit_name(gap.start)}", commit_name(gap.stop - 1)
-        several = gap.stop - gap.start > 1
-        yield f"{first} to {last}: are missing" if several else f"{first}: is missing"
-
-
-def _finished_files(names: Iterable[str]) -> list[str]:
-    """The files of an extraction, without the temporary ones of a run that has just begun."""
-    return [name for name in own_files(names) if not name.startswith(".")]
 
 
 def _read(folder: Folder) -> Stored:

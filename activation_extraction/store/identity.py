@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from activation_extraction.common.choices import ATTENTION_MASK
+from activation_extraction.common.codes import value_dtype
 from activation_extraction.common.encodings import FLOAT8, VALUES
 from activation_extraction.common.host_memory import available_memory
 from activation_extraction.text.batch import Worker
@@ -40,20 +41,23 @@ class Difference(NamedTuple):
 class Identity:
     """The settings that decide the content of a run's shards.
 
-    model_digest, lora_digest, tokenizer_digest: SHA-256 of the files, "" for none. data: the data
-    set, or "files". data_revision: its commit on the hub, "" for files. hooks: their full names.
-    integer_hooks, float32_hooks: those whose values are no activations; they are stored as int32 or
-    float32, whatever `activation_dtype` is. Integers are numbers of experts or tokens, and have no
-    statistics. keyed_by: the keys of the hooks in the shards: "layer", "hook name", or a list of
-    the requested names. activation_dtype: a dtype, or "float8". positions, drop_token_ids, roles,
-    mask_column, overlap: which tokens are kept. num_hosts: the number of hosts of this machine.
-    chat_template: digest of the template and its arguments. shuffle_documents: the seed, "" for
-    none. special_tokens: what texts get, as in "text + <|endoftext|>", "" for nothing. top_logits:
-    how many of the most likely next tokens are stored, 0 if none are.
+    model_digest, lora_digest, autoencoder_digest, tokenizer_digest: SHA-256 of the files, "" for
+    none. data: the data set, or "files". data_revision: its commit on the hub, "" for files. hooks:
+    their full names. integer_hooks, float32_hooks: those whose values are no activations; they are
+    stored as int32 or float32, whatever `activation_dtype` is. Integers are numbers of experts or
+    tokens, and have no statistics. code_hooks: those that hold codes; encode_most: how many
+    features of a token each of these keeps at most. keyed_by: the keys of the hooks in the shards:
+    "layer", "hook name", or a list of the requested names. activation_dtype: a dtype, or "float8".
+    positions, drop_token_ids, roles, mask_column, overlap: which tokens are kept. num_hosts: the
+    number of hosts of this machine. chat_template: digest of the template and its arguments.
+    shuffle_documents: the seed, "" for none. special_tokens: what texts get, as in "text +
+    <|endoftext|>", "" for nothing. top_logits: how many of the most likely next tokens are stored,
+    0 if none are.
     """
 
     model_digest: str = ""
     lora_digest: str = ""
+    autoencoder_digest: str = ""
     tokenizer_digest: str = ""
     data: str = ""
     data_revision: str = ""
@@ -63,6 +67,8 @@ class Identity:
     hooks: tuple[str, ...] = ()
     integer_hooks: tuple[str, ...] = ()
     float32_hooks: tuple[str, ...] = ()
+    code_hooks: tuple[str, ...] = ()
+    encode_most: tuple[int, ...] = ()
     keyed_by: str | list[str] = "layer"
     dtype: str = ""
     activation_dtype: str = ""
@@ -94,11 +100,6 @@ class Identity:
         return Worker(self.machine, self.total_machines, self.host, self.num_hosts)
 
     @property
-    def without_gaps(self) -> bool:
-        """Whether samples are numbered without gaps, as a run over a data set numbers them."""
-        return bool(self.data)
-
-    @property
     def every_token(self) -> bool:
         """Whether the run keeps all tokens of its samples."""
         masked = self.mask_column not in ("", ATTENTION_MASK)
@@ -107,7 +108,8 @@ class Identity:
 
     def has_activations(self, hook: str) -> bool:
         """Returns whether a hook's values are activations, and have the run's dtype."""
-        return hook not in self.integer_hooks and hook not in self.float32_hooks
+        own = *self.integer_hooks, *self.float32_hooks, *self.code_hooks
+        return hook not in own
 
     def leaves_out_firsts(self, hook: str) -> bool:
         """Returns whether the first token of a sample has no value at a hook; it is NaN there."""
@@ -115,9 +117,11 @@ class Identity:
 
     def dtype_of(self, hook: str) -> str:
         """Returns the dtype in which the values of a hook are stored, beside scales if it is
-        encoded."""
+        encoded, or beside the numbers of features."""
         if hook in self.integer_hooks:
             return "int32"
+        if hook in self.code_hooks:
+            return value_dtype(self.activation_dtype).name
         if self.is_encoded(hook):
             return VALUES.name
         return "float32" if hook in self.float32_hooks else self.activation_dtype

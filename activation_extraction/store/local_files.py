@@ -12,10 +12,10 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Self
+from typing import IO
 
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.store.commit import METRICS
@@ -39,68 +39,69 @@ LOCK_ATTEMPTS, LOCK_PAUSE = 5, 0.05  # seconds
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class AtomicFile:
-    """A file that has a temporary name until it is complete.
+def write_file(path: Path, parts: Sequence[bytes | memoryview], expected: str | None = ANY) -> str:
+    """Writes a whole file, and returns its new version.
 
-    `finish` syncs it to the disk, and `publish` gives it its final name. Whenever the process or
-    the machine dies, the file is absent or complete. Leaving the context deletes a file that was
-    not published. Methods raise OSError.
+    It has a temporary name until it is synced to the disk. So whenever the process or the machine
+    dies, the file is absent or complete. expected: the version that it replaces; None: no file;
+    ANY: whatever is there. Raises ChangedError if something else is there, FolderError for a link
+    or a pipe, and OSError.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._temporary = path.with_name(f".{path.name}.tmp")
-        self._temporary.unlink(missing_ok=True)  # a killed process may have left one
-        self._file = os.fdopen(os.open(self._temporary, NEW, 0o666), "wb")
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-
-    def finish(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def publish(self, create: bool = False) -> None:
-        """Gives the file its final name. create: raises FileExistsError if the name exists."""
-        if not self._is_ours():
-            raise OSError(errno.ESTALE, "another process has replaced what was being written")
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # a killed process may have left one
+    with os.fdopen(os.open(temporary, NEW, 0o666), "wb") as file:
         try:
-            (os.link if create else os.replace)(self._temporary, self._path)
-        except OSError as error:
-            if not create or error.errno not in NO_LINKS:
-                raise
-            if os.path.lexists(self._path):
-                raise FileExistsError from error
-            os.rename(self._temporary, self._path)  # the folder's lock keeps others away
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
+            write_synced(file, parts)
+            standing = None
+            with suppress(FileNotFoundError):
+                found = os.lstat(path)
+                _check_regular(found)
+                standing = version_of(found)
+            if expected not in (ANY, standing):
+                why = CHANGED if expected else EXISTS
+                raise ChangedError(why if standing else GONE)
+            if not _is_at(temporary, file):
+                raise OSError(errno.ESTALE, "another process has replaced what was being written")
+            _give_name(temporary, path, create=expected is None)
+            return version_of(os.fstat(file.fileno()))
+        except FileExistsError as error:
+            raise ChangedError(EXISTS) from error
         finally:
-            os.close(folder)
-
-    def _is_ours(self) -> bool:
-        """Returns whether the temporary name still belongs to the open file: without locks, another
-        process may have begun to write the same file."""
-        try:
-            return os.path.samestat(os.lstat(self._temporary), os.fstat(self._file.fileno()))
-        except FileNotFoundError:
-            return False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with self._file:
-            if self._is_ours():
-                self._temporary.unlink()
+            if _is_at(temporary, file):
+                temporary.unlink()
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Writes a whole file atomically. Raises OSError."""
-    with AtomicFile(path) as file:
-        file.write(data)
-        file.finish()
-        file.publish()
+def write_synced(file: IO[bytes], parts: Sequence[bytes | memoryview]) -> None:
+    """Writes buffers to a file, one after the other, and syncs it to the disk."""
+    file.writelines(parts)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _is_at(path: Path, file: IO[bytes]) -> bool:
+    """Returns whether an open file still has this name: without locks, another process may have
+    begun to write the same file."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _give_name(temporary: Path, path: Path, create: bool) -> None:
+    """Gives a file its final name. create: raises FileExistsError if the name exists."""
+    try:
+        (os.link if create else os.replace)(temporary, path)
+    except OSError as error:
+        if not create or error.errno not in NO_LINKS:
+            raise
+        if os.path.lexists(path):
+            raise FileExistsError from error
+        os.rename(temporary, path)  # the folder's lock keeps others away
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -172,20 +173,13 @@ def unlock(descriptor: int | None) -> None:
 def is_locked(folder: Path) -> bool | None:
     """Returns whether a process on this system has locked the folder; None if unknown."""
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = lock_folder(folder)
+    except RunError:
+        return True
     except OSError:
         return None
-    try:
-        for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX):  # a shared lock does not disturb other checks
-            try:
-                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return kind == fcntl.LOCK_SH
-        return False
-    except OSError:  # a file system without locks
-        return None
-    finally:
-        os.close(descriptor)
+    unlock(descriptor)
+    return None if descriptor is None else False
 
 
 def running_system() -> str:
@@ -220,59 +214,48 @@ class LocalFolder:
                         found[entry.name] = None
         return found
 
-    def read(
-        self,
-        name: str,
-        start: int | None = None,
-        stop: int | None = None,
-        version: str | None = None,
-        most: int | None = None,
-    ) -> tuple[bytes, str | None] | None:
-        """Returns bytes of a file, and its version; None if there is no such file.
+    def head(self, name: str) -> FileEntry | None:
+        """Returns the size and the version of a file; None if there is no such file."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            found = os.stat(self._path / name)
+            return FileEntry(found.st_size, version_of(found))
+        return None
 
-        A negative `start` counts from the end. version: what the file must be; most: how many bytes
-        it may have.
+    def read(
+        self, name: str, version: str | None = None, most: int | None = None
+    ) -> tuple[bytes, str | None] | None:
+        """Returns a whole file, and its version; None if there is no such file.
+
+        version: what the file must be; most: how many bytes it may have.
         """
-        path = self._path / name
-        try:
-            _check_regular(os.stat(path))
-            file = open(path, "rb")
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        with file:
+        with suppress(FileNotFoundError, NotADirectoryError), self._opened(name, version) as file:
             found = os.fstat(file.fileno())
             check_size(found.st_size, most)
-            if version not in (None, version_of(found)):
+            return file.read(), version_of(found)
+        return None
+
+    def read_range(
+        self, name: str, start: int, stop: int, version: str | None = None
+    ) -> bytes | None:
+        """Returns the bytes of a file from `start` to `stop`, without those past its end."""
+        with suppress(FileNotFoundError, NotADirectoryError), self._opened(name, version) as file:
+            file.seek(start)
+            return file.read(stop - start)
+        return None
+
+    @contextmanager
+    def _opened(self, name: str, version: str | None) -> Iterator[IO[bytes]]:
+        _check_regular(os.stat(self._path / name))  # opening a pipe would wait
+        with open(self._path / name, "rb") as file:
+            if version not in (None, version_of(os.fstat(file.fileno()))):
                 raise ChangedError(CHANGED)
-            first, last, _ = slice(start, stop).indices(found.st_size)
-            file.seek(first)
-            return file.read(max(0, last - first)), version_of(found)
+            yield file
 
     def write(self, name: str, parts: Sequence[memoryview], expected: str | None) -> str | None:
-        """Writes a file, and returns its new version.
-
-        expected: the version that it replaces; None: no file; ANY: whatever is there. Raises
-        ChangedError if something else is there.
-        """
+        """Writes a file, and returns its new version; see `write_file`."""
         path = self._path / name
         os.makedirs(path.parent, exist_ok=True)
-        with AtomicFile(path) as file:
-            for part in parts:
-                file.write(part)
-            file.finish()
-            standing = None
-            with suppress(FileNotFoundError):
-                found = os.lstat(path)
-                _check_regular(found)
-                standing = version_of(found)
-            if expected not in (ANY, standing):
-                why = CHANGED if expected else EXISTS
-                raise ChangedError(why if standing else GONE)
-            try:
-                file.publish(create=expected is None)
-            except FileExistsError as error:
-                raise ChangedError(EXISTS) from error
-        return version_of(os.stat(path))
+        return write_file(path, parts, expected)
 
     def remove(self, name: str) -> None:
         """Deletes a file if it exists."""

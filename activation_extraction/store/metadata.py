@@ -6,7 +6,7 @@ numbers without gaps; a JSON of another run is left from one that was overwritte
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from itertools import chain, islice, pairwise
 from typing import Any
 
 from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.common.visible import counted
 from activation_extraction.store.commit import (
     FORMAT_VERSION,
     METADATA,
@@ -89,7 +90,11 @@ class Stored:
 
     def has(self, commit: Commit) -> bool:
         """Returns whether this commit's files are here, with their full sizes."""
-        return all(self.files.get(name) == each.bytes for name, each in commit.files.items())
+        return not self._lacking(commit)
+
+    def _lacking(self, commit: Commit) -> list[str]:
+        files = commit.files.items()
+        return [name for name, facts in files if self.files.get(name) != facts.bytes]
 
     @property
     def in_bucket(self) -> bool:
@@ -111,11 +116,34 @@ class Stored:
         if self.moved_to is not None:
             return [], []
         metadata = self.metadata or {}
-        counted = metadata["shards"] if metadata.get("status") == "complete" else 0
-        end = max([counted, *self.commits]) + 1
+        recorded = metadata["shards"] if metadata.get("status") == "complete" else 0
+        end = max([recorded, *self.commits]) + 1
         damaged = {number_of(name) for name in self.damaged if name != METADATA}
         there = sorted(n for n in {*self.commits, *damaged} if n < end)
         return gaps([0, *there, end]), [each.number for each in self.in_order if not self.has(each)]
+
+    @property
+    def problems(self) -> list[str]:
+        """What is damaged or missing here, as far as JSONs and the names of files show."""
+        problems = [*self.damaged.values(), *missing_jsons(self, self.url)]
+        if incomplete := self.missing()[1]:
+            others = counted(len(incomplete) - 1, "other shard")
+            more = f", and so are files of {others}" if incomplete[1:] else ""
+            file = self._lacking(self.commits[incomplete[0]])[0]
+            problems.append(f"{self.url}/{file}: is missing or cut short{more}")
+        return problems
+
+
+def missing_jsons(stored: Stored, folder: str) -> Iterator[str]:
+    """Yields which JSONs a folder lacks: metadata.json, and those of shards although a later shard
+    has one, or the run is complete. folder: what it is called; "" for the output itself."""
+    prefix = folder and f"{folder}/"
+    if stored.metadata is None and METADATA not in stored.damaged:
+        yield f"{prefix}{METADATA}: is missing"
+    for gap in stored.missing()[0]:
+        first, last = f"{prefix}{commit_name(gap.start)}", commit_name(gap.stop - 1)
+        several = gap.stop - gap.start > 1
+        yield f"{first} to {last}: are missing" if several else f"{first}: is missing"
 
 
 def gaps(numbers: Iterable[int]) -> list[range]:
@@ -129,9 +157,11 @@ def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
         return Identity.from_json(metadata.get("identity"))
 
 
-def own_files(names: Iterable[str]) -> list[str]:
-    """Returns those of `names` that an extraction uses, sorted."""
-    return [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
+def own_files(names: Iterable[str], temporary: bool = False) -> list[str]:
+    """Returns those of `names` that an extraction uses, sorted. temporary: also files that a killed
+    process may have left, which are not complete."""
+    own = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
+    return own if temporary else [name for name in own if not name.startswith(".")]
 
 
 def read_stored(folder: Folder) -> Stored:
@@ -219,7 +249,7 @@ def parse_commit(data: bytes, name: str, where: str) -> Commit | None:
 def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:
     """Returns the last complete line of metrics.jsonl, which is only for the user to see."""
     size = files.get(METRICS, 0)
-    tail = folder.read(METRICS, start=max(0, size - METRICS_TAIL), stop=size) if size else None
+    tail = folder.read_range(METRICS, max(0, size - METRICS_TAIL), size)
     for line in reversed(bytes(tail or b"").splitlines()):
         with suppress(ValueError, RecursionError):
             metrics = json.loads(line)
@@ -242,7 +272,7 @@ def read_metadata(folder: Folder) -> dict[str, Any] | None:
 def check_own(folder: Folder) -> None:
     """Raises InputError if --overwrite would delete or replace files of somebody else: some of that
     name are there, but no JSON that an extraction of any version has written."""
-    names = [name for name in own_files(folder.files()) if name[0] != "."]
+    names = own_files(folder.files())
     for name in names:
         with suppress(DamagedError):
             if name.endswith(".json") and unseal(folder.read(name, most=MOST_BYTES) or b"", name):

@@ -110,7 +110,7 @@ class Owner:
 
     def write_file(self, name: str, parts: Sequence[bytes | memoryview]) -> str | None:
         """Writes a file of a shard, and returns its version."""
-        return self._write(name, parts, lambda _: False, stop=1)[1]
+        return self._write(name, parts)[1]
 
     def reserve(self, number: int) -> bool:
         """Reserves the number of the first shard to store. Returns False if the run has committed
@@ -154,22 +154,26 @@ class Owner:
         self,
         name: str,
         parts: bytes | Sequence[bytes | memoryview],
-        is_settled: Callable[[bytes], bool],
-        stop: int | None = None,
+        is_settled: Callable[[bytes], bool] | None = None,
     ) -> tuple[bytes | None, str | None]:
         """Writes a file in the one order of every write, until it is there, or until `is_settled`
-        says of the first `stop` bytes that stand there that they shall stay.
+        says of the content that stands there that it shall stay.
 
-        Returns these bytes, or None if the file was written; and the version of the file.
+        Returns this content, or None if the file was written; and the version of the file.
         """
         attempts = Attempts(self.folder, f"writing {name}")
         while True:
-            found = self.folder.read_with_version(name, 0, stop, most=None if stop else MOST_BYTES)
-            if found is not None and is_settled(found[0]):
-                return found
+            if is_settled is None:  # a file of a shard, which is never read
+                entry = self.folder.head(name)
+                version = entry and entry.version
+            else:
+                found = self.folder.read_with_version(name, most=MOST_BYTES)
+                if found is not None and is_settled(found[0]):
+                    return found
+                version = found and found[1]
             self.check()
             try:
-                return None, self.folder.write(name, parts, found and found[1])
+                return None, self.folder.write(name, parts, version)
             except ChangedError as error:
                 attempts.failed(error)
 
@@ -178,7 +182,7 @@ class Owner:
         run has. Raises FolderError if a committed file is missing or has changed."""
         kept = {name for commit in commits for name in (commit.name, *commit.files)}
         kept.add(self._reserved)  # as long as it is there, no earlier process can commit
-        for name in own_files(self.folder.files()):
+        for name in own_files(self.folder.files(), temporary=True):
             if name.startswith(("shard_", ".shard_")) and name not in kept:
                 self.check()
                 self.folder.remove(name)

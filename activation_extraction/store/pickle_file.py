@@ -6,9 +6,13 @@ plain values and NumPy arrays:
   activation, shape       (tokens, width), and that shape; if it is encoded (common/encodings.py),
                           uint8, the bits of e4m3, so that unpickling needs no more than NumPy
   scale                   float32 (tokens, 1), of an encoded activation only
+  ids, values, offsets,   of codes, in the place of `activation`: int32 and float32 (or bfloat16),
+  error, norm             the active features of all tokens, one token after the other; int64
+                          (tokens + 1,), where those of each token begin; float32 (tokens,) each,
+                          see common/codes.py
   text_preview, doc_id    see SampleRow
   token_ids               int32 (tokens,), or None
-  positions               int32 (tokens,), where a run keeps some tokens only
+  positions               int32 (tokens,), of the tokens in the sample
   role, turn              int32 (tokens,), where a run has labels
 The bytes depend only on the content. Always read a compressed file to its end, where its checksum
 is; `pickle.load` stops before it.
@@ -24,6 +28,7 @@ import ml_dtypes
 import numpy as np
 from isal import igzip
 
+from activation_extraction.common.codes import ARRAYS, Codes
 from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.store.shard import LABELS, Key, SampleRow, Shard
@@ -66,24 +71,26 @@ def pickle_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryview]:
 
 def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
     """Returns the records of a shard. names: the hooks' full names by key."""
-    with_positions = shard.needs_positions
 
     def record_of(key: Key, number: int) -> dict[str, Any]:
         row, activation = shard.samples[number], shard.slices[key][number]
+        if isinstance(activation, Codes):
+            values = {name: getattr(activation, field) for name, field in ARRAYS.items()}
+        else:
+            values = {"activation": activation}
         record = {
             "sample_idx": row.sample_idx,
             "hook": names[key],
-            "activation": activation,
+            **values,
             "shape": activation.shape,
             "text_preview": row.text_preview or "",
             "token_ids": row.token_ids,
+            "positions": row.positions,
             "doc_id": row.doc_id,
         }
         if key in shard.scales:
             record["scale"] = shard.scales[key][number]
             record["activation"] = activation.view(np.uint8)
-        if with_positions:
-            record["positions"] = row.positions
         return {**record, **row.labels}
 
     numbers = range(len(shard.samples))
@@ -122,10 +129,13 @@ def read_pickle(file: IO[bytes], where: str, limit: int) -> Shard:
     Raises what `read_records` raises, and RunError for records that lack fields.
     """
     records = read_records(file, where, limit)
-    slices: dict[Key, list[np.ndarray]] = {}
+    slices: dict[Key, list[Any]] = {}
     scales: dict[Key, list[np.ndarray]] = {}
     try:
         for key, of_hook in records.items():
+            if any("ids" in record for record in of_hook):
+                slices[key] = [_codes_of(record) for record in of_hook]
+                continue
             slices[key] = [record["activation"] for record in of_hook]
             if any("scale" in record for record in of_hook):
                 slices[key] = [values.view(VALUES) for values in slices[key]]
@@ -134,7 +144,7 @@ def read_pickle(file: IO[bytes], where: str, limit: int) -> Shard:
             SampleRow(
                 sample_idx=record["sample_idx"],
                 token_ids=record["token_ids"],
-                positions=record.get("positions", np.arange(len(record["activation"]), dtype="i4")),
+                positions=record["positions"],
                 text_preview=record["text_preview"],
                 doc_id=record["doc_id"],
                 labels={name: record[name] for name in LABELS if name in record},
@@ -144,6 +154,16 @@ def read_pickle(file: IO[bytes], where: str, limit: int) -> Shard:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RunError(f"{where}: its records cannot be read: {error!r:.200}") from error
     return Shard(samples, slices, scales=scales)
+
+
+def _codes_of(record: Mapping[str, Any]) -> Codes:
+    """Returns the codes of a sample. Raises ValueError if the arrays do not fit each other."""
+    arrays = {field: np.asarray(record[name]) for name, field in ARRAYS.items()}
+    codes = Codes(**arrays, features=record["shape"][1])
+    ends, lengths = codes.indptr[[0, -1]].tolist(), [len(codes.indices), len(codes.data)]
+    if ends != [0, lengths[0]] or lengths[0] != lengths[1] or (np.diff(codes.indptr) < 0).any():
+        raise ValueError(f"sample {record['sample_idx']}: its codes do not fit their offsets")
+    return codes
 
 
 class UnsafeError(RunError):

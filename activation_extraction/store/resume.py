@@ -81,19 +81,18 @@ def plan_run(identity: Identity, limits: Mapping[str, int | None], stored: Store
     Raises InputError if another run is stored there, if what is stored is damaged or has gaps, or
     if it is more than the limits allow.
     """
-    check_identity(stored, identity)
+    for why in stored.damaged.values():
+        raise InputError(f"{why}; {VERSION_REMEDY if OTHER_VERSION in why else REPAIRS}")
+    if stored.identity is not None:
+        refuse_difference(stored.url, identity.compare(stored.identity))
+    elif any(name.startswith("shard_") for name in own_files(stored.files)):
+        raise InputError(
+            f"{stored.url}: already holds shards, but no {METADATA}; --repair writes it again; or "
+            "give another folder"
+        )
     refuse_moved(stored, "continue")
-    without_json, without_file = stored.missing()
-    if without_json:
-        raise InputError(
-            f"{stored.url}: shard {without_json[0].start} is missing although a later one is "
-            "there, or the run says that it is complete; --repair computes it again"
-        )
-    if without_file:
-        raise InputError(
-            f"{stored.url}: shard {without_file[0]} has a JSON, but one of its files is missing or "
-            "has another size (--verify says which); --repair computes it again"
-        )
+    for problem in stored.problems if stored.metadata is not None else ():
+        raise InputError(f"{problem}; {REPAIRS}")
     return plan_rest(stored, limits)
 
 
@@ -163,19 +162,6 @@ def stored_numbers(folder: Folder, commits: list[Commit], stride: int) -> np.nda
     return np.sort(np.concatenate(numbers))
 
 
-def check_identity(stored: Stored, identity: Identity) -> None:
-    """Raises InputError if a folder holds a damaged extraction or another run."""
-    for why in stored.damaged.values():
-        raise InputError(f"{why}; {VERSION_REMEDY if OTHER_VERSION in why else REPAIRS}")
-    if stored.identity is not None:
-        refuse_difference(stored.url, identity.compare(stored.identity))
-    elif any(name.startswith("shard_") for name in own_files(stored.files)):
-        raise InputError(
-            f"{stored.url}: already holds shards, but no {METADATA}; --repair writes it again; or "
-            "give another folder"
-        )
-
-
 def refuse_moved(stored: Stored, purpose: str) -> None:
     """Raises InputError if the shards of a local folder are in a bucket.
 
@@ -188,25 +174,18 @@ def refuse_moved(stored: Stored, purpose: str) -> None:
         )
 
 
-def check_local_copy(stored: Stored, identity: Identity, remote: str) -> None:
+def check_local_copy(stored: Stored, remote: str) -> None:
     """Raises InputError if a run that stores its shards in a bucket would overwrite the metadata of
-    another run in its local folder, or of shards that are not in the bucket.
+    shards that are elsewhere.
 
     stored: of the local folder. remote: the URL of the one in the bucket.
     """
-    if stored.identity is not None:  # a damaged one is written again
-        refuse_difference(stored.url, identity.compare(stored.identity))
     uploaded = (stored.metadata or {}).get("remote")
-    if uploaded not in (None, remote):
+    if uploaded != remote and (uploaded or stored.commits):
+        found = f"were uploaded to {uploaded}" if uploaded else "are here"
         raise InputError(
-            f"{stored.url}: its shards were uploaded to {uploaded}, not to {remote}; give "
-            "the same --gcs_bucket and --gcs_prefix as before, or another --output_dir"
-        )
-    if stored.commits and uploaded is None:
-        raise InputError(
-            f"{stored.url}: holds {counted(len(stored.commits), 'shard')} not in the bucket; "
-            "continue without --upload_to_gcs, or give another --output_dir: if you copy this "
-            "folder to the bucket first, the copy is continued"
+            f"{stored.url}: its shards {found}, not in {remote}; give --upload_to_gcs, "
+            "--gcs_bucket and --gcs_prefix or leave them out, as before, or another --output_dir"
         )
 
 

@@ -12,14 +12,14 @@ from activation_extraction.common.errors import StorageError
 from activation_extraction.store.commit import FORMAT_VERSION, METRICS, Commit
 from activation_extraction.store.folder import ANY
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.local_files import append_line, running_system, write_bytes
+from activation_extraction.store.local_files import append_line, running_system, write_file
+from activation_extraction.store.metadata import COUNTED
 from activation_extraction.store.owner import Owner
 from activation_extraction.store.patience import reason_of
 from activation_extraction.store.resume import StoragePlan, repaired_status
 from activation_extraction.store.shard import Key
 from activation_extraction.store.statistics import Statistics
 
-COUNTED_FIELDS = ("shards", "samples", "tokens", "bytes", "hooks")  # in metadata.json
 METRICS_SECONDS = 300  # between uploads of metrics.jsonl
 PROGRESS_SECONDS = 10  # between uploads of metadata.json, after a commit
 
@@ -79,7 +79,7 @@ class RunRecord:
 
     def begin(self) -> None:
         """Takes the current time as the beginning of what this process stores."""
-        self.began, self._clock = round(time.time(), 3), time.perf_counter()
+        self.began = round(time.time(), 3)
 
     def follow(self, plan: StoragePlan) -> None:
         """Resets all counts to what earlier runs have stored."""
@@ -96,7 +96,6 @@ class RunRecord:
             "status": status,
             **self.totals.counts,
             **self._limits,
-            "seconds": round(time.perf_counter() - self._clock, 3),
             "written": round(time.time(), 3),
             "system": running_system(),
             "remote": None if self._remote is None else self._remote.folder.url,
@@ -109,7 +108,7 @@ class RunRecord:
             **self._facts.metadata,
         }
         if self.recorded is not None:
-            updated = ("written", "remote", *(COUNTED_FIELDS if counted else ()))
+            updated = ("written", "remote", *((*COUNTED, "hooks") if counted else ()))
             content |= {**self.recorded, **{name: content[name] for name in updated}}
             if counted:
                 content["status"] = repaired_status(self.recorded, self.totals.samples)
@@ -142,7 +141,7 @@ class RunRecord:
         elif self._remote is not None and not self._metrics_file.exists():
             data = self._remote.folder.read(METRICS)
             if data is not None:
-                write_bytes(self._metrics_file, data)
+                write_file(self._metrics_file, [data])
         self.upload_metrics()
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:

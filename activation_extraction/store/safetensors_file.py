@@ -3,7 +3,10 @@
 So one hook can be read by mapping a part of a local file, or as one range of bytes from a bucket.
 The file has `sample_idx` and `sample_offsets` (int64), `token_ids`, `position` and labels (int32),
 and a tensor (tokens, width) per hook under the hook's full name, in this order. The scales of an
-encoded HOOK, (tokens, 1), are the tensor HOOK.scale, which follows it. The bytes of the file
+encoded HOOK, (tokens, 1), are the tensor HOOK.scale, which follows it. Codes are five tensors in
+the place of one: HOOK.codes.ids (int32) and .values (float32 or bfloat16) of the active features of
+all tokens, one token after the other; .offsets (int64, tokens + 1), where those of each token
+begin; .error and .norm (float32, tokens), see common/codes.py. The bytes of the file
 depend only on the content. https://huggingface.co/docs/safetensors describes such files: 8 bytes
 with the length of the header, the header as JSON, and the tensors. (The safetensors library reads
 and writes whole files, and no header alone.)
@@ -15,11 +18,13 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from activation_extraction.common.codes import ARRAYS, Codes, concatenated_codes
 from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.shard import LABELS, Key, SampleRow, Shard
@@ -95,6 +100,10 @@ def safetensors_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryvie
     for name in shard.samples[0].labels:
         tensors[name] = [sample.labels[name] for sample in shard.samples]
     for key, slices in shard.slices.items():
+        if isinstance(slices[0], Codes):
+            codes = concatenated_codes(slices)
+            tensors |= {f"{names[key]}.{n}": [getattr(codes, f)] for n, f in ARRAYS.items()}
+            continue
         tensors[names[key]] = slices
         if key in shard.scales:
             tensors[names[key] + SCALE] = shard.scales[key]
@@ -179,6 +188,23 @@ class SafetensorsFile:
         shape = stop - start, *tensor.shape[1:]
         return lambda: np.ndarray(shape, tensor.dtype, content())
 
+    def begin_codes(self, hook: str, start: int, stop: int) -> Callable[[], Codes]:
+        """Reads where the features of tokens `start` to `stop` lie, asks for them, and returns what
+        waits for them. How many features there are, the file does not say."""
+        indptr = self.rows(f"{hook}.offsets", start, stop + 1)
+        first, last = indptr[[0, -1]].tolist()
+        stored = self.tensors[f"{hook}.ids"].shape[0]
+        if not (0 <= first <= last <= stored and (np.diff(indptr) >= 0).all()):
+            raise RunError(f"{self._where}: {hook}: is damaged: its offsets do not ascend")
+        of_features = [self.begin_rows(f"{hook}.{name}", first, last) for name in ("ids", "values")]
+        of_tokens = [self.begin_rows(f"{hook}.{name}", start, stop) for name in ("error", "norm")]
+
+        def wait() -> Codes:
+            ids, values, error, norm = (each() for each in (*of_features, *of_tokens))
+            return Codes(indptr - first, ids, values, error, norm, 0)
+
+        return wait
+
     def _begin(self, start: int, stop: int) -> Callable[[], np.ndarray]:
         if stop > len(self.front):
             return self._ask(start, stop)
@@ -193,7 +219,9 @@ class SafetensorsFile:
 
         names: the full names of its hooks by key. Raises RunError for a file that lacks one.
         """
-        if missing := [name for name in names.values() if name not in self.tensors]:
+        codes = {key: name for key, name in names.items() if f"{name}.offsets" in self.tensors}
+        dense = {key: name for key, name in names.items() if key not in codes}
+        if missing := [name for name in dense.values() if name not in self.tensors]:
             raise RunError(f"{self._where}: has no hook {missing[0]}")
 
         def split(name: str) -> list[np.ndarray]:
@@ -205,6 +233,13 @@ class SafetensorsFile:
             SampleRow(*values, labels={name: labels[name][number] for name in labels})
             for number, values in enumerate(zip(*columns, strict=True))
         ]
-        encoded = {key: name for key, name in names.items() if self.tensors[name].dtype == VALUES}
-        slices = {key: split(name) for key, name in names.items()}
+
+        def split_codes(name: str) -> list[Codes]:
+            whole = self.begin_codes(name, 0, int(self.offsets[-1]))()
+            return [whole[a:b] for a, b in pairwise(self.offsets.tolist())]
+
+        encoded = {key: name for key, name in dense.items() if self.tensors[name].dtype == VALUES}
+        slices: dict[Key, list[Any]] = {
+            key: (split_codes if key in codes else split)(name) for key, name in names.items()
+        }
         return Shard(rows, slices, scales={k: split(v + SCALE) for k, v in encoded.items()})

@@ -5,10 +5,10 @@ It has a row for every sample, in the order of the shard, and these columns:
   doc_id, text_preview    the `id` of its row in the data set; its first 200 characters
   row                     the row that it comes from, such as {"file": "a.jsonl", "line": 7}
   cut                     how many tokens were left out at the end of its document
-and every column of the data set that is kept, under its own name. A column whose values all have
-one plain type has this type, with null for None; `row` is a struct of such fields, of which those
-that are null are no fields of the row. Any other column has texts of JSON, with null where a sample
-lacks the column; the metadata of its field in the Arrow schema then says `encoding`: `JSON`.
+and every column of the data set that is kept, under its own name. A column has the type that
+pyarrow finds for its values, where that gives all of them back; fields of a struct that are null
+are no fields of the value. Any other column has texts of JSON, with null where a sample lacks the
+column; the metadata of its field in the Arrow schema then says `encoding`: `JSON`.
 
 What is read is what was given. The bytes depend on the content and on the version of pyarrow.
 """
@@ -30,18 +30,14 @@ from activation_extraction.store.shard import SampleRow
 from activation_extraction.store.shard_reader import expect, read_beside
 from activation_extraction.text.batch import DocId, StoredSample
 
-NATIVE = {
-    bool: pyarrow.bool_(),
-    int: pyarrow.int64(),
-    float: pyarrow.float64(),
-    str: pyarrow.string(),
-}
+FIXED = {"sample_idx": pyarrow.int64(), "tokens": pyarrow.int32(), "cut": pyarrow.int64()}
 JSON = {b"encoding": b"JSON"}  # the metadata of a column that has texts of JSON
 ABSENT = object()  # the value of a kept column that a sample lacks: null among texts of JSON
 # What pyarrow raises for large integers, for lone surrogates, and for names that are not text.
-DOES_NOT_FIT = (pyarrow.ArrowException, OverflowError, UnicodeEncodeError, TypeError)
+DOES_NOT_FIT = (pyarrow.ArrowException, OverflowError, ValueError, TypeError)
+PROMOTED = "permissive"  # columns of several tables get a type that has room for all values
 MAX_SAMPLE_BYTES = 2**20  # of JSON, for all that the table says of a sample
-MAX_FIELDS = 64  # of the `row` of a sample, or of the values of a column of several shards
+MAX_FIELDS = 32  # lists and fields of structs in a column: each row has room for all; few are deep
 
 
 @dataclass(frozen=True)
@@ -132,48 +128,33 @@ def _table(samples: Sequence[SampleRow]) -> pyarrow.Table:
         "text_preview": [sample.text_preview or "" for sample in samples],
         **{name: [sample.columns.get(name, ABSENT) for sample in samples] for name in kept},
     }
-    kinds = {name: _type_of(values) for name, values in columns.items()}
-    kinds |= dict.fromkeys(("sample_idx", "cut"), pyarrow.int64())
-    kinds |= {"tokens": pyarrow.int32(), "row": _struct_of(columns["row"])}
-    packed = [_packed(name, values, kinds[name]) for name, values in columns.items()]
-    fields, arrays = zip(*packed, strict=True)
+    fields, arrays = zip(*(_packed(*each) for each in columns.items()), strict=True)
     return pyarrow.table(list(arrays), schema=pyarrow.schema(fields))
 
 
-def _type_of(values: Iterable[Any]) -> pyarrow.DataType | None:
-    """Returns the one plain type that all values have but for None, if there is one."""
-    kinds = {*map(type, values)} - {type(None)}
-    if not kinds:
-        return pyarrow.null()
-    return NATIVE.get(kinds.pop()) if len(kinds) == 1 else None
-
-
-def _struct_of(rows: Sequence[Mapping[str, Any] | None]) -> pyarrow.DataType | None:
-    """Returns the type of a struct that holds these rows, if there is one: a null field of it says
-    that a row lacks the field."""
-    values: dict[str, list[Any]] = {}
-    for row in filter(None, rows):
-        for name, value in row.items():
-            values.setdefault(name, []).append(value)
-    kinds = {name: None if None in found else _type_of(found) for name, found in values.items()}
-    if not kinds:
-        return pyarrow.null()
-    with suppress(*DOES_NOT_FIT):
-        if None not in kinds.values() and len(kinds) <= MAX_FIELDS:
-            return pyarrow.struct(kinds)
-    return None
-
-
-def _packed(
-    name: str, values: list[Any], kind: pyarrow.DataType | None
-) -> tuple[pyarrow.Field, pyarrow.Array]:
-    """Returns a column of this type, or of JSON if there is none or a value does not fit it."""
-    if kind is not None:
-        with suppress(*DOES_NOT_FIT):
-            return pyarrow.field(name, kind), pyarrow.array(values, kind)
+def _packed(name: str, values: list[Any]) -> tuple[pyarrow.Field, pyarrow.Array]:
+    """Returns a column of a type of its own, or of JSON if that would not give its values back."""
+    if name in FIXED:
+        return pyarrow.field(name, FIXED[name]), pyarrow.array(values, FIXED[name])
+    if ABSENT not in values and (array := _inferred(values)) is not None:
+        if json.dumps(_plain(array), sort_keys=True) == json.dumps(values, sort_keys=True):
+            return pyarrow.field(name, array.type), array
     texts = [None if value is ABSENT else json.dumps(value) for value in values]
     array = pyarrow.array(texts, pyarrow.string())
     return pyarrow.field(name, array.type, metadata=JSON), array
+
+
+def _inferred(values: Sequence[Any]) -> pyarrow.Array | None:
+    """Returns an array of the type that pyarrow finds for these values, if that has few fields."""
+    with suppress(*DOES_NOT_FIT):
+        kind = pyarrow.infer_type(values)
+        return pyarrow.array(values, kind) if _has_few_fields(kind) else None
+    return None
+
+
+def _has_few_fields(kind: pyarrow.DataType) -> bool:
+    text = str(kind)
+    return text.count(": ") <= MAX_FIELDS and "struct<>" not in text  # which Parquet lacks
 
 
 def _is_json(table: pyarrow.Table, name: str) -> bool:
@@ -186,35 +167,35 @@ def _decoded(table: pyarrow.Table, name: str) -> list[Any]:
     column = table[name].combine_chunks()
     if _is_json(table, name):
         return [ABSENT if text is None else json.loads(text) for text in column.to_pylist()]
-    if not pyarrow.types.is_struct(column.type):
-        return column.to_pylist()
-    names = [each.name for each in column.type]
-    fields = zip(*(each.to_pylist() for each in column.flatten()), strict=True)
-    rows = [{n: v for n, v in zip(names, each, strict=True) if v is not None} for each in fields]
-    is_none = column.is_null().to_pylist()
-    return [None if none else row for none, row in zip(is_none, rows, strict=True)]
+    return _plain(column)
+
+
+def _plain(array: pyarrow.Array) -> list[Any]:
+    """Returns the values of an array without a null field of a struct."""
+    if not pyarrow.types.is_struct(array.type):
+        return array.to_pylist()
+    return [
+        None if each is None else {name: value for name, value in each.items() if value is not None}
+        for each in array.to_pylist()
+    ]
 
 
 def _concatenated(tables: Sequence[pyarrow.Table], name: str) -> pyarrow.ChunkedArray:
     """Returns a column of all tables. Values become texts where they have no type in common."""
-    if not any(_is_json(table, name) for table in tables if name in table.column_names):
+    found = [table.select([name]) for table in tables if name in table.column_names]
+    if not any(_is_json(table, name) for table in found):
         parts = [
             pyarrow.table({name: t[name] if name in t.column_names else pyarrow.nulls(len(t))})
             for t in tables
         ]
         with suppress(pyarrow.ArrowException):
-            return pyarrow.concat_tables(parts, promote_options="permissive")[name]
-    return pyarrow.chunked_array([_inferred([v for t in tables for v in values_of(t, name)])])
-
-
-def _inferred(values: Sequence[Any]) -> pyarrow.Array:
-    """Returns an array of the type that pyarrow finds for these values, or else of texts: also if
-    the type has many fields, since there would be room for each of them in every row."""
-    with suppress(*DOES_NOT_FIT, ValueError):
-        kind = pyarrow.infer_type(values)
-        if str(kind).count(": ") <= MAX_FIELDS:
-            return pyarrow.array(values, kind)
-    return pyarrow.array([None if value is None else _text(value) for value in values])
+            together = pyarrow.unify_schemas([p.schema for p in parts], promote_options=PROMOTED)
+            if _has_few_fields(together.field(name).type):
+                return pyarrow.concat_tables(parts, promote_options=PROMOTED)[name]
+    values = [value for table in tables for value in values_of(table, name)]
+    if (array := _inferred(values)) is None:
+        array = pyarrow.array([None if value is None else _text(value) for value in values])
+    return pyarrow.chunked_array([array])
 
 
 def _text(value: Any) -> str:

@@ -5,15 +5,17 @@ table of samples (sample_table.py).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from activation_extraction.common.codes import Codes
 from activation_extraction.common.encodings import decode, encode, relative_errors
 from activation_extraction.text.batch import DocId
 
+Values = np.ndarray | Codes  # of some tokens at a hook
 Key = int | str  # a hook's name in a shard: its layer number, or the name the user asked for
 LABELS = ("role", "turn")  # of every token; all samples of a run have the same ones, or none
 MAX_GZIP_RATIO = 1032  # the most bytes that gzip can unpack from one byte
@@ -46,19 +48,18 @@ class SampleRow:
 
 @dataclass(frozen=True)
 class Shard:
-    """Samples in ascending order; `slices[key][i]` is sample i at that hook, (tokens, width).
+    """Samples in ascending order; `slices[key][i]` is sample i at that hook, (tokens, width), or
+    the codes of its tokens.
 
-    some_tokens: whether the run keeps only some tokens of its samples. scales: for the hooks whose
-    slices are encoded (common/encodings.py), `scales[key][i]` has the scales of sample i, (tokens,
-    1).
+    scales: for the hooks whose slices are encoded (common/encodings.py), `scales[key][i]` has the
+    scales of sample i, (tokens, 1).
     """
 
     samples: list[SampleRow]
-    slices: dict[Key, list[np.ndarray]]
-    some_tokens: bool = False
+    slices: dict[Key, list[Any]]
     scales: dict[Key, list[np.ndarray]] = field(default_factory=dict)
 
-    def activation(self, key: Key, number: int) -> np.ndarray:
+    def activation(self, key: Key, number: int) -> Values:
         """Returns sample `number` at a hook: float32 if it is encoded, else as it is stored."""
         values = self.slices[key][number]
         return decode(values, self.scales[key][number]) if key in self.scales else values
@@ -72,12 +73,6 @@ class Shard:
             if size >= GROUP_BYTES or number == len(self.samples):
                 yield slice(begin, number)
                 begin, size = number, 0
-
-    @property
-    def needs_positions(self) -> bool:
-        """Whether positions have to be stored, because they need not be 0, 1, 2 and so on."""
-        whole = (np.array_equal(each, np.arange(len(each))) for each in self.positions)
-        return self.some_tokens or not all(whole)
 
     @property
     def positions(self) -> list[np.ndarray]:
@@ -148,6 +143,52 @@ def encode_shard(
             for kind, some in (("sinks", errors[sinks]), ("others", errors[~sinks]))
         }
     return replace(shard, slices=slices, scales=scales), found
+
+
+@dataclass(frozen=True)
+class CodeSums:
+    """What the codes of some tokens add up to, which can be merged.
+
+    features: how many are stored. cut: how many more were active, and are not kept
+    (--encode_most); cut_tokens: tokens with such features. error, square: sums of the squared norms
+    of what the stored features do not reconstruct, and of what is to be reconstructed.
+    """
+
+    tokens: int = 0
+    features: int = 0
+    cut: int = 0
+    cut_tokens: int = 0
+    error: float = 0.0
+    square: float = 0.0
+
+    @classmethod
+    def of(cls, codes: Codes, chosen: np.ndarray) -> "CodeSums":
+        """Returns the sums over those of the tokens that are chosen, bool (tokens,)."""
+        kept = np.diff(codes.indptr)[chosen]
+        cut = np.zeros(1, np.int64) if codes.active is None else codes.active[chosen] - kept
+        sums = (each[chosen].astype(np.float64) for each in (codes.error, np.square(codes.norm)))
+        numbers = len(kept), int(kept.sum()), int(cut.sum()), int((cut > 0).sum())
+        return cls(*numbers, *(float(each.sum()) for each in sums))
+
+    def merge(self, other: "CodeSums") -> "CodeSums":
+        """Returns the sums over the tokens of both."""
+        return CodeSums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def explained(self) -> float:
+        """The share of the squared norms that the stored features explain, 1 - error / square; NaN
+        if there is none. It is about zero, as the mean of all tokens is not known to any."""
+        return 1 - self.error / self.square if self.square else float("nan")
+
+
+# By kind of token, as `Errors`.
+SumsOfCodes = dict[str, CodeSums]
+
+
+def sums_of_codes(codes: Codes, positions: np.ndarray) -> SumsOfCodes:
+    """Returns the sums over some tokens. positions: of these tokens in their documents."""
+    first = positions == 0
+    return {"sinks": CodeSums.of(codes, first), "others": CodeSums.of(codes, ~first)}
 
 
 def _every_nth(mask: np.ndarray) -> np.ndarray:

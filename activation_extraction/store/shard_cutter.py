@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
+from activation_extraction.common.codes import Codes
 from activation_extraction.common.encodings import FLOAT8, token_bytes
 from activation_extraction.store.resume import StoragePlan
-from activation_extraction.store.shard import Key, SampleRow, Shard
+from activation_extraction.store.shard import Key, SampleRow, Shard, Values
 from activation_extraction.store.shard_writer import ShardWriter
 from activation_extraction.text.batch import Cursor
 
@@ -15,8 +14,7 @@ class ShardCutter:
     """Passes shards to a ShardWriter, under the numbers of a plan. A shard has at most `limit`
     bytes of activations, but at least one sample; its samples are in ascending order.
 
-    some_tokens: whether only some tokens of samples are stored. Methods raise StorageError as soon
-    as a shard could not be committed.
+    Methods raise StorageError as soon as a shard could not be committed.
     """
 
     def __init__(
@@ -24,13 +22,11 @@ class ShardCutter:
         writer: ShardWriter,
         keys: Sequence[Key],
         limit: float,
-        some_tokens: bool,
         plan: StoragePlan,
     ) -> None:
         self._writer = writer
         self._keys = keys
         self._limit = limit
-        self._some_tokens = some_tokens
         self._holes = list(plan.holes)  # numbers of damaged shards, which the plan fills
         self._next = plan.next
         self._mark = plan.mark
@@ -38,12 +34,10 @@ class ShardCutter:
         self._empty()
 
     def _empty(self) -> None:
-        self._pending: list[tuple[SampleRow, Mapping[Key, np.ndarray]]] = []
+        self._pending: list[tuple[SampleRow, Mapping[Key, Values]]] = []
         self._bytes = 0
 
-    def add(
-        self, row: SampleRow, slices: Mapping[Key, np.ndarray], mark: Cursor | None = None
-    ) -> None:
+    def add(self, row: SampleRow, slices: Mapping[Key, Values], mark: Cursor | None = None) -> None:
         """Adds a sample. slices: its activations (tokens, width) by the key of the hook. mark:
         where a run continues once this sample and those before it are stored.
 
@@ -51,6 +45,9 @@ class ShardCutter:
         """
         size = 0
         for key, each in slices.items():
+            if isinstance(each, Codes):
+                size += each.nbytes
+                continue
             width, encoded = each.shape[1], key in self._writer.encoded
             of_token = token_bytes(width, FLOAT8) if encoded else width * each.itemsize
             size += max(len(each), 1) * of_token
@@ -67,7 +64,7 @@ class ShardCutter:
         if complete and self._holes:
             *others, last = self._holes
             for number in others:
-                self._writer.commit(Shard([], {}, self._some_tokens), self._mark, number)
+                self._writer.commit(Shard([], {}), self._mark, number)
             self._cut(last)
             self._holes = []
         elif self._pending:
@@ -83,6 +80,6 @@ class ShardCutter:
     def _cut(self, number: int) -> None:
         self._pending.sort(key=lambda sample: sample[0].sample_idx)
         slices = {key: [each[key] for _, each in self._pending] for key in self._keys}
-        shard = Shard([row for row, _ in self._pending], slices, self._some_tokens)
+        shard = Shard([row for row, _ in self._pending], slices)
         self._writer.commit(shard, self._mark, number)
         self._empty()  # only now, because Ctrl-C may interrupt `commit`

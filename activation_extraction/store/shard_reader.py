@@ -20,6 +20,13 @@ import numpy as np
 import pyarrow
 from crc32c import crc32c
 
+from activation_extraction.common.codes import (
+    VALUE_DTYPES,
+    Codes,
+    code_bytes,
+    concatenated_codes,
+    record_width,
+)
 from activation_extraction.common.encodings import FLOAT8, SCALES, VALUES, decode, token_bytes
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.commit import MOST_BYTES, Commit, DamagedError
@@ -28,10 +35,12 @@ from activation_extraction.store.formats import MIB, SAFETENSORS, format_of
 from activation_extraction.store.metadata import parse_commit
 from activation_extraction.store.pickle_file import read_pickle
 from activation_extraction.store.safetensors_file import SCALE, SafetensorsFile
-from activation_extraction.store.shard import Shard
+from activation_extraction.store.shard import Shard, Values
 from activation_extraction.store.statistics import Sums, unpack_sums
 
 REPLACED = "the run was overwritten or repaired since its JSON was read; open it again"
+Form = tuple[np.dtype, tuple[int, ...]]  # the dtype and the shape of a tensor
+FLOATS: np.dtype = np.dtype(np.float32)
 RANGE = 8 * MIB  # of one request; a range may have up to twice as much
 HEADER = 2**16  # bytes: room for the header of most safetensors files
 
@@ -42,7 +51,9 @@ class StoredHook:
 
     key: its name in pickles. dtype: the dtype that reading gives, unless another is asked for.
     activations: whether its values are activations, rather than integers, losses and the like,
-    which have a dtype of their own. encoded: whether they are stored as float8.
+    which have a dtype of their own. encoded: whether they are stored as float8. most: of codes, how
+    many features of a token are kept at most, and then the width is the number of all features; 0
+    for other hooks.
     """
 
     key: Any
@@ -50,17 +61,41 @@ class StoredHook:
     dtype: np.dtype
     activations: bool = True
     encoded: bool = False
+    most: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a token in memory, where codes are records (common/codes.py)."""
+        return 4 * record_width(self.most) if self.most else self.width * self.dtype.itemsize
+
+    def given(self, values: np.ndarray) -> Values:
+        """Returns the values of tokens as they are given to the user. values: as they are read."""
+        return Codes.of(values, self.width) if self.most else values
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of a token where it is stored."""
+        """The bytes of a token where it is stored; of codes, the least."""
+        if self.most:
+            return code_bytes(0, self.dtype)
         return token_bytes(self.width, FLOAT8 if self.encoded else self.dtype.name)
 
-    def arrays(self, name: str) -> dict[str, tuple[np.dtype, int]]:
-        """Returns the dtype and the width of the arrays in which the hook is stored, by name."""
+    def tensors(self, name: str, tokens: int, found: Mapping[str, Form]) -> dict[str, Form]:
+        """Returns the dtype and the shape of the tensors in which the hook is stored, by name.
+
+        found: those of the tensors that there are. How many features tokens have in all, and in
+        which dtype, only these say.
+        """
+        if self.most:
+            each: dict[str, Form] = {
+                f"{name}.{part}": (FLOATS, (tokens,)) for part in ("error", "norm")
+            }
+            dtype, shape = found.get(f"{name}.values", (FLOATS, (0,)))
+            each[f"{name}.values"] = dtype if dtype in VALUE_DTYPES else FLOATS, shape
+            each[f"{name}.ids"] = np.dtype(np.int32), shape
+            return each | {f"{name}.offsets": (np.dtype(np.int64), (tokens + 1,))}
         if not self.encoded:
-            return {name: (self.dtype, self.width)}
-        return {name: (VALUES, self.width), name + SCALE: (SCALES, 1)}
+            return {name: (self.dtype, (tokens, self.width))}
+        return {name: (VALUES, (tokens, self.width)), name + SCALE: (SCALES, (tokens, 1))}
 
 
 def read_by_ranges(commit: Commit) -> bool:
@@ -144,15 +179,14 @@ def open_shard(
     front = 0 if folder.local else HEADER + 16 * commit.count + 16 * commit.tokens
     reader = SafetensorsFile(file.begin, commit.bytes, where, -(-front // MIB) * MIB)
     found = {name: (tensor.dtype, tensor.shape) for name, tensor in reader.tensors.items()}
-    expected: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
+    expected: dict[str, Form] = {
         "sample_idx": (np.dtype(np.int64), (commit.count,)),
         "sample_offsets": (np.dtype(np.int64), (commit.count + 1,)),
         "token_ids": (np.dtype(np.int32), (commit.tokens,)),
         "position": (np.dtype(np.int32), (commit.tokens,)),
     }
     for name, hook in hooks.items():
-        for array, (dtype, width) in hook.arrays(name).items():
-            expected[array] = dtype, (commit.tokens, width)
+        expected |= hook.tensors(name, commit.tokens, found)
     for name, each in expected.items():
         expect(where, name, found.get(name), each)
     indices, offsets = reader.sample_idx, reader.offsets
@@ -208,13 +242,20 @@ class PickledShard:
 
     def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
         """Returns tokens `start` to `stop` of a hook or of its scales, as they are stored."""
+        return _concatenate(self._parts(hook, start, stop))
+
+    def _parts(self, hook: str, start: int, stop: int) -> list[Any]:
         first = int(np.searchsorted(self.offsets, start, "right")) - 1
         last = int(np.searchsorted(self.offsets, stop, "left"))
         parts = [
             self._slices[hook][i][max(start - self.offsets[i], 0) : stop - self.offsets[i]]
             for i in range(first, last)
         ]
-        return _concatenate(parts or [self._slices[hook][0][:0]])
+        return parts or [self._slices[hook][0][:0]]
+
+    def begin_codes(self, hook: str, start: int, stop: int) -> Callable[[], Codes]:
+        """Returns what gives the codes of these tokens, as that of a SafetensorsFile does."""
+        return partial(concatenated_codes, self._parts(hook, start, stop))
 
     def begin_rows(self, hook: str, start: int, stop: int) -> Callable[[], np.ndarray]:
         """Returns what gives these rows, as that of a SafetensorsFile does."""
@@ -231,8 +272,11 @@ def begin_rows(
     (tokens, width).
 
     dtype: the dtype to which encoded activations are decoded, by default float32; other values are
-    returned as they are stored.
+    returned as they are stored, and codes as records.
     """
+    if hook.most:
+        codes = reader.begin_codes(name, *span)
+        return lambda: codes().records(hook.most)
     values = reader.begin_rows(name, *span)
     if not hook.encoded:
         return values
@@ -301,7 +345,8 @@ def _read(folder: Folder, commit: Commit, name: str, where: str, **options: Any)
     pinned = not folder.local and commit.url == folder.url
     try:
         version = commit.files[name].version if pinned else None
-        data = folder.read(name, version=version, **options)
+        read = folder.read_range if "start" in options else folder.read
+        data: Any = read(name, version=version, **options)
     except ChangedError as error:
         raise RunError(f"{where}: {REPLACED}") from error
     if data is None:

@@ -16,6 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from activation_extraction.common.codes import Codes
 from activation_extraction.common.errors import RunError, StorageError, for_the_user, one_line
 from activation_extraction.common.log import log
 from activation_extraction.store.commit import Commit, FileFacts
@@ -24,8 +27,23 @@ from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.store.owner import LostError, Owner
 from activation_extraction.store.run_record import RunRecord
 from activation_extraction.store.sample_table import pack_table
-from activation_extraction.store.shard import Errors, Key, SampleRow, Shard, encode_shard
-from activation_extraction.store.statistics import Sums, defined_tokens, pack_sums, sums_of
+from activation_extraction.store.shard import (
+    CodeSums,
+    Errors,
+    Key,
+    SampleRow,
+    Shard,
+    SumsOfCodes,
+    encode_shard,
+    sums_of_codes,
+)
+from activation_extraction.store.statistics import (
+    Statistics,
+    Sums,
+    defined_tokens,
+    pack_sums,
+    sums_of,
+)
 from activation_extraction.text.batch import Cursor
 
 SHARDS_AT_ONCE = 16  # most of them are being uploaded
@@ -188,7 +206,6 @@ class ShardWriter:
 
     def _store(self, job: _Job, shard: Shard, mark: Cursor | None) -> list[Commit]:
         """Writes the files of a shard, and returns its commit for each of the folders."""
-        began = time.perf_counter()
         name = self.format.file_name(job.number) if shard.samples else ""
         indices = [row.sample_idx for row in shard.samples] or [0]
         lengths = [len(row.positions) for row in shard.samples]
@@ -217,7 +234,7 @@ class ShardWriter:
             return [commit] * len(self._owners)
         with self._packing:
             shard, errors = encode_shard(shard, self.encoded, self._threads.in_order)
-            sums = self._sums(shard)
+            sums, codes = self._sums(shard), self._code_sums(shard)
             packed = self.format.pack(shard, self._names, self._threads)
         contents: dict[str, tuple[Sequence[bytes | memoryview], FileFacts]]
         contents = {name: (packed.parts, packed.facts)}
@@ -226,8 +243,12 @@ class ShardWriter:
             (commit.table_file, pack_table(shard.samples)),
         ):
             contents[file] = [data], FileFacts(len(data), hashlib.sha256(data).hexdigest())
-        hooks = [self._describe_hook(key, shard, sums[key], errors.get(key, {})) for key in sums]
-        packing = time.perf_counter() - began
+        hooks = [
+            self._describe_codes(key, shard, codes[key])
+            if key in codes
+            else self._describe_hook(key, shard, sums[key], errors.get(key, {}))
+            for key in shard.slices
+        ]
         job.phase = "writing"
         commits = []
         for owner in self._owners:
@@ -236,15 +257,13 @@ class ShardWriter:
                 for file, (parts, facts) in contents.items()
             }
             commits.append(replace(commit, files=written, unpacked=packed.unpacked, hooks=hooks))
-        with self._changed:
-            self._record.totals.pack_seconds += packing
-            self._record.totals.write_seconds += time.perf_counter() - began - packing
         return commits
 
     def _sums(self, shard: Shard) -> dict[Key, Sums]:
         """Returns the sums by hook. Raises StorageError, naming the sample, for NaN or infinity."""
-        total = {key: Sums.zeros(slices[0].shape[1]) for key, slices in shard.slices.items()}
-        groups = [(key, group) for key in shard.slices for group in shard.groups(key)]
+        dense = {key: s for key, s in shard.slices.items() if not isinstance(s[0], Codes)}
+        total = {key: Sums.zeros(slices[0].shape[1]) for key, slices in dense.items()}
+        groups = [(key, group) for key in dense for group in shard.groups(key)]
         found = self._threads.in_order(lambda group: self._sums_of(shard, *group), groups)
         for (key, _), sums in zip(groups, found, strict=True):
             total[key].merge(sums)
@@ -258,6 +277,22 @@ class ShardWriter:
                         remedy=OVERFLOW if dtype == "float16" else NOT_FINITE,
                     )
         return total
+
+    def _code_sums(self, shard: Shard) -> dict[Key, SumsOfCodes]:
+        """Returns the sums of codes by hook. Raises StorageError, naming the sample, for NaN or
+        infinity."""
+        found: dict[Key, SumsOfCodes] = {}
+        for key, slices in shard.slices.items():
+            for row, codes in zip(shard.samples, slices, strict=True):
+                if not isinstance(codes, Codes):
+                    break
+                if not (np.isfinite(codes.error).all() and np.isfinite(codes.norm).all()):
+                    told = f"sample {row.sample_idx}, hook {key}: NaN or infinite values"
+                    raise StorageError(told, remedy=NOT_FINITE)
+                sums = sums_of_codes(codes, row.positions)
+                before = found.setdefault(key, {})
+                found[key] = {kind: before.get(kind, CodeSums()).merge(sums[kind]) for kind in sums}
+        return found
 
     def _sums_of(self, shard: Shard, key: Key, samples: slice) -> Sums:
         """Returns the sums of some samples at a hook, without tokens that have no value there.
@@ -287,6 +322,18 @@ class ShardWriter:
             "dtype": shard.slices[key][0].dtype.name,
             "scale": width if key in self.encoded else None,
             **replace(sums.statistics, error=error).to_json(),
+        }
+
+    def _describe_codes(self, key: Key, shard: Shard, codes: SumsOfCodes) -> dict[str, Any]:
+        """Returns an entry of the `hooks` of a commit for codes."""
+        first = shard.slices[key][0]
+        return {
+            "key": key,
+            "name": self._names[key],
+            "width": first.features,
+            "dtype": first.data.dtype.name,
+            "scale": None,
+            **Statistics(codes=codes).to_json(),
         }
 
     def _commit(self, commits: Sequence[Commit], rows: Sequence[SampleRow]) -> None:

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.encodings import decode
-from activation_extraction.store.shard import EncodingError, Errors
+from activation_extraction.store.shard import CodeSums, EncodingError, Errors, SumsOfCodes
 
 SUMMED_BYTES = 4 * 2**20  # of float64 values, so that a block stays in a core's caches
-BUCKETS = 32  # the number of position buckets
-SINK, OTHER = 0, 1
+SINK, OTHER = 0, 1  # kinds of tokens
 
 
 @dataclass(eq=False)
@@ -30,10 +29,9 @@ class Sums:
     Here the first token of a document (position 0) counts as an attention sink, so that it does not
     depend on other tokens whether a token is one.
 
-    counts, norms: shape (BUCKETS,), the number of tokens and the sum of their Euclidean norms, by
-    position: bucket 0 has position 0, bucket b the positions from 2^(b - 1) to 2^b - 1. sums,
-    squares: shape (2, width), the sums of the values and of their squares, for sinks and for other
-    tokens. largest: shape (), the largest norm.
+    counts, norms: shape (2,), the number of tokens and the sum of their Euclidean norms, for sinks
+    and for other tokens. sums, squares: shape (2, width), the sums of the values and of their
+    squares, for both. largest: shape (), the largest norm.
     """
 
     counts: np.ndarray
@@ -46,7 +44,7 @@ class Sums:
     def zeros(cls, width: int) -> "Sums":
         """Returns the sums over no tokens."""
         sums, squares = np.zeros((2, width)), np.zeros((2, width))
-        return cls(np.zeros(BUCKETS, np.int64), np.zeros(BUCKETS), sums, squares, np.zeros(()))
+        return cls(np.zeros(2, np.int64), np.zeros(2), sums, squares, np.zeros(()))
 
     def merge(self, other: "Sums") -> None:
         """Adds other sums."""
@@ -126,9 +124,9 @@ def sums_of(
                     np.multiply(block, block, out=block)
             np.add.reduce(block, 1, out=squares[done:stop])
             done = stop
-    norms, buckets = np.sqrt(squares), np.frexp(all_positions.astype(np.float64))[1]
-    total.counts += np.bincount(buckets, minlength=BUCKETS)
-    total.norms += np.bincount(buckets, norms, minlength=BUCKETS)
+    norms, kinds = np.sqrt(squares), np.where(all_positions == 0, SINK, OTHER)
+    total.counts += np.bincount(kinds, minlength=2)
+    total.norms += np.bincount(kinds, norms, minlength=2)
     total.largest = np.maximum(total.largest, norms.max(initial=0.0))
     return total
 
@@ -148,7 +146,8 @@ class Statistics:
     tokens, values: how many there are. overall_mean, overall_variance: numbers over all values (the
     variance is that of a population), which the JSON files call `mean` and `variance`. mean_norm,
     max_norm: of the Euclidean norms of tokens. error: what encoding changed, see `Errors`; empty
-    for activations that are not encoded.
+    for activations that are not encoded. codes: sums over tokens of codes, by kind of token, which
+    have no other statistics.
     """
 
     tokens: int = 0
@@ -158,6 +157,7 @@ class Statistics:
     mean_norm: float = 0.0
     max_norm: float = 0.0
     error: Errors = field(default_factory=dict)
+    codes: SumsOfCodes = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
@@ -166,6 +166,11 @@ class Statistics:
 
     def merge(self, other: "Statistics") -> "Statistics":
         """Merges two statistics by the pairwise update of Chan, Golub and LeVeque (1979)."""
+        if self.codes and other.codes:
+            sums = {kind: each.merge(other.codes[kind]) for kind, each in self.codes.items()}
+            return Statistics(codes=sums)
+        if self.codes or other.codes:
+            return self if self.codes else other
         if not self.values or not other.values:
             return self if self.values else other
         share = other.values / (self.values + other.values)
@@ -187,8 +192,10 @@ class Statistics:
 
     def to_json(self) -> dict[str, Any]:
         content = {key: getattr(self, name) for key, name in STATISTICS.items()}
-        error = {kind: asdict(each) for kind, each in self.error.items()}
-        return {**content, "error": error} if error else content
+        for name in ("error", "codes"):
+            if by_kind := getattr(self, name):
+                content[name] = {kind: asdict(each) for kind, each in by_kind.items()}
+        return content
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Statistics":
@@ -197,13 +204,15 @@ class Statistics:
             kind: EncodingError(each["tokens"], each["mean"], each["worst"])
             for kind, each in content.get("error", {}).items()
         }
-        return cls(**{name: content[key] for key, name in STATISTICS.items()}, error=error)
+        codes = {kind: CodeSums(**each) for kind, each in content.get("codes", {}).items()}
+        known = {name: content[key] for key, name in STATISTICS.items()}
+        return cls(**known, error=error, codes=codes)
 
 
 STATISTICS = {  # what the JSON files call the fields of Statistics
     each.name.removeprefix("overall_"): each.name
     for each in fields(Statistics)
-    if each.name != "error"
+    if each.name not in ("error", "codes")
 }
 
 
@@ -220,7 +229,7 @@ class DimensionStatistics:
     @classmethod
     def of(cls, sums: Sums, kinds: slice) -> "DimensionStatistics":
         """Returns those of sinks, of other tokens, or of both."""
-        tokens = int(sums.counts[kinds].sum())  # bucket 0 is position 0, so it counts the sinks
+        tokens = int(sums.counts[kinds].sum())
         totals = sums.sums[kinds].sum(0), sums.squares[kinds].sum(0), sums.norms[kinds].sum()
         with np.errstate(invalid="ignore"):
             mean, squares, norm = (total / tokens for total in totals)
@@ -258,15 +267,6 @@ class HookStatistics(Statistics):
     def without_first_token(self) -> DimensionStatistics:
         """The statistics of all tokens but the first one of each document."""
         return DimensionStatistics.of(self.load(), slice(OTHER, None))
-
-    @property
-    def norms_by_position(self) -> dict[range, float]:
-        """Maps ranges of positions in a document, if they have tokens, to the mean norm there."""
-        sums = self.load()
-        return {
-            range(1 << bucket >> 1, 1 << bucket): float(sums.norms[bucket] / sums.counts[bucket])
-            for bucket in np.flatnonzero(sums.counts).tolist()
-        }
 
 
 FIELDS = [each.name for each in fields(Sums)]

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from activation_extraction.common.codes import ARRAYS, Codes
 from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.errors import InputError, RunError, StorageError
 from activation_extraction.common.visible import counted, plain_url
@@ -43,19 +44,18 @@ from activation_extraction.store.resume import (
 )
 from activation_extraction.store.run_record import RunFacts, RunRecord
 from activation_extraction.store.safetensors_file import OF_TOKENS, SCALE
-from activation_extraction.store.shard import Key, SampleRow
+from activation_extraction.store.shard import Key, SampleRow, Values
 from activation_extraction.store.shard_cutter import ShardCutter
 from activation_extraction.store.shard_writer import ShardWriter
-from activation_extraction.text.batch import Batch, Cursor, DocId, StoredSample
+from activation_extraction.text.batch import Batch, DocId, StoredSample
 
 
 class State(Enum):
-    """PLANNED: the stored shards are known, and nothing has been written. OPEN: this process owns
-    the folder. CLOSED: it has given the folder up, and cannot open it again."""
+    """How far a process is with a folder."""
 
-    PLANNED = auto()
-    OPEN = auto()
-    CLOSED = auto()
+    PLANNED = auto()  # the stored shards are known, and nothing has been written
+    OPEN = auto()  # this process owns the folder
+    CLOSED = auto()  # it has given the folder up, and cannot open it again
 
 
 class ActivationStorage:
@@ -66,10 +66,10 @@ class ActivationStorage:
     ascending order.
 
     A stored extraction with the same `identity` is continued: what is stored stays as it is, and a
-    program that gives the same samples again has those that are stored skipped. `mark` says where
-    the data continues, and `stored_after_mark` which samples after it are stored. A `planner` may
-    decide otherwise, for a repair. The constructor only reads. Nothing is written before `open`,
-    which is called on entering the context, or by the first sample.
+    program that gives the same samples again has those that are stored skipped. `plan.mark` says
+    where the data continues, and `stored_after_mark` which samples after it are stored. A `planner`
+    may decide otherwise, for a repair. The constructor only reads. Nothing is written before
+    `open`, which is called on entering the context, or by the first sample.
 
     remote: a folder in a bucket. Shards are then stored there, from memory, and locally only
     without `delete_local_after_upload`; metadata.json and metrics.jsonl are in both folders. facts:
@@ -112,6 +112,11 @@ class ActivationStorage:
                 raise InputError(f"hook {name}: has the name of what a shard says of its tokens")
             if self._identity.is_encoded(name) and name + SCALE in hooks.values():
                 raise InputError(f"hook {name + SCALE}: has the name of another hook's scales")
+            for part in ARRAYS:
+                if name in self._identity.code_hooks and f"{name}.{part}" in hooks.values():
+                    raise InputError(f"hook {name}.{part}: has the name of a part of codes")
+        codes = (key for key, name in hooks.items() if name in self._identity.code_hooks)
+        self._features = {key: facts.hooks[key]["width"] for key in codes}
         check_output_dir(self.folder)
         if remote is not None and options.shard_bytes > (remote.largest or math.inf):
             raise InputError(
@@ -139,8 +144,7 @@ class ActivationStorage:
             self._follow(StoragePlan())
         else:
             if remote is not None:
-                local = read_stored(self._local.folder)
-                check_local_copy(local, self._identity, remote.url)
+                check_local_copy(read_stored(self._local.folder), remote.url)
             self._follow(self._planner(read_stored(self.destination)))
         self._incomplete: dict[int, tuple[SampleRow, dict[Key, np.ndarray]]] = {}
         self._labels: list[str] | None = None  # the names that all samples have
@@ -155,8 +159,7 @@ class ActivationStorage:
         self._forms = {hook["key"]: (hook["width"], hook["dtype"]) for hook in hooks}
         self._stored: np.ndarray | None = None  # the numbers of all stored samples, ascending
         self._after_mark: dict[int, StoredSample] | None = None
-        some_tokens, limit = not self._identity.every_token, self.options.shard_bytes
-        self._cutter = ShardCutter(self._writer, [*self._names], limit, some_tokens, plan)
+        self._cutter = ShardCutter(self._writer, [*self._names], self.options.shard_bytes, plan)
 
     @property
     def destination(self) -> Folder:
@@ -164,22 +167,12 @@ class ActivationStorage:
         return self._main.folder
 
     @property
-    def mark(self) -> Cursor | None:
-        """Where in the data the run continues; None at its beginning."""
-        return self.plan.mark
-
-    @property
-    def until(self) -> int | None:
-        """How many samples of this host come before the end of a repair; None for all."""
-        return self.plan.until
-
-    @property
     def stored_after_mark(self) -> dict[int, StoredSample]:
         """The samples after the mark that are stored, by `sample_idx`, and perhaps some others.
         Raises InputError if a sample before the mark is not stored."""
         if self._after_mark is None:
-            commits, worker = self.plan.commits, self._identity.worker
-            self._after_mark = stored_after(self.destination, commits, self.mark, worker)
+            plan, worker = self.plan, self._identity.worker
+            self._after_mark = stored_after(self.destination, plan.commits, plan.mark, worker)
         return self._after_mark
 
     @property
@@ -193,11 +186,6 @@ class ActivationStorage:
         return self.plan.complete
 
     @property
-    def bytes_waiting(self) -> int:
-        """How many bytes in memory wait to be stored."""
-        return self._writer.bytes_waiting
-
-    @property
     def limits(self) -> dict[str, int | None]:
         """The most samples and tokens to store; in a repair, those of the run itself."""
         recorded = self.plan.recorded or {}
@@ -206,8 +194,8 @@ class ActivationStorage:
     def open(self) -> None:
         """Takes ownership of the folder. With `overwrite`, a new run begins there.
 
-        Does nothing if the folder is open already, or if nothing is left to do. `mark` and
-        `complete` may change, because another process may have written in the meantime. Raises
+        Does nothing if the folder is open already, or if nothing is left to do. `plan` may
+        change, because another process may have written in the meantime. Raises
         StorageError, and RunError if another process is writing to the folder.
         """
         if self._state is not State.PLANNED or self.plan.up_to_date:
@@ -271,7 +259,8 @@ class ActivationStorage:
         """Adds the samples of a batch.
 
         activations: arrays (B, T, width), or (tokens, width) for the batch's kept tokens, by the
-        key of the hook; they are kept without a copy until their shard is written. The samples must
+        key of the hook; they are kept without a copy until their shard is written, except for codes
+        (common/codes.py), which come as records and are kept as sparse rows. The samples must
         come in the order of the batches, without those of `stored_after_mark`. Raises StorageError
         as soon as anything fails in the background.
         """
@@ -291,8 +280,14 @@ class ActivationStorage:
                 {name: values[positions] for name, values in sample.labels.items()},
             )
             self._check_open(row.sample_idx)
-            slices = {key: activations[key][where] for key in self._names}
+            slices = {key: self._sliced(key, activations[key][where]) for key in self._names}
             self._cutter.add(row, slices, placed.mark)
+
+    def _sliced(self, key: Key, values: np.ndarray) -> Values:
+        """Returns a sample's values at a hook as shards have them: codes as sparse rows."""
+        if key not in self._features:
+            return values
+        return Codes.of(values, self._features[key], self._identity.dtype_of(self._names[key]))
 
     def _check_open(self, sample_idx: int) -> None:
         if self.complete:
@@ -328,7 +323,7 @@ class ActivationStorage:
         token, or not those of the samples before it.
         """
         self.open()
-        if layer_idx not in self._names:
+        if layer_idx not in self._names or layer_idx in self._features:
             raise KeyError(f"hook {layer_idx!r} is not one of {list(self._names)}")
         number = index(sample_idx)
         if self._stored is None:

@@ -1,4 +1,4 @@
-"""Documents: one worker's rows that have content, in a fixed order.
+"""Documents: one worker's rows that have content, of one data set or several, in a fixed order.
 
 The documents can continue from any state that they have reported. Rows without content are not
 documents, and are counted. A row that cannot be used (not JSON, no such column, no text in it) is
@@ -197,6 +197,57 @@ class DocumentStream:
             return None
         position = {**self._source, **row.row}
         return Document(content, doc_id, position, row.where, counts.skipped, counts.empty, kept)
+
+
+class Mixture:
+    """The documents of one worker in several data sets, with the methods of a DocumentStream.
+
+    The next one comes from the source that is furthest behind its weight. So every beginning has
+    the shares of the weights, but for a document or so, and nothing is random. A source that is
+    used up ends, and the others go on in their proportions.
+
+    streams: of each data set, all with the same worker and counts. names: for messages. weights:
+    positive, in documents; rows without content do not count.
+    """
+
+    def __init__(
+        self, streams: Sequence[DocumentStream], names: Sequence[str], weights: Sequence[float]
+    ) -> None:
+        self.worker = streams[0].worker
+        self.counts: RowCounts = streams[0].counts
+        self._streams = streams
+        self._names = names
+        self._weights = weights
+        self._given = [0] * len(streams)
+
+    def state(self) -> dict[str, Any]:
+        return {"given": list(self._given), "streams": [each.state() for each in self._streams]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._given = list(state["given"])
+        for stream, own in zip(self._streams, state["streams"], strict=True):
+            stream.restore(own)
+
+    def __iter__(self) -> Iterator[Document | None]:
+        rows = {number: iter(stream) for number, stream in enumerate(self._streams)}
+        while rows:
+            number = min(rows, key=lambda n: (self._given[n] + 0.5) / self._weights[n])
+            try:
+                document = next(rows[number])
+            except StopIteration:
+                del rows[number]
+                if rows:
+                    log.warning(
+                        "--mix: %s has no more than %s for this host; the others continue",
+                        self._names[number],
+                        counted(self._given[number], "document"),
+                    )
+                continue
+            self._given[number] += document is not None
+            yield document
+
+
+Documents = DocumentStream | Mixture
 
 
 def check_dataset(

@@ -77,26 +77,21 @@ class FileRow:
     read: Callable[[], dict[str, Any]]
 
 
-def file_rows(pieces: list[TextFile], wanted: Columns) -> Iterator[FileRow]:
-    """Yields the rows of files that are not Parquet, counted from 0; lines of JSON, from 1.
+def file_rows(pieces: list[tuple[TextFile, int]], wanted: Columns) -> Iterator[FileRow]:
+    """Yields the rows of pieces: a file and the number of a row group of Parquet, else 0.
 
-    Blank lines are no rows, nor is the header of CSV. A file that is .json by its name may also be
-    an array.
+    Rows are counted from 0 in their file or group; lines of JSON, from 1. Blank lines are no rows,
+    nor is the header of CSV. A file that is .json by its name may also be an array.
     """
-    for file in pieces:
+    for file, groups in groupby(pieces, itemgetter(0)):
         kind = kind_of(file.url)
-        if kind == "Arrow":
+        if kind == "Parquet":
+            rows = _rows_of_groups(file, [number for _, number in groups], wanted)
+        elif kind == "Arrow":
             rows = _rows_of_batches(file, wanted)
         else:
             rows = _below_header(file) if kind == "CSV" else _lines_or_elements(file)
         yield from _naming(file.url, rows)
-
-
-def parquet_rows(pieces: list[tuple[TextFile, int]], wanted: Columns) -> Iterator[FileRow]:
-    """Yields the rows of row groups, each a file and a number. All are counted from 0."""
-    for file, groups in groupby(pieces, itemgetter(0)):
-        numbers = [number for _, number in groups]
-        yield from _naming(file.url, _rows_of_groups(file, numbers, wanted))
 
 
 def _naming(url: str, rows: Iterable[FileRow]) -> Iterator[FileRow]:

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer
 
 from activation_extraction.common.errors import RunError
 from activation_extraction.text.batch import Cursor, Sample, StoredSample
-from activation_extraction.text.documents import Document
-from activation_extraction.text.mixture import Documents
+from activation_extraction.text.documents import Document, Documents
 from activation_extraction.text.token_choice import TokenChoice
 from activation_extraction.text.tokenizer import SpecialTokens, Tokens, tokenise
 

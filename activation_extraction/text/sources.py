@@ -6,11 +6,10 @@ number.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow
@@ -32,7 +31,7 @@ from activation_extraction.text.file_list import (
     list_files,
     refusing,
 )
-from activation_extraction.text.file_rows import FileRow, file_rows, parquet_rows
+from activation_extraction.text.file_rows import file_rows
 from activation_extraction.text.rows import Columns
 
 
@@ -46,21 +45,20 @@ def open_files(
     what its name says.
     """
     files = list_files(path) if files is None else files
-    rows_of: Callable[..., Iterator[FileRow]] = file_rows
-    pieces: list[Any] = list(files)
     with refusing(path), _scratch_cache():
-        if kind_of(files[0].url) == "Parquet":
-            with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-                counts = zip(files, pool.map(_row_groups, files), strict=True)
-                pieces = [(file, number) for file, count in counts for number in range(count)]
-            if not pieces:
-                raise InputError(f"--dataset_path {path}: is empty; expected rows with text")
-            rows_of = parquet_rows
+        with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+            counts = zip(files, pool.map(_row_groups, files), strict=True)
+            pieces = [(file, number) for file, count in counts for number in range(count)]
+        if not pieces:
+            raise InputError(f"--dataset_path {path}: is empty; expected rows with text")
         kwargs = {"pieces": pieces, "wanted": columns}
-        return datasets.IterableDataset.from_generator(rows_of, gen_kwargs=kwargs)
+        return datasets.IterableDataset.from_generator(file_rows, gen_kwargs=kwargs)
 
 
 def _row_groups(file: TextFile) -> int:
+    """Returns how many row groups a Parquet file has; 1 for any other file."""
+    if kind_of(file.url) != "Parquet":
+        return 1
     with refusing(file.url), open_file(file.url) as opened:
         try:
             return pyarrow.parquet.ParquetFile(opened).num_row_groups

@@ -16,33 +16,12 @@ from tokenizers import Tokenizer, models
 
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.late_imports import transformers
-from activation_extraction.common.log import log
 from activation_extraction.text.rows import TEMPLATE, Content
 
 CHARACTERS_PER_TOKEN = 16  # ordinary text has fewer
 PIECE_CHARACTERS = 2**18  # of a long text, whose tokens are only counted
 # No word of Qwen's tokenizers goes on over a space after a word, or from a new line to the next.
 WORD_END = re.compile(r"(?<=\S)(?= )|(?<=\n)(?=\S)")
-# Of many scripts, with marks, digits, spaces and forms that a normaliser changes: where tokenizers
-# differ in how they split words, they differ in one of these.
-PROBES = (
-    "The 1,234.5 words'll end\n\n  here\t\tin  CODE_x[0];\r\n",
-    "déjà vu, nai\u0308ve Straße ﬁn Å x\u0332y",
-    "tiếng Việt tie\u0302\u0301ng",
-    "русский язык, й и\u0306, українська",
-    "ελληνικά, ά α\u0301",
-    "مُحَمَّد العَرَبِيَّة ١٢٣",
-    "עִבְרִית שָׁלוֹם",
-    "हिन्दी विकिपीडिया १२३",
-    "বাংলা ভাষা",
-    "தமிழ் மொழி",
-    "తెలుగు ಕನ್ನಡ മലയാളം සිංහල",
-    "ภาษาไทย ที่นี่ น้ำ",
-    "ພາສາລາວ ភាសាខ្មែរ မြန်မာဘာသာ བོད་སྐད་",
-    "中文，漢字。日本語 か\u3099 カタカナ 한국어 각",
-    "ქართული հայերեն አማርኛ ᠮᠣᠩᠭᠣᠯ",
-    "👩🏽‍💻❤️ 🇫🇷 ∑∞ ½ ① Ａ１",
-)
 
 
 @dataclass(frozen=True)
@@ -106,17 +85,14 @@ def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> T
     """Loads the tokenizer in tokenizer.json, or what transformers makes of the other files.
 
     files: the model's files for its tokenizer, with config.json beside them. model_path: names the
-    model in messages. A line says where transformers would not follow tokenizer.json. Raises
-    InputError if a file is missing or broken, or belongs to a model with another vocabulary.
+    model in messages. Raises InputError if a file is missing or broken, or belongs to a model with
+    another vocabulary.
     """
     path = tokenizer_file(files, model_path)
-    own = pretrained(path)
-    tokenizer: Tokenizer = own.backend_tokenizer
     if path.name == "tokenizer.json":
         tokenizer = read_tokenizer(path)
-        if (probe := _first_difference(tokenizer, own.backend_tokenizer)) is not None:
-            other = f"{type(own).__name__} of transformers makes other tokens of {probe!r}"
-            log.info("token ids are those of %s; %s", path, other)
+    else:
+        tokenizer = pretrained(path).backend_tokenizer
     tokenizer.no_truncation()
     tokenizer.no_padding()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True).values()
@@ -149,17 +125,6 @@ def tokenizer_file(files: Iterable[Path], model_path: str) -> Path:
                 "tokenizer.json, or from vocab.json with merges.txt"
             )
     return paths["vocab.json"]
-
-
-def _first_difference(tokenizer: Tokenizer, other: Tokenizer) -> str | None:
-    """Returns the first probe of which two tokenizers make other tokens; None if there is none."""
-    both = tokenizer, other
-    added = {token.content for each in both for token in each.get_added_tokens_decoder().values()}
-    for probe in (*PROBES, *sorted(added)):
-        ids, others = (each.encode(probe, add_special_tokens=False).ids for each in both)
-        if ids != others:
-            return probe
-    return None
 
 
 @lru_cache(1)

@@ -1,0 +1,142 @@
+"""What the features of an autoencoder do: how often each is active, and where it is most active.
+
+One pass over the codes counts and keeps the strongest tokens of every feature, so memory grows with
+the number of features and not with the run. The tokens around them are read afterwards.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+
+from activation_extraction.dataset.paired import Run
+
+SIZE = 2**14  # tokens that are read at a time
+
+
+class Strongest:
+    """The tokens at which each of F features has its largest values.
+
+    values: float32 (F, count), descending, -inf where a feature is active on fewer tokens.
+    tokens: int64 (F, count), their numbers.
+    """
+
+    def __init__(self, features: int, count: int) -> None:
+        self.values = np.full((features, count), -np.inf, np.float32)
+        self.tokens = np.zeros((features, count), np.int64)
+
+    def add(self, ids: np.ndarray, values: np.ndarray, tokens: np.ndarray) -> None:
+        """Adds values of features, (n,) each; of equal ones, those that came first are kept."""
+        count = self.values.shape[1]
+        large = values > self.values[ids, -1]
+        order = np.lexsort((-values[large], ids[large]))
+        ids, values, tokens = (each[large][order] for each in (ids, values, tokens))
+        found, first, number = np.unique(ids, return_index=True, return_counts=True)
+        rank = np.arange(len(ids)) - np.repeat(first, number)
+        row = np.repeat(np.arange(len(found)), number)
+        place = row[rank < count], count + rank[rank < count]
+        both = np.full((len(found), 2 * count), -np.inf, np.float32)
+        where = np.zeros(both.shape, np.int64)
+        both[:, :count], where[:, :count] = self.values[found], self.tokens[found]
+        both[place], where[place] = values[rank < count], tokens[rank < count]
+        best = np.argsort(-both, axis=1, kind="stable")[:, :count]
+        self.values[found] = np.take_along_axis(both, best, 1)
+        self.tokens[found] = np.take_along_axis(where, best, 1)
+
+
+def feature_table(dataset: Run, hook: str, contexts: int, around: int) -> pyarrow.Table:
+    """Returns a row for each feature of the codes at a hook. See `ActivationDataset.features`."""
+    if dataset.identity.code_hooks and hook not in dataset.identity.code_hooks:
+        raise ValueError(f"{hook!r} has no codes; {', '.join(dataset.identity.code_hooks)} have")
+    if not dataset.identity.code_hooks:
+        raise ValueError(f"{dataset.url}: has no codes, which --encode stores")
+    from tqdm import tqdm  # which reading does not need otherwise
+
+    if contexts < 1 or around < 0:
+        raise ValueError(f"contexts {contexts}, around {around}: expected at least 1 and 0")
+    features, seen = dataset.hooks[hook], 0
+    tokens, total = np.zeros(features, np.int64), np.zeros(features)
+    strongest = Strongest(features, contexts)
+    settings = dict(unit=" tokens", unit_scale=True, desc="reading codes", disable=None)
+    with tqdm(total=dataset.tokens, **settings) as bar:
+        for batch in dataset.batches(SIZE, [hook]):
+            codes = batch[hook]
+            numbers = np.repeat(np.arange(seen, seen + len(batch)), np.diff(codes.indptr))
+            tokens += np.bincount(codes.indices, minlength=features)
+            total += np.bincount(codes.indices, codes.data, minlength=features)
+            strongest.add(codes.indices, codes.data, numbers)
+            seen += len(batch)
+            bar.update(len(batch))
+    active = tokens > 0
+    mean = np.divide(total, tokens, where=active, out=np.zeros(features))
+    table: dict[str, Any] = {
+        "feature": np.arange(features, dtype=np.int32),
+        "tokens": tokens,
+        "frequency": tokens / max(seen, 1),
+        "mean": pyarrow.array(mean, mask=~active),
+        "maximum": pyarrow.array(strongest.values[:, 0], mask=~active),
+        "contexts": _contexts(dataset, strongest, around),
+    }
+    return pyarrow.table(table)
+
+
+def _contexts(dataset: Run, strongest: Strongest, around: int) -> pyarrow.Array:
+    """Returns the list of the strongest tokens of every feature, with the tokens around each."""
+    kept = np.isfinite(strongest.values)
+    numbers = strongest.tokens[kept]
+    order = np.argsort(numbers, kind="stable")
+    sample_idx, position, at = (np.zeros(len(numbers), kind) for kind in (np.int64, "i4", "i4"))
+    windows: list[Any] = [None] * len(numbers)
+    for place, found in zip(order, _around(dataset, numbers[order], around), strict=True):
+        sample_idx[place], position[place], at[place], windows[place] = found
+    decode = find_decoder(dataset)
+    texts = [None if decode is None else decode(window) for window in windows]
+    ids = pyarrow.array(windows, pyarrow.list_(pyarrow.int32()))
+    columns = {
+        "value": pyarrow.array(strongest.values[kept]),
+        **{"sample_idx": sample_idx, "position": position, "token_ids": ids, "token": at},
+        "text": pyarrow.array(texts, pyarrow.string()),
+    }
+    each = pyarrow.StructArray.from_arrays([*map(pyarrow.array, columns.values())], [*columns])
+    offsets = np.cumsum([0, *kept.sum(axis=1)], dtype=np.int32)
+    return pyarrow.ListArray.from_arrays(offsets, each)
+
+
+def _around(
+    dataset: Run, numbers: np.ndarray, around: int
+) -> Iterator[tuple[int, int, int, np.ndarray]]:
+    """Yields the sample_idx, the position, the place in its context, and the token ids of the
+    context of tokens with these numbers, which ascend."""
+    begins = np.cumsum([0, *(commit.tokens for commit in dataset.shards.commits)])
+    of_shard = np.searchsorted(begins, numbers, "right") - 1
+    for shard in np.unique(of_shard).tolist():
+        reader = dataset.shards.get(shard)
+        token_ids, positions = reader.tokens(0, dataset.shards.commits[shard].tokens)
+        own = numbers[of_shard == shard] - begins[shard]
+        samples = np.searchsorted(reader.offsets, own, "right") - 1
+        starts = np.maximum(reader.offsets[samples], own - around)
+        stops = np.minimum(reader.offsets[samples + 1], own + around + 1)
+        places = zip(own.tolist(), samples.tolist(), starts.tolist(), stops.tolist(), strict=True)
+        for token, sample, start, stop in places:
+            window = np.array(token_ids[start:stop])
+            yield int(reader.sample_idx[sample]), int(positions[token]), token - start, window
+
+
+def find_decoder(dataset: Run) -> Callable[[np.ndarray], str] | None:
+    """Returns a function that decodes token ids, if the model's tokenizer.json is in its folder or
+    in the hub's local cache; None otherwise."""
+    metadata, name = dataset.metadata, "tokenizer.json"
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from tokenizers import Tokenizer
+
+        path: Any = Path(dataset.tokenizer_path).expanduser() / name
+        if not path.is_file():
+            commit = metadata.get("model_commit") or metadata["configuration"].get("model_revision")
+            path = try_to_load_from_cache(dataset.tokenizer_path, name, revision=commit)
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception:  # not installed, missing or damaged: there are ids instead
+        return None
+    return lambda ids: tokenizer.decode(ids.clip(0).tolist(), skip_special_tokens=False)

@@ -1,0 +1,178 @@
+"""Small autoencoders in the forms of their publishers, and each publisher's formula in NumPy.
+
+A maker writes the files into a folder and returns what --encode takes and the formula: (tokens, D)
+-> the dense features (tokens, F) and the reconstruction (tokens, O), in float64.
+"""
+
+import json
+
+import numpy as np
+from safetensors.numpy import save_file
+
+D, F = 64, 200
+
+
+def relu(x):
+    return np.maximum(x, 0)
+
+
+def top(k, scores, values):
+    """Values where the scores are among the k largest of a row, else 0."""
+    rows = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    result = np.zeros_like(values)
+    np.put_along_axis(result, rows, np.take_along_axis(values, rows, 1), 1)
+    return result
+
+
+class Made:
+    """Random weights, W_enc (D, F) and W_dec (F, D), and the files of a form."""
+
+    def __init__(self, folder, seed=0, bias=-0.3):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.chance = folder, np.random.default_rng(seed)
+        self.W_enc, self.W_dec = self.random(D, F) / D**0.5, self.random(F, D) / 4
+        self.b_enc, self.b_dec = self.random(F) / 4 + np.float32(bias), self.random(D) / 2
+        self.skip = self.random(D, D) / 20  # (O, D)
+
+    def random(self, *shape):
+        return self.chance.standard_normal(shape, np.float32)
+
+    def pre(self, x):
+        return x @ self.W_enc.astype(np.float64) + self.b_enc
+
+    def decoded(self, features, bias=True):
+        return features @ self.W_dec.astype(np.float64) + (self.b_dec if bias else 0)
+
+    def save(self, config, name, **tensors):
+        weights = {n.replace("__", "."): np.ascontiguousarray(v) for n, v in tensors.items()}
+        if config is not None:
+            (self.folder / config[0]).write_text(json.dumps(config[1]))
+        save_file(weights, self.folder / name)
+        return str(self.folder)
+
+
+def qwen_scope(folder, hook="blocks.1.hook_resid_post", k=7, **more):
+    import torch
+
+    made, layer = Made(folder / f"SAE-Res-Tiny-W1K-L0_{k}", bias=-2.0, **more), hook.split(".")[1]
+    weights = dict(W_enc=made.W_enc.T, W_dec=made.W_dec.T, b_enc=made.b_enc, b_dec=made.b_dec)
+    path = made.folder / f"layer{layer}.sae.pt"
+    torch.save({n: torch.from_numpy(np.ascontiguousarray(v)) for n, v in weights.items()}, path)
+
+    def formula(x):
+        features = top(k, made.pre(x), made.pre(x))  # most are negative: no ReLU
+        return features, made.decoded(features)
+
+    return str(path), formula
+
+
+def sae_lens(folder, architecture="standard", hook="blocks.1.hook_resid_post", **config):
+    made, transcoder = Made(folder), "transcoder" in architecture
+    said = dict(hook_name=hook, sae_lens_version="6.54.12")
+    if transcoder:
+        said["hook_name_out"] = "blocks.1.hook_mlp_out"
+        config["apply_b_dec_to_input"] = False
+    config = dict(architecture=architecture, d_in=D, d_sae=F, dtype="float32") | config
+    norm, rescale = config.get("normalize_activations"), config.get("rescale_acts_by_decoder_norm")
+    more = {"threshold": made.random(F) ** 2} if "jumprelu" in architecture else {}
+    more |= {"W_skip": made.skip} if "skip" in architecture else {}
+    names = "W_enc", "b_enc", "W_dec", "b_dec"
+    weights = {name: getattr(made, name) for name in names} | more
+    path = made.save(
+        ("cfg.json", config | {"metadata": said}), "sae_weights.safetensors", **weights
+    )
+
+    def formula(x):
+        z, back = x, lambda result: result
+        if norm == "constant_norm_rescale":
+            factor = D**0.5 / np.linalg.norm(x, axis=1, keepdims=True)
+            z, back = x * factor, lambda result: result / factor
+        elif norm == "layer_norm":
+            mean, std = x.mean(1, keepdims=True), x.std(1, keepdims=True, ddof=1)
+            z, back = (x - mean) / (std + 1e-5), lambda result: result * std + mean
+        if config.get("apply_b_dec_to_input", True):
+            z = z - made.b_dec
+        pre, norms = made.pre(z), np.linalg.norm(made.W_dec.astype(np.float64), axis=1)
+        if architecture == "topk":
+            pre = pre * norms if rescale else pre
+            features = relu(top(config["k"], pre, pre))
+        else:
+            features = relu(pre) * (pre > more["threshold"] if "threshold" in more else 1)
+        result = made.decoded(features / norms if rescale else features)
+        result = result if transcoder else back(result)
+        return features, result + (x @ made.skip.T if "skip" in architecture else 0)
+
+    return path, formula
+
+
+def sparsify(folder, module="layers.1", transcode=False, k=9):
+    made = Made(folder / module, bias=0.0 if transcode else -2.5)  # fewer than k are positive
+    config = dict(d_in=D, k=k, activation="topk", transcode=transcode, num_latents=F)
+    weights = dict(encoder__weight=made.W_enc.T, encoder__bias=made.b_enc, W_dec=made.W_dec)
+    weights |= {"W_skip": made.skip} if transcode else {}
+    path = made.save(("cfg.json", config), "sae.safetensors", b_dec=made.b_dec, **weights)
+
+    def formula(x):
+        pre = relu(made.pre(x if transcode else x - made.b_dec))
+        features = top(k, pre, pre)
+        return features, made.decoded(features) + (x @ made.skip.T if transcode else 0)
+
+    return path, formula
+
+
+def llamascopium(folder, act_fn="topk", norm="dataset-wise", out="", bias=True, include=True, k=8):
+    made, hook = Made(folder), "blocks.1.hook_resid_post"
+    out, norms = out or hook, {hook: 5.0, "blocks.1.hook_mlp_out": 3.0}
+    config = dict(sae_type="sae", d_model=D, expansion_factor=F / D, act_fn=act_fn, top_k=k)
+    config |= dict(hook_point_in=hook, hook_point_out=out, norm_activation=norm)
+    config |= dict(use_decoder_bias=bias, sparsity_include_decoder_norm=include)
+    weights = dict(W_E=made.W_enc, b_E=made.b_enc, W_D=made.W_dec)
+    weights |= {"b_D": made.b_dec} if bias else {}
+    threshold = made.random(F) ** 2
+    if act_fn == "jumprelu":
+        weights["activation_function__log_jumprelu_threshold"] = np.log(threshold)
+    averages = {f"dataset_average_activation_norm.{h}": np.float32(norms[h]) for h in {hook, out}}
+    path = made.save(("config.json", config), "sae_weights.safetensors", **weights, **averages)
+
+    def formula(x):
+        into = back = 1.0
+        if norm == "dataset-wise":
+            into, back = D**0.5 / norms[hook], D**0.5 / norms[out]
+        elif norm == "token-wise":
+            into = back = D**0.5 / np.linalg.norm(x, axis=1, keepdims=True)
+        scale = np.linalg.norm(made.W_dec.astype(np.float64), axis=1) if include else 1.0
+        pre = made.pre(x * into) * scale
+        if act_fn == "topk":
+            features = top(k, relu(pre), relu(pre))
+        else:
+            features = pre * (pre > (threshold if act_fn == "jumprelu" else 0))
+        return features / scale, made.decoded(features / scale, bias) / back
+
+    return path, formula
+
+
+def circuit_tracer(folder, rule="relu", config=True):
+    made = Made(folder)
+    weights = dict(W_enc=made.W_enc.T, b_enc=made.b_enc, W_dec=made.W_dec, b_dec=made.b_dec)
+    threshold, k = made.random(F) ** 2, 6
+    if rule == "jumprelu":
+        weights["activation_function__threshold"] = threshold
+    if rule == "topk":
+        weights |= {"k": np.array(k)}
+    else:
+        weights["W_skip"] = made.skip
+    made.save(None, "layer_1.safetensors", **weights)
+    if config:
+        text = "model_kind: transcoder_set\nfeature_input_hook: mlp.hook_in\n"
+        text += "feature_output_hook: hook_mlp_out\n" + "activation: topk\n" * (rule == "topk")
+        (folder / "config.yaml").write_text(text)
+
+    def formula(x):
+        pre = made.pre(x)
+        if rule == "topk":
+            features = top(k, pre, pre)
+        else:
+            features = pre * (pre > (threshold if rule == "jumprelu" else 0))
+        return features, made.decoded(features) + (0 if rule == "topk" else x @ made.skip.T)
+
+    return str(folder / "layer_1.safetensors"), formula

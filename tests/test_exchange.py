@@ -1,0 +1,135 @@
+"""Experts on several devices: every token's sum is the one that NumPy computes of all experts."""
+
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
+
+from activation_extraction.model.expert_kernel import pallas_experts
+from activation_extraction.model.experts import Experts, ragged_experts, tiled_experts
+from activation_extraction.model.mesh import Layout
+
+EXPERTS, HIDDEN, WIDTH, PER_TOKEN = 8, 16, 6, 3
+in_kernels = partial(pallas_experts, interpret=pltpu.InterpretParams())
+
+
+@dataclass(frozen=True)
+class Tpu:
+    """A device that is not here, and where it is."""
+
+    coords: tuple[int, int, int]
+
+
+def experts_of(shape, expert_sum=tiled_experts, dtype="float32"):
+    """Experts on a mesh of this shape, and their random weights."""
+    count = int(np.prod([*shape.values()]))
+    mesh = Mesh(np.array(jax.devices()[:count]).reshape([*shape.values()]), tuple(shape))
+    config = SimpleNamespace(sizes={"E": EXPERTS, "D": HIDDEN, "M": WIDTH})
+    rng, names = np.random.default_rng(5), ("gate_proj", "up_proj", "down_proj")
+    shapes = [(EXPERTS, HIDDEN, WIDTH)] * 2 + [(EXPERTS, WIDTH, HIDDEN)]
+    weights = [rng.normal(size=each).astype(np.float32) for each in shapes]
+    params = {
+        name: {"weight": jnp.asarray(x, dtype)} for name, x in zip(names, weights, strict=True)
+    }
+    module = Experts(config, jnp.dtype(dtype), expert_sum, Layout(mesh))
+    return weights, lambda *given: module.apply({"params": params}, *given)
+
+
+def tokens(rows, length):
+    """Tokens, the weights of their experts, and their numbers, of which some mean no expert."""
+    rng = np.random.default_rng(rows * length)
+    x = rng.normal(size=(rows, length, HIDDEN)).astype(np.float32)
+    weights = rng.random((rows, length, PER_TOKEN), np.float32)
+    chosen = np.argsort(rng.random((rows, length, EXPERTS)), axis=-1)[..., :PER_TOKEN]
+    chosen[rng.random(chosen.shape) < 0.2] = EXPERTS
+    return x, weights, chosen.astype(np.int32)
+
+
+def expected(matrices, x, weights, chosen):
+    gate, up, down = (np.float64(matrix) for matrix in matrices)
+    gates, ups = (np.einsum("btd,edm->btem", x, each) for each in (gate, up))
+    of_all = np.einsum("btem,emd->bted", gates / (1 + np.exp(-gates)) * ups, down)
+    every = np.where(chosen[..., None] == np.arange(EXPERTS), weights[..., None], 0).sum(axis=2)
+    return np.einsum("bted,bte->btd", of_all, every)
+
+
+@pytest.mark.parametrize("expert_sum", [tiled_experts, ragged_experts])
+@pytest.mark.parametrize(
+    "shape,rows,length",
+    [
+        ({"expert": 2}, 2, 7),  # an odd number of tokens has two halves all the same
+        ({"expert": 4}, 8, 5),  # tokens pass two devices on their way
+        ({"expert": 8}, 8, 1),  # and one token has no halves
+        ({"data": 2, "expert": 4}, 8, 6),
+        ({"expert": 4, "model": 2}, 4, 6),
+    ],
+)
+def test_sums_on_a_ring_of_devices(shape, rows, length, expert_sum):
+    given = tokens(rows, length)
+    matrices, run = experts_of(shape, expert_sum)
+    wanted = expected(matrices, *given)
+    found = jax.jit(run)(*given)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+    # The others of a row may be any: the first token's sum is the same.
+    others = [np.concatenate([each[:, :1], each[:, :0:-1]], axis=1) for each in given]
+    alone = jax.jit(run)(*others)[:, 0]
+    np.testing.assert_allclose(alone, found[:, 0], atol=1e-6 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("expert_sum", [tiled_experts, ragged_experts, in_kernels])
+def test_sums_of_some_tokens_are_computed_by_themselves(expert_sum):
+    rng = np.random.default_rng(8)
+    x, weights = rng.normal(size=(1, 64, 128)), rng.random((1, 64, PER_TOKEN), np.float32)
+    chosen = rng.integers(0, EXPERTS + 1, (1, 64, PER_TOKEN)).astype(np.int32)
+    drawn = x, *(0.1 * rng.normal(size=(3, 1, EXPERTS, 128, 128)))
+    x, *matrices = (jnp.asarray(each, jnp.bfloat16) for each in drawn)
+    found = expert_sum(x[0], weights[0], chosen[0], jnp.int32(0), *matrices, parts=2)
+    wanted = expected([each[0] for each in matrices], np.float64(x), weights, chosen)[0]
+    assert np.abs(found - wanted).max() < 0.02 * np.abs(wanted).max()
+
+
+def test_devices_of_a_ring_may_be_in_any_order(monkeypatch):
+    monkeypatch.setattr(Layout, "ring", lambda self, axis: [0, 1, 3, 2])
+    given = tokens(8, 5)
+    matrices, run = experts_of({"data": 2, "expert": 4})
+    wanted = expected(matrices, *given)
+    np.testing.assert_allclose(jax.jit(run)(*given), wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(
+    "coords,ring",
+    [
+        ([(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)], [0, 2, 3, 1]),  # a host's TPUs
+        ([(x, y, 0) for y in range(4) for x in range(2)], [0, 2, 4, 6, 7, 5, 3, 1]),  # two hosts'
+        ([(4, 6, 0), (5, 6, 0)], [0, 1]),
+        ([(x, 0, 0) for x in range(4)], [0, 1, 2, 3]),
+        ([(x, y, 0) for y in range(3) for x in range(3)], [*range(9)]),
+        ([None] * 4, [0, 1, 2, 3]),  # GPUs have no coordinates
+    ],
+)
+def test_each_tpu_of_a_ring_is_beside_the_next_one(coords, ring):
+    there = np.empty((1, len(coords)), object)
+    there[0] = [object() if each is None else Tpu(each) for each in coords]
+    assert Layout(Mesh(there, ("data", "expert"))).ring("expert") == ring
+
+
+def test_what_travels_is_in_the_dtype_of_the_tokens_and_goes_from_device_to_device():
+    """bfloat16 halves it, and no device waits for the tokens of all others."""
+    x, weights, chosen = tokens(4, 6)
+    matrices, run = experts_of({"expert": 4}, dtype="bfloat16")
+    given = jnp.asarray(x, jnp.bfloat16), weights, chosen
+    lines = str(jax.make_jaxpr(run)(*given)).splitlines()
+    hops = [line.split(" = ")[0].strip() for line in lines if "ppermute[" in line]
+    of_tokens_and_sums = [hop for hop in hops if hop.endswith(f"{HIDDEN}]")]
+    assert len(of_tokens_and_sums) == 2 * 2 * 3  # two ways, there and back, three hops
+    assert all(":bf16[" in hop for hop in of_tokens_and_sums)
+    assert not [line for line in lines if "all_gather[" in line or "reduce_scatter[" in line]
+    wanted = expected(matrices, x, weights, chosen)
+    assert np.abs(np.float64(jax.jit(run)(*given)) - wanted).max() < 0.02 * np.abs(wanted).max()
