@@ -172,6 +172,7 @@ def test_a_bucket_has_what_a_folder_has(form, tmp_path):
     fsspec.filesystem("memory").put(f"{tmp_path}/", url, recursive=True)
     here, there = (read_autoencoder("", each) for each in (path, path.replace(str(tmp_path), url)))
     assert here.hook == there.hook and here.k == there.k and here.target == there.target
+    assert there.files and all(file.is_file() for file in there.files)  # for their digest
     for name, array in here.arrays.items():
         np.testing.assert_array_equal(array, there.arrays[name])
 

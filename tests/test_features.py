@@ -5,6 +5,7 @@ import json
 import autoencoder_files as made
 import numpy as np
 import pytest
+import torch
 from command_line import main
 from safetensors.numpy import load_file
 
@@ -67,6 +68,25 @@ def test_each_feature_has_its_numbers_and_its_strongest_tokens(run, monkeypatch)
             assert any(word in context["text"] for word in ("sun", "oon", "riv", "sto", "ir", "tr"))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_codes_are_taken_as_arrays_are(run):
+    """By slices, steps, numbers and masks; as arrays of NumPy and as tensors."""
+    codes = next(run.batches(60))[CODES]
+    whole, mask = codes.to_scipy().toarray(), np.arange(60) % 7 == 2
+    for each in (slice(3, 20), slice(None, None, 2), slice(None, None, -1), [5, 3, 3], mask):
+        np.testing.assert_array_equal(codes[each].to_scipy().toarray(), whole[each])
+        np.testing.assert_array_equal(codes[each].norm, codes.norm[each])
+        tensors = codes.map(torch.as_tensor)[each]
+        assert isinstance(tensors.data, torch.Tensor)
+        np.testing.assert_array_equal(tensors.to_torch().to_dense(), whole[each])
+    with pytest.raises(TypeError, match="give a slice or an array"):
+        codes[5]
+
+
+def test_a_hook_is_found_by_its_other_names(run):
+    assert run.features("model.layers.1.output.codes", 1, 0) == run.features(CODES, 1, 0)
+
+
 def test_what_has_no_codes_is_refused(run):
     with pytest.raises(ValueError, match=f"'{HOOK}' has no codes; {CODES} have"):
         run.features(HOOK)
@@ -115,4 +135,4 @@ def test_forms_take_codes_or_activations(run, tmp_path, capsys):
     for form, why in (("memmap", "takes activations, no codes; "), ("delphi", "")):
         given = ["--output_dir", run.url, "--export", form, "--export_dir", tmp_path / form]
         assert main(*given) == (2 if why else 0)
-        assert f"--export {form}: {why}{CODES} are not such" in capsys.readouterr().err or not why
+        assert f"--export {form}: {why}{run.url} has {CODES}" in capsys.readouterr().err or not why

@@ -85,10 +85,9 @@ class Codes:
         return len(self.error)
 
     def __getitem__(self, tokens: Any) -> "Codes":
-        """Returns the codes of some tokens: of a slice, or of an array as NumPy takes it."""
-        if not isinstance(tokens, slice):
-            most = int(np.diff(self.indptr).max(initial=0))
-            return Codes.of(self.records(most)[tokens], self.features)
+        """Returns the codes of some tokens: of a slice, or of an array of numbers or of bool."""
+        if not isinstance(tokens, slice) or tokens.step not in (None, 1):
+            return self._taken(np.arange(len(self))[tokens])
         start, stop, _ = tokens.indices(len(self))
         indptr = self.indptr[start : max(stop, start) + 1]
         part = slice(int(indptr[0]), int(indptr[-1]))
@@ -96,6 +95,20 @@ class Codes:
         active = None if self.active is None else self.active[tokens]
         found = {"indices": self.indices[part], "data": self.data[part], "active": active}
         return replace(self, indptr=indptr - indptr[0], **found, **of_tokens)
+
+    def _taken(self, numbers: np.ndarray) -> "Codes":
+        """Returns the codes of the tokens with these numbers, (n,)."""
+        if np.ndim(numbers) != 1:
+            raise TypeError("codes are those of several tokens: give a slice or an array")
+        tensors = hasattr(self.data, "is_pinned")
+        here = self.map(lambda values: values.cpu().numpy() if tensors else np.asarray(values))
+        most = int(np.diff(here.indptr).max(initial=0))
+        found = Codes.of(here.records(most)[numbers], self.features).map(np.asarray)
+        if not tensors:
+            return found
+        import torch
+
+        return found.map(lambda values: torch.as_tensor(values, device=self.data.device))
 
     @property
     def nbytes(self) -> int:

@@ -48,6 +48,7 @@ class Strongest:
 
 def feature_table(dataset: Run, hook: str, contexts: int, around: int) -> pyarrow.Table:
     """Returns a row for each feature of the codes at a hook. See `ActivationDataset.features`."""
+    hook = dataset.hooks.aliases.get(hook, hook)
     if dataset.identity.code_hooks and hook not in dataset.identity.code_hooks:
         raise ValueError(f"{hook!r} has no codes; {', '.join(dataset.identity.code_hooks)} have")
     if not dataset.identity.code_hooks:

@@ -101,11 +101,13 @@ def _choose_hooks(
         chosen = dataset.hooks.chosen(dataset.url, patterns)
     except ValueError as error:
         raise InputError(f"--hook_names: {error}") from None
-    others = [hook for hook in chosen if hook not in taken]
-    if others and (patterns is not None or not taken):
-        kind = "codes, which --encode stores" if of_codes else "activations, no codes"
-        raise InputError(f"--export {name}: takes {kind}; {others[0]} are not such")
-    return [hook for hook in taken if hook in chosen]
+    found = [hook for hook in taken if hook in chosen]
+    kind = "codes, which --encode stores" if of_codes else "activations, no codes"
+    if not found:
+        raise InputError(f"--export {name}: takes {kind}; {dataset.url} has {', '.join(chosen)}")
+    if others := [hook for hook in chosen if hook not in taken]:
+        say(f"left out: {', '.join(others)}; {name} takes {kind}")
+    return found
 
 
 @contextmanager

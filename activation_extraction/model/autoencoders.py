@@ -57,6 +57,7 @@ class Autoencoder:
     W_dec: np.ndarray
     b_dec: np.ndarray
     files: tuple[Path, ...]
+    checkpoint: Checkpoint
     dtype: Any
     k: int | None = None
     relu: bool = True
@@ -143,6 +144,7 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
         raise source.error(f"cannot be read: {error!r:.200}") from error
     found["named"] = found["hook"]
     found |= {"hook": hook or found["hook"], "name": name, "files": tuple(source.used)}
+    found["checkpoint"] = source.checkpoint
     found = {"target": found["hook"], **found}  # a transcoder's form has its own
     if not found["hook"]:
         raise source.error(f"does not name its hook; give --encode HOOK={name}")
