@@ -118,7 +118,7 @@ def test_opening_many_shards_takes_a_request_for_each(capsys, tmp_path):
 
 
 def test_the_bucket_to_read_from(tmp_path, monkeypatch):
-    """Its answers, and how long they take by a clock that only its waiting moves."""
+    """Its answers are right, and take as long as they should by a clock that only waiting moves."""
     clock = SimpleNamespace(now=0.0)
     clock.perf_counter = lambda: clock.now
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)

@@ -95,7 +95,7 @@ def test_what_has_no_codes_is_refused(run):
 
 
 def test_delphi_finds_the_same_features(run, tmp_path, monkeypatch, capsys):
-    """As its LatentDataset reads its cache; contexts have 8 tokens here."""
+    """The files are read as delphi's LatentDataset reads them; contexts have 8 tokens here."""
     for module in ("latent_files.ROW", "export.CHUNK_BYTES"):
         monkeypatch.setattr(
             f"activation_extraction.inspect.{module}", 8 if "ROW" in module else 4096

@@ -385,7 +385,7 @@ def test_a_local_file_is_complete_and_synced_before_it_has_its_name(tmp_path, mo
 
 
 def test_a_file_that_another_process_has_begun_to_write_is_left_to_it(tmp_path, monkeypatch):
-    """As it may happen where there are no locks."""
+    """This may happen where there are no locks."""
     original, temporary = local_files.write_synced, tmp_path / ".file.tmp"
 
     def write_synced(file, parts):

@@ -89,35 +89,37 @@ def test_model_and_streamed_data_set_from_the_hub(hub, tmp_path):
     assert recorded(out)["identity"]["model_digest"] == f"commit {snapshot.name}"
 
 
+def continued_offline(hub, tmp_path, demo_inputs, flag, name, other):
+    """Runs with an input of the hub, continues offline, and asks for another one. Returns what the
+    first run and the last one say."""
+    flags = ["--model_path", "org/tiny", "--dataset_path", demo_inputs / "documents.parquet", *FEW]
+    first = run(hub, tmp_path, *flags, flag, name, "--max_samples", "5")
+    flags += ["--max_samples", "9", flag]
+    run(hub, tmp_path, *flags, name, HF_HUB_OFFLINE="1")
+    assert recorded(tmp_path / "out")["samples"] == 9
+    return first, run(hub, tmp_path, *flags, other, status=2)
+
+
 @pytest.mark.long
 def test_an_adapter_of_the_hub(hub, tmp_path, demo_inputs):
-    """A run with one continues offline."""
     made = Made(demo_inputs / "model")
     made.linear("model.layers.0.mlp.up_proj", 5 / 3)
     made.save(tmp_path / "hub/models/org/lora")
-    flags = ["--model_path", "org/tiny", "--dataset_path", demo_inputs / "documents.parquet", *FEW]
-    flags += ["--lora", "org/lora", "--max_samples"]
-    told = run(hub, tmp_path, *flags, "5")
-    assert "--lora org/lora: merged in float32 into 1 tensors" in told
-    run(hub, tmp_path, *flags, "9", HF_HUB_OFFLINE="1")
-    assert recorded(tmp_path / "out")["samples"] == 9
-    told = run(hub, tmp_path, *flags, "9", "--lora", "org/none", status=2)
-    assert told.splitlines()[-1].startswith("error: --lora org/none: no such local folder, and the")
+    told = continued_offline(hub, tmp_path, demo_inputs, "--lora", "org/lora", "org/none")
+    assert "--lora org/lora: merged in float32 into 1 tensors" in told[0]
+    error = told[1].splitlines()[-1]
+    assert error.startswith("error: --lora org/none: no such local folder, and the")
 
 
 @pytest.mark.long
 def test_an_autoencoder_of_the_hub(hub, tmp_path, demo_inputs, monkeypatch):
-    """A folder of a repository; a run with it continues offline."""
+    """It lies in a folder of a repository."""
     monkeypatch.setattr(autoencoder_files, "D", 128)
     autoencoder_files.sparsify(tmp_path / "hub/models/org/saes/pile")
-    flags = ["--model_path", "org/tiny", "--dataset_path", demo_inputs / "documents.parquet", *FEW]
-    flags += ["--encode", "org/saes/pile/layers.1", "--max_samples"]
-    told = run(hub, tmp_path, *flags, "5")
-    assert "blocks.1.hook_resid_post.codes, of org/saes/pile/layers.1: 200 features" in told
-    run(hub, tmp_path, *flags, "9", HF_HUB_OFFLINE="1")
-    assert recorded(tmp_path / "out")["samples"] == 9
-    told = run(hub, tmp_path, *flags[:-2], "org/saes/pile/layers.2", "--max_samples", "9", status=2)
-    assert "error: --encode org/saes/pile/layers.2: has no cfg.json" in told
+    names = "org/saes/pile/layers.1", "org/saes/pile/layers.2"
+    told = continued_offline(hub, tmp_path, demo_inputs, "--encode", *names)
+    assert f"blocks.1.hook_resid_post.codes, of {names[0]}: 200 features" in told[0]
+    assert f"error: --encode {names[1]}: has no cfg.json" in told[1]
 
 
 @pytest.mark.long

@@ -297,7 +297,7 @@ def test_weights_that_do_not_fit_at_once_are_read_in_blocks_of_columns(monkeypat
 
 
 def test_more_rows_than_can_be_numbered_are_left_to_the_compiler():
-    """As are widths that do not fill registers, and float32."""
+    """Widths that do not fill registers, and float32, are left to it as well."""
     for tokens, width, dtype, kernels in (
         (2**20, 128, jnp.bfloat16, 3),
         (2**22, 128, jnp.bfloat16, 0),

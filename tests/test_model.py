@@ -341,7 +341,7 @@ def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(models, name):
 @pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=family(n)) for n in WIDE])
 def test_the_kernels_of_experts_are_as_close_to_float32_as_hugging_face_is(models, name):
-    """As on a TPU, in Pallas's interpret mode, which would need a thread for each device."""
+    """Pallas interprets the kernels on one device; more would need a thread for each."""
     reference, config = models(name)[0], models(name)[0].config
     batch, _ = batch_of([[30]] * 8, 30, config.vocab_size)
     exact, rounded = reference.hooked(batch[0]), reference.in_bfloat16().hooked(batch[0])

@@ -160,9 +160,9 @@ class Config:
         metavar="K",
     )
     encode: tuple[tuple[str, str], ...] = several(
-        "store codes at hooks, the active features of sparse autoencoders or transcoders, in the "
-        "place of activations: a folder or file, local or in a bucket, or ORG/REPO/FOLDER on the "
-        "hub, in the form of Qwen Scope (layerN.sae.pt), SAELens 6, sparsify, Llamascopium or "
+        "store codes at hooks, the active features of sparse autoencoders or transcoders, instead "
+        "of activations: a folder or file, local or in a bucket, or ORG/REPO/FOLDER on the hub, in "
+        "the form of Qwen Scope (layerN.sae.pt), SAELens 6, sparsify, Llamascopium or "
         "circuit_tracer. HOOK is needed where the files do not name it, or where there is one for "
         "each layer",
         hook_and_path,
@@ -526,7 +526,7 @@ class Config:
         "dictionary_learning (crosscoders), llamascopium those of Llamascopium, sae_lens the "
         "cached activations of SAELens; for draft models (EAGLE-3), speculators and specforge make "
         "a file for each sample, with a mask of the loss from the kept column loss_mask or from "
-        "the roles; delphi, of codes, makes the cache that it explains features from; "
+        "the roles; delphi, for codes, makes the cache from which it explains features; "
         "--hook_names chooses hooks",
         default_is="all",
         needs="export_dir",

@@ -103,9 +103,9 @@ class Codes:
         tensors = hasattr(self.data, "is_pinned")
         here = self.map(lambda values: values.cpu().numpy() if tensors else np.asarray(values))
         most = int(np.diff(here.indptr).max(initial=0))
-        found = Codes.of(here.records(most)[numbers], self.features).map(np.asarray)
+        found = Codes.of(here.records(most)[numbers], self.features)
         if not tensors:
-            return found
+            return replace(found, active=None)
         import torch
 
         return found.map(lambda values: torch.as_tensor(values, device=self.data.device))

@@ -48,13 +48,13 @@ class Strongest:
 
 def feature_table(dataset: Run, hook: str, contexts: int, around: int) -> pyarrow.Table:
     """Returns a row for each feature of the codes at a hook. See `ActivationDataset.features`."""
-    hook = dataset.hooks.aliases.get(hook, hook)
-    if dataset.identity.code_hooks and hook not in dataset.identity.code_hooks:
-        raise ValueError(f"{hook!r} has no codes; {', '.join(dataset.identity.code_hooks)} have")
-    if not dataset.identity.code_hooks:
-        raise ValueError(f"{dataset.url}: has no codes, which --encode stores")
     from tqdm import tqdm  # which reading does not need otherwise
 
+    hook, known = dataset.hooks.aliases.get(hook, hook), dataset.identity.code_hooks
+    if not known:
+        raise ValueError(f"{dataset.url}: has no codes, which --encode stores")
+    if hook not in known:
+        raise ValueError(f"{hook!r} has no codes; {', '.join(known)} have")
     if contexts < 1 or around < 0:
         raise ValueError(f"contexts {contexts}, around {around}: expected at least 1 and 0")
     features, seen = dataset.hooks[hook], 0

@@ -45,6 +45,9 @@ def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None)
     target = os.path.normpath(target)
     dataset = _finished_run(root)
     hooks = _choose_hooks(dataset, patterns, name)
+    if (form.of_samples or form.of_codes) and not dataset.identity.every_token:
+        why = "stores some tokens only; expected all of them"
+        raise InputError(f"--export {name}: {dataset.url} {why}")
     form.check(dataset, hooks)
     of_hooks, columns = ((), mask_columns(dataset)) if form.of_samples else (hooks, [])
     for hook in of_hooks:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from activation_extraction.common.errors import InputError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
 
@@ -16,13 +15,6 @@ SPLITS = 5  # files of a hook, as delphi makes by default; more where one would 
 SPLIT_BYTES = 2**30
 LEAST = 1e-5  # delphi leaves out smaller values
 ENTRY = np.dtype([("row", "u4"), ("position", "u4"), ("latent", "u4"), ("value", "f4")])
-
-
-def check_delphi(dataset: ActivationDataset, hooks: Sequence[str]) -> None:
-    """Raises InputError for a run whose contexts have gaps."""
-    if not dataset.identity.every_token:
-        why = "stores some tokens only; expected all of them"
-        raise InputError(f"--export delphi: {dataset.url} {why}")
 
 
 def write_delphi(

@@ -23,7 +23,7 @@ from activation_extraction.inspect.draft_files import (
     write_specforge,
     write_speculators,
 )
-from activation_extraction.inspect.latent_files import ROW, check_delphi, write_delphi
+from activation_extraction.inspect.latent_files import ROW, write_delphi
 
 Write = Callable[[Path, ActivationDataset, Sequence[str], Iterable[TokenBatch]], int]
 
@@ -38,6 +38,7 @@ class ExportForm(NamedTuple):
     the files can have it; otherwise float32 is written. check: raises InputError for a run or hooks
     that the form cannot take. of_samples: whether it is a form of whole samples, and hooks have no
     folders. of_codes: whether it takes codes, and no other hooks. ends: where rows end, as words.
+    The last two kinds need all tokens of their samples.
     """
 
     library: str
@@ -210,7 +211,6 @@ EXPORT_FORMS = {
         write_delphi,
         "LatentDataset({folder!r}, SamplerConfig(), ConstructorConfig())",
         row=ROW,
-        check=check_delphi,
         of_codes=True,
         ends="the ends of samples",
     ),

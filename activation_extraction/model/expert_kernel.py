@@ -12,8 +12,8 @@ The way of a row, which is one expert of one token:
       v
     sum (T, D)
 
-The tiles of an expert follow each other, so that its weights are read once, and only that expert's
-of that layer: numbers that precede the kernels say where they are in the stack of all layers. Only
+The tiles of an expert follow each other, so its weights are read once. They are read where they lie
+in the stack of all layers: a kernel knows the layer and each tile's expert before it starts. Only
 tiles with rows are computed. Arrays of rows are (n', D / 128, 128), of which a row can be fetched:
 in (n', D) it would lie in pieces among those of other rows.
 

@@ -7,14 +7,14 @@ with any other name is refused. Arrays are views of the file, which is mapped in
 
 import io
 import math
-import pickle
 import zipfile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from activation_extraction.common.allow_list import AllowListUnpickler
 from activation_extraction.common.errors import InputError, one_line
 
 MOST_PICKLE = 2**20  # bytes of the pickle, which only describes the tensors
@@ -75,23 +75,16 @@ KNOWN: dict[str, Any] = {
 }
 
 
-class _Unpickler(pickle._Unpickler):
-    """The base class is the unpickler in Python: the one in C would believe the size of a bytearray
-    before its bytes are there, and so would the instruction that is left out here."""
+class _Unpickler(AllowListUnpickler):
+    """Unpickles plain containers and tensors, and nothing else."""
 
-    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch}
-    del dispatch[pickle.BYTEARRAY8[0]]
+    allowed, error, why = KNOWN, InputError, "only tensors are read"
 
     def __init__(
         self, data: bytes, content: np.ndarray, members: dict[str, zipfile.ZipInfo]
     ) -> None:
         super().__init__(io.BytesIO(data))
         self._content, self._members = content, members
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (full_name := f"{module}.{name}") not in KNOWN:
-            raise InputError(f"refused: would import {full_name!r:.80}; only tensors are read")
-        return KNOWN[full_name]
 
     def persistent_load(self, pid: Any) -> np.ndarray:
         """Returns a storage. pid: ("storage", its type, its name, a device, how many numbers)."""

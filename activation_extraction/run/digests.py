@@ -39,7 +39,7 @@ def content_digest(checkpoint: Checkpoint) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def files_digest(paths: Sequence[Path]) -> str:
+def digest_fingerprints(paths: Sequence[Path]) -> str:
     """Returns a digest of the fingerprints of files, in this order, without their names. Raises
     InputError if a file is unreadable."""
     prints = [file_fingerprint(path, path.stat().st_size) for path in paths]

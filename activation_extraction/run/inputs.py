@@ -25,7 +25,7 @@ from activation_extraction.model.forward import Forward, ModelRequest
 from activation_extraction.run.digests import (
     content_digest,
     digest_files,
-    files_digest,
+    digest_fingerprints,
     model_digest,
 )
 from activation_extraction.run.host_text import load_text_files, row_form, special_tokens
@@ -107,8 +107,8 @@ def _adapter_digest(inputs: Inputs) -> tuple[str]:
 def _autoencoder_digest(inputs: Inputs) -> tuple[str]:
     # Nothing but the name of its folder may say k; hooks are in the identity.
     lines = [
-        f"{encoder.source.name} {encoder.autoencoder.k} {files_digest(encoder.autoencoder.files)}\n"
-        for encoder in inputs.forward.encoders
+        f"{each.source.name} {each.autoencoder.k} {digest_fingerprints(each.autoencoder.files)}\n"
+        for each in inputs.forward.encoders
     ]
     return (hashlib.sha256("".join(lines).encode()).hexdigest() if lines else "",)
 

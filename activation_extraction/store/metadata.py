@@ -124,7 +124,7 @@ class Stored:
 
     @property
     def problems(self) -> list[str]:
-        """What is damaged or missing here, as far as JSONs and the names of files show."""
+        """Messages on what is damaged or missing here, by its JSONs and the names of its files."""
         problems = [*self.damaged.values(), *missing_jsons(self, self.url)]
         if incomplete := self.missing()[1]:
             others = counted(len(incomplete) - 1, "other shard")

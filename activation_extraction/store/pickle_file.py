@@ -22,12 +22,13 @@ import pickle
 import sys
 from collections.abc import Mapping
 from pickle import PickleBuffer
-from typing import IO, Any, ClassVar
+from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
 from isal import igzip
 
+from activation_extraction.common.allow_list import AllowListUnpickler
 from activation_extraction.common.codes import ARRAYS, Codes
 from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.errors import RunError, one_line
@@ -212,23 +213,6 @@ class _Array(np.ndarray):
         super().__setstate__((version, shape, kind.dtype, fortran, data))
 
 
-class _Unpickler(pickle._Unpickler):
-    """Unpickles plain containers and NumPy arrays of numbers, and nothing else.
-
-    The base class is the unpickler in Python: in the one in C, six bytes can claim 64 GB.
-    """
-
-    # A bytearray would take memory for as many bytes as the pickle claims to have.
-    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch}
-    del dispatch[pickle.BYTEARRAY8[0]]
-
-    def find_class(self, module: str, name: str) -> Any:
-        full_name = f"{module}.{name}"
-        if full_name not in ALLOWED:
-            raise UnsafeError(f"refused: would import {full_name!r:.80}; no shard of ours does")
-        return ALLOWED[full_name]
-
-
 NUMBER_TYPES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1", "bfloat16")
 ALLOWED: dict[str, Any] = {
     "numpy.ndarray": _Array,
@@ -237,3 +221,9 @@ ALLOWED: dict[str, Any] = {
     "numpy._core.multiarray._reconstruct": _Array,
     "ml_dtypes.bfloat16": ml_dtypes.bfloat16.__name__,
 }
+
+
+class _Unpickler(AllowListUnpickler):
+    """Unpickles plain containers and NumPy arrays of numbers, and nothing else."""
+
+    allowed, error, why = ALLOWED, UnsafeError, "no shard of ours does"
