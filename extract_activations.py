@@ -296,13 +296,7 @@ def join_hosts(config: Config) -> Host:
     if not config.multihost:
         return Host()
     log.info("joining the other hosts")
-    host = join(
-        config.coordinator_address,
-        config.host_id,
-        config.num_hosts,
-        config.connect_timeout,
-        config.heartbeat_timeout,
-    )
+    host = join(config)
     start_logging(config.verbose, config.machine_id, host.id)
     return host
 

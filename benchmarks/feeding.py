@@ -12,9 +12,7 @@ import json
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -22,14 +20,14 @@ import pyarrow.parquet
 from tokenizers import AddedToken, Tokenizer
 
 from activation_extraction.cli.config import parse_args
+from activation_extraction.cli.flags import Config
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import demo
-from activation_extraction.run.host_text import row_form
-from activation_extraction.run.open_data import TextRequest, open_dataset
+from activation_extraction.run.host_text import Text
 from activation_extraction.text.batch import Worker
-from activation_extraction.text.chat import END, START, ChatTemplate
+from activation_extraction.text.chat import END, START
 from activation_extraction.text.packing import pack, samples_of
-from activation_extraction.text.samples import SampleForm, samples
-from activation_extraction.text.tokenizer import load_tokenizer, pretrained
+from activation_extraction.text.samples import samples
 
 TEMPLATE = """\
 {%- for message in messages %}
@@ -81,13 +79,12 @@ def make_tokenizer(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
 
 
-def measure(asked: TextRequest, tokenizer: Tokenizer | None, template: Any, split: bool) -> float:
+def measure(config: Config, model: Path) -> float:
     """Tokens per second."""
-    form = row_form(asked, template, 2**20)
-    data = open_dataset(asked, form.columns, [])
+    text = Text(config, Checkpoint(str(model)), 2**20)
+    form, documents = text.form, text.documents(Worker())
     began, tokens = time.perf_counter(), 0
-    documents = data.documents(form, Worker(), False, asked.shuffle_documents)
-    for batch in pack(samples(documents, tokenizer, SampleForm(LENGTH, split)), ROWS, LENGTH):
+    for batch in pack(samples(documents, text.tokenizer, form), ROWS, LENGTH):
         tokens += batch.num_tokens
     return tokens / (time.perf_counter() - began)
 
@@ -111,26 +108,20 @@ def main() -> None:
         make_rows(folder, asked.documents)
         if asked.tokenizer is None:
             make_tokenizer(folder)
-        own = asked.tokenizer or folder
-        files = [path for path in own.iterdir() if path.suffix in (".json", ".txt")]
-        tokenizer = load_tokenizer(files, str(own), 2**20)
-        name = "tokenizer.json" if (own / "tokenizer.json").exists() else "vocab.json"
-        template = ChatTemplate(pretrained(own / name), TEMPLATE, "", {})
-        text = parse_args(["--dataset_path", str(folder / "*.parquet")]).part(TextRequest)
-        both = ((str(folder / "0.parquet"), 0.7), (str(folder / "1.parquet"), 0.3))
-        kinds: dict[str, tuple[TextRequest, Any, bool]] = {
-            "text": (text, None, False),
-            "chat": (replace(text, messages_column="messages"), template, False),
-            "mixture": (replace(text, dataset_path=None, mix=both), None, False),
-            "shuffled": (replace(text, shuffle_documents=1), None, False),
-            "split": (text, None, True),
-            "ids": (replace(text, ids_column="ids"), None, False),
+        (folder / "template.jinja").write_text(TEMPLATE)
+        text = f"--dataset_path {folder}/*.parquet"
+        kinds = {
+            "text": text,
+            "chat": f"{text} --messages_column messages --chat_template {folder}/template.jinja",
+            "mixture": f"--mix {folder}/0.parquet=0.7 {folder}/1.parquet=0.3",
+            "shuffled": f"{text} --shuffle_documents 1",
+            "split": f"{text} --long_documents split",
+            "ids": f"{text} --ids_column ids",
         }
         found: dict[str, list[float]] = {kind: [] for kind in kinds}
         for _ in range(asked.rounds):
-            for kind, (flags, own_template, split) in kinds.items():
-                own_tokenizer = None if flags.ids_column else tokenizer
-                found[kind].append(measure(flags, own_tokenizer, own_template, split))
+            for kind, flags in kinds.items():
+                found[kind].append(measure(parse_args(flags.split()), asked.tokenizer or folder))
                 print(f"{kind}: {found[kind][-1]:,.0f} tokens/s", flush=True)
         medians = {kind: statistics.median(each) for kind, each in found.items()}
         ratios = {kind: round(each / medians["text"], 2) for kind, each in medians.items()}

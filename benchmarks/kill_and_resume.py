@@ -36,11 +36,11 @@ from forks import DEVICES, Forked  # noqa: E402
 from gcs_server import Bucket  # noqa: E402
 
 import extract_activations  # noqa: E402
+from activation_extraction.inspect.verify_shard import read_samples  # noqa: E402
 from activation_extraction.run import demo  # noqa: E402
 from activation_extraction.store.folder import Folder  # noqa: E402
 from activation_extraction.store.metadata import read_stored  # noqa: E402
 from activation_extraction.store.sample_table import TableRow, read_table, rows_of  # noqa: E402
-from activation_extraction.store.shard_reader import read_shard  # noqa: E402
 from benchmarks.shapes import SHAPES  # noqa: E402
 
 # The tool itself, with a pause after every batch: time for somebody to kill it.
@@ -181,15 +181,15 @@ def samples_in(*urls: object) -> dict[int, Sample]:
         if stored.damaged or any(stored.missing()):
             raise RuntimeError(f"{folder.url}: {stored.damaged}, missing: {stored.missing()}")
         for commit in (each for each in stored.in_order if each.count):
-            shard = read_shard(folder, commit)
             rows = rows_of(read_table(folder, commit))
-            for i, (sample, row) in enumerate(zip(shard.samples, rows, strict=True)):
-                if sample.sample_idx in found or sample.sample_idx != row.sample_idx:
-                    raise RuntimeError(f"{folder.url}: sample {sample.sample_idx} is there twice")
-                ids = [] if sample.token_ids is None else sample.token_ids.tolist()
-                values = {key: shard.activation(key, i) for key in commit.names}
-                tokens = ids, sample.positions.tolist()
-                found[sample.sample_idx] = Sample(tokens, row, values)
+            samples = read_samples(folder, stored, commit, range(commit.count), commit.file)
+            for sample, row in zip(samples, rows, strict=True):
+                number, own = row.sample_idx, sample.row
+                if number in found or own.sample_idx != number:
+                    raise RuntimeError(f"{folder.url}: sample {number} is there twice")
+                values = dict(zip(commit.names, sample.activations, strict=True))
+                tokens = np.asarray(own.token_ids).tolist(), own.positions.tolist()
+                found[number] = Sample(tokens, row, values)
     return found
 
 

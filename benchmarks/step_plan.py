@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.automatic_mesh import link_speed
 from activation_extraction.model.delta_kernel import pallas_delta_rule
-from activation_extraction.model.devices import Chip
-from activation_extraction.model.expert_kernel import times_moved
+from activation_extraction.model.devices import FLOAT32_TIME, Chip
+from activation_extraction.model.expert_kernel import ADDED, GATED, ROWS, WEIGHTED, block_of
 from activation_extraction.model.forward import Program
 from activation_extraction.model.mesh import RULES, Layout
 from benchmarks.program_text import ProgramText
@@ -42,11 +42,12 @@ class Sent(NamedTuple):
 class StepPlan:
     """What a full step costs each device.
 
-    flops: its share of the operations that the model needs, without what several devices compute
-    alike, padded tiles and a pipeline's bubble. kernel: the operations that Pallas kernels add to
-    that, in float32 products of padded tiles. hbm: the bytes of memory that it reads and writes, if
-    a Pallas kernel moves its operands and results once; those of experts say what they move. sent:
-    what it sends along which axes.
+    flops: its share of the operations that the model and autoencoders need, without what several
+    devices compute alike, padded tiles and a pipeline's bubble; those of float32 autoencoders in a
+    bfloat16 model count as often as they pass a matrix unit. kernel: the operations that Pallas
+    kernels add to that, in float32 products of padded tiles. hbm: the bytes of memory that it reads
+    and writes, if a Pallas kernel moves its operands and results once; those of experts say what
+    they move. sent: what it sends along which axes.
     """
 
     flops: float
@@ -93,7 +94,12 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
         raise InputError(f"the text of programs for {kind} cannot be read")
     rows = program.shape[0] * program.rows.hosts
     assert layout.mesh is not None
-    flops = model.flops([program.shape[1]] * rows) / layout.mesh.size
+    passes = FLOAT32_TIME["tpu"] if model.dtype == jnp.bfloat16 else 1.0
+    encoding = sum(
+        each.flops * (passes if each.autoencoder.dtype == jnp.float32 else 1.0)
+        for each in program.encoders
+    )
+    flops = model.flops([program.shape[1]] * rows) + encoding * program.shape[1] * rows
     text = text_of(program, compiled)
     moves = text.moves(text.entry)
     sent: dict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -102,7 +108,7 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
             sent[move.axes][0] += move.sent
             sent[move.axes][1] += move.sent * move.hidden
     return StepPlan(
-        flops,
+        flops / layout.mesh.size,
         _flops_of_delta_rule(program),
         sum(move.hbm for move in moves),
         tuple(Sent(axes, *found) for axes, found in sent.items()),
@@ -121,6 +127,29 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
     assert mesh is not None
     times = partial(times_moved, share=1 / program.layout.size("expert"))
     return ProgramText(compiled.as_text() or "", mesh.shape, shares, times)
+
+
+def times_moved(name: str, shapes: list[list[int]], share: float) -> list[float] | None:
+    """Returns how often a kernel reads each of its operands, and writes its result, on average.
+
+    name, shapes: as in a compiled program, the result's shape last; None if it is no kernel of
+    experts. share: of all tokens' rows, that of this device's experts, which get equally many.
+    """
+    if name == ADDED:
+        counts, fetches, _, rows, _ = shapes
+        fetched = share * counts[0] * fetches[-1]
+        return [1, 1, 1, fetched / rows[0], 1]
+    if name not in (GATED, WEIGHTED):
+        return None
+    *others, (layers, experts, inputs, outputs), result = shapes
+    tiles = share * (result[0] - experts * ROWS) / ROWS
+    filled = (tiles + experts / 2) * ROWS / result[0]
+    if name == WEIGHTED:
+        columns = outputs // block_of(outputs, inputs * 2)
+        return [1] * (len(others) - 1) + [columns * filled, 1 / layers, filled]
+    columns = outputs // block_of(outputs, 2 * inputs * 2)
+    fetched = columns * tiles * ROWS / others[-2][0]
+    return [1] * (len(others) - 2) + [fetched, 1 / layers, 1 / layers, filled]
 
 
 def _flops_of_delta_rule(program: Program) -> float:

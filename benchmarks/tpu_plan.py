@@ -10,7 +10,9 @@ and tokens that move once, see `StepSizes.moved_by_layer`. Nothing runs: the tim
 JSON of the last line, are its bytes and operations over a chip's peaks. `products_ms` are those
 that the model needs, and `kernel_ms` those that the kernel of delta nets adds; `hidden_ms` is what
 is sent while products run, `exposed_ms` what is sent while nothing else does; `busy` is the share
-of a step that all this leaves to the products at best. tests/test_tpu.py reads programs with the
+of a step that all this leaves to the products at best, and `tokens_per_second` what all chips would
+compute then. With `--flags "--encode ..."`, a step has the autoencoder's products too, but for the
+choice of the largest features no time is known. tests/test_tpu.py reads programs with the
 same functions.
 """
 
@@ -140,6 +142,7 @@ def main() -> None:
     print(f"{moved / 1e6:8.1f} in all: {moved / once:.2f} times {once / 1e6:.1f}, all of it once")
     step = {f"{name}_ms": 1e3 * seconds for name, seconds in found._asdict().items()}
     step["busy"] = found.products / found.device
+    step["tokens_per_second"] = compiled.rows * compiled.length / found.device
     memory = compiled.memory
     given = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     print(json.dumps(step | {"memory_gb": (given + 2 * memory.output_size_in_bytes) / 1e9}))

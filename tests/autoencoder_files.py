@@ -151,28 +151,20 @@ def llamascopium(folder, act_fn="topk", norm="dataset-wise", out="", bias=True, 
     return path, formula
 
 
-def circuit_tracer(folder, rule="relu", config=True):
+def circuit_tracer(folder, jumps=False, config=True):
     made = Made(folder)
     weights = dict(W_enc=made.W_enc.T, b_enc=made.b_enc, W_dec=made.W_dec, b_dec=made.b_dec)
-    threshold, k = made.random(F) ** 2, 6
-    if rule == "jumprelu":
+    weights["W_skip"] = made.skip
+    threshold = made.random(F) / 4 if jumps else 0  # some are negative: there is no ReLU
+    if jumps:
         weights["activation_function__threshold"] = threshold
-    if rule == "topk":
-        weights |= {"k": np.array(k)}
-    else:
-        weights["W_skip"] = made.skip
     made.save(None, "layer_1.safetensors", **weights)
     if config:
         text = "model_kind: transcoder_set\nfeature_input_hook: mlp.hook_in\n"
-        text += "feature_output_hook: hook_mlp_out\n" + "activation: topk\n" * (rule == "topk")
-        (folder / "config.yaml").write_text(text)
+        (folder / "config.yaml").write_text(text + "feature_output_hook: hook_mlp_out\n")
 
     def formula(x):
-        pre = made.pre(x)
-        if rule == "topk":
-            features = top(k, pre, pre)
-        else:
-            features = pre * (pre > (threshold if rule == "jumprelu" else 0))
-        return features, made.decoded(features) + (0 if rule == "topk" else x @ made.skip.T)
+        features = made.pre(x) * (made.pre(x) > threshold)
+        return features, made.decoded(features) + x @ made.skip.T
 
     return str(folder / "layer_1.safetensors"), formula

@@ -121,11 +121,6 @@ R1 = """\
 {%- endfor %}
 """
 # Parts alone; the iteration over a text gives characters, which have no text.
-PARTS_ALONE = """\
-{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}
-{%- for part in message.content %}{{ part.text }}{% endfor %}{{- '<|im_end|>\n' }}
-{%- endfor %}
-"""
 TEMPLATES = {"qwen2.5": QWEN2_5, "qwen3": QWEN3, "qwen3.5": QWEN3_5}
 MARKERS = ["<|im_start|>", "<|im_end|>"]
 # One token of two new lines, as Qwen has it, lies across the border of a header and a content.

@@ -96,15 +96,11 @@ class _Files:
         found = self.read(name)
         return found and FileEntry(len(found[0]), found[1])
 
-    def read(self, name: str, version: Any = None, most: Any = None) -> Any:
+    def read(self, name: str, version: Any = None, most: Any = None, span: Any = None) -> Any:
         found = self._ask(f"reading {name}", lambda objects: objects.get(f"{self.url}/{name}"))
         if found is not None and version not in (None, found[1]):
             raise ChangedError("is another version now")
-        return found
-
-    def read_range(self, name: str, start: int, stop: int, version: Any = None) -> Any:
-        found = self.read(name, version)
-        return found and found[0][start:stop]
+        return found and (found[0][slice(*span or (None, None))], found[1])
 
     def write(self, name: str, parts: Any, expected: Any) -> str:
         path = f"{self.url}/{name}"

@@ -51,8 +51,7 @@ FORMS = {
     "Llamascopium transcoder": partial(made.llamascopium, out=OUT, include=False),
     "Llamascopium tokens": partial(made.llamascopium, act_fn="relu", norm="token-wise"),
     "circuit-tracer": made.circuit_tracer,
-    "circuit-tracer jumprelu": partial(made.circuit_tracer, rule="jumprelu", config=False),
-    "circuit-tracer topk": partial(made.circuit_tracer, rule="topk"),
+    "circuit-tracer jumprelu": partial(made.circuit_tracer, jumps=True, config=False),
 }
 ONE = {"data": 1}
 MESHES = (
@@ -255,6 +254,17 @@ def without_hooks(tmp_path):
     return other(tmp_path, "config.json", sae_type="sae", act_fn="topk")
 
 
+def of_groups(tmp_path):
+    path, _ = made.sparsify(tmp_path)
+    return other(Path(path), "cfg.json", activation="groupmax")
+
+
+def cross_layer(tmp_path, text="model_kind: cross_layer_transcoder"):
+    path, _ = made.circuit_tracer(tmp_path)
+    (tmp_path / "config.yaml").write_text(text)
+    return path
+
+
 def other(tmp_path, name, **config):
     (tmp_path / name).write_text(json.dumps(config))
     return str(tmp_path)
@@ -294,6 +304,10 @@ REFUSED = [
         lambda at: made.llamascopium(at, norm="token-wise", out=OUT)[0],
     ),
     ("cannot be read: KeyError", without_hooks),
+    ("activation 'groupmax' of sparsify", of_groups),
+    ("model_kind 'cross_layer_transcoder'", cross_layer),
+    ("config.yaml cannot be read: while scanning", lambda at: cross_layer(at, "model_kind: '\n")),
+    ("config.yaml cannot be read", lambda at: cross_layer(at, "[1]")),
     ("not a hub name", lambda at: str(at / "none")),
     ("has no cfg.json or config.json", str),
 ]

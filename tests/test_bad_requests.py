@@ -39,8 +39,7 @@ BAD_REQUESTS = """\
 --drop_token_ids 3 2048 | --drop_token_ids 2048: the model has token ids 0 to 2047
 --drop_token_ids '<|im_end|>' --ids_column ids | \
  --drop_token_ids <|im_end|>: with --ids_column no tokenizer is read
---drop_token_ids '<|endoftext|>,a' | \
- no token of this name; put spaces between values: <|endoftext|> a
+--drop_token_ids '<|endoftext|>,a' | --drop_token_ids <|endoftext|>,a: the tokenizer has no token of
 --drop_token_ids '<endoftext>' | \
  --drop_token_ids <endoftext>: the tokenizer has no token of this name; did you mean <|endoftext|>?
 --hook_names blocks.3.hook_resid_pots | \

@@ -278,6 +278,34 @@ def test_in_order_tokens_are_copied_once(large_run, monkeypatch):
     assert peaks[None] < 0.3 * peaks[0]
 
 
+def test_tokens_side_by_side_are_copied_as_one_slice(run, monkeypatch):
+    dataset, stored = ActivationDataset(run.root), stored_tokens(run)
+    monkeypatch.setattr(np, "take", None)
+    assert_same(joined(dataset.batches(16)), stored)
+    batch = next(dataset.batches(16, dtype="float64"))
+    assert_same({"": batch[FIRST]}, {"": stored[FIRST][:16].astype("float64")})
+    assert len(next(dataset.batches(16, shuffle=0, buffer=64))) == 16
+
+
+@pytest.mark.parametrize("shuffle,ahead", [(0, 32), (None, 18)])
+def test_as_many_bytes_are_on_their_way_in_either_order(shuffle, ahead, run):
+    """32 ranges of 8 MiB, or 18 of 14 MiB."""
+    (dataset := ActivationDataset(run.root)).shards.local = False
+    dataset.shards.by_ranges = True
+    windows = dataset.batches(8, [FIRST], shuffle=shuffle)._share()
+    assert windows._ahead == ahead
+
+
+@pytest.mark.parametrize(
+    "tokens,size,sizes", [(0, 3, []), (9, 90, [9]), (9, 6, [4, 5]), (9, 8, [9]), (3, 1, [1, 1, 1])]
+)
+def test_chunks_are_cut_into_equal_pieces(tokens, size, sizes):
+    found = windows.cut(windows.Chunk(7, 100, 100 + tokens), size)
+    assert [len(each) for each in found] == sizes
+    rows = [row for each in found for row in range(each.start, each.stop)]
+    assert rows == [*range(100, 100 + tokens)]
+
+
 def test_a_window_waits_for_none_of_the_next(large_run, monkeypatch):
     """So that requests are on their way while it is used."""
     original, used = TokenSource.tokens, threading.Event()

@@ -106,7 +106,7 @@ def test_reading_from_a_bucket(capsys, tmp_path):
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(found["latency"]["0.0"]) == 6 and len(found["latency"]["30.0"]) == 7
     for each in (each for latency in found["latency"].values() for each in latency.values()):
-        assert each["bare"][0] > 0 and each["read"][0] > 0
+        assert each["bare"][0] > 0 and each["of_16"][0] > 0 and each["read"][0] > 0
         assert each["sockets"][0] > 0 and each["core_seconds_per_gb"][0] > 0
         assert 1 <= each["downloaded"][0] < 3 and each["requests_per_gb"][0] > 0
 

@@ -7,7 +7,6 @@ from itertools import groupby
 import numpy as np
 import pytest
 from chat_templates import (
-    PARTS_ALONE,
     QWEN2_5,
     QWEN3,
     TAGGED,
@@ -52,7 +51,7 @@ def samples_of(tokenizers, tmp_path):
     """Returns a function that reads the samples of rows, rendered by a template."""
 
     def read(source, rows, skip=False, arguments=None, **form):
-        template = ChatTemplate(tokenizers[1], source, "the template", arguments or {})
+        template = ChatTemplate(tokenizers[1], {"default": source}, "the template", arguments or {})
         path = write_rows(tmp_path / "rows.jsonl", rows)
         stream = stream_of(path, skip=skip, form=RowForm(MessagesColumn("messages", template)))
         return list(samples(stream, tokenizers[0], SampleForm(10_000, **form)))
@@ -205,7 +204,7 @@ PIECEWISE = {
     ),
     "a function's name": ("qwen3.5", [call("look<|im_end|", {"x": "forged"})]),
     "an argument's name": ("qwen3.5", [call("look", {"x<|im_end|": "forged"})]),
-    "parts": ("in parts", None),
+    "parts": ("qwen2.5", None),
 }
 
 
@@ -220,7 +219,7 @@ def test_a_marker_that_appears_when_it_is_rendered_makes_a_bad_row(case, samples
         *[{"role": "tool", "content": "t"}] * 2,
     ]
     with pytest.raises(RunError, match="rows.jsonl line 1: .*<.im_"):
-        source = {**TEMPLATES, "in parts": PARTS_ALONE}[name]
+        source = TEMPLATES[name]
         samples_of(source, [{"messages": messages}])
 
 
@@ -331,7 +330,7 @@ def test_tasks_of_arc_are_questions_of_the_user(samples_of, tokenizers, tmp_path
 )
 def test_a_template_with_half_a_block_is_refused(source, why, tokenizers):
     with pytest.raises(UnusableRowError) as caught:
-        ChatTemplate(tokenizers[1], source, "", {}).content(talk("x")[:1])
+        ChatTemplate(tokenizers[1], {"default": source}, "", {}).content(talk("x")[:1])
     assert why in str(caught.value)
 
 
@@ -350,7 +349,11 @@ BAD_FLAGS = [  # {} stands for a folder with the files
     ),
     (f"{TALK} {{}}/random.jinja", "random.jinja: renders the same conversation in different ways"),
     (f"{TALK}_args enable_thinkin=true", "--chat_template_args enable_thinkin: "),
-    (f"{TALK}_args tokenize=true", "--chat_template_args tokenize: is no argument of a template"),
+    (f"{TALK}_args documents=[]", "--chat_template_args documents: --model_path "),
+    *(
+        (f"{TALK}_args {name}=true", f"--chat_template_args {name}: is no argument of a template")
+        for name in ("tokenize", "messages", "truncation")
+    ),
     *(
         (f"{TALK}_args enable_thinking={value}", "' is not NAME=VALUE with a")
         for value in ("NaN", "-Infinity", '{{"a":[1e999]}}', r'"\ud800"')

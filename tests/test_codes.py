@@ -230,7 +230,7 @@ def test_what_is_cut_is_said_before_and_after(flags, tmp_path, capsys):
     assert "bytes per token: 92;" in capsys.readouterr().out  # values are bfloat16 on a TPU
     assert main(*flags, *ONE, "--encode_most", 5, "--output_dir", tmp_path) == 0
     printed, logged = capsys.readouterr()
-    assert "200 features, of which a token keeps at most 5; 56 bytes per token" in logged
+    assert "a token has at most 5 of 200 features, 56 bytes per token" in logged
     found = ActivationDataset(tmp_path).statistics[f"{RESID}.codes"].codes
     both = found["sinks"].merge(found["others"])
     assert 0 < both.cut_tokens <= both.tokens and both.cut >= both.cut_tokens
@@ -403,7 +403,7 @@ def test_codes_that_are_not_finite_end_the_run(column, tmp_path):
     hook, records = f"{RESID}.codes", np.zeros((1, 4, 3 + 2 * 2), np.int32)
     records[0, 2, column] = np.float32(np.nan).view(np.int32)
     about = dict(identity=Identity(code_hooks=(hook,)), hook_facts={hook: {"width": 9}})
-    with pytest.raises(StorageError, match=f"sample 0, hook {hook}: NaN or infinite values"):
+    with pytest.raises(StorageError, match=f"sample 0, hook {hook}: NaN or infinite float32"):
         with open_storage(tmp_path, {hook: hook}, **about) as storage:
             storage.add_batch(next(pack(samples_of([[5, 6, 7]]), 1, 4)), {hook: records})
 

@@ -9,13 +9,14 @@ import fsspec
 import pytest
 from command_line import main
 from pods import flags_for
-from small_runs import TEXT, content
+from small_runs import content
 from test_file_kinds import as_arrow, as_lines, as_parquet, rows_of
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run.data_files import DataFiles
-from activation_extraction.run.open_data import TextRequest, open_dataset
+from activation_extraction.run.host_text import Text
 from activation_extraction.store.identity import Identity
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.file_list import list_files
@@ -47,23 +48,22 @@ def data(tmp_path):
 
 
 def opened(folder, asked="folder", earlier=()):
-    """A data set as a run opens it whose hosts have stored this metadata."""
+    """The text of a run whose hosts have stored this metadata, with the data set opened."""
     flags = [flag.format(folder) for flag in ASKED[asked]]
-    return open_dataset(parse_args(flags).part(TextRequest), TEXT.columns, earlier)
+    text = Text(parse_args(flags), Checkpoint("none"), 0, earlier)
+    assert text.dataset.files.files
+    return text
 
 
-def metadata_of(dataset):
+def metadata_of(text):
+    dataset = text.dataset
     identity = Identity(data=dataset.name, data_revision=dataset.content)
     metadata = {"identity": identity.to_json(), "data_files": dataset.files.to_json()}
     return json.loads(json.dumps(metadata))
 
 
-def documents_of(dataset, asked):
-    return dataset.documents(TEXT, Worker(), False, 3 if asked == "shuffled" else None)
-
-
-def texts_of(dataset, asked="folder"):
-    return [document.content.text for document in documents_of(dataset, asked)]
+def texts_of(text):
+    return [document.content.text for document in text.documents(Worker())]
 
 
 def write(name, content, mode="w"):
@@ -129,7 +129,7 @@ BETWEEN_STARTS = {
 def test_a_continued_run_reads_the_same_rows_or_names_the_file(data, case, asked):
     change, refused = BETWEEN_STARTS[case]
     first = opened(data.parent, asked)
-    before, stored = texts_of(first, asked), metadata_of(first)
+    before, stored = texts_of(first), metadata_of(first)
     change(data)
     if refused is not None:
         flag = "--mix" if asked == "mixture" else "--dataset_path"
@@ -137,7 +137,7 @@ def test_a_continued_run_reads_the_same_rows_or_names_the_file(data, case, asked
             opened(data.parent, asked, [stored])
         return
     again = opened(data.parent, asked, [stored])
-    assert texts_of(again, asked) == before
+    assert texts_of(again) == before
     assert metadata_of(again) == stored
 
 
@@ -174,11 +174,11 @@ def test_files_of_text_may_grow_and_others_may_not(tmp_path, name, content, more
     assert len(texts) == 1
     write(name, more, "ab")(tmp_path / "data")
     if continues:
-        first.files.check([{"file": name}])
+        first.dataset.files.check([{"file": name}])
         assert texts_of(opened(tmp_path, earlier=[stored])) == texts
         return
     with pytest.raises(RunError, match=f"{name}: has changed while the run was reading it"):
-        first.files.check([{"file": name}])
+        first.dataset.files.check([{"file": name}])
     with pytest.raises(InputError, match=f"{name} is not the file that the run began with"):
         opened(tmp_path, earlier=[stored])
 
@@ -234,7 +234,7 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run(data, case, asked):
     given = []
 
     def read():
-        for document in documents_of(opened(data.parent, asked), asked):
+        for document in opened(data.parent, asked).documents(Worker()):
             if document.doc_id[0] == letter and letter not in given:
                 change(data)
             given.append(document.doc_id[0])
@@ -254,10 +254,10 @@ def test_hosts_compare_what_their_files_hold(data, asked, prefix):
     """What other hosts have stored is read here, too, and must be the same."""
     here = opened(data.parent, asked)
     for change in (append("b.jsonl"), write("b.jsonl", lines(*reversed(B)))):
-        before = here.files.fingerprints()
+        before = here.dataset.files.fingerprints()
         change(data)
         there = opened(data.parent, asked)
-        differing = set(before.items()) ^ set(there.files.fingerprints().items())
+        differing = set(before.items()) ^ set(there.dataset.files.fingerprints().items())
         assert {name for name, _ in differing} == {f"data file {prefix}b.jsonl"}
         with pytest.raises(InputError, match="the hosts of this run have read different files"):
             opened(data.parent, asked, [metadata_of(here), metadata_of(there)])

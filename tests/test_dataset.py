@@ -1,5 +1,6 @@
 """ActivationDataset: every value that it reads is the one that was stored."""
 
+import ctypes
 import pickle
 import re
 import shutil
@@ -251,6 +252,44 @@ def test_one_hook_of_many_takes_little_more_than_its_bytes(tmp_path, bucket):
     one = dataset.batches(100, hooks=[hooks[3]], where=[n == 700 for n in range(1000)])
     assert [set(batch.sample_idx) for batch in one] == [{700}]
     assert 0 < bucket.served <= 3 * 2**20
+
+
+@pytest.mark.parametrize("shuffle,most,ranges", [(0, 10, 1), (0, 30, 3), (None, 30, 2)])
+def test_a_shard_is_read_in_equal_ranges(shuffle, most, ranges, tmp_path, bucket):
+    """Of about 8 MiB; those in order are larger, and fewer MiB are in two of them."""
+    hooks = {0: "blocks.0.hook_mlp_out"}
+    options = dict(count=2100, hooks=hooks, shard_size_gb=most / 1000)
+    make_run(tmp_path, "safetensors", "float32", **options)
+    upload(tmp_path, "gs://bucket/run")
+    dataset = ActivationDataset("gs://bucket/run")
+    bucket.asked.clear()
+    assert sum(map(len, dataset.batches(1000, shuffle=shuffle))) == dataset.tokens
+    asked = [name for _, name in bucket.asked if name == "run/shard_0001.safetensors"]
+    assert len(asked) == 1 + ranges  # the first is for what it says of its tokens
+
+
+MAPPED = """
+import ctypes
+import numpy as np
+from activation_extraction.dataset.open_shards import Requests
+class Mallinfo(ctypes.Structure):
+    _fields_ = [("values", ctypes.c_size_t * 10)]
+count = ctypes.CDLL(None).mallinfo2
+count.restype = Mallinfo
+{}
+before = count().values[3]
+block = np.empty(20 * 2**20, np.uint8)
+print(count().values[3] > before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc")
+@pytest.mark.parametrize("requests,mapped", [("", "True"), ("Requests().submit(int)", "False")])
+def test_ranges_are_received_in_memory_that_was_used_before(requests, mapped):
+    """It comes from glibc's heap, and is no mapping of its own, which would begin with no page."""
+    command = [sys.executable, "-c", MAPPED.format(requests)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    assert (done.stdout.strip(), done.stderr) == (mapped, "")
 
 
 def test_damage_is_found_in_a_bucket(tmp_path, bucket):

@@ -49,7 +49,7 @@ def test_sums_of_two_halves_add_up():
     positions = np.sort(np.random.default_rng(1).choice(2**20, 40, replace=False)).astype(np.int32)
     positions[0] = 0
     whole, first = sums_of([values], [positions]), sums_of([values[:17]], [positions[:17]])
-    first.merge(sums_of([values[17:]], [positions[17:]]))
+    first = first.merge(sums_of([values[17:]], [positions[17:]]))
     for name in ("counts", "sums", "squares", "largest"):
         np.testing.assert_array_equal(getattr(first, name), getattr(whole, name))
     np.testing.assert_allclose(first.norms, whole.norms, rtol=1e-12)

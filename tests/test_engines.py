@@ -80,8 +80,9 @@ def test_the_log_says_who_named_the_machine(set_variables, capsys, tmp_path):
 
 JOIN = """
 import jax
+from activation_extraction.cli.config import parse_args
 from activation_extraction.run.hosts import join
-join(None, None, None, 60, 60)
+join(parse_args(["--multihost", "--connect_timeout", "60"]))
 print(jax.config._read("jax_cuda_visible_devices"))
 """
 

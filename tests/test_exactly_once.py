@@ -23,10 +23,10 @@ from storages import open_storage
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.inspect.verify_shard import read_samples
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import demo
-from activation_extraction.run.host_text import HostText, load_text_files, row_form
-from activation_extraction.run.open_data import TextRequest, open_dataset
+from activation_extraction.run.host_text import Text
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.store import folder
 from activation_extraction.store.commit import Commit, seal
@@ -34,7 +34,6 @@ from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import read_metadata, read_stored
 from activation_extraction.store.owner import LostError, Owner
 from activation_extraction.store.sample_table import read_table
-from activation_extraction.store.shard_reader import read_shard
 from activation_extraction.text import packing
 from activation_extraction.text import samples as text_samples
 from activation_extraction.text.batch import Worker
@@ -119,12 +118,10 @@ def small(monkeypatch):
 
 
 @lru_cache
-def request_of(flags, data):
-    """What flags ask of the text, and what reads it."""
+def config_of(flags, data):
+    """What flags ask of the text."""
     given = flags.replace("{}", str(data)).split()
-    request = parse_args([*given, "--max_seq_length", str(LENGTH)]).part(TextRequest)
-    tokenizer, template = load_text_files(request, Checkpoint(str(data)), VOCABULARY)
-    return request, tokenizer, row_form(request, template, VOCABULARY)
+    return parse_args([*given, "--max_seq_length", str(LENGTH)])
 
 
 def values_of(number, positions, key):
@@ -174,32 +171,32 @@ class Run:
         case = self.case
         if case.grows:
             self._grow("" if before else '{"text": "new"}\n')
-        request, tokenizer, form = request_of(case.flags + f" {case.before}" * before, self.data)
+        config = config_of(case.flags + f" {case.before}" * before, self.data)
         worker = Worker(host=host, hosts=case.hosts)
         own = list(filter(None, [read_metadata(folder)]))
-        dataset = open_dataset(request, form.columns, own)
-        text = HostText(request, dataset, form, tokenizer, worker, (rows, LENGTH))
+        text = Text(config, Checkpoint(str(self.data)), VOCABULARY, own)
         hooks = HOOKS | ({CODES: CODES} if case.codes else {})
         identity = Identity(
             "tiny",
-            data=dataset.name,
+            data=text.dataset.name,
             hooks=tuple(hooks.values()),
             code_hooks=(CODES,) * case.codes,
             host=host,
             num_hosts=case.hosts,
-            positions=str(request.positions),
-            mask_column=request.mask_column or "",
-            overlap=request.overlap,
-            roles=request.roles,
+            positions=str(config.positions),
+            mask_column=config.mask_column or "",
+            overlap=config.overlap,
+            roles=config.roles,
         )
-        limits = {"max_samples": text.max_samples, "max_tokens": text.max_tokens}
+        asked = {"max_samples": config.max_samples, "max_tokens": config.max_tokens}
+        limits = {name: worker.share_of(limit) for name, limit in asked.items()}
         place = open_storage(
             self.folder / f"{next(self.processes)}",
             hooks,
             hook_facts={CODES: {"width": 200, "most": MOST}},
             identity=identity,
             remote=folder,
-            sources=dataset.files,
+            sources=text.dataset.files,
             metadata=METADATA,
             planner=RepairPlanner(folder, identity, limits) if repair else None,
             **({"shard_size_gb": case.shard / 1e9, "shard_format": self.format} | limits | options),
@@ -208,7 +205,9 @@ class Run:
             place.open()
             complete = False
             try:
-                for number, batch in enumerate(text.open(place, nullcontext())[1]):
+                for number, batch in enumerate(
+                    text.open(worker, (rows, LENGTH), place, nullcontext())[1]
+                ):
                     if number == stop_after:
                         return
                     values, kept = (with_codes if case.codes else activations)(batch), batch.kept
@@ -249,19 +248,18 @@ class Run:
             for commit in stored.in_order:
                 if not commit.count:
                     continue
-                shard, table = read_shard(folder, commit), read_table(folder, commit)
-                numbers = [row.sample_idx for row in shard.samples]
+                table, every = read_table(folder, commit), range(commit.count)
+                samples = read_samples(folder, stored, commit, every, "")
+                numbers = [sample.row.sample_idx for sample in samples]
                 assert numbers == sorted(numbers) == table["sample_idx"].to_pylist()
-                for i, row in enumerate(table.to_pylist()):
-                    number, positions = row["sample_idx"], shard.samples[i].positions
+                for row, sample in zip(table.to_pylist(), samples, strict=True):
+                    number, positions = row["sample_idx"], sample.row.positions
                     assert number not in found, f"sample {number} is stored twice"
-                    for key in HOOKS:
-                        expected = values_of(number, positions, key)
-                        np.testing.assert_array_equal(shard.slices[key][i], expected)
+                    for key, values in zip(HOOKS, sample.activations, strict=False):
+                        np.testing.assert_array_equal(values, values_of(number, positions, key))
                     if self.case.codes:
-                        found_codes = shard.slices[CODES][i].records(MOST)
-                        expected = codes_of(number, positions)
-                        np.testing.assert_array_equal(found_codes, expected)
+                        found_codes = sample.activations[-1].records(MOST)
+                        np.testing.assert_array_equal(found_codes, codes_of(number, positions))
                     found[number] = str(row), positions.tolist()
         return found
 
@@ -489,7 +487,7 @@ STANDING = {  # what stands where a process commits a shard -> whether it may re
 def test_only_a_copy_replaces_a_commit_of_its_run(case, copy):
     """Whoever metadata.json names: somebody may have put an older one back."""
     content, replaced = STANDING[case]
-    commit = Commit(1, "", "", "", "", {}, 0, 0, 0, 0, 0, [], None, 0.0, 0.0)
+    commit = Commit(1, 0.0, None)
     bucket = MemoryBucket()
     owner = Owner(MemoryFolder(bucket, Process()), "me", copy)
     assert owner.begin("r", {"format_version": 5, "identity": {}}, None)

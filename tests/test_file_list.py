@@ -12,7 +12,7 @@ from small_runs import stream_of
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
-from activation_extraction.run.open_data import TextRequest, open_dataset
+from activation_extraction.run.open_data import open_dataset
 from activation_extraction.text.file_list import list_files
 from activation_extraction.text.rows import Columns
 
@@ -177,7 +177,7 @@ def test_one_object_under_two_urls_is_refused(bucket):
     bucket.put("data/a.jsonl", b"{}")
     mixed = parse_args(["--mix", "gs://bucket/data=1", "gcs://bucket/data/a.jsonl=1"])
     with pytest.raises(InputError, match=r"--mix gs://bucket/data/a.jsonl: is given twice;"):
-        open_dataset(mixed.part(TextRequest), Columns(("text",)))
+        open_dataset(mixed, Columns(("text",)))
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,8 @@ def test_an_autoencoder_of_the_hub(hub, tmp_path, demo_inputs, monkeypatch):
     autoencoder_files.sparsify(tmp_path / "hub/models/org/saes/pile")
     names = "org/saes/pile/layers.1", "org/saes/pile/layers.2"
     told = continued_offline(hub, tmp_path, demo_inputs, "--encode", *names)
-    assert f"blocks.1.hook_resid_post.codes, of {names[0]}: 200 features" in told[0]
+    assert f"codes of {names[0]}: blocks.1.hook_resid_post.codes: " in told[0]
+    assert "of 200 features" in told[0]
     assert f"error: --encode {names[1]}: has no cfg.json" in told[1]
 
 

@@ -12,10 +12,9 @@ from test_chat import conversation
 from activation_extraction.cli.config import parse_args
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.run.host_text import HostText, load_text_files, row_form
-from activation_extraction.run.open_data import TextRequest, open_dataset
+from activation_extraction.run.host_text import Text
 from activation_extraction.text import samples as text_samples
-from activation_extraction.text import shuffle
+from activation_extraction.text import sources
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.samples import samples
 
@@ -71,37 +70,24 @@ def data(demo_inputs, tmp_path_factory):
 def small_chunks(monkeypatch):
     """So that small data has several chunks, and several blocks."""
     monkeypatch.setattr(text_samples, "CHUNK_ROWS", 5)
-    monkeypatch.setattr(shuffle, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(sources, "BLOCK_ROWS", 4)
 
 
 def flags_of(case, data):
     return [*case.format(data).split(), "--model_path", data / "model", "--max_seq_length", LENGTH]
 
 
-def host_text(case, data, worker=None):
-    """What a run with these flags reads."""
-    config = parse_args([str(flag) for flag in flags_of(case, data)])
-    request, checkpoint = config.part(TextRequest), Checkpoint(config.model_path)
-    tokenizer, template = load_text_files(request, checkpoint, VOCABULARY)
-    rows = row_form(request, template, VOCABULARY)
-    dataset = open_dataset(request, rows.columns, [])
-    return HostText(request, dataset, rows, tokenizer, worker or Worker(), (8, LENGTH))
-
-
 def read(case, data, worker=None):
     """The samples that a run with these flags makes, and its tokenizer."""
-    text = host_text(case, data, worker)
-    documents = text.dataset.documents(
-        text.rows, text.worker, False, text.request.shuffle_documents
-    )
+    config = parse_args([str(flag) for flag in flags_of(case, data)])
+    text = Text(config, Checkpoint(config.model_path), VOCABULARY)
+    documents = text.documents(worker or Worker())
     return list(samples(documents, text.tokenizer, text.form)), text.tokenizer
 
 
-def test_the_hosts_of_a_machine_share_its_limits(data):
-    flags = f"{SPLIT} --max_samples 8 --max_tokens 2"
-    hosts = [host_text(flags, data, Worker(1, 2, host, 3)) for host in range(3)]
-    assert [(text.max_samples, text.max_tokens) for text in hosts] == [(3, 1), (3, 1), (2, 0)]
-    assert host_text(SPLIT, data).max_tokens is None
+def test_the_hosts_of_a_machine_share_its_limits():
+    for limit, shares in ((8, [3, 3, 2]), (2, [1, 1, 0]), (None, [None] * 3)):
+        assert [Worker(1, 2, host, 3).share_of(limit) for host in range(3)] == shares
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -224,7 +210,6 @@ def test_token_ids_need_no_tokenizer_and_what_keeps_nothing_is_counted(masked):
     assert status == 0
     assert "kept nothing: 1 sample (--mask_column loss_mask, positions all)\n" in said
     assert "empty: 1 row without text" in said
-    assert "--mask_column loss_mask: tokens with 1 are stored; those with 0 are context" in said
     assert [sample.token_ids.tolist() for sample in stored] == [[6, 7], []]
     assert stored[0].position.tolist() == [1, 2]
     assert (stored.metadata["empty_samples"], stored.metadata["empty_rows"]) == (1, 1)
@@ -241,7 +226,6 @@ def test_padding_does_not_exist(masked, data, tmp_path, capsys):
     assert status == 1 and told in said  # once what is before it is stored
     status, said, found = masked("padded", name, padded, "--skip_bad_rows")
     assert status == 0 and told in said and "skipped: 1 row that could not be used" in said
-    assert "tokens with 1 are stored; those with 0 are pad" in said
     _, _, others = masked("real", name, [(ids, [1] * len(ids)) for ids in real])
     for sample, other, ids in zip(found, others, real, strict=True):
         assert sample.token_ids.tolist() == ids

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
-from chat_templates import PARTS_ALONE, QWEN2_5, QWEN3, QWEN3_5, R1, TEMPLATES
+from chat_templates import QWEN2_5, QWEN3, QWEN3_5, R1, TEMPLATES
 from chat_templates import talk as exchange
 from row_files import as_arrow, as_parquet, write_rows
 from small_runs import stream_of
@@ -66,7 +66,9 @@ def texts_of(tokenizer):
 
 
 def form_of(tokenizer, source, **form):
-    return RowForm(MessagesColumn("messages", ChatTemplate(tokenizer, source, "", {})), **form)
+    return RowForm(
+        MessagesColumn("messages", ChatTemplate(tokenizer, {"default": source}, "", {})), **form
+    )
 
 
 def tool(name, **properties):
@@ -150,15 +152,15 @@ def test_parts_of_text_out_of_arrow_are_no_images(texts_of, tmp_path):
         {"messages": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]},
     ]
     for file in write(tmp_path, rows):
-        for source in (IMAGES, QWEN2_5, QWEN3, PARTS_ALONE):
+        for source in (IMAGES, QWEN2_5, QWEN3):
             (text,) = texts_of(file, source, skip=True)
             assert "<|im_start|>user\na question<|im_end|>" in text
 
 
 every_template = pytest.mark.parametrize(
     "source",
-    [*TEMPLATES.values(), R1, IMAGES, PARTS_ALONE],
-    ids=[*TEMPLATES, "r1", "images", "parts alone"],
+    [*TEMPLATES.values(), R1, IMAGES],
+    ids=[*TEMPLATES, "r1", "images"],
 )
 
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from activation_extraction.model.expert_kernel import ROWS, pallas_experts, times_moved
+from activation_extraction.model.expert_kernel import ROWS, pallas_experts
 from benchmarks.program_text import ProgramText
-from benchmarks.step_plan import equations
+from benchmarks.step_plan import equations, times_moved
 
 PAIRS = "channel_id=1, source_target_pairs={{0,1},{1,0}}"
 TEXT = f"""%layer (x: bf16[4,128]) -> bf16[4,128] {{

@@ -25,7 +25,7 @@ from gcs_server import gcs
 from hub_server import serve_hub
 
 from activation_extraction import ActivationDataset
-from activation_extraction.cli.parser import build_parser
+from activation_extraction.cli.config import build_parser
 from activation_extraction.run import demo
 from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import FAMILIES

@@ -12,7 +12,7 @@ from small_runs import TEXT, byte_tokenizer, stream_of  # noqa: F401
 from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import RunError
-from activation_extraction.text import shuffle
+from activation_extraction.text import sources
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.documents import DocumentStream
 from activation_extraction.text.samples import SampleForm, samples
@@ -66,7 +66,7 @@ def test_rows_of_parquet_and_of_hub_data_sets(tmp_path, monkeypatch):
         "parquet", data_files=str(tmp_path / "*.parquet"), split="train", streaming=True
     )
     assert [d.row for d in DocumentStream(hub, TEXT)] == [{"row": n} for n in range(10)]
-    monkeypatch.setattr(shuffle, "BLOCK_ROWS", 2)
+    monkeypatch.setattr(sources, "BLOCK_ROWS", 2)
     shuffled = {d.content.text: d.row for d in DocumentStream(hub, TEXT, shuffle=1)}
     assert list(shuffled) != sorted(shuffled)
     numbers = [(shard, n) for shard in range(2) for n in range(5)]
@@ -126,6 +126,8 @@ class Panicking:
         if any("panic" in text for text in texts):
             raise Panic("Regex search error: retry-limit-in-match over")
         return self.tokenizer.encode_batch(texts, **options)
+
+    encode_batch_fast = encode_batch
 
 
 def test_a_text_that_the_tokenizer_cannot_take_is_a_bad_row(tmp_path, byte_tokenizer):  # noqa: F811

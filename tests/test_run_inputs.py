@@ -12,7 +12,6 @@ from activation_extraction.cli.flags import FLAGS, GROUPS, Config
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.forward import ModelRequest
 from activation_extraction.run.inputs import INPUTS, settings_of
-from activation_extraction.run.open_data import TextRequest
 from activation_extraction.run.prepare import model_request
 from activation_extraction.run.recompute import load_for_recomputing
 from activation_extraction.store.folder import Folder
@@ -26,7 +25,7 @@ AS_HOOKS = {"layers_to_extract", "activation_type", "hook_names", "keep_activati
 NOT_CONTENT = {"list_hooks", "max_samples", "max_tokens"}
 # Fields of the identity that neither are flags nor say by what an input is known.
 FOUND = {"hooks", "integer_hooks", "float32_hooks", "code_hooks", "keyed_by", "machine", "host"}
-OF_INPUTS = {field: each.name for each in INPUTS for field in each.fields}
+OF_INPUTS = {each.field: each.name for each in INPUTS}
 
 
 def test_every_flag_about_content_belongs_to_an_input_or_to_the_identity():
@@ -39,14 +38,13 @@ def test_every_flag_about_content_belongs_to_an_input_or_to_the_identity():
     of_identity = {each.name for each in fields(Identity)}
     assert about_content - of_inputs - of_identity == AS_HOOKS | NOT_CONTENT
     assert of_identity - {*FLAGS, *OF_INPUTS} == FOUND and {*OF_INPUTS} < of_identity
-    asked = {each.name for part in (ModelRequest, TextRequest) for each in fields(part)}
     compared, paths = settings_of(parse_args([])), {path for each in INPUTS for path in each.paths}
-    assert of_inputs <= asked & FLAGS.keys() and paths <= of_inputs
+    assert of_inputs <= FLAGS.keys() and paths <= of_inputs
     assert {path for path in paths if f"--{path}" in compared} == {"mix"}  # its weights
     assert all(f"--{flag}" in compared for flag in of_inputs - paths)
 
 
-@pytest.mark.parametrize("part", [ModelRequest, TextRequest, StorageOptions])
+@pytest.mark.parametrize("part", [ModelRequest, StorageOptions])
 def test_a_part_of_the_configuration_has_the_names_and_values_of_flags(part):
     config = parse_args(["--positions", "last:2", "--batch_size", "7", "--writer_threads", "3"])
     others = {"memory", "devices", "autoencoders"} if part is ModelRequest else set()

@@ -197,7 +197,7 @@ def test_wrong_additions_are_refused_by_name(tmp_path, in_bucket):
         (
             ({}, "float64", [1], "width 2, dtype float64, expected width 2, dtype bfloat16, as"),
             (safetensors, "float64", None, "has no token ids, and safetens"),
-            *((safetensors, d, [1], f"dtype {d}, expec") for d in ("int8", "uint8", "bool")),
+            (safetensors, complex, [1], "dtype complex128, expected one of bfloat16, bool, "),
         )
     ):
         identity, folder = Identity(activation_dtype="bfloat16"), tmp_path / f"other{number}"
@@ -268,13 +268,15 @@ OPENED = [  # the folder, its hooks, options, what is told
     ("s3://b/run?token=x", HOOKS, {}, f"output_dir s3://b/run: {IS_A_URL}"),
     (Path("nope://b"), HOOKS, {}, f"output_dir nope:/b: {IS_A_URL}"),
     ("own", HOOKS, {"shard_format": "parquet"}, "shard_format 'parquet': expected pickle or sa"),
+    ("own", {0: "position"}, {}, "hook position: a shard calls something else position"),
+    ("own", {0: "h", 1: "h"}, {}, "hook h: a shard calls something else h"),
     (
-        *("own", {0: "position"}, {"shard_format": "safetensors"}),
-        "hook position: has the name of what a shard says of its tokens",
+        *("own", {0: "h", 1: "h.ids"}, {"identity": Identity(code_hooks=("h",))}),
+        "hook h.ids: a shard calls something else h.ids",
     ),
     (
         *("own", SCALES, {"identity": Identity(activation_dtype="float8")}),
-        "hook stream.scale: has the name of another hook's scales",
+        "hook stream.scale: a shard calls something else stream.scale",
     ),
 ]
 

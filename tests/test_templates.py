@@ -1,4 +1,4 @@
-"""Which chat template renders a row; and templates that hang, fill the memory, or show no roles."""
+"""Which chat template renders a row; and templates that hang, or show no roles."""
 
 import json
 import threading
@@ -12,18 +12,15 @@ from row_files import write_rows
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
-from activation_extraction.common.log import activity
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import hosts
-from activation_extraction.run.host_text import load_text_files, row_form
-from activation_extraction.run.hosts import Watchdog
-from activation_extraction.run.open_data import TextRequest
+from activation_extraction.run.host_text import Text
 from activation_extraction.text import tokenizer
 from activation_extraction.text.chat import ChatTemplate
 from activation_extraction.text.rows import UnusableRowError
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-ASKED = parse_args(["--messages_column", "messages"]).part(TextRequest)
+ASKED = parse_args(["--messages_column", "messages"])
 PLAIN = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
@@ -51,9 +48,12 @@ def model(demo_inputs, tmp_path):
     return make
 
 
+def text_of(folder, asked=ASKED):
+    return Text(asked, Checkpoint(str(folder)), VOCABULARY)
+
+
 def load(folder):
-    tokenizer, template = load_text_files(ASKED, Checkpoint(str(folder)), VOCABULARY)
-    assert tokenizer is not None and template is not None
+    template = text_of(folder).template
     template.check()
     return template
 
@@ -69,12 +69,14 @@ def load(folder):
 )
 def test_a_row_with_tools_takes_the_template_for_tools(where, model):
     """A file beside the settings goes before the template in them."""
-    template = load(model(**where))
+    text = text_of(model(**where))
+    template = text.template
+    template.check()
     for tools in (TOOLS, [], None):
         row = {"messages": talk(), "tools": tools}
-        read = row_form(ASKED, template, VOCABULARY).reader.read
+        read = text.rows.reader.read
         if not tools and set(where) == {"tool_use"}:
-            with pytest.raises(UnusableRowError, match="for conversations with tools, tool_use"):
+            with pytest.raises(UnusableRowError, match="for conversations with tools, tool"):
                 read(row)
             continue
         expected = template.tokenizer.apply_chat_template(
@@ -103,13 +105,14 @@ def test_the_template_of_a_processor_comes_last(model):
     template = load(model())
     expected = template.tokenizer.apply_chat_template(talk(), chat_template=PLAIN, tokenize=False)
     assert template.content(talk(), None).text == expected
-    assert load(model(QWEN3)).source == QWEN3 and load(model(beside=QWEN2_5)).source == QWEN2_5
+    assert load(model(QWEN3)).sources == {"default": QWEN3}
+    assert load(model(beside=QWEN2_5)).sources == {"default": QWEN2_5}
 
 
 def test_a_file_with_a_template_is_for_all_rows(model, tmp_path):
     (tmp_path / "own.jinja").write_text(QWEN3)
     asked = replace(ASKED, chat_template=str(tmp_path / "own.jinja"))
-    _, template = load_text_files(asked, Checkpoint(str(model(NAMED))), VOCABULARY)
+    template = text_of(model(NAMED), asked).template
     expected = template.tokenizer.apply_chat_template(
         talk(), tools=TOOLS, chat_template=QWEN3, tokenize=False
     )
@@ -147,7 +150,7 @@ def test_a_system_message_may_come_late_where_turns_have_no_blocks(model):
     """R1's template puts it first, others where it is."""
     messages = [*talk("hi", "so"), {"role": "system", "content": "late"}]
     for source in (R1, "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"):
-        _, template = load_text_files(ASKED, Checkpoint(str(model(source))), VOCABULARY)
+        template = text_of(model(source)).template
         text = template.content(messages).text
         assert (text.find("late") < text.find("hi")) == (source == R1)
 
@@ -168,7 +171,7 @@ def test_a_template_without_blocks_gives_text_without_roles(model, tmp_path, cap
     flags += ["--layers_to_extract", 1, "--output_dir", out, "--skip_bad_rows"]
     assert main(*flags, "--positions", "every:2") == 0
     stored = ActivationDataset(out)
-    _, template = load_text_files(ASKED, Checkpoint(str(folder)), VOCABULARY)
+    template = text_of(folder).template
     tokenizer = template.tokenizer
     assert [sample.doc_id for sample in stored] == [0, 1, 3, 4]
     for sample in stored:
@@ -212,18 +215,3 @@ def test_a_template_that_hangs_is_named_with_its_row(line, model, tmp_path, monk
     assert any(
         each.startswith(f"error: rendering the chat template of {where}: {why}") for each in said
     )
-
-
-def test_a_row_that_fills_the_memory_is_named(monkeypatch):
-    """What the process takes otherwise does not count."""
-    ended, said = threading.Event(), []
-    taken = iter([10, 90, *[90 + 100 * n for n in range(1, 1000)]])
-    monkeypatch.setattr(hosts, "host_memory", lambda: 1000 * 10**9)
-    monkeypatch.setattr(hosts, "resident_memory", lambda: next(taken) * 10**9)
-    monkeypatch.setattr(hosts, "_end_process", lambda text: said.append(text) or ended.set())
-    monkeypatch.setattr(hosts, "LOOK_SECONDS", 0.01)
-    with activity("rendering the chat template of x.jsonl line 3"), Watchdog(600):
-        assert ended.wait(600)
-    told = "rendering the chat template of x.jsonl line 3: meanwhile the process has taken 280.0 GB"
-    assert said[0].startswith(f"error: {told}")
-    assert all("line 3" in each for each in said)

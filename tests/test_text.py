@@ -180,7 +180,7 @@ def test_odd_parquet_files_are_read_as_they_are(tmp_path):
 MARKER, RULE = "<|object_ref_start|>", "-" * 80
 
 
-@pytest.mark.parametrize("piece", [300, 2**18])
+@pytest.mark.parametrize("piece", [300, 2**16])
 @pytest.mark.parametrize(
     "text",
     [
@@ -188,12 +188,13 @@ MARKER, RULE = "<|object_ref_start|>", "-" * 80
         " " * 3000 + "end",
         *(each * 40 for each in (MARKER, MARKER + "\n", f"a{MARKER}", f" {MARKER} ")),
         "".join(f"line {n}: some words, and 12 more\n" * (n % 3 + 1) for n in range(300)),
-        f"{RULE}\n" * 20,  # read to its end: the beginning alone has too few tokens
+        f"{RULE}\n" * 20,
     ],
 )
 def test_a_long_text_has_the_tokens_of_the_whole(text, piece, tokenizer, texts, monkeypatch):
-    """They are read from its beginning, and the others are counted in pieces."""
+    """It is tokenised in pieces, a few at a time."""
     monkeypatch.setattr(text_tokenizer, "PIECE_CHARACTERS", piece)
+    monkeypatch.setattr(text_tokenizer, "PIECES_AT_ONCE", 7)
     own = Tokenizer.from_str(tokenizer.to_str())
     own.add_special_tokens([AddedToken(each, normalized=False) for each in (MARKER, RULE)])
     ids = own.encode(text, add_special_tokens=False).ids
@@ -202,3 +203,6 @@ def test_a_long_text_has_the_tokens_of_the_whole(text, piece, tokenizer, texts, 
         (sample,) = samples(stream_of(path), own, SampleForm(most))
         assert sample.token_ids.tolist() == ids[:most]
         assert sample.cut == max(len(ids) - most, 0)
+    starts = [start for start, _ in own.encode(text, add_special_tokens=False).offsets[::30]]
+    found = samples(stream_of(path), own, SampleForm(30, split=True))
+    assert [each.text_preview for each in found] == [text[at : at + 200] for at in starts]

@@ -9,6 +9,7 @@ import json
 import math
 from functools import partial
 
+import autoencoder_files as made
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +36,7 @@ rare = pytest.mark.rare
 
 pytest.importorskip("libtpu")
 
+CONFIG_01B = FAMILIES.config(SHAPES["0.1B"])
 QWEN_7B = FAMILIES.config(SHAPES["7B"])
 EIGHT = "--layers_to_extract 6 9 12 15 18 21 24 27"
 WINDOWS = dict(use_sliding_window=True, sliding_window=512, max_window_layers=12)
@@ -194,10 +196,28 @@ def test_an_estimate_compiles_the_very_program_in_a_process_of_its_own(tmp_path,
     given = [*flags.split(), "--plan", "v5e-4", "--model_path", tmp_path, "--json"]
     assert extract(*given) == 0
     (found,) = json.loads(capsys.readouterr().out)["meshes"]
-    memory = compile_for(FAMILIES.config(SHAPES["0.1B"]), flags, "v5e:2x2").memory
+    memory = compile_for(CONFIG_01B, flags, "v5e:2x2").memory
     expected = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     expected += 2 * memory.output_size_in_bytes
     assert found["shape"] == {"data": 4} and found["compiled_gb"] == expected / 1e9
+
+
+def test_a_plan_counts_the_products_of_autoencoders(tmp_path, monkeypatch):
+    """Those of float32 are six passes of a matrix unit each, which moves the weights at least."""
+    monkeypatch.setattr(made, "D", SHAPES["0.1B"]["hidden_size"])
+    hook = "blocks.3.hook_resid_post"
+    usual = "--max_seq_length 512 --batch_size 4 --mesh_shape 4 --mesh_axes data"
+    before = compile_quickly(CONFIG_01B, f"{usual} --hook_names {hook}", "v5e:2x2").step
+    weights = 2 * made.D * made.F + made.F + made.D
+    for dtype, passes in (("float32", 6), ("bfloat16", 1)):
+        path, _ = made.sae_lens(tmp_path / dtype, hook=hook, dtype=dtype)
+        compiled = compile_quickly(CONFIG_01B, f"{usual} --encode {path}", "v5e:2x2")
+        program, step = compiled.program, compiled.step
+        sizes = StepSizes(program.model, program.weights, 4, 512, program.encoders)
+        estimate = sizes.estimate(program.layout, [*program.rows.mesh.devices.flat])
+        assert estimate.products == pytest.approx(times(compiled).products)
+        assert step.flops - before.flops == pytest.approx(passes * 2 * weights * 4 * 512 / 4)
+        assert step.hbm > before.hbm + 2 * weights
 
 
 def test_the_compiler_knows_every_machine_alike():

@@ -84,10 +84,12 @@ def test_codes_are_those_of_publishers_own_code(tmp_path):
     command = [PYTHON, script, str(made.D), str(made.F)]
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | own, capture_output=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    expected = dict(np.load(tmp_path / "expected.npz"))
-    x, names = expected.pop("x"), [name for name in expected if "/" not in name]
-    assert len(names) == 8
+    expected = np.load(tmp_path / "expected.npz")
+    x, names = expected["x"], {name.rpartition("/")[0] for name in expected.files} - {""}
+    assert len(names) == 15
     for name in names:
-        target = np.zeros_like(x) if "transcoder" in name else x
+        transcodes = any(word in name for word in ("transcoder", "mlp", "layer_"))
+        target = np.zeros_like(x) if transcodes else x
         _, codes = encoded(str(tmp_path / name), x, target, most=made.F)
-        assert_codes(codes, expected[name], expected[f"{name}/result"], target)
+        features, result = (expected[f"{name}/{part}"] for part in ("features", "result"))
+        assert_codes(codes, features, result, target)

@@ -1,8 +1,8 @@
 """The table of flags: what each is called, means and is when nobody gives it.
 
-`Config` is that table: one field for every flag. parser.py makes the command line and --help from
-it, and config.py fills it in and checks whether flags fit together. Each room that flags are for
-declares a dataclass of those that it takes, and gets it from `Config.part`.
+`Config` is that table: one field for every flag. config.py makes the command line and --help from
+it, fills it in, and checks whether flags fit together. Model and store each declare a
+dataclass of the flags that they take, and get it from `Config.part`.
 """
 
 from collections.abc import Mapping
@@ -99,7 +99,7 @@ class Config:
     """One run, as the user asked for it.
 
     layers_to_extract, batch_size: None is the default. drop_token_ids: ids, and then names, which
-    run/prepare.py replaces by ids. mesh_type: None if --mesh_shape is given instead.
+    run/host_text.py replaces by ids. mesh_type: None if --mesh_shape is given instead.
     compress_shards: false for safetensors, which are never compressed. verify_samples: 0 without
     --model_path. report: the file to write the report to, "" for the default one; None without
     --report. machine_from: the flag or variable that says which machine this is; None if nothing

@@ -86,33 +86,32 @@ class Codes:
 
     def __getitem__(self, tokens: Any) -> "Codes":
         """Returns the codes of some tokens: of a slice, or of an array of numbers or of bool."""
-        if not isinstance(tokens, slice) or tokens.step not in (None, 1):
-            return self._taken(np.arange(len(self))[tokens])
-        start, stop, _ = tokens.indices(len(self))
-        indptr = self.indptr[start : max(stop, start) + 1]
-        part = slice(int(indptr[0]), int(indptr[-1]))
-        of_tokens = {name: getattr(self, name)[tokens] for name in ("error", "norm")}
-        active = None if self.active is None else self.active[tokens]
-        found = {"indices": self.indices[part], "data": self.data[part], "active": active}
-        return replace(self, indptr=indptr - indptr[0], **found, **of_tokens)
-
-    def _taken(self, numbers: np.ndarray) -> "Codes":
-        """Returns the codes of the tokens with these numbers, (n,)."""
-        if np.ndim(numbers) != 1:
+        if isinstance(tokens, slice):
+            numbers = np.arange(*tokens.indices(len(self)))
+        elif (numbers := np.arange(len(self))[tokens]).ndim != 1:
             raise TypeError("codes are those of several tokens: give a slice or an array")
         tensors = hasattr(self.data, "is_pinned")
-        here = self.map(lambda values: values.cpu().numpy() if tensors else np.asarray(values))
-        most = int(np.diff(here.indptr).max(initial=0))
-        found = Codes.of(here.records(most)[numbers], self.features)
-        if not tensors:
-            return replace(found, active=None)
-        import torch
+        begins = self.indptr.cpu().numpy() if tensors else np.asarray(self.indptr)
+        counts = begins[numbers + 1] - begins[numbers]
+        indptr: Any = np.cumsum([0, *counts], dtype=np.int64)
+        at = np.arange(indptr[-1]) + np.repeat(begins[numbers] - indptr[:-1], counts)
+        arrays = {name: getattr(self, name)[at] for name in ("indices", "data")}
+        arrays |= {name: getattr(self, name)[numbers] for name in ("error", "norm")}
+        if tensors:
+            import torch
 
-        return found.map(lambda values: torch.as_tensor(values, device=self.data.device))
+            indptr = torch.as_tensor(indptr, device=self.data.device)
+        active = None if self.active is None else self.active[numbers]
+        return replace(self, indptr=indptr, active=active, **arrays)
 
     @property
     def nbytes(self) -> int:
         return sum(getattr(self, field).nbytes for field in ARRAYS.values())
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the values."""
+        return self.data.dtype
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -140,18 +139,20 @@ class Codes:
         return torch.sparse_csr_tensor(*arrays, self.shape, check_invariants=False)  # they hold
 
 
-def concatenated_codes(parts: Sequence[Codes]) -> Codes:
-    """Returns the codes of the tokens of all parts, of which there is at least one."""
+def concatenated_values(parts: Sequence[Any]) -> Any:
+    """Returns the values of the tokens of all parts: Codes or arrays (tokens, width), at least one.
+    A single one is not copied."""
     if len(parts) == 1:
         return parts[0]
+    if not isinstance(parts[0], Codes):
+        return np.concatenate(parts)
     begins = np.cumsum([0, *(len(part.indices) for part in parts)])
     ends = [part.indptr[1:] + begin for part, begin in zip(parts, begins, strict=False)]
+    names = "indices", "data", "error", "norm", *(["active"] * (parts[0].active is not None))
     arrays: dict[str, Any] = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in ("indices", "data", "error", "norm")
+        name: np.concatenate([getattr(part, name) for part in parts]) for name in names
     }
-    indptr = np.concatenate([np.zeros(1, np.int64), *ends])
-    return replace(parts[0], indptr=indptr, active=None, **arrays)
+    return replace(parts[0], indptr=np.concatenate([np.zeros(1, np.int64), *ends]), **arrays)
 
 
 def _floats(bits: np.ndarray) -> np.ndarray:

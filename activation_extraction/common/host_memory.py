@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 MACHINE = Path("/proc/meminfo")
-PROCESS = Path("/proc/self/statm")  # in pages
 CONTAINER = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -22,11 +21,6 @@ def available_memory() -> int:
     said = MACHINE.read_text() if MACHINE.exists() else ""
     available = re.search(r"MemAvailable: *([0-9]+) kB", said)
     return min(room, int(available[1]) * 1024) if available else room
-
-
-def resident_memory() -> int:
-    """Returns the bytes of memory that this process has taken; 0 where the system does not say."""
-    return int(PROCESS.read_text().split()[1]) * PAGE if PROCESS.exists() else 0
 
 
 def _container() -> tuple[int | None, int]:

@@ -19,7 +19,9 @@ from activation_extraction.dataset.windows import Position, Window, Windows, cut
 ALONE = 0, 1  # the share of a process without a DataLoader: the first of one
 LARGEST_READ = 8 * 2**20  # bytes of a chunk: in a bucket of each hook, else of all
 LEAST_READ = 2 * 2**20  # in a bucket, of each hook: whole MiB are read
-CHUNKS_IN_BUFFER, LEAST_CHUNKS = 32, 8  # so that tokens are mixed well; at least, or in order
+ORDERED_READ = 14 * 2**20  # in a bucket, in order: two chunks that meet read the same MiB twice
+CHUNKS_IN_BUFFER, LEAST_CHUNKS = 32, 8  # so that tokens are mixed well, and at least
+ORDERED_CHUNKS = 4  # in a buffer whose tokens stay in order
 T = TypeVar("T", TokenBatch, TokenPair)
 
 
@@ -174,26 +176,28 @@ class Batches(Iterator[T]):
         Workers share chunks of the first run, or its whole pickles, which they then read in chunks
         as well.
         """
-        sources, options = self._sources, self.options
+        sources, options, seed = self._sources, self.options, self.options.shuffle
         hooks = max(sum(len(source.options.hooks) for source in sources), 1)
         row = max(sum(source.row_bytes for source in sources), 1)
         local = all(source.shards.local for source in sources)
         by_ranges = all(source.shards.by_ranges for source in sources)
-        size = LARGEST_READ * (1 if local else hooks) // row
-        least = 1 if local else min(LEAST_READ * hooks // row, options.buffer // LEAST_CHUNKS)
-        seed = options.shuffle
-        many = CHUNKS_IN_BUFFER if seed is not None else LEAST_CHUNKS
-        size = max(min(size, options.buffer // many), least, 1)
-        chunks = cut(sources[0].chunks(), size) if by_ranges else sources[0].chunks()
+        largest, least = LARGEST_READ, 1
+        if not local:
+            largest = hooks * (ORDERED_READ if seed is None else LARGEST_READ)
+            least = min(LEAST_READ * hooks // row, options.buffer // LEAST_CHUNKS)
+        many = ORDERED_CHUNKS if seed is None else CHUNKS_IN_BUFFER
+        size = max(min(largest // row, options.buffer // many), least, 1)
+        chunks, ahead = sources[0].chunks(), 1
+        if by_ranges:
+            chunks = [piece for each in chunks for piece in cut(each, size)]
         chunks = share(shuffled(chunks, seed), options.worker, options.workers)
         chunks = share(chunks, *(self._loader_worker or ALONE))
         if not by_ranges:
-            chunks = [
-                piece
-                for each in chunks
-                for piece in shuffled(cut([each], size), seed, each.shard, each.start)
-            ]
-        ahead = 1 if local or not by_ranges else max(IN_FLIGHT // hooks, 2)
+            parts = (shuffled(cut(each, size), seed, each.shard, each.start) for each in chunks)
+            chunks = [piece for part in parts for piece in part]
+        elif not local:
+            most_bytes = IN_FLIGHT * LARGEST_READ
+            ahead = max(min(IN_FLIGHT // hooks, most_bytes // (size * row)), 2)
         most = options.buffer // 2 // options.size * options.size
         return Windows(chunks, self._reader(), ahead, most, seed)
 

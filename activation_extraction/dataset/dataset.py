@@ -38,9 +38,8 @@ from activation_extraction.dataset.token_source import (
     default_buffer,
     dtype_of,
 )
-from activation_extraction.store.commit import METADATA
+from activation_extraction.store.commit import METADATA, Totals
 from activation_extraction.store.host_folders import expected_names, read_run
-from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import identity_of
 from activation_extraction.store.sample_table import concatenated
 from activation_extraction.store.shard_reader import StoredHook, begin_rows
@@ -91,7 +90,7 @@ class ActivationDataset(Samples):
         commits = [(name, commit) for name in folders for commit in folders[name].in_order]
         in_shards = {hook["name"]: hook for _, commit in commits for hook in commit.hooks}
         stored = {
-            name: _stored_hook(in_shards.get(name, {}) | recorded[name], self.identity)
+            name: StoredHook.of(in_shards.get(name, {}) | recorded[name], self.identity)
             for name in names
         }
         with_samples = [each for each in commits if each[1].count]  # --repair may leave others
@@ -145,13 +144,12 @@ class ActivationDataset(Samples):
         tokens that have none. Statistics of every dimension are read from the small files beside
         the shards when they are first asked for.
         """
-        found = dict.fromkeys(self.hooks, Statistics())
-        for hook in (hook for commit in self.shards.commits for hook in commit.hooks):
-            if hook["name"] in found:
-                found[hook["name"]] = found[hook["name"]].merge(Statistics.from_json(hook))
+        found = Totals.of(self.shards.commits).statistics
         statistics = {
-            name: HookStatistics(**vars(found[name]), load=partial(self._sums, name))
-            for name in found
+            name: HookStatistics(
+                **vars(found.get(name, Statistics())), load=partial(self._sums, name)
+            )
+            for name in self.hooks
         }
         return ByHook(statistics, self.shards.hooks.aliases)
 
@@ -367,20 +365,6 @@ class ActivationDataset(Samples):
         hook that has no codes; reading raises OSError, as `batches` does.
         """
         return feature_table(self, hook, contexts, around)
-
-
-def _stored_hook(recorded: Mapping[str, Any], identity: Identity) -> StoredHook:
-    """recorded: what the shards say of the hook, or, before there is one, the metadata alone."""
-    if (width := recorded.get("width")) is None:
-        raise ValueError(f"the metadata does not record how wide {recorded['name']} is")
-    name = recorded["name"]
-    encoded, activations = identity.is_encoded(name), identity.has_activations(name)
-    if name in identity.code_hooks:
-        floats = np.dtype(np.float32)
-        return StoredHook(recorded["key"], width, floats, False, most=int(recorded["most"]))
-    stored = recorded.get("dtype", identity.dtype_of(name))
-    dtype = dtype_of("float32" if encoded else stored)
-    return StoredHook(recorded["key"], width, dtype, activations, encoded)
 
 
 def paired(a: Any, b: Any) -> PairedRuns:

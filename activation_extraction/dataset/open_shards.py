@@ -18,6 +18,7 @@ from activation_extraction.common.visible import counted, without_secrets
 from activation_extraction.dataset.token_batch import ByHook
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
+from activation_extraction.store.safetensors_file import SafetensorsFile
 from activation_extraction.store.sample_table import (
     TableRow,
     read_table,
@@ -26,7 +27,6 @@ from activation_extraction.store.sample_table import (
 )
 from activation_extraction.store.shard import MAX_GZIP_RATIO
 from activation_extraction.store.shard_reader import (
-    ShardReader,
     StoredHook,
     open_shard,
     read_by_ranges,
@@ -38,6 +38,11 @@ OPEN_SHARDS = 128  # that are mapped; one pickle stays in memory
 KEPT_BYTES = 2**28  # of what the shards in a bucket say of their tokens
 TABLE_ROWS = 100_000  # of tables of samples that stay in memory, and at least one table
 IN_FLIGHT = 32  # requests to a bucket at the same time, over all shards and hooks
+# glibc's malloc learns from the largest block that it has given back to the system, of up to 32
+# MiB: smaller ones come from its heap from then on, which keeps twice as much of what is freed.
+# Once it has had a block of this size, ranges are received in memory that was used before. New
+# memory would take longer than copying them.
+LARGEST_KEPT = 2**25 - 2**16
 
 T = TypeVar("T")
 
@@ -98,6 +103,7 @@ class Requests(Executor):
     def submit(self, *call: Any, **options: Any) -> Future[Any]:
         """Returns what will have the result of a call."""
         if (pool := self._pools.get(os.getpid())) is None:
+            np.empty(LARGEST_KEPT, np.uint8)  # which is freed at once
             new = ThreadPoolExecutor(IN_FLIGHT, "requests")
             pool = self._pools.setdefault(os.getpid(), new)
         return pool.submit(*call, **options)
@@ -129,7 +135,7 @@ class OpenShards:
         read, hooks = partial(_read, self.url, self.shards, {}), self.hooks
         requests = Requests()
         self._read: Callable[..., Any] = read
-        self.get: Callable[[int], ShardReader] = Kept(
+        self.get: Callable[[int], SafetensorsFile] = Kept(
             partial(read, lambda folder, commit: open_shard(folder, commit, hooks, requests)),
             _bytes_kept if self.by_ranges and not self.local else lambda _: 1,
             1 if not self.by_ranges else OPEN_SHARDS if self.local else KEPT_BYTES,
@@ -201,10 +207,7 @@ class OpenShards:
         with ThreadPoolExecutor(IN_FLIGHT) as pool:
             for found in pool.map(read, range(len(self.shards))):
                 for hook, sums in found.items():
-                    if hook in total:
-                        total[hook].merge(sums)
-                    else:
-                        total[hook] = sums
+                    total[hook] = total[hook].merge(sums) if hook in total else sums
         return total or {name: Sums.zeros(hook.width) for name, hook in self.hooks.items()}
 
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Se
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from operator import itemgetter, methodcaller
+from operator import methodcaller
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from activation_extraction.common.codes import Codes, concatenated_codes
+from activation_extraction.common.codes import Codes, concatenated_values
 from activation_extraction.common.visible import counted
 
 ALIGNMENT = 64  # bytes: JAX on CPUs shares an array's memory when it begins at a multiple of these
@@ -230,26 +230,36 @@ class Block(NamedTuple):
 def copy_tokens(blocks: Sequence[Block], numbers: np.ndarray, target: TokenBatch) -> None:
     """Copies tokens out of blocks; `target` has room for them, and its own dtypes.
 
-    numbers: of the tokens, counted over the rows of all blocks; they ascend unless there is one
-    block. Raises OSError unless all have the same labels.
+    numbers: of the tokens, counted over the rows of all blocks, ascending. Raises OSError unless
+    all have the same labels.
     """
     begins = np.cumsum([0, *(len(block.rows) for block in blocks)])
-    cuts = [0, len(numbers)] if len(blocks) == 1 else np.searchsorted(numbers, begins).tolist()
+    cuts = np.searchsorted(numbers, begins).tolist()
     for block, begin, (first, last) in zip(blocks, begins, pairwise(cuts), strict=False):
         if first < last:
             rows = block.rows[numbers[first:last] - begin]
-            _copy_rows(block.tokens, rows, target.map(itemgetter(slice(first, last))))
+            copy_rows(Block(block.tokens, rows), np.arange(first, last), target)
 
 
-def _copy_rows(source: TokenBatch, rows: np.ndarray, target: TokenBatch) -> None:
-    _check_labels([source, target])
-    for values, found in zip(source.arrays, target.arrays, strict=True):
-        # With mode="raise", NumPy would copy to `out` by way of other memory.
-        if values.dtype == found.dtype:
-            np.take(_bits_of(values), rows, axis=0, out=_bits_of(found), mode="clip")
+def copy_rows(block: Block, places: np.ndarray, target: TokenBatch) -> None:
+    """Copies the rows of a block, of which there must be one, to these rows of `target`, which has
+    its own dtypes. Raises OSError unless both have the same labels."""
+    _check_labels([block.tokens, target])
+    of, to = _as_slice(block.rows), _as_slice(places)
+    for values, found in zip(block.tokens.arrays, target.arrays, strict=True):
+        as_stored, same = _bits_of(values), values.dtype == found.dtype
+        room = _bits_of(found) if same else found
+        if same and isinstance(to, slice) and not isinstance(of, slice):
+            # With mode="raise", NumPy would copy to `out` by way of other memory.
+            np.take(as_stored, of, axis=0, out=room[to], mode="clip")
         else:
-            taken = np.take(_bits_of(values), rows, axis=0).view(values.dtype)
-            np.copyto(found, taken, casting="unsafe")
+            taken = as_stored[of]
+            room[to] = taken if same else taken.view(values.dtype)
+
+
+def _as_slice(rows: np.ndarray) -> slice | np.ndarray:
+    """The rows as a slice where they lie side by side: it is copied at once."""
+    return slice(rows[0], rows[-1] + 1) if (np.diff(rows) == 1).all() else rows
 
 
 def _bits_of(values: np.ndarray) -> np.ndarray:
@@ -318,11 +328,6 @@ def piece_of(row: Mapping[str, Any] | None) -> tuple[int, int, dict[str, Any]] |
     return None if piece is None or start is None else (piece, start, document)
 
 
-def _concatenated(parts: list[Any]) -> Any:
-    codes = isinstance(parts[0], Codes)
-    return concatenated_codes(parts) if codes else np.concatenate(parts)
-
-
 def joined(pieces: Sequence[SampleActivations], starts: Sequence[int]) -> SampleActivations:
     """Returns a document as one sample, with the position of every token in the document.
 
@@ -330,7 +335,7 @@ def joined(pieces: Sequence[SampleActivations], starts: Sequence[int]) -> Sample
     """
     first = pieces[0]
     at = [start + piece.position for start, piece in zip(starts, pieces, strict=True)]
-    values = {hook: _concatenated([p[hook] for p in pieces]) for hook in first.activations}
+    values = {hook: concatenated_values([p[hook] for p in pieces]) for hook in first.activations}
     whole: dict[str, Any] = {
         name: np.concatenate([getattr(piece, name) for piece in pieces])
         for name in ("token_ids", "role", "turn")

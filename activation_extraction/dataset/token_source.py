@@ -44,8 +44,8 @@ class BatchOptions:
 
     buffer: the number of tokens that are kept in memory and shuffled there, by default 64 batches;
     from a bucket 256 MiB of each hook, or 64 MiB if nothing is shuffled; and at most 1 GiB. What is
-    on its way from there comes on top, 32 ranges of 8 MiB, and so do up to two pickles, which are
-    unpacked whole.
+    on its way from there comes on top, about 300 MiB in ranges of 2 to 16 MiB, and so do up to two
+    pickles, which are unpacked whole.
 
     skip_first: the number of tokens to leave out at the start of every sample.
 

@@ -2,21 +2,21 @@
 
 A window is what was read of consecutive chunks, whose tokens are permuted and sliced. A thread
 fills one window while the one before it is in use: both together are the buffer. Shuffled tokens
-are copied into memory that is used again by the windows that follow, since gathering a batch out of
-many blocks takes long; those in order go from what was read right into their batch. Where a window
+are copied to random places in memory that is used again by the windows that follow, so that a batch
+is a slice of it; those in order go from what was read right into their batch. Where a window
 begins and how many tokens were taken from it says exactly where an iteration stands, so nothing has
 to be stored to restore it.
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from operator import itemgetter
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from activation_extraction.dataset.token_batch import Block, TokenBatch, copy_tokens, empty_batch
+from activation_extraction.dataset.token_batch import Block, TokenBatch, copy_rows, empty_batch
 
 # Tokens in order are taken from a block if at least this share of it is wanted, and so many bytes
 # of a hook: ranges are whole MiB.
@@ -51,7 +51,7 @@ class Position:
 
 class Window(NamedTuple):
     """The same tokens of each run. runs: the blocks of each. order: the numbers of the tokens, over
-    all blocks of a run, as they are handed out. end: where the next window begins."""
+    all blocks of a run, ascending, as they are handed out. end: where the next window begins."""
 
     runs: tuple[list[Block], ...]
     order: np.ndarray
@@ -101,36 +101,36 @@ class Windows:
         """The window that begins there; None if no tokens are left."""
         chunk, row, filled = begin.chunk, begin.row, 0
         memory, found = self._memory[begin.window % 2], list[tuple[Block, ...]]()
+        places = np.arange(self._most)
+        if self._seed is not None:
+            np.random.default_rng([self._seed, begin.window]).shuffle(places)
         while filled < self._most and chunk < len(self._chunks) and not self._stopped:
             blocks = self._blocks(chunk, pool)
             stop = min(row + self._most - filled, len(blocks[0].rows))
             if row < stop:
                 part = tuple(Block(tokens, rows[row:stop]) for tokens, rows in blocks)
                 if self._seed is not None or not all(map(_may_hold, blocks)):
-                    part = self._copied(part, memory, filled)
+                    part = self._copied(part, memory, places[filled : filled + stop - row])
                 found.append(part)
                 filled, row = filled + stop - row, stop
             if row >= len(blocks[0].rows):
                 chunk, row = chunk + 1, 0
         if not filled:
             return None
-        order = np.arange(filled)
         runs: tuple[list[Block], ...] = tuple(map(list, zip(*found, strict=True)))
         if self._seed is not None:
-            np.random.default_rng([self._seed, begin.window]).shuffle(order)
-            runs = tuple([Block(tokens, np.arange(filled))] for tokens in memory)
+            runs = tuple([Block(tokens, np.arange(self._most))] for tokens in memory)
+        order = np.sort(places[:filled])
         return Window(runs, order, Position(begin.window + 1, chunk, row))
 
     def _copied(
-        self, blocks: tuple[Block, ...], memory: list[TokenBatch], at: int
+        self, blocks: tuple[Block, ...], memory: list[TokenBatch], places: np.ndarray
     ) -> tuple[Block, ...]:
-        """The tokens of blocks, copied into the memory of a window."""
-        rows = np.arange(at, at + len(blocks[0].rows))
+        """The tokens of blocks, copied to these rows of the memory of a window."""
         memory += [empty_batch(tokens, self._most) for tokens, _ in blocks if not memory]
         for block, tokens in zip(blocks, memory, strict=True):
-            room = tokens.map(itemgetter(slice(at, at + len(rows))))
-            copy_tokens([block], np.arange(len(rows)), room)
-        return tuple(Block(tokens, rows) for tokens in memory)
+            copy_rows(block, places, tokens)
+        return tuple(Block(tokens, places) for tokens in memory)
 
     def _blocks(self, chunk: int, pool: ThreadPoolExecutor) -> tuple[Block, ...]:
         """A chunk of each run. Some of those that follow are read meanwhile.
@@ -150,13 +150,11 @@ def _may_hold(block: Block) -> bool:
     return size >= LEAST_HELD and len(block.rows) >= MOSTLY * len(block.tokens)
 
 
-def cut(chunks: Iterable[Chunk], size: int) -> list[Chunk]:
-    """Returns the chunks in pieces of `size` tokens; the last one of each may be shorter."""
-    return [
-        Chunk(chunk.shard, at, min(at + size, chunk.stop))
-        for chunk in chunks
-        for at in range(chunk.start, chunk.stop, size)
-    ]
+def cut(chunk: Chunk, size: float) -> list[Chunk]:
+    """Returns a chunk in equal pieces, to a token, of about `size` tokens, and of at least one."""
+    count = min(max(round(len(chunk) / size), 1), len(chunk))
+    edges = [chunk.start + len(chunk) * n // count for n in range(count + 1)] if count else []
+    return [Chunk(chunk.shard, start, stop) for start, stop in pairwise(edges)]
 
 
 def shuffled(chunks: list[Chunk], seed: int | None, *within: int) -> list[Chunk]:
@@ -169,5 +167,5 @@ def shuffled(chunks: list[Chunk], seed: int | None, *within: int) -> list[Chunk]
 def share(chunks: list[Chunk], worker: int, workers: int) -> list[Chunk]:
     """Returns every n-th chunk; where there are too few chunks, they are cut."""
     if len(chunks) < workers:
-        chunks = [piece for each in chunks for piece in cut([each], -(-len(each) // workers))]
+        chunks = [piece for each in chunks for piece in cut(each, max(len(each) / workers, 1))]
     return chunks[worker::workers]

@@ -95,9 +95,13 @@ def layer_ids(hooks: Iterable[str]) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def _check(form: str, dataset: ActivationDataset, hooks: Sequence[str], last: str) -> None:
-    """Raises InputError unless `hooks` are the stream of some layers and `last`."""
-    where = f"--export {form}"
+def check_stream(form: str, dataset: ActivationDataset, hooks: Sequence[str]) -> None:
+    """Raises InputError for hooks that a trainer of draft models cannot take: it takes the stream
+    of some layers, and the last one before (speculators) or after (SpecForge) the final norm."""
+    where, last = f"--export {form}", NORMED
+    if form == "speculators":
+        depth = dataset.metadata.get("model", {}).get("num_hidden_layers", 0)
+        last = f"blocks.{depth - 1}.hook_resid_post"
     if last not in hooks:
         raise InputError(f"{where}: needs the hook {last}; {dataset.url} has {', '.join(hooks)}")
     others = [hook for hook in hooks if hook != last]
@@ -107,19 +111,6 @@ def _check(form: str, dataset: ActivationDataset, hooks: Sequence[str], last: st
             raise InputError(f"{where}: cannot take the hook {hook}; {expected}: use --hook_names")
     if not others:
         raise InputError(f"{where}: needs blocks.K.hook_resid_post of at least one layer more")
-
-
-def check_speculators(dataset: ActivationDataset, hooks: Sequence[str]) -> None:
-    """Raises InputError for a run or hooks that speculators cannot take."""
-    depth = dataset.metadata.get("model", {}).get("num_hidden_layers")
-    if depth is None:
-        raise InputError(f"--export speculators: {dataset.url} does not say how deep its model is")
-    _check("speculators", dataset, hooks, f"blocks.{depth - 1}.hook_resid_post")
-
-
-def check_specforge(dataset: ActivationDataset, hooks: Sequence[str]) -> None:
-    """Raises InputError for a run or hooks that SpecForge cannot take."""
-    _check("specforge", dataset, hooks, NORMED)
 
 
 def write_speculators(

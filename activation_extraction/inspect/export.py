@@ -19,7 +19,7 @@ from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
-from activation_extraction.inspect.draft_files import layer_ids, mask_columns
+from activation_extraction.inspect.draft_files import check_stream, layer_ids, mask_columns
 from activation_extraction.inspect.status import host_states
 from activation_extraction.inspect.trainer_files import EXPORT_FORMS
 from activation_extraction.store.folder import Folder
@@ -48,7 +48,8 @@ def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None)
     if (form.of_samples or form.of_codes) and not dataset.identity.every_token:
         why = "stores some tokens only; expected all of them"
         raise InputError(f"--export {name}: {dataset.url} {why}")
-    form.check(dataset, hooks)
+    if form.of_samples:
+        check_stream(name, dataset, hooks)
     of_hooks, columns = ((), mask_columns(dataset)) if form.of_samples else (hooks, [])
     for hook in of_hooks:
         if not FOLDER_NAME.fullmatch(hook):

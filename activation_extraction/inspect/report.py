@@ -14,7 +14,7 @@ from activation_extraction.common.visible import counted, say, visible
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.features import find_decoder
 from activation_extraction.inspect import report_numbers
-from activation_extraction.inspect.status import codes_in_words, hooks_of, host_states
+from activation_extraction.inspect.status import codes_in_words, host_states, totals_of
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.folder import Folder, FolderError, local_path
 from activation_extraction.store.host_folders import read_folders
@@ -68,7 +68,7 @@ def make_report(root: Folder, folders: dict[str, Stored]) -> str:
         sample=sample,
         hooks=sorted(hooks, key=lambda hook: (hook.kind, hook.layer)),
         decode=find_decoder(dataset),
-        codes=codes_in_words(hooks_of(folders.values())),
+        codes=codes_in_words(totals_of(folders).statistics),
         throughput=report_numbers.throughput(stored.in_order for stored in folders.values()),
         now=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     )

@@ -11,19 +11,18 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from activation_extraction.common.visible import counted, say
-from activation_extraction.store.commit import FORMAT_VERSION, Commit, seal
+from activation_extraction.store.commit import FORMAT_VERSION, Commit, Totals, seal
 from activation_extraction.store.folder import ANY, Folder
 from activation_extraction.store.host_folders import (
     HostFolder,
     expected_names,
     read_folders,
 )
-from activation_extraction.store.metadata import AGGREGATE, Stored
+from activation_extraction.store.metadata import AGGREGATE, COUNTED, Stored
 from activation_extraction.store.statistics import Statistics
 
 SILENCE = 900.0  # seconds without a commit before a run counts as silent
 RECENT = 20  # how many shards the current speed of a host is computed from
-TOTALS = ("shards", "samples", "tokens", "bytes")
 WRONG = {"damaged", "killed", "silent", "failed"}  # states in which somebody has to do something
 SHOWN = 8  # how many hooks are listed with the errors of their encoding
 
@@ -66,7 +65,8 @@ def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
     """
     folders = read_folders(root)
     hosts = host_states(folders)
-    total = aggregate(folders, hosts)
+    totals = totals_of(folders)
+    total = aggregate(folders, totals, hosts)
     problems = [problem for stored in folders.values() for problem in stored.problems]
     if as_json:
         say(json.dumps({**total, "problems": problems}))
@@ -74,7 +74,7 @@ def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
         _print_table(hosts, total)
         if not_started := [host.name for host in hosts if host.state == "not started"]:
             say(f"not started: {', '.join(not_started)}")
-        said = *_errors(total["hooks"]), *codes_in_words(total["hooks"])
+        said = *_errors(totals.statistics), *codes_in_words(totals.statistics)
         for line in (*said, *(f"damaged: {problem}" for problem in problems)):
             say(line)
     if write:
@@ -99,7 +99,7 @@ def _host_state(name: str, stored: Stored) -> HostState:
         machine=folder.machine,
         host=folder.host or 0,
         state="damaged" if stored.files else "not started",
-        **{field: getattr(totals, field) for field in TOTALS},
+        **{field: getattr(totals, field) for field in COUNTED},
         last_commit=commits[-1].committed if commits else None,
         utilisation=stored.metrics.get("model_flops_utilisation"),
         waited={match[1]: stored.metrics[key] for key, match in phases.items() if match},
@@ -173,41 +173,36 @@ def _state(stored: Stored, metadata: dict[str, Any], pace: Pace | None, last_sig
     return "silent" if time.time() - last_sign > patience else "running"
 
 
-def aggregate(folders: dict[str, Stored], hosts: list[HostState]) -> dict[str, Any]:
+def totals_of(folders: Mapping[str, Stored]) -> Totals:
+    """Returns the totals over all folders."""
+    return Totals.of(commit for stored in folders.values() for commit in stored.in_order)
+
+
+def aggregate(
+    folders: Mapping[str, Stored], totals: Totals, hosts: list[HostState]
+) -> dict[str, Any]:
     """Returns the totals over all hosts, as aggregated_metadata.json records them."""
     complete = all(host.state == "complete" for host in hosts)
+    commits = (commit for stored in folders.values() for commit in stored.in_order)
+    hooks = {hook["name"]: hook for commit in commits for hook in commit.hooks}
     return {
         "format_version": FORMAT_VERSION,
         "status": "complete" if complete else "incomplete",
-        **{field: sum(getattr(host, field) for host in hosts) for field in TOTALS},
-        "hooks": hooks_of(folders.values()),
+        **{field: getattr(totals, field) for field in COUNTED},
+        "hooks": [
+            {key: hooks[name][key] for key in ("key", "name", "width")} | each.to_json()
+            for name, each in totals.statistics.items()
+        ],
         "parts": [asdict(host) for host in hosts],
         "written": round(time.time(), 3),
     }
 
 
-def hooks_of(folders: Iterable[Stored]) -> list[dict[str, Any]]:
-    """Returns every hook with its statistics over all folders."""
-    statistics: dict[str, Statistics] = {}
-    heads: dict[str, Any] = {}
-    for stored in folders:
-        hooks = list((stored.metadata or {}).get("hooks", ()))
-        hooks += [hook for commit in stored.in_order for hook in commit.hooks]
-        names = {hook["key"]: hook["name"] for hook in hooks}
-        for hook in hooks:
-            head = {key: hook[key] for key in ("key", "name", "width") if key in hook}
-            heads.setdefault(hook["name"], head)
-        for key, of_folder in stored.totals.statistics.items():
-            before = statistics.get(names[key], Statistics())
-            statistics[names[key]] = before.merge(of_folder)
-    return [{**heads[name], **statistics[name].to_json()} for name in statistics]
-
-
-def _errors(hooks: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def _errors(statistics: Mapping[str, Statistics]) -> Iterator[str]:
     """Yields lines on the encoded hooks with the largest errors, and one on how many others there
     are."""
-    errors = {hook["name"]: Statistics.from_json(hook).error for hook in hooks}
-    encoded = [(error["others"].mean, name, error) for name, error in errors.items() if error]
+    errors = {name: each.error for name, each in statistics.items() if each.error}
+    encoded = [(error["others"].mean, name, error) for name, error in errors.items()]
     for _, name, error in sorted(encoded, key=lambda each: -each[0])[:SHOWN]:
         sinks, others = error["sinks"], error["others"]
         yield (
@@ -218,16 +213,14 @@ def _errors(hooks: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         yield f"the errors of {counted(len(encoded) - SHOWN, 'other hook')} are smaller (--json)"
 
 
-def codes_in_words(hooks: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a line on the codes at each hook that has some. hooks: with their statistics, as in
-    JSON files."""
-    for hook in hooks:
-        kinds = Statistics.from_json(hook).codes
-        if not kinds:
+def codes_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
+    """Yields a line on the codes at each hook that has some. statistics: by the hooks' names."""
+    for name, each in statistics.items():
+        if not (kinds := each.codes):
             continue
         sinks, others = kinds["sinks"], kinds["others"]
         both = sinks.merge(others)
-        line = f"{hook['name']}: {both.features / max(both.tokens, 1):.1f} features per token"
+        line = f"{name}: {both.features / max(both.tokens, 1):.1f} features per token"
         if both.cut:
             line += f", {both.cut:,} cut from {counted(both.cut_tokens, 'token')} (--encode_most)"
         shares = [(" of first tokens of documents", sinks), (" of other tokens", others)]
@@ -258,7 +251,7 @@ def _sum(hosts: list[HostState], total: dict[str, Any]) -> HostState:
         machine=0,
         host=0,
         state=total["status"],
-        **{field: total[field] for field in TOTALS},
+        **{field: total[field] for field in COUNTED},
         last_commit=max(commits, default=None),
         tokens_per_second=sum(rates) if rates else None,
         expected_end=max(ends) if ends and len(ends) == len(running) else None,

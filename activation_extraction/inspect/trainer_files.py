@@ -17,12 +17,7 @@ import numpy as np
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
 from activation_extraction.inspect.arrow_files import ArrowFolder
-from activation_extraction.inspect.draft_files import (
-    check_specforge,
-    check_speculators,
-    write_specforge,
-    write_speculators,
-)
+from activation_extraction.inspect.draft_files import write_specforge, write_speculators
 from activation_extraction.inspect.latent_files import ROW, write_delphi
 
 Write = Callable[[Path, ActivationDataset, Sequence[str], Iterable[TokenBatch]], int]
@@ -35,10 +30,10 @@ class ExportForm(NamedTuple):
     reads them, a format of `folder`, `hook`, `path` (the hook's own folder), `row`, `model` and
     `layers` (the numbers of hidden states but the last). row: how many tokens a row of the files
     has; tokens at the end of the run that are too few for a row are left out. has_bfloat16: whether
-    the files can have it; otherwise float32 is written. check: raises InputError for a run or hooks
-    that the form cannot take. of_samples: whether it is a form of whole samples, and hooks have no
-    folders. of_codes: whether it takes codes, and no other hooks. ends: where rows end, as words.
-    The last two kinds need all tokens of their samples.
+    the files can have it; otherwise float32 is written. of_samples: whether it is a form of whole
+    samples for draft models, and hooks have no folders. of_codes: whether it takes codes, and no
+    other hooks. ends: where rows end, as words. The last two kinds need all tokens of their
+    samples.
     """
 
     library: str
@@ -46,7 +41,6 @@ class ExportForm(NamedTuple):
     read_with: str
     row: int = 1
     has_bfloat16: bool = True
-    check: Callable[[ActivationDataset, Sequence[str]], None] = lambda dataset, hooks: None
     of_samples: bool = False
     of_codes: bool = False
     ends: str = "the end of the run"
@@ -196,14 +190,12 @@ EXPORT_FORMS = {
         write_speculators,
         "python -m speculators.train --data-path {folder} --verifier-name-or-path {model} "
         "--target-layer-ids {layers} --on-missing raise",
-        check=check_speculators,
         of_samples=True,
     ),
     "specforge": ExportForm(
         "torch",
         write_specforge,
         "scripts/train_eagle3.py --train-hidden-states-path {folder} --target-model-path {model}",
-        check=check_specforge,
         of_samples=True,
     ),
     "delphi": ExportForm(

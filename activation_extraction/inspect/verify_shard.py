@@ -3,6 +3,8 @@
 Its activations are read only if some of them are to be recomputed.
 """
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,8 +17,16 @@ from activation_extraction.store.metadata import Stored
 from activation_extraction.store.resume import furthest_mark
 from activation_extraction.store.sample_table import read_table
 from activation_extraction.store.shard import SampleRow, Values
-from activation_extraction.store.shard_reader import check_shard_file, read_shard, read_sums
+from activation_extraction.store.shard_reader import (
+    StoredHook,
+    begin_rows,
+    check_shard_file,
+    open_shard,
+    read_sums,
+)
 from activation_extraction.text.batch import Cursor, Worker
+
+REQUESTS = 8  # ranges that are read at the same time
 
 
 @dataclass(frozen=True)
@@ -58,26 +68,47 @@ def check_shard(
     recompute."""
     if not commit.count:
         return CheckedShard(folder, commit, [], [], np.zeros(0, np.int64))
-    where, chosen = file_path(folder, commit.file), []
+    where = file_path(folder, commit.file)
     try:
         if (size := stored.files.get(commit.file)) is None:
             moved = stored.moved_to
             raise RunError(f"is missing{f' here, it was uploaded to {moved}' if moved else ''}")
         if size != commit.bytes:
             raise RunError(f"has {size} bytes, its JSON says {commit.bytes}")
+        check_shard_file(store, commit)
+        chosen = []
         if wanted and stored.identity is not None:
-            worker, shard = stored.identity.worker, read_shard(store, commit)
-            number = (commit.first - worker.sample_idx(0)) // worker.stride
-            start = furthest_mark(stored.in_order, number)
-            for i in wanted:
-                row, values = shard.samples[i], [shard.activation(key, i) for key in shard.slices]
-                name = f"{where}: sample {row.sample_idx}"
-                chosen.append(ChosenSample(name, row, values, worker, commit.number, start))
-        else:
-            check_shard_file(store, commit)
+            chosen = read_samples(store, stored, commit, wanted, where)
         read_sums(store, commit, ())
         table = read_table(store, commit)
-    except (RunError, OSError) as error:
+    except (RunError, OSError, ValueError) as error:
         problem = f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")
         return CheckedShard(folder, commit, [problem], [])
     return CheckedShard(folder, commit, [], chosen, table["sample_idx"].to_numpy())
+
+
+def read_samples(
+    store: Folder, stored: Stored, commit: Commit, wanted: Sequence[int], where: str
+) -> list[ChosenSample]:
+    """Reads the samples at these positions in a shard of a run that has metadata. where: names the
+    shard. Raises RunError, OSError, or ValueError for a hook of an unknown form."""
+    identity, described = stored.identity, (stored.metadata or {}).get("hooks", ())
+    assert identity is not None
+    recorded, worker = {hook["name"]: hook for hook in described}, identity.worker
+    hooks = {
+        each["name"]: StoredHook.of(each | recorded.get(each["name"], {}), identity)
+        for each in commit.hooks
+    }
+    start = furthest_mark(stored.in_order, (commit.first - worker.sample_idx(0)) // worker.stride)
+    chosen = []
+    with ThreadPoolExecutor(REQUESTS) as requests:
+        reader = open_shard(store, commit, hooks, requests)
+        for i in wanted:
+            span = reader.offsets[i : i + 2].tolist()
+            row = SampleRow(int(reader.sample_idx[i]), *reader.tokens(*span))
+            values = [
+                hook.given(begin_rows(reader, name, hook, span)()) for name, hook in hooks.items()
+            ]
+            name = f"{where}: sample {row.sample_idx}"
+            chosen.append(ChosenSample(name, row, values, worker, commit.number, start))
+    return chosen

@@ -24,7 +24,6 @@ from activation_extraction.model.weight_files import LocalFile
 
 Tensors = dict[str, np.ndarray]
 ONE_FILE = re.compile(r"(.*/)?([^/]+\.(pt|safetensors|npz|bin))")
-QWEN_SCOPE, CIRCUIT_TRACER = "layer{}.sae.pt", "layer_{}.safetensors"  # one file for a layer
 WEIGHTS = "sae_weights.safetensors", "sae_weights.pt", "final.safetensors", "sae.safetensors"
 READ = "Qwen-Scope, SAELens 6, sparsify, Llamascopium and circuit-tracer's transcoders are read"
 
@@ -135,17 +134,16 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
     Raises InputError for what is missing or damaged, and for all forms that are not read.
     """
     source, file = _locate(hook, name)
-    form, *arguments = _form_of(source, file)
+    form, argument = _form_of(source, file)
     try:
-        found = form(source, *arguments)
+        found = form(source, argument)
         dtype = found.get("dtype", found["W_enc"].dtype)
         found["dtype"] = np.dtype(ml_dtypes.bfloat16 if dtype == ml_dtypes.bfloat16 else np.float32)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise source.error(f"cannot be read: {error!r:.200}") from error
-    found["named"] = found["hook"]
-    found |= {"hook": hook or found["hook"], "name": name, "files": tuple(source.used)}
-    found["checkpoint"] = source.checkpoint
-    found = {"target": found["hook"], **found}  # a transcoder's form has its own
+    found |= {"named": found["hook"], "hook": hook or found["hook"], "name": name}
+    found |= {"files": tuple(source.used), "checkpoint": source.checkpoint}
+    found.setdefault("target", found["hook"])  # a transcoder's form has its own
     if not found["hook"]:
         raise source.error(f"does not name its hook; give --encode HOOK={name}")
     if not found["target"]:
@@ -174,12 +172,15 @@ def layer_in(hook: str) -> str:
     return found[1] if found else ""
 
 
-def _form_of(source: Source, file: str) -> tuple[Callable[..., dict[str, Any]], *tuple[Any, ...]]:
+def _form_of(source: Source, file: str) -> tuple[Callable[..., dict[str, Any]], Any]:
     """Returns the function that reads a form, and what it takes beside the source."""
-    if re.fullmatch(r"layer\d+\.sae\.pt", file):
-        return qwen_scope, file
-    if re.fullmatch(r"layer_\d+\.safetensors", file):
-        return circuit_tracer, file
+    of_layers = (qwen_scope, "layer{}.sae.pt"), (circuit_tracer, "layer_{}.safetensors")
+    for form, pattern in of_layers:
+        own = pattern.format(source.layer)
+        if not file and source.layer and source.find(own):
+            file = own
+        if re.fullmatch(pattern.format(r"\d+"), file):
+            return form, file
     if file and file not in ("ae.pt", *WEIGHTS):
         raise source.error(f"the form of a file {file} is not known; {READ}")
     if source.find("cfg.json"):
@@ -190,9 +191,6 @@ def _form_of(source: Source, file: str) -> tuple[Callable[..., dict[str, Any]], 
         return llamascopium, config
     if file == "ae.pt" or "trainer" in config or (not file and source.find("ae.pt")):
         raise source.error(f"is of dictionary_learning, whose form is not read; {READ}")
-    for form, pattern in ((qwen_scope, QWEN_SCOPE), (circuit_tracer, CIRCUIT_TRACER)):
-        if not file and source.layer and source.find(pattern.format(source.layer)):
-            return form, pattern.format(source.layer)
     raise source.error(
         "has no cfg.json or config.json of an autoencoder, and no file of the layer of HOOK in "
         f"--encode HOOK={source.name}; {READ}"
@@ -326,29 +324,23 @@ def llamascopium(source: Source, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def circuit_tracer(source: Source, file: str) -> dict[str, Any]:
     """Reads layer_N.safetensors of circuit-tracer's transcoders of single layers, and config.yaml
-    if there is one. It computes in float32."""
+    if there is one. With thresholds it is a JumpReLU, else a ReLU; it computes in float32."""
     layer, config = re.sub(r"\D", "", file), dict[str, Any]()
     if (path := source.find("config.yaml")) is not None:
         source.used.append(path)
         try:
             config = dict(yaml.safe_load(path.read_text()) or {})
-        except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        except (ValueError, TypeError, yaml.YAMLError) as error:
             raise source.error(f"config.yaml cannot be read: {one_line(error):.200}") from error
     if (kind := config.get("model_kind", "transcoder_set")) != "transcoder_set":
         raise source.error(f"model_kind {kind!r} of circuit-tracer is not read; {READ}")
     tensors, threshold = source.tensors(file), "activation_function.threshold"
-    source.take(tensors, "W_enc b_enc W_dec b_dec", f"W_skip k {threshold}")
-    rule = config.get("activation")
-    k = tensors["k"].ravel()[0] if "k" in tensors else config.get("k")
-    if rule not in (None, "relu", "jump_relu", "jumprelu", "topk") or (rule == "topk" and not k):
-        raise source.error(f"activation {rule!r} of circuit-tracer is not read, or without its k")
-    topk = rule == "topk" or "k" in tensors
+    source.take(tensors, "W_enc b_enc W_dec b_dec", f"W_skip {threshold}")
     return {
         **{name: tensors[name] for name in ("W_enc", "b_enc", "W_dec", "b_dec")},
         "skip": tensors.get("W_skip"),
-        "threshold": tensors.get(threshold) if rule not in ("relu", "topk") else None,
-        "k": int(k or 0) if topk else None,
-        "relu": not topk and (rule == "relu" or threshold not in tensors),
+        "threshold": tensors.get(threshold),
+        "relu": threshold not in tensors,
         "hook": f"blocks.{layer}.{config.get('feature_input_hook', 'mlp.hook_in')}",
         "target": f"blocks.{layer}.{config.get('feature_output_hook', 'hook_mlp_out')}",
         "dtype": np.dtype(np.float32),
@@ -357,19 +349,16 @@ def circuit_tracer(source: Source, file: str) -> dict[str, Any]:
 
 def _check(found: Autoencoder, source: Source) -> None:
     """Raises InputError unless all shapes fit each other, and their orientation is known."""
-    for name, axes in (("W_enc", 2), ("b_enc", 1), ("b_dec", 1)):
-        if (array := getattr(found, name)).ndim != axes:
-            raise source.error(f"{name} has shape {array.shape}, expected {axes} axes")
-    features, width, out = found.features, found.W_enc.shape[1], len(found.b_dec)
-    if found.W_enc.shape[0] == width:
+    features, out = found.b_enc.size, found.b_dec.size
+    width = found.W_enc.size // max(features, 1)
+    if features == width:
         raise source.error("has square matrices, whose orientation cannot be known")
-    shapes = {"W_enc": (features, width), "W_dec": (features, out), "b_dec": (out,)}
-    shapes |= dict.fromkeys(("threshold", "score"), (features,)) | {"skip": (out, width)}
+    of_features = dict.fromkeys(("b_enc", "threshold", "score"), (features,))
+    shapes: dict[str, tuple[int, ...]] = {**of_features, "b_dec": (out,), "skip": (out, width)}
+    shapes |= {"W_enc": (features, width), "W_dec": (features, out)}
     for name, array in found.arrays.items():
-        if array.shape != shapes.get(name, (features,)):
-            raise source.error(
-                f"{name} has shape {array.shape}, expected {shapes[name]} in this form"
-            )
+        if array.shape != (shape := shapes[name]):
+            raise source.error(f"{name} has shape {array.shape}, expected {shape} in this form")
         if not np.issubdtype(array.dtype, np.floating) and array.dtype != ml_dtypes.bfloat16:
             raise source.error(f"{name} is {array.dtype}, expected floating-point numbers")
     if found.target == found.hook and width != out:

@@ -137,9 +137,11 @@ class StepSizes:
     def estimate(self, layout: Layout, devices: Sequence[Any]) -> Estimate:
         """Estimates the step on a mesh without `pipeline` over these devices."""
         chip, linked = chip_of(devices[0]) or UNKNOWN, linked_devices(devices)
-        chip = at_dtype(chip, self.model.dtype, devices[0].platform)
+        seconds = sum(
+            flops / at_dtype(chip, dtype, devices[0].platform).flops for flops, dtype in self._flops
+        )
         speed = {axis: link_speed(layout, axis, chip, linked) for axis in AXES}
-        products = self._flops / layout.size(*AXES, "query") / chip.flops
+        products = seconds / layout.size(*AXES, "query")
         exchanges = self._sent_by_model(layout) / speed["model"]
         exchanges += self._exchanged(layout) / speed["expert"]
         gathers = self._gathered(layout) / speed["fsdp"]
@@ -147,9 +149,11 @@ class StepSizes:
         return Estimate(layout, memory, products, hbm, gathers, exchanges)
 
     @cached_property
-    def _flops(self) -> float:
-        encoding = self.length * sum(encoder.flops for encoder in self.encoders)
-        return (self.model.flops([self.length]) + encoding) * self.rows
+    def _flops(self) -> list[tuple[float, Any]]:
+        """The operations of the model and of each autoencoder, and the dtype of their products."""
+        tokens = self.rows * self.length
+        encoding = [(tokens * each.flops, each.autoencoder.dtype) for each in self.encoders]
+        return [(self.rows * self.model.flops([self.length]), self.model.dtype), *encoding]
 
     def memory(self, layout: Layout) -> float:
         """Returns the bytes that one device holds; gathered layers count as working memory."""

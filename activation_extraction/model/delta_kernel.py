@@ -7,13 +7,15 @@ grid, and the state waits in scratch memory for the next one.
 
 A chunk's system would fill half of a register, and a quarter of a matrix unit. So the systems of a
 block's two chunks lie side by side, (C, 2C): row i holds what token i of the first chunk takes of
-that chunk's tokens, then the same for the second chunk. They, and their inverses, are multiplied by
+that chunk's tokens, then the same for the second chunk. To be inverted, they are multiplied by
 arrays in which one chunk's rows lie above the other's.
 
-Products of float32 have the precision HIGHEST, for which the matrix unit multiplies parts in
-bfloat16 six times; with three, the errors of a chunk's solution are 15 to 50 times as large.
-Queries and keys in bfloat16 are multiplied before they are normalised, while they are exact: with
-each other once, with float32 three times.
+Products of float32 are those of the precision HIGHEST: an array is the sum of three in bfloat16, of
+whose nine products the six largest count; with three, the errors of a chunk's solution are 15 to 50
+times as large. The six are one product, six times as deep: one after the other, each would fill
+half or a quarter of the depth of a matrix unit, which has 128 rows, and 256 in v6e. Queries and
+keys in bfloat16 are multiplied before they are normalised, while they are exact: with each other
+once, with float32 three times.
 
 The letters are those of delta_net.py.
 """
@@ -104,43 +106,60 @@ def _compute_block(
     of_queries *= _beside(q_scale)
     gates, (of_each, _, values) = gates_ref[...].T, v_ref.shape
     log_decays, betas = jnp.split(gates, 2, axis=1)  # TG
-    for_heads = []
+    inverses, withins, sinces, until_ends = [], [], [], []
     for head in range(of_each):
         within, since_begun = _decays(log_decays[:, head, None])
-        inverse = _inverse(_beside(betas[:, head, None] * k_scale) * among_keys * within)
-        until_end = k_scale * within[-SUBLANES:].T[:, -1:]  # T1
-        for_heads.append((inverse, since_begun, of_queries * within, until_end))
+        inverses.append(_inverse(_beside(betas[:, head, None] * k_scale) * among_keys * within))
+        withins.append(of_queries * within)
+        sinces.append(since_begun)
+        until_ends.append(k_scale * within[-SUBLANES:].T[:, -1:])  # T1
     for chunk in (0, 1):
-        own = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
-        read = _exact_product("CD,DU->CU", jnp.concatenate([k[own], q[own]]), state[...])
-        read_by_keys, read_by_queries = jnp.split(read, 2)
-        read_by_keys, read_by_queries = k_scale[own] * read_by_keys, q_scale[own] * read_by_queries
-        for head, (inverse, since_begun, within, until_end) in enumerate(for_heads):
-            of_head, since = slice(head * values, (head + 1) * values), since_begun[chunk]
-            missing = v_ref[head, own].astype(jnp.float32) - since * read_by_keys[:, of_head]
+        own, since = slice(chunk * CHUNK, (chunk + 1) * CHUNK), [each[chunk] for each in sinces]
+        read = _product("CD,DU->CU", jnp.concatenate([k[own], q[own]]), state[...])
+        by_keys, by_queries = (
+            jnp.split(scale[own] * part, of_each, axis=1)
+            for scale, part in zip((k_scale, q_scale), jnp.split(read, 2), strict=True)
+        )
+        added = []
+        for head in range(of_each):
+            missing = v_ref[head, own].astype(jnp.float32) - since[head] * by_keys[head]
             missing *= betas[own, head, None]
-            added = einsum("IJ,JU->IU", inverse, _above(missing, chunk))
-            out = since * read_by_queries[:, of_head]
-            out += einsum("IJ,JU->IU", within, _above(added, chunk))
+            added.append(_product("IJ,JU->IU", inverses[head][:, own], missing))
+            out = since[head] * by_queries[head]
+            out += _product("IJ,JU->IU", withins[head][:, own], added[head])
             out_ref[head, own] = out.astype(out_ref.dtype)
-            written = _exact_product("CD,CU->DU", k[own], until_end[own] * added)
-            state[:, of_head] = since[-1:] * state[:, of_head] + written
+        kept = [jnp.broadcast_to(each[-1:], (1, values)) for each in since]
+        added = [until_end[own] * each for until_end, each in zip(until_ends, added, strict=True)]
+        written = _product("CD,CU->DU", k[own], jnp.concatenate(added, axis=1))
+        state[...] = jnp.concatenate(kept, axis=1) * state[...] + written
 
 
-def _exact_product(equation: str, x: Array, y: Array) -> Array:
-    """Does what `einsum` does, for any x and a float32 y.
+def _product(equation: str, x: Array, y: Array) -> Array:
+    """Does what `einsum` does, for a float32 y.
 
-    A bfloat16 x is multiplied with three bfloat16 parts of y, whose sum is y. That is exact, and
-    half of what a product of float32 takes.
+    The parts that count lie along the axis that is summed, the first one of y. The smallest come
+    first: a sum of small numbers is rounded little.
     """
-    if x.dtype == jnp.float32:
-        return einsum(equation, x, y)
+    x_parts, y_parts = _parts(x), _parts(y)
+    pairs = [
+        (x_part, y_parts[rank - place])
+        for rank in (2, 1, 0)
+        for place, x_part in enumerate(x_parts[: rank + 1])
+    ]
+    left, right = zip(*pairs, strict=True)
+    summed = equation.index(equation[3])  # of "CD,DU->CU", the D
+    return einsum(equation, jnp.concatenate(left, axis=summed), jnp.concatenate(right))
+
+
+def _parts(x: Array) -> list[Array]:
+    """Returns the arrays in bfloat16 whose sum is x, the largest first."""
+    if x.dtype == jnp.bfloat16:
+        return [x]
     parts = []
     for _ in range(3):
-        parts.append(y.astype(x.dtype))
-        y -= parts[-1].astype(jnp.float32)
-    high, middle, low = (einsum(equation, x, part) for part in parts)
-    return low + middle + high
+        parts.append(x.astype(jnp.bfloat16))
+        x -= parts[-1].astype(jnp.float32)
+    return parts
 
 
 def _places() -> tuple[Array, Array, Array]:
@@ -155,13 +174,6 @@ def _beside(x: Array) -> Array:
     Maps (2C, 2C) to (C, 2C), each chunk's own columns; and (2C, 1), the same for all columns.
     """
     return jnp.where(_places()[2] == 0, x[:CHUNK], x[CHUNK:])
-
-
-def _above(x: Array, chunk: int) -> Array:
-    """Puts zeros in the place of the other chunk's tokens: maps (C, U) to (2C, U)."""
-    both = [jnp.zeros_like(x)] * 2
-    both[chunk] = x
-    return jnp.concatenate(both)
 
 
 def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
@@ -194,8 +206,8 @@ def _inverse(below: Array) -> Array:
     while size < CHUNK:
         joined = (row & -2 * size == column & -2 * size) & (row & size > column & size)
         earlier, later = _halves(inverse, size)
-        between = einsum("IC,CJ->IJ", later, _apart(jnp.where(joined, below, 0)))
-        later -= einsum("IC,CJ->IJ", between, _apart(inverse))
+        between = _product("IC,CJ->IJ", later, _apart(jnp.where(joined, below, 0)))
+        later -= _product("IC,CJ->IJ", between, _apart(inverse))
         blocks = [x.reshape(-1, 1, size, TWO_CHUNKS) for x in (earlier, later)]
         inverse = jnp.concatenate(blocks, axis=1).reshape(CHUNK, TWO_CHUNKS)
         size *= 2

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from activation_extraction.common.codes import CODES, record_width
+from activation_extraction.common.codes import CODES, code_bytes, record_width
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import plain_url
 from activation_extraction.model.autoencoders import Autoencoder
@@ -72,6 +72,13 @@ class Encoder:
             "autoencoder": plain_url(self.autoencoder.name),
             "reconstructs": self.target.name,
         }
+
+    def in_words(self, dtype: Any) -> str:
+        """Returns what is stored of a token. dtype: of the run's activations."""
+        each = "each token has" if self.most == self.autoencoder.k else "a token has at most"
+        of_all = f"{self.most} of {self.autoencoder.features:,} features"
+        size = code_bytes(self.most, dtype)
+        return f"{self.hook.name}: {each} {of_all}, {size:,} bytes per token"
 
     @property
     def flops(self) -> float:

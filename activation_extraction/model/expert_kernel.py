@@ -136,7 +136,7 @@ def bits_of_places(chosen: Array, experts: int) -> int:
     return (chosen.size + (experts + 1) * ROWS).bit_length()
 
 
-def _block(columns: int, bytes_of_column: int) -> int:
+def block_of(columns: int, bytes_of_column: int) -> int:
     """Returns the largest block of columns whose weights, held twice, fit into fast memory."""
     sizes = [size for size in range(LANES, columns + 1, LANES) if columns % size == 0]
     return max([LANES, *(s for s in sizes if 2 * s * bytes_of_column <= MOST_OF_WEIGHTS)])
@@ -167,7 +167,7 @@ def _now_and_next(shape: tuple[int, ...], last: int, axis: int) -> list[pl.Block
 def _gated(table: Table, layer: Array, x: Array, gate: Array, up: Array, interpret: Any) -> Array:
     """Returns silu(x gate) * (x up) of the rows of all tiles, (n', M)."""
     (_, _, hidden, width), tiles = gate.shape, len(table.experts)
-    columns = _block(width, 2 * hidden * x.dtype.itemsize)
+    columns = block_of(width, 2 * hidden * x.dtype.itemsize)
 
     def of_expert(column: Any, tile: Any, layer: Any, experts: Any, _: Any) -> tuple[Any, ...]:
         return layer[0], experts[tile], 0, column
@@ -238,7 +238,7 @@ def _multiply_fetched(
 def _weighted(table: Table, layer: Array, gated: Array, down: Array, interpret: Any) -> Array:
     """Returns (gated down) * weight of the rows of all tiles, (n', D / LANES, LANES)."""
     _, _, width, hidden = down.shape
-    columns = _block(hidden, width * gated.dtype.itemsize)
+    columns = block_of(hidden, width * gated.dtype.itemsize)
 
     def of_expert(column: Any, tile: Any, layer: Any, experts: Any) -> tuple[Any, ...]:
         return layer[0], experts[tile], 0, column
@@ -325,26 +325,3 @@ def _add_fetched(
     for first in range(0, of_group, TOKENS):
         total += fetched[group % 2, pl.ds(first, TOKENS)].astype(jnp.float32)
     out_ref[...] = total.reshape(out_ref.shape)
-
-
-def times_moved(name: str, shapes: list[list[int]], share: float) -> list[float] | None:
-    """Returns how often a kernel reads each of its operands, and writes its result, on average.
-
-    name, shapes: as in a compiled program, the result's shape last; None if it is no kernel of this
-    module. share: of all tokens' rows, that of this device's experts, which get equally many.
-    """
-    if name == ADDED:
-        counts, fetches, _, rows, _ = shapes
-        fetched = share * counts[0] * fetches[-1]
-        return [1, 1, 1, fetched / rows[0], 1]
-    if name not in (GATED, WEIGHTED):
-        return None
-    *others, (layers, experts, inputs, outputs), result = shapes
-    tiles = share * (result[0] - experts * ROWS) / ROWS
-    filled = (tiles + experts / 2) * ROWS / result[0]
-    if name == WEIGHTED:
-        columns = outputs // _block(outputs, inputs * 2)
-        return [1] * (len(others) - 1) + [columns * filled, 1 / layers, filled]
-    columns = outputs // _block(outputs, 2 * inputs * 2)
-    fetched = columns * tiles * ROWS / others[-2][0]
-    return [1] * (len(others) - 2) + [fetched, 1 / layers, 1 / layers, filled]

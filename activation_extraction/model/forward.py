@@ -165,12 +165,8 @@ class Program:
         """
         if not self.encoders:
             return found
-        counts: dict[Form, int] = defaultdict(int)
-        values: dict[Hook, Array] = {}
-        for hook in self.model.hooks:
-            form = self.form(hook)
-            values[hook] = found[form][counts[form]]
-            counts[form] += 1
+        rest = {form: iter(stack) for form, stack in found.items()}
+        values = {hook: next(rest[self.form(hook)]) for hook in self.model.hooks}
         for encoder, arrays in zip(self.encoders, weights, strict=True):
             given = values[encoder.source], values[encoder.target]
             values[encoder.hook] = encode(encoder, arrays, *given, self.layout)
@@ -362,16 +358,13 @@ def log_hooks(request: ModelRequest, forward: Forward) -> None:
     """Logs what is stored of every token, and how many bytes that takes."""
     depth, size = forward.model.config.num_hidden_layers, forward.token_bytes
     for encoder in forward.encoders:
-        text = (
-            "codes: %s, of %s: %s features, of which a token keeps at most %d; %s bytes per token"
-        )
-        name, features = encoder.hook.name, f"{encoder.autoencoder.features:,}"
-        given = plain_url(encoder.autoencoder.name), features, encoder.most, f"{size.pop(name):,}"
-        log.info(text, name, *given)
-        named = encoder.autoencoder.named
+        name, named = plain_url(encoder.autoencoder.name), encoder.autoencoder.named
+        dtype = forward.model.activation_dtype
+        log.info("codes of %s: %s", name, encoder.in_words(dtype))
+        size.pop(encoder.hook.name)
         if layer_in(named) not in ("", str(encoder.source.layer)):
             text = "--encode %s: its files name %s, and it is used at %s"
-            log.warning(text, given[0], named, encoder.source.name)
+            log.warning(text, name, named, encoder.source.name)
     if not size:
         return
     default = request.layers_to_extract is None and request.hook_names is None

@@ -1,25 +1,33 @@
-"""Makes batches of one host's share of a data set, as the flags ask.
+"""Makes batches of the text of a run, as the flags ask: of one host's share of a data set.
 
 A thread prepares the next batches while the devices compute.
 """
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 from tokenizers import Tokenizer
 
 from activation_extraction.cli.flags import Config
-from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.errors import InputError, RunError, near_miss, one_line
 from activation_extraction.model.checkpoint import Checkpoint, read_json
-from activation_extraction.run.open_data import Dataset, TextRequest
+from activation_extraction.run.open_data import Dataset, open_dataset
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
-from activation_extraction.text.chat import ChatTemplate
-from activation_extraction.text.documents import Documents, with_remedy
+from activation_extraction.text.chat import END, START, ChatTemplate
+from activation_extraction.text.documents import (
+    Documents,
+    DocumentStream,
+    Mixture,
+    RowCounts,
+    check_dataset,
+    with_remedy,
+)
 from activation_extraction.text.messages import MessagesColumn
 from activation_extraction.text.packing import pack, rows_of_group
 from activation_extraction.text.rows import IdsColumn, Reader, RowForm, TextColumn
@@ -94,112 +102,112 @@ class Prefetch(Generic[T]):
             yield item
 
 
-def load_text_files(
-    request: TextRequest, checkpoint: Checkpoint, vocabulary: int
-) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """Loads what a request needs to make token ids: nothing if the data set has them, and a
-    chat template for conversations alone. Raises InputError."""
-    if request.ids_column:
-        return None, None
-    files, name = checkpoint.tokenizer_files(), checkpoint.model_path
-    if request.messages_column:
-        for beside in TEMPLATE_FILES:  # transformers looks for them when it loads the tokenizer
-            checkpoint.find(beside)
-    tokenizer = load_tokenizer(files, name, vocabulary)
-    if not request.messages_column:
-        return tokenizer, None
-    own, arguments = pretrained(tokenizer_file(files, name)), dict(request.chat_template_args)
-    if not own.chat_template and (path := checkpoint.find(PROCESSOR_TEMPLATE)) is not None:
-        template = read_json(path).get("chat_template")
-        own.chat_template = template if isinstance(template, str) else None
-    return tokenizer, ChatTemplate.load(own, name, request.chat_template, arguments)
-
-
-def row_form(request: TextRequest, template: ChatTemplate | None, vocabulary: int) -> RowForm:
-    """Returns what is read of every row. vocabulary: how many token ids the model has."""
-    reader: Reader = TextColumn(request.text_column)
-    if template is not None and request.messages_column:
-        reader = MessagesColumn(request.messages_column, template)
-    elif request.ids_column:
-        reader = IdsColumn(request.ids_column, request.mask_column or "", vocabulary)
-    return RowForm(reader, request.id_column, request.keep_columns)
-
-
-def special_tokens(request: TextRequest, tokenizer: Tokenizer | None) -> SpecialTokens:
-    """Returns what every document gets: nothing but for plain text. Raises InputError if a cut
-    document would have no other token."""
-    plain = not (request.messages_column or request.ids_column)
-    if tokenizer is None or not plain or request.special_tokens == "none":
-        return SpecialTokens()
-    special, length = special_tokens_of(tokenizer), request.max_seq_length
-    if len(special) >= length and request.long_documents == "cut":
-        raise InputError(
-            f"--max_seq_length {length}: has no room for a text and the special tokens around it, "
-            f"{special.template}; give at least {len(special) + 1}, or --special_tokens none"
-        )
-    return special
-
-
-def known_special_tokens(config: Config) -> SpecialTokens:
-    """Returns the same without a run: nothing if there is no tokenizer.json that can be read."""
-    tokenizer = None
-    if not (config.demo or config.ids_column):
-        checkpoint = Checkpoint(config.model_path, config.model_revision)
-        with suppress(InputError):  # a run says what is wrong
-            if (path := checkpoint.find("tokenizer.json")) is not None:
-                tokenizer = read_tokenizer(path)
-    return special_tokens(config.part(TextRequest), tokenizer)
-
-
-def sample_form(request: TextRequest, tokenizer: Tokenizer | None) -> SampleForm:
-    choice = TokenChoice(request.positions, request.drop_token_ids, request.roles)
-    split, special = request.long_documents == "split", special_tokens(request, tokenizer)
-    return SampleForm(request.max_seq_length, split, request.overlap, choice, special)
-
-
 @dataclass(frozen=True)
-class HostText:
-    """Turns one host's share of a data set into batches, as the flags ask.
+class Text:
+    """Turns the rows of a data set into samples and batches, as the flags ask.
 
-    tokenizer: None if the data set has token ids. shape: rows of a batch, and tokens of a row.
+    What it needs is opened when that is first asked for, which raises InputError. config: the flags
+    of the run. checkpoint: the model, which has `vocabulary` token ids. earlier, names: see
+    `open_dataset`.
     """
 
-    request: TextRequest
-    dataset: Dataset
-    rows: RowForm
-    tokenizer: Tokenizer | None
-    worker: Worker
-    shape: tuple[int, int]
+    config: Config
+    checkpoint: Checkpoint
+    vocabulary: int
+    earlier: Sequence[Mapping[str, Any]] = ()
+    names: Sequence[str] = ()
 
-    @property
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """Returns the model's tokenizer; None if the data set has token ids."""
+        if self.config.ids_column:
+            return None
+        if self.config.messages_column:
+            for beside in TEMPLATE_FILES:  # transformers looks for them when it loads the tokenizer
+                self.checkpoint.find(beside)
+        name = self.checkpoint.model_path
+        return load_tokenizer(self.checkpoint.tokenizer_files(), name, self.vocabulary)
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """Returns what renders conversations; None if there are none."""
+        config, name = self.config, self.checkpoint.model_path
+        # The tokenizer comes first: what brings it here also brings the templates.
+        if not config.messages_column or self.tokenizer is None:
+            return None
+        own = pretrained(tokenizer_file(self.checkpoint.tokenizer_files(), name))
+        if not own.chat_template and (path := self.checkpoint.find(PROCESSOR_TEMPLATE)) is not None:
+            template = read_json(path).get("chat_template")
+            own.chat_template = template if isinstance(template, str) else None
+        return ChatTemplate.load(own, name, config.chat_template, dict(config.chat_template_args))
+
+    @cached_property
+    def rows(self) -> RowForm:
+        """Returns what is read of every row of the data set."""
+        config = self.config
+        reader: Reader = TextColumn(config.text_column)
+        if self.template is not None and config.messages_column:
+            reader = MessagesColumn(config.messages_column, self.template)
+        elif config.ids_column:
+            reader = IdsColumn(config.ids_column, config.mask_column or "", self.vocabulary)
+        return RowForm(reader, config.id_column, config.keep_columns)
+
+    @cached_property
     def form(self) -> SampleForm:
-        return sample_form(self.request, self.tokenizer)
+        """Returns how documents become samples."""
+        config = self.config
+        choice = TokenChoice(config.positions, self.drop_token_ids, config.roles)
+        split, special = config.long_documents == "split", special_tokens(config, self.tokenizer)
+        return SampleForm(config.max_seq_length, split, config.overlap, choice, special)
 
-    @property
-    def max_samples(self) -> int | None:
-        """Returns the most samples that this host stores; None: no limit."""
-        return self._share(self.request.max_samples)
+    @cached_property
+    def drop_token_ids(self) -> tuple[int, ...]:
+        """Returns the ids of the tokens to drop, be they given by id or by name."""
+        return dropped_ids(self.config.drop_token_ids, self.tokenizer, self.vocabulary)
 
-    @property
-    def max_tokens(self) -> int | None:
-        """Returns the most tokens that this host stores; None: no limit."""
-        return self._share(self.request.max_tokens)
+    @cached_property
+    def dataset(self) -> Dataset:
+        return open_dataset(self.config, self.rows.columns, self.earlier, self.names)
 
-    def _share(self, limit: int | None) -> int | None:
-        return None if limit is None else len(range(self.worker.host, limit, self.worker.hosts))
+    def check(self) -> None:
+        """Raises InputError unless the template renders conversations and has the roles that are
+        asked for, and the first row of each source can be used."""
+        if self.template is not None:
+            check_roles(self.config, self.template)
+            self.template.check()
+        for source in self.dataset.sources:
+            try:
+                check_dataset(source.rows, self.rows, self.config.skip_bad_rows)
+            except InputError as error:
+                if source.name is None:
+                    raise
+                raise InputError(f"--mix {source.name}: {error}") from error
+
+    def documents(self, worker: Worker) -> Documents:
+        """Returns a worker's documents, from the beginning of the data."""
+        sources, leave = self.dataset.sources, self.dataset.files.check
+        counts, seed = RowCounts(self.config.skip_bad_rows), self.config.shuffle_documents
+        streams = [
+            DocumentStream(each.rows, self.rows, worker, counts, leave, seed, each.name)
+            for each in sources
+        ]
+        if sources[0].name is None:
+            return streams[0]
+        return Mixture(streams, [str(s.name) for s in sources], [s.weight for s in sources])
 
     def open(
-        self, storage: ActivationStorage, watchdog: AbstractContextManager[object]
+        self,
+        worker: Worker,
+        shape: tuple[int, int],
+        storage: ActivationStorage,
+        watchdog: AbstractContextManager[object],
     ) -> tuple[Documents, Prefetch[Batch]]:
-        """Returns the host's documents, and the batches whose samples are not stored yet.
+        """Returns the worker's documents, and the batches whose samples are not stored yet.
 
-        watchdog: watches over the wait for the first batch. Raises InputError if that one cannot be
-        read, or if there is no text at all.
+        shape: rows of a batch, and tokens of a row. watchdog: watches over the wait for the first
+        batch. Raises InputError if that one cannot be read, or if there is no text at all.
         """
-        request, (rows, length) = self.request, self.shape
-        documents = self.dataset.documents(
-            self.rows, self.worker, request.skip_bad_rows, request.shuffle_documents
-        )
+        documents, (rows, length) = self.documents(worker), shape
         if storage.complete:
             return documents, Prefetch(iter(()), BATCHES_AHEAD)
         stream = samples(
@@ -219,6 +227,70 @@ class HostText:
                 first = batches.peek()
         except RunError as error:
             raise with_remedy(error) from error
-        if first is None and self.worker == Worker() and not storage.totals.samples:
+        if first is None and worker == Worker() and not storage.totals.samples:
             raise InputError("the data set is empty: no row has text; expected at least one")
         return documents, batches
+
+
+def special_tokens(config: Config, tokenizer: Tokenizer | None) -> SpecialTokens:
+    """Returns what every document gets: nothing but for plain text. Raises InputError if a cut
+    document would have no other token."""
+    plain = not (config.messages_column or config.ids_column)
+    if tokenizer is None or not plain or config.special_tokens == "none":
+        return SpecialTokens()
+    special, length = special_tokens_of(tokenizer), config.max_seq_length
+    if len(special) >= length and config.long_documents == "cut":
+        raise InputError(
+            f"--max_seq_length {length}: has no room for a text and the special tokens around it, "
+            f"{special.template}; give at least {len(special) + 1}, or --special_tokens none"
+        )
+    return special
+
+
+def known_special_tokens(config: Config) -> SpecialTokens:
+    """Returns the same without a run: nothing if there is no tokenizer.json that can be read."""
+    tokenizer = None
+    if not (config.demo or config.ids_column):
+        checkpoint = Checkpoint(config.model_path, config.model_revision)
+        with suppress(InputError):  # a run says what is wrong
+            if (path := checkpoint.find("tokenizer.json")) is not None:
+                tokenizer = read_tokenizer(path)
+    return special_tokens(config, tokenizer)
+
+
+def dropped_ids(
+    tokens: Sequence[int | str], tokenizer: Tokenizer | None, vocabulary: int
+) -> tuple[int, ...]:
+    """Returns the ids of the tokens to drop, of a model that has `vocabulary` token ids.
+
+    Raises InputError if it has no such token, or no other one.
+    """
+    token_ids = {token for token in tokens if isinstance(token, int)}
+    for name in (token for token in tokens if isinstance(token, str)):
+        assert tokenizer is not None  # cli/config.py refuses names where there is none
+        if (found := tokenizer.token_to_id(name)) is None:
+            added = [str(each.content) for each in tokenizer.get_added_tokens_decoder().values()]
+            raise InputError(
+                f"--drop_token_ids {name}: the tokenizer has no token of this name"
+                f"{near_miss(name, added)}"
+            )
+        token_ids.add(found)
+    if (largest := max(token_ids, default=0)) >= vocabulary:
+        raise InputError(
+            f"--drop_token_ids {largest}: the model has token ids 0 to {vocabulary - 1}"
+        )
+    if len(token_ids) == vocabulary:
+        raise InputError("--drop_token_ids: names every token of the model; nothing is left")
+    return tuple(sorted(token_ids))
+
+
+def check_roles(config: Config, template: ChatTemplate) -> None:
+    """Raises InputError if roles are asked for and the template's turns do not show them."""
+    needed = f"--roles {' '.join(config.roles)}" if config.roles else ""
+    if config.positions.last_of_turn:
+        needed = f"--positions {config.positions}"
+    if needed and not template.has_roles:
+        raise InputError(
+            f"{needed}: {template.where} writes no turns between {START} and {END}, by which the "
+            "roles of tokens are known; give another template with --chat_template"
+        )

@@ -30,8 +30,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from activation_extraction.cli.console import Clock
+from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError, RunError, for_the_user, one_line
-from activation_extraction.common.host_memory import host_memory, resident_memory
 from activation_extraction.common.log import activities
 from activation_extraction.common.visible import say_error
 from activation_extraction.model.mesh import host_rows, usable_devices
@@ -40,7 +40,6 @@ from activation_extraction.text.batch import Batch
 MOST_SHOWN = 400  # of a value with more characters, messages show a digest
 STEPS_AHEAD = 2
 LOOK_SECONDS = 1.0  # between two looks of the watchdog
-MOST_OF_A_ROW = 0.25  # how much of the host's memory the process may take in while it reads a row
 T = TypeVar("T")
 
 
@@ -56,26 +55,22 @@ class Host:
         return self.count > 1
 
 
-def join(
-    coordinator: str | None,
-    host_id: int | None,
-    num_hosts: int | None,
-    connect_seconds: int,
-    heartbeat_seconds: int,
-) -> Host:
-    """Starts jax.distributed; where coordinator, host_id and num_hosts are None, JAX finds them.
+def join(config: Config) -> Host:
+    """Starts jax.distributed; where the flags name no hosts, JAX finds them.
 
     Raises InputError if JAX finds no pod or no devices, or if hosts have different numbers of
     devices; and RunError if the other hosts do not answer in time.
     """
+    coordinator, count = config.coordinator_address, config.num_hosts
+    seconds = config.connect_timeout
     failed = (
-        f"not all hosts connected to {coordinator or 'the coordinator'} within {connect_seconds} s "
+        f"not all hosts connected to {coordinator or 'the coordinator'} within {seconds} s "
         "(--connect_timeout); check that host 0 is running, that its port can be reached from "
-        f"here, and that all {num_hosts or ''} hosts were started with the same address and number "
+        f"here, and that all {count or ''} hosts were started with the same address and number "
         "of hosts"
     )
-    if coordinator is not None and host_id:
-        _wait_for_port(coordinator, connect_seconds, failed)
+    if coordinator is not None and config.host_id:
+        _wait_for_port(coordinator, seconds, failed)
     elif coordinator is not None:
         _check_port(coordinator)
     # Under Slurm JAX takes one GPU per task, but a task that is alone on its node should use all.
@@ -83,17 +78,17 @@ def join(
     alone = re.fullmatch(r"1(\(x\d+\))?", tasks) is not None
     # This program handles SIGTERM itself; JAX's preemption service would swallow the signal.
     jax.config.update("jax_enable_preemption_service", False)
-    timer = threading.Timer(connect_seconds, _end_process, [f"error: {failed}"])
+    timer = threading.Timer(seconds, _end_process, [f"error: {failed}"])
     timer.daemon = True
     timer.start()
     try:
         jax.distributed.initialize(
             coordinator_address=coordinator,
-            num_processes=num_hosts,
-            process_id=host_id,
+            num_processes=count,
+            process_id=config.host_id,
             local_device_ids=[] if alone else None,  # None: JAX chooses
-            initialization_timeout=connect_seconds + 60,  # JAX aborts then, after our timer
-            heartbeat_timeout_seconds=heartbeat_seconds,
+            initialization_timeout=seconds + 60,  # JAX aborts then, after our timer
+            heartbeat_timeout_seconds=config.heartbeat_timeout,
         )
     except ValueError as error:
         raise InputError(
@@ -239,8 +234,7 @@ def together(
 
 
 class Watchdog:
-    """Ends the process when no step finishes for too long, or when one row fills the memory; first
-    prints every thread's stack.
+    """Ends the process when no step finishes for too long; first prints every thread's stack.
 
     It watches inside its blocks, of which there may be several in turn.
     """
@@ -263,28 +257,20 @@ class Watchdog:
         self._done.set()
 
     def _watch(self) -> None:
-        busy, before = "", 0
         while not self._done.wait(min(self._seconds / 4, LOOK_SECONDS)):
-            resident, why = resident_memory(), ""
-            if (now := ", ".join(list(activities.values()))) != busy:
-                busy, before = now, resident
-            if time.monotonic() - self._last > self._seconds:
-                why = "no batch has become ready and no step has finished for "
-                why += f"{self._seconds:g} s (--stall_timeout)"
-            elif busy and resident - before > host_memory() * MOST_OF_A_ROW:
-                taken = (resident - before) / 1e9
-                why = f"meanwhile the process has taken {taken:.1f} GB of memory"
-            if why:
-                faulthandler.dump_traceback(sys.stderr, all_threads=True)
-                remedy = "to continue, start the run again without --overwrite"
-                if busy:
-                    why = f"{busy}: {why}"
-                    remedy = "change or leave out the row, or the template, and start anew with "
-                    remedy += "--overwrite"
-                _end_process(
-                    f"error: {why}; the stack of every thread is above; committed shards are safe; "
-                    f"{remedy}"
-                )
+            if time.monotonic() - self._last <= self._seconds:
+                continue
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            why = f"no batch has become ready and no step has finished for {self._seconds:g} s"
+            remedy = "to continue, start the run again without --overwrite"
+            if busy := ", ".join(list(activities.values())):
+                why = f"{busy}: {why}"
+                remedy = "change or leave out the row, or the template, and start anew with "
+                remedy += "--overwrite"
+            _end_process(
+                f"error: {why} (--stall_timeout); the stack of every thread is above; committed "
+                f"shards are safe; {remedy}"
+            )
 
 
 @contextmanager

@@ -1,21 +1,19 @@
 """The inputs of a run: the model, its adapter and tokenizer, the chat template, the data set.
 
-Each is one entry of INPUTS, from which follows by what metadata.json knows it, which flags may
+Each has its entry in INPUTS, from which follows by what metadata.json knows it, which flags may
 differ between the hosts of a run, what the hosts compare, and what --verify compares before it
 recomputes samples. --repair and a run that continues compare the identity that is made here.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from tokenizers import Tokenizer
 
 import activation_extraction
 from activation_extraction.cli.flags import FLAGS, Config
@@ -28,56 +26,21 @@ from activation_extraction.run.digests import (
     digest_fingerprints,
     model_digest,
 )
-from activation_extraction.run.host_text import load_text_files, row_form, special_tokens
-from activation_extraction.run.open_data import Dataset, TextRequest, open_dataset
-from activation_extraction.store.identity import Identity, StorageOptions
+from activation_extraction.run.host_text import Text
+from activation_extraction.store.identity import Identity
 from activation_extraction.text.batch import Worker
-from activation_extraction.text.chat import ChatTemplate
 from activation_extraction.text.file_list import is_path
-from activation_extraction.text.rows import RowForm
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets", "isal")
 SCRIPTS = ("extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py")
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs of one run, which are opened when they are first needed; that raises InputError.
+class Inputs(NamedTuple):
+    """The inputs of one run. request: what the flags ask of the model; forward: the checked one."""
 
-    model, text: what the flags ask. forward: the checked model. earlier, names: see `open_dataset`.
-    """
-
-    model: ModelRequest
-    text: TextRequest
+    request: ModelRequest
     forward: Forward
-    earlier: Sequence[Mapping[str, Any]] = ()
-    names: Sequence[str] = ()
-
-    @cached_property
-    def _text_files(self) -> tuple[Tokenizer | None, ChatTemplate | None]:
-        return load_text_files(self.text, self.forward.checkpoint, self.vocabulary)
-
-    @property
-    def vocabulary(self) -> int:
-        """Returns how many token ids the model has."""
-        return self.forward.model.config.vocab_size
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._text_files[0]
-
-    @property
-    def template(self) -> ChatTemplate | None:
-        return self._text_files[1]
-
-    @cached_property
-    def rows(self) -> RowForm:
-        """Returns what is read of every row of the data set."""
-        return row_form(self.text, self.template, self.vocabulary)
-
-    @cached_property
-    def dataset(self) -> Dataset:
-        return open_dataset(self.text, self.rows.columns, self.earlier, self.names)
+    text: Text
 
 
 @dataclass(frozen=True)
@@ -85,85 +48,59 @@ class Input:
     """One input of a run.
 
     flags: those that name it; a message shows the first one that is given. paths: those of them
-    that may differ between hosts, which must have the same content there. fields: those of Identity
-    by which it is known; known_by: returns their values. of_text: whether it decides token ids
-    alone, and does not matter where these are known.
+    that may differ between hosts, which must have the same content there. field: that of Identity
+    by which it is known; known_by: returns its value. of_text: whether it decides token ids alone,
+    and does not matter where these are known.
     """
 
     name: str
+    field: str
+    known_by: Callable[[Inputs], str]
     flags: tuple[str, ...]
     paths: tuple[str, ...]
-    fields: tuple[str, ...]
-    known_by: Callable[[Inputs], tuple[str, ...]]
     of_text: bool = True
 
 
-def _adapter_digest(inputs: Inputs) -> tuple[str]:
+def _adapter_digest(inputs: Inputs) -> str:
     # Of a hub adapter, too: no commit is recorded that the next start could ask for.
     adapter = inputs.forward.checkpoint.adapter
-    return ("" if adapter is None else content_digest(adapter.files),)
+    return "" if adapter is None else content_digest(adapter.files)
 
 
-def _autoencoder_digest(inputs: Inputs) -> tuple[str]:
+def _autoencoder_digest(inputs: Inputs) -> str:
     # Nothing but the name of its folder may say k; hooks are in the identity.
     lines = [
         f"{each.source.name} {each.autoencoder.k} {digest_fingerprints(each.autoencoder.files)}\n"
         for each in inputs.forward.encoders
     ]
-    return (hashlib.sha256("".join(lines).encode()).hexdigest() if lines else "",)
+    return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else ""
 
 
-def _tokenizer_digest(inputs: Inputs) -> tuple[str]:
-    files = [] if inputs.text.ids_column else inputs.forward.checkpoint.tokenizer_files()
-    return (digest_files(files) if files else "",)
+def _tokenizer_digest(inputs: Inputs) -> str:
+    files = inputs.forward.checkpoint.tokenizer_files()
+    return "" if inputs.text.tokenizer is None else digest_files(files)
 
 
+def _template_digest(inputs: Inputs) -> str:
+    return "" if inputs.text.template is None else inputs.text.template.digest
+
+
+def _model_digest(inputs: Inputs) -> str:
+    return model_digest(inputs.forward.checkpoint)
+
+
+MODEL_FLAGS, LORA, SAE = ("model_path", "model_revision"), ("lora",), ("encode",)
+TEMPLATE_FLAGS = ("chat_template", "model_path", "chat_template_args")
+DATA_FLAGS = ("mix", "dataset_path", "dataset_name", "dataset_config", "dataset_split")
+DATA_PATHS = ("dataset_path", "mix")  # settings_of has what hosts compare of a mixture
 INPUTS = (
-    Input(
-        "model",
-        flags=("model_path", "model_revision"),
-        paths=("model_path",),
-        fields=("model_digest",),
-        known_by=lambda inputs: (model_digest(inputs.forward.checkpoint),),
-        of_text=False,
-    ),
-    Input(
-        "adapter",
-        flags=("lora",),
-        paths=("lora",),
-        fields=("lora_digest",),
-        known_by=_adapter_digest,
-        of_text=False,
-    ),
-    Input(
-        "autoencoder",
-        flags=("encode",),
-        paths=("encode",),
-        fields=("autoencoder_digest",),
-        known_by=_autoencoder_digest,
-        of_text=False,
-    ),
-    Input(
-        "tokenizer",
-        flags=("model_path", "model_revision"),
-        paths=("model_path",),
-        fields=("tokenizer_digest",),
-        known_by=_tokenizer_digest,
-    ),
-    Input(
-        "chat template",
-        flags=("chat_template", "model_path", "chat_template_args"),
-        paths=("chat_template",),
-        fields=("chat_template",),
-        known_by=lambda inputs: ("" if inputs.template is None else inputs.template.digest,),
-    ),
-    Input(
-        "data set",
-        flags=("mix", "dataset_path", "dataset_name", "dataset_config", "dataset_split"),
-        paths=("dataset_path", "mix"),  # settings_of has what hosts compare of a mixture
-        fields=("data", "data_revision"),
-        known_by=lambda inputs: (inputs.dataset.name, inputs.dataset.content),
-    ),
+    Input("model", "model_digest", _model_digest, MODEL_FLAGS, ("model_path",), of_text=False),
+    Input("adapter", "lora_digest", _adapter_digest, LORA, LORA, of_text=False),
+    Input("autoencoder", "autoencoder_digest", _autoencoder_digest, SAE, SAE, of_text=False),
+    Input("tokenizer", "tokenizer_digest", _tokenizer_digest, MODEL_FLAGS, ("model_path",)),
+    Input("chat template", "chat_template", _template_digest, TEMPLATE_FLAGS, ("chat_template",)),
+    Input("data set", "data", lambda it: it.text.dataset.name, DATA_FLAGS, DATA_PATHS),
+    Input("data set", "data_revision", lambda it: it.text.dataset.content, DATA_FLAGS, DATA_PATHS),
 )
 
 # Flags that may differ between the hosts of a run.
@@ -178,10 +115,9 @@ def check_inputs(inputs: Inputs, identity: Identity, of_text: bool) -> None:
 
     of_text: whether to compare the inputs that decide token ids, or else the others.
     """
-    given = {**vars(inputs.model), **vars(inputs.text)}
+    given = {**vars(inputs.text.config), **vars(inputs.request)}
     for each in INPUTS:
-        recorded = tuple(getattr(identity, field) for field in each.fields)
-        if each.of_text == of_text and each.known_by(inputs) != recorded:
+        if each.of_text == of_text and each.known_by(inputs) != getattr(identity, each.field):
             flag = next((flag for flag in each.flags if given[flag]), each.flags[0])
             told = "is not the one" if given[flag] else "is missing, the one"
             value = f" {plain_url(given[flag])}" if isinstance(given[flag], str) else ""
@@ -190,22 +126,17 @@ def check_inputs(inputs: Inputs, identity: Identity, of_text: bool) -> None:
             )
 
 
-def new_identity(
-    inputs: Inputs, text: TextRequest, options: StorageOptions, worker: Worker
-) -> Identity:
-    """Returns everything that decides the content of the shards, and must stay the same.
-
-    text: that of the inputs, with the ids of the tokens to drop.
-    """
-    forward, model, seed = inputs.forward, inputs.forward.model, text.shuffle_documents
+def new_identity(inputs: Inputs, worker: Worker) -> Identity:
+    """Returns everything that decides the content of the shards, and must stay the same."""
+    request, forward, text = inputs
+    model, seed = forward.model, text.config.shuffle_documents
     codes = tuple(encoder.hook.name for encoder in forward.encoders)
     own = {hook.name: hook.kind.dtype for hook in forward.hooks.values() if hook.name not in codes}
     has_top_logits = any(name.startswith("logits.top_") for name in own)
-    flags = {**vars(text), **vars(options), "positions": str(text.positions)}
-    known: dict[str, Any] = {}
-    for each in INPUTS:
-        known |= zip(each.fields, each.known_by(inputs), strict=True)
+    known = {each.field: each.known_by(inputs) for each in INPUTS}
     found = {
+        "positions": str(text.config.positions),
+        "drop_token_ids": text.drop_token_ids,
         "hooks": (*own, *codes),
         "integer_hooks": tuple(name for name in own if own[name] == "int32"),
         "float32_hooks": tuple(name for name in own if own[name] == "float32"),
@@ -214,15 +145,15 @@ def new_identity(
         "keyed_by": forward.keyed_by,
         "dtype": str(model.dtype),
         "activation_dtype": str(model.activation_dtype),
-        "special_tokens": special_tokens(text, inputs.tokenizer).template,
+        "special_tokens": text.form.special.template,
         "shuffle_documents": "" if seed is None else str(seed),
-        "top_logits": inputs.model.top_logits if has_top_logits else 0,
+        "top_logits": request.top_logits if has_top_logits else 0,
         "total_machines": worker.machines,
         "num_hosts": worker.hosts,
         "machine": worker.machine,
         "host": worker.host,
     }
-    content: dict[str, Any] = {**flags, **known, **found}
+    content: dict[str, Any] = {**vars(text.config), **known, **found}
     content |= {name: "" for name, value in content.items() if value is None}
     return Identity(**{each.name: content[each.name] for each in fields(Identity)})
 
@@ -255,11 +186,11 @@ def fingerprint(inputs: Inputs, identity: Identity) -> dict[str, Any]:
     shared = identity.shared
     for each in INPUTS:
         flags = " or ".join(f"--{path}" for path in each.paths)
-        shared |= {f"{field} ({flags})": shared.pop(field) for field in each.fields}
+        shared[f"{each.field} ({flags})"] = shared.pop(each.field)
     return {
         **step_of(inputs.forward),
         **shared,
-        **inputs.dataset.files.fingerprints(),
+        **inputs.text.dataset.files.fingerprints(),
         "source": digest_files(sources),
     }
 

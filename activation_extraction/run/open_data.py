@@ -10,60 +10,17 @@ from typing import Any, NamedTuple
 
 import datasets
 
-from activation_extraction.cli.flags import DATASET
+from activation_extraction.cli.flags import DATASET, Config
 from activation_extraction.common.errors import InputError
-from activation_extraction.common.positions import Positions
 from activation_extraction.common.visible import plain_url
 from activation_extraction.run.data_files import DataFiles
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.metadata import identity_of
-from activation_extraction.text.batch import Worker
-from activation_extraction.text.documents import (
-    Documents,
-    DocumentStream,
-    Mixture,
-    RowCounts,
-    check_dataset,
-)
 from activation_extraction.text.file_list import is_path, list_files, refuse_repeated
-from activation_extraction.text.rows import Columns, RowForm
+from activation_extraction.text.rows import Columns
 from activation_extraction.text.sources import open_files, open_hub_dataset
 
 FILES = "files"  # what an identity calls a data set of files
-
-
-@dataclass(frozen=True)
-class TextRequest:
-    """Holds what the flags of the same names ask of the text.
-
-    max_samples, max_tokens: of the machine. drop_token_ids: ids, and names until the tokenizer is
-    read.
-    """
-
-    dataset_name: str | None
-    dataset_config: str | None
-    dataset_split: str
-    dataset_path: str | None
-    mix: tuple[tuple[str, float], ...]
-    text_column: str
-    messages_column: str | None
-    chat_template: str | None
-    chat_template_args: tuple[tuple[str, Any], ...]
-    ids_column: str | None
-    mask_column: str | None
-    id_column: str | None
-    keep_columns: tuple[str, ...]
-    special_tokens: str
-    long_documents: str
-    overlap: int
-    max_seq_length: int
-    shuffle_documents: int | None
-    skip_bad_rows: bool
-    max_samples: int | None
-    max_tokens: int | None
-    positions: Positions
-    roles: tuple[str, ...]
-    drop_token_ids: tuple[Any, ...]
 
 
 class Source(NamedTuple):
@@ -86,33 +43,9 @@ class Dataset:
     content: str
     files: DataFiles = field(default_factory=DataFiles)
 
-    def check(self, form: RowForm, skip_bad_rows: bool) -> None:
-        """Raises InputError unless the first row of each source can be used."""
-        for source in self.sources:
-            try:
-                check_dataset(source.rows, form, skip_bad_rows)
-            except InputError as error:
-                if source.name is None:
-                    raise
-                raise InputError(f"--mix {source.name}: {error}") from error
-
-    def documents(
-        self, form: RowForm, worker: Worker, skip_bad_rows: bool, shuffle: int | None
-    ) -> Documents:
-        """Returns a worker's documents, from the beginning. shuffle: a seed, or None."""
-        counts = RowCounts(skip_bad_rows)
-        streams = [
-            DocumentStream(each.rows, form, worker, counts, self.files.check, shuffle, each.name)
-            for each in self.sources
-        ]
-        if self.sources[0].name is None:
-            return streams[0]
-        names = [str(each.name) for each in self.sources]
-        return Mixture(streams, names, [each.weight for each in self.sources])
-
 
 def open_dataset(
-    request: TextRequest,
+    config: Config,
     columns: Columns,
     earlier: Sequence[Mapping[str, Any]] = (),
     names: Sequence[str] = (),
@@ -121,23 +54,23 @@ def open_dataset(
 
     earlier: the metadata that hosts of the run have stored already, that of this host first. A hub
     data set is opened at the revision that it records; files must be those that it lists (see
-    DataFiles.as_recorded). names: what a mixture calls its sources; () for what the request does.
+    DataFiles.as_recorded). names: what a mixture calls its sources; () for what the flags do.
     Raises InputError.
     """
-    if request.mix:
+    if config.mix:
         try:
-            return _open_mixture(request.mix, columns, earlier, names)
+            return _open_mixture(config.mix, columns, earlier, names)
         except InputError as error:
             raise InputError(re.sub("--dataset_(path|name)", "--mix", str(error))) from error
-    path = request.dataset_path
+    path = config.dataset_path
     if path is not None:
         stored, _ = _recorded(FILES, earlier)
         files = DataFiles.as_recorded(list_files(path), stored)
         return Dataset((Source(open_files(path, columns, files.files)),), FILES, "", files)
-    name, config, split = request.dataset_name, request.dataset_config, request.dataset_split
+    name, subset, split = config.dataset_name, config.dataset_config, config.dataset_split
     assert name is not None  # cli/config.py fills it in where no other source is given
-    source = " ".join(filter(None, (name, config, split)))
-    rows, revision = open_hub_dataset(name, config, split, _recorded(source, earlier)[1] or None)
+    source = " ".join(filter(None, (name, subset, split)))
+    rows, revision = open_hub_dataset(name, subset, split, _recorded(source, earlier)[1] or None)
     return Dataset((Source(rows),), source, revision)
 
 

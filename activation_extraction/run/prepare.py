@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tokenizers import Tokenizer
 
 from activation_extraction.cli.flags import Config
-from activation_extraction.common.choices import ATTENTION_MASK
-from activation_extraction.common.errors import InputError, near_miss
+from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.model.autoencoders import read_autoencoder
@@ -32,7 +30,7 @@ from activation_extraction.model.forward import (
 from activation_extraction.model.mesh import own_devices, usable_devices
 from activation_extraction.run.batch_size import default_rows, fit_rows
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
-from activation_extraction.run.host_text import HostText, Prefetch
+from activation_extraction.run.host_text import Prefetch, Text
 from activation_extraction.run.hosts import Host, Watchdog, gather, together
 from activation_extraction.run.inputs import (
     Inputs,
@@ -42,7 +40,6 @@ from activation_extraction.run.inputs import (
     settings_of,
     step_of,
 )
-from activation_extraction.run.open_data import TextRequest
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.run_folders import RunFolders
 from activation_extraction.store.folder import Folder
@@ -52,7 +49,6 @@ from activation_extraction.store.resume import FLAGS_REMEDY
 from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
-from activation_extraction.text.chat import END, START, ChatTemplate
 from activation_extraction.text.documents import Documents
 
 
@@ -68,7 +64,7 @@ class Job:
     forward: Forward
     folders: RunFolders
     storage: ActivationStorage
-    text: HostText
+    text: Text
     documents: Documents
     batches: Prefetch[Batch]
     repair: RepairPlanner | None
@@ -80,7 +76,8 @@ class Job:
 
     def with_text_reopened(self, watchdog: Watchdog) -> "Job":
         """Returns the same job, with the batches that are still not stored."""
-        documents, batches = self.text.open(self.storage, watchdog)
+        given = self.folders.worker, self.forward.shape, self.storage, watchdog
+        documents, batches = self.text.open(*given)
         return replace(self, documents=documents, batches=batches)
 
 
@@ -105,14 +102,16 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
     stored = [metadata for _, metadata in earlier]
     if config.batch_size == "auto":
         forward, facts["auto_batch_size"] = fit_rows(host, families, request, forward, stored)
-    inputs = Inputs(request, config.part(TextRequest), forward, stored, sources)
+    vocabulary = forward.model.config.vocab_size
+    text = Text(config, forward.checkpoint, vocabulary, stored, sources)
+    inputs = Inputs(request, forward, text)
     job, _ = together(
         host,
-        lambda: prepare(config, host, inputs, folders, facts, watchdog),
+        lambda: prepare(host, inputs, folders, facts, watchdog),
         lambda prepared: prepared[1],
     )
     log_hooks(request, job.forward)
-    totals, text = job.storage.totals, job.text
+    totals = job.storage.totals
     if totals.shards and job.repair is None and not job.storage.complete:
         done = [counted(getattr(totals, f"{unit}s"), unit) for unit in ("sample", "token", "shard")]
         log.info("continuing %s after %s and %s in %s", job.where, *done)
@@ -120,11 +119,6 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
         log.info("special tokens: %s (--special_tokens none adds none)", special.template)
     if not text.form.choice.everything:
         log.info("kept tokens: %s", text.form.choice)
-    if (mask := text.request.mask_column) is not None:
-        zeros = "are context, which the model reads"
-        if mask == ATTENTION_MASK:
-            zeros = "are padding, which the model does not read"
-        log.info("--mask_column %s: tokens with 1 are stored; those with 0 %s", mask, zeros)
     return job
 
 
@@ -204,7 +198,6 @@ def prepare_forward(
 
 
 def prepare(
-    config: Config,
     host: Host,
     inputs: Inputs,
     folders: RunFolders,
@@ -215,21 +208,20 @@ def prepare(
 
     facts: what metadata.json records besides what this function knows. Raises InputError.
     """
-    worker, forward, dataset = folders.worker, inputs.forward, inputs.dataset
-    dropped = dropped_ids(config.drop_token_ids, inputs.tokenizer, inputs.vocabulary)
-    config = replace(config, drop_token_ids=dropped)
-    text, options = config.part(TextRequest), config.part(StorageOptions)
-    check_roles(text, inputs.template)
+    forward, text, worker = inputs.forward, inputs.text, folders.worker
+    files = text.dataset.files  # listing them is not watched: it may take long
+    config = replace(text.config, drop_token_ids=text.drop_token_ids)
     with watchdog:
-        if inputs.template is not None:
-            inputs.template.check()
-        dataset.check(inputs.rows, text.skip_bad_rows)
-    identity = new_identity(inputs, text, options, worker)
+        text.check()
+    identity = new_identity(inputs, worker)
     if not config.overwrite:
         folders.check_siblings(identity)
-    host_text = HostText(text, dataset, inputs.rows, inputs.tokenizer, worker, forward.shape)
     # The flags limit what a machine stores, and this is one of its hosts.
-    options = replace(options, max_samples=host_text.max_samples, max_tokens=host_text.max_tokens)
+    options = replace(
+        config.part(StorageOptions),
+        max_samples=worker.share_of(config.max_samples),
+        max_tokens=worker.share_of(config.max_tokens),
+    )
     repair = None
     if config.repair:
         target = folders.remote or Folder(str(folders.folder))
@@ -258,11 +250,11 @@ def prepare(
         options,
         identity,
         folders.remote,
-        RunFacts(metadata, hooks, dataset.files),
+        RunFacts(metadata, hooks, files),
         repair,
     )
-    documents, batches = host_text.open(storage, watchdog)
-    job = Job(host, forward, folders, storage, host_text, documents, batches, repair)
+    documents, batches = text.open(worker, forward.shape, storage, watchdog)
+    job = Job(host, forward, folders, storage, text, documents, batches, repair)
     return job, fingerprint(inputs, identity)
 
 
@@ -280,47 +272,3 @@ def model_request(config: Config, planned: Sequence[Any] | None = None) -> Model
             request.max_seq_length, request.use_data_parallel, rows == "auto", planned
         )
     return replace(request, batch_size=rows)
-
-
-def dropped_ids(
-    tokens: Sequence[int | str], tokenizer: Tokenizer | None, vocabulary: int
-) -> tuple[int, ...]:
-    """Returns the ids of the tokens to drop, of a model that has `vocabulary` token ids.
-
-    Raises InputError if it has no such token, or no other one.
-    """
-    token_ids = {token for token in tokens if isinstance(token, int)}
-    for name in (token for token in tokens if isinstance(token, str)):
-        assert tokenizer is not None  # cli/config.py refuses names where there is none
-        if (found := tokenizer.token_to_id(name)) is None:
-            added = [str(each.content) for each in tokenizer.get_added_tokens_decoder().values()]
-            bytes_name = name.replace(" ", "Ġ")  # as byte-level vocabularies write it
-            known = [bytes_name] if tokenizer.token_to_id(bytes_name) is not None else added
-            hint, several = near_miss(name, known), name.split(",")
-            if len(several) > 1 and None not in map(tokenizer.token_to_id, several):
-                hint = f"; put spaces between values: {' '.join(several)}"
-            raise InputError(
-                f"--drop_token_ids {name}: the tokenizer has no token of this name{hint}"
-            )
-        token_ids.add(found)
-    if (largest := max(token_ids, default=0)) >= vocabulary:
-        raise InputError(
-            f"--drop_token_ids {largest}: the model has token ids 0 to {vocabulary - 1}"
-        )
-    if len(token_ids) == vocabulary:
-        raise InputError("--drop_token_ids: names every token of the model; nothing is left")
-    return tuple(sorted(token_ids))
-
-
-def check_roles(request: TextRequest, template: ChatTemplate | None) -> None:
-    """Raises InputError if roles are asked for and the template's turns do not show them."""
-    if template is None or template.has_roles:
-        return
-    needed = f"--roles {' '.join(request.roles)}" if request.roles else ""
-    if request.positions.last_of_turn:
-        needed = f"--positions {request.positions}"
-    if needed:
-        raise InputError(
-            f"{needed}: {template.where} writes no turns between {START} and {END}, by which the "
-            "roles of tokens are known; give another template with --chat_template"
-        )

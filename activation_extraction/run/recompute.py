@@ -25,9 +25,8 @@ from activation_extraction.model.forward import (
     compile_step,
     prepare_model,
 )
-from activation_extraction.run.host_text import sample_form
+from activation_extraction.run.host_text import Text
 from activation_extraction.run.inputs import Inputs, check_inputs
-from activation_extraction.run.open_data import TextRequest
 from activation_extraction.run.prepare import recorded_commit
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.metadata import identity_of
@@ -66,12 +65,13 @@ def load_for_recomputing(
     )
     with device_errors():
         forward = prepare_model(families, request)
-        text = configuration.part(TextRequest)
         if dataset_path is not None:
-            text = replace(text, dataset_path=dataset_path, mix=())
+            configuration = replace(configuration, dataset_path=dataset_path, mix=())
         if not identity.special_tokens:  # earlier versions added none, whatever the tokenizer says
-            text = replace(text, special_tokens="none")
-        inputs = Inputs(request, text, forward, [metadata])
+            configuration = replace(configuration, special_tokens="none")
+        vocabulary = forward.model.config.vocab_size
+        text = Text(configuration, forward.checkpoint, vocabulary, [metadata])
+        inputs = Inputs(request, forward, text)
         check_inputs(inputs, identity, of_text=False)
         if not identity.every_token:
             check_inputs(inputs, identity, of_text=True)
@@ -85,7 +85,7 @@ def load_for_recomputing(
         results: list[dict[str, Values] | str] = [OTHER_TEXT] * len(chosen)
         known = {item: np.asarray(sample.row.token_ids) for item, sample in enumerate(chosen)}
         if not identity.every_token:
-            known = _all_token_ids(inputs, chosen)
+            known = _all_token_ids(text, chosen)
         items = list(known)
         for batch in pack(samples_of(known.values()), *forward.shape):
             with device_errors():
@@ -104,7 +104,7 @@ def load_for_recomputing(
     return Recompute(jax.default_backend(), recompute)
 
 
-def _all_token_ids(inputs: Inputs, chosen: Sequence[ChosenSample]) -> dict[int, np.ndarray]:
+def _all_token_ids(text: Text, chosen: Sequence[ChosenSample]) -> dict[int, np.ndarray]:
     """Reads the text of a run again, which has been checked.
 
     Returns all token ids of each sample, by its place in `chosen`, but of those whose kept tokens
@@ -114,14 +114,10 @@ def _all_token_ids(inputs: Inputs, chosen: Sequence[ChosenSample]) -> dict[int, 
     groups: dict[Any, dict[int, int]] = defaultdict(dict)
     for item, stored in enumerate(chosen):
         groups[stored.worker, stored.shard][stored.row.sample_idx] = item
-    text, token_ids = inputs.text, {}
+    token_ids = {}
     for (worker, _), items in groups.items():
         start = chosen[next(iter(items.values()))].start
-        documents = inputs.dataset.documents(
-            inputs.rows, worker, text.skip_bad_rows, text.shuffle_documents
-        )
-        form = sample_form(text, inputs.tokenizer)
-        for sample in samples(documents, inputs.tokenizer, form, start=start):
+        for sample in samples(text.documents(worker), text.tokenizer, text.form, start=start):
             if sample.sample_idx in items:
                 item = items[sample.sample_idx]
                 row = chosen[item].row

@@ -24,7 +24,7 @@ from activation_extraction.store.resume import (
     furthest_mark,
     plan_rest,
     refuse_difference,
-    refuse_moved,
+    refuse_elsewhere,
 )
 
 
@@ -80,7 +80,7 @@ class RepairPlanner:
             )
         else:
             refuse_difference(stored.url, self.identity.compare(stored.identity))
-        refuse_moved(stored, "repair them there")
+        refuse_elsewhere(stored)
         log.info("looking for damaged shards")
         good = [each for each in check_shards(self.target, {"": stored}) if not each.problems]
         kept = {shard.commit.number: shard.commit for shard in good}

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from activation_extraction.cli.console import Clock, Progress
-from activation_extraction.common.codes import code_bytes
 from activation_extraction.common.positions import Positions
 from activation_extraction.common.visible import counted, say
 from activation_extraction.inspect.status import codes_in_words
@@ -28,8 +27,8 @@ def make_progress(job: Job, log_every: int) -> Progress:
     """Makes this host's progress bar, progress lines and metrics."""
     devices = job.forward.rows.mesh.shape["device"]
     return Progress(
-        job.text.max_samples,
-        job.text.max_tokens if job.repair is None else None,
+        job.storage.options.max_samples,
+        job.storage.options.max_tokens if job.repair is None else None,
         (job.storage.totals.samples, job.storage.totals.tokens),
         log_every,
         chips=devices,
@@ -60,27 +59,25 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
         f"{counted(len(job.forward.hooks), 'hook')}, {counted(totals.shards, 'shard')}, "
         f"{totals.bytes / 1e6:,.1f} MB in {job.where}"
     )
-    if job.text.request.skip_bad_rows:
+    if job.text.config.skip_bad_rows:
         rows = counted(totals.skipped_rows, "row")
         say(f"skipped: {rows} that could not be used (--skip_bad_rows)")
     if totals.empty_rows:
         say(f"empty: {counted(totals.empty_rows, 'row')} without text, which gave no sample")
     if totals.cut_samples:
-        request, split = job.text.request, job.text.form.split
-        by = [] if split else [f"at {counted(request.max_seq_length, 'token')} (--max_seq_length)"]
-        by += ["by --max_tokens"] if job.text.max_tokens else []
-        by += ["by --max_samples"] if job.text.max_samples and split else []
+        config, split = job.text.config, job.text.form.split
+        by = [] if split else [f"at {counted(config.max_seq_length, 'token')} (--max_seq_length)"]
+        by += ["by --max_tokens"] if job.storage.options.max_tokens else []
+        by += ["by --max_samples"] if job.storage.options.max_samples and split else []
         say(
             f"cut: {counted(totals.cut_samples, 'sample')} {' or '.join(by)}; left out: "
             f"{counted(totals.cut_tokens, 'token')}"
         )
     if totals.empty_samples:
-        mask = job.text.request.mask_column
+        mask = job.text.config.mask_column
         rule = f"--mask_column {mask}, " * bool(mask) + str(job.text.form.choice)
         say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({rule})")
-    names = {key: hook.name for key, hook in job.forward.hooks.items()}
-    found = totals.statistics.items()
-    for line in codes_in_words({"name": names[key], **each.to_json()} for key, each in found):
+    for line in codes_in_words(totals.statistics):
         say(line)
     for shortfall in filter(None, shortfalls):
         say(f"short: {shortfall}")
@@ -99,7 +96,7 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
 
 def _shortfall(job: Job) -> str:
     """Says that this host's data ended before it reached a limit; "" if it reached one."""
-    limits = {"sample": job.text.max_samples, "token": job.text.max_tokens}
+    limits = {"sample": job.storage.options.max_samples, "token": job.storage.options.max_tokens}
     stored = {"sample": job.storage.totals.samples, "token": job.storage.totals.tokens}
     given = {unit: most for unit, most in limits.items() if most is not None}
     if not given or any(stored[unit] >= most for unit, most in given.items()):
@@ -162,12 +159,8 @@ def list_hooks(
         lines.append("  ".join(f"{c:{'>' if name in RIGHT else '<'}{n}}" for name, c, n in cells))
     lines.append(f"K is the layer, from 0 to {depth - 1}")
     for encoder in encoders:
-        most, whole = encoder.most, encoder.source.kind.form(letters, dtype).bytes
-        each = "each token has" if most == encoder.autoencoder.k else "a token has at most"
-        lines.append(
-            f"{encoder.hook.name}: {each} {most} of {encoder.autoencoder.features:,} features, "
-            f"{code_bytes(most, dtype):,} bytes per token (the activations take {whole:,})"
-        )
+        whole = encoder.source.kind.form(letters, dtype).bytes
+        lines.append(f"{encoder.in_words(dtype)} (the activations take {whole:,})")
     if config.weights:
         lines.append(f"the checkpoint has {config.weights}")
     if rule != Positions():

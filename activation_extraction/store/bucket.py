@@ -33,7 +33,7 @@ from activation_extraction.store.patience import (
 )
 
 if TYPE_CHECKING:
-    from obstore import GetOptions, GetResult
+    from obstore import GetOptions
 
 RETRIES = 3  # by obstore, within a second or two; Folder goes on, and says so
 READ_TIMEOUT = 60.0  # seconds without a byte of an answer, after which it is asked for again
@@ -134,40 +134,27 @@ class Bucket:
         return None
 
     def read(
-        self, name: str, version: str | None = None, most: int | None = None
-    ) -> tuple[bytes, str | None] | None:
-        def get() -> tuple[bytes, str | None]:
-            answer = self._get(name, most or GB, version)
-            check_size(answer.meta["size"], most)
-            return answer.bytes().to_bytes(), answer.meta["e_tag"]
+        self, name: str, version: str | None, most: int | None, span: tuple[int, int] | None
+    ) -> tuple[Bytes, str | None] | None:
+        options: GetOptions = {} if version is None else {"if_match": version}
+        if span is not None:
+            options["range"] = span
+        size = most or GB if span is None else span[1] - span[0]
 
-        with suppress(FileNotFoundError):
-            return self._ask(get)
-        return None
-
-    def read_range(
-        self, name: str, start: int, stop: int, version: str | None = None
-    ) -> Bytes | bytes | None:
-        def get() -> Bytes | bytes:
+        def get() -> tuple[Bytes, str | None]:
             try:
-                answer = self._get(name, stop - start, version, {"range": (start, stop)})
+                answer = obstore.get(self._store(size), self._key(name), options=options)
             except GenericError as error:
-                if _status(error) == 416:  # it begins past the end
-                    return b""
+                if _status(error) == 416:  # the range begins past the end
+                    return Bytes(b""), version
                 raise
-            return answer.bytes()  # of what may be large, no copy is made
+            if span is None:
+                check_size(answer.meta["size"], most)
+            return answer.bytes(), answer.meta["e_tag"]
 
         with suppress(FileNotFoundError):
             return self._ask(get)
         return None
-
-    def _get(
-        self, name: str, size: int, version: str | None, options: "GetOptions | None" = None
-    ) -> "GetResult":
-        options = options or {}
-        if version is not None:
-            options["if_match"] = version
-        return obstore.get(self._store(size), self._key(name), options=options)
 
     def write(self, name: str, parts: Sequence[memoryview], expected: str | None) -> str | None:
         size = sum(part.nbytes for part in parts)

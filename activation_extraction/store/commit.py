@@ -105,20 +105,20 @@ class Commit:
     """
 
     number: int
-    run: str
-    owner: str
-    url: str
-    file: str
-    files: Mapping[str, FileFacts]
-    unpacked: int
-    first: int
-    last: int
-    count: int
-    tokens: int
-    hooks: list[dict[str, Any]]
-    mark: Mapping[str, Any] | None
-    committed: float
     began: float
+    mark: Mapping[str, Any] | None
+    run: str = ""
+    owner: str = ""
+    url: str = ""
+    file: str = ""
+    files: Mapping[str, FileFacts] = field(default_factory=dict)
+    unpacked: int = 0
+    first: int = 0
+    last: int = 0
+    count: int = 0
+    tokens: int = 0
+    hooks: list[dict[str, Any]] = field(default_factory=list)
+    committed: float = 0.0
     cut_samples: int = 0
     cut_tokens: int = 0
     empty_samples: int = 0
@@ -186,7 +186,10 @@ def _known(kind: type[T], content: Mapping[str, Any]) -> T:
 
 @dataclass
 class Totals:
-    """The totals over all commits, also of earlier runs. The fields are those of a commit."""
+    """The totals over all commits, also of earlier runs. The fields are those of a commit.
+
+    statistics: by the names of the hooks.
+    """
 
     shards: int = 0
     samples: int = 0
@@ -197,7 +200,7 @@ class Totals:
     cut_samples: int = 0
     cut_tokens: int = 0
     empty_samples: int = 0
-    statistics: dict[Key, Statistics] = field(default_factory=dict)
+    statistics: dict[str, Statistics] = field(default_factory=dict)
 
     @classmethod
     def of(cls, commits: Iterable[Commit]) -> "Totals":
@@ -216,8 +219,8 @@ class Totals:
         mark = commit.mark or {}
         self.count_rows(mark.get("skipped_rows", 0), mark.get("empty_rows", 0))
         for hook in commit.hooks:
-            before = self.statistics.get(hook["key"], Statistics())
-            self.statistics[hook["key"]] = before.merge(Statistics.from_json(hook))
+            before = self.statistics.get(hook["name"], Statistics())
+            self.statistics[hook["name"]] = before.merge(Statistics.from_json(hook))
 
     def count_rows(self, skipped: int, empty: int) -> None:
         """Raises the counts of skipped and empty rows to those up to some point of the data."""

@@ -72,20 +72,16 @@ class ForeignFolder:
         return None
 
     def read(
-        self, name: str, version: str | None = None, most: int | None = None
+        self, name: str, version: str | None, most: int | None, span: tuple[int, int] | None
     ) -> tuple[bytes, str | None] | None:
         if most is not None and (found := self.head(name)) is not None:
             check_size(found.size, most)
-        data = self.read_range(name)
-        return None if data is None else (data, None)
-
-    def read_range(
-        self, name: str, start: int | None = None, stop: int | None = None, *_: Any
-    ) -> bytes | None:
+        start, stop = span or (None, None)
         # The hub's file system would read ahead, again for every range.
         no_cache = {"cache_type": "none"} if "hf" in self._fs.protocol else {}
         with suppress(FileNotFoundError):
-            return self._fs.cat_file(f"{self._path}/{name}", start=start, end=stop, **no_cache)
+            path = f"{self._path}/{name}"
+            return self._fs.cat_file(path, start=start, end=stop, **no_cache), None
         return None
 
     def write(self, name: str, *_: Any) -> NoReturn:
@@ -168,7 +164,11 @@ class Folder:
         self, name: str, version: str | None = None, most: int | None = None
     ) -> tuple[bytes, str | None] | None:
         """Returns what `read` returns, and the version of the file."""
-        return self._retry(f"reading {name}", lambda: self._files.read(name, version, most))
+        found = self._read(name, version, most, None)
+        return found and (bytes(found[0]), found[1])
+
+    def _read(self, name: str, *how: Any) -> tuple[Bytes | bytes, str | None] | None:
+        return self._retry(f"reading {name}", lambda: self._files.read(name, *how))
 
     def read_range(
         self, name: str, start: int, stop: int, version: str | None = None
@@ -177,8 +177,8 @@ class Folder:
         there is no such file. version: see `read`. No copy is made of what a bucket sends."""
         if stop <= start:
             return b""
-        read = self._files.read_range
-        return self._retry(f"reading {name}", lambda: read(name, start, stop, version))
+        found = self._read(name, version, None, (start, stop))
+        return found and found[0]
 
     def write(self, name: str, parts: bytes | Sequence[Any], expected: str | None) -> str | None:
         """Writes a whole file, and returns its version; None where the store has no versions.

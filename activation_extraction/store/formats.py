@@ -1,4 +1,4 @@
-"""The formats of shard files: their names, and how a shard is written.
+"""The formats of shard files: their names, how a shard is written, and what is measured of it.
 
 A compressed shard is cut into blocks of equal size (the last may be smaller). Threads compress each
 block to a gzip member, and the concatenated members are one gzip file. So the bytes depend on
@@ -9,28 +9,37 @@ depend on the processor family, because isal has different code for some.
 import hashlib
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import reduce
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from crc32c import crc32c
 from isal import isal_zlib
 
 from activation_extraction.common.choices import SHARD_FORMATS
-from activation_extraction.common.encodings import VALUES
-from activation_extraction.common.errors import InputError
+from activation_extraction.common.codes import Codes
+from activation_extraction.common.errors import InputError, StorageError
 from activation_extraction.store.commit import SHARD_NUMBER, FileFacts, shard_name
+from activation_extraction.store.identity import Identity
 from activation_extraction.store.pickle_file import NUMBER_TYPES, pickle_pieces
-from activation_extraction.store.safetensors_file import DTYPES, safetensors_pieces
-from activation_extraction.store.shard import Key, Shard
+from activation_extraction.store.safetensors_file import safetensors_pieces
+from activation_extraction.store.shard import Errors, Key, Shard, sums_of_codes
+from activation_extraction.store.statistics import Statistics, Sums, defined_tokens, sums_of
 
 GZIP_BLOCK = 4 * 2**20  # before compression
 MIB = 2**20
 COMPRESSION_LEVEL = 1
 GZIP = 31  # the `wbits` of zlib for a gzip header without a time, and a window of 32 KiB
+OVERFLOW = (
+    "float16 ends at 65504; start anew with --activation_dtype bfloat16 or float32 and --overwrite"
+)
+NOT_FINITE = (
+    "the model computes them, and would do so again; check its weights, or start anew with other "
+    "layers or --dtype float32, and --overwrite"
+)
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -94,13 +103,11 @@ class ShardFormat:
     """A format of shard files.
 
     pieces: returns the uncompressed bytes of a shard, given the full names of its hooks by key.
-    dtypes: the names of the dtypes that it stores without an encoding. compressed: whether the
-    bytes are gzipped.
+    compressed: whether the bytes are gzipped.
     """
 
     suffix: str
     pieces: Callable[[Shard, Mapping[Key, str]], list[memoryview]]
-    dtypes: Set[str]
     compressed: bool = False
 
     def file_name(self, number: int) -> str:
@@ -127,11 +134,10 @@ class ShardFormat:
         )
 
 
-PICKLE_DTYPES = {np.dtype(code).name for code in NUMBER_TYPES}
-SAFETENSORS_DTYPES = {dtype.name for dtype in DTYPES.values()} - {VALUES.name}
-PICKLE = ShardFormat(".pkl", pickle_pieces, PICKLE_DTYPES)
-GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, PICKLE_DTYPES, compressed=True)
-SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces, SAFETENSORS_DTYPES)
+DTYPES = {np.dtype(code).name for code in NUMBER_TYPES}  # those of values that are not encoded
+PICKLE = ShardFormat(".pkl", pickle_pieces)
+GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, compressed=True)
+SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces)
 BY_SUFFIX = {each.suffix: each for each in (PICKLE, GZIP_PICKLE, SAFETENSORS)}
 SUFFIXES = "|".join(map(re.escape, BY_SUFFIX))
 SHARD_FILE = re.compile(rf"shard_{SHARD_NUMBER}({SUFFIXES})")
@@ -151,3 +157,75 @@ def format_of(file: str) -> ShardFormat | None:
     """Returns the format of a shard file, by its name; None for any other file."""
     match = SHARD_FILE.fullmatch(file)
     return BY_SUFFIX[match[1]] if match else None
+
+
+def measured(
+    shard: Shard,
+    names: Mapping[Key, str],
+    identity: Identity,
+    errors: Mapping[Key, Errors],
+    threads: Threads,
+) -> tuple[list[dict[str, Any]], dict[str, Sums]]:
+    """Returns the `hooks` of a shard's commit, and the sums by hook, without those of codes.
+
+    names: the hooks' full names by key. errors: those of encoding. Raises StorageError, naming the
+    sample, for NaN or infinity.
+    """
+    sums: dict[str, Sums] = {}
+    statistics: dict[str, Statistics] = {}
+    measure = partial(_measure, shard, names, identity)
+    groups = [(key, group) for key in shard.slices for group in shard.groups(key)]
+    found = threads.in_order(lambda group: measure(*group), groups)
+    for (key, _), each in zip(groups, found, strict=True):
+        name = names[key]
+        if isinstance(each, Sums):
+            sums[name] = sums[name].merge(each) if name in sums else each
+            statistics[name] = replace(sums[name].statistics, error=errors.get(key, {}))
+        else:
+            statistics[name] = statistics.get(name, Statistics()).merge(each)
+    hooks = []
+    for key, slices in shard.slices.items():
+        first, name = slices[0], names[key]
+        if not statistics[name].finite:
+            _refuse_not_finite(shard, key, measure)
+        scale = first.shape[1] if identity.is_encoded(name) else None
+        head = {"width": first.shape[1], "dtype": first.dtype.name, "scale": scale}
+        hooks.append({"key": key, "name": name, **head, **statistics[name].to_json()})
+    return hooks, sums
+
+
+def _measure(
+    shard: Shard, names: Mapping[Key, str], identity: Identity, key: Key, samples: slice
+) -> Sums | Statistics:
+    """Returns the sums of some samples at a hook, without tokens that have no value there; of
+    codes, the statistics.
+
+    Integers have no statistics, so their sums are over no tokens.
+    """
+    values, name = shard.slices[key][samples], names[key]
+    positions = [row.positions for row in shard.samples[samples]]
+    if isinstance(values[0], Codes):
+        pairs = zip(values, positions, strict=True)
+        return reduce(Statistics.merge, (Statistics(codes=sums_of_codes(*each)) for each in pairs))
+    if name in identity.integer_hooks:
+        return Sums.zeros(values[0].shape[1])
+    if identity.leaves_out_firsts(name):
+        masks = [defined_tokens(*pair) for pair in zip(values, positions, strict=True)]
+        values, positions = (
+            [each[mask] for each, mask in zip(arrays, masks, strict=True)]
+            for arrays in (values, positions)
+        )
+    scales = shard.scales[key][samples] if key in shard.scales else None
+    return sums_of(values, positions, scales)
+
+
+def _refuse_not_finite(shard: Shard, key: Key, measure: Callable[..., Sums | Statistics]) -> None:
+    """Raises StorageError, naming the first sample with NaN or infinity at a hook."""
+    for number, row in enumerate(shard.samples):
+        one = measure(key, slice(number, number + 1))
+        if not (one.statistics if isinstance(one, Sums) else one).finite:
+            dtype = shard.slices[key][number].dtype.name
+            raise StorageError(
+                f"sample {row.sample_idx}, hook {key}: NaN or infinite {dtype} values",
+                remedy=OVERFLOW if dtype == "float16" else NOT_FINITE,
+            )

@@ -12,8 +12,8 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -222,34 +222,25 @@ class LocalFolder:
         return None
 
     def read(
-        self, name: str, version: str | None = None, most: int | None = None
+        self, name: str, version: str | None, most: int | None, span: tuple[int, int] | None
     ) -> tuple[bytes, str | None] | None:
-        """Returns a whole file, and its version; None if there is no such file.
+        """Returns a file, and its version; None if there is no such file.
 
-        version: what the file must be; most: how many bytes it may have.
+        version: what the file must be. most: how many bytes it may have. span: the first byte to
+        read, and the one after the last, which may lie past the end of the file; None for all.
         """
-        with suppress(FileNotFoundError, NotADirectoryError), self._opened(name, version) as file:
-            found = os.fstat(file.fileno())
-            check_size(found.st_size, most)
-            return file.read(), version_of(found)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            _check_regular(os.stat(self._path / name))  # opening a pipe would wait
+            with open(self._path / name, "rb") as file:
+                found = os.fstat(file.fileno())
+                if version not in (None, version_of(found)):
+                    raise ChangedError(CHANGED)
+                start, stop = span or (0, found.st_size)
+                if span is None:
+                    check_size(found.st_size, most)
+                file.seek(start)
+                return file.read(stop - start), version_of(found)
         return None
-
-    def read_range(
-        self, name: str, start: int, stop: int, version: str | None = None
-    ) -> bytes | None:
-        """Returns the bytes of a file from `start` to `stop`, without those past its end."""
-        with suppress(FileNotFoundError, NotADirectoryError), self._opened(name, version) as file:
-            file.seek(start)
-            return file.read(stop - start)
-        return None
-
-    @contextmanager
-    def _opened(self, name: str, version: str | None) -> Iterator[IO[bytes]]:
-        _check_regular(os.stat(self._path / name))  # opening a pipe would wait
-        with open(self._path / name, "rb") as file:
-            if version not in (None, version_of(os.fstat(file.fileno()))):
-                raise ChangedError(CHANGED)
-            yield file
 
     def write(self, name: str, parts: Sequence[memoryview], expected: str | None) -> str | None:
         """Writes a file, and returns its new version; see `write_file`."""

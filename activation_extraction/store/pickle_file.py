@@ -146,8 +146,6 @@ def read_pickle(file: IO[bytes], where: str, limit: int) -> Shard:
                 sample_idx=record["sample_idx"],
                 token_ids=record["token_ids"],
                 positions=record["positions"],
-                text_preview=record["text_preview"],
-                doc_id=record["doc_id"],
                 labels={name: record[name] for name in LABELS if name in record},
             )
             for record in next(iter(records.values()), [])

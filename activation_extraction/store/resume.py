@@ -90,7 +90,7 @@ def plan_run(identity: Identity, limits: Mapping[str, int | None], stored: Store
             f"{stored.url}: already holds shards, but no {METADATA}; --repair writes it again; or "
             "give another folder"
         )
-    refuse_moved(stored, "continue")
+    refuse_elsewhere(stored)
     for problem in stored.problems if stored.metadata is not None else ():
         raise InputError(f"{problem}; {REPAIRS}")
     return plan_rest(stored, limits)
@@ -162,30 +162,17 @@ def stored_numbers(folder: Folder, commits: list[Commit], stride: int) -> np.nda
     return np.sort(np.concatenate(numbers))
 
 
-def refuse_moved(stored: Stored, purpose: str) -> None:
-    """Raises InputError if the shards of a local folder are in a bucket.
+def refuse_elsewhere(stored: Stored, remote: str | None = None) -> None:
+    """Raises InputError if the shards of a local run are not where they would be continued.
 
-    purpose: says in the message what the user wants to do.
+    remote: the URL of the folder in a bucket that they would be in; None: they would be here.
     """
-    if stored.moved_to is not None:
+    if stored.moved_to != remote and (stored.moved_to or stored.commits):
+        found = "are here" if stored.moved_to is None else f"were uploaded to {stored.moved_to}"
+        wanted = f", not in {remote}" if remote else ""
         raise InputError(
-            f"{stored.url}: its shards were uploaded to {stored.moved_to}; to {purpose}, give "
-            "--upload_to_gcs, --gcs_bucket and --gcs_prefix as before"
-        )
-
-
-def check_local_copy(stored: Stored, remote: str) -> None:
-    """Raises InputError if a run that stores its shards in a bucket would overwrite the metadata of
-    shards that are elsewhere.
-
-    stored: of the local folder. remote: the URL of the one in the bucket.
-    """
-    uploaded = (stored.metadata or {}).get("remote")
-    if uploaded != remote and (uploaded or stored.commits):
-        found = f"were uploaded to {uploaded}" if uploaded else "are here"
-        raise InputError(
-            f"{stored.url}: its shards {found}, not in {remote}; give --upload_to_gcs, "
-            "--gcs_bucket and --gcs_prefix or leave them out, as before, or another --output_dir"
+            f"{stored.url}: its shards {found}{wanted}; give --upload_to_gcs, --gcs_bucket and "
+            "--gcs_prefix or leave them out, as before, or another --output_dir"
         )
 
 

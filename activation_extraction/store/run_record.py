@@ -67,7 +67,8 @@ class RunRecord:
         self._remote = remote
         self._metrics_file = Path(local.folder.url) / METRICS
         self._hooks = {
-            key: {"key": key, "name": hooks[key], **facts.hooks.get(key, {})} for key in hooks
+            name: {"key": key, "name": name, **facts.hooks.get(key, {})}
+            for key, name in hooks.items()
         }
         self._identity = identity
         self._limits = limits
@@ -86,7 +87,7 @@ class RunRecord:
         self.recorded = plan.recorded
         self.totals = plan.totals
         statistics = self.totals.statistics
-        self.totals.statistics = {key: statistics.get(key, Statistics()) for key in self._hooks}
+        self.totals.statistics = {n: statistics.get(n, Statistics()) for n in self._hooks}
 
     def content(self, status: str, counted: bool = True) -> dict[str, Any]:
         """Returns the content of metadata.json. counted: whether `totals` include everything that
@@ -100,8 +101,8 @@ class RunRecord:
             "system": running_system(),
             "remote": None if self._remote is None else self._remote.folder.url,
             "hooks": [
-                {**self._hooks[key], **statistics.to_json()}
-                for key, statistics in self.totals.statistics.items()
+                {**self._hooks[name], **statistics.to_json()}
+                for name, statistics in self.totals.statistics.items()
             ],
             "identity": self._identity.to_json(),
             "data_files": self.sources.to_json() if self.sources else [],

@@ -1,15 +1,9 @@
 """The safetensors format of a shard: one contiguous tensor per hook.
 
 So one hook can be read by mapping a part of a local file, or as one range of bytes from a bucket.
-The file has `sample_idx` and `sample_offsets` (int64), `token_ids`, `position` and labels (int32),
-and a tensor (tokens, width) per hook under the hook's full name, in this order. The scales of an
-encoded HOOK, (tokens, 1), are the tensor HOOK.scale, which follows it. Codes are five tensors in
-the place of one: HOOK.codes.ids (int32) and .values (float32 or bfloat16) of the active features of
-all tokens, one token after the other; .offsets (int64, tokens + 1), where those of each token
-begin; .error and .norm (float32, tokens), see common/codes.py. The bytes of the file
-depend only on the content. https://huggingface.co/docs/safetensors describes such files: 8 bytes
-with the length of the header, the header as JSON, and the tensors. (The safetensors library reads
-and writes whole files, and no header alone.)
+The package's docstring says which tensors there are; they are in that order, and each hook's scales
+follow it. The bytes of the file depend only on the content. (The safetensors library reads and
+writes whole files, and no header alone: https://huggingface.co/docs/safetensors describes them.)
 """
 
 import json
@@ -18,32 +12,24 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from activation_extraction.common.codes import ARRAYS, Codes, concatenated_codes
+from activation_extraction.common.codes import ARRAYS, Codes, concatenated_values
 from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.errors import RunError
-from activation_extraction.store.shard import LABELS, Key, SampleRow, Shard
+from activation_extraction.store.shard import LABELS, Key, Shard
 
-DTYPES: dict[str, np.dtype] = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
+ALL_DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I64": np.dtype("<i8"),
-    "I32": np.dtype("<i4"),
     "F8_E4M3": VALUES,
-}
-ALL_DTYPES = DTYPES | {  # other programs' files may also hold these
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "BOOL": np.dtype(bool),
-    **{f"{kind.upper()}{8 * n}": np.dtype(f"<{kind}{n}") for n in (1, 2) for kind in "iu"},
-    **{"U32": np.dtype("<u4"), "U64": np.dtype("<u8")},
+    **{f"F{8 * n}": np.dtype(f"<f{n}") for n in (2, 4, 8)},
+    **{f"{kind.upper()}{8 * n}": np.dtype(f"<{kind}{n}") for n in (1, 2, 4, 8) for kind in "iu"},
 }
 NAMES = {dtype: name for name, dtype in ALL_DTYPES.items()}
 OF_TOKENS = "sample_idx", "sample_offsets", "token_ids", "position"  # tensors beside the hooks
@@ -101,7 +87,7 @@ def safetensors_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryvie
         tensors[name] = [sample.labels[name] for sample in shard.samples]
     for key, slices in shard.slices.items():
         if isinstance(slices[0], Codes):
-            codes = concatenated_codes(slices)
+            codes = concatenated_values(slices)
             tensors |= {f"{names[key]}.{n}": [getattr(codes, f)] for n, f in ARRAYS.items()}
             continue
         tensors[names[key]] = slices
@@ -124,7 +110,7 @@ def safetensors_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryvie
 
 
 class SafetensorsFile:
-    """A shard's file that is open for reading, with the methods of PickledShard.
+    """A shard's file that is open for reading.
 
     begin: asks for the bytes of the file from `start` to `stop`, and returns what waits for them,
     uint8. size: the size of the file. where: names it in messages. front: how many bytes at its
@@ -140,7 +126,7 @@ class SafetensorsFile:
         where: str,
         front: int = 0,
     ) -> None:
-        self._ask, self._where = begin, where
+        self._ask = begin
         self.front = begin(0, min(front, size))()
         try:
             (length,) = struct.unpack("<Q", self._begin(0, 8)().tobytes())
@@ -164,38 +150,40 @@ class SafetensorsFile:
 
     @cached_property
     def sample_idx(self) -> np.ndarray:
+        """The numbers of the samples, int64 (samples,)."""
         return np.array(self.whole("sample_idx"))
 
     @cached_property
     def offsets(self) -> np.ndarray:
+        """int64 (samples + 1,); sample i has the tokens offsets[i] to offsets[i + 1]."""
         return np.array(self.whole("sample_offsets"))
 
     def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids and the positions of tokens `start` to `stop`, int32."""
         return self.rows("token_ids", start, stop), self.rows("position", start, stop)
 
     def labels(self, start: int, stop: int) -> dict[str, np.ndarray]:
+        """Returns the labels of tokens `start` to `stop`, int32, by the names that the run has."""
         return {name: self.rows(name, start, stop) for name in self._labels}
 
-    def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
-        """Returns the rows of a tensor from `start` to `stop`."""
+    def rows(self, hook: str, start: int, stop: int) -> Any:
+        """Returns what `begin_rows` asks for."""
         return self.begin_rows(hook, start, stop)()
 
-    def begin_rows(self, hook: str, start: int, stop: int) -> Callable[[], np.ndarray]:
-        """Asks for the rows of a tensor from `start` to `stop`, and returns what waits for them."""
+    def begin_rows(self, hook: str, start: int, stop: int) -> Callable[[], Any]:
+        """Asks for the rows of a tensor from `start` to `stop`, and returns what waits for them: an
+        array, or Codes for a hook of codes. How many features there are, the file does not say."""
+        if hook not in self.tensors:
+            return self._begin_codes(hook, start, stop)
         tensor = self.tensors[hook]
         first, row = tensor.offset, tensor.row_bytes
         content = self._begin(first + start * row, first + stop * row)
         shape = stop - start, *tensor.shape[1:]
         return lambda: np.ndarray(shape, tensor.dtype, content())
 
-    def begin_codes(self, hook: str, start: int, stop: int) -> Callable[[], Codes]:
-        """Reads where the features of tokens `start` to `stop` lie, asks for them, and returns what
-        waits for them. How many features there are, the file does not say."""
+    def _begin_codes(self, hook: str, start: int, stop: int) -> Callable[[], Codes]:
         indptr = self.rows(f"{hook}.offsets", start, stop + 1)
         first, last = indptr[[0, -1]].tolist()
-        stored = self.tensors[f"{hook}.ids"].shape[0]
-        if not (0 <= first <= last <= stored and (np.diff(indptr) >= 0).all()):
-            raise RunError(f"{self._where}: {hook}: is damaged: its offsets do not ascend")
         of_features = [self.begin_rows(f"{hook}.{name}", first, last) for name in ("ids", "values")]
         of_tokens = [self.begin_rows(f"{hook}.{name}", start, stop) for name in ("error", "norm")]
 
@@ -213,33 +201,3 @@ class SafetensorsFile:
     def whole(self, name: str) -> np.ndarray:
         """Returns a whole tensor."""
         return self.rows(name, 0, self.tensors[name].shape[0])
-
-    def shard(self, names: Mapping[Key, str]) -> Shard:
-        """Returns the whole shard, without the content of its table of samples.
-
-        names: the full names of its hooks by key. Raises RunError for a file that lacks one.
-        """
-        codes = {key: name for key, name in names.items() if f"{name}.offsets" in self.tensors}
-        dense = {key: name for key, name in names.items() if key not in codes}
-        if missing := [name for name in dense.values() if name not in self.tensors]:
-            raise RunError(f"{self._where}: has no hook {missing[0]}")
-
-        def split(name: str) -> list[np.ndarray]:
-            return np.split(self.whole(name), self.offsets[1:-1])
-
-        labels = {name: split(name) for name in self._labels}
-        columns = self.sample_idx.tolist(), split("token_ids"), split("position")
-        rows = [
-            SampleRow(*values, labels={name: labels[name][number] for name in labels})
-            for number, values in enumerate(zip(*columns, strict=True))
-        ]
-
-        def split_codes(name: str) -> list[Codes]:
-            whole = self.begin_codes(name, 0, int(self.offsets[-1]))()
-            return [whole[a:b] for a, b in pairwise(self.offsets.tolist())]
-
-        encoded = {key: name for key, name in dense.items() if self.tensors[name].dtype == VALUES}
-        slices: dict[Key, list[Any]] = {
-            key: (split_codes if key in codes else split)(name) for key, name in names.items()
-        }
-        return Shard(rows, slices, scales={k: split(v + SCALE) for k, v in encoded.items()})

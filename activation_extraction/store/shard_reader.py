@@ -1,8 +1,8 @@
 """Reads shards: their samples, their tokens, and the activations at their hooks.
 
 A safetensors shard is read by ranges: only the requested rows of the requested hooks. A pickle has
-to be read whole. What is read is compared with the crc32c of every MiB in the shard's JSON. Reading
-never runs pickled code.
+to be read whole, and becomes such a file in memory. What is read is compared with the crc32c of
+every MiB in the shard's JSON. Reading never runs pickled code.
 """
 
 import hashlib
@@ -10,8 +10,7 @@ import mmap
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,16 @@ import numpy as np
 import pyarrow
 from crc32c import crc32c
 
-from activation_extraction.common.codes import (
-    VALUE_DTYPES,
-    Codes,
-    code_bytes,
-    concatenated_codes,
-    record_width,
-)
-from activation_extraction.common.encodings import FLOAT8, SCALES, VALUES, decode, token_bytes
+from activation_extraction.common.codes import Codes, code_bytes, record_width
+from activation_extraction.common.encodings import FLOAT8, VALUES, decode, token_bytes
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.commit import MOST_BYTES, Commit, DamagedError
 from activation_extraction.store.folder import ChangedError, Folder, local_path
 from activation_extraction.store.formats import MIB, SAFETENSORS, format_of
+from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import parse_commit
 from activation_extraction.store.pickle_file import read_pickle
-from activation_extraction.store.safetensors_file import SCALE, SafetensorsFile
+from activation_extraction.store.safetensors_file import SCALE, SafetensorsFile, safetensors_pieces
 from activation_extraction.store.shard import Shard, Values
 from activation_extraction.store.statistics import Sums, unpack_sums
 
@@ -63,6 +57,22 @@ class StoredHook:
     encoded: bool = False
     most: int = 0
 
+    @classmethod
+    def of(cls, recorded: Mapping[str, Any], identity: Identity) -> "StoredHook":
+        """Returns a hook. recorded: what the shards say of it, or, before there is one, the
+        metadata alone. Raises ValueError for a width or dtype that is not recorded or unknown."""
+        name, key = recorded["name"], recorded["key"]
+        if (width := recorded.get("width")) is None:
+            raise ValueError(f"the metadata does not record how wide {name} is")
+        if name in identity.code_hooks:
+            return cls(key, width, FLOATS, False, most=int(recorded["most"]))
+        encoded = identity.is_encoded(name)
+        dtype = "float32" if encoded else recorded.get("dtype", identity.dtype_of(name))
+        try:
+            return cls(key, width, np.dtype(dtype), identity.has_activations(name), encoded)
+        except TypeError as error:
+            raise ValueError(f"{name}: dtype {dtype!r}: {error}") from error
+
     @property
     def row_bytes(self) -> int:
         """The bytes of a token in memory, where codes are records (common/codes.py)."""
@@ -79,23 +89,11 @@ class StoredHook:
             return code_bytes(0, self.dtype)
         return token_bytes(self.width, FLOAT8 if self.encoded else self.dtype.name)
 
-    def tensors(self, name: str, tokens: int, found: Mapping[str, Form]) -> dict[str, Form]:
-        """Returns the dtype and the shape of the tensors in which the hook is stored, by name.
-
-        found: those of the tensors that there are. How many features tokens have in all, and in
-        which dtype, only these say.
-        """
+    def tensor(self, name: str, tokens: int) -> tuple[str, Form]:
+        """Returns a tensor that the hook is stored in: its name, its dtype and its shape."""
         if self.most:
-            each: dict[str, Form] = {
-                f"{name}.{part}": (FLOATS, (tokens,)) for part in ("error", "norm")
-            }
-            dtype, shape = found.get(f"{name}.values", (FLOATS, (0,)))
-            each[f"{name}.values"] = dtype if dtype in VALUE_DTYPES else FLOATS, shape
-            each[f"{name}.ids"] = np.dtype(np.int32), shape
-            return each | {f"{name}.offsets": (np.dtype(np.int64), (tokens + 1,))}
-        if not self.encoded:
-            return {name: (self.dtype, (tokens, self.width))}
-        return {name: (VALUES, (tokens, self.width)), name + SCALE: (SCALES, (tokens, 1))}
+            return f"{name}.norm", (FLOATS, (tokens,))
+        return name, (VALUES if self.encoded else self.dtype, (tokens, self.width))
 
 
 def read_by_ranges(commit: Commit) -> bool:
@@ -135,7 +133,8 @@ class ShardBytes:
         parts = [self._requests.submit(self._read, a, b) for a, b in pairwise(edges.tolist())]
 
         def wait() -> np.ndarray:
-            content = _concatenate([part.result() for part in parts])
+            found = [part.result() for part in parts]
+            content = found[0] if len(found) == 1 else np.concatenate(found)
             return content[start - first * MIB : stop - first * MIB]
 
         return wait
@@ -163,7 +162,7 @@ class ShardBytes:
 
 def open_shard(
     folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook], requests: Executor
-) -> "ShardReader":
+) -> SafetensorsFile:
     """Opens a shard. hooks: the hooks that will be read, by name. requests: the threads that read
     ranges of a file which is not on this machine.
 
@@ -171,31 +170,46 @@ def open_shard(
     """
     where = f"{folder.url}/{commit.file}"
     file = ShardBytes(folder, commit, where, requests)
-    if not read_by_ranges(commit):
+    if read_by_ranges(commit):
+        # The header and all that is said of samples and tokens, in one request.
+        front = 0 if folder.local else HEADER + 16 * commit.count + 16 * commit.tokens
+        reader = SafetensorsFile(file.begin, commit.bytes, where, -(-front // MIB) * MIB)
+    else:
         content = pyarrow.py_buffer(file.begin(0, commit.bytes)())
         shard = read_pickle(pyarrow.BufferReader(content), where, commit.unpacked)
-        return PickledShard(shard, hooks, where)
-    # The header and all that is said of samples and tokens, in one request.
-    front = 0 if folder.local else HEADER + 16 * commit.count + 16 * commit.tokens
-    reader = SafetensorsFile(file.begin, commit.bytes, where, -(-front // MIB) * MIB)
+        reader = _in_memory(shard, hooks, where)
     found = {name: (tensor.dtype, tensor.shape) for name, tensor in reader.tensors.items()}
     expected: dict[str, Form] = {
         "sample_idx": (np.dtype(np.int64), (commit.count,)),
         "sample_offsets": (np.dtype(np.int64), (commit.count + 1,)),
         "token_ids": (np.dtype(np.int32), (commit.tokens,)),
         "position": (np.dtype(np.int32), (commit.tokens,)),
+        **dict(hook.tensor(name, commit.tokens) for name, hook in hooks.items()),
     }
-    for name, hook in hooks.items():
-        expected |= hook.tensors(name, commit.tokens, found)
     for name, each in expected.items():
         expect(where, name, found.get(name), each)
-    indices, offsets = reader.sample_idx, reader.offsets
-    ends = indices[[0, -1]].tolist()
-    expect(where, "first and last sample", ends, [commit.first, commit.last])
-    expect(where, "first and last offset", offsets[[0, -1]].tolist(), [0, commit.tokens])
-    if not ((indices[1:] > indices[:-1]).all() and (offsets[1:] >= offsets[:-1]).all()):
-        raise RunError(f"{where}: is damaged: its samples are not in ascending order")
     return reader
+
+
+def _in_memory(shard: Shard, hooks: Mapping[str, StoredHook], where: str) -> SafetensorsFile:
+    """Returns a shard with the requested hooks alone, as if it were a safetensors file."""
+    for row in shard.samples:
+        if row.token_ids is None:
+            raise RunError(
+                f"{where}: sample {row.sample_idx}: has no token ids, which reading needs"
+            )
+    names = {hook.key: name for name, hook in hooks.items() if hook.key in shard.slices}
+    asked = replace(shard, slices={key: shard.slices[key] for key in names})
+    pieces = safetensors_pieces(asked, names)
+    ends = np.cumsum([piece.nbytes for piece in pieces])
+
+    def begin(start: int, stop: int) -> Callable[[], np.ndarray]:
+        first, last = np.searchsorted(ends, [start, stop], "right").tolist()
+        begun = int(ends[first - 1]) if first else 0
+        data = np.frombuffer(b"".join(pieces[first : last + 1]), np.uint8)
+        return lambda: data[start - begun : stop - begun]
+
+    return SafetensorsFile(begin, int(ends[-1]), where)
 
 
 def expect(where: str, what: str, found: Any, expected: Any) -> None:
@@ -204,69 +218,8 @@ def expect(where: str, what: str, found: Any, expected: Any) -> None:
         raise RunError(f"{where}: {what}: found {found}, its JSON says {expected}")
 
 
-class PickledShard:
-    """A shard in memory, with the requested hooks.
-
-    sample_idx: int64 (samples,). offsets: int64 (samples + 1,); sample i has the tokens offsets[i]
-    to offsets[i + 1].
-    """
-
-    def __init__(self, shard: Shard, hooks: Mapping[str, StoredHook], where: str) -> None:
-        self._slices = {}
-        for name, hook in hooks.items():
-            if hook.key not in shard.slices:
-                raise RunError(f"{where}: has no hook {name}; it has {list(shard.slices)}")
-            self._slices[name] = shard.slices[hook.key]
-            if hook.encoded:
-                self._slices[name + SCALE] = shard.scales[hook.key]
-        token_ids = [row.token_ids for row in shard.samples if row.token_ids is not None]
-        if len(token_ids) < len(shard.samples):
-            number = next(row.sample_idx for row in shard.samples if row.token_ids is None)
-            raise RunError(f"{where}: sample {number}: has no token ids, which reading needs")
-        self.sample_idx = np.array([row.sample_idx for row in shard.samples], np.int64)
-        self.offsets = shard.offsets
-        self._tokens = _concatenate(token_ids), _concatenate(shard.positions)
-        self._labels = {
-            name: _concatenate([row.labels[name] for row in shard.samples])
-            for name in shard.samples[0].labels
-        }
-
-    def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids and the positions of tokens `start` to `stop`, int32."""
-        token_ids, positions = self._tokens
-        return token_ids[start:stop], positions[start:stop]
-
-    def labels(self, start: int, stop: int) -> dict[str, np.ndarray]:
-        """Returns the labels of tokens `start` to `stop`, int32, by the names that the run has."""
-        return {name: values[start:stop] for name, values in self._labels.items()}
-
-    def rows(self, hook: str, start: int, stop: int) -> np.ndarray:
-        """Returns tokens `start` to `stop` of a hook or of its scales, as they are stored."""
-        return _concatenate(self._parts(hook, start, stop))
-
-    def _parts(self, hook: str, start: int, stop: int) -> list[Any]:
-        first = int(np.searchsorted(self.offsets, start, "right")) - 1
-        last = int(np.searchsorted(self.offsets, stop, "left"))
-        parts = [
-            self._slices[hook][i][max(start - self.offsets[i], 0) : stop - self.offsets[i]]
-            for i in range(first, last)
-        ]
-        return parts or [self._slices[hook][0][:0]]
-
-    def begin_codes(self, hook: str, start: int, stop: int) -> Callable[[], Codes]:
-        """Returns what gives the codes of these tokens, as that of a SafetensorsFile does."""
-        return partial(concatenated_codes, self._parts(hook, start, stop))
-
-    def begin_rows(self, hook: str, start: int, stop: int) -> Callable[[], np.ndarray]:
-        """Returns what gives these rows, as that of a SafetensorsFile does."""
-        return partial(self.rows, hook, start, stop)
-
-
-ShardReader = PickledShard | SafetensorsFile
-
-
 def begin_rows(
-    reader: ShardReader, name: str, hook: StoredHook, span: tuple[int, int], dtype: Any = None
+    reader: SafetensorsFile, name: str, hook: StoredHook, span: tuple[int, int], dtype: Any = None
 ) -> Callable[[], np.ndarray]:
     """Asks for the values at a hook of the tokens in a span, and returns what waits for them:
     (tokens, width).
@@ -274,41 +227,18 @@ def begin_rows(
     dtype: the dtype to which encoded activations are decoded, by default float32; other values are
     returned as they are stored, and codes as records.
     """
-    if hook.most:
-        codes = reader.begin_codes(name, *span)
-        return lambda: codes().records(hook.most)
     values = reader.begin_rows(name, *span)
+    if hook.most:
+        return lambda: values().records(hook.most)
     if not hook.encoded:
         return values
     scales = reader.begin_rows(name + SCALE, *span)
     return lambda: decode(values(), scales(), dtype or hook.dtype)
 
 
-def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
-    """Concatenates arrays, but does not copy a single one."""
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
 def check_shard_file(folder: Folder, commit: Commit) -> None:
     """Raises RunError if the sha256 of a shard's file is not the one in its JSON, or OSError."""
     _check_digest(_whole(folder, commit, commit.file), commit.sha256, commit.file)
-
-
-def read_shard(folder: Folder, commit: Commit) -> Shard:
-    """Returns a whole shard, without the values in its table of samples.
-
-    Raises RunError if its file is damaged, or OSError.
-    """
-    content = _whole(folder, commit, commit.file)
-    _check_digest(content, commit.sha256, commit.file)
-    if not read_by_ranges(commit):
-        return read_pickle(pyarrow.BufferReader(content), commit.file, commit.unpacked)
-    data = np.frombuffer(content, np.uint8)
-
-    def begin(start: int, stop: int) -> Callable[[], np.ndarray]:
-        return lambda: data[start:stop]
-
-    return SafetensorsFile(begin, commit.bytes, commit.file).shard(commit.names)
 
 
 def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:

@@ -46,11 +46,15 @@ class Sums:
         sums, squares = np.zeros((2, width)), np.zeros((2, width))
         return cls(np.zeros(2, np.int64), np.zeros(2), sums, squares, np.zeros(()))
 
-    def merge(self, other: "Sums") -> None:
-        """Adds other sums."""
-        for name in ("counts", "norms", "sums", "squares"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.largest = np.maximum(self.largest, other.largest)
+    def merge(self, other: "Sums") -> "Sums":
+        """Returns the sums over the tokens of both."""
+        return Sums(
+            self.counts + other.counts,
+            self.norms + other.norms,
+            self.sums + other.sums,
+            self.squares + other.squares,
+            np.maximum(self.largest, other.largest),
+        )
 
     @property
     def statistics(self) -> "Statistics":
@@ -162,18 +166,14 @@ class Statistics:
     @property
     def finite(self) -> bool:
         """Whether no value was NaN or infinite."""
-        return math.isfinite(self.max_norm)
+        found = self.max_norm, *(each.error + each.square for each in self.codes.values())
+        return all(map(math.isfinite, found))
 
     def merge(self, other: "Statistics") -> "Statistics":
         """Merges two statistics by the pairwise update of Chan, Golub and LeVeque (1979)."""
-        if self.codes and other.codes:
-            sums = {kind: each.merge(other.codes[kind]) for kind, each in self.codes.items()}
-            return Statistics(codes=sums)
-        if self.codes or other.codes:
-            return self if self.codes else other
-        if not self.values or not other.values:
-            return self if self.values else other
-        share = other.values / (self.values + other.values)
+        if not (self.values or self.codes) or not (other.values or other.codes):
+            return self if self.values or self.codes else other
+        share = other.values / (self.values + other.values or 1)
         delta = other.overall_mean - self.overall_mean
 
         def weighted(a: float, b: float) -> float:
@@ -188,6 +188,7 @@ class Statistics:
             mean_norm=weighted(self.mean_norm, other.mean_norm),
             max_norm=max(self.max_norm, other.max_norm),
             error={kind: each.merge(other.error[kind]) for kind, each in self.error.items()},
+            codes={kind: each.merge(other.codes[kind]) for kind, each in self.codes.items()},
         )
 
     def to_json(self) -> dict[str, Any]:

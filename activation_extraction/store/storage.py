@@ -1,8 +1,7 @@
 """ActivationStorage: stores activations that are added in samples or in batches.
 
 A planner (resume.py) finds out what is stored already; owner.py keeps other processes out;
-shard_cutter.py gathers samples into shards, shard_writer.py stores these, and run_record.py records
-the run.
+shard_writer.py gathers samples into shards and stores these, and run_record.py records the run.
 """
 
 import math
@@ -12,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
-from enum import Enum, auto
 from functools import partial
 from operator import index
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,8 +25,7 @@ from activation_extraction.common.errors import InputError, RunError, StorageErr
 from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.store.commit import METADATA, MOST_BYTES, Totals, number_of
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.formats import SAFETENSORS
-from activation_extraction.store.given import as_int32, check_labels, own_array
+from activation_extraction.store.formats import DTYPES, SAFETENSORS
 from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.store.local_files import check_output_dir
 from activation_extraction.store.metadata import check_own, read_stored
@@ -37,25 +34,23 @@ from activation_extraction.store.patience import reason_of
 from activation_extraction.store.resume import (
     Planner,
     StoragePlan,
-    check_local_copy,
     plan_run,
+    refuse_elsewhere,
     stored_after,
     stored_numbers,
 )
 from activation_extraction.store.run_record import RunFacts, RunRecord
 from activation_extraction.store.safetensors_file import OF_TOKENS, SCALE
-from activation_extraction.store.shard import Key, SampleRow, Values
-from activation_extraction.store.shard_cutter import ShardCutter
+from activation_extraction.store.shard import (
+    Key,
+    SampleRow,
+    Values,
+    as_int32,
+    check_labels,
+    own_array,
+)
 from activation_extraction.store.shard_writer import ShardWriter
 from activation_extraction.text.batch import Batch, DocId, StoredSample
-
-
-class State(Enum):
-    """How far a process is with a folder."""
-
-    PLANNED = auto()  # the stored shards are known, and nothing has been written
-    OPEN = auto()  # this process owns the folder
-    CLOSED = auto()  # it has given the folder up, and cannot open it again
 
 
 class ActivationStorage:
@@ -107,14 +102,15 @@ class ActivationStorage:
         facts = facts or RunFacts()
         self._names = dict(hooks)
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
+        taken = set(OF_TOKENS)
         for name in hooks.values():
-            if options.shard_format == "safetensors" and name in OF_TOKENS:
-                raise InputError(f"hook {name}: has the name of what a shard says of its tokens")
-            if self._identity.is_encoded(name) and name + SCALE in hooks.values():
-                raise InputError(f"hook {name + SCALE}: has the name of another hook's scales")
-            for part in ARRAYS:
-                if name in self._identity.code_hooks and f"{name}.{part}" in hooks.values():
-                    raise InputError(f"hook {name}.{part}: has the name of a part of codes")
+            parts = ["", SCALE] if self._identity.is_encoded(name) else [""]
+            if name in self._identity.code_hooks:
+                parts = [f".{part}" for part in ARRAYS]
+            tensors = {name + part for part in parts}
+            for clash in tensors & taken:
+                raise InputError(f"hook {name}: a shard calls something else {clash}")
+            taken |= tensors
         codes = (key for key, name in hooks.items() if name in self._identity.code_hooks)
         self._features = {key: facts.hooks[key]["width"] for key in codes}
         check_output_dir(self.folder)
@@ -144,12 +140,14 @@ class ActivationStorage:
             self._follow(StoragePlan())
         else:
             if remote is not None:
-                check_local_copy(read_stored(self._local.folder), remote.url)
+                refuse_elsewhere(read_stored(self._local.folder), remote.url)
             self._follow(self._planner(read_stored(self.destination)))
         self._incomplete: dict[int, tuple[SampleRow, dict[Key, np.ndarray]]] = {}
         self._labels: list[str] | None = None  # the names that all samples have
         self._last = -1  # the last sample that `add_activation` has completed
-        self._state = State.PLANNED
+        # planned: the stored shards are known, and nothing has been written; open: this process
+        # owns the folder; closed: it has given the folder up, and cannot open it again.
+        self._state: Literal["planned", "open", "closed"] = "planned"
 
     def _follow(self, plan: StoragePlan) -> None:
         self.plan = plan
@@ -159,7 +157,7 @@ class ActivationStorage:
         self._forms = {hook["key"]: (hook["width"], hook["dtype"]) for hook in hooks}
         self._stored: np.ndarray | None = None  # the numbers of all stored samples, ascending
         self._after_mark: dict[int, StoredSample] | None = None
-        self._cutter = ShardCutter(self._writer, [*self._names], self.options.shard_bytes, plan)
+        self._writer.follow(plan)
 
     @property
     def destination(self) -> Folder:
@@ -198,7 +196,7 @@ class ActivationStorage:
         change, because another process may have written in the meantime. Raises
         StorageError, and RunError if another process is writing to the folder.
         """
-        if self._state is not State.PLANNED or self.plan.up_to_date:
+        if self._state != "planned" or self.plan.up_to_date:
             return
         self._record.begin()
         try:
@@ -206,7 +204,7 @@ class ActivationStorage:
             self._local.lock()
             if not self._take_over():
                 return self._local.unlock()
-            self._state = State.OPEN
+            self._state = "open"
             self._record.begin_metrics(anew=self.options.overwrite)
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
@@ -281,7 +279,7 @@ class ActivationStorage:
             )
             self._check_open(row.sample_idx)
             slices = {key: self._sliced(key, activations[key][where]) for key in self._names}
-            self._cutter.add(row, slices, placed.mark)
+            self._writer.add(row, slices, placed.mark)
 
     def _sliced(self, key: Key, values: np.ndarray) -> Values:
         """Returns a sample's values at a hook as shards have them: codes as sparse rows."""
@@ -357,7 +355,7 @@ class ActivationStorage:
             del self._incomplete[number]
             self._writer.take(sum(each.nbytes for each in slices.values()))
             self._last = number
-            self._cutter.add(sample, slices)
+            self._writer.add(sample, slices)
 
     def _problems(
         self, key: Key, activation: np.ndarray, ids: np.ndarray | None, number: int
@@ -380,8 +378,8 @@ class ActivationStorage:
         if sample is not None and len(sample.positions) != shape[0]:
             expected = counted(len(sample.positions), "token")
             yield f"{shape[0]}, expected {expected} as at other hooks"
-        if dtype not in self.format.dtypes:
-            yield f"dtype {dtype}, expected one of {', '.join(sorted(self.format.dtypes))}"
+        if dtype not in DTYPES:
+            yield f"dtype {dtype}, expected one of {', '.join(sorted(DTYPES))}"
         if self._identity.is_encoded(self._names[key]):  # it will be, whatever is given
             dtype = VALUES.name
         due = self._forms.get(key, (shape[1], self._identity.dtype_of(self._names[key]) or dtype))
@@ -399,21 +397,16 @@ class ActivationStorage:
         numbers, if these are larger than in the marks. A second call does nothing. Raises
         ValueError, after committing, if a complete run has a sample that lacks hooks.
         """
-        if self._state is State.PLANNED:
+        if self._state == "planned":
             self.open()
-        if self._state is not State.OPEN:
+        if self._state != "open":
             return self.close()
         complete = complete or self.plan.complete
         self.totals.count_rows(skipped_rows, empty_rows)
-        self._state = State.CLOSED
+        self._state = "closed"
         done = False
         try:
-            try:
-                self._cutter.finish(complete)
-            except StorageError:
-                self._writer.wait()  # for the shards before the failed one
-                raise
-            self._writer.wait()
+            self._writer.finish(complete)
             if complete:
                 self._main.remove_rest([*self.plan.commits, *self.made])
             self._record.write("complete" if complete else "interrupted", counted=complete)
@@ -433,6 +426,6 @@ class ActivationStorage:
 
     def close(self, patient: bool = False) -> None:
         """Releases the folder and ends the threads. Shards that are not committed are lost."""
-        self._state = State.CLOSED
+        self._state = "closed"
         self._writer.close(patient)
         self._local.unlock()

@@ -44,44 +44,35 @@ LOOK = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-# Arguments of transformers' apply_chat_template that are not for the template.
-RESERVED_ARGUMENTS = {
-    *("conversation", "messages", "tools", "chat_template", "continue_final_message", "tokenize"),
-    *("sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors"),
-    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-}
+# What transformers' apply_chat_template passes on to the template, of its own arguments.
+PASSED_ON = {"add_generation_prompt", "documents"}
 # A run that continues on another day would render other text.
 NO_DATE = """\
 {%- macro strftime_now(format) %}
 {{- raise_exception("it asks for today's date; --chat_template_args can give it one") }}
 {%- endmacro %}{{ '' }}"""
-# The template for conversations without tools of a model that names one for tools alone.
-NO_DEFAULT = """\
-{{ raise_exception("the model names a template for conversations with tools, tool_use, and no \
-default") }}"""
 Turn = tuple[str, list[dict[str, Any]]]  # the role of a block, and its messages
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template, and the tokenizer of transformers that renders it.
+    """Templates, and the tokenizer of transformers that renders them.
 
-    source: Jinja. where: names it in messages. arguments: what the template is given besides the
-    messages. with_tools: renders the conversations that have tools; None: this one does.
+    sources: Jinja, by name: "default" and, for conversations with tools, "tool_use", or only one of
+    them. where: names them in messages. arguments: what they are given besides the messages.
     """
 
     tokenizer: Any
-    source: str
+    sources: Mapping[str, str]
     where: str
     arguments: Mapping[str, Any]
-    with_tools: "ChatTemplate | None" = None
 
     @classmethod
     def load(
         cls, tokenizer: Any, model_path: str, file: str | None, arguments: Mapping[str, Any]
     ) -> "ChatTemplate":
-        """Takes the template of a file, or else the tokenizer's own: the one that it calls default
-        and, for conversations with tools, tool_use. Raises InputError if there is none."""
+        """Takes the template of a file, or else the tokenizer's own ones. Raises InputError if
+        there is none."""
         where = f"--chat_template {file}" if file else f"--model_path {model_path}"
         if file is not None:
             try:
@@ -96,64 +87,47 @@ class ChatTemplate:
                 raise InputError(
                     f"{where}: has no chat template; give one with --chat_template FILE"
                 )
-        for name in RESERVED_ARGUMENTS & arguments.keys():
-            raise InputError(f"--chat_template_args {name}: is no argument of a template")
+        taken = {"messages", *tokenizer.apply_chat_template.__annotations__} - PASSED_ON
         for name in arguments:
+            if name in taken:
+                raise InputError(f"--chat_template_args {name}: is no argument of a template")
             if name != "add_generation_prompt" and not any(name in s for s in sources.values()):
                 raise InputError(f"--chat_template_args {name}: {where} does not mention it")
-        tool_use = sources.get("tool_use")
-        with_tools = cls(tokenizer, tool_use, where, arguments) if tool_use else None
-        return cls(tokenizer, sources.get("default", NO_DEFAULT), where, arguments, with_tools)
+        return cls(tokenizer, sources, where, arguments)
 
     def check(self) -> None:
-        """Raises InputError unless the templates render a conversation, always in the same way."""
-        if self.with_tools is not None:
-            self.with_tools._check([LOOK])
-            if self.source == NO_DEFAULT:
-                return
-        self._check(None)
-        if self.with_tools is not None and self.with_tools.has_roles != (START in self.source):
+        """Raises InputError unless the templates render a conversation, always in the same way, and
+        all or none of them write turns between markers."""
+        if len({START in source for source in self.sources.values()}) > 1:
             raise InputError(
                 f"{self.where}: of its templates default and tool_use, one writes turns between "
                 f"{START} and {END} and the other does not; expected both or neither"
             )
-
-    def _check(self, tools: list[Any] | None) -> None:
-        try:
-            with activity(f"rendering the chat template of {self.where}"):
-                same = self.content(ONCE, tools) == self.content(ONCE, tools)
-        except UnusableRowError as error:
-            raise InputError(f"{self.where}: cannot render a conversation: {error}") from error
-        if not same:
-            raise InputError(f"{self.where}: renders the same conversation in different ways")
+        for name in self.sources:
+            tools = [LOOK] if name == "tool_use" else None
+            try:
+                with activity(f"rendering the chat template of {self.where}"):
+                    same = self.content(ONCE, tools) == self.content(ONCE, tools)
+            except UnusableRowError as error:
+                raise InputError(f"{self.where}: cannot render a conversation: {error}") from error
+            if not same:
+                raise InputError(f"{self.where}: renders the same conversation in different ways")
 
     @property
     def digest(self) -> str:
         """SHA-256 of the templates and their arguments."""
-        sources = [each.source for each in (self, self.with_tools) if each is not None]
-        content = json.dumps([sources[0], dict(self.arguments), *sources[1:]], sort_keys=True)
+        default, *others = self.sources.values()
+        content = json.dumps([default, dict(self.arguments), *others], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     @cached_property
     def has_roles(self) -> bool:
         """Whether its turns are blocks between markers, so that every token has a role."""
-        return any(START in each.source for each in (self, self.with_tools) if each is not None)
+        return any(START in source for source in self.sources.values())
 
     @cached_property
     def marks_thinking(self) -> bool:
-        return THINK in self.source or THOUGHT in self.source
-
-    @cached_property
-    def _wants_parts(self) -> bool:
-        """Returns whether it writes the content of a message only if that is a list of parts."""
-
-        def writes(messages: Sequence[dict[str, Any]]) -> bool:
-            try:
-                return ONCE[0]["content"] in self._rendered(messages, None)
-            except Exception:  # a template may raise anything
-                return False
-
-        return not writes(ONCE) and writes([_in_parts(message) for message in ONCE])
+        return any(mark in source for mark in MARKS for source in self.sources.values())
 
     def content(
         self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
@@ -163,8 +137,6 @@ class ChatTemplate:
         Raises UnusableRowError if that fails, if the rendering lacks the text of a message, or if
         roles would be unclear.
         """
-        if tools and self.with_tools is not None:
-            return self.with_tools.content(messages, tools)
         if self.has_roles:
             _refuse([messages, tools], (START, END), "its text holds {}, which would end a turn")
         for message in messages if self.marks_thinking else ():
@@ -193,8 +165,6 @@ class ChatTemplate:
         return Content(text, list(self._spans(text, blocks, turns)))
 
     def _render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
-        if self._wants_parts:
-            messages = [_in_parts(message) for message in messages]
         try:
             return self._rendered(messages, tools)
         except Exception as error:  # a template may raise anything
@@ -207,10 +177,14 @@ class ChatTemplate:
             ) from error
 
     def _rendered(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
+        name = "tool_use" if tools and "tool_use" in self.sources else "default"
+        if name not in self.sources:
+            raise ValueError("the model names one for conversations with tools, tool_use, alone")
+        source = self.sources[name]
         text: str = self.tokenizer.apply_chat_template(
             messages,
             tools=tools,
-            chat_template=NO_DATE + self.source if "strftime_now" in self.source else self.source,
+            chat_template=NO_DATE + source if "strftime_now" in source else source,
             tokenize=False,
             **self.arguments,
         )
@@ -287,12 +261,6 @@ def _turns_of(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> lis
         f"the template's blocks ({', '.join(headers)}) are not those of its messages "
         f"({', '.join(role for role, _ in alone)})"
     )
-
-
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    if "content" not in message:
-        return message
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:

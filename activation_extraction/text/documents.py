@@ -29,7 +29,7 @@ from activation_extraction.text.rows import (
     UnusableRowError,
     as_structs,
 )
-from activation_extraction.text.shuffle import ShuffledRows
+from activation_extraction.text.sources import ShuffledRows
 
 # With fewer pieces per share than this, Parquet files are split into row groups, for even shares.
 PIECES_PER_SHARE = 16

@@ -1,7 +1,7 @@
 """Makes autoencoders with publishers' own packages, and what their own code computes with them.
 
-Runs in the trainers' environment, in an empty folder: `autoencoders.py D F` writes a folder for
-each, and expected.npz with the inputs `x` and, by folder, its features and its result.
+Runs in the trainers' environment, in an empty folder: `autoencoders.py D F` writes a folder or file
+for each, and expected.npz with the inputs `x` and, by its path, the features and the result.
 """
 
 import sys
@@ -24,6 +24,14 @@ LLAMASCOPIUM = {
     "jumprelu": {"norm_activation": "inference", "use_decoder_bias": False},
     "topk": {"norm_activation": "dataset-wise"},
 }
+# By hook point, which names the folder. Of 150 features, some are not positive.
+SPARSIFY = {
+    "layers.1": {"k": 9},
+    "layers.2": {"k": 9, "normalize_decoder": False},
+    "layers.1.mlp": {"k": 150, "transcode": True},
+    "layers.2.mlp": {"k": 9, "transcode": True, "skip_connection": True},
+}
+CIRCUIT_TRACER = {"layer_0": "relu", "layer_1": "jumprelu", "layer_2": "skip"}
 
 
 def randomize(module):
@@ -61,14 +69,49 @@ def llamascopium(rule, config, x):
     return features, sae.decode(features) / scale
 
 
+def sparsify(hookpoint, config, x):
+    from sparsify import SparseCoder, SparseCoderConfig
+
+    sae = SparseCoder(D, SparseCoderConfig(num_latents=F, **config))
+    randomize(sae)
+    if sae.cfg.normalize_decoder:
+        sae.set_decoder_norm_to_unit_norm()  # as after each step of its training
+    sae.save_to_disk(hookpoint)
+    found = sae.encode(x)
+    features = torch.zeros(len(x), F).scatter_(1, found.top_indices, found.top_acts)
+    return features, sae(x).sae_out
+
+
+def circuit_tracer(name, rule, x):
+    from circuit_tracer.transcoder.activation_functions import JumpReLU
+    from circuit_tracer.transcoder.single_layer_transcoder import SingleLayerTranscoder
+
+    function = JumpReLU(torch.zeros(F)) if rule == "jumprelu" else torch.relu
+    layer = int(name.removeprefix("layer_"))
+    sizes = {"device": torch.device("cpu"), "dtype": torch.float32}
+    transcoder = SingleLayerTranscoder(
+        D, F, function, layer, skip_connection=rule == "skip", **sizes
+    )
+    randomize(transcoder)
+    transcoder.to_safetensors(f"{name}.safetensors")
+    return transcoder.encode(x), transcoder(x)
+
+
 torch.manual_seed(0)
 torch.set_grad_enabled(False)
 x = torch.randn(64, D)
-found = {"x": x}
+found = {}
 for architecture, config in SAE_LENS.items():
-    found[architecture], found[f"{architecture}/result"] = sae_lens(architecture, config, x)
+    found[architecture] = sae_lens(architecture, config, x)
 for rule, config in LLAMASCOPIUM.items():
-    name = f"llamascopium_{rule}"
-    found[name], found[f"{name}/result"] = llamascopium(rule, config, x)
-arrays: Any = {name: np.asarray(values) for name, values in found.items()}
-np.savez("expected.npz", **arrays)
+    found[f"llamascopium_{rule}"] = llamascopium(rule, config, x)
+for hookpoint, config in SPARSIFY.items():
+    found[hookpoint] = sparsify(hookpoint, config, x)
+for name, rule in CIRCUIT_TRACER.items():
+    found[f"{name}.safetensors"] = circuit_tracer(name, rule, x)
+arrays: Any = {
+    f"{name}/{part}": np.asarray(values)
+    for name, each in found.items()
+    for part, values in zip(("features", "result"), each, strict=True)
+}
+np.savez("expected.npz", x=np.asarray(x), **arrays)
