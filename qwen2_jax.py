@@ -24,7 +24,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 
 from activation_extraction.model.attention import Attention, attention_pattern
 from activation_extraction.model.decoder import Decoder, ParamPath
@@ -185,12 +187,19 @@ class SparseMLP(nn.Module):
         out["weights"] = partial(scattered, weights, chosen, experts.count)
         # Padding needs no expert.
         needed = jnp.where(segment_ids[..., None] > 0, chosen, experts.count)
-        y = self.layout.constrain(self.experts(x, weights, needed), *STREAM)
+        before, sent, beside = x, (), ()  # type: Array, tuple[Array, ...], tuple[Array, ...]
+        if experts.shared_width:
+            if self.layout.size("expert") > 2:
+                # The shared expert is computed between the first hop of the tokens and the last.
+                before, sent = lax.optimization_barrier((x, self.experts.sent(x)))
+            shared, out["shared"] = self.shared_expert(before)
+            beside = (shared,)
+        y, beside = self.experts(x, weights, needed, sent, beside)
+        y = self.layout.constrain(y, *STREAM)
         out["routed"] = y
         if experts.shared_width:
-            shared, out["shared"] = self.shared_expert(x)
             share = out["shared_share"] = self.shared_expert_gate(x)
-            y = y + jax.nn.sigmoid(share) * shared.astype(jnp.float32)
+            y = y + jax.nn.sigmoid(share) * beside[0].astype(jnp.float32)
         out["out"] = y.astype(self.dtype)
         return out["out"], out
 
@@ -227,7 +236,11 @@ class DecoderLayer(nn.Module):
             y, out["linear_attn"] = self.linear_attn(y, segment_ids)
         else:
             y, out["attn"] = self.self_attn(y, rotary, segment_ids, slides)
-        x = out["resid_mid"] = x + y
+        x = x + y
+        if SPARSE in self.type_.split():
+            # Experts fetch and send whole tokens; for products, TPUs would choose another layout.
+            x = with_layout_constraint(x, MemoryLayout((0, 1, 2)))
+        out["resid_mid"] = x
         y, out["ln2"] = self.post_attention_layernorm(x)
         y, out["mlp"] = self.mlp(y, segment_ids)
         x = out["resid_post"] = x + y

@@ -38,7 +38,7 @@ def experts_of(shape, expert_sum=tiled_experts, dtype="float32"):
         name: {"weight": jnp.asarray(x, dtype)} for name, x in zip(names, weights, strict=True)
     }
     module = Experts(config, jnp.dtype(dtype), expert_sum, Layout(mesh))
-    return weights, lambda *given: module.apply({"params": params}, *given)
+    return weights, lambda *given: module.apply({"params": params}, *given)[0]
 
 
 def tokens(rows, length):

@@ -125,6 +125,14 @@ def test_a_type_that_no_layer_of_the_loop_has_is_not_loaded():
     assert ("last_layer", "self_attn", "q_proj") in paths
 
 
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_queries_and_keys_of_a_delta_net_need_no_weights_of_each_other(name):
+    hooks = matching(DELTA, [f"blocks.0.linear_attn.hook_{name}"])
+    paths = weight_table(create_model_with_hooks(DELTA, hooks))
+    needed = {path[2] for path in paths if path[1] == "linear_attn"}
+    assert needed == {f"in_proj_{name}", f"conv1d_{name}"}
+
+
 @pytest.mark.parametrize("stages,last", [(2, 5), (4, 5), (8, 7), (2, 15)])
 def test_stages_have_only_the_layers_up_to_the_last_hook(stages, last):
     """The stages are as short as can be."""

@@ -90,7 +90,7 @@ MESHES = {
     "deep pipeline": {"pipeline": 4, "model": 2},
     "pipeline and fsdp": {"pipeline": 2, "fsdp": 2, "model": 2},
     "model first": {"model": 2, "data": 4},
-    "expert": {"expert": 2, "model": 4},
+    "expert": {"expert": 4, "model": 2},
     "expert and data": {"data": 2, "expert": 2, "model": 2},
     "expert and pipeline": {"pipeline": 2, "expert": 2, "model": 2},
     "expert and fsdp": {"fsdp": 2, "data": 2, "expert": 2},

@@ -161,10 +161,13 @@ def test_a_program_fits_and_sends_nothing_of_a_layer_between_hosts(name):
 
 @rare
 @pytest.mark.parametrize("topology,shape,busy", [("v6e:4x4", "4,4", 0.6), ("v5e:8x8", "16,4", 0.7)])
-def test_experts_move_little_more_than_they_must_and_send_while_they_compute(topology, shape, busy):
+@pytest.mark.parametrize("model", ["30B-A3B", "35B-A3B"])
+def test_experts_move_little_more_than_they_must_and_send_while_they_compute(
+    model, topology, shape, busy
+):
     """With all its effort, the compiler lets sums travel while those of other parts are added."""
     flags = f"--mesh_shape {shape} --mesh_axes data,expert --layers_to_extract 11 23"
-    compiled = compile_for(FAMILIES.config(SHAPES["30B-A3B"]), flags, topology)
+    compiled = compile_for(FAMILIES.config(SHAPES[model]), flags, topology)
     moved = sum(move.hbm for move in compiled.plan.moves(compiled.plan.body))
     assert moved < 1.5 * moved_once(compiled)
     found = times(compiled)

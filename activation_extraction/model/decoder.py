@@ -281,11 +281,15 @@ def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
     return apply
 
 
-def needed_inputs(function: Callable[..., Any], *inputs: Any) -> list[bool]:
-    """Returns, for every leaf of the inputs (arrays or shapes), whether any output needs it."""
-    program = jax.make_jaxpr(function)(*inputs).jaxpr
+def needed_inputs(function: Callable[..., Any], *arguments: Any) -> list[bool]:
+    """Returns, for every leaf of the arguments (arrays or shapes), whether any output needs it."""
+    program = jax.make_jaxpr(function)(*arguments).jaxpr
     needed = {out for out in program.outvars if not isinstance(out, Literal)}
     for equation in reversed(program.eqns):
+        inputs = equation.invars
+        if equation.primitive.name == "optimization_barrier":  # of which each output is one input
+            pairs = zip(inputs, equation.outvars, strict=True)
+            inputs = [value for value, out in pairs if out in needed]
         if needed.intersection(equation.outvars):
-            needed.update(value for value in equation.invars if not isinstance(value, Literal))
+            needed.update(value for value in inputs if not isinstance(value, Literal))
     return [value in needed for value in program.invars]

@@ -92,6 +92,9 @@ class GatedDeltaNet(nn.Module):
         ):
             y = out[f"{name}_pre_conv"] = constrain(projection(x), *axes).astype(self.dtype)
             weight = jnp.squeeze(taps(), -2)
+            if name == "k":
+                # At once, both convolutions would need more fast memory than a TPU has for them.
+                weight, out["q"] = lax.optimization_barrier((weight, out["q"]))
             out[name] = short_convolution(y, weight, segment_ids).astype(self.dtype)
         out["gate_input"] = constrain(self.in_proj_z(x), *OF_VALUES).astype(self.dtype)
         out["beta_logit"] = constrain(self.in_proj_b(x), *OF_KEYS)

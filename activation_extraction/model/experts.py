@@ -72,76 +72,124 @@ class Experts(nn.Module):
         self.up_proj = StackedWeight(self.config, "EDM", self.dtype)
         self.down_proj = StackedWeight(self.config, "EMD", self.dtype)
 
-    def __call__(self, x: Array, weights: Array, chosen: Array) -> Array:
-        """Returns the weighted sum of each token's experts, (B, T, D) float32.
+    def sent(self, x: Array) -> tuple[Array, ...]:
+        """Returns what the first hop brings of both halves of the tokens, see `_in_a_ring`.
 
-        x: (B, T, D); weights, chosen: the weights and numbers of each token's experts, (B, T, X).
-        An expert number beyond the last one gives zeros and costs nothing.
+        x: (B, T, D). Where experts are not split, nothing is sent.
         """
+        if self.layout.size("expert") == 1:
+            return ()
+        return self.layout.per_device(partial(_first_hop, self.layout), [x], [STREAM], like=0)
+
+    def __call__(
+        self,
+        x: Array,
+        weights: Array,
+        chosen: Array,
+        sent: tuple[Array, ...] = (),
+        beside: tuple[Array, ...] = (),
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """Returns the weighted sum of each token's experts, (B, T, D) float32, and `beside`.
+
+        x: (B, T, D); weights, chosen: the weights and numbers of each token's experts, (B, T, X);
+        sent: what `sent` returns for x, if it has been called; beside: arrays (B, T, D) that are
+        computed before the tokens make their last hop. An expert number beyond the last one gives
+        zeros and costs nothing.
+        """
+        sent = sent or self.sent(x)
         (gate, layer), (up, _), (down, _) = self.gate_proj(), self.up_proj(), self.down_proj()
-        arrays = x, weights, chosen, layer, gate, up, down
+        arrays = x, weights, chosen, layer, gate, up, down, *sent, *beside
         inwards = "layer", "experts", "hidden", "mlp"
-        axes = STREAM, STREAM, STREAM, (), inwards, inwards, ("layer", "experts", "mlp", "hidden")
-        run = partial(_exchange, self.layout, self.expert_sum)
+        outwards = "layer", "experts", "mlp", "hidden"
+        axes = *[STREAM] * 3, (), inwards, inwards, outwards, *[STREAM] * len(sent + beside)
+        run = partial(_exchange, self.layout, self.expert_sum, len(sent))
         return self.layout.per_device(run, arrays, axes, like=0)
 
 
 def _exchange(
     layout: Layout,
     expert_sum: ExpertSum,
+    halves: int,
     x: Array,
     weights: Array,
     chosen: Array,
     layer: Array,
-    *stacks: Array,
-) -> Array:
+    gate: Array,
+    up: Array,
+    down: Array,
+    *others: Array,
+) -> tuple[Array, tuple[Array, ...]]:
     """Runs one device's experts on the tokens of all devices along `expert`.
 
     Devices send their sums, and what each of them adds up of parts, in the dtype of the tokens.
+    others: so many halves of tokens that have been sent, then what is computed before the last hop.
     """
     axes = tuple(axis for axis in BOTH if layout.size(axis) > 1)
     tokens = [a.reshape(-1, a.shape[-1]) for a in (x, weights, chosen)]
+    sent, beside = others[:halves], others[halves:]
     if layout.size("expert") == 1:
-        y = expert_sum(*tokens, layer, *stacks)
+        y = expert_sum(*tokens, layer, gate, up, down)
     else:
-        y = _in_a_ring(layout.ring("expert"), expert_sum, *tokens, layer, *stacks)
+        ring = layout.ring("expert")
+        y, beside = _in_a_ring(ring, expert_sum, sent, beside, *tokens, layer, gate, up, down)
     if axes:
         y = lax.psum(y.astype(x.dtype), axes).astype(jnp.float32)
-    return y.reshape(x.shape)
+    return y.reshape(x.shape), beside
+
+
+def _in_rows(x: Array) -> Array:
+    """Maps (..., D) to the shape from which a kernel fetches rows, (tokens, D / LANES, LANES)."""
+    width = x.shape[-1]
+    return x.reshape(-1, width // math.gcd(width, LANES), math.gcd(width, LANES))
+
+
+def _ways(count: int) -> list[tuple[slice, int]]:
+    """Returns which of so many tokens go around the ring, and by how many devices per hop."""
+    return [(slice(count // 2), 1), (slice(count // 2, None), -1)]
+
+
+def _hop(ring: Sequence[int], arrays: Any, by: int) -> Any:
+    pairs = [(device, ring[(place + by) % len(ring)]) for place, device in enumerate(ring)]
+    return lax.ppermute(arrays, "expert", pairs)
+
+
+def _first_hop(layout: Layout, x: Array) -> tuple[Array, ...]:
+    x, ring = _in_rows(x), layout.ring("expert")
+    return tuple(_hop(ring, x[tokens], by) for tokens, by in _ways(len(x)))
 
 
 def _in_a_ring(
     ring: Sequence[int],
     expert_sum: ExpertSum,
+    sent: tuple[Array, ...],
+    beside: tuple[Array, ...],
     x: Array,
     weights: Array,
     chosen: Array,
     layer: Array,
     *stacks: Array,
-) -> Array:
+) -> tuple[Array, tuple[Array, ...]]:
     """Sends the tokens around the ring of devices, and then their sums, (T, D) each.
 
     Half of the tokens go one way and half the other, so that both directions of the links are used.
     Part k of the tokens that a device gets is the first half of those of the k-th device before it
     and the second half of those of the k-th device after it. A part's sum starts at the first
     device that its tokens reach and goes on the same way until it is home; every device adds its
-    own. So the hops of the tokens run while the rows are sorted, and those of one part's sum while
-    the next part is added up: the weights are read once.
+    own. So the hops of the tokens run while the router and the shared expert are computed and the
+    rows are sorted, and those of one part's sum while the next part is added up: the weights are
+    read once. sent: what the first hop has brought of the tokens; beside: see `Experts`.
     """
-    devices, half, (count, width) = len(ring), len(x) // 2, x.shape
-    # A kernel fetches rows from this shape; of single tokens, it is cheaper to change than of all.
-    x = x.reshape(count, -1, math.gcd(width, LANES))
-    ways = [(slice(half), 1), (slice(half, None), -1)]  # some tokens, and hops per turn
-
-    def hop(arrays: Any, by: int) -> Any:
-        pairs = [(device, ring[(place + by) % devices]) for place, device in enumerate(ring)]
-        return lax.ppermute(arrays, "expert", pairs)
-
+    devices, width, ways = len(ring), x.shape[1], _ways(len(x))
+    x = _in_rows(x)  # of single tokens, it is cheaper than of all
     parts = []
-    for tokens, by in ways:
-        parts.append([[a[tokens] for a in (x, weights, chosen)]])
-        for _ in range(1, devices):
-            parts[-1].append(hop(parts[-1][-1], by))
+    for (tokens, by), arrived in zip(ways, sent, strict=True):
+        own = [a[tokens] for a in (x, weights, chosen)]
+        parts.append([own, [arrived, *_hop(ring, own[1:], by)]])
+        for hops in range(2, devices):
+            if hops == devices - 1:
+                latest = parts[-1][-1]
+                latest[0], beside = lax.optimization_barrier((latest[0], beside))
+            parts[-1].append(_hop(ring, parts[-1][-1], by))
     both = [part for pair in zip(*parts, strict=True) for part in pair]
     x, weights, chosen = (jnp.concatenate(arrays) for arrays in zip(*both, strict=True))
     chosen = chosen - lax.axis_index("expert") * stacks[0].shape[1]
@@ -153,9 +201,9 @@ def _in_a_ring(
     for tokens, by in ways:
         total = others[0][tokens]
         for part in [*others[1:], first]:
-            total = hop(total.astype(x.dtype), by).astype(jnp.float32) + part[tokens]
+            total = _hop(ring, total.astype(x.dtype), by).astype(jnp.float32) + part[tokens]
         sums.append(total)
-    return jnp.concatenate(sums)
+    return jnp.concatenate(sums), beside
 
 
 def in_sorted_rows(

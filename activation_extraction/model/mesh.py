@@ -126,14 +126,14 @@ class Layout:
 
     def per_device(
         self,
-        function: Callable[..., Array],
+        function: Callable[..., Any],
         arrays: Sequence[Array],
         axes: Sequence[Sequence[str]],
         like: int,
-    ) -> Array:
+    ) -> Any:
         """Runs `function` on every device with its own part of the arrays, whose axes are given.
 
-        like: the number of the array that has the shape and the axes of the result.
+        like: the number of the array that has the axes of the result, or of all results.
         """
         if self.mesh is None or self.mesh.size == 1:
             return function(*arrays)
