@@ -187,7 +187,9 @@ class SparseMLP(nn.Module):
         out["weights"] = partial(scattered, weights, chosen, experts.count)
         # Padding needs no expert.
         needed = jnp.where(segment_ids[..., None] > 0, chosen, experts.count)
-        before, sent, beside = x, (), ()  # type: Array, tuple[Array, ...], tuple[Array, ...]
+        before: Array = x
+        sent: tuple[Array, ...] = ()
+        beside: tuple[Array, ...] = ()
         if experts.shared_width:
             if self.layout.size("expert") > 2:
                 # The shared expert is computed between the first hop of the tokens and the last.
