@@ -289,7 +289,7 @@ def test_tokens_side_by_side_are_copied_as_one_slice(run, monkeypatch):
 
 @pytest.mark.parametrize("shuffle,ahead", [(0, 32), (None, 18)])
 def test_as_many_bytes_are_on_their_way_in_either_order(shuffle, ahead, run):
-    """32 ranges of 8 MiB, or 18 of 14 MiB."""
+    """They are 32 ranges of 8 MiB, or 18 of 14 MiB."""
     (dataset := ActivationDataset(run.root)).shards.local = False
     dataset.shards.by_ranges = True
     windows = dataset.batches(8, [FIRST], shuffle=shuffle)._share()

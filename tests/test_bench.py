@@ -56,7 +56,7 @@ def test_side_by_side(capsys, monkeypatch):
 def test_others_end_with_their_numbers(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(writing, "LENGTH", 64)
     monkeypatch.setattr(hooks, "fastest_product", lambda *_: 1e12)  # takes long
-    monkeypatch.setattr(gpu, "run_torch", lambda *_: None)  # slow to start
+    monkeypatch.setattr(gpu, "run_torch", lambda *_: {})  # slow to start
     of_writing = "--dtypes float32 --rounds 1 --batches 1 --folder".split()
     of_gpu = "--shapes tiny --rows 2 --length 32 --seconds 0.01".split()
     writing.main([*of_writing, str(tmp_path)])
@@ -118,7 +118,7 @@ def test_opening_many_shards_takes_a_request_for_each(capsys, tmp_path):
 
 
 def test_the_bucket_to_read_from(tmp_path, monkeypatch):
-    """Its answers are right, and take as long as they should by a clock that only waiting moves."""
+    """The server answers rightly and in the time that it should, by a clock that waiting moves."""
     clock = SimpleNamespace(now=0.0)
     clock.perf_counter = lambda: clock.now
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)

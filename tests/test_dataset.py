@@ -256,7 +256,7 @@ def test_one_hook_of_many_takes_little_more_than_its_bytes(tmp_path, bucket):
 
 @pytest.mark.parametrize("shuffle,most,ranges", [(0, 10, 1), (0, 30, 3), (None, 30, 2)])
 def test_a_shard_is_read_in_equal_ranges(shuffle, most, ranges, tmp_path, bucket):
-    """Of about 8 MiB; those in order are larger, and fewer MiB are in two of them."""
+    """Ranges have about 8 MiB; in order they are larger, so that fewer MiB are read twice."""
     hooks = {0: "blocks.0.hook_mlp_out"}
     options = dict(count=2100, hooks=hooks, shard_size_gb=most / 1000)
     make_run(tmp_path, "safetensors", "float32", **options)
@@ -286,7 +286,7 @@ print(count().values[3] > before)
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc")
 @pytest.mark.parametrize("requests,mapped", [("", "True"), ("Requests().submit(int)", "False")])
 def test_ranges_are_received_in_memory_that_was_used_before(requests, mapped):
-    """It comes from glibc's heap, and is no mapping of its own, which would begin with no page."""
+    """Such memory comes from glibc's heap, and not from a mapping, whose pages would all be new."""
     command = [sys.executable, "-c", MAPPED.format(requests)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
     assert (done.stdout.strip(), done.stderr) == (mapped, "")

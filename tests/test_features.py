@@ -70,7 +70,7 @@ def test_each_feature_has_its_numbers_and_its_strongest_tokens(run, monkeypatch)
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 def test_codes_are_taken_as_arrays_are(run):
-    """By slices, steps, numbers and masks; as arrays of NumPy and as tensors."""
+    """Slices, steps, numbers and masks take them, as arrays of NumPy and as tensors."""
     codes = next(run.batches(60))[CODES]
     whole, mask = codes.to_scipy().toarray(), np.arange(60) % 7 == 2
     for each in (slice(3, 20), slice(None, None, 2), slice(None, None, -1), [5, 3, 3], mask):

@@ -206,7 +206,7 @@ def test_an_estimate_compiles_the_very_program_in_a_process_of_its_own(tmp_path,
 
 
 def test_a_plan_counts_the_products_of_autoencoders(tmp_path, monkeypatch):
-    """Those of float32 are six passes of a matrix unit each, which moves the weights at least."""
+    """A product in float32 takes six passes; encoding reads at least the weights."""
     monkeypatch.setattr(made, "D", SHAPES["0.1B"]["hidden_size"])
     hook = "blocks.3.hook_resid_post"
     usual = "--max_seq_length 512 --batch_size 4 --mesh_shape 4 --mesh_axes data"

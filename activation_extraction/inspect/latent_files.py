@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -28,26 +29,34 @@ def write_delphi(
     lengths = dataset.samples["tokens"].to_numpy()
     begins, rows = (np.cumsum([0, *each]) for each in (lengths, lengths // ROW))
     edges = {hook: _edges(dataset, hook) for hook in hooks}
-    seen, ids = 0, list[np.ndarray]()
-    for batch in chunks:
-        tokens = np.arange(seen, seen + len(batch))
-        sample = np.searchsorted(begins, tokens, "right") - 1
-        index = tokens - begins[sample]
-        whole = index < lengths[sample] // ROW * ROW
-        ids.append(batch.token_ids[whole].astype(np.int32))
-        for hook, codes in batch.items():
-            token = np.repeat(np.arange(len(batch)), np.diff(codes.indptr))
-            kept = whole[token] & (np.abs(codes.data) > LEAST)
-            entries = np.zeros(int(kept.sum()), ENTRY)
-            token, entries["latent"] = token[kept], codes.indices[kept]
-            entries["row"] = rows[sample[token]] + index[token] // ROW
-            entries["position"], entries["value"] = index[token] % ROW, codes.data[kept]
-            split = np.searchsorted(edges[hook], entries["latent"], "right") - 1
-            for number, first in enumerate(edges[hook][:-1]):
-                with open(_part(folder, hook, first), "ab") as file:
-                    entries[split == number].tofile(file)
-        seen += len(batch)
-    token_ids = np.concatenate(ids).reshape(-1, ROW)  # which every file has whole
+    token_ids = np.empty((int(rows[-1]), ROW), np.int32)  # which every file has whole
+    seen = 0
+    with ExitStack() as stack:
+        files = {
+            hook: [
+                stack.enter_context(open(_part(folder, hook, first), "wb"))
+                for first in edges[hook][:-1]
+            ]
+            for hook in hooks
+        }
+        for batch in chunks:
+            tokens = np.arange(seen, seen + len(batch))
+            sample = np.searchsorted(begins, tokens, "right") - 1
+            index = tokens - begins[sample]
+            row, position = rows[sample] + index // ROW, index % ROW
+            whole = index < lengths[sample] // ROW * ROW
+            token_ids[row[whole], position[whole]] = batch.token_ids[whole]
+            for hook, codes in batch.items():
+                token = np.repeat(np.arange(len(batch)), np.diff(codes.indptr))
+                kept = whole[token] & (np.abs(codes.data) > LEAST)
+                entries = np.zeros(int(kept.sum()), ENTRY)
+                token, entries["latent"] = token[kept], codes.indices[kept]
+                entries["row"], entries["position"] = row[token], position[token]
+                entries["value"] = codes.data[kept]
+                split = np.searchsorted(edges[hook], entries["latent"], "right") - 1
+                for number in np.unique(split).tolist():
+                    entries[split == number].tofile(files[hook][number])
+            seen += len(batch)
     for hook in hooks:
         _finish(folder, hook, edges[hook], token_ids)
         config = {

@@ -26,6 +26,7 @@ from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.store.commit import METADATA, MOST_BYTES, Totals, number_of
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import DTYPES, SAFETENSORS
+from activation_extraction.store.given import as_int32, check_labels, own_array
 from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.store.local_files import check_output_dir
 from activation_extraction.store.metadata import check_own, read_stored
@@ -41,14 +42,7 @@ from activation_extraction.store.resume import (
 )
 from activation_extraction.store.run_record import RunFacts, RunRecord
 from activation_extraction.store.safetensors_file import OF_TOKENS, SCALE
-from activation_extraction.store.shard import (
-    Key,
-    SampleRow,
-    Values,
-    as_int32,
-    check_labels,
-    own_array,
-)
+from activation_extraction.store.shard import Key, SampleRow, Values
 from activation_extraction.store.shard_writer import ShardWriter
 from activation_extraction.text.batch import Batch, DocId, StoredSample
 
