@@ -22,8 +22,9 @@ def _shape(
 
 
 def evenly_spaced(count: int, depth: int) -> list[int]:
-    """So many layers of `depth`, the last one among them."""
-    return sorted({depth * (number + 1) // count - 1 for number in range(count)})
+    """So many layers of `depth`, the last one among them; all if there are fewer."""
+    count = min(count, depth)
+    return [depth * (number + 1) // count - 1 for number in range(count)]
 
 
 SHAPES: dict[str, Any] = {
