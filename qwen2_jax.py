@@ -187,21 +187,15 @@ class SparseMLP(nn.Module):
         out["weights"] = partial(scattered, weights, chosen, experts.count)
         # Padding needs no expert.
         needed = jnp.where(segment_ids[..., None] > 0, chosen, experts.count)
-        before: Array = x
-        sent: tuple[Array, ...] = ()
-        beside: tuple[Array, ...] = ()
         if experts.shared_width:
-            if self.layout.size("expert") > 2:
-                # The shared expert is computed between the first hop of the tokens and the last.
-                before, sent = lax.optimization_barrier((x, self.experts.sent(x)))
-            shared, out["shared"] = self.shared_expert(before)
-            beside = (shared,)
-        y, beside = self.experts(x, weights, needed, sent, beside)
-        y = self.layout.constrain(y, *STREAM)
+            shared, out["shared"] = self.shared_expert(x)
+            # Tokens travel to experts meanwhile, and their weights after them.
+            shared, weights = lax.optimization_barrier((shared, weights))
+        y = self.layout.constrain(self.experts(x, weights, needed), *STREAM)
         out["routed"] = y
         if experts.shared_width:
             share = out["shared_share"] = self.shared_expert_gate(x)
-            y = y + jax.nn.sigmoid(share) * beside[0].astype(jnp.float32)
+            y = y + jax.nn.sigmoid(share) * shared.astype(jnp.float32)
         out["out"] = y.astype(self.dtype)
         return out["out"], out
 

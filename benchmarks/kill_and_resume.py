@@ -178,8 +178,8 @@ def samples_in(*urls: object) -> dict[int, Sample]:
     found: dict[int, Sample] = {}
     for folder in map(Folder, map(str, urls)):
         stored = read_stored(folder)
-        if stored.damaged or any(stored.missing()):
-            raise RuntimeError(f"{folder.url}: {stored.damaged}, missing: {stored.missing()}")
+        for problem in stored.problems:
+            raise RuntimeError(problem)
         for commit in (each for each in stored.in_order if each.count):
             rows = rows_of(read_table(folder, commit))
             samples = read_samples(folder, stored, commit, range(commit.count), commit.file)

@@ -39,8 +39,7 @@ from isal import igzip
 from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.dataset.token_source import BUFFER_BATCHES
-from activation_extraction.store.identity import Identity, StorageOptions
-from activation_extraction.store.run_record import RunFacts
+from activation_extraction.store.identity import Identity, RunFacts, StorageOptions
 from activation_extraction.store.shard_reader import ShardBytes
 from activation_extraction.store.storage import ActivationStorage
 from benchmarks.processes import machine

@@ -46,8 +46,7 @@ import torch
 from obstore.store import GCSStore
 
 from activation_extraction import ROLES, ActivationDataset, paired
-from activation_extraction.store.identity import Identity, StorageOptions
-from activation_extraction.store.run_record import RunFacts
+from activation_extraction.store.identity import Identity, RunFacts, StorageOptions
 from activation_extraction.store.storage import ActivationStorage
 from benchmarks.bucket_server import BUCKET, RATE, bucket_server, counts
 from benchmarks.processes import machine

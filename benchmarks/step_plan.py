@@ -136,9 +136,9 @@ def times_moved(name: str, shapes: list[list[int]], share: float) -> list[float]
     experts. share: of all tokens' rows, that of this device's experts, which get equally many.
     """
     if name == ADDED:
-        counts, fetches, _, rows, _ = shapes
-        fetched = share * counts[0] * fetches[-1]
-        return [1, 1, 1, fetched / rows[0], 1]
+        _, fetches, rows, _ = shapes
+        fetched = share * fetches[0] * fetches[-1]
+        return [1, 1, fetched / rows[0], 1]
     if name not in (GATED, WEIGHTED):
         return None
     *others, (layers, experts, inputs, outputs), result = shapes

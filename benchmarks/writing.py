@@ -158,7 +158,9 @@ def timed_calls(clock: Clock) -> Iterator[None]:
     """Times the store's calls that release the interpreter's lock, within the block."""
     add = Proxy(np.add, reduce=clock.timed(np.add.reduce))
     numpy = Proxy(
-        np, add=add, **{n: clock.timed(getattr(np, n)) for n in ("copyto", "multiply", "sqrt")}
+        np,
+        add=add,
+        **{n: clock.timed(getattr(np, n)) for n in ("concatenate", "copyto", "multiply", "sqrt")},
     )
 
     def sha256() -> Any:
@@ -183,7 +185,7 @@ def timed_calls(clock: Clock) -> Iterator[None]:
         (formats, "hashlib", Proxy(hashlib, sha256=sha256)),
         (formats, "isal_zlib", Proxy(blocks_isal, compressobj=compressobj)),
         (crc32c, "crc32c", clock.timed(crc32c.crc32c)),
-        (local_files, "write_synced", clock.timed(local_files.write_synced)),
+        (local_files, "os", Proxy(os, fsync=clock.timed(os.fsync))),
         (obstore, "put", put_little),
     ]
     before = [getattr(target, name) for target, name, _ in replaced]

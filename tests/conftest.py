@@ -4,8 +4,9 @@ Compiling takes longer than what the tests compute. So most of the compiler's op
 fusions are compiled in its older and quicker way, and in one thread, as other tests need the cores.
 The fixture `optimized` has programs compiled as in a run. Tests marked `slow` have it.
 torch has one thread, as several would mostly wait for each other.
-What is compiled is kept for later sessions, too, in a cache that all workers share: JAX locks one
-that has a limit.
+What is compiled is kept for later sessions, too, in a cache that all workers share (`make clean`
+empties it). It has no limit of size: JAX locks one that has, and reads every entry's age before it
+adds one, so that with thousands of programs the workers mostly waited for each other.
 Temporary files are in memory where there is room for them: what is stored is forced to disk file by
 file, and a disk makes tests wait for that. TMPDIR, if set, says where they are instead.
 torch is imported where it is used, which takes seconds; transformers before the tool imports it
@@ -46,7 +47,6 @@ os.environ |= {
     "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # tests import gcsfs before the product
     "HF_HOME": f"{SESSION_FOLDER}/hf-home",
     "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parents[1] / ".pytest_cache/jax"),
-    "JAX_COMPILATION_CACHE_MAX_SIZE": str(2 * 10**9),
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "XLA_FLAGS": f"{QUICK_TO_COMPILE} {FLAGS_OF_THE_CALLER}".strip(),

@@ -75,7 +75,7 @@ both_formats = pytest.mark.parametrize("shard_format", SHARD_FORMATS)
 
 def shard_name(number, shard_format="pickle"):
     """The name of a shard's file."""
-    return chosen_format(shard_format, True).file_name(number)
+    return f"shard_{number:04d}{chosen_format(shard_format, True).suffix}"
 
 
 @pytest.fixture

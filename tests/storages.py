@@ -4,8 +4,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.store.identity import StorageOptions
-from activation_extraction.store.run_record import RunFacts
+from activation_extraction.store.identity import RunFacts, StorageOptions
 from activation_extraction.store.storage import ActivationStorage
 
 OPTIONS = {field.name for field in fields(StorageOptions)}

@@ -46,6 +46,7 @@ LINES = [
     ('{"text": [7, 8]}', f"{TEXT_IS}token ids; --ids_column text reads it"),
     ('{"text": [{"role": "user"}]}', f"{TEXT_IS}a conversation; --messages_column text reads it"),
     ('{"other": "x"}', "--text_column text: no such column; the columns are other (text)"),
+    ("{}", "--text_column text: no such column; the columns are none"),
     ('{"train": [{"input": [[1]]}], "test": []}', "it has ARC-AGI columns but no grids in them"),
     ('{"text": "\udcff"}', "not JSON: "),
     (DEEP("id", LONG), "its id takes 300,002 bytes, there is room for 262,144"),
@@ -254,3 +255,10 @@ def test_a_row_behind_the_last_token_of_a_budget_is_not_read(tmp_path, tokenizer
             assert [s.token_ids.tolist() for s in found] == [
                 s.token_ids.tolist() for s in every[:most]
             ]
+
+
+def test_rows_behind_a_budget_are_not_counted(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "rows.jsonl", ['{"text": ""}', "{", GOOD] * 2)
+    stream = stream_of(path, skip=True)
+    assert len(list(samples(stream, tokenizer, SampleForm(1), max_tokens=1))) == 1
+    assert (stream.counts.skipped, stream.counts.empty) == (1, 1)

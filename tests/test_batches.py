@@ -292,8 +292,7 @@ def test_as_many_bytes_are_on_their_way_in_either_order(shuffle, ahead, run):
     """They are 32 ranges of 8 MiB, or 18 of 14 MiB."""
     (dataset := ActivationDataset(run.root)).shards.local = False
     dataset.shards.by_ranges = True
-    windows = dataset.batches(8, [FIRST], shuffle=shuffle)._share()
-    assert windows._ahead == ahead
+    assert dataset.batches(8, [FIRST], shuffle=shuffle)._share().ahead == ahead
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ def test_a_shard_is_read_in_equal_ranges(shuffle, most, ranges, tmp_path, bucket
 MAPPED = """
 import ctypes
 import numpy as np
-from activation_extraction.dataset.open_shards import Requests
+from activation_extraction.store.shard_reader import request_threads
 class Mallinfo(ctypes.Structure):
     _fields_ = [("values", ctypes.c_size_t * 10)]
 count = ctypes.CDLL(None).mallinfo2
@@ -284,7 +284,7 @@ print(count().values[3] > before)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc")
-@pytest.mark.parametrize("requests,mapped", [("", "True"), ("Requests().submit(int)", "False")])
+@pytest.mark.parametrize("requests,mapped", [("", "True"), ("request_threads(1)", "False")])
 def test_ranges_are_received_in_memory_that_was_used_before(requests, mapped):
     """Such memory comes from glibc's heap, and not from a mapping, whose pages would all be new."""
     command = [sys.executable, "-c", MAPPED.format(requests)]
@@ -303,32 +303,33 @@ def test_damage_is_found_in_a_bucket(tmp_path, bucket):
         list(ActivationDataset("gs://bucket/run").batches(8))
 
 
-@pytest.mark.parametrize("crc32c", ["", "12", "zzzzzzzz", [1, 2]])
-def test_a_json_without_a_crc32c_for_every_mib_is_damaged(copy, crc32c):
-    name = shard_file(copy, 1).name
-    edit(copy / "shard_0001.json", lambda c: c["files"][name].update(crc32c=crc32c))
-    with pytest.raises(OSError, match="shard_0001.json: cannot be read: .*(crc32c|string)"):
-        ActivationDataset(copy)
+def test_a_shard_is_opened_once_for_all_threads_and_again_after_a_failure(tmp_path, monkeypatch):
+    dataset = ActivationDataset(make_run(tmp_path, "safetensors").root)
+    original, opened, failing = open_shards.open_shard, [], [True]
 
-
-def test_a_value_is_made_once_for_all_threads_and_again_after_a_failure():
-    made, failing = [], [True]
-
-    def make(number):
-        made.append(number)
+    def count(folder, commit, hooks):
+        opened.append(commit.number)
         time.sleep(0.02)
-        if number == 3 and failing and failing.pop():
+        if commit.number == 3 and failing and failing.pop():
             raise OSError("the network is gone")
-        return number
+        return original(folder, commit, hooks)
 
-    kept = open_shards.Kept(make, lambda number: number, 10)
+    monkeypatch.setattr(open_shards, "open_shard", count)
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(kept, [1, 2, 1, 2, 1, 2])) == [1, 2, 1, 2, 1, 2]
-        assert sorted(made) == [1, 2]
+        readers = list(pool.map(dataset.shards.get, [0, 1, 0, 1, 0, 1]))
+    assert sorted(opened) == [1, 2] and len(set(map(id, readers))) == 2
     with pytest.raises(OSError, match="the network is gone"):
-        kept(3)
-    assert [kept(n) for n in (3, 2, 5, 2, 1, 3)] == [3, 2, 5, 2, 1, 3]
-    assert made[2:] == [3, 3, 5, 1, 3]  # 1 and 3 had no room beside 5 and 2
+        dataset.shards.get(2)
+    assert dataset.shards.get(2) is dataset.shards.get(2)
+    assert opened[2:] == [3, 3]
+
+
+@pytest.mark.parametrize("mib,kept", [(256, 256), (1, 1), (0, 1)])
+def test_what_stays_in_memory_of_shards_in_a_bucket_has_a_ceiling(mib, kept, tmp_path, monkeypatch):
+    make_run(tmp_path, "safetensors", shard_size_gb=1)
+    (shards := ActivationDataset(tmp_path).shards).local = False
+    monkeypatch.setattr(open_shards, "KEPT_BYTES", mib * 2**20)
+    assert pickle.loads(pickle.dumps(shards))._open.cache_info().maxsize == kept
 
 
 # What goes wrong.

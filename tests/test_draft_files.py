@@ -18,7 +18,7 @@ LAYERS = (1, 4)
 STREAM = [f"blocks.{layer}.hook_resid_post" for layer in (*LAYERS, 11)]
 HOOKS = [*STREAM, "ln_final.hook_out"]
 ROWS = [
-    {"ids": [*range(3, 3 + length)], LOSS: [number % 3 != 1 for number in range(length)]}
+    {"ids": [*range(3, 3 + length)], LOSS: [number % 5 != 1 for number in range(length)]}
     for LOSS in ("loss_mask",)
     for length in (5, 55, 48, 1, 17, 130)
 ]
@@ -95,9 +95,8 @@ def test_rows_have_their_own_mask(form, long, demo_inputs, tmp_path, monkeypatch
     model = demo_inputs / "model"
     flags = "--ids_column ids --keep_columns loss_mask --shard_format safetensors".split()
     run(tmp_path, model, ROWS, *flags, "--long_documents", long)
-    hooks = STREAM if form == "speculators" else HOOKS
     monkeypatch.setattr("activation_extraction.inspect.export.CHUNK_BYTES", 20_000)
-    folder = exported(tmp_path, form, "--hook_names", *hooks)
+    folder = exported(tmp_path, form)
     expected = []
     for row in ROWS:
         ends = range(LENGTH, len(row["ids"]) + LENGTH, LENGTH)
@@ -105,7 +104,9 @@ def test_rows_have_their_own_mask(form, long, demo_inputs, tmp_path, monkeypatch
             part = slice(end - LENGTH, end)
             expected.append((row["ids"][part], [int(each) for each in row["loss_mask"][part]]))
     check(folder, form, model, expected)
-    assert form != "speculators" or "--target-layer-ids 2 5 --on" in capsys.readouterr().out
+    if form == "speculators":
+        told = capsys.readouterr().out
+        assert "--target-layer-ids 2 5 --on" in told and "left out: ln_final.hook_out; " in told
 
 
 def test_conversations_teach_what_the_assistant_says(demo_inputs, tmp_path):
@@ -124,10 +125,10 @@ def test_texts_teach_every_token(demo_inputs, tmp_path):
 
 
 REFUSED = {  # flags of the run, hooks of the export, form -> the line that comes
-    ("", tuple(STREAM[:2]), "speculators"): "needs the hook blocks.11.hook_resid_post; ",
-    ("", tuple(STREAM[:2]), "specforge"): "needs the hook ln_final.hook_out; ",
-    ("", tuple(HOOKS), "speculators"): "cannot take the hook ln_final.hook_out; expected blocks.K",
-    ("", tuple(HOOKS[2:3]), "speculators"): "of at least one layer more",
+    ("", tuple(STREAM[:2]), "speculators"): "needs the hooks blocks.11.hook_resid_post and ",
+    ("", tuple(STREAM[:2]), "specforge"): "needs the hooks ln_final.hook_out and blocks.K",
+    ("", tuple(HOOKS[2:3]), "speculators"): "of at least one other layer; it has blocks.11.",
+    ("", tuple(HOOKS[3:]), "speculators"): "takes blocks.*.hook_resid_pre and blocks.*.hook_resid",
     ("--positions last", tuple(STREAM), "speculators"): "stores some tokens only",
 }
 

@@ -102,7 +102,7 @@ def test_a_task_that_is_alone_on_its_node_sees_all_gpus(tasks, visible):
 
 def test_too_little_free_disk_is_refused_before_anything_is_read(monkeypatch, tmp_path, capsys):
     free = SimpleNamespace(free=7_340_000_000)
-    usage = "activation_extraction.store.local_files.shutil.disk_usage"
+    usage = "activation_extraction.run.prepare.shutil.disk_usage"
     monkeypatch.setattr(usage, lambda path: {tmp_path: free}[Path(path)])
     flags = ["--output_dir", tmp_path / "out", "--model_path", tmp_path, "--min_free_gb"]
     expected = f"--output_dir {tmp_path}/out: its disk has 7.3 GB free, --min_free_gb asks for 20; "

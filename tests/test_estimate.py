@@ -206,7 +206,8 @@ def test_the_words(said, capsys):
         r"^this is an estimate: a run with --max_samples 200 has the real numbers, see --status$",
     ):
         assert re.search(words, text, re.M), words
-    unknown = said("h200-8", "0.5B", "--dataset_path", "x.jsonl")
+    unknown = said("h200-8", "0.5B", "--dataset_path", "x.jsonl", "--positions", "last")
+    assert re.search(r"; kept tokens: 0\.\d+%$", unknown, re.M)
     assert "\nhours: unknown\ndollars: unknown\nterabytes: unknown\n" in unknown
     assert "an hour: unknown" in unknown
     assert main("--plan", "v5e-4", "--demo", "--batch_size", "auto", "--json") == 0
@@ -223,7 +224,7 @@ BAD = """
 --plan v5e:99999x99999 => there are v5e-1
 --plan tpu7-16 => tpu7x, a100, h100, h200, such as v5e:8x8, v5litepod-64, v4-32 or h100-8
 --plan h100:2x4 => there are machines of v4, v5e
---plan h100-0 => its chips divide among hosts of no number
+--plan h100-0 => there are machines of v4, v5e
 --plan h100-12 => --chips_per_host 8: its chips divide among hosts of 1, 2, 3, 4, 6, 12
 --plan v5p:3x3x3 => --chips_per_host 4: its chips divide among hosts of no number
 --plan v5e:8x8 --chips_per_host 2 => its chips divide among hosts of 1, 4, 8, 16
@@ -318,6 +319,14 @@ def test_how_much_data():
         ("--max_seq_length 100000 --positions 50000: --max_tokens 1000", 9.9e9),
     ):
         assert data_size(parse_args(flags.split()))[0] == pytest.approx(tokens, rel=0.01)
+
+
+def test_samples_of_split_documents_are_pieces():
+    documents = np.ceil(np.random.default_rng(0).lognormal(np.log(620), 1, 100_000))
+    pieces = np.ceil(documents / 1000).sum()
+    flags = "--long_documents split --max_seq_length 1000 --max_samples 500"
+    tokens, _ = data_size(parse_args(flags.split()))
+    assert tokens == pytest.approx(500 * documents.sum() / pieces, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,19 @@
 """Experts on several devices: every token's sum is the one that NumPy computes of all experts."""
 
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from interpreted import pallas
 from jax.sharding import Mesh
 
-from activation_extraction.model.expert_kernel import pallas_experts
-from activation_extraction.model.experts import Experts, ragged_experts, tiled_experts
+from activation_extraction.model.experts import Experts, Stacks, ragged_experts, tiled_experts
 from activation_extraction.model.mesh import Layout
 
 EXPERTS, HIDDEN, WIDTH, PER_TOKEN = 8, 16, 6, 3
-in_kernels = partial(pallas_experts, interpret=pltpu.InterpretParams())
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ def experts_of(shape, expert_sum=tiled_experts, dtype="float32"):
         name: {"weight": jnp.asarray(x, dtype)} for name, x in zip(names, weights, strict=True)
     }
     module = Experts(config, jnp.dtype(dtype), expert_sum, Layout(mesh))
-    return weights, lambda *given: module.apply({"params": params}, *given)[0]
+    return weights, lambda *given: module.apply({"params": params}, *given)
 
 
 def tokens(rows, length):
@@ -83,14 +80,15 @@ def test_sums_on_a_ring_of_devices(shape, rows, length, expert_sum):
     np.testing.assert_allclose(alone, found[:, 0], atol=1e-6 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("expert_sum", [tiled_experts, ragged_experts, in_kernels])
+@pytest.mark.parametrize("expert_sum", [tiled_experts, ragged_experts, pallas])
 def test_sums_of_some_tokens_are_computed_by_themselves(expert_sum):
     rng = np.random.default_rng(8)
     x, weights = rng.normal(size=(1, 64, 128)), rng.random((1, 64, PER_TOKEN), np.float32)
     chosen = rng.integers(0, EXPERTS + 1, (1, 64, PER_TOKEN)).astype(np.int32)
     drawn = x, *(0.1 * rng.normal(size=(3, 1, EXPERTS, 128, 128)))
     x, *matrices = (jnp.asarray(each, jnp.bfloat16) for each in drawn)
-    found = expert_sum(x[0], weights[0], chosen[0], jnp.int32(0), *matrices, parts=2)
+    stacks = Stacks(jnp.int32(0), *matrices)
+    found = expert_sum(x[0], weights[0], chosen[0], stacks, parts=2)
     wanted = expected([each[0] for each in matrices], np.float64(x), weights, chosen)[0]
     assert np.abs(found - wanted).max() < 0.02 * np.abs(wanted).max()
 
@@ -110,7 +108,7 @@ def test_devices_of_a_ring_may_be_in_any_order(monkeypatch):
         ([(x, y, 0) for y in range(4) for x in range(2)], [0, 2, 4, 6, 7, 5, 3, 1]),  # two hosts'
         ([(4, 6, 0), (5, 6, 0)], [0, 1]),
         ([(x, 0, 0) for x in range(4)], [0, 1, 2, 3]),
-        ([(x, y, 0) for y in range(3) for x in range(3)], [*range(9)]),
+        ([(x, y, 0) for y in range(3) for x in range(3)], [0, 3, 6, 7, 4, 1, 2, 5, 8]),
         ([None] * 4, [0, 1, 2, 3]),  # GPUs have no coordinates
     ],
 )

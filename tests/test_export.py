@@ -123,7 +123,7 @@ def test_trainers_find_what_all_hosts_stored(form, run, tmp_path, capsys):
     assert sorted(path.name for path in target.iterdir()) == [FIRST, SECOND, *beside]
     assert [path.name for path in target.parent.iterdir()] == ["export"]
     assert out.startswith(f"exported: {198 if form == 'sae_lens' else 200} tokens, 2 hooks, ")
-    left_out = "left out: 2 tokens at the end of the run, too few for a row of 3\n"
+    left_out = "left out: 2 tokens, too few for a row of 3\n"
     assert (left_out in out) == (form == "sae_lens")
     assert form != "memmap" or f"ActivationCache('{target}', '{FIRST}')" in out
 
@@ -195,7 +195,7 @@ def test_too_little_room_a_missing_library_and_too_few_tokens_are_refused(
     with monkeypatch.context() as patch:
         usage = namedtuple("usage", "free")(200 * (128 + 32) - 1)
         patch.setattr(exporting.shutil, "disk_usage", lambda _: usage)
-        with pytest.raises(InputError, match="has 0.0 GB free, needs 0.0 GB$"):
+        with pytest.raises(InputError, match="has 0.000 GB free, needs 0.000 GB$"):
             save(run, form, tmp_path / "export")
         patch.setattr(exporting, "find_spec", {library: None}.get)
         with pytest.raises(InputError, match=f"^--export {form}: needs {library}; run: pip inst"):

@@ -86,7 +86,7 @@ def test_parts_are_codes_times_scales_rounded_once(tmp_path, shape, of_scales, d
     plain = scales.view(E8M0) if dtype == np.uint8 else scales
     expected = codes.astype(np.float32) * spread(plain, shape, block)
     read = Checkpoint(str(tmp_path)).read
-    for rows, columns in ((slice(0, 200), slice(0, 72)), (slice(100, 150), slice(3, 50))):
+    for rows, columns in ((slice(0, 200), slice(0, 72)), (slice(100, 150), slice(35, 70))):
         part = (*map(slice, (1,) * (len(shape) - 2), shape[:-2]), rows, columns)
         for each in (read, Checkpoint(f"file://{tmp_path}").read):
             np.testing.assert_array_equal(each("t.weight", part), expected[part])

@@ -6,7 +6,6 @@ A bucket of Google's, one of S3's and a local folder behave alike; gcs_server.py
 import errno
 import os
 import socket
-import threading
 
 import fsspec
 import numpy as np
@@ -19,7 +18,6 @@ from pods import flags_for
 from activation_extraction.common.errors import InputError
 from activation_extraction.store import bucket as bucket_module
 from activation_extraction.store import folder as folder_module
-from activation_extraction.store import local_files, patience
 from activation_extraction.store.bucket import Bucket
 from activation_extraction.store.folder import ANY, ChangedError, Folder, FolderError
 from activation_extraction.store.local_files import append_line, check_output_dir, write_file
@@ -45,12 +43,13 @@ def test_a_write_is_conditional_on_what_stands_there(folder):
     parts = [b"one ", memoryview(b""), np.arange(2, dtype=np.int16)]
     first = folder.write("file", parts, None)
     assert folder.read_with_version("file") == (b"one \0\0\1\0", first)
-    with pytest.raises(ChangedError, match="writing file: exists already"):
+    with pytest.raises(ChangedError, match="writing file: is another version"):
         folder.write("file", b"two", None)
     second = folder.write("file", b"two", first)
     assert second not in (None, first) and folder.listing()["file"] == (3, second)
-    for name, what in (("file", "is another version now"), ("other", "no longer exists")):
-        with pytest.raises(ChangedError, match=f"{folder.url}: writing {name}: {what}") as raised:
+    for name in ("file", "other"):
+        told = f"{folder.url}: writing {name}: is another version now"
+        with pytest.raises(ChangedError, match=told) as raised:
             folder.write(name, b"three", first)
         assert not raised.value.final
     assert folder.read("file", version=second) == b"two"
@@ -115,11 +114,11 @@ ASK = {
 @pytest.mark.parametrize("url", BUCKETS)
 @pytest.mark.parametrize("fault", ["503", "429", "409", "reset", "lost"])
 def test_a_conditional_write_is_sent_once_and_then_unsure(bucket, url, fault, lines):
-    folder, beats = Folder(url, 20, lambda: beats.append(1)), []
+    folder = Folder(url, 20)
     bucket.faults, bucket.rate = (fault,), 1.0
     with pytest.raises(ChangedError, match=f"{url}: writing file: ") as raised:
         folder.write("file", b"content", None)
-    assert not raised.value.final and folder.retries == 1 and beats
+    assert not raised.value.final and folder.retries == 1
     assert bucket.failed == {fault: 1}
     ((_, line),) = lines
     assert line.endswith("; looking whether it was written")
@@ -279,16 +278,10 @@ def test_the_time_for_a_request_follows_its_size(bucket, monkeypatch):
     assert limits[0] == limits[1] > 4 * MIB * 16 / 2e6 and limits[2] == 20
 
 
-def test_an_object_is_one_request_and_has_a_largest_size(bucket, monkeypatch):
+def test_an_object_is_one_request(bucket):
     for url in BUCKETS:
         Folder(url).write("file", [b"x" * MIB] * 20, ANY)
     assert [method for method, _ in bucket.asked] == ["PUT", "PUT"]
-    small = bucket_module.GOOGLE._replace(largest=10)
-    monkeypatch.setitem(bucket_module.BUCKETS, "gs", small)
-    folder = Folder("gs://bucket/run")
-    with pytest.raises(FolderError, match="writing file: has .* GB, more than the .* GB") as raised:
-        folder.write("file", b"x" * 11, None)
-    assert raised.value.final and folder.largest == 10 and len(bucket.asked) == 2
 
 
 def test_a_listing_has_no_marker(bucket):
@@ -300,14 +293,6 @@ def test_a_listing_has_no_marker(bucket):
             "run",
             "run2",
         ]
-
-
-def test_a_folder_beats_while_a_write_takes_long(tmp_path, monkeypatch):
-    beaten = threading.Event()
-    monkeypatch.setattr(patience, "HEARTBEAT", 0.001)
-    monkeypatch.setattr(os, "fsync", lambda _: beaten.wait(600))
-    Folder(str(tmp_path), on_progress=beaten.set).write("file", b"", None)
-    assert beaten.is_set()
 
 
 def test_what_a_disk_refuses_is_told_at_once_and_leaves_nothing(tmp_path, monkeypatch):
@@ -327,7 +312,7 @@ def test_only_regular_files_are_opened(tmp_path, kind):
     make = {"a pipe": os.mkfifo, "a folder": os.mkdir}
     make.get(kind, lambda path: path.symlink_to("/dev/zero"))(tmp_path / "odd")
     folder = Folder(str(tmp_path))
-    with pytest.raises(FolderError, match=f"reading odd: is {kind}, expected a regular file"):
+    with pytest.raises(FolderError, match="reading odd: is a pipe, a folder or a device, exp"):
         folder.read("odd")
     for expected in (None, ANY, "1-2-3"):
         with pytest.raises(FolderError, match="writing odd: is a") as raised:
@@ -384,22 +369,6 @@ def test_a_local_file_is_complete_and_synced_before_it_has_its_name(tmp_path, mo
     assert os.listdir(f"{tmp_path}/new") == ["file"]
 
 
-def test_a_file_that_another_process_has_begun_to_write_is_left_to_it(tmp_path, monkeypatch):
-    """This may happen where there are no locks."""
-    original, temporary = local_files.write_synced, tmp_path / ".file.tmp"
-
-    def write_synced(file, parts):
-        original(file, parts)
-        temporary.unlink()
-        temporary.write_bytes(b"of another")
-
-    monkeypatch.setattr(local_files, "write_synced", write_synced)
-    for expected in (None, ANY):
-        with pytest.raises(FolderError, match="another process has replaced what was being writt"):
-            Folder(str(tmp_path)).write("file", b"mine", expected)
-        assert os.listdir(tmp_path) == [".file.tmp"] and temporary.read_bytes() == b"of another"
-
-
 @pytest.mark.parametrize("links", [True, False])
 def test_of_many_that_create_a_local_file_one_succeeds(tmp_path, monkeypatch, links):
     """Also where the file system has no hard links, and the name appears at the last moment."""
@@ -415,7 +384,7 @@ def test_of_many_that_create_a_local_file_one_succeeds(tmp_path, monkeypatch, li
     monkeypatch.setattr(os, "link", late)
     folder = Folder(str(tmp_path))
     folder.write("new", b"1", None)
-    with pytest.raises(ChangedError, match="writing file: exists already"):
+    with pytest.raises(ChangedError, match="writing file: is another version"):
         folder.write("file", b"mine", None)
     assert folder.read("file") == b"of another" and folder.files() == {"file": 10, "new": 1}
 

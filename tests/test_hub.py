@@ -120,7 +120,7 @@ def test_an_autoencoder_of_the_hub(hub, tmp_path, demo_inputs, monkeypatch):
     told = continued_offline(hub, tmp_path, demo_inputs, "--encode", *names)
     assert f"codes of {names[0]}: blocks.1.hook_resid_post.codes: " in told[0]
     assert "of 200 features" in told[0]
-    assert f"error: --encode {names[1]}: has no cfg.json" in told[1]
+    assert f"error: --encode {names[1]}: has no files of a form" in told[1]
 
 
 @pytest.mark.long

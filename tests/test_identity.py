@@ -12,9 +12,11 @@ from pods import flags_for, rounding_of_run
 from small_runs import set_status
 from storages import open_storage
 
+from activation_extraction.common.errors import InputError
 from activation_extraction.store.commit import DamagedError
 from activation_extraction.store.identity import Difference, Identity
 from activation_extraction.store.metadata import identity_of
+from activation_extraction.store.resume import refuse_difference
 
 ONE = Identity(
     model_digest="1" * 64,
@@ -45,6 +47,15 @@ def test_every_field_is_recorded_and_compared(name):
     ignored = turned_on or per_host
     assert changed.compare(ONE, shared_only=True) == (None if ignored else expected)
     assert (name in ONE.shared) == (not ignored)
+
+
+def test_of_long_lists_a_message_names_what_differs():
+    hooks = tuple(f"blocks.{layer}.hook_resid_post" for layer in range(12))
+    found = Difference("hooks", hooks, hooks[1:])
+    with pytest.raises(InputError, match=r"hooks: blocks\.0\.hook_resid_post, now nothing;"):
+        refuse_difference("out", found)
+    with pytest.raises(InputError, match=r"blocks\.3\.hook_resid_post \.\.\., now blocks\.11\."):
+        refuse_difference("out", Difference("hooks", hooks, hooks[::-1]))
 
 
 def test_whether_every_token_is_kept():

@@ -107,7 +107,7 @@ def test_columns_and_labels_stay_in_copies_and_as_tensors(run):
         assert type(moved.turn) is type(moved.position)
 
 
-ROLES_TO_EXPECT = "expected some of template, "
+ROLES_TO_EXPECT = "has tokens of template, "
 BAD_CHOICES = [
     (dict(where=[True]), r"where: bool, shape \(1,\): expected true or false, never null, for"),
     (dict(where=lambda table: table["cut"]), "where: int64, shape"),
@@ -116,8 +116,8 @@ BAD_CHOICES = [
     (dict(where=True), "where: bool, shape"),
     (dict(where=[False] * 48), "where: chooses none of 48 samples"),
     (dict(columns=["splitt"]), "columns: samples have no 'splitt'; they have sample_idx, "),
-    (dict(roles=["user", "critic"]), f"roles: unknown role 'critic'; {ROLES_TO_EXPECT}"),
-    (dict(roles=[]), f"roles: none is asked for; {ROLES_TO_EXPECT}"),
+    (dict(roles=["user", "critic"]), f"roles: user, critic asked for; .* {ROLES_TO_EXPECT}"),
+    (dict(roles=[]), f"roles: none asked for; .* {ROLES_TO_EXPECT}"),
 ]
 
 
@@ -159,20 +159,18 @@ def test_a_program_of_ones_own_stores_them_too(tmp_path, shard_format):
 @pytest.mark.parametrize(
     "labels,told",
     [
-        ({"role": [0, 1]}, r"role of dtype int32, shape \(2,\): expected int32, \(3,\)"),
-        ({"role": [0, 1, 2**31]}, "role of dtype int64"),
-        ({"role": [0.0, 1.0, 2.0]}, "role of dtype float64"),
-        ({"role": [0, 1, len(ROLES)]}, f"role {len(ROLES)}: expected 0 to {len(ROLES) - 1}"),
-        ({"role": [0, 1, -1]}, "role -1: expected 0 to"),
-        ({"mood": [0, 1, 2]}, "labels mood: expected "),
-        ({}, "labels none: expected role"),
-        ({"role": [0] * 3, "turn": [0] * 3}, "labels role, turn: expected role"),
+        ({"role": [0, 1]}, r": role of shape \(2,\), expected \(3,\)"),
+        ({"role": [0, 1, 2**31]}, ", hook 0: role of dtype int64, expected int32"),
+        ({"role": [0, 1, 0.5]}, ", hook 0: role of dtype float64, expected int32"),
+        ({"mood": [0, 1, 2]}, ": labels mood, expected role, turn"),
+        ({}, ": labels none, expected role"),
+        ({"role": [0] * 3, "turn": [0] * 3}, ": labels role, turn, expected role"),
     ],
 )
 def test_labels_that_cannot_be_stored(tmp_path, labels, told):
     with open_storage(tmp_path, {0: "h"}) as storage:
         if labels.keys() != {"mood"}:
             add(storage, 0, labels={"role": np.zeros(3, np.uint8)})
-        with pytest.raises(ValueError, match=f"^sample 1: {told}"):
+        with pytest.raises(ValueError, match=f"^sample 1{told}"):
             add(storage, 1, labels=labels)
         add(storage, 2, tokens=0, labels={"role": []})

@@ -16,8 +16,8 @@ import pytest
 from conftest import make_reference
 from delta_reference import untouched
 from float8_models import FLOAT8, dequantised
+from interpreted import pallas
 from jax import lax
-from jax.experimental.pallas.tpu import InterpretParams
 from jax.sharding import Mesh
 from rounding import allowed_errors, assert_rounded_alike
 from tiny_models import (
@@ -37,7 +37,6 @@ from tiny_models import (
 from activation_extraction.model import layers
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.delta_kernel import pallas_delta_rule
-from activation_extraction.model.expert_kernel import pallas_experts
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.mesh import HostRows, build_layout, usable_devices
@@ -346,7 +345,7 @@ def test_the_kernels_of_experts_are_as_close_to_float32_as_hugging_face_is(model
     batch, _ = batch_of([[30]] * 8, 30, config.vocab_size)
     exact, rounded = reference.hooked(batch[0]), reference.in_bfloat16().hooked(batch[0])
     hooks = [hook for hook in every_hook(config) if ".mlp." in hook.name or "resid" in hook.name]
-    kernels = Kernels(experts=functools.partial(pallas_experts, interpret=InterpretParams()))
+    kernels = Kernels(experts=pallas)
     found = values_on({"data": 1}, reference, hooks, batch, BFLOAT16, kernels)
     values = {hook.name: value for hook, value in found.items()}
     same = same_experts(values, exact) & same_experts(rounded, exact)

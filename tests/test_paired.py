@@ -129,10 +129,9 @@ def test_a_changed_token_is_found(seed, tmp_path):
     pair = pair_of(runs, tmp_path)
     numbers = [run.samples["doc_id"].to_pylist().index(f"id-{row}") for run in pair.runs]
     first, second = (run[n].sample_idx for run, n in zip(pair.runs, numbers, strict=True))
-    token = tokens_of(row)[0][position]
-    in_each = (f"{token + 1} in one and {token}", f"{token} in one and {token + 1}")[seed % 2]
-    told = f"sample {first} of .*/0 and sample {second} of .*/1 come from the same row, but the "
-    told += f"token at position {position} is {in_each} in"
+    ids = [tokens_of(row)[0][position] + (seed % 2 == number) for number in range(2)]
+    told = f"the token at position {position} of the same row is {ids[0]} in sample {first} of .*/0"
+    told += f" but {ids[1]} in sample {second} of .*/1"
     for options in (dict(shuffle=seed), dict(skip_first=LENGTH - 1), dict(hooks=HOOKS[2])):
         with pytest.raises(ValueError, match=told):
             list(pair.batches(16, **options))
@@ -192,16 +191,13 @@ def test_what_only_one_run_has_is_said_once(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         pair = pair_of(runs, tmp_path)
         list(pickle.loads(pickle.dumps(pair)).batches(8))
-    lost = [sum(len(tokens_of(row)[0]) for row in rows) for rows in (range(3), range(20, 25))]
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}/0: 3 samples ({lost[0]} tokens) left out: not all runs have them",
-        f"{tmp_path}/1: 5 samples ({lost[1]} tokens) left out: not all runs have them",
-    ]
+    told = "only the tokens that all have are read; 3 and 5 samples are not in all of them"
+    assert caplog.messages == [f"{tmp_path}/0 and {tmp_path}/1: {told}"]
     caplog.clear()
     paired(tmp_path / "0", ActivationDataset(tmp_path / "0", hooks=[ONE]))
-    assert caplog.records == []
+    assert caplog.messages == []
     paired(tmp_path / "0", Run(list(range(20)), 2, kept="odd").store(tmp_path / "2"))
-    assert "store different tokens of the same samples" in caplog.records[0].getMessage()
+    assert "0 and 0 samples are not in all of them" in caplog.messages[0]
 
 
 def test_runs_that_cannot_be_paired(tmp_path):
@@ -215,14 +211,6 @@ def test_runs_that_cannot_be_paired(tmp_path):
     change_table(one, 1, lambda rows: [row.update(row=None) for row in rows])
     with pytest.raises(ValueError, match="no row of the data set has a sample in each of them"):
         paired(one, one)
-
-
-def test_only_one_run_is_a_source_for_grain(tmp_path):
-    stored = [Run([1, 2], 0).store(tmp_path / "one"), Run([1, 2], 1, hooks=OTHER_HOOKS)]
-    one, two = ActivationDataset(stored[0]), ActivationDataset(stored[1].store(tmp_path / "two"))
-    for several in (paired(one, two), one.join(two)):
-        with pytest.raises(ValueError, match=r"/one and .*/two: .* one run alone has grain\(\)"):
-            several.grain(tokens=8)
 
 
 OTHER_SAMPLES = {
@@ -291,28 +279,33 @@ def test_files_of_the_same_name_are_compared(tmp_path):
                 paired(*stored)
 
 
+def due_of(runs):
+    """The tokens that all runs have, with the values of each."""
+    every = [run.tokens() for run in runs]
+    return {
+        key: (*token[:2], {hook: value for of in every for hook, value in of[key][2].items()})
+        for key, token in every[0].items()
+        if all(key in of for of in every)
+    }
+
+
+def tokens_in(batches):
+    """The tokens of joined batches, each of which comes once."""
+    found = [found_in(batch) for batch in batches]
+    every = {key: token for batch in found for key, token in batch.items()}
+    assert sum(map(len, found)) == len(every)
+    return every
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_join(seed, tmp_path):
     chance = np.random.default_rng(seed)
     runs = some_run(chance, 0), some_run(chance, 1, hooks=OTHER_HOOKS)
     one, two = (ActivationDataset(run.store(tmp_path / str(n))) for n, run in enumerate(runs))
-    joined = one.join(two)
-    every = [run.tokens() for run in runs]
-    due = {
-        key: (*token[:2], token[2] | every[1][key][2])
-        for key, token in every[0].items()
-        if key in every[1]
-    }
+    joined, due = one.join(two), due_of(runs)
     assert list(joined.hooks.items()) == list(WIDTHS.items()) and len(joined.dtypes) == 3
-
-    def tokens(batches):
-        found = [found_in(batch) for batch in batches]
-        every = {key: token for batch in found for key, token in batch.items()}
-        assert sum(map(len, found)) == len(every)
-        return every
-
     for shuffle in (None, 0):
-        same(tokens(joined.batches(16, shuffle=shuffle, columns=IDS)), due)
+        same(tokens_in(joined.batches(16, shuffle=shuffle, columns=IDS)), due)
     samples = {}
     for sample in joined:
         for t, position in enumerate(sample.position):
@@ -326,11 +319,11 @@ def test_join(seed, tmp_path):
     (hook,) = OTHER_HOOKS.values()
     for only in ([hook], [TWO, hook]):
         narrow = {k: (*v[:2], {h: v[2][h] for h in only}) for k, v in due.items()}
-        same(tokens(joined.batches(16, only, shuffle=1, columns=IDS)), narrow)
+        same(tokens_in(joined.batches(16, only, shuffle=1, columns=IDS)), narrow)
     small = {k: v for k, v in due.items() if k[0] % 2 == 0 and np.linalg.norm(v[2][hook]) <= 2.5}
     for where in (is_even, joined.samples["even"].to_pylist()):
         options = dict(where=where, max_norm={hook: 2.5}, columns=IDS)
-        same(tokens(joined.batches(16, **options)), small)
+        same(tokens_in(joined.batches(16, **options)), small)
     with pytest.raises(ValueError, match=f"hook '{ONE}' is in more than one of the runs"):
         one.join(tmp_path / "0")
     with pytest.raises(IndexError):
@@ -346,7 +339,7 @@ def test_three_runs_are_joined_and_a_changed_token_is_found(tmp_path):
     assert sum(map(len, joined.batches(8))) == len(runs[0].tokens())
     every = joined.join(urls[2])
     for read in (lambda: list(every.batches(8)), lambda: every[5]):
-        with pytest.raises(ValueError, match="sample 5 of .*/0 and sample 6 of .*/2 .* position 3"):
+        with pytest.raises(ValueError, match="position 3 .* sample 5 of .*/0 .* sample 6 of .*/2"):
             print(read())
     assert list(every[4].activations) == list(WIDTHS)
 
@@ -358,14 +351,7 @@ def test_three_runs_that_store_other_tokens_are_joined(tmp_path):
     runs = [Run(rows, n, each, hooks=own) for n, (each, own) in enumerate(kept)]
     one, *others = (run.store(tmp_path / str(number)) for number, run in enumerate(runs))
     joined = ActivationDataset(one).join(others[0]).join(others[1])
-    every = [run.tokens() for run in runs]
-    due = {
-        key: (*token[:2], {hook: value for of in every for hook, value in of[key][2].items()})
-        for key, token in every[0].items()
-        if all(key in of for of in every)
-    }
-    found = [found_in(batch) for batch in joined.batches(16, columns=IDS)]
-    same({key: token for batch in found for key, token in batch.items()}, due)
+    same(tokens_in(joined.batches(16, columns=IDS)), due_of(runs))
 
 
 def in_bucket(runs, tmp_path):

@@ -1,11 +1,14 @@
 """What is counted of Pallas kernels and of collectives in the text of a compiled program."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from activation_extraction.model.expert_kernel import ROWS, pallas_experts
+from activation_extraction.model.experts import Stacks
 from benchmarks.program_text import ProgramText
 from benchmarks.step_plan import equations, times_moved
 
@@ -49,8 +52,9 @@ def test_what_kernels_of_experts_move(devices, parts):
     given = [((tokens, hidden), jnp.bfloat16), ((tokens, per_token), jnp.float32)]
     given += [((tokens, per_token), jnp.int32), ((), jnp.int32)]
     given += [(shape, jnp.bfloat16) for shape in stacks]
-    arrays = [jax.ShapeDtypeStruct(*each) for each in given]
-    program = jax.make_jaxpr(lambda *x: pallas_experts(*x, parts=parts))(*arrays)
+    x, weights, chosen, *stacks = (jax.ShapeDtypeStruct(*each) for each in given)
+    run = partial(pallas_experts, parts=parts)
+    program = jax.make_jaxpr(run)(x, weights, chosen, Stacks(*stacks))
     calls = [each for each in equations(program) if each.primitive.name == "pallas_call"]
     moved = dict.fromkeys(("experts_gate_up", "experts_down", "experts_sum"), 0.0)
     for call in calls:

@@ -39,7 +39,7 @@ def files_in(folder):
 
 def samples_in(folder):
     stored = read_stored(folder if isinstance(folder, Folder) else Folder(str(folder)))
-    assert not stored.damaged and not any(stored.missing())
+    assert not stored.problems
     return stored.totals.samples
 
 
@@ -173,7 +173,7 @@ def test_a_json_that_a_listing_lacks_is_asked_for_by_its_name(run, bucket, tmp_p
     del listings[-1]["shard_0002.json"], listings[-1]["shard_0002.npz"]
     monkeypatch.setattr(bucket, "listing", listings.pop)
     found = read_stored(bucket)
-    assert found.commits == whole.commits and not any(found.missing())
+    assert found.commits == whole.commits and not found.problems
 
 
 @pytest.mark.parametrize("data,told", [(None, "was replaced"), (b"1", "has 1 bytes")])

@@ -7,6 +7,7 @@ import pickle
 import re
 import struct
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import extract_activations
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import RunError
 from activation_extraction.store.commit import FileFacts
-from activation_extraction.store.formats import Threads, chosen_format
+from activation_extraction.store.formats import chosen_format
 from activation_extraction.store.pickle_file import pickle_pieces, records_of
 from activation_extraction.store.shard import SampleRow, Shard
 
@@ -63,8 +64,7 @@ def test_arrays_are_pickled_as_by_numpy(dtype):
 
 
 def packed(shard, threads):
-    pool = Threads(threads)
-    with pool.pool:
+    with ThreadPoolExecutor(threads) as pool:
         found = chosen_format("pickle", True).pack(shard, HOOKS, pool)
     data = b"".join(found.parts)
     crcs = (crc32c.crc32c(data[first : first + 2**20]) for first in range(0, len(data), 2**20))

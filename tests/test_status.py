@@ -22,7 +22,12 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import StorageError
 from activation_extraction.inspect.status import host_states
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.host_folders import HostFolder, expected_names, read_folders
+from activation_extraction.store.host_folders import (
+    expected_names,
+    host_folders,
+    host_name,
+    read_folders,
+)
 from activation_extraction.store.metadata import AGGREGATE
 
 NOW = 1_800_000_000.0
@@ -39,7 +44,7 @@ def kill(storage):
 
 
 def begin(root, *part, count=7, **options):
-    """A part that goes on, or was killed: two of its shards are committed."""
+    """A part that goes on: two of its shards are committed."""
     storage = open_part(root, *part, **options)
     storage.open()
     for batch in batches(count, *part):
@@ -55,7 +60,7 @@ def fail(root, *part):
 
 STATES = {
     "machine_000_host_00": ("complete", 3, 7),
-    "machine_000_host_01": ("killed", 2, 6),
+    "machine_000_host_01": ("running", 2, 6),
     "machine_001_host_00": ("interrupted", 3, 7),
     "machine_001_host_01": ("failed", 2, 6),
     "machine_002_host_00": ("not started", 0, 0),
@@ -114,8 +119,6 @@ LOST = {
     "shard_0004.json shard_0004.pkl.gz": "shard_0004.json: is missing",
     "shard_0002.json shard_0003.json": "shard_0002.json to shard_0003.json: are missing",
     "shard_0003.pkl.gz": f"shard_0003.pkl.gz: {CUT_SHORT}",
-    "shard_0001.npz shard_0002.npz": f"shard_0001.npz: {CUT_SHORT}, and so are files "
-    "of 1 other shard",
     "shard_0003.samples.parquet": f"shard_0003.samples.parquet: {CUT_SHORT}",
 }
 
@@ -142,19 +145,18 @@ def test_missing_shards_are_named(tmp_path, capsys, place, lost):
 
 
 def test_the_exit_status_says_whether_somebody_has_to_do_something(tmp_path):
-    """A host that was killed, failed or is damaged; not one that runs, waits or was stopped."""
+    """A host that failed or is damaged; not one that runs, waits or was stopped."""
     extract(tmp_path / "complete")
     extract(tmp_path / "not started", 0, 0, 2, 1)
     begin(tmp_path / "interrupted").finalize(complete=False)
     running = begin(tmp_path / "running")
-    kill(begin(tmp_path / "killed"))
     fail(tmp_path / "failed")
     extract(tmp_path / "damaged")
     (tmp_path / "damaged/shard_0001.pkl.gz").unlink()
     for flags in (["--status"], ["--status", "--json"]):
         found = {path.name: main(*flags, "--output_dir", path) for path in tmp_path.iterdir()}
-        assert {name for name, status in found.items() if status} == {"killed", "failed", "damaged"}
-        assert len(found) == 7
+        assert {name for name, status in found.items() if status} == {"failed", "damaged"}
+        assert len(found) == 6
     running.close()
 
 
@@ -249,11 +251,10 @@ def test_rates_and_the_expected_end(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(time, "time", lambda later=later: NOW + later)
         main("--status", "--output_dir", tmp_path)
         cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].split("  ")]
-        ends = "in 4 min 43 s" if later == 0 else "in 0 min 0 s"
-        assert [cell for cell in cells if cell][-3:] == [told, "6", ends]
+        shown = [told, "6", "in 4 min 43 s"] if later == 0 else [told]  # it is silent later
+        assert [cell for cell in cells if cell][-len(shown) :] == shown
     for storage in running:
         storage.close()
-    assert {part.state for part in parts_at(tmp_path).values()} == {"killed"}
 
 
 @pytest.mark.parametrize("tokens,left", [(140, 20 / 3), (10**6, (103 - 12) / 0.3)])
@@ -267,15 +268,9 @@ def test_a_run_ends_at_the_limit_that_comes_first(tokens, left, tmp_path):
     storage.close()
 
 
-@pytest.mark.parametrize("place", ["bucket", "another system"])
-def test_a_run_that_has_gone_silent_is_not_called_running(tmp_path, monkeypatch, capsys, place):
-    """The lock of such a run cannot be seen."""
-    folder = tmp_path / "bucket" / "machine_000"
-    remote = Folder(f"file://{folder}") if place == "bucket" else None
-    kill(begin(tmp_path, count=13, max_samples=103, remote=remote))
-    if place != "bucket":
-        folder = tmp_path
-        edit(folder / "metadata.json", lambda content: content.update(system="another"))
+def test_a_run_that_has_gone_silent_is_not_called_running(tmp_path, monkeypatch, capsys):
+    kill(begin(tmp_path, count=13, max_samples=103))
+    folder = tmp_path
     for interval, patience in ((10, 900), (1000, 5000)):
         set_times(folder, NOW, [NOW + interval * n for n in range(1, 5)])
         last = NOW + 4 * interval
@@ -286,18 +281,6 @@ def test_a_run_that_has_gone_silent_is_not_called_running(tmp_path, monkeypatch,
             assert (part.expected_end is None) == (state == "silent")
     assert main("--status", "--output_dir", folder) == 1
     assert "silent for 1 h 23 min" in capsys.readouterr().out
-
-
-def test_a_run_is_running_for_as_long_as_it_has_its_lock(tmp_path, monkeypatch):
-    """However long it is silent; killed as soon as it is gone; running again when it goes on."""
-    monkeypatch.setattr(time, "time", lambda: NOW)
-    for _ in range(2):
-        storage = begin(tmp_path, max_samples=100)
-        storage._writer.wait()
-        monkeypatch.setattr(time, "time", lambda: NOW + 10**6)
-        assert parts_at(tmp_path)[""].state == "running"
-        storage.close()
-        assert parts_at(f"file://{tmp_path}")[""].state == "killed"
 
 
 def test_a_rate_is_of_the_last_shards_and_not_of_the_time_between_two_runs(tmp_path):
@@ -342,9 +325,10 @@ OTHERS = (
 
 def test_names_of_folders_are_read_back_and_others_are_none():
     for name, numbers in NAMES.items():
-        folder = HostFolder.of(*numbers)
-        assert folder.name == name and HostFolder.parse(name) == folder
-    assert not any(HostFolder.parse(name) for name in OTHERS.split("|"))
+        assert host_name(*numbers) == name
+        assert host_folders([name])[name].machine == numbers[0]
+        assert (host_folders([name])[name].host or 0) == numbers[1]
+    assert not host_folders(OTHERS.split("|"))
 
 
 def test_each_machine_is_read_with_its_own_number_of_hosts(mixture, check):

@@ -23,6 +23,7 @@ from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.devices import CHIPS
 from activation_extraction.model.expert_kernel import ROWS, pallas_experts
+from activation_extraction.model.experts import Stacks
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.kept import take
 from activation_extraction.run.topologies import MACHINES, topology_of
@@ -276,12 +277,18 @@ def test_the_kernels_of_experts_compile_at_released_sizes(topology, name, device
     """They read the experts of a layer in the stack, of which nothing is copied."""
     config = FAMILIES.config(released(name))
     experts, device = config.experts, SingleDeviceSharding(chips(topology)[0])
-    tokens, layers, dtypes = 2048, 4, [jnp.bfloat16, jnp.float32, jnp.int32, jnp.int32]
+    tokens, layers = 2048, 4
     up = layers, experts.count // devices, config.hidden_size, experts.width
     down = *up[:2], *up[:1:-1]
-    shapes = [(tokens, up[2]), *[(tokens, experts.per_token)] * 2, (), up, up, down]
-    pairs = zip(shapes, [*dtypes, *[jnp.bfloat16] * 3], strict=True)
-    given = [jax.ShapeDtypeStruct(*pair, sharding=device) for pair in pairs]
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+
+    weights, chosen = (
+        array(tokens, experts.per_token, dtype=dtype) for dtype in (jnp.float32, jnp.int32)
+    )
+    stacks = Stacks(array(dtype=jnp.int32), array(*up), array(*up), array(*down))
+    given = array(tokens, up[2]), weights, chosen, stacks
     program = jax.jit(pallas_experts).lower(*given).compile()
     assert (program.as_text() or "").count('custom_call_target="tpu_custom_call"') == 3
     rows = tokens * experts.per_token + (up[1] + 1) * ROWS

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from command_line import main
-from jax.experimental.pallas import tpu as pltpu
+from interpreted import pallas
 from pods import flags_for
 from tiny_models import MOE_TEXT, TEXT
 
@@ -19,7 +19,6 @@ from activation_extraction.model import trial
 from activation_extraction.model.attention import blocked_attention, dense_attention
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.delta_net import gated_delta_rule
-from activation_extraction.model.expert_kernel import pallas_experts
 from activation_extraction.model.experts import ragged_experts, tiled_experts
 from activation_extraction.model.flash_kernel import flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
@@ -88,21 +87,27 @@ def sees_more_than_the_window(*arrays):
     return dense_attention(*arrays[:5], *(window + 1 for window in arrays[5:]))
 
 
-pallas, flash, grouped = (
+delta_rule, flash, grouped = (
     partial(kernel, interpret=True)
     for kernel in (pallas_delta_rule, flash_attention, grouped_experts)
 )
-fetching = partial(pallas_experts, interpret=pltpu.InterpretParams())
 of_attention, of_experts, of_delta = (
     partial(changed, kernel) for kernel in (dense_attention, tiled_experts, gated_delta_rule)
 )
+
+
+def with_other(name, change):
+    """Changes one of the stacks of experts."""
+    return lambda stacks: stacks._replace(**{name: change(getattr(stacks, name))})
+
+
 RIGHT = [
     *product((dense_attention, blocked_attention, flash), SOME, [BFLOAT16]),
     (blocked_attention, "7B split", FLOAT32),
     *product([grouped], EXPERTS, [BFLOAT16]),
-    (fetching, (3, 256, 128), BFLOAT16),
+    (pallas, (3, 256, 128), BFLOAT16),
     *product((tiled_experts, ragged_experts), EXPERTS, (BFLOAT16, FLOAT32)),
-    *product((gated_delta_rule, pallas), DELTA, (BFLOAT16, FLOAT32)),
+    *product((gated_delta_rule, delta_rule), DELTA, (BFLOAT16, FLOAT32)),
 ]
 WRONG = {  # a kernel, and a trial that it must not pass
     "all in one segment": (of_attention(3, lambda x: jax.tree.map(jnp.zeros_like, x)), "short"),
@@ -119,8 +124,8 @@ WRONG = {  # a kernel, and a trial that it must not pass
         of_experts(2, lambda x: x.at[jnp.argmax(x[:, 0] == 0), 0].set(1)),
         EXPERTS[0],
     ),
-    "forgets the gate": (of_experts(4, jnp.ones_like), EXPERTS[0]),
-    "the first layer's experts": (of_experts(3, jnp.zeros_like), EXPERTS[0]),
+    "forgets the gate": (of_experts(3, with_other("gate", jnp.ones_like)), EXPERTS[0]),
+    "the first layer's experts": (of_experts(3, with_other("layer", jnp.zeros_like)), EXPERTS[0]),
     "an expert for all tokens": (of_experts(2, lambda x: x.clip(0, 7)), EXPERTS[0]),
     "forgets segments": (of_delta(5, jnp.ones_like), DELTA[0]),
     "forgets nothing": (of_delta(3, lambda x: x * 0), DELTA[0]),
@@ -145,10 +150,14 @@ def test_wrong_kernels_are_found_out(wrong):
 
 @pytest.mark.parametrize(
     "kernel,place,name",
-    [(dense_attention, 2, "0.5B"), (tiled_experts, 6, EXPERTS[0]), (gated_delta_rule, 2, DELTA[0])],
+    [(dense_attention, 2, "0.5B"), (tiled_experts, 3, EXPERTS[0]), (gated_delta_rule, 2, DELTA[0])],
 )
 def test_float32_may_not_be_rounded(kernel, place, name):
-    rounds = changed(kernel, place, lambda x: x.astype(jnp.bfloat16).astype(jnp.float32))
+    def in_bfloat16(x):
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+    change = with_other("down", in_bfloat16) if kernel is tiled_experts else in_bfloat16
+    rounds = changed(kernel, place, change)
     assert largest_error(rounds, trials_of(name, FLOAT32)) > 10 * TOLERANCE["float32"]
 
 
@@ -163,11 +172,11 @@ def test_a_run_is_tried_at_the_sizes_of_one_device():
         (trials_of("7B split", BFLOAT16), (0, 1), [(2, 372, 7, 128), (2, 744, 1, 128)]),
         (trials_of("odd length", BFLOAT16), (0,), [(2, 383, 14, 64)]),  # as 2047 % 128
         (trials_of("short", BFLOAT16), (1,), [(2, 20, 2, 16)]),
-        (of_experts, (4,), [(2, 3, 1024, 256)]),
         (delta_trials(FAMILIES.config(TEXT), split, BFLOAT16), (2,), [(2, 300, 1, 2, 16)]),
     ):
         arguments = next(iter(trials)).arguments
         assert [arguments[place].shape for place in places] == shapes
+    assert next(of_experts).arguments[3].gate.shape == (2, 3, 1024, 256)
     *_, windowed = (each.arguments for each in trials_of("window", BFLOAT16))
     assert windowed[0].shape[1] < windowed[1].shape[1] and windowed[5]
 

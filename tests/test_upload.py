@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -80,7 +81,9 @@ def open_slow(tmp_path, store, **options):
 
 def test_adding_stops_at_the_ceiling_of_memory_and_goes_on_when_there_is_room(tmp_path):
     store = SlowStore()
-    storage = open_slow(tmp_path, store, waiting_shards_gb=5.25 * SHARD / 1e9)
+    waits: list[int] = []
+    most, on_wait = 5.25 * SHARD / 1e9, partial(waits.append, 1)
+    storage = open_slow(tmp_path, store, waiting_shards_gb=most, on_wait=on_wait)
     added = []
 
     def work():
@@ -108,7 +111,7 @@ def test_adding_stops_at_the_ceiling_of_memory_and_goes_on_when_there_is_room(tm
         store.let_go(*range(31))
         working.result(60)
     assert storage.totals.shards == 30 and store.committed == [*range(1, 31)]
-    assert sum(storage.waited.values()) > 0
+    assert sum(storage.waited.values()) > 0 and waits
     assert storage.gauges()["bytes_waiting"] <= SHARD  # the last sample's, which none followed
 
 

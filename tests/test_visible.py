@@ -19,8 +19,7 @@ from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.log import log, start_logging
 from activation_extraction.common.visible import say, visible, without_secrets
-from activation_extraction.store.folder import Folder
-from activation_extraction.store.patience import FolderError
+from activation_extraction.store.folder import Folder, FolderError
 from activation_extraction.text.rows import Columns
 from activation_extraction.text.sources import list_files, open_files
 

@@ -494,8 +494,8 @@ class Config:
     )
     status: bool = switch(
         "show what all machines and hosts have stored, how fast they are and when they will be "
-        "done; also works during a run; exits with status 1 if a host was killed, failed or has "
-        "been silent for long, or if files are damaged or missing"
+        "done; also works during a run; exits with status 1 if a host has failed or has been "
+        "silent for long, or if files are damaged or missing"
     )
     aggregate: bool = switch(
         "with --status: also write it there as aggregated_metadata.json", needs="status"

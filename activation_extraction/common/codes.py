@@ -15,10 +15,8 @@ import numpy as np
 
 CODES = ".codes"  # follows the name of a hook
 HEAD = 3  # numbers of a record before the features
-OF_A_TOKEN = 16  # bytes that are stored of a token beside its features: offset, error and norm
 # What the arrays of the codes at a HOOK are called in files: HOOK.codes.ids and so on.
 ARRAYS = {"ids": "indices", "values": "data", "offsets": "indptr", "error": "error", "norm": "norm"}
-VALUE_DTYPES = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 
 
 def record_width(most: int) -> int:
@@ -28,13 +26,14 @@ def record_width(most: int) -> int:
 
 def value_dtype(activations: Any) -> np.dtype:
     """Returns the dtype in which values are stored. activations: that of the run's activations."""
-    return VALUE_DTYPES[str(activations) == "bfloat16"]
+    narrow = str(activations) == "bfloat16"
+    return np.dtype(ml_dtypes.bfloat16 if narrow else np.float32)
 
 
 def code_bytes(most: int, activations: Any) -> int:
-    """Returns how many bytes are stored of a token with `most` active features. activations: as for
-    `value_dtype`."""
-    return OF_A_TOKEN + most * (4 + value_dtype(activations).itemsize)
+    """Returns how many bytes are stored of a token with `most` active features: its offset, error
+    and norm, and the features. activations: as for `value_dtype`."""
+    return 8 + 4 + 4 + most * (4 + value_dtype(activations).itemsize)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,47 +61,34 @@ class Codes:
     def of(cls, records: np.ndarray, features: int, dtype: Any = np.float32) -> "Codes":
         """Returns the codes that records hold, int32 (tokens, 3 + 2 * most). dtype: of values."""
         most = (records.shape[1] - HEAD) // 2
-        active = records[:, 0]
+        active, numbers = records[:, 0].astype(np.int64), records.view(np.float32)
         kept = np.arange(most) < active[:, None]
-        error, norm = (_floats(records[:, column]) for column in (1, 2))
-        values = _floats(records[:, HEAD + most :][kept]).astype(dtype, copy=False)
         indptr = np.cumsum([0, *np.minimum(active, most)], dtype=np.int64)
-        ids = records[:, HEAD : HEAD + most][kept]
-        return cls(indptr, ids, values, error, norm, features, active.astype(np.int64))
+        values = numbers[:, HEAD + most :][kept].astype(dtype, copy=False)
+        ids, error, norm = records[:, HEAD : HEAD + most][kept], numbers[:, 1], numbers[:, 2]
+        return cls(indptr, ids, values, error.copy(), norm.copy(), features, active)
 
     def records(self, most: int) -> np.ndarray:
         """Returns the codes as records; no token may have more than `most` features."""
         counts = np.diff(self.indptr)
         records = np.zeros((len(counts), record_width(most)), np.int32)
-        records[:, 0] = counts
-        records[:, 1], records[:, 2] = (x.view(np.int32) for x in (self.error, self.norm))
-        kept = np.arange(most) < counts[:, None]
+        numbers, kept = records.view(np.float32), np.arange(most) < counts[:, None]
+        records[:, 0], numbers[:, 1], numbers[:, 2] = counts, self.error, self.norm
         records[:, HEAD : HEAD + most][kept] = self.indices
-        records[:, HEAD + most :][kept] = self.data.astype(np.float32, copy=False).view(np.int32)
+        numbers[:, HEAD + most :][kept] = self.data
         return records
 
     def __len__(self) -> int:
         return len(self.error)
 
     def __getitem__(self, tokens: Any) -> "Codes":
-        """Returns the codes of some tokens: of a slice, or of an array of numbers or of bool."""
-        if isinstance(tokens, slice):
-            numbers = np.arange(*tokens.indices(len(self)))
-        elif (numbers := np.arange(len(self))[tokens]).ndim != 1:
-            raise TypeError("codes are those of several tokens: give a slice or an array")
-        tensors = hasattr(self.data, "is_pinned")
-        begins = self.indptr.cpu().numpy() if tensors else np.asarray(self.indptr)
-        counts = begins[numbers + 1] - begins[numbers]
-        indptr: Any = np.cumsum([0, *counts], dtype=np.int64)
-        at = np.arange(indptr[-1]) + np.repeat(begins[numbers] - indptr[:-1], counts)
-        arrays = {name: getattr(self, name)[at] for name in ("indices", "data")}
-        arrays |= {name: getattr(self, name)[numbers] for name in ("error", "norm")}
-        if tensors:
-            import torch
-
-            indptr = torch.as_tensor(indptr, device=self.data.device)
-        active = None if self.active is None else self.active[numbers]
-        return replace(self, indptr=indptr, active=active, **arrays)
+        """Returns the codes of some tokens of NumPy arrays: of a slice, or of an array of numbers
+        or of bool."""
+        counts = np.diff(self.indptr)[tokens]
+        indptr = np.cumsum([0, *counts], dtype=np.int64)
+        at = np.arange(indptr[-1]) + np.repeat(self.indptr[:-1][tokens] - indptr[:-1], counts)
+        arrays = self.indices[at], self.data[at], self.error[tokens], self.norm[tokens]
+        return Codes(indptr, *arrays, features=self.features)
 
     @property
     def nbytes(self) -> int:
@@ -133,27 +119,23 @@ class Codes:
         """Returns a sparse CSR tensor of PyTorch (tokens, features), on the device of the batch."""
         import torch
 
-        found = self if hasattr(self.data, "is_pinned") else self.map(torch.as_tensor)
-        indptr, indices = found.indptr.to(torch.int64), found.indices.to(torch.int64)
-        arrays = indptr, indices, found.data
+        found = self.map(torch.as_tensor)
+        arrays = found.indptr, found.indices.to(found.indptr.dtype), found.data
         return torch.sparse_csr_tensor(*arrays, self.shape, check_invariants=False)  # they hold
 
 
 def concatenated_values(parts: Sequence[Any]) -> Any:
-    """Returns the values of the tokens of all parts: Codes or arrays (tokens, width), at least one.
-    A single one is not copied."""
+    """Returns the values of the tokens of all parts: Codes, or arrays (tokens, width). A single
+    part is not copied."""
     if len(parts) == 1:
         return parts[0]
     if not isinstance(parts[0], Codes):
         return np.concatenate(parts)
     begins = np.cumsum([0, *(len(part.indices) for part in parts)])
     ends = [part.indptr[1:] + begin for part, begin in zip(parts, begins, strict=False)]
-    names = "indices", "data", "error", "norm", *(["active"] * (parts[0].active is not None))
+    indptr = np.concatenate([np.zeros(1, np.int64), *ends])
+    names = "indices", "data", "error", "norm"
     arrays: dict[str, Any] = {
-        name: np.concatenate([getattr(part, name) for part in parts]) for name in names
+        n: np.concatenate([getattr(part, n) for part in parts]) for n in names
     }
-    return replace(parts[0], indptr=np.concatenate([np.zeros(1, np.int64), *ends]), **arrays)
-
-
-def _floats(bits: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(bits).view(np.float32)
+    return Codes(indptr, **arrays, features=parts[0].features)

@@ -11,10 +11,10 @@ from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from activation_extraction.common.log import log
-from activation_extraction.dataset.open_shards import IN_FLIGHT
 from activation_extraction.dataset.token_batch import TokenBatch, TokenPair
 from activation_extraction.dataset.token_source import Read, TokenSource
 from activation_extraction.dataset.windows import Position, Window, Windows, cut, share, shuffled
+from activation_extraction.store.shard_reader import IN_FLIGHT
 
 ALONE = 0, 1  # the share of a process without a DataLoader: the first of one
 LARGEST_READ = 8 * 2**20  # bytes of a chunk: in a bucket of each hook, else of all
@@ -146,12 +146,11 @@ class Batches(Iterator[T]):
         if self._window is None:
             self._window = self._next_window()
         window, taken = self._window, self._position.taken
-        numbers = window.order[taken : taken + self.options.size]
+        stop = min(taken + self.options.size, window.tokens)
         runs = zip(self._sources, window.runs, strict=True)
-        batch = self._form([source.take(blocks, numbers) for source, blocks in runs])
-        taken += len(numbers)
-        if taken < len(window.order):
-            self._position = replace(self._position, taken=taken)
+        batch = self._form([source.take(blocks, taken, stop) for source, blocks in runs])
+        if stop < window.tokens:
+            self._position = replace(self._position, taken=stop)
         else:
             self._window, self._position = None, window.end
         return batch
@@ -198,7 +197,7 @@ class Batches(Iterator[T]):
         elif not local:
             most_bytes = IN_FLIGHT * LARGEST_READ
             ahead = max(min(IN_FLIGHT // hooks, most_bytes // (size * row)), 2)
-        most = options.buffer // 2 // options.size * options.size
+        most = min(options.buffer // 2 // options.size * options.size, sum(map(len, chunks)))
         return Windows(chunks, self._reader(), ahead, most, seed)
 
     def _check_selection(self) -> None:

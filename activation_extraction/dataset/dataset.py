@@ -5,10 +5,9 @@ needed.
 """
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
@@ -20,14 +19,13 @@ from activation_extraction.common.visible import counted
 from activation_extraction.dataset.batches import Batches
 from activation_extraction.dataset.features import feature_table
 from activation_extraction.dataset.grain import TokenRecords
-from activation_extraction.dataset.open_shards import OpenShards, as_os_errors
+from activation_extraction.dataset.open_shards import OpenShards
 from activation_extraction.dataset.paired import JoinedRuns, PairedRuns
 from activation_extraction.dataset.token_batch import (
     ByHook,
     SampleActivations,
     Samples,
     TokenBatch,
-    joined,
     piece_of,
     recorded_aliases,
 )
@@ -36,14 +34,13 @@ from activation_extraction.dataset.token_source import (
     TokenSource,
     as_mask,
     default_buffer,
-    dtype_of,
+    floating_name,
 )
-from activation_extraction.store.commit import METADATA, Totals
+from activation_extraction.store.commit import METADATA
 from activation_extraction.store.host_folders import expected_names, read_run
 from activation_extraction.store.metadata import identity_of
-from activation_extraction.store.sample_table import concatenated
-from activation_extraction.store.shard_reader import StoredHook, begin_rows
-from activation_extraction.store.statistics import HookStatistics, Statistics, Sums
+from activation_extraction.store.shard_reader import StoredHook
+from activation_extraction.store.statistics import HookStatistics
 
 
 class ActivationDataset(Samples):
@@ -96,14 +93,6 @@ class ActivationDataset(Samples):
         with_samples = [each for each in commits if each[1].count]  # --repair may leave others
         self.shards = OpenShards(root.given, root.local, with_samples, ByHook(stored, aliases))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process reads what can be read again for itself."""
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("samples", "statistics")
-        }
-
     def __len__(self) -> int:
         return self.shards.firsts[-1]
 
@@ -136,7 +125,7 @@ class ActivationDataset(Samples):
         losses and the like are float32, and so are encoded activations."""
         return self.shards.hooks.map(lambda hook: hook.dtype)
 
-    @cached_property
+    @property
     def statistics(self) -> ByHook[HookStatistics]:
         """Statistics over all that is stored, by hook. No shard is read for them.
 
@@ -144,19 +133,9 @@ class ActivationDataset(Samples):
         tokens that have none. Statistics of every dimension are read from the small files beside
         the shards when they are first asked for.
         """
-        found = Totals.of(self.shards.commits).statistics
-        statistics = {
-            name: HookStatistics(
-                **vars(found.get(name, Statistics())), load=partial(self._sums, name)
-            )
-            for name in self.hooks
-        }
-        return ByHook(statistics, self.shards.hooks.aliases)
+        return self.shards.statistics
 
-    def _sums(self, hook: str) -> Sums:
-        return self.shards.sums.get(hook) or Sums.zeros(self.hooks[hook])
-
-    @cached_property
+    @property
     def samples(self) -> pyarrow.Table:
         """A table of all samples, in their order: sample_idx, tokens (how many are stored), doc_id,
         row, cut and text_preview, as in SampleActivations, and each column that the run kept, under
@@ -165,7 +144,7 @@ class ActivationDataset(Samples):
         Values of several types become texts. `samples.to_pandas()` makes a frame of it. Raises
         OSError for a table that is damaged.
         """
-        return concatenated(self.shards.tables())
+        return self.shards.samples
 
     @property
     def tokenizer_path(self) -> str:
@@ -186,24 +165,23 @@ class ActivationDataset(Samples):
 
         Raises ValueError where pieces are missing, or may be because the run still goes on.
         """
-        shard, number = self._place(self.number(index))
-        folder = self.shards.shards[shard][0]
-        own = self.shards.row(shard, number)
+        number = self.number(index)
+        own, folder = self.shards.row(number), self.shards.shards[self.shards.shard_of(number)][0]
         if (found := piece_of(own.row)) is None:
             return self[index]
         piece, _, document = found
         # The pieces of a document have consecutive numbers, but may lie in any shards of the host.
-        stride, starts, places = self._strides[folder], list[int](), list[tuple[int, int]]()
+        stride, starts, numbers = self._strides[folder], list[int](), list[int]()
         first = own.sample_idx - piece * stride
-        while (place := self.shards.find(folder, first + len(places) * stride)) is not None:
-            found = piece_of(self.shards.row(*place).row)
-            if found is None or (found[0], found[2]) != (len(places), document):
+        while (place := self.shards.find(folder, first + len(numbers) * stride)) is not None:
+            found = piece_of(self.shards.row(place).row)
+            if found is None or (found[0], found[2]) != (len(numbers), document):
                 break
             starts.append(found[1])
-            places.append(place)
-        if piece >= len(places):
+            numbers.append(place)
+        if piece >= len(numbers):
             raise ValueError(
-                f"sample {index}: is piece {piece} of its document, of which piece {len(places)} "
+                f"sample {index}: is piece {piece} of its document, of which piece {len(numbers)} "
                 "is missing"
             )
         if place is None and folder in self._going_on:
@@ -211,12 +189,34 @@ class ActivationDataset(Samples):
                 f"sample {index}: its document may have pieces that are not stored yet; the run "
                 "goes on"
             )
-        return joined([self._read(*each) for each in places], starts)
+        return self._joined(numbers, starts)
 
-    def _place(self, number: int) -> tuple[int, int]:
-        """The number of a sample's shard, and its own number there."""
-        shard = bisect_right(self.shards.firsts, number) - 1
-        return shard, number - self.shards.firsts[shard]
+    def _sample(self, number: int) -> SampleActivations:
+        return self._joined([number], [0])
+
+    def _joined(self, numbers: Sequence[int], starts: Sequence[int]) -> SampleActivations:
+        """The samples with these numbers, which are all pieces of a document, as one. starts: where
+        in the document each begins."""
+        rows, source = [self.shards.row(number) for number in numbers], self._all_tokens
+        chunks = [chunk for number in numbers for (chunk,) in source.by_shard(np.array([number]))]
+        tokens = source.whole_tokens(chunks)
+        begins = np.repeat(np.array(starts, np.int32), [len(chunk) for chunk in chunks])
+        return SampleActivations(
+            tokens.activations,
+            tokens.token_ids,
+            begins + tokens.position,
+            rows[0].sample_idx,
+            rows[0].text_preview,
+            rows[0].doc_id,
+            rows[0].row,
+            rows[-1].cut,
+            rows[0].columns,
+            **tokens.labels,
+        )
+
+    @cached_property
+    def _all_tokens(self) -> TokenSource:
+        return self.source(BatchOptions(1))
 
     def batches(self, size: int, hooks: Any = None, **options: Any) -> Batches[TokenBatch]:
         """Returns all tokens, in batches of `size`: one pass over the data.
@@ -242,7 +242,7 @@ class ActivationDataset(Samples):
             max_norm=self._limits(names, options.max_norm),
             buffer=options.buffer
             or default_buffer(options, len(names), self.shards.row_bytes(names), self.shards.local),
-            dtype=None if options.dtype is None else dtype_of(options.dtype).name,
+            dtype=floating_name(options.dtype),
             roles=None if options.roles is None else self._known_roles(options.roles),
             where=None if mask is None else hashlib.sha256(np.packbits(mask).tobytes()).hexdigest(),
             columns=self._known_columns(options.columns),
@@ -255,10 +255,11 @@ class ActivationDataset(Samples):
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(floats, max_norm)
         limits = {self.hooks.aliases.get(name, name): limit for name, limit in limits.items()}
         for name in limits:
-            if name not in names:
-                raise ValueError(f"max_norm: hook {name!r} is not read; {', '.join(names)} are")
             if name not in floats:
-                raise ValueError(f"max_norm: hook {name!r} has no activations, and no norm")
+                raise ValueError(
+                    f"max_norm: hook {name!r} is not read or has no activations, and no norm; "
+                    f"{', '.join(floats) or 'none'} can have a limit"
+                )
         return {name: float(limit) for name, limit in limits.items() if limit is not None}
 
     def join(self, other: Any) -> JoinedRuns:
@@ -278,18 +279,12 @@ class ActivationDataset(Samples):
     def _known_roles(self, roles: Sequence[str]) -> tuple[str, ...]:
         """The roles that are asked for, in the order of ROLES. Raises ValueError."""
         asked = [roles] if isinstance(roles, str) else list(roles)
-        expected = f"expected some of {', '.join(ROLES)}"
-        if not asked:
-            raise ValueError(f"roles: none is asked for; {expected}")
-        for role in asked:
-            if role not in ROLES:
-                raise ValueError(f"roles: unknown role {role!r}; {expected}")
-        if len(self) and "role" not in self.shards.get(0).labels(0, 0):
-            raise ValueError(f"roles: {self.url} has no roles; only runs of conversations do")
-        stored = self.identity.roles or ROLES
-        if not set(asked) <= {*stored}:
-            raise ValueError(f"roles: {self.url} stores only tokens of {', '.join(stored)}")
-        return tuple(role for role in ROLES if role in asked)
+        stored, has = self.identity.roles or ROLES, "has no roles; only runs of conversations do"
+        if not len(self) or "role" in self.shards.get(0).tokens(0, 0):
+            has = f"has tokens of {', '.join(stored)}"
+            if asked and set(asked) <= {*stored}:
+                return tuple(role for role in ROLES if role in asked)
+        raise ValueError(f"roles: {', '.join(asked) or 'none'} asked for; {self.url} {has}")
 
     def _known_columns(self, columns: Sequence[str]) -> tuple[str, ...]:
         """The columns that are asked for. Raises ValueError for one that the samples lack."""
@@ -299,33 +294,6 @@ class ActivationDataset(Samples):
             if name not in known:
                 raise ValueError(f"columns: samples have no {name!r}; they have {', '.join(known)}")
         return asked
-
-    def _sample(self, number: int) -> SampleActivations:
-        return self._read(*self._place(number))
-
-    def _read(self, shard: int, number: int) -> SampleActivations:
-        with as_os_errors():
-            reader, row = self.shards.get(shard), self.shards.row(shard, number)
-            start, stop = reader.offsets[number : number + 2].tolist()
-            token_ids, position = map(np.array, reader.tokens(start, stop))
-            labels = {name: np.array(each) for name, each in reader.labels(start, stop).items()}
-            asked = {
-                name: begin_rows(reader, name, hook, (start, stop))
-                for name, hook in self.shards.hooks.items()
-            }
-            values = {name: np.array(wait()) for name, wait in asked.items()}
-        return SampleActivations(
-            self.shards.given(ByHook(values, self.shards.hooks.aliases)),
-            token_ids,
-            position,
-            row.sample_idx,
-            row.text_preview,
-            row.doc_id,
-            row.row,
-            row.cut,
-            row.columns,
-            **labels,
-        )
 
     def grain(self, hooks: Any = None, tokens: int = 1) -> TokenRecords:
         """Returns all tokens as a random-access source for a DataLoader or a MapDataset of grain.

@@ -4,7 +4,7 @@ One pass over the codes counts and keeps the strongest tokens of every feature, 
 the number of features and not with the run. The tokens around them are read afterwards.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,16 @@ import pyarrow
 from activation_extraction.dataset.paired import Run
 
 SIZE = 2**14  # tokens that are read at a time
+CONTEXT = pyarrow.schema(
+    {
+        "value": pyarrow.float32(),
+        "sample_idx": pyarrow.int64(),
+        "position": pyarrow.int32(),
+        "token_ids": pyarrow.list_(pyarrow.int32()),
+        "token": pyarrow.int32(),
+        "text": pyarrow.string(),
+    }
+)
 
 
 class Strongest:
@@ -86,43 +96,32 @@ def feature_table(dataset: Run, hook: str, contexts: int, around: int) -> pyarro
 def _contexts(dataset: Run, strongest: Strongest, around: int) -> pyarrow.Array:
     """Returns the list of the strongest tokens of every feature, with the tokens around each."""
     kept = np.isfinite(strongest.values)
-    numbers = strongest.tokens[kept]
-    order = np.argsort(numbers, kind="stable")
-    sample_idx, position, at = (np.zeros(len(numbers), kind) for kind in (np.int64, "i4", "i4"))
-    windows: list[Any] = [None] * len(numbers)
-    for place, found in zip(order, _around(dataset, numbers[order], around), strict=True):
-        sample_idx[place], position[place], at[place], windows[place] = found
-    decode = find_decoder(dataset)
-    texts = [None if decode is None else decode(window) for window in windows]
-    ids = pyarrow.array(windows, pyarrow.list_(pyarrow.int32()))
-    columns = {
-        "value": pyarrow.array(strongest.values[kept]),
-        **{"sample_idx": sample_idx, "position": position, "token_ids": ids, "token": at},
-        "text": pyarrow.array(texts, pyarrow.string()),
-    }
-    each = pyarrow.StructArray.from_arrays([*map(pyarrow.array, columns.values())], [*columns])
-    offsets = np.cumsum([0, *kept.sum(axis=1)], dtype=np.int32)
-    return pyarrow.ListArray.from_arrays(offsets, each)
-
-
-def _around(
-    dataset: Run, numbers: np.ndarray, around: int
-) -> Iterator[tuple[int, int, int, np.ndarray]]:
-    """Yields the sample_idx, the position, the place in its context, and the token ids of the
-    context of tokens with these numbers, which ascend."""
+    values, numbers = strongest.values[kept], strongest.tokens[kept]
     begins = np.cumsum([0, *(commit.tokens for commit in dataset.shards.commits)])
     of_shard = np.searchsorted(begins, numbers, "right") - 1
+    decode = find_decoder(dataset)
+    places, tables = [np.arange(0)], [CONTEXT.empty_table()]
     for shard in np.unique(of_shard).tolist():
-        reader = dataset.shards.get(shard)
-        token_ids, positions = reader.tokens(0, dataset.shards.commits[shard].tokens)
-        own = numbers[of_shard == shard] - begins[shard]
+        reader, place = dataset.shards.get(shard), np.flatnonzero(of_shard == shard)
+        tokens = reader.tokens(0, dataset.shards.commits[shard].tokens)
+        own = numbers[place] - begins[shard]
         samples = np.searchsorted(reader.offsets, own, "right") - 1
         starts = np.maximum(reader.offsets[samples], own - around)
         stops = np.minimum(reader.offsets[samples + 1], own + around + 1)
-        places = zip(own.tolist(), samples.tolist(), starts.tolist(), stops.tolist(), strict=True)
-        for token, sample, start, stop in places:
-            window = np.array(token_ids[start:stop])
-            yield int(reader.sample_idx[sample]), int(positions[token]), token - start, window
+        ids = [tokens["token_ids"][start:stop] for start, stop in zip(starts, stops, strict=True)]
+        columns = {
+            "value": values[place],
+            "sample_idx": reader.sample_idx[samples],
+            "position": tokens["position"][own],
+            "token_ids": ids,
+            "token": own - starts,
+            "text": [decode and decode(each) for each in ids],
+        }
+        places.append(place)
+        tables.append(pyarrow.table(columns, CONTEXT))
+    each = pyarrow.concat_tables(tables).take(np.argsort(np.concatenate(places)))
+    offsets = np.cumsum([0, *kept.sum(axis=1)], dtype=np.int32)
+    return pyarrow.ListArray.from_arrays(offsets, each.to_struct_array().combine_chunks())
 
 
 def find_decoder(dataset: Run) -> Callable[[np.ndarray], str] | None:

@@ -32,9 +32,8 @@ class TokenRecords:
             raise IndexError(f"record {number}: there are {len(self)}, counted from 0")
         source, shard = self._source, bisect_right(self._firsts, number) - 1
         start = (number - self._firsts[shard]) * self._tokens
-        rows = np.arange(min(self._tokens, source.shards.commits[shard].tokens - start))
-        found = source.tokens([Chunk(shard, start, start + len(rows))])
-        batch = source.take([source.with_activations(found, rows)], rows)
+        stop = min(start + self._tokens, source.shards.commits[shard].tokens)
+        batch = source.whole_tokens([Chunk(shard, start, stop)])
         shared = {name: getattr(batch, name) for name in ("token_ids", "sample_idx", "position")}
         record = {**batch.activations, **shared, **batch.labels}
         return {k: v[0, ...] for k, v in record.items()} if self._tokens == 1 else record

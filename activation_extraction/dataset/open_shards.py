@@ -1,14 +1,15 @@
 """OpenShards: the shards of a run, of which those that were read last stay open."""
 
-import os
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow
@@ -16,33 +17,30 @@ import pyarrow
 from activation_extraction.common.errors import RunError
 from activation_extraction.common.visible import counted, without_secrets
 from activation_extraction.dataset.token_batch import ByHook
-from activation_extraction.store.commit import Commit
+from activation_extraction.store.commit import Commit, Totals
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.safetensors_file import SafetensorsFile
 from activation_extraction.store.sample_table import (
     TableRow,
+    concatenated,
     read_table,
     rows_of,
     values_of,
 )
 from activation_extraction.store.shard import MAX_GZIP_RATIO
 from activation_extraction.store.shard_reader import (
+    IN_FLIGHT,
     StoredHook,
+    front_bytes,
     open_shard,
     read_by_ranges,
     read_sums,
 )
-from activation_extraction.store.statistics import Sums
+from activation_extraction.store.statistics import HookStatistics, Statistics, Sums
 
 OPEN_SHARDS = 128  # that are mapped; one pickle stays in memory
 KEPT_BYTES = 2**28  # of what the shards in a bucket say of their tokens
 TABLE_ROWS = 100_000  # of tables of samples that stay in memory, and at least one table
-IN_FLIGHT = 32  # requests to a bucket at the same time, over all shards and hooks
-# glibc's malloc learns from the largest block that it has given back to the system, of up to 32
-# MiB: smaller ones come from its heap from then on, which keeps twice as much of what is freed.
-# Once it has had a block of this size, ranges are received in memory that was used before. New
-# memory would take longer than copying them.
-LARGEST_KEPT = 2**25 - 2**16
 
 T = TypeVar("T")
 
@@ -56,68 +54,15 @@ def as_os_errors() -> Iterator[None]:
         raise OSError(str(error)) from error
 
 
-class Kept(Generic[T]):
-    """The values of a function of a number that were asked for last, as many as fit into `most`.
-
-    weight: what a value counts. Each is made once, also if several threads ask for it.
-    """
-
-    def __init__(self, make: Callable[[int], T], weight: Callable[[T], int], most: int) -> None:
-        self._make, self._weight, self._most = make, weight, most
-        self._lock = Lock()
-        self._values: dict[int, Future[T]] = {}  # the one that was asked for last is the last
-
-    def __call__(self, number: int) -> T:
-        with self._lock:
-            value = self._values.pop(number, None)
-            made_here = value is None
-            value = self._values[number] = value or Future()
-        if made_here:
-            try:
-                value.set_result(self._make(number))
-            except BaseException as error:
-                value.set_exception(error)
-            with self._lock:
-                self._forget(number)
-        return value.result()
-
-    def _forget(self, newest: int) -> None:
-        """Drops what failed, and all that does not fit beside what was made just now."""
-        room = self._most
-        for number in [newest, *(n for n in reversed(self._values) if n != newest)]:
-            value = self._values.get(number)  # another thread may have dropped the newest
-            if value is not None and value.done():
-                failed = value.exception() is not None
-                room -= 0 if failed else self._weight(value.result())
-                if failed or (room < 0 and number != newest):
-                    del self._values[number]
-
-
-class Requests(Executor):
-    """Threads for requests to a bucket. A fork of the process, which has none of them, gets its
-    own."""
-
-    def __init__(self) -> None:
-        self._pools: dict[int, ThreadPoolExecutor] = {}  # by process
-
-    def submit(self, *call: Any, **options: Any) -> Future[Any]:
-        """Returns what will have the result of a call."""
-        if (pool := self._pools.get(os.getpid())) is None:
-            np.empty(LARGEST_KEPT, np.uint8)  # which is freed at once
-            new = ThreadPoolExecutor(IN_FLIGHT, "requests")
-            pool = self._pools.setdefault(os.getpid(), new)
-        return pool.submit(*call, **options)
-
-
 @dataclass
 class OpenShards:
     """The shards of a run; those that were read last stay open. Methods raise OSError.
 
     url: of the run. local: whether its shards are files here. shards: the name of the folder and
-    the commit of each. firsts: the number of samples before each shard, and that of all. get:
-    returns the reader of a shard by its number. table: returns the table of its samples, as
-    `read_table` does. A copy of this in another process opens its own files and connections; a fork
-    can read only local runs. Raises ValueError if a file is too small for its tokens.
+    the commit of each. firsts: the number of samples before each shard, and that of all. table:
+    returns the table of a shard's samples, as `read_table` does. A copy of this in another process
+    opens its own files and connections; a fork can read only local runs. Raises ValueError if a
+    file is too small for its tokens.
     """
 
     url: str
@@ -132,30 +77,32 @@ class OpenShards:
         self._check_sizes()
         self._columns: dict[str, np.ndarray] = {}
         # The caches do not hold this object: they would keep a pickle until it is collected.
-        read, hooks = partial(_read, self.url, self.shards, {}), self.hooks
-        requests = Requests()
-        self._read: Callable[..., Any] = read
-        self.get: Callable[[int], SafetensorsFile] = Kept(
-            partial(read, lambda folder, commit: open_shard(folder, commit, hooks, requests)),
-            _bytes_kept if self.by_ranges and not self.local else lambda _: 1,
-            1 if not self.by_ranges else OPEN_SHARDS if self.local else KEPT_BYTES,
+        self._read: Callable[..., Any] = partial(_read, self.url, self.shards, {})
+        hooks, most = self.hooks, OPEN_SHARDS
+        if not self.by_ranges:
+            most = 1
+        elif not self.local:
+            most = KEPT_BYTES // max(map(front_bytes, self.commits), default=KEPT_BYTES)
+        self._locks = defaultdict[int, Lock](Lock)
+        self._open: Callable[[int], SafetensorsFile] = lru_cache(max(most, 1))(
+            partial(self._read, lambda folder, commit: open_shard(folder, commit, hooks))
         )
         tables = TABLE_ROWS // max((commit.count for commit in self.commits), default=1)
         self.table: Callable[[int], pyarrow.Table] = lru_cache(max(tables, 1))(
-            partial(read, read_table)
+            partial(self._read, read_table)
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OpenShards, (self.url, self.local, self.shards, self.hooks)
 
+    def get(self, shard: int) -> SafetensorsFile:
+        """Returns the reader of a shard, which is opened once, also if several threads ask."""
+        with self._locks[shard]:
+            return self._open(shard)
+
     def row_bytes(self, hooks: Sequence[str]) -> int:
         """Returns the bytes of one token at these hooks in memory."""
-        return sum(self.hooks[name].row_bytes for name in hooks)
-
-    def given(self, values: ByHook[np.ndarray]) -> ByHook[Any]:
-        """Returns the values of tokens as they are given to the user, of which codes are Codes."""
-        each = {name: self.hooks[name].given(rows) for name, rows in values.items()}
-        return ByHook(each, values.aliases)
+        return sum(self.hooks[name].row.itemsize for name in hooks)
 
     def _check_sizes(self) -> None:
         row = sum(hook.stored_bytes for hook in self.hooks.values())
@@ -168,52 +115,70 @@ class OpenShards:
                     f"{commit.bytes} bytes"
                 )
 
-    def row(self, shard: int, number: int) -> TableRow:
-        """Returns the row of a sample in the table of its shard."""
-        return rows_of(self.table(shard).slice(number, 1))[0]
+    def shard_of(self, sample: int) -> int:
+        """Returns the number of the shard that has the sample with this number in the run."""
+        return bisect_right(self.firsts, sample) - 1
 
-    def find(self, folder: str, sample_idx: int) -> tuple[int, int] | None:
-        """Returns the number of the shard that has a sample of a folder, and the number of the
-        sample there; None if no shard has it."""
+    def row(self, sample: int) -> TableRow:
+        """Returns what the table says of the sample with this number in the run."""
+        shard = self.shard_of(sample)
+        return rows_of(self.table(shard).slice(sample - self.firsts[shard], 1))[0]
+
+    def find(self, folder: str, sample_idx: int) -> int | None:
+        """Returns the number in the run of a sample of a folder; None if no shard has it."""
         for number, (name, commit) in enumerate(self.shards):
             if name == folder and commit.first <= sample_idx <= commit.last:
                 numbers = self.table(number)["sample_idx"].to_numpy()
                 row = int(np.searchsorted(numbers, sample_idx))
                 if numbers[row] == sample_idx:
-                    return number, row
+                    return self.firsts[number] + row
         return None
 
-    def tables(self) -> list[pyarrow.Table]:
-        """Returns the tables of all shards."""
+    def each(self, read: Callable[[int], T]) -> Iterator[T]:
+        """Yields what `read` returns for the number of each shard, read by several threads."""
         with ThreadPoolExecutor(IN_FLIGHT) as pool:  # which a fork of this process does not meet
-            return list(pool.map(self.table, range(len(self.shards))))
+            yield from pool.map(read, range(len(self.shards)))
+
+    @cached_property
+    def samples(self) -> pyarrow.Table:
+        """The table of the samples of all shards."""
+        return concatenated(self.each(self.table))
 
     def columns(self, names: Iterable[str]) -> dict[str, np.ndarray]:
         """Returns the values of columns of the table of all samples, as they were given, in arrays
         of objects. They stay in memory, and the tables are read once for those that do not yet."""
         if missing := [name for name in names if name not in self._columns]:
-            tables = self.tables()
+            tables = list(self.each(self.table))
             for name in missing:
                 values = [value for table in tables for value in values_of(table, name)]
                 self._columns[name] = np.fromiter(values, object, len(values))
         return {name: self._columns[name] for name in names}
 
     @cached_property
+    def statistics(self) -> ByHook[HookStatistics]:
+        """The statistics of every hook over all shards, which read `sums` when they need them."""
+        found = Totals.of(self.commits).statistics
+        statistics = {
+            name: HookStatistics(
+                **vars(found.get(name, Statistics())), load=partial(self._sums_of, name)
+            )
+            for name in self.hooks
+        }
+        return ByHook(statistics, self.hooks.aliases)
+
+    def _sums_of(self, hook: str) -> Sums:
+        return self.sums.get(hook) or Sums.zeros(self.hooks[hook].width)
+
+    @cached_property
     def sums(self) -> dict[str, Sums]:
-        """The sums of all shards by hook, merged in their order: always with the same result."""
+        """The sums of all shards by hook, merged in their order: always with the same result.
+        Codes have none, and neither has a run without shards."""
         dense = [name for name, hook in self.hooks.items() if not hook.most]
-        read = partial(self._read, partial(read_sums, hooks=dense))
         total: dict[str, Sums] = {}  # as large as what was read
-        with ThreadPoolExecutor(IN_FLIGHT) as pool:
-            for found in pool.map(read, range(len(self.shards))):
-                for hook, sums in found.items():
-                    total[hook] = total[hook].merge(sums) if hook in total else sums
-        return total or {name: Sums.zeros(hook.width) for name, hook in self.hooks.items()}
-
-
-def _bytes_kept(reader: Any) -> int:
-    """The bytes at the beginning of a shard's file, which its reader keeps."""
-    return len(reader.front)
+        for found in self.each(partial(self._read, partial(read_sums, hooks=dense))):
+            for hook, sums in found.items():
+                total[hook] = total[hook].merge(sums) if hook in total else sums
+        return total
 
 
 def _read(

@@ -8,14 +8,12 @@ canonical name.
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from operator import methodcaller
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from activation_extraction.common.codes import Codes, concatenated_values
+from activation_extraction.common.codes import Codes
 from activation_extraction.common.visible import counted
 
 ALIGNMENT = 64  # bytes: JAX on CPUs shares an array's memory when it begins at a multiple of these
@@ -175,16 +173,14 @@ def as_tensor(values: np.ndarray) -> Any:
     return torch.from_numpy(values)
 
 
-def empty_batch(
-    like: TokenBatch, size: int, dtypes: Mapping[str, str] = MappingProxyType({})
-) -> TokenBatch:
+def empty_batch(like: TokenBatch, size: int, dtypes: Mapping[str, str] | None = None) -> TokenBatch:
     """Returns a batch of `size` tokens, with any content. dtypes: by hook, if other than in `like`.
 
     Its arrays lie in one block: many smaller ones would be given back to the system whenever a
     batch is freed, and the first use of memory takes longer than copying.
     """
     rows = like.map(lambda values: np.dtype((values.dtype, values.shape[1:])))
-    for hook, dtype in dtypes.items():
+    for hook, dtype in (dtypes or {}).items():
         rows.activations[hook] = np.dtype((dtype, rows.activations[hook].shape))
     room = sum(size * row.itemsize + ALIGNMENT for row in rows.arrays)
     block, offset = np.empty(room, np.uint8), 0
@@ -200,20 +196,11 @@ def empty_batch(
 
 
 def concatenated(batches: Sequence[TokenBatch]) -> TokenBatch:
-    """Returns the tokens of several batches with the same hooks as one; a single one is not copied.
-
-    Raises OSError unless all have the same labels.
-    """
+    """Returns the tokens of some batches with the same hooks as one; a single one is not copied."""
     if len(batches) == 1:
         return batches[0]
-    _check_labels(batches)
     arrays = map(np.concatenate, zip(*(batch.arrays for batch in batches), strict=True))
     return batches[0].map(lambda _: next(arrays))
-
-
-def _check_labels(batches: Sequence[TokenBatch]) -> None:
-    if any(batch.labels.keys() != batches[0].labels.keys() for batch in batches):
-        raise OSError("the shards of the run differ in the labels of their tokens")
 
 
 class Block(NamedTuple):
@@ -227,24 +214,9 @@ class Block(NamedTuple):
     rows: np.ndarray
 
 
-def copy_tokens(blocks: Sequence[Block], numbers: np.ndarray, target: TokenBatch) -> None:
-    """Copies tokens out of blocks; `target` has room for them, and its own dtypes.
-
-    numbers: of the tokens, counted over the rows of all blocks, ascending. Raises OSError unless
-    all have the same labels.
-    """
-    begins = np.cumsum([0, *(len(block.rows) for block in blocks)])
-    cuts = np.searchsorted(numbers, begins).tolist()
-    for block, begin, (first, last) in zip(blocks, begins, pairwise(cuts), strict=False):
-        if first < last:
-            rows = block.rows[numbers[first:last] - begin]
-            copy_rows(Block(block.tokens, rows), np.arange(first, last), target)
-
-
 def copy_rows(block: Block, places: np.ndarray, target: TokenBatch) -> None:
     """Copies the rows of a block, of which there must be one, to these rows of `target`, which has
-    its own dtypes. Raises OSError unless both have the same labels."""
-    _check_labels([block.tokens, target])
+    its own dtypes."""
     of, to = _as_slice(block.rows), _as_slice(places)
     for values, found in zip(block.tokens.arrays, target.arrays, strict=True):
         as_stored, same = _bits_of(values), values.dtype == found.dtype
@@ -326,25 +298,3 @@ def piece_of(row: Mapping[str, Any] | None) -> tuple[int, int, dict[str, Any]] |
     document = dict(row or {})
     piece, start = document.pop("piece", None), document.pop("start", None)
     return None if piece is None or start is None else (piece, start, document)
-
-
-def joined(pieces: Sequence[SampleActivations], starts: Sequence[int]) -> SampleActivations:
-    """Returns a document as one sample, with the position of every token in the document.
-
-    pieces: all of them, in their order. starts: where in the document each begins.
-    """
-    first = pieces[0]
-    at = [start + piece.position for start, piece in zip(starts, pieces, strict=True)]
-    values = {hook: concatenated_values([p[hook] for p in pieces]) for hook in first.activations}
-    whole: dict[str, Any] = {
-        name: np.concatenate([getattr(piece, name) for piece in pieces])
-        for name in ("token_ids", "role", "turn")
-        if getattr(first, name) is not None
-    }
-    return replace(
-        first,
-        activations=ByHook(values, first.activations.aliases),
-        position=np.concatenate(at).astype(np.int32),
-        cut=pieces[-1].cut,
-        **whole,
-    )

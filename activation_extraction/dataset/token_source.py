@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from activation_extraction.common.choices import ROLES
+from activation_extraction.common.codes import concatenated_values
 from activation_extraction.common.visible import counted
 from activation_extraction.dataset.open_shards import OpenShards, as_os_errors
 from activation_extraction.dataset.token_batch import (
     Block,
     ByHook,
     TokenBatch,
-    concatenated,
-    copy_tokens,
+    copy_rows,
     empty_batch,
 )
 from activation_extraction.dataset.windows import Chunk
@@ -98,7 +98,7 @@ class BatchOptions:
             (not 0 <= self.worker < self.workers, f"worker {self.worker}: {workers}"),
             (no_seed, f"shuffle {self.shuffle}: expected a seed, 0 or larger, or None"),
             (
-                self.dtype is not None and dtype_of(self.dtype).name not in FLOATING,
+                self.dtype is not None and floating_name(self.dtype) is None,
                 f"dtype {self.dtype!r:.40}: expected {', '.join(FLOATING)}",
             ),
             (
@@ -123,20 +123,15 @@ class BatchOptions:
 
 
 class FoundTokens(NamedTuple):
-    """All tokens of some chunks, one after the other, without activations. samples: the number of
-    each one's sample in the run. wanted: whether each passes the filters, but for its norm."""
+    """All tokens of some chunks of a shard, one after the other, without activations. at: where
+    each one lies in the shard. samples: the number of each one's sample in the run. wanted: whether
+    each passes the filters, but for its norm."""
 
-    chunks: Sequence[Chunk]
+    shard: int
+    at: np.ndarray
     tokens: TokenBatch
     samples: np.ndarray
     wanted: np.ndarray
-
-
-@dataclass(frozen=True)
-class Span(Chunk):
-    """A part of a chunk. at: the number of its first token among the tokens found."""
-
-    at: int
 
 
 @dataclass(frozen=True)
@@ -164,16 +159,15 @@ class TokenSource:
     def columns(self, names: Sequence[str], sample_idx: np.ndarray) -> dict[str, np.ndarray]:
         """Returns columns of the table of samples for some samples, as objects. Raises OSError."""
         columns = self.shards.columns(dict.fromkeys(["sample_idx", *names]))
-        indices, rows = self._ascending
-        found = rows[np.searchsorted(indices, sample_idx)]
+        every, ascending = self._sample_idx
+        found = ascending[np.searchsorted(every, sample_idx, sorter=ascending)]
         return {name: columns[name][found] for name in names}
 
     @cached_property
-    def _ascending(self) -> tuple[np.ndarray, np.ndarray]:
-        """Every `sample_idx`, ascending, and the row of each in the table of all samples."""
-        indices = self.shards.columns(["sample_idx"])["sample_idx"].astype(np.int64)
-        rows = np.argsort(indices)
-        return indices[rows], rows
+    def _sample_idx(self) -> tuple[np.ndarray, np.ndarray]:
+        """The `sample_idx` of all samples, and what sorts them."""
+        every = self.shards.columns(["sample_idx"])["sample_idx"].astype(np.int64)
+        return every, np.argsort(every)
 
     def of(self, samples: np.ndarray) -> "TokenSource":
         """Returns the same source, but only with tokens of the samples with these numbers."""
@@ -199,37 +193,33 @@ class TokenSource:
         shards = np.searchsorted(self.shards.firsts, samples, "right") - 1
         for shard in np.unique(shards).tolist():
             numbers = samples[shards == shard] - self.shards.firsts[shard]
-            offsets = self.shards.get(shard).offsets
+            with as_os_errors():
+                offsets = self.shards.get(shard).offsets
             yield [
                 Chunk(shard, int(offsets[each[0]]), int(offsets[each[-1] + 1]))
                 for each in np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
             ]
 
     def tokens(self, chunks: Sequence[Chunk]) -> FoundTokens:
-        """Returns all tokens of some chunks, and which of them are wanted. Raises OSError."""
-        each, samples = zip(*map(self._tokens, chunks), strict=True)
-        tokens, samples = concatenated(each), np.concatenate(samples)
+        """Returns all tokens of some chunks of a shard, in its order, and which of them are wanted.
+        Raises OSError."""
+        shard, start, stop = chunks[0].shard, chunks[0].start, chunks[-1].stop
+        at = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
+        with as_os_errors():
+            reader = self.shards.get(shard)
+            arrays = reader.tokens(start, stop)
+            samples = np.searchsorted(reader.offsets, at, "right") - 1
+            sample_idx = reader.sample_idx[samples]
+        hooks = ByHook[np.ndarray]({}, self.shards.hooks.aliases)
+        shared: dict[str, Any] = {name: values[at - start] for name, values in arrays.items()}
+        tokens = TokenBatch(hooks, sample_idx=sample_idx, **shared)
+        samples += self.shards.firsts[shard]
         wanted = tokens.position >= self.options.skip_first
         if self.mask is not None:
             wanted &= self.mask[samples]
         if self.options.roles is not None:
-            wanted &= np.isin(tokens.role, [ROLES.index(role) for role in self.options.roles])
-        return FoundTokens(chunks, tokens, samples, wanted)
-
-    def _tokens(self, chunk: Chunk) -> tuple[TokenBatch, np.ndarray]:
-        span = chunk.start, chunk.stop
-        with as_os_errors():
-            reader = self.shards.get(chunk.shard)
-            token_ids, position = reader.tokens(*span)
-            labels = reader.labels(*span)
-        if self.options.roles is not None and "role" not in labels:
-            folder, commit = self.shards.shards[chunk.shard]
-            raise OSError(f"{self.shards.url}: {folder}/{commit.file} has no roles")
-        samples = np.searchsorted(reader.offsets, np.arange(*span), "right") - 1
-        shared = token_ids, reader.sample_idx[samples], position
-        hooks = ByHook[np.ndarray]({}, self.shards.hooks.aliases)
-        tokens = TokenBatch(hooks, *shared, labels.get("role"), labels.get("turn"))
-        return tokens, self.shards.firsts[chunk.shard] + samples
+            wanted &= np.isin(shared["role"], [*map(ROLES.index, self.options.roles)])
+        return FoundTokens(shard, at, tokens, samples, wanted)
 
     def with_activations(self, found: FoundTokens, rows: np.ndarray) -> Block:
         """Returns these tokens with their activations. Raises OSError.
@@ -237,40 +227,28 @@ class TokenSource:
         Activations are views of the file where that is possible. Encoded ones are decoded to the
         dtype of the result. What lies between tokens that are far apart is not read.
         """
-        if not len(rows):
-            return Block(found.tokens, rows)
         hooks, names, dtype = self.shards.hooks, self.options.hooks, self.options.dtype
-        spans = self._spans(found.chunks, np.sort(rows))
-        waiting = []
+        widest = max((self.shards.row_bytes([name]) for name in names), default=0)
+        ascending = np.sort(rows)
+        apart = np.diff(ascending) * widest > LEAST_GAP
+        apart |= np.diff(found.at[ascending]) != np.diff(ascending)  # others are not found there
+        parts = [np.arange(*_span(p)) for p in np.split(ascending, np.flatnonzero(apart) + 1)]
         with as_os_errors():
-            for span in spans:
-                reader, place = self.shards.get(span.shard), (span.start, span.stop)
-                asked = {n: begin_rows(reader, n, hooks[n], place, dtype) for n in names}
-                waiting.append((span.at, len(span), asked))
-            parts = []
-            for at, tokens, asked in waiting:
-                values = {name: wait() for name, wait in asked.items()}
-                part = found.tokens.map(itemgetter(slice(at, at + tokens)))
-                parts.append(replace(part, activations=ByHook(values, hooks.aliases)))
-        firsts = np.array([span.at for span in spans])
-        kept = np.cumsum([0, *map(len, spans)])  # where each begins among those that are read
-        of_span = np.searchsorted(firsts, rows, "right") - 1
-        return Block(concatenated(parts), rows - firsts[of_span] + kept[of_span])
+            reader = self.shards.get(found.shard)
+            spans = [_span(found.at[part]) for part in parts]
+            asked = {n: [begin_rows(reader, n, hooks[n], s, dtype) for s in spans] for n in names}
+            values = {n: concatenated_values([wait() for wait in asked[n]]) for n in names}
+        read = np.concatenate(parts)
+        tokens = found.tokens.map(itemgetter(read))
+        tokens = replace(tokens, activations=ByHook(values, hooks.aliases))
+        return Block(tokens, np.searchsorted(read, rows))
 
-    def _spans(self, chunks: Sequence[Chunk], rows: np.ndarray) -> list["Span"]:
-        """What to read of some chunks for these of their tokens, which ascend."""
-        begins = np.cumsum([0, *map(len, chunks)])
-        of_chunk = np.searchsorted(begins, rows, "right") - 1
-        widest = max((self.shards.row_bytes([name]) for name in self.options.hooks), default=0)
-        apart = (np.diff(of_chunk) != 0) | (np.diff(rows) * widest > LEAST_GAP)
-        cuts = np.flatnonzero(apart)
-        spans = []
-        for first, last in zip([0, *cuts + 1], [*cuts, len(rows) - 1], strict=True):
-            chunk, begin = chunks[of_chunk[first]], int(begins[of_chunk[first]])
-            at, stop = int(rows[first]), int(rows[last]) + 1
-            offset = chunk.start - begin
-            spans.append(Span(chunk.shard, at + offset, stop + offset, at))
-        return spans
+    def whole_tokens(self, chunks: Sequence[Chunk]) -> TokenBatch:
+        """Returns all tokens of some chunks as one batch, also those that the filters leave out.
+        Raises OSError."""
+        every = [self.tokens([chunk]) for chunk in chunks]
+        blocks = [self.with_activations(found, np.arange(len(found.at))) for found in every]
+        return self.take(blocks, 0, sum(len(block.rows) for block in blocks))
 
     def reader(self) -> Read:
         """Returns what reads the tokens of a chunk that pass the filters."""
@@ -284,34 +262,39 @@ class TokenSource:
 
     def are_small(self, block: Block) -> np.ndarray:
         """Returns whether the norms of each row of a block are within the limits."""
-        if not len(block.rows):  # nothing has been read
-            return np.ones(0, bool)
         small = np.ones(len(block.tokens), bool)
         for hook, limit in self.options.max_norm.items():
             small &= np.linalg.norm(block.tokens[hook].astype(np.float32), axis=1) <= limit
         return small[block.rows]
 
-    def take(self, blocks: Sequence[Block], numbers: np.ndarray) -> TokenBatch:
-        """Returns tokens of some blocks as a batch of its own, as `copy_tokens` counts them. Raises
-        OSError."""
-        dtypes: dict[str, str] = {}
-        if self.options.dtype is not None:
-            floats = [name for name in self.options.hooks if self.shards.hooks[name].activations]
-            dtypes = dict.fromkeys(floats, self.options.dtype)
-        batch = empty_batch(blocks[0].tokens, len(numbers), dtypes)
-        copy_tokens(blocks, numbers, batch)
-        batch = replace(batch, activations=self.shards.given(batch.activations))
-        if names := self.options.columns:
+    def take(self, blocks: Sequence[Block], start: int, stop: int) -> TokenBatch:
+        """Returns tokens `start` to `stop`, counted over the rows of some blocks, as a batch of its
+        own. Raises OSError."""
+        hooks, options = self.shards.hooks, self.options
+        dtypes = {n: options.dtype for n in options.hooks if options.dtype and hooks[n].activations}
+        batch, first = empty_batch(blocks[0].tokens, stop - start, dtypes), 0
+        for tokens, rows in blocks:
+            part = rows[max(start - first, 0) : max(stop - first, 0)]
+            if len(part):
+                at = max(first - start, 0)
+                copy_rows(Block(tokens, part), np.arange(at, at + len(part)), batch)
+            first += len(rows)
+        given = {name: hooks[name].given(values) for name, values in batch.items()}
+        batch = replace(batch, activations=ByHook(given, hooks.aliases))
+        if names := options.columns:
             batch = replace(batch, columns=self.columns(names, batch.sample_idx))
         return batch
 
 
-def dtype_of(name: Any) -> np.dtype:
-    """Returns the dtype of this name. Raises ValueError if there is none."""
-    try:
-        return np.dtype(name)
-    except TypeError as error:
-        raise ValueError(f"dtype {name!r}: {error}") from error
+def _span(numbers: np.ndarray) -> tuple[int, int]:
+    """The first of some ascending numbers, and the one after the last; an empty span of none."""
+    return (int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else (0, 0)
+
+
+def floating_name(dtype: Any) -> str | None:
+    """Returns the name of a dtype that activations can be read as; None for None and any other."""
+    names = [name for name in FLOATING if dtype is not None and np.dtype(name) == dtype]
+    return names[0] if names else None
 
 
 def default_buffer(options: BatchOptions, hooks: int, row: int, local: bool) -> int:

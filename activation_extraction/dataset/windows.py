@@ -50,14 +50,16 @@ class Position:
 
 
 class Window(NamedTuple):
-    """The same tokens of each run. runs: the blocks of each. order: the numbers of the tokens, over
-    all blocks of a run, ascending, as they are handed out. end: where the next window begins."""
+    """The same tokens of each run. runs: the blocks of each. tokens: how many there are, over all
+    blocks of a run, in the order in which they are handed out. end: where the next window begins.
+    """
 
-    runs: tuple[list[Block], ...]
-    order: np.ndarray
+    runs: list[tuple[Block, ...]]
+    tokens: int
     end: Position
 
 
+@dataclass
 class Windows:
     """Windows of `most` tokens; the last one may be shorter. seed: for shuffling; None keeps the
     order.
@@ -66,19 +68,11 @@ class Windows:
     same time. A thread fills a window, others read its chunks.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        read: Callable[[Chunk], tuple[Block, ...]],
-        ahead: int,
-        most: int,
-        seed: int | None,
-    ) -> None:
-        self._chunks, self._read, self._ahead = chunks, read, ahead
-        self._most, self._seed = min(most, sum(map(len, chunks))), seed
-        self._stopped = False
-        self._reading: dict[int, Future[tuple[Block, ...]]] = {}
-        self._memory: tuple[list[TokenBatch], ...] = [], []  # of every other window, of each run
+    chunks: Sequence[Chunk]
+    read: Callable[[Chunk], tuple[Block, ...]]
+    ahead: int
+    most: int
+    seed: int | None
 
     def beginning(self, begin: Position) -> Generator[Window, None, None]:
         """Yields the windows from `begin` on.
@@ -86,7 +80,10 @@ class Windows:
         The filling ends early when the generator is closed or collected, or the program ends, and
         the threads end with it.
         """
-        pool = ThreadPoolExecutor(1 + self._ahead, "read-ahead")
+        self._stopped = False
+        self._reading: dict[int, Future[tuple[Block, ...]]] = {}
+        self._memory: tuple[list[TokenBatch], ...] = [], []  # of every other window, of each run
+        pool = ThreadPoolExecutor(1 + self.ahead, "read-ahead")
         try:
             upcoming = pool.submit(self._fill, begin, pool)
             while (window := upcoming.result()) is not None:
@@ -95,42 +92,34 @@ class Windows:
                 del window  # and its memory, before the next one is waited for
         finally:  # without a lock: the garbage collector may come here, in any thread
             self._stopped = True
-            self._reading, self._memory = {}, ([], [])  # an error may keep this object for a while
 
     def _fill(self, begin: Position, pool: ThreadPoolExecutor) -> Window | None:
         """The window that begins there; None if no tokens are left."""
         chunk, row, filled = begin.chunk, begin.row, 0
-        memory, found = self._memory[begin.window % 2], list[tuple[Block, ...]]()
-        places = np.arange(self._most)
-        if self._seed is not None:
-            np.random.default_rng([self._seed, begin.window]).shuffle(places)
-        while filled < self._most and chunk < len(self._chunks) and not self._stopped:
+        memory, parts = self._memory[begin.window % 2], list[list[Block]]()
+        places = np.arange(self.most)
+        if self.seed is not None:
+            np.random.default_rng([self.seed, begin.window]).shuffle(places)
+        while filled < self.most and chunk < len(self.chunks) and not self._stopped:
             blocks = self._blocks(chunk, pool)
-            stop = min(row + self._most - filled, len(blocks[0].rows))
+            stop = min(row + self.most - filled, len(blocks[0].rows))
             if row < stop:
-                part = tuple(Block(tokens, rows[row:stop]) for tokens, rows in blocks)
-                if self._seed is not None or not all(map(_may_hold, blocks)):
-                    part = self._copied(part, memory, places[filled : filled + stop - row])
-                found.append(part)
+                part = [Block(tokens, rows[row:stop]) for tokens, rows in blocks]
+                if self.seed is not None or not all(map(_may_hold, blocks)):
+                    memory += [empty_batch(tokens, self.most) for tokens, _ in part if not memory]
+                    to = places[filled : filled + stop - row]
+                    for block, tokens in zip(part, memory, strict=True):
+                        copy_rows(block, to, tokens)
+                    part = [Block(tokens, to) for tokens in memory]
+                parts.append(part)
                 filled, row = filled + stop - row, stop
             if row >= len(blocks[0].rows):
                 chunk, row = chunk + 1, 0
         if not filled:
             return None
-        runs: tuple[list[Block], ...] = tuple(map(list, zip(*found, strict=True)))
-        if self._seed is not None:
-            runs = tuple([Block(tokens, np.arange(self._most))] for tokens in memory)
-        order = np.sort(places[:filled])
-        return Window(runs, order, Position(begin.window + 1, chunk, row))
-
-    def _copied(
-        self, blocks: tuple[Block, ...], memory: list[TokenBatch], places: np.ndarray
-    ) -> tuple[Block, ...]:
-        """The tokens of blocks, copied to these rows of the memory of a window."""
-        memory += [empty_batch(tokens, self._most) for tokens, _ in blocks if not memory]
-        for block, tokens in zip(blocks, memory, strict=True):
-            copy_rows(block, places, tokens)
-        return tuple(Block(tokens, places) for tokens in memory)
+        if self.seed is not None:
+            parts = [[Block(tokens, np.sort(places[:filled])) for tokens in memory]]
+        return Window([*zip(*parts, strict=True)], filled, Position(begin.window + 1, chunk, row))
 
     def _blocks(self, chunk: int, pool: ThreadPoolExecutor) -> tuple[Block, ...]:
         """A chunk of each run. Some of those that follow are read meanwhile.
@@ -138,9 +127,9 @@ class Windows:
         When the program ends, the pool raises RuntimeError, which ends the filling.
         """
         self._reading.pop(chunk - 1, None)
-        for number in range(chunk, min(chunk + self._ahead, len(self._chunks))):
+        for number in range(chunk, min(chunk + self.ahead, len(self.chunks))):
             if number not in self._reading:
-                self._reading[number] = pool.submit(self._read, self._chunks[number])
+                self._reading[number] = pool.submit(self.read, self.chunks[number])
         return self._reading[chunk].result()
 
 

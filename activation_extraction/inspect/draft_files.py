@@ -7,8 +7,7 @@ k + 1 for speculators, as in transformers' `hidden_states`, and k for SpecForge.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from activation_extraction.inspect.arrow_files import ArrowFolder
 
 LOSS_MASK = "loss_mask"  # the name of a kept column: 1 for each token of the row that is learned
 LEARNED = [ROLES.index(role) for role in ("assistant", "thinking")]
-STREAM = re.compile(r"blocks\.(\d+)\.hook_resid_(pre|post)")
+STREAMS = "blocks.*.hook_resid_pre", "blocks.*.hook_resid_post"
 NORMED = "ln_final.hook_out"
 PER_FOLDER = 2000  # samples, as SpecForge groups them
 
@@ -41,48 +40,38 @@ class Sample(NamedTuple):
     values: ByHook[np.ndarray]
 
 
-def mask_columns(dataset: ActivationDataset) -> list[str]:
-    """Returns the columns of the table of samples that a mask of the loss is made from."""
-    return [LOSS_MASK, "row"] if LOSS_MASK in dataset.identity.keep_columns else []
-
-
-def samples_in(chunks: Iterable[TokenBatch]) -> Iterator[Sample]:
+def samples_in(dataset: ActivationDataset, chunks: Iterable[TokenBatch]) -> Iterator[Sample]:
     """Puts the samples together again; those without tokens are left out.
 
-    The loss counts for the tokens that the kept column `loss_mask` names, else for those of the
-    assistant, else for all. Raises RunError for a `loss_mask` that does not fit its row.
+    Raises RunError for a `loss_mask` that does not fit its row.
     """
-    parts: list[TokenBatch] = []
-    for chunk in chunks:
-        changes = np.flatnonzero(np.diff(chunk.sample_idx)) + 1
-        for start, stop in pairwise((0, *changes.tolist(), len(chunk))):
-            if parts and parts[0].sample_idx[0] != chunk.sample_idx[start]:
-                yield _sample(parts)
-                parts = []
-            parts.append(_rows(chunk, slice(start, stop)))
-    if parts:
-        yield _sample(parts)
+    more, rest = iter(chunks), list[TokenBatch]()
+    for number, length in enumerate(dataset.samples["tokens"].to_pylist()):
+        while sum(map(len, rest)) < length:
+            rest.append(next(more))
+        if length:
+            read = concatenated(rest)
+            sample = read.map(itemgetter(slice(length)))
+            rest = [read.map(itemgetter(slice(length, None)))]
+            mask = _loss_mask(dataset, number, sample)
+            yield Sample(sample.token_ids.astype(np.int64), mask, sample.activations)
 
 
-def _rows(batch: TokenBatch, rows: slice) -> TokenBatch:
-    columns = {name: values[rows] for name, values in batch.columns.items()}
-    return replace(batch.map(lambda values: values[rows]), columns=columns)
-
-
-def _sample(parts: Sequence[TokenBatch]) -> Sample:
-    whole, columns = concatenated(parts), parts[0].columns
-    mask: Any = np.ones(len(whole))
-    if columns:
-        piece = piece_of(columns["row"][0])
+def _loss_mask(dataset: ActivationDataset, number: int, sample: TokenBatch) -> np.ndarray:
+    """Returns for which tokens of a sample the loss counts, 0 or 1: for those that the kept column
+    `loss_mask` names, else for those of the assistant, else for all."""
+    mask: Any = np.ones(len(sample))
+    if LOSS_MASK in dataset.identity.keep_columns:
+        row, given = (dataset.samples[name][number].as_py() for name in ("row", LOSS_MASK))
+        piece = piece_of(row)
         start = 0 if piece is None else piece[1]
-        given = columns[LOSS_MASK][0]
-        mask = np.array(given[start : start + len(whole)] if isinstance(given, list) else [])
-        if mask.shape != (len(whole),) or not np.isin(mask, (0, 1)).all():
-            where = f"sample {whole.sample_idx[0]}: its column {LOSS_MASK}"
+        mask = np.array(given[start : start + len(sample)] if isinstance(given, list) else [])
+        if mask.shape != (len(sample),) or not np.isin(mask, (0, 1)).all():
+            where = f"sample {sample.sample_idx[0]}: its column {LOSS_MASK}"
             raise RunError(f"{where}: expected a 0 or 1 for each of the row's tokens")
-    elif whole.role is not None:
-        mask = np.isin(whole.role, LEARNED)
-    return Sample(whole.token_ids.astype(np.int64), mask.astype(np.int64), whole.activations)
+    elif sample.role is not None:
+        mask = np.isin(sample.role, LEARNED)
+    return mask.astype(np.int64)
 
 
 def layer_ids(hooks: Iterable[str]) -> dict[int, str]:
@@ -90,27 +79,17 @@ def layer_ids(hooks: Iterable[str]) -> dict[int, str]:
     0 is the embedding, k + 1 what comes out of block k."""
     found: dict[int, str] = {}
     for hook in hooks:
-        if match := STREAM.fullmatch(hook):
+        if match := re.fullmatch(r"blocks\.(\d+)\.hook_resid_(pre|post)", hook):
             found.setdefault(int(match[1]) + (match[2] == "post"), hook)
     return dict(sorted(found.items()))
 
 
-def check_stream(form: str, dataset: ActivationDataset, hooks: Sequence[str]) -> None:
-    """Raises InputError for hooks that a trainer of draft models cannot take: it takes the stream
-    of some layers, and the last one before (speculators) or after (SpecForge) the final norm."""
-    where, last = f"--export {form}", NORMED
-    if form == "speculators":
-        depth = dataset.metadata.get("model", {}).get("num_hidden_layers", 0)
-        last = f"blocks.{depth - 1}.hook_resid_post"
-    if last not in hooks:
-        raise InputError(f"{where}: needs the hook {last}; {dataset.url} has {', '.join(hooks)}")
-    others = [hook for hook in hooks if hook != last]
-    for hook in others:
-        if not STREAM.fullmatch(hook):
-            expected = f"expected blocks.K.hook_resid_post beside {last}"
-            raise InputError(f"{where}: cannot take the hook {hook}; {expected}: use --hook_names")
-    if not others:
-        raise InputError(f"{where}: needs blocks.K.hook_resid_post of at least one layer more")
+def _check_layers(form: str, dataset: ActivationDataset, hooks: Sequence[str], last: str) -> None:
+    if last not in hooks or len(hooks) < 2:
+        raise InputError(
+            f"--export {form}: needs the hooks {last} and blocks.K.hook_resid_post of at least one "
+            f"other layer; it has {', '.join(hooks)} of {dataset.url}"
+        )
 
 
 def write_speculators(
@@ -124,11 +103,13 @@ def write_speculators(
     import datasets
     from safetensors.numpy import save
 
+    depth = dataset.metadata.get("model", {}).get("num_hidden_layers", 0)
+    _check_layers("speculators", dataset, hooks, f"blocks.{depth - 1}.hook_resid_post")
     (folder / "hidden_states").mkdir()
     of_tokens = datasets.List(datasets.Value("int64"))
     columns = {"input_ids": of_tokens, LOSS_MASK: of_tokens, "seq_len": datasets.Value("int64")}
     rows, layers, tokens = ArrowFolder(folder, columns, "torch"), layer_ids(hooks).values(), 0
-    for number, (ids, mask, values) in enumerate(samples_in(chunks)):
+    for number, (ids, mask, values) in enumerate(samples_in(dataset, chunks)):
         states = np.stack([values[hook] for hook in layers], axis=1)
         data = save({"hidden_states": states, "token_ids": ids})
         (folder / f"hidden_states/hs_{number}.safetensors").write_bytes(data)
@@ -145,8 +126,9 @@ def write_specforge(
     stream of some layers side by side, and the last hidden state after the final norm."""
     import torch
 
+    _check_layers("specforge", dataset, hooks, NORMED)
     tokens = 0
-    for number, (ids, mask, values) in enumerate(samples_in(chunks)):
+    for number, (ids, mask, values) in enumerate(samples_in(dataset, chunks)):
         first = number // PER_FOLDER * PER_FOLDER
         place = folder / f"rows_{first}-{first + PER_FOLDER}"
         place.mkdir(exist_ok=True)

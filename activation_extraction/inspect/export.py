@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
-from activation_extraction.inspect.draft_files import check_stream, layer_ids, mask_columns
+from activation_extraction.inspect.draft_files import layer_ids
 from activation_extraction.inspect.status import host_states
 from activation_extraction.inspect.trainer_files import EXPORT_FORMS
 from activation_extraction.store.folder import Folder
@@ -45,13 +46,10 @@ def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None)
     target = os.path.normpath(target)
     dataset = _finished_run(root)
     hooks = _choose_hooks(dataset, patterns, name)
-    if (form.of_samples or form.of_codes) and not dataset.identity.every_token:
+    if (form.of_codes or form.streams) and not dataset.identity.every_token:
         why = "stores some tokens only; expected all of them"
         raise InputError(f"--export {name}: {dataset.url} {why}")
-    if form.of_samples:
-        check_stream(name, dataset, hooks)
-    of_hooks, columns = ((), mask_columns(dataset)) if form.of_samples else (hooks, [])
-    for hook in of_hooks:
+    for hook in hooks:
         if not FOLDER_NAME.fullmatch(hook):
             raise InputError(f"--export {name}: hook {hook!r:.80} cannot name a folder")
     if dataset.tokens < form.row:
@@ -63,21 +61,17 @@ def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None)
     chunk = max(CHUNK_BYTES // token_bytes // form.row, 1) * form.row
     # Beside activations, the files have up to 16 bytes per token and hook: token ids and masks.
     with _new_folder(target, dataset.tokens * (token_bytes + 16 * len(hooks))) as folder:
-        for hook in of_hooks:
+        for hook in () if form.streams else hooks:
             (folder / hook).mkdir()
-        tokens = form.write(folder, dataset, hooks, _chunks(dataset, hooks, chunk, columns))
-    stored = f"{tokens * token_bytes / 1e9:,.3f} GB of activations "
-    say(
-        f"exported: {counted(tokens, 'token')}, {counted(len(hooks), 'hook')}, "
-        f"{'' if form.of_codes else stored}in {target}"
-    )
+        tokens = form.write(folder, dataset, hooks, _chunks(dataset, hooks, chunk))
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    exported = f"{counted(tokens, 'token')}, {counted(len(hooks), 'hook')}, {size / 1e9:,.3f} GB"
+    say(f"exported: {exported} in {target}")
     if left_out := dataset.tokens - tokens:
-        left = f"{counted(left_out, 'token')} at {form.ends}"
-        say(f"left out: {left}, too few for a row of {form.row}")
+        say(f"left out: {counted(left_out, 'token')}, too few for a row of {form.row}")
     names = {"folder": target, "hook": hooks[0], "path": os.path.join(target, hooks[0])}
-    if form.of_samples:
-        layers = " ".join(map(str, [*layer_ids(hooks)][:-1]))
-        names |= {"model": dataset.tokenizer_path, "layers": layers}
+    names["model"] = dataset.metadata.get("configuration", {}).get("model_path")
+    names["layers"] = " ".join(map(str, [*layer_ids(hooks)][:-1]))
     say("read it with:", f"  {form.read_with.format(**names, row=form.row)}")
 
 
@@ -99,17 +93,20 @@ def _choose_hooks(
     dataset: ActivationDataset, patterns: Sequence[str] | None, name: str
 ) -> list[str]:
     """Returns the names of the hooks to export, in the run's order: those that a form can take."""
-    of_codes = EXPORT_FORMS[name].of_codes
-    taken = [h for h in dataset.hooks if bool(dataset.shards.hooks[h].most) == of_codes]
+    form = EXPORT_FORMS[name]
     try:
         chosen = dataset.hooks.chosen(dataset.url, patterns)
     except ValueError as error:
         raise InputError(f"--hook_names: {error}") from None
+    kind = "codes, which --encode stores" if form.of_codes else "activations, no codes"
+    taken = [h for h in dataset.hooks if bool(dataset.shards.hooks[h].most) == form.of_codes]
     found = [hook for hook in taken if hook in chosen]
-    kind = "codes, which --encode stores" if of_codes else "activations, no codes"
+    if form.streams:
+        kind = " and ".join(form.streams)
+        found = [hook for hook in found if any(fnmatchcase(hook, glob) for glob in form.streams)]
     if not found:
         raise InputError(f"--export {name}: takes {kind}; {dataset.url} has {', '.join(chosen)}")
-    if others := [hook for hook in chosen if hook not in taken]:
+    if others := [hook for hook in chosen if hook not in found]:
         say(f"left out: {', '.join(others)}; {name} takes {kind}")
     return found
 
@@ -134,7 +131,7 @@ def _new_folder(target: str, needed: int) -> Iterator[Path]:
         raise InputError(f"{where}: cannot be written to: {reason}") from error
     try:
         if needed > (free := shutil.disk_usage(temporary).free):
-            room = f"{free / 1e9:,.1f} GB free, needs {needed / 1e9:,.1f} GB"
+            room = f"{free / 1e9:,.3f} GB free, needs {needed / 1e9:,.3f} GB"
             raise InputError(f"{where}: has {room}")
         yield temporary
         os.sync()  # the files must be on the disk before their folder has its name
@@ -146,15 +143,13 @@ def _new_folder(target: str, needed: int) -> Iterator[Path]:
         raise
 
 
-def _chunks(
-    dataset: ActivationDataset, hooks: Sequence[str], size: int, columns: Sequence[str]
-) -> Iterator[TokenBatch]:
+def _chunks(dataset: ActivationDataset, hooks: Sequence[str], size: int) -> Iterator[TokenBatch]:
     """Yields all tokens in stored order, `size` at a time, with a progress bar."""
     settings = dict(unit=" tokens", unit_scale=True, desc="exporting", disable=None)
     with (
-        closing(dataset.batches(size, hooks, buffer=2 * size, columns=columns)) as batches,
+        closing(dataset.batches(size, hooks, buffer=2 * size)) as batches,
         tqdm(total=dataset.tokens, **settings) as bar,
     ):
         for batch in batches:
-            yield batch
             bar.update(len(batch))
+            yield batch

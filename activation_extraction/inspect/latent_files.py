@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -26,50 +26,52 @@ def write_delphi(
     START_END.safetensors has the active features START to END, END included: `locations` (row,
     position, feature - START), sorted by feature, `activations`, and `tokens`, of all rows.
     """
+    from safetensors.numpy import save
+
     lengths = dataset.samples["tokens"].to_numpy()
-    begins, rows = (np.cumsum([0, *each]) for each in (lengths, lengths // ROW))
-    edges = {hook: _edges(dataset, hook) for hook in hooks}
-    token_ids = np.empty((int(rows[-1]), ROW), np.int32)  # which every file has whole
-    seen = 0
-    with ExitStack() as stack:
-        files = {
-            hook: [
-                stack.enter_context(open(_part(folder, hook, first), "wb"))
-                for first in edges[hook][:-1]
-            ]
-            for hook in hooks
-        }
-        for batch in chunks:
-            tokens = np.arange(seen, seen + len(batch))
-            sample = np.searchsorted(begins, tokens, "right") - 1
-            index = tokens - begins[sample]
-            row, position = rows[sample] + index // ROW, index % ROW
-            whole = index < lengths[sample] // ROW * ROW
-            token_ids[row[whole], position[whole]] = batch.token_ids[whole]
-            for hook, codes in batch.items():
-                token = np.repeat(np.arange(len(batch)), np.diff(codes.indptr))
-                kept = whole[token] & (np.abs(codes.data) > LEAST)
-                entries = np.zeros(int(kept.sum()), ENTRY)
-                token, entries["latent"] = token[kept], codes.indices[kept]
-                entries["row"], entries["position"] = row[token], position[token]
-                entries["value"] = codes.data[kept]
-                split = np.searchsorted(edges[hook], entries["latent"], "right") - 1
-                for number in np.unique(split).tolist():
-                    entries[split == number].tofile(files[hook][number])
-            seen += len(batch)
+    begins, seen, kept = np.cumsum([0, *lengths]), 0, 0  # kept: tokens in whole rows
+    token_ids: list[np.ndarray] = []
+    # By features; until all entries are there, each has its own as they come, row by row.
+    files: dict[str, dict[tuple[int, int], Path]] = {}
     for hook in hooks:
-        _finish(folder, hook, edges[hook], token_ids)
+        ends = pairwise(_edges(dataset, hook))
+        files[hook] = {(a, b): folder / hook / f"{a}_{b - 1}.safetensors" for a, b in ends}
+    for batch in chunks:
+        sample = np.searchsorted(begins, np.arange(seen, seen + len(batch)), "right") - 1
+        whole = batch.position < lengths[sample] // ROW * ROW
+        place = kept + np.cumsum(whole) - 1
+        token_ids.append(batch.token_ids[whole])
+        for hook, codes in batch.items():
+            token = np.repeat(np.arange(len(batch)), np.diff(codes.indptr))
+            chosen = whole[token] & (np.abs(codes.data) > LEAST)
+            where = np.divmod(place[token[chosen]], ROW)
+            arrays = [*where, codes.indices[chosen], codes.data[chosen]]
+            added = np.rec.fromarrays(arrays, dtype=ENTRY)
+            for (first, stop), path in files[hook].items():
+                own = (added["latent"] >= first) & (added["latent"] < stop)
+                with open(path, "ab") as file:
+                    added[own].tofile(file)
+        seen, kept = seen + len(batch), kept + int(whole.sum())
+    tokens = np.concatenate(token_ids).reshape(-1, ROW)
+    for hook in hooks:
+        for (first, _), path in files[hook].items():
+            entries = np.fromfile(path, ENTRY)
+            entries = entries[np.argsort(entries["latent"], kind="stable")]
+            entries["latent"] -= first
+            locations = np.stack([entries[n] for n in ("row", "position", "latent")], axis=1)
+            found = {"locations": locations, "activations": entries["value"].copy()}
+            path.write_bytes(save({**found, "tokens": tokens}))
         config = {
             "model_name": dataset.tokenizer_path,
             "dataset_repo": dataset.identity.data,
             "dataset_column": dataset.identity.text_column,
             "cache_ctx_len": ROW,
             "ctx_len": ROW,
-            "n_tokens": int(rows[-1]) * ROW,
-            "n_splits": len(edges[hook]) - 1,
+            "n_tokens": tokens.size,
+            "n_splits": len(files[hook]),
         }
         (folder / hook / "config.json").write_text(json.dumps(config, indent=2))
-    return int(rows[-1]) * ROW
+    return tokens.size
 
 
 def _edges(dataset: ActivationDataset, hook: str) -> list[int]:
@@ -77,22 +79,3 @@ def _edges(dataset: ActivationDataset, hook: str) -> list[int]:
     most, features = dataset.shards.hooks[hook].most, dataset.hooks[hook]
     splits = max(SPLITS, -(-dataset.tokens * most * ENTRY.itemsize // SPLIT_BYTES))
     return np.linspace(0, features, min(splits, features) + 1).astype(int).tolist()
-
-
-def _part(folder: Path, hook: str, first: int) -> Path:
-    return folder / hook / f"{first}.part"
-
-
-def _finish(folder: Path, hook: str, edges: Sequence[int], tokens: np.ndarray) -> None:
-    """Makes the files of a hook from their entries, which are in the order of the rows."""
-    from safetensors.numpy import save
-
-    for first, stop in zip(edges, edges[1:], strict=False):
-        part = _part(folder, hook, first)
-        entries = np.fromfile(part, ENTRY)
-        entries = entries[np.argsort(entries["latent"], kind="stable")]
-        columns = entries["row"], entries["position"], entries["latent"] - np.uint32(first)
-        found = {"locations": np.stack(columns, axis=1), "activations": entries["value"].copy()}
-        path = folder / hook / f"{first}_{stop - 1}.safetensors"
-        path.write_bytes(save({**found, "tokens": tokens}))
-        part.unlink()

@@ -9,8 +9,9 @@ from activation_extraction.inspect.export import export
 from activation_extraction.inspect.report import show_report
 from activation_extraction.inspect.status import show_status
 from activation_extraction.inspect.verify import Recompute, verify
-from activation_extraction.store.folder import Folder
-from activation_extraction.store.patience import STATUS_PATIENCE, UPLOAD_TIMEOUT, FolderError
+from activation_extraction.store.folder import UPLOAD_TIMEOUT, Folder, FolderError
+
+STATUS_PATIENCE = 20.0  # seconds
 
 
 def look(config: Config, load: Callable[[dict[str, Any]], Recompute] | None = None) -> int:

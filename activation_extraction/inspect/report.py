@@ -20,7 +20,6 @@ from activation_extraction.store.folder import Folder, FolderError, local_path
 from activation_extraction.store.host_folders import read_folders
 from activation_extraction.store.local_files import write_file
 from activation_extraction.store.metadata import Stored, identity_of
-from activation_extraction.store.patience import reason_of
 
 
 def show_report(root: Folder, file: str) -> int:
@@ -41,7 +40,8 @@ def show_report(root: Folder, file: str) -> int:
     try:
         write_file(target, [html.encode()])
     except (OSError, FolderError) as error:
-        raise InputError(f"--report {target}: {reason_of(error)[0]}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--report {target}: {reason}") from error
     say(f"report: {target}")
     return 0
 

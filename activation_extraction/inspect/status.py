@@ -16,6 +16,7 @@ from activation_extraction.store.folder import ANY, Folder
 from activation_extraction.store.host_folders import (
     HostFolder,
     expected_names,
+    host_folders,
     read_folders,
 )
 from activation_extraction.store.metadata import AGGREGATE, COUNTED, Stored
@@ -23,7 +24,7 @@ from activation_extraction.store.statistics import Statistics
 
 SILENCE = 900.0  # seconds without a commit before a run counts as silent
 RECENT = 20  # how many shards the current speed of a host is computed from
-WRONG = {"damaged", "killed", "silent", "failed"}  # states in which somebody has to do something
+WRONG = {"damaged", "silent", "failed"}  # states in which somebody has to do something
 SHOWN = 8  # how many hooks are listed with the errors of their encoding
 
 
@@ -31,10 +32,9 @@ SHOWN = 8  # how many hooks are listed with the errors of their encoding
 class HostState:
     """The state of one host of a run. Times are Unix seconds; None means unknown.
 
-    state: "complete", "running", "killed" (the metadata says running, but no process has locked the
-    folder), "silent" (the metadata says running, locks are not visible, and nothing has been
-    written for a long time), "interrupted", "failed", "not started" or "damaged" (files are
-    unreadable or missing). tokens_per_second: over the last shards, without pauses between runs.
+    state: "complete", "running", "silent" (the metadata says running, but nothing has been written
+    for a long time), "interrupted", "failed", "not started" or "damaged" (files are unreadable or
+    missing). tokens_per_second: over the last shards, without pauses between runs.
     utilisation: share of the devices' peak FLOP/s, from metrics.jsonl. waited: for how many seconds
     computing waited because the memory for shards was full, by the phase of the oldest shard.
     last_sign: when the run last wrote anything. share: how much is done of --max_samples or
@@ -91,7 +91,7 @@ def host_states(folders: dict[str, Stored]) -> list[HostState]:
 
 
 def _host_state(name: str, stored: Stored) -> HostState:
-    folder = HostFolder.parse(name) or HostFolder(0)
+    folder = host_folders([name]).get(name, HostFolder(0))
     commits, metadata, totals = stored.in_order, stored.metadata, stored.totals
     phases = {key: re.fullmatch("waited_([a-z]+)_seconds", key) for key in stored.metrics}
     known = HostState(
@@ -167,8 +167,6 @@ def _state(stored: Stored, metadata: dict[str, Any], pace: Pace | None, last_sig
         return "damaged"
     if metadata["status"] != "running":
         return metadata["status"]
-    if stored.locked is not None:
-        return "running" if stored.locked else "killed"
     patience = max(SILENCE, 5 * pace.seconds_per_shard if pace is not None else 0)
     return "silent" if time.time() - last_sign > patience else "running"
 

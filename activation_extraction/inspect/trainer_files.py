@@ -2,7 +2,7 @@
 of draft models.
 
 A function for each form writes them. It gets a folder, which has an empty folder for each hook
-unless the form is one of whole samples, a run, the names of the hooks to export, and all tokens of
+unless the form is one for draft models, a run, the names of the hooks to export, and all tokens of
 the run in chunks; every chunk but the last has a multiple of the form's `row` tokens. It returns
 how many tokens it wrote. The libraries are imported where they are needed.
 """
@@ -17,7 +17,12 @@ import numpy as np
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
 from activation_extraction.inspect.arrow_files import ArrowFolder
-from activation_extraction.inspect.draft_files import write_specforge, write_speculators
+from activation_extraction.inspect.draft_files import (
+    NORMED,
+    STREAMS,
+    write_specforge,
+    write_speculators,
+)
 from activation_extraction.inspect.latent_files import ROW, write_delphi
 
 Write = Callable[[Path, ActivationDataset, Sequence[str], Iterable[TokenBatch]], int]
@@ -29,11 +34,10 @@ class ExportForm(NamedTuple):
     library: needed to write the files. write: see above. read_with: a line with which the trainer
     reads them, a format of `folder`, `hook`, `path` (the hook's own folder), `row`, `model` and
     `layers` (the numbers of hidden states but the last). row: how many tokens a row of the files
-    has; tokens at the end of the run that are too few for a row are left out. has_bfloat16: whether
-    the files can have it; otherwise float32 is written. of_samples: whether it is a form of whole
-    samples for draft models, and hooks have no folders. of_codes: whether it takes codes, and no
-    other hooks. ends: where rows end, as words. The last two kinds need all tokens of their
-    samples.
+    has; tokens that are too few for a row are left out. has_bfloat16: whether the files can have
+    it; otherwise float32 is written. of_codes: whether it takes codes, and no other hooks. streams:
+    the hooks that a form for draft models takes, as globs. The last two kinds need all tokens of
+    their samples.
     """
 
     library: str
@@ -41,9 +45,8 @@ class ExportForm(NamedTuple):
     read_with: str
     row: int = 1
     has_bfloat16: bool = True
-    of_samples: bool = False
     of_codes: bool = False
-    ends: str = "the end of the run"
+    streams: tuple[str, ...] = ()
 
     def dtype_of(self, dataset: ActivationDataset, hook: str) -> np.dtype:
         """Returns the dtype of a hook's values in the files."""
@@ -53,7 +56,7 @@ class ExportForm(NamedTuple):
     def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
         """Returns the most bytes of a token at a hook on the way to the files and in them."""
         if self.of_codes:
-            return 4 * dataset.shards.hooks[hook].row_bytes
+            return 4 * dataset.shards.row_bytes([hook])
         return dataset.hooks[hook] * self.dtype_of(dataset, hook).itemsize
 
 
@@ -190,13 +193,13 @@ EXPORT_FORMS = {
         write_speculators,
         "python -m speculators.train --data-path {folder} --verifier-name-or-path {model} "
         "--target-layer-ids {layers} --on-missing raise",
-        of_samples=True,
+        streams=STREAMS,
     ),
     "specforge": ExportForm(
         "torch",
         write_specforge,
         "scripts/train_eagle3.py --train-hidden-states-path {folder} --target-model-path {model}",
-        of_samples=True,
+        streams=(*STREAMS, NORMED),
     ),
     "delphi": ExportForm(
         "safetensors",
@@ -204,6 +207,5 @@ EXPORT_FORMS = {
         "LatentDataset({folder!r}, SamplerConfig(), ConstructorConfig())",
         row=ROW,
         of_codes=True,
-        ends="the ends of samples",
     ),
 }

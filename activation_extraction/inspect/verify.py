@@ -31,7 +31,7 @@ from activation_extraction.store.host_folders import (
     strangers,
 )
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.metadata import COUNTED, Stored, identity_of, missing_jsons
+from activation_extraction.store.metadata import COUNTED, Stored, identity_of
 from activation_extraction.store.resume import furthest_mark
 from activation_extraction.store.shard import Values
 from activation_extraction.store.statistics import defined_tokens
@@ -152,7 +152,6 @@ STORED = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, FLOAT8: 2.0*
 # of 64 experts, no number differed where only the packing did, and 13 % did between bfloat16 and
 # float32.
 OTHER_NUMBERS = {"float32": 0.01, "bfloat16": 0.25}
-WIDEST = 2**31  # no autoencoder has more features
 TIE = 2  # numbers that differ when two change places, which is always allowed
 
 
@@ -178,11 +177,10 @@ def _compare(
             continue
         for name, stored in zip(identity.hooks, sample.activations, strict=True):
             where, found = f"{sample.where}, {name}: recomputed,", activations[name]
-            if isinstance(stored, Codes) or isinstance(found, Codes):
-                assert isinstance(stored, Codes) and isinstance(found, Codes)
-                yield from (
-                    f"{where} {told}" for told in _other_codes(identity, stored, found, allowed)
-                )
+            if isinstance(found, Codes):
+                assert isinstance(stored, Codes)
+                differences = _other_codes(identity, stored, found, allowed)
+                yield from (f"{where} {told}" for told in differences)
                 continue
             before, now = (np.asarray(each, np.float64) for each in (stored, found))
             if np.issubdtype(found.dtype, np.integer):
@@ -207,7 +205,7 @@ def _other_codes(identity: Identity, stored: Codes, now: Codes, allowed: float) 
     values of the features that are in both, by the norms, or by the errors of reconstruction."""
     each = stored, now
     first, second = (
-        np.repeat(np.arange(len(c)), np.diff(c.indptr)) * WIDEST + c.indices for c in each
+        np.repeat(np.arange(len(c)), np.diff(c.indptr)) * now.features + c.indices for c in each
     )
     both, *places = np.intersect1d(first, second, assume_unique=True, return_indices=True)
     different, most = len(first) + len(second) - 2 * len(both), len(first)
@@ -259,7 +257,7 @@ def check_folders(folders: dict[str, Stored]) -> Iterator[str]:
     prints: dict[tuple[str, int], str] = {}  # of the data set's files, by name and size
     for name, stored in folders.items():
         yield from stored.damaged.values()
-        yield from missing_jsons(stored, name)
+        yield from (file_path(name, message) for message in stored.lacking_jsons)
         metadata, where = stored.metadata or {}, file_path(name, METADATA)
         for file in metadata.get("data_files", ()):
             found = file["fingerprint"]

@@ -4,7 +4,6 @@ Its activations are read only if some of them are to be recomputed.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,8 +24,6 @@ from activation_extraction.store.shard_reader import (
     read_sums,
 )
 from activation_extraction.text.batch import Cursor, Worker
-
-REQUESTS = 8  # ranges that are read at the same time
 
 
 @dataclass(frozen=True)
@@ -101,14 +98,14 @@ def read_samples(
     }
     start = furthest_mark(stored.in_order, (commit.first - worker.sample_idx(0)) // worker.stride)
     chosen = []
-    with ThreadPoolExecutor(REQUESTS) as requests:
-        reader = open_shard(store, commit, hooks, requests)
-        for i in wanted:
-            span = reader.offsets[i : i + 2].tolist()
-            row = SampleRow(int(reader.sample_idx[i]), *reader.tokens(*span))
-            values = [
-                hook.given(begin_rows(reader, name, hook, span)()) for name, hook in hooks.items()
-            ]
-            name = f"{where}: sample {row.sample_idx}"
-            chosen.append(ChosenSample(name, row, values, worker, commit.number, start))
+    reader = open_shard(store, commit, hooks)
+    for i in wanted:
+        span = reader.offsets[i : i + 2].tolist()
+        tokens = reader.tokens(*span)
+        row = SampleRow(int(reader.sample_idx[i]), tokens["token_ids"], tokens["position"])
+        values = [
+            hook.given(begin_rows(reader, name, hook, span)()) for name, hook in hooks.items()
+        ]
+        name = f"{where}: sample {row.sample_idx}"
+        chosen.append(ChosenSample(name, row, values, worker, commit.number, start))
     return chosen

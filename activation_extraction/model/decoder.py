@@ -110,19 +110,27 @@ class Decoder:
         types = self.config.layer_types[: self._count(params)]
         stacks = params if self.mixed else {types[0]: params}
         apart = {type_: self._apart(type_, stack) for type_, stack in stacks.items()}
-        # Of every layer, its row in the stack of its type; and its other parameters if there is one
-        # type, or the number of the stack.
+        # Of every layer, the number of its stack and its row there; out of a single stack, the loop
+        # itself takes what does not stay.
+        numbers = np.array([*map(sorted(stacks).index, types)], np.int32)
         rows = np.array([types[:layer].count(type_) for layer, type_ in enumerate(types)], np.int32)
-        which, layer_for = apart[types[0]][1], partial(self._layer, types[0], apart[types[0]][0])
-        if self.mixed:
-            which = np.array([*map(sorted(stacks).index, types)], np.int32)
-            layer_for = partial(self._layer_in, apart)
+        taken = None if self.mixed else apart[types[0]][1]
 
         def step(carry: Any, xs: Any) -> tuple[Any, None]:
-            which, row, slides, per_layer = xs
-            return body(layer_for(which, row, slides, keep), carry, per_layer), None
+            number, row, taken, slides, per_layer = xs
 
-        return jax.lax.scan(step, carry, (which, rows, slides, per_layer))[0]
+            def run(type_: str, *inputs: Any) -> Any:
+                stay, others = apart[type_]
+                take = partial(jax.lax.dynamic_index_in_dim, index=row, keepdims=False)
+                own = jax.tree.map(take, others) if taken is None else taken
+                in_place = {path: (stack, row) for path, stack in stay.items()}
+                layer = self._apply(type_, own, slides, keep, in_place)
+                return in_groups(layer, self.modules[type_])(*inputs)
+
+            layers = [partial(run, type_) for type_ in sorted(stacks)]
+            return body(partial(jax.lax.switch, number, layers), carry, per_layer), None
+
+        return jax.lax.scan(step, carry, (numbers, rows, taken, slides, per_layer))[0]
 
     def _apart(self, type_: str, params: Any) -> tuple[Any, Any]:
         """Returns the stacks that a layer reads in place, those of experts, and the others.
@@ -132,27 +140,9 @@ class Decoder:
         """
         boxes, flat = self.parameters(type_), flatten_dict(params)
         in_place = self.modules[type_].layout.size("fsdp", "pipeline") == 1
-        stay = {path for path, box in boxes.items() if in_place and "experts" in box.names}
+        stay = [path for path, box in boxes.items() if in_place and "experts" in box.names]
         stacks = {path: flat.pop(path) for path in stay}
         return stacks, unflatten_dict(flat)
-
-    def _layer_in(self, apart: Any, stack: Any, row: Any, slides: Any, keep: Keep) -> Callable:
-        """Returns the layer in this row of this stack; no other weights are read."""
-
-        def run(type_: str, *inputs: Any) -> Any:
-            take = partial(jax.lax.dynamic_index_in_dim, index=row, keepdims=False)
-            stacks, others = apart[type_]
-            params = jax.tree.map(take, others)
-            return self._layer(type_, stacks, params, row, slides, keep)(*inputs)
-
-        return partial(jax.lax.switch, stack, [partial(run, type_) for type_ in sorted(apart)])
-
-    def _layer(
-        self, type_: str, stacks: Any, params: Any, row: Any, slides: Any, keep: Keep
-    ) -> Callable:
-        in_place = {path: (stack, row) for path, stack in stacks.items()}
-        layer = self._apply(type_, params, slides, keep, in_place)
-        return in_groups(layer, self.modules[type_])
 
     def partial_layer(self, number: int, params: Any, keep: Keep, *inputs: Any) -> Any:
         """Returns what `keep` makes of the intermediates of a layer that has only some parameters.

@@ -7,7 +7,7 @@ then chosen as the most likely tokens are in predictions.py. The formula is that
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,15 +20,19 @@ from activation_extraction.common.codes import CODES, code_bytes, record_width
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import plain_url
 from activation_extraction.model.autoencoders import Autoencoder
-from activation_extraction.model.hooks import Hook, HookKind, HookTable
-from activation_extraction.model.layers import einsum, from_bits, to_bits
+from activation_extraction.model.hooks import Hook, HookTable
+from activation_extraction.model.layers import einsum
 from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.predictions import in_blocks, largest
 
 VALUES_OF_A_BLOCK = 2**25  # features of a block's tokens on each device: 134 MB of float32
 MOST = 256  # features of a token that are kept unless k or --encode_most says another number
 DICTIONARY, OF_FEATURES = ("head_vocab", "embed"), ("batch", "sequence", "head_vocab")
-AXES = {"W_enc": DICTIONARY, "W_dec": DICTIONARY, "b_dec": ("hidden",), "skip": ("hidden", "embed")}
+AXES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("W_enc", "W_dec"), DICTIONARY),
+    **dict.fromkeys(("b_enc", "threshold", "score"), ("head_vocab",)),
+    **{"b_dec": ("hidden",), "W_skip": ("hidden", "embed")},
+}
 EPSILON = 1e-5  # SAELens's, in layer_norm
 
 Weights = Mapping[str, Any]
@@ -48,14 +52,12 @@ class Encoder:
     def hook(self) -> Hook:
         """Returns the hook of the codes, whose values are the records of codes.py."""
         kind = self.source.kind
-        names = {"modules": kind.modules, "aliases": kind.aliases}
-        codes = HookKind(
-            kind.name + CODES,
-            "",
-            "",
-            **{field: tuple(name + CODES for name in found) for field, found in names.items()},
-            at_end=kind.at_end,
-            types=kind.types,
+        codes = replace(
+            kind,
+            name=kind.name + CODES,
+            letters="",
+            modules=tuple(name + CODES for name in kind.modules),
+            aliases=tuple(name + CODES for name in kind.aliases),
             dtype="int32",
             count=record_width(self.most),
         )
@@ -91,28 +93,25 @@ class Encoder:
         parts = layout.size(*RULES["head_vocab"], *RULES["embed"])
         return numbers * self.autoencoder.dtype.itemsize / parts + 4 * 4 * VALUES_OF_A_BLOCK
 
-    def weights(self, layout: Layout, make: Callable[..., Any]) -> Weights:
-        """Returns what `make` makes of every array, its dtype on the devices and its sharding."""
+    def shapes(self, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shape, dtype and sharding that every array has on the devices."""
         found = {}
         for name, array in self.autoencoder.arrays.items():
             dtype = self.autoencoder.dtype if array.ndim > 1 else np.dtype(np.float32)
-            sharding = layout.sharding(AXES.get(name, ("head_vocab",)), array.shape)
-            found[name] = make(array, dtype, sharding)
+            sharding = layout.sharding(AXES[name], array.shape)
+            found[name] = jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)
         return found
 
+    def weights(self, layout: Layout) -> Weights:
+        """Returns every array on the devices, which get only their own parts."""
 
-def described(array: np.ndarray, dtype: Any, sharding: Any) -> Any:
-    """Returns the shape of an array on devices, for `Encoder.weights`."""
-    return jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)
+        def load(array: np.ndarray, to: jax.ShapeDtypeStruct) -> Array:
+            def part(index: Any) -> np.ndarray:
+                return array[index].astype(to.dtype, order="C")
 
+            return jax.make_array_from_callback(to.shape, to.sharding, part)
 
-def loaded(array: np.ndarray, dtype: Any, sharding: Any) -> Array:
-    """Puts an array on devices, which get only their own parts, for `Encoder.weights`."""
-
-    def part(index: Any) -> np.ndarray:
-        return np.ascontiguousarray(array[index].astype(dtype))
-
-    return jax.make_array_from_callback(array.shape, sharding, part)
+        return jax.tree.map(load, self.autoencoder.arrays, self.shapes(layout))
 
 
 def make_encoders(
@@ -147,8 +146,7 @@ def make_encoders(
         source, target = hooks
         if source in (encoder.source for encoder in encoders):
             raise InputError(f"{where}: {source.name} has another autoencoder already")
-        usual = each.k or MOST
-        kept = min(most or usual, each.k or each.features, each.features)
+        kept = min(most or each.k or MOST, each.k or each.features)
         encoders.append(Encoder(each, source, target, kept))
     return tuple(sorted(encoders, key=lambda encoder: encoder.source))
 
@@ -158,25 +156,17 @@ def encode(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: 
 
     weights: the arrays of the autoencoder, on devices. target: (B, T, O), what it reconstructs.
     """
-    rows, length = max(len(x) // layout.size(*RULES["batch"]), 1), x.shape[1]
     parts = layout.size(*RULES["head_vocab"])
-    tokens = max(VALUES_OF_A_BLOCK * parts // encoder.autoencoder.features, 1)
-    count = -(-length // max(tokens // rows, 1))
-    gathered = {
-        name: layout.gather(weight, AXES.get(name, ("head_vocab",)))
-        for name, weight in weights.items()
-    }
+    tokens = VALUES_OF_A_BLOCK * parts // encoder.autoencoder.features
+    weights = {name: layout.gather(weight, AXES[name]) for name, weight in weights.items()}
     arrays = [x] if encoder.source == encoder.target else [x, target]
 
     def of_block(block: Sequence[Array]) -> Array:
-        values = [
-            layout.constrain(from_bits(bits, array.dtype), "batch", "sequence", "hidden")
-            for bits, array in zip(block, arrays, strict=True)
-        ]
-        return _records(encoder, gathered, values[0], values[-1], layout)
+        values = [layout.constrain(each, "batch", "sequence", "hidden") for each in block]
+        return _records(encoder, weights, values[0], values[-1], layout)
 
     with jax.named_scope("encode"):
-        return in_blocks(of_block, [to_bits(array) for array in arrays], count)
+        return in_blocks(of_block, arrays, tokens, layout)
 
 
 def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: Layout) -> Array:
@@ -208,8 +198,8 @@ def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout
     result = einsum("BTF,FD->BTD", features, weights["W_dec"]) + weights["b_dec"]
     if encoder.source == encoder.target:
         result = put_back(result)
-    if form.skip is not None:
-        result += einsum("BTD,OD->BTO", given.astype(dtype), weights["skip"])
+    if form.W_skip is not None:
+        result += einsum("BTD,OD->BTO", given.astype(dtype), weights["W_skip"])
     target = target.astype(jnp.float32)
     error = jnp.square(target - result).sum(axis=-1, keepdims=True)
     norm = jnp.sqrt(jnp.square(target).sum(axis=-1, keepdims=True))

@@ -11,7 +11,7 @@ The letters are those of qwen2_jax.py: X experts of a token; n rows, which are T
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -24,16 +24,26 @@ from activation_extraction.model.mesh import BOTH, Layout
 TILE = 128  # rows
 LANES = 128  # the width of a TPU's registers
 
-# (x (T, D), weights (T, X) float32, chosen (T, X) int32, layer () int32, gate and up (L, E, D, M),
-# down (L, E, M, D), parts=1) -> (T, D) float32: the weighted sum of what each token's experts of
-# this layer give. Numbers outside 0..E-1 give nothing and cost nothing. The sums of so many equal
-# parts of the tokens are computed one after the other, so that the first ones may leave early.
+
+class Stacks(NamedTuple):
+    """The weights of the experts of all layers, and the layer whose experts are meant."""
+
+    layer: Array  # () int32
+    gate: Array  # (L, E, D, M)
+    up: Array  # (L, E, D, M)
+    down: Array  # (L, E, M, D)
+
+
+# (x (T, D), weights (T, X) float32, chosen (T, X) int32, stacks, parts=1) -> (T, D) float32: the
+# weighted sum of what each token's experts of this layer give. Numbers outside 0..E-1 give nothing
+# and cost nothing. The sums of so many equal parts of the tokens are computed one after the other,
+# so that the first ones may leave early.
 ExpertSum = Callable[..., Array]
 
-# (rows (n, D), sizes (E,) int32, layer, gate, up, down) -> (n, D), in the type of the rows, which
-# are sorted by expert: the first sizes[0] go through expert 0, and so on. The rows after those of
-# the last expert have no expert, and what is returned for them means nothing.
-SortedRows = Callable[[Array, Array, Array, Array, Array, Array], Array]
+# (rows (n, D), sizes (E,) int32, stacks) -> (n, D), in the type of the rows, which are sorted by
+# expert: the first sizes[0] go through expert 0, and so on. The rows after those of the last expert
+# have no expert, and what is returned for them means nothing.
+SortedRows = Callable[[Array, Array, Stacks], Array]
 
 
 def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
@@ -72,128 +82,73 @@ class Experts(nn.Module):
         self.up_proj = StackedWeight(self.config, "EDM", self.dtype)
         self.down_proj = StackedWeight(self.config, "EMD", self.dtype)
 
-    def sent(self, x: Array) -> tuple[Array, ...]:
-        """Returns what the first hop brings of both halves of the tokens, see `_in_a_ring`.
+    def __call__(self, x: Array, weights: Array, chosen: Array) -> Array:
+        """Returns the weighted sum of each token's experts, (B, T, D) float32.
 
-        x: (B, T, D). Where experts are not split, nothing is sent.
+        x: (B, T, D); weights, chosen: the weights and numbers of each token's experts, (B, T, X).
+        An expert number beyond the last one gives zeros and costs nothing.
         """
-        if self.layout.size("expert") == 1:
-            return ()
-        return self.layout.per_device(partial(_first_hop, self.layout), [x], [STREAM], like=0)
-
-    def __call__(
-        self,
-        x: Array,
-        weights: Array,
-        chosen: Array,
-        sent: tuple[Array, ...] = (),
-        beside: tuple[Array, ...] = (),
-    ) -> tuple[Array, tuple[Array, ...]]:
-        """Returns the weighted sum of each token's experts, (B, T, D) float32, and `beside`.
-
-        x: (B, T, D); weights, chosen: the weights and numbers of each token's experts, (B, T, X);
-        sent: what `sent` returns for x, if it has been called; beside: arrays (B, T, D) that are
-        computed before the tokens make their last hop. An expert number beyond the last one gives
-        zeros and costs nothing.
-        """
-        sent = sent or self.sent(x)
         (gate, layer), (up, _), (down, _) = self.gate_proj(), self.up_proj(), self.down_proj()
-        arrays = x, weights, chosen, layer, gate, up, down, *sent, *beside
-        inwards = "layer", "experts", "hidden", "mlp"
-        outwards = "layer", "experts", "mlp", "hidden"
-        axes = *[STREAM] * 3, (), inwards, inwards, outwards, *[STREAM] * len(sent + beside)
-        run = partial(_exchange, self.layout, self.expert_sum, len(sent))
+        arrays = x, weights, chosen, layer, gate, up, down
+        inwards, outwards = ("experts", "hidden", "mlp"), ("experts", "mlp", "hidden")
+        stacks = [("layer", *axes) for axes in (inwards, inwards, outwards)]
+        axes = [STREAM, STREAM, STREAM, (), *stacks]
+        run = partial(_exchange, self.layout, self.expert_sum)
         return self.layout.per_device(run, arrays, axes, like=0)
 
 
 def _exchange(
-    layout: Layout,
-    expert_sum: ExpertSum,
-    halves: int,
-    x: Array,
-    weights: Array,
-    chosen: Array,
-    layer: Array,
-    gate: Array,
-    up: Array,
-    down: Array,
-    *others: Array,
-) -> tuple[Array, tuple[Array, ...]]:
+    layout: Layout, expert_sum: ExpertSum, x: Array, weights: Array, chosen: Array, *stacks: Array
+) -> Array:
     """Runs one device's experts on the tokens of all devices along `expert`.
 
     Devices send their sums, and what each of them adds up of parts, in the dtype of the tokens.
-    others: so many halves of tokens that have been sent, then what is computed before the last hop.
     """
     axes = tuple(axis for axis in BOTH if layout.size(axis) > 1)
     tokens = [a.reshape(-1, a.shape[-1]) for a in (x, weights, chosen)]
-    sent, beside = others[:halves], others[halves:]
-    if layout.size("expert") == 1:
-        y = expert_sum(*tokens, layer, gate, up, down)
-    else:
-        ring = layout.ring("expert")
-        y, beside = _in_a_ring(ring, expert_sum, sent, beside, *tokens, layer, gate, up, down)
+    if layout.size("expert") > 1:
+        expert_sum = partial(_in_a_ring, layout.ring("expert"), expert_sum)
+    y = expert_sum(*tokens, Stacks(*stacks))
     if axes:
         y = lax.psum(y.astype(x.dtype), axes).astype(jnp.float32)
-    return y.reshape(x.shape), beside
-
-
-def _in_rows(x: Array) -> Array:
-    """Maps (..., D) to the shape from which a kernel fetches rows, (tokens, D / LANES, LANES)."""
-    width = x.shape[-1]
-    return x.reshape(-1, width // math.gcd(width, LANES), math.gcd(width, LANES))
-
-
-def _ways(count: int) -> list[tuple[slice, int]]:
-    """Returns which of so many tokens go around the ring, and by how many devices per hop."""
-    return [(slice(count // 2), 1), (slice(count // 2, None), -1)]
-
-
-def _hop(ring: Sequence[int], arrays: Any, by: int) -> Any:
-    pairs = [(device, ring[(place + by) % len(ring)]) for place, device in enumerate(ring)]
-    return lax.ppermute(arrays, "expert", pairs)
-
-
-def _first_hop(layout: Layout, x: Array) -> tuple[Array, ...]:
-    x, ring = _in_rows(x), layout.ring("expert")
-    return tuple(_hop(ring, x[tokens], by) for tokens, by in _ways(len(x)))
+    return y.reshape(x.shape)
 
 
 def _in_a_ring(
     ring: Sequence[int],
     expert_sum: ExpertSum,
-    sent: tuple[Array, ...],
-    beside: tuple[Array, ...],
     x: Array,
     weights: Array,
     chosen: Array,
-    layer: Array,
-    *stacks: Array,
-) -> tuple[Array, tuple[Array, ...]]:
+    stacks: Stacks,
+) -> Array:
     """Sends the tokens around the ring of devices, and then their sums, (T, D) each.
 
     Half of the tokens go one way and half the other, so that both directions of the links are used.
     Part k of the tokens that a device gets is the first half of those of the k-th device before it
     and the second half of those of the k-th device after it. A part's sum starts at the first
     device that its tokens reach and goes on the same way until it is home; every device adds its
-    own. So the hops of the tokens run while the router and the shared expert are computed and the
-    rows are sorted, and those of one part's sum while the next part is added up: the weights are
-    read once. sent: what the first hop has brought of the tokens; beside: see `Experts`.
+    own. So the hops of the tokens run while the rows are sorted, and those of one part's sum while
+    the next part is added up: the weights are read once.
     """
-    devices, width, ways = len(ring), x.shape[1], _ways(len(x))
-    x = _in_rows(x)  # of single tokens, it is cheaper than of all
+    devices, half, (count, width) = len(ring), len(x) // 2, x.shape
+    # A kernel fetches rows from this shape; of single tokens, it is cheaper to change than of all.
+    x = x.reshape(count, -1, math.gcd(width, LANES))
+    ways = [(slice(half), 1), (slice(half, None), -1)]  # some tokens, and devices per hop
+
+    def hop(arrays: Any, by: int) -> Any:
+        pairs = [(device, ring[(place + by) % devices]) for place, device in enumerate(ring)]
+        return lax.ppermute(arrays, "expert", pairs)
+
     parts = []
-    for (tokens, by), arrived in zip(ways, sent, strict=True):
-        own = [a[tokens] for a in (x, weights, chosen)]
-        parts.append([own, [arrived, *_hop(ring, own[1:], by)]])
-        for hops in range(2, devices):
-            if hops == devices - 1:
-                latest = parts[-1][-1]
-                latest[0], beside = lax.optimization_barrier((latest[0], beside))
-            parts[-1].append(_hop(ring, parts[-1][-1], by))
+    for tokens, by in ways:
+        parts.append([[a[tokens] for a in (x, weights, chosen)]])
+        for _ in range(1, devices):
+            parts[-1].append(hop(parts[-1][-1], by))
     both = [part for pair in zip(*parts, strict=True) for part in pair]
     x, weights, chosen = (jnp.concatenate(arrays) for arrays in zip(*both, strict=True))
-    chosen = chosen - lax.axis_index("expert") * stacks[0].shape[1]
-    y = expert_sum(x.reshape(-1, width), weights, chosen, layer, *stacks, parts=devices)
+    chosen = chosen - lax.axis_index("expert") * stacks.gate.shape[1]
+    y = expert_sum(x.reshape(-1, width), weights, chosen, stacks, parts=devices)
 
     # Without barriers, XLA would put the parts together to convert and cut them.
     first, *others = map(lax.optimization_barrier, jnp.split(y, devices))
@@ -201,29 +156,23 @@ def _in_a_ring(
     for tokens, by in ways:
         total = others[0][tokens]
         for part in [*others[1:], first]:
-            total = _hop(ring, total.astype(x.dtype), by).astype(jnp.float32) + part[tokens]
+            total = hop(total.astype(x.dtype), by).astype(jnp.float32) + part[tokens]
         sums.append(total)
-    return jnp.concatenate(sums), beside
+    return jnp.concatenate(sums)
 
 
 def in_sorted_rows(
-    compute: SortedRows,
-    x: Array,
-    weights: Array,
-    chosen: Array,
-    layer: Array,
-    *stacks: Array,
-    parts: int = 1,
+    compute: SortedRows, x: Array, weights: Array, chosen: Array, stacks: Stacks, parts: int = 1
 ) -> Array:
     """Computes `ExpertSum` with sorted copies of the rows, and adds up one row of each token at a
     time, so that no array has all rows in float32."""
-    (_, per_token), experts = chosen.shape, stacks[0].shape[1]
+    (_, per_token), experts = chosen.shape, stacks.gate.shape[1]
     local = (chosen >= 0) & (chosen < experts)
     group = jnp.where(local, chosen, experts).reshape(-1)
     order = jnp.argsort(group, stable=True)
     sizes = jnp.bincount(group, length=experts + 1)[:experts].astype(jnp.int32)
     rows = from_bits(to_bits(x)[order // per_token], x.dtype)
-    y = to_bits(compute(rows, sizes, layer, *stacks))
+    y = to_bits(compute(rows, sizes, stacks))
     places = jnp.zeros_like(order).at[order].set(jnp.arange(order.size)).reshape(chosen.shape)
 
     def added(places: Array, weights: Array, local: Array) -> Array:
@@ -237,21 +186,13 @@ def in_sorted_rows(
     return jnp.concatenate([added(*part) for part in zip(*split, strict=True)])
 
 
-def ragged_experts(
-    x: Array, weights: Array, chosen: Array, layer: Array, *stacks: Array, parts: int = 1
-) -> Array:
-    """Leaves the products to the TPU's compiler, which has a kernel for them. See `ExpertSum`.
+def _in_ragged_products(x: Array, sizes: Array, stacks: Stacks) -> Array:
+    """Leaves the products to the TPU's compiler, which has a kernel for them. See `SortedRows`.
 
-    Elsewhere `lax.ragged_dot` multiplies every row with every expert.
+    They are with all layers' experts, of which only this layer's have rows: weights that are not
+    sliced are not copied. Elsewhere `lax.ragged_dot` multiplies every row with every expert.
     """
-    return in_sorted_rows(_in_ragged_products, x, weights, chosen, layer, *stacks, parts=parts)
-
-
-def _in_ragged_products(
-    x: Array, sizes: Array, layer: Array, gate: Array, up: Array, down: Array
-) -> Array:
-    """Computes `SortedRows` with all layers' experts, of which only this layer's have rows: weights
-    that are not sliced are not copied."""
+    layer, gate, up, down = stacks
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     layers, experts = gate.shape[:2]
     sizes = jnp.zeros((layers, experts), jnp.int32).at[layer].set(sizes).reshape(-1)
@@ -265,34 +206,14 @@ def _in_ragged_products(
     return product(gated.astype(x.dtype), down, x.dtype)
 
 
-def one_expert_after_the_other(
-    x: Array, weights: Array, chosen: Array, layer: Array, gate: Array, up: Array, down: Array
-) -> Array:
-    """Computes `ExpertSum` as it is defined, every token with every expert."""
-    total = jnp.zeros(x.shape, jnp.float32)
-    for expert in range(gate.shape[1]):
-        gated = jax.nn.silu(einsum("TD,DM->TM", x, gate[layer, expert]))
-        gated *= einsum("TD,DM->TM", x, up[layer, expert])
-        weight = jnp.where(chosen == expert, weights, 0).sum(axis=-1, keepdims=True)
-        total += weight * einsum("TM,MD->TD", gated, down[layer, expert])
-    return total
-
-
-def tiled_experts(
-    x: Array, weights: Array, chosen: Array, layer: Array, *stacks: Array, parts: int = 1
-) -> Array:
-    """Takes one expert after the other and a tile of its rows at a time. See `ExpertSum`."""
-    return in_sorted_rows(_in_tiles, x, weights, chosen, layer, *stacks, parts=parts)
-
-
-def _in_tiles(x: Array, sizes: Array, layer: Array, *stacks: Array) -> Array:
-    """Computes `SortedRows`.
+def _in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
+    """Takes one expert after the other and a tile of its rows at a time. See `SortedRows`.
 
     Rows of a tile that belong to the next expert are computed again with that expert's tile.
     """
     count, bits = len(x), to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
     first = jnp.cumsum(sizes) - sizes
-    stacks = tuple(map(to_bits, stacks))
+    layer, *matrices = map(to_bits, stacks)
 
     def tile(y: Array, start: Array, gate: Array, up: Array, down: Array) -> Array:
         rows = from_bits(lax.dynamic_slice_in_dim(bits, start, TILE), x.dtype)
@@ -301,7 +222,7 @@ def _in_tiles(x: Array, sizes: Array, layer: Array, *stacks: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(y, to_bits(out), start, 0)
 
     def expert(number: Array, y: Array) -> Array:
-        own = [from_bits(stack[layer, number], x.dtype) for stack in stacks]
+        own = [from_bits(each[layer, number], x.dtype) for each in matrices]
         tiles = (sizes[number] + TILE - 1) // TILE
         return lax.fori_loop(0, tiles, lambda i, y: tile(y, first[number] + i * TILE, *own), y)
 
@@ -310,3 +231,19 @@ def _in_tiles(x: Array, sizes: Array, layer: Array, *stacks: Array) -> Array:
 
     y = lax.fori_loop(0, len(sizes), expert_with_rows, jnp.zeros_like(bits))
     return from_bits(y[:count], x.dtype)
+
+
+ragged_experts = partial(in_sorted_rows, _in_ragged_products)
+tiled_experts = partial(in_sorted_rows, _in_tiles)
+
+
+def one_expert_after_the_other(x: Array, weights: Array, chosen: Array, stacks: Stacks) -> Array:
+    """Computes `ExpertSum` as it is defined, every token with every expert."""
+    layer, gate, up, down = stacks
+    total = jnp.zeros(x.shape, jnp.float32)
+    for expert in range(gate.shape[1]):
+        gated = jax.nn.silu(einsum("TD,DM->TM", x, gate[layer, expert]))
+        gated *= einsum("TD,DM->TM", x, up[layer, expert])
+        weight = jnp.where(chosen == expert, weights, 0).sum(axis=-1, keepdims=True)
+        total += weight * einsum("TM,MD->TD", gated, down[layer, expert])
+    return total

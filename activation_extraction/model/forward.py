@@ -29,14 +29,7 @@ from activation_extraction.model.autoencoders import Autoencoder, layer_in
 from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import compile_with_options, memory_of, watch_compiling
-from activation_extraction.model.encode import (
-    Encoder,
-    Weights,
-    described,
-    encode,
-    loaded,
-    make_encoders,
-)
+from activation_extraction.model.encode import Encoder, Weights, encode, make_encoders
 from activation_extraction.model.family import Families, HookedModel, ModelFamily, WeightTable
 from activation_extraction.model.hooks import Form, Hook, HookTable, hook_table
 from activation_extraction.model.kept import KeptTokens, take_kept
@@ -154,9 +147,6 @@ class Program:
         dtype, hooks = self.model.activation_dtype, self.hooks.values()
         found = {hook.name: hook.kind.form(self.sizes, dtype).bytes for hook in hooks}
         return found | {each.hook.name: code_bytes(each.most, dtype) for each in self.encoders}
-
-    def encoder_weights(self, make: Callable[..., Any]) -> list[Weights]:
-        return [encoder.weights(self.layout, make) for encoder in self.encoders]
 
     def with_codes(self, found: dict[Form, Array], weights: Sequence[Weights]) -> dict[Form, Array]:
         """Returns the values at the hooks that are stored, from those that the model computes.
@@ -358,9 +348,8 @@ def log_hooks(request: ModelRequest, forward: Forward) -> None:
     """Logs what is stored of every token, and how many bytes that takes."""
     depth, size = forward.model.config.num_hidden_layers, forward.token_bytes
     for encoder in forward.encoders:
-        name, named = plain_url(encoder.autoencoder.name), encoder.autoencoder.named
-        dtype = forward.model.activation_dtype
-        log.info("codes of %s: %s", name, encoder.in_words(dtype))
+        name, named = plain_url(encoder.autoencoder.name), encoder.autoencoder.named or ""
+        log.info("codes of %s: %s", name, encoder.in_words(forward.model.activation_dtype))
         size.pop(encoder.hook.name)
         if layer_in(named) not in ("", str(encoder.source.layer)):
             text = "--encode %s: its files name %s, and it is used at %s"
@@ -387,7 +376,8 @@ def compile_step(forward: Forward) -> Step:
     step, if that has few tokens, than to compute its padding, and several hosts would have to agree
     on it.
     """
-    rows, params = forward.rows, (read_weights(forward), forward.encoder_weights(loaded))
+    rows, layout = forward.rows, forward.layout
+    params = read_weights(forward), [each.weights(layout) for each in forward.encoders]
     began = time.perf_counter()
     with watch_compiling() as from_cache:
         compiled = _compiled(forward, params)
@@ -439,7 +429,7 @@ def compile_unloaded(program: Program, **options: Any) -> Any:
     for path, spec in program.weights.items():
         split = model.layout.sharding(spec.axes, spec.shape)
         params[path] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=split)
-    given = unflatten_dict(params), program.encoder_weights(described)
+    given = unflatten_dict(params), [each.shapes(model.layout) for each in program.encoders]
     return _compiled(program, given, **options)
 
 

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from activation_extraction.model.experts import in_sorted_rows, tiled_experts
+from activation_extraction.model.experts import Stacks, in_sorted_rows, tiled_experts
 
 # Of a tile. With 16,384 tokens of Qwen3-30B-A3B and a kernel for each of three products, an H100
 # took 3.5 ms, and `tiled_experts` 45.
@@ -28,8 +28,7 @@ def grouped_experts(
     x: Array,
     weights: Array,
     chosen: Array,
-    layer: Array,
-    *stacks: Array,
+    stacks: Stacks,
     parts: int = 1,
     interpret: bool = False,
 ) -> Array:
@@ -39,15 +38,18 @@ def grouped_experts(
     tests.
     """
     if x.dtype == jnp.float32:
-        return tiled_experts(x, weights, chosen, layer, *stacks, parts=parts)
+        return tiled_experts(x, weights, chosen, stacks, parts=parts)
+    compute = partial(_in_kernels, interpret=interpret)
+    return in_sorted_rows(compute, x, weights, chosen, stacks, parts=parts)
 
-    def compute(x: Array, sizes: Array, layer: Array, *stacks: Array) -> Array:
-        *gate_and_up, down = (stack.reshape(-1, *stack.shape[2:]) for stack in stacks)
-        first = layer * len(sizes)
-        gated = _product(x, gate_and_up, sizes, first, interpret)
-        return _product(gated, [down], sizes, first, interpret)
 
-    return in_sorted_rows(compute, x, weights, chosen, layer, *stacks, parts=parts)
+def _in_kernels(x: Array, sizes: Array, stacks: Stacks, interpret: bool) -> Array:
+    """Computes `SortedRows`."""
+    layer, *matrices = stacks
+    gate, up, down = (matrix.reshape(-1, *matrix.shape[2:]) for matrix in matrices)
+    first = layer * len(sizes)
+    gated = _product(x, [gate, up], sizes, first, interpret)
+    return _product(gated, [down], sizes, first, interpret)
 
 
 def _product(

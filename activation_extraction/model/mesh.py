@@ -81,13 +81,10 @@ class Layout:
         """
         assert isinstance(self.mesh, Mesh)
         devices = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(axis), 0)
-        first = devices.reshape(len(devices), -1)[:, 0]
-        places = [getattr(device, "coords", (number,)) for number, device in enumerate(first)]
-        sides = [np.unique(side, return_inverse=True)[1] for side in zip(*places, strict=True)]
-        across, *along = sorted((side for side in sides if side.max() > 0), key=np.max)
-        if len(along) != 1 or across.max() != 1:
-            return [*range(len(first))]
-        return np.lexsort([np.where(across, -along[0], along[0]), across]).tolist()
+        first = enumerate(devices.reshape(len(devices), -1)[:, 0])
+        places = np.array([getattr(device, "coords", (number, 0)) for number, device in first])
+        across, along = places.T[np.argsort(np.ptp(places, axis=0))[-2:]]
+        return np.lexsort([np.where(across % 2, -along, along), across]).tolist()
 
     @property
     def adds_up_parts(self) -> bool:
@@ -126,14 +123,14 @@ class Layout:
 
     def per_device(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Array],
         arrays: Sequence[Array],
         axes: Sequence[Sequence[str]],
         like: int,
-    ) -> Any:
+    ) -> Array:
         """Runs `function` on every device with its own part of the arrays, whose axes are given.
 
-        like: the number of the array that has the axes of the result, or of all results.
+        like: the number of the array that has the shape and the axes of the result.
         """
         if self.mesh is None or self.mesh.size == 1:
             return function(*arrays)

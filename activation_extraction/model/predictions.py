@@ -40,18 +40,15 @@ def predictions(
     hidden: (B, T, D), after the final norm; head: (V, D); token_ids, positions: int32 (B, T).
     wanted: names of the above.
     """
-    length = token_ids.shape[1]
-    rows = max(len(token_ids) // layout.size(*RULES["batch"]), 1)
-    count = -(-length // max(TOKENS_OF_A_BLOCK // rows, 1))
     following = jnp.roll(token_ids, -1, axis=1)
     head = layout.constrain(head, "head_vocab", "embed", without="fsdp")
 
     def of_block(block: tuple[Array, Array]) -> dict[str, Array]:
-        x = layout.constrain(from_bits(block[0], hidden.dtype), "batch", "sequence", "hidden")
+        x = layout.constrain(block[0], "batch", "sequence", "hidden")
         logits = layout.constrain(einsum("BTD,VD->BTV", x, head), *OF_LOGITS)
         return _of_logits(logits, block[1], wanted, top, dtype, layout)
 
-    parts = in_blocks(of_block, (to_bits(hidden), following), count)
+    parts = in_blocks(of_block, (hidden, following), TOKENS_OF_A_BLOCK, layout)
     result = {name: from_bits(part, dtype) for name, part in parts.items()}
     if "loss" in wanted:
         loss = jnp.roll(result["loss"], 1, axis=1)
@@ -105,19 +102,26 @@ def largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:
     return found, jnp.take_along_axis(numbers, order, axis=-1)
 
 
-def in_blocks(function: Callable[[Any], Any], arrays: Any, count: int) -> Any:
-    """Runs a function on `count` blocks of tokens, one after the other, and joins its results.
+def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: Layout) -> Any:
+    """Runs a function on blocks of tokens, one after the other, and joins its results.
 
-    arrays, results: (B, T, ...). The last block is filled up with zeros.
+    arrays, results: (B, T, ...). tokens: of a block, on each device. The last block is filled up
+    with zeros.
     """
-    length = jax.tree.leaves(arrays)[0].shape[1]
+    batch, length = jax.tree.leaves(arrays)[0].shape[:2]
+    rows = max(batch // layout.size(*RULES["batch"]), 1)
+    count = -(-length // max(tokens // rows, 1))
     size = -(-length // count)
+    dtypes = jax.tree.map(lambda x: x.dtype, arrays)
+
+    def of_block(bits: Any) -> Any:
+        return function(jax.tree.map(from_bits, bits, dtypes))
 
     def cut(x: Array) -> Array:
-        x = jnp.pad(x, [(0, 0), (0, count * size - length), *[(0, 0)] * (x.ndim - 2)])
+        x = jnp.pad(to_bits(x), [(0, 0), (0, count * size - length), *[(0, 0)] * (x.ndim - 2)])
         return x.reshape(len(x), count, size, *x.shape[2:]).swapaxes(0, 1)
 
     def join(x: Array) -> Array:
         return x.swapaxes(0, 1).reshape(x.shape[1], count * size, *x.shape[3:])[:, :length]
 
-    return jax.tree.map(join, lax.map(function, jax.tree.map(cut, arrays)))
+    return jax.tree.map(join, lax.map(of_block, jax.tree.map(cut, arrays)))

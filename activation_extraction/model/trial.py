@@ -20,7 +20,7 @@ from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.common.log import log
 from activation_extraction.model.attention import Segments, dense_attention
 from activation_extraction.model.delta_net import token_by_token
-from activation_extraction.model.experts import one_expert_after_the_other
+from activation_extraction.model.experts import Stacks, one_expert_after_the_other
 from activation_extraction.model.kernels import candidates_for
 from activation_extraction.model.mesh import Layout
 
@@ -176,7 +176,8 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
     x = normal(len(chosen), hidden)
     gate, up = (normal(2, experts, hidden, width, scale=hidden**-0.5) for _ in range(2))
     down = normal(2, experts, width, hidden, scale=width**-0.5)
-    arrays = x, jnp.asarray(weights), jnp.asarray(chosen), jnp.int32(1), gate, up, down
+    stacks = Stacks(jnp.int32(1), gate, up, down)
+    arrays = x, jnp.asarray(weights), jnp.asarray(chosen), stacks
     yield Trial(one_expert_after_the_other, arrays, jnp.ones(len(x), bool))
 
 

@@ -25,8 +25,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import SINGLE_FILE
 from activation_extraction.model.family import Families
 from activation_extraction.model.weights import WeightSpec
-from activation_extraction.store.local_files import write_file
-from activation_extraction.store.patience import FolderError, reason_of
+from activation_extraction.store.local_files import IS_A_LINK, FolderError, write_file
 
 VOCAB_SIZE = 2048
 HOW_MANY = 300  # documents
@@ -70,14 +69,15 @@ def make_demo(output: Path, families: Families) -> tuple[Path, Path]:
     try:
         for path in (folder, model):
             if path.is_symlink():
-                raise OSError(errno.ELOOP, "")
+                raise OSError(errno.ELOOP, IS_A_LINK)
             path.mkdir(parents=True, exist_ok=True)
         write_documents(documents, paragraphs)
         write_tokenizer(model, paragraphs)
         write_file(model / "config.json", [json.dumps(MODEL_CONFIG, indent=2).encode()])
         write_weights(model / SINGLE_FILE, family.weights_of(config))
     except (OSError, FolderError) as error:
-        raise InputError(f"--demo: {folder}: {reason_of(error)[0]}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--demo: {folder}: {reason}") from error
     return model, documents
 
 

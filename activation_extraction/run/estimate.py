@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from statistics import NormalDist
@@ -43,7 +44,7 @@ from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.host_text import known_special_tokens
 from activation_extraction.run.prepare import model_request
 from activation_extraction.run.topologies import PRICES_OF, Topology, topology_of
-from activation_extraction.store.formats import Threads, chosen_format
+from activation_extraction.store.formats import chosen_format
 from activation_extraction.store.shard import SampleRow, Shard, encode_shard
 from activation_extraction.store.statistics import sums_of
 
@@ -244,14 +245,14 @@ def pack_rate(config: Config, dtype: Any) -> Range:
     values = values.astype(np.float32 if dtype == FLOAT8 else dtype)
     positions = np.arange(len(values), dtype=np.int32)
     shard = Shard([SampleRow(0, positions, positions, "", None)], {0: [values]})
-    form, threads = chosen_format(config.shard_format, config.compress_shards), Threads(1)
+    form = chosen_format(config.shard_format, config.compress_shards)
     size = len(values) * token_bytes(values.shape[1], dtype)
     encoded = [0] if dtype == FLOAT8 else []
     began = time.process_time()  # of all threads
-    with threads.pool:
-        shard, _ = encode_shard(shard, encoded, map)
+    with ThreadPoolExecutor(1) as thread:
+        shard, _ = encode_shard(shard, encoded, thread)
         sums_of([values], [positions])
-        packed = form.pack(shard, {0: "hook"}, threads)
+        packed = form.pack(shard, {0: "hook"}, thread)
     return size / (time.process_time() - began), packed.facts.bytes / size
 
 
@@ -295,7 +296,7 @@ def lines_of(run: PlannedRun, meshes: list[dict[str, Any]], amounts: dict) -> It
     for name, speed in run.speeds.items():
         able = short(*(share * speed / 1e9 for share in BINDS[name][1]))
         yield f"{BINDS[name][0]}: {able} GB/s per host, which gets {short(made)} GB/s at peak speed"
-    yield f"bytes per token: {run.token_bytes:,}; kept tokens: {run.kept:.0%}"
+    yield f"bytes per token: {run.token_bytes:,}; kept tokens: {100 * run.kept:.3g}%"
     for name, value in amounts.items():
         values = value if isinstance(value, Sequence) else [value]
         yield f"{name}: {'unknown' if value is None else short(*values)}"

@@ -5,7 +5,8 @@ have found before they go on.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,9 @@ from activation_extraction.run.inputs import (
 from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.run_folders import RunFolders
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.identity import StorageOptions
-from activation_extraction.store.local_files import check_free_disk, check_output_dir
+from activation_extraction.store.identity import RunFacts, StorageOptions
+from activation_extraction.store.local_files import check_output_dir, nearest
 from activation_extraction.store.resume import FLAGS_REMEDY
-from activation_extraction.store.run_record import RunFacts
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
 from activation_extraction.text.documents import Documents
@@ -84,7 +84,7 @@ class Job:
 def prepare_together(config: Config, host: Host, families: Families, watchdog: Watchdog) -> Job:
     """Checks the request here and compares it with the other hosts'. Raises InputError."""
     folders, earlier, chosen, own_memory = together(
-        host, lambda: examine_output(config, host, watchdog.reset), lambda _: settings_of(config)
+        host, lambda: examine_output(config, host), lambda _: settings_of(config)
     )
     names = [plain_url(name) for name, _ in config.mix]
     found = gather(host, (chosen, own_memory, names))
@@ -123,17 +123,16 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
 
 
 def examine_output(
-    config: Config, host: Host, on_progress: Callable[[], None]
+    config: Config, host: Host
 ) -> tuple[RunFolders, list[tuple[str, dict[str, Any]]], tuple[bool, str] | None, float | None]:
     """Checks where the output goes. Raises InputError.
 
     Returns the folders; the URL and the metadata of the run that is continued, of each root that
     has it; the model's commit (see `choose_commit`); and the memory of a device, if it is known.
-    on_progress: called whenever an upload makes progress.
     """
     worker = Worker(config.machine_id, config.total_machines, host.id, host.count)
-    given = config.bucket_url, config.upload_timeout, on_progress
-    folders = RunFolders(worker, Path(config.output_dir), *given)
+    output, bucket = Path(config.output_dir), config.bucket_url
+    folders = RunFolders(worker, output, bucket, config.upload_timeout)
     check_output_dir(folders.folder)
     check_free_disk(folders.folder, config.min_free_gb)
     use_compilation_cache(config.compilation_cache, folders.local, host.several)
@@ -142,6 +141,16 @@ def examine_output(
     earlier = [] if config.overwrite else folders.earlier()
     memory = memory_of(own_devices(usable_devices(config.use_data_parallel))[0])
     return folders, earlier, choose_commit(config, earlier), memory
+
+
+def check_free_disk(folder: Path, gigabytes: float) -> None:
+    """Raises InputError if the disk where `folder` is or will be has too little free space."""
+    free = shutil.disk_usage(nearest(folder)).free / 1e9
+    if free < gigabytes:
+        raise InputError(
+            f"--output_dir {folder}: its disk has {free:.1f} GB free, --min_free_gb asks for "
+            f"{gigabytes:g}; make room, or choose another disk"
+        )
 
 
 def choose_commit(
@@ -252,6 +261,8 @@ def prepare(
         folders.remote,
         RunFacts(metadata, hooks, files),
         repair,
+        # Uploads have time limits of their own.
+        on_wait=watchdog.reset if folders.remote is not None else lambda: None,
     )
     documents, batches = text.open(worker, forward.shape, storage, watchdog)
     job = Job(host, forward, folders, storage, text, documents, batches, repair)

@@ -4,7 +4,6 @@ This host has its own, and so do its siblings; an earlier run with other numbers
 hosts may have left more.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Any
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.store.commit import METADATA, MOST_BYTES, OTHER_VERSION, DamagedError
-from activation_extraction.store.folder import Folder
-from activation_extraction.store.host_folders import HostFolder, host_folders
+from activation_extraction.store.folder import UPLOAD_TIMEOUT, Folder, FolderError
+from activation_extraction.store.host_folders import host_folders, host_name
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import AGGREGATE, identity_of, own_files, parse_metadata
-from activation_extraction.store.patience import UPLOAD_TIMEOUT, FolderError
 from activation_extraction.store.resume import VERSION_REMEDY, refuse_difference
 from activation_extraction.text.batch import Worker
 
@@ -26,15 +24,13 @@ class RunFolders:
     """One worker's shards go to a folder inside `local`, and to one inside `bucket_url` if given.
 
     local, bucket_url: the folders that hold those of machines and hosts. upload_timeout: for how
-    many seconds a failing request to the bucket is retried. on_progress: is called whenever an
-    upload makes progress.
+    many seconds a failing request to the bucket is retried.
     """
 
     worker: Worker
     local: Path
     bucket_url: str | None
     upload_timeout: int
-    on_progress: Callable[[], None]
 
     @property
     def folder(self) -> Path:
@@ -46,8 +42,7 @@ class RunFolders:
         """Returns the folders that hold those of machines and hosts, the local one first."""
         roots = [Folder(str(self.local))]
         if self.bucket_url is not None:
-            given = self.bucket_url, self.upload_timeout, self.on_progress
-            roots.append(Folder(*given, flag=UPLOAD_TIMEOUT))
+            roots.append(Folder(self.bucket_url, self.upload_timeout, UPLOAD_TIMEOUT))
         return roots
 
     @cached_property
@@ -119,7 +114,7 @@ class RunFolders:
 def folder_name(worker: Worker, in_bucket: bool) -> str:
     """Returns the name of the worker's folder; "" if its files are in the output folder itself."""
     if worker.hosts > 1 or in_bucket or worker.machines > 1:
-        return HostFolder.of(worker.machine, worker.host, worker.hosts).name
+        return host_name(worker.machine, worker.host, worker.hosts)
     return ""
 
 

@@ -104,7 +104,7 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
 
     chips_per_host: None for the usual number.
     """
-    pattern = r"([a-z]\w*)(?:-(\d{1,5})|:(\d{1,5}(?:x\d{1,5})+))?"
+    pattern = r"([a-z]\w*)(?:-([1-9]\d{0,4})|:(\d{1,5}(?:x\d{1,5})+))?"
     found = re.fullmatch(pattern, name.lower().replace("v5litepod", "v5e"))
     key, number, shape = found.groups() if found else (name.lower(), None, None)
     kind = MACHINES.get(key)

@@ -17,19 +17,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import obstore
 from obstore import Bytes
-from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
+from obstore.exceptions import BaseError, GenericError
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from activation_extraction.store.patience import (
+from activation_extraction.store.local_files import (
     ANY,
-    CHANGED,
-    EXISTS,
-    GONE,
     ChangedError,
     FileEntry,
     FolderError,
     check_size,
-    is_final,
 )
 
 if TYPE_CHECKING:
@@ -158,9 +154,6 @@ class Bucket:
 
     def write(self, name: str, parts: Sequence[memoryview], expected: str | None) -> str | None:
         size = sum(part.nbytes for part in parts)
-        if size > self.largest:
-            sizes = f"has {size / GB:.1f} GB, more than the {self.largest / GB:.1f} GB"
-            raise FolderError(f"{sizes} that this kind of bucket takes in one request")
 
         def put() -> str | None:
             store, key = self._store(size, may_retry=expected == ANY), self._key(name)
@@ -169,7 +162,7 @@ class Bucket:
                 # Google compares generations, which no listing has.
                 found = obstore.head(self._store(0), key)
                 if found["e_tag"] != expected:
-                    raise ChangedError(CHANGED)
+                    raise ChangedError
                 mode["version"] = found["version"]
             # put_async would often abort a process that ends soon after it.
             return obstore.put(store, key, parts, mode=mode, use_multipart=False)["e_tag"]
@@ -177,7 +170,7 @@ class Bucket:
         try:
             return self._ask(put)
         except FileNotFoundError as error:
-            raise ChangedError(GONE) from error
+            raise ChangedError from error
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
@@ -236,10 +229,8 @@ class Bucket:
             # A machine that has given credentials before will do so again.
             reason = f"no credentials were found, nor given by the machine ({reason})"
             return FolderError(f"{reason}; {renew}", final=not self._worked)
-        if status == 404:  # S3 says so of a version that is to be replaced
-            return ChangedError(GONE)
-        if status == 412:
-            return ChangedError(EXISTS if isinstance(error, AlreadyExistsError) else CHANGED)
+        if status in (404, 412):  # S3 says 404 of a version that is to be replaced and is gone
+            return ChangedError()
         if status == 401:
             reason = f"the credentials are missing, invalid or have expired ({reason}); {renew}"
         if status == 403:
@@ -260,6 +251,11 @@ def _connect(
         client["read_timeout"] = timedelta(seconds=min(READ_TIMEOUT, patience))
     retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=patience)}
     return kind.open(bucket, {"client_options": client, "retry_config": retry})
+
+
+def is_final(status: int) -> bool:
+    """Returns whether a request that got this HTTP status would fail again."""
+    return 400 <= status < 500 and status not in (408, 409, 425, 429)
 
 
 def _status(error: BaseError) -> int:

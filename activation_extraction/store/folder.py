@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -21,21 +22,20 @@ from obstore import Bytes
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import plain_url
-from activation_extraction.store.bucket import BUCKETS, Bucket
-from activation_extraction.store.local_files import LocalFolder
-from activation_extraction.store.patience import (
+from activation_extraction.store.bucket import BUCKETS, Bucket, is_final
+from activation_extraction.store.local_files import (
     ANY,
-    PATIENCE,
     ChangedError,
     FileEntry,
     FolderError,
+    LocalFolder,
     check_size,
-    heartbeat,
-    reason_of,
 )
 
 __all__ = ["ANY", "ChangedError", "FileEntry", "Folder", "FolderError"]
+PATIENCE = 300.0  # seconds
 FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0  # seconds between attempts
+UPLOAD_TIMEOUT = "--upload_timeout"  # the flag that sets the patience for a run's bucket
 T = TypeVar("T")
 # gcsfs would ask Google over gRPC for the type of every bucket, and wait minutes for an emulator.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
@@ -94,22 +94,16 @@ class ForeignFolder:
 class Folder:
     """A folder. patience: for how many seconds after its first failure a request is retried.
 
-    flag: the flag that sets the patience, for messages. on_progress: is called whenever there is
-    progress. `given` is the URL as it was given; `url` lacks its secrets, and is the one to print
-    and to store. `local` says whether it is on this machine. `retries` counts failed attempts.
-    Methods raise FolderError, and may be called from several threads.
+    flag: the flag that sets the patience, for messages. `given` is the URL as it was given; `url`
+    lacks its secrets, and is the one to print and to store. `local` says whether it is on this
+    machine. `retries` counts failed attempts. Methods raise FolderError, and may be called from
+    several threads.
     """
 
-    def __init__(
-        self,
-        url: str,
-        patience: float = PATIENCE,
-        on_progress: Callable[[], None] = lambda: None,
-        flag: str = "",
-    ) -> None:
+    def __init__(self, url: str, patience: float = PATIENCE, flag: str = "") -> None:
         self.given = url.rstrip("/")
         self.url = plain_url(self.given)
-        self.patience, self.on_progress, self._flag = patience, on_progress, flag
+        self.patience, self._flag = patience, flag
         self.by_flag = f" ({flag})" if flag else ""
         self.retries = 0
         self._failing = False  # whether a request has failed since the last success
@@ -129,7 +123,7 @@ class Folder:
         """Returns the folder `name` inside this one; "" means this one."""
         if not name:
             return self
-        return type(self)(f"{self.given}/{name}", self.patience, self.on_progress, self._flag)
+        return type(self)(f"{self.given}/{name}", self.patience, self._flag)
 
     @property
     def largest(self) -> int | None:
@@ -158,7 +152,7 @@ class Folder:
         before it is read, if the file has more bytes.
         """
         found = self.read_with_version(name, version, most)
-        return None if found is None else found[0]
+        return found and found[0]
 
     def read_with_version(
         self, name: str, version: str | None = None, most: int | None = None
@@ -166,9 +160,6 @@ class Folder:
         """Returns what `read` returns, and the version of the file."""
         found = self._read(name, version, most, None)
         return found and (bytes(found[0]), found[1])
-
-    def _read(self, name: str, *how: Any) -> tuple[Bytes | bytes, str | None] | None:
-        return self._retry(f"reading {name}", lambda: self._files.read(name, *how))
 
     def read_range(
         self, name: str, start: int, stop: int, version: str | None = None
@@ -179,6 +170,9 @@ class Folder:
             return b""
         found = self._read(name, version, None, (start, stop))
         return found and found[0]
+
+    def _read(self, name: str, *how: Any) -> tuple[Bytes | bytes, str | None] | None:
+        return self._retry(f"reading {name}", lambda: self._files.read(name, *how))
 
     def write(self, name: str, parts: bytes | Sequence[Any], expected: str | None) -> str | None:
         """Writes a whole file, and returns its version; None where the store has no versions.
@@ -192,12 +186,9 @@ class Folder:
         views = [memoryview(part).cast("B") for part in buffers if memoryview(part).nbytes]
 
         def send() -> str | None:
-            with heartbeat(self.on_progress):
-                return self._files.write(name, views, expected)
+            return self._files.write(name, views, expected)
 
-        version = self._retry(f"writing {name}", send, once=expected != ANY)
-        self.on_progress()
-        return version
+        return self._retry(f"writing {name}", send, once=expected != ANY)
 
     def remove(self, name: str) -> None:
         """Deletes a file if it exists."""
@@ -207,26 +198,23 @@ class Folder:
         """Writes a tiny file and deletes it again. Raises InputError if the store ignores what a
         write is conditional on, because two processes could then write the same file."""
         name = f".write_test_{uuid.uuid4().hex[:8]}"
-
-        def write_again(expected: str | None) -> None:
-            with suppress(ChangedError):
-                self._retry(f"writing {name}", lambda: self._files.write(name, [], expected))
-                raise InputError(
-                    f"{self.url}: a second write of {name} was not refused: the store ignores "
-                    "If-None-Match or If-Match; expected one that obeys them, as Google Cloud "
-                    "Storage, S3 and Azure do"
-                )
-
         try:
             first = self.write(name, b"1", ANY)
             self.write(name, b"two", ANY)
-            write_again(None)
-            write_again(first)
+            for expected in (None, first):
+                with suppress(ChangedError):
+                    self._retry(f"writing {name}", partial(self._files.write, name, [], expected))
+                    raise InputError(
+                        f"{self.url}: a second write of {name} was not refused: the store ignores "
+                        "If-None-Match or If-Match; expected one that obeys them, as Google Cloud "
+                        "Storage, S3 and Azure do"
+                    )
         finally:
             self.remove(name)
 
     def _retry(self, request: str, action: Callable[[], T], once: bool = False) -> T:
-        """Returns the result of `action`, which is retried unless its failure is final.
+        """Returns the result of `action`, which is retried unless its failure is final. It warns
+        about a failure, but only once until a request succeeds.
 
         request: names it in messages. once: a failure that may pass raises ChangedError at once.
         """
@@ -237,31 +225,24 @@ class Folder:
             except (InputError, MemoryError):
                 raise
             except Exception as error:  # a file system or the network may raise any exception
-                failure = (
-                    error if isinstance(error, FolderError) else FolderError(*reason_of(error))
-                )
+                failure = error if isinstance(error, FolderError) else failure_of(error)
                 message = f"{self.url}: {request}: {failure}"
                 if isinstance(failure, ChangedError):
                     raise ChangedError(message) from error
                 if failure.final or self.local:  # trying again is useless on this machine
                     raise FolderError(message) from error
-                self._note(request, failure, once)
+                self.retries += 1
+                again = f"trying again for up to {self.patience:g} s{self.by_flag}"
+                next_step = "looking whether it was written" if once else again
+                level = log.debug if self._failing else log.warning
+                level("%s: %s failed (%s); %s", self.url, request, f"{failure!s:.200}", next_step)
+                self._failing = True
                 if once:
                     raise ChangedError(message) from error
                 attempts.failed(failure)
             else:
                 self._failing = False
                 return result
-
-    def _note(self, request: str, failure: FolderError, once: bool) -> None:
-        """Counts a failed attempt, and warns about it, but only once until a request succeeds."""
-        self.retries += 1
-        self.on_progress()
-        level = log.debug if self._failing else log.warning
-        again = f"trying again for up to {self.patience:g} s{self.by_flag}"
-        next_step = "looking whether it was written" if once else again
-        level("%s: %s failed (%s); %s", self.url, request, f"{failure!s:.200}", next_step)
-        self._failing = True
 
 
 class Attempts:
@@ -299,3 +280,17 @@ class SourceFolder(Folder):
 def local_path(url: str) -> str:
     """Returns the path of a folder on this machine, given as a URL or as a path."""
     return url.removeprefix("file://").removeprefix("local://")
+
+
+def failure_of(error: Exception) -> FolderError:
+    """Returns what an exception of a file system means, and whether it would come again."""
+    code = str(getattr(error, "code", ""))
+    status = int(code) if code.isdigit() else 0
+    reason = f"{one_line(error):.200}"
+    if isinstance(error, OSError) and not status:
+        reason = error.strerror or reason
+    if status == 401:
+        reason = f"the credentials are missing, invalid or have expired ({reason})"
+    hopeless = FileNotFoundError | PermissionError | ValueError | TypeError | ImportError
+    forbidden = reason.startswith("Forbidden")  # so gcsfs says it
+    return FolderError(reason, isinstance(error, hopeless) or forbidden or is_final(status))

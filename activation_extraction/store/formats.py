@@ -8,12 +8,12 @@ depend on the processor family, because isal has different code for some.
 
 import hashlib
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 from crc32c import crc32c
@@ -22,7 +22,7 @@ from isal import isal_zlib
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.codes import Codes
 from activation_extraction.common.errors import InputError, StorageError
-from activation_extraction.store.commit import SHARD_NUMBER, FileFacts, shard_name
+from activation_extraction.store.commit import SHARD_NUMBER, FileFacts
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.pickle_file import NUMBER_TYPES, pickle_pieces
 from activation_extraction.store.safetensors_file import safetensors_pieces
@@ -40,28 +40,6 @@ NOT_FINITE = (
     "the model computes them, and would do so again; check its weights, or start anew with other "
     "layers or --dtype float32, and --overwrite"
 )
-
-T = TypeVar("T")
-U = TypeVar("U")
-
-
-class Threads:
-    """A pool of `count` threads that compress, convert and sum blocks."""
-
-    def __init__(self, count: int) -> None:
-        self.pool = ThreadPoolExecutor(count, thread_name_prefix="store")
-        self._ahead = 2 * count
-
-    def in_order(self, function: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
-        """Yields the results of a function for all items, in order. The threads work a few items
-        ahead of what has been consumed."""
-        waiting: deque[Future[U]] = deque()
-        for item in items:
-            waiting.append(self.pool.submit(function, item))
-            if len(waiting) > self._ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
 
 
 def blocks_of(pieces: Iterable[memoryview], size: int = GZIP_BLOCK) -> Iterator[list[memoryview]]:
@@ -84,12 +62,6 @@ def gzip_member(block: Sequence[memoryview]) -> list[bytes]:
     return [*map(packer.compress, block), packer.flush()]
 
 
-def gzipped(pieces: Iterable[memoryview], threads: Threads) -> Iterator[bytes | memoryview]:
-    """Compresses pieces of bytes on the threads, and yields the gzip members in pieces."""
-    for member in threads.in_order(gzip_member, blocks_of(pieces)):
-        yield from member
-
-
 class Packed(NamedTuple):
     """A shard's file in memory. unpacked: the bytes before compression."""
 
@@ -110,16 +82,15 @@ class ShardFormat:
     pieces: Callable[[Shard, Mapping[Key, str]], list[memoryview]]
     compressed: bool = False
 
-    def file_name(self, number: int) -> str:
-        """Returns the name of the file of a shard."""
-        return shard_name(number, self.suffix)
-
-    def pack(self, shard: Shard, names: Mapping[Key, str], threads: Threads) -> Packed:
+    def pack(self, shard: Shard, names: Mapping[Key, str], threads: Executor) -> Packed:
         """Returns the file of a shard. names: the hooks' full names by key."""
         pieces = self.pieces(shard, names)
+        written: Iterable[bytes | memoryview] = pieces
+        if self.compressed:
+            written = chain.from_iterable(threads.map(gzip_member, blocks_of(pieces)))
         parts: list[bytes | memoryview] = []
         digest = hashlib.sha256()
-        for data in gzipped(pieces, threads) if self.compressed else pieces:
+        for data in written:
             digest.update(data)
             parts.append(data)
         crcs = [
@@ -164,33 +135,31 @@ def measured(
     names: Mapping[Key, str],
     identity: Identity,
     errors: Mapping[Key, Errors],
-    threads: Threads,
+    threads: Executor,
 ) -> tuple[list[dict[str, Any]], dict[str, Sums]]:
     """Returns the `hooks` of a shard's commit, and the sums by hook, without those of codes.
 
     names: the hooks' full names by key. errors: those of encoding. Raises StorageError, naming the
     sample, for NaN or infinity.
     """
-    sums: dict[str, Sums] = {}
-    statistics: dict[str, Statistics] = {}
     measure = partial(_measure, shard, names, identity)
     groups = [(key, group) for key in shard.slices for group in shard.groups(key)]
-    found = threads.in_order(lambda group: measure(*group), groups)
+    merged: dict[Key, Any] = {}
+    found = threads.map(lambda group: measure(*group), groups)
     for (key, _), each in zip(groups, found, strict=True):
-        name = names[key]
-        if isinstance(each, Sums):
-            sums[name] = sums[name].merge(each) if name in sums else each
-            statistics[name] = replace(sums[name].statistics, error=errors.get(key, {}))
-        else:
-            statistics[name] = statistics.get(name, Statistics()).merge(each)
+        merged[key] = merged[key].merge(each) if key in merged else each
+    sums = {names[key]: each for key, each in merged.items() if isinstance(each, Sums)}
     hooks = []
-    for key, slices in shard.slices.items():
-        first, name = slices[0], names[key]
-        if not statistics[name].finite:
+    for key, each in merged.items():
+        first, name = shard.slices[key][0], names[key]
+        statistics = each
+        if isinstance(each, Sums):
+            statistics = replace(each.statistics, error=errors.get(key, {}))
+        if not statistics.finite:
             _refuse_not_finite(shard, key, measure)
         scale = first.shape[1] if identity.is_encoded(name) else None
         head = {"width": first.shape[1], "dtype": first.dtype.name, "scale": scale}
-        hooks.append({"key": key, "name": name, **head, **statistics[name].to_json()})
+        hooks.append({"key": key, "name": name, **head, **statistics.to_json()})
     return hooks, sums
 
 

@@ -1,19 +1,20 @@
-"""Identity: the settings that decide the content of a run's shards. StorageOptions: how shards are
-stored.
+"""What a storage is told of a run: Identity, the settings that decide the content of its shards;
+StorageOptions, how these are stored; RunFacts, what metadata.json records besides.
 
 A run that continues must have the same identity, but its batch size, mesh, devices and folders may
 change.
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple, Protocol
 
 from activation_extraction.common.choices import ATTENTION_MASK
 from activation_extraction.common.codes import value_dtype
 from activation_extraction.common.encodings import FLOAT8, VALUES
 from activation_extraction.common.host_memory import available_memory
+from activation_extraction.store.shard import Key
 from activation_extraction.text.batch import Worker
 
 PER_HOST = {"num_hosts", "machine", "host"}  # fields that differ between the hosts of a run
@@ -196,11 +197,12 @@ class StorageOptions:
 
     shard_size_gb: the size of a shard's activations before compression, in 10^9 bytes; a shard
     holds at least one sample. shard_format: "pickle", which `compress_shards` gzips, or
-    "safetensors". max_samples, max_tokens: the most samples, and tokens of them, to store.
-    overwrite: begins anew instead of continuing what is stored already. delete_local_after_upload:
-    False also writes local shards when there is a bucket. writer_threads: how many threads compress
-    and sum; None means one for each core. waiting_shards_gb: how much may wait in memory to be
-    stored; None means a quarter of the available memory, at most 16 GB, and at least two shards.
+    "safetensors". max_samples, max_tokens: the most samples, and tokens of them, that the caller
+    adds; no sample is refused for them, but a run is that holds more when it begins. overwrite:
+    begins anew instead of continuing what is stored already. delete_local_after_upload: False also
+    writes local shards when there is a bucket. writer_threads: how many threads compress and sum;
+    None means one for each core. waiting_shards_gb: how much may wait in memory to be stored; None
+    means a quarter of the available memory, at most 16 GB, and at least two shards.
     """
 
     shard_size_gb: float = 1.0
@@ -235,3 +237,25 @@ class StorageOptions:
         if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
             cores = len(os.sched_getaffinity(0))
         return self.writer_threads or cores
+
+
+class Sources(Protocol):
+    """The files that samples come from. `check` raises RunError if one of those that samples with
+    these `row`s come from has changed since the run began."""
+
+    def check(self, rows: Iterable[Mapping[str, Any]]) -> None: ...
+
+    def to_json(self) -> list[dict[str, Any]]: ...
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Optional facts about a run that metadata.json records beside its identity.
+
+    metadata: any JSON. hooks: further facts about a hook, such as its aliases, by its key. sources:
+    the files that the samples come from.
+    """
+
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    hooks: Mapping[Key, Mapping[str, Any]] = field(default_factory=dict)
+    sources: Sources | None = None

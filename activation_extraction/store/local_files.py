@@ -1,42 +1,59 @@
-"""Writes local files atomically, and locks a local folder so that only one process writes to it.
+"""Local files and folders, and what a folder of any kind answers: entries, versions and errors.
 
-Nothing is written through a symbolic link, because somebody else may have put it into the folder,
-and it may point to a file elsewhere.
+Files are written atomically, and a folder is locked so that only one process writes to it. Nothing
+is written through a symbolic link, because somebody else may have put it into the folder, and it
+may point to a file elsewhere.
 """
 
 import errno
 import fcntl
 import os
-import platform
-import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import NamedTuple
 
 from activation_extraction.common.errors import InputError, RunError, one_line
 from activation_extraction.store.commit import METRICS
-from activation_extraction.store.patience import (
-    ANY,
-    CHANGED,
-    EXISTS,
-    GONE,
-    IS_A_LINK,
-    ChangedError,
-    FileEntry,
-    FolderError,
-    check_size,
-)
 
+ANY = "*"  # in the place of a version: whatever stands there, or nothing
+CHANGED = "is another version now"
+IS_A_LINK = "is a symbolic link; expected a file or folder of its own, or none"
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 # What file systems without hard links say, such as those of memory sticks and mounted buckets.
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-LOCK_ATTEMPTS, LOCK_PAUSE = 5, 0.05  # seconds
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class FileEntry(NamedTuple):
+    """A file in a listing. version: changes with every write; None if the store has no versions."""
+
+    size: int
+    version: str | None = None
+
+
+class FolderError(RunError):
+    """A folder refused a request (`final`), or requests kept failing until time ran out."""
+
+    def __init__(self, message: str, final: bool = True) -> None:
+        super().__init__(message)
+        self.final = final
+
+
+class ChangedError(FolderError):
+    """A file is not the version that a request was conditional on. After a write, this may also be
+    unknown: the caller reads what stands there, and decides."""
+
+    def __init__(self, message: str = CHANGED) -> None:
+        super().__init__(message, final=False)
+
+
+def check_size(size: int, most: int | None) -> None:
+    """Raises FolderError if a file has more than `most` bytes; None: any size will do."""
+    if most is not None and size > most:
+        raise FolderError(f"has {size:,} bytes, expected at most {most:,}")
 
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview], expected: str | None = ANY) -> str:
@@ -51,40 +68,22 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], expected: str | 
     temporary.unlink(missing_ok=True)  # a killed process may have left one
     with os.fdopen(os.open(temporary, NEW, 0o666), "wb") as file:
         try:
-            write_synced(file, parts)
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
             standing = None
             with suppress(FileNotFoundError):
                 found = os.lstat(path)
                 _check_regular(found)
                 standing = version_of(found)
             if expected not in (ANY, standing):
-                why = CHANGED if expected else EXISTS
-                raise ChangedError(why if standing else GONE)
-            if not _is_at(temporary, file):
-                raise OSError(errno.ESTALE, "another process has replaced what was being written")
+                raise ChangedError
             _give_name(temporary, path, create=expected is None)
             return version_of(os.fstat(file.fileno()))
         except FileExistsError as error:
-            raise ChangedError(EXISTS) from error
+            raise ChangedError from error
         finally:
-            if _is_at(temporary, file):
-                temporary.unlink()
-
-
-def write_synced(file: IO[bytes], parts: Sequence[bytes | memoryview]) -> None:
-    """Writes buffers to a file, one after the other, and syncs it to the disk."""
-    file.writelines(parts)
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Returns whether an open file still has this name: without locks, another process may have
-    begun to write the same file."""
-    try:
-        return os.path.samestat(os.lstat(path), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
+            temporary.unlink(missing_ok=True)
 
 
 def _give_name(temporary: Path, path: Path, create: bool) -> None:
@@ -110,7 +109,7 @@ def append_line(path: Path, line: str) -> None:
         file.write(line + "\n")
 
 
-def _nearest(folder: Path) -> Path:
+def nearest(folder: Path) -> Path:
     """Returns the folder if it exists, or else its nearest parent that does."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
@@ -123,7 +122,7 @@ def check_output_dir(folder: Path) -> None:
         str(folder).encode()
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{name}: is a file, expected a folder")
-        tempfile.TemporaryFile(dir=_nearest(folder)).close()
+        tempfile.TemporaryFile(dir=nearest(folder)).close()
         if (folder / METRICS).is_symlink():
             raise InputError(f"{name}: {METRICS} {IS_A_LINK}")
         if folder.exists():
@@ -133,64 +132,29 @@ def check_output_dir(folder: Path) -> None:
         raise InputError(f"{name}: cannot be written to: {reason or one_line(error)}") from error
 
 
-def check_free_disk(folder: Path, gigabytes: float) -> None:
-    """Raises InputError if the disk where `folder` is or will be has too little free space."""
-    free = shutil.disk_usage(_nearest(folder)).free / 1e9
-    if free < gigabytes:
-        raise InputError(
-            f"--output_dir {folder}: its disk has {free:.1f} GB free, --min_free_gb asks for "
-            f"{gigabytes:g}; make room, or choose another disk"
-        )
-
-
 def lock_folder(folder: Path) -> int | None:
     """Locks the folder until this process ends in any way, or the descriptor is closed.
 
     Returns the descriptor; None if the file system has no locks. Raises RunError if another process
-    keeps its lock (who only looks takes one for a moment). That process may be an earlier start of
-    this run that is about to end, so it makes sense to retry.
+    has the lock. That process may be an earlier start of this run that is about to end, so it makes
+    sense to retry.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        for _ in range(LOCK_ATTEMPTS):
-            with suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return descriptor
-            time.sleep(LOCK_PAUSE)
-    except OSError:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor
+    except OSError as error:
         os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            message = f"--output_dir {folder}: another process is writing to it"
+            raise RunError(message) from error
         return None
-    os.close(descriptor)
-    raise RunError(f"--output_dir {folder}: another process is writing to it")
 
 
 def unlock(descriptor: int | None) -> None:
     """Releases the lock that `lock_folder` returned."""
     if descriptor is not None:
         os.close(descriptor)
-
-
-def is_locked(folder: Path) -> bool | None:
-    """Returns whether a process on this system has locked the folder; None if unknown."""
-    try:
-        descriptor = lock_folder(folder)
-    except RunError:
-        return True
-    except OSError:
-        return None
-    unlock(descriptor)
-    return None if descriptor is None else False
-
-
-def running_system() -> str:
-    """Returns an id of this machine and its current boot, outside which no lock is visible."""
-    try:
-        return BOOT_ID.read_text().strip()
-    except OSError:
-        return platform.node()
-
-
-NOT_REGULAR = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
 
 
 class LocalFolder:
@@ -234,7 +198,7 @@ class LocalFolder:
             with open(self._path / name, "rb") as file:
                 found = os.fstat(file.fileno())
                 if version not in (None, version_of(found)):
-                    raise ChangedError(CHANGED)
+                    raise ChangedError
                 start, stop = span or (0, found.st_size)
                 if span is None:
                     check_size(found.st_size, most)
@@ -262,5 +226,4 @@ def _check_regular(found: os.stat_result) -> None:
     if stat.S_ISLNK(found.st_mode):
         raise FolderError(IS_A_LINK)
     if not stat.S_ISREG(found.st_mode):
-        kind = NOT_REGULAR.get(stat.S_IFMT(found.st_mode), "a device")
-        raise FolderError(f"is {kind}, expected a regular file")
+        raise FolderError("is a pipe, a folder or a device, expected a regular file")

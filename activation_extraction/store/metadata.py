@@ -6,16 +6,15 @@ numbers without gaps; a JSON of another run is left from one that was overwritte
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice, pairwise
 from typing import Any
 
-from activation_extraction.common.errors import InputError, RunError
-from activation_extraction.common.visible import counted
+from activation_extraction.common.errors import InputError
 from activation_extraction.store.commit import (
     FORMAT_VERSION,
     METADATA,
@@ -55,7 +54,7 @@ class Stored:
     metadata: None if there is none. version: that of metadata.json. commits: by the shards'
     numbers, those of the run alone. files: sizes by name. damaged: maps the name of each unreadable
     JSON file to the reason. metrics: the last ones of the run. local: whether the folder is on this
-    machine. locked: whether a process has locked it; None if unknown.
+    machine.
     """
 
     metadata: dict[str, Any] | None = None
@@ -66,7 +65,6 @@ class Stored:
     metrics: dict[str, Any] = field(default_factory=dict)
     url: str = ""
     local: bool = True
-    locked: bool | None = None
 
     @cached_property
     def identity(self) -> Identity | None:
@@ -88,62 +86,44 @@ class Stored:
         """The totals of all shards."""
         return Totals.of(self.in_order)
 
-    def has(self, commit: Commit) -> bool:
-        """Returns whether this commit's files are here, with their full sizes."""
-        return not self._lacking(commit)
-
-    def _lacking(self, commit: Commit) -> list[str]:
-        files = commit.files.items()
-        return [name for name, facts in files if self.files.get(name) != facts.bytes]
-
-    @property
-    def in_bucket(self) -> bool:
-        """Whether runs upload to this folder. If so, it has all shards, and nobody locks it."""
-        remote = (self.metadata or {}).get("remote") or ""
-        return not self.local or local_path(remote) == local_path(self.url)
-
     @property
     def moved_to(self) -> str | None:
         """The URL of the bucket that the shards were uploaded to; None if they are here."""
-        return None if self.in_bucket else (self.metadata or {}).get("remote")
+        remote = (self.metadata or {}).get("remote")
+        here = not self.local or local_path(remote or "") == local_path(self.url)
+        return None if here else remote
 
-    def missing(self) -> tuple[list[range], list[int]]:
-        """Returns the numbers of two kinds of incomplete shards: ranges of shards without a JSON
-        (there may be any number of them), and shards that lack a file or the end of one.
+    @property
+    def lacking(self) -> list[str]:
+        """The names of committed files that are not here, or not with their full sizes."""
+        files = chain.from_iterable(commit.files.items() for commit in self.in_order)
+        return [name for name, facts in files if self.files.get(name) != facts.bytes]
 
-        Both are empty if the shards were uploaded from here to a bucket.
-        """
+    @property
+    def lacking_jsons(self) -> list[str]:
+        """Messages on JSONs that are not here: metadata.json, and those of shards although a later
+        shard has one, or the run is complete."""
+        there = self.metadata or METADATA in self.damaged
+        lacking = [] if there else [f"{METADATA}: is missing"]
         if self.moved_to is not None:
-            return [], []
+            return lacking
         metadata = self.metadata or {}
         recorded = metadata["shards"] if metadata.get("status") == "complete" else 0
         end = max([recorded, *self.commits]) + 1
         damaged = {number_of(name) for name in self.damaged if name != METADATA}
-        there = sorted(n for n in {*self.commits, *damaged} if n < end)
-        return gaps([0, *there, end]), [each.number for each in self.in_order if not self.has(each)]
+        for gap in gaps([0, *sorted(n for n in {*self.commits, *damaged} if n < end), end]):
+            first, last = commit_name(gap.start), commit_name(gap.stop - 1)
+            one = first == last
+            lacking.append(f"{first}: is missing" if one else f"{first} to {last}: are missing")
+        return lacking
 
     @property
     def problems(self) -> list[str]:
         """Messages on what is damaged or missing here, by its JSONs and the names of its files."""
-        problems = [*self.damaged.values(), *missing_jsons(self, self.url)]
-        if incomplete := self.missing()[1]:
-            others = counted(len(incomplete) - 1, "other shard")
-            more = f", and so are files of {others}" if incomplete[1:] else ""
-            file = self._lacking(self.commits[incomplete[0]])[0]
-            problems.append(f"{self.url}/{file}: is missing or cut short{more}")
-        return problems
-
-
-def missing_jsons(stored: Stored, folder: str) -> Iterator[str]:
-    """Yields which JSONs a folder lacks: metadata.json, and those of shards although a later shard
-    has one, or the run is complete. folder: what it is called; "" for the output itself."""
-    prefix = folder and f"{folder}/"
-    if stored.metadata is None and METADATA not in stored.damaged:
-        yield f"{prefix}{METADATA}: is missing"
-    for gap in stored.missing()[0]:
-        first, last = f"{prefix}{commit_name(gap.start)}", commit_name(gap.stop - 1)
-        several = gap.stop - gap.start > 1
-        yield f"{first} to {last}: are missing" if several else f"{first}: is missing"
+        jsons = [f"{self.url}/{message}" for message in self.lacking_jsons]
+        lacking = self.lacking if self.moved_to is None else []
+        files = [f"{self.url}/{name}: is missing or cut short" for name in lacking]
+        return [*self.damaged.values(), *jsons, *files]
 
 
 def gaps(numbers: Iterable[int]) -> list[range]:
@@ -168,14 +148,13 @@ def read_stored(folder: Folder) -> Stored:
     """Reads the JSON files of a folder, many at a time; `Stored.damaged` names unreadable ones.
 
     metadata.json is read before and after the shards' JSONs: if another run has begun in between,
-    all of them are read again. Raises RunError if that happens again and again.
+    all of them are read again.
     """
-    for _ in range(3):
+    while True:
         stored = _read_once(folder)
         after = read_metadata(folder)
         if after is None or after["run"] == stored.run:
             return stored
-    raise RunError(f"{folder.url}: is being overwritten again and again")
 
 
 def _read_once(folder: Folder) -> Stored:
@@ -194,12 +173,10 @@ def _read_once(folder: Folder) -> Stored:
     missing = chain.from_iterable(gaps([0, *sorted(commits)]))
     absent = {commit_name(number) for number in islice(missing, MOST_ABSENT)} - listed
     commits |= _read_commits(folder, absent, metadata, damaged)
-    # A commit may be younger than the listing, and then its files may be, too.
-    named = chain.from_iterable(commit.files.items() for commit in commits.values())
-    if any(files.get(name) != each.bytes for name, each in named):
-        files = folder.files()
     version, metrics = found and found[1], _last_metrics(folder, files)
-    return Stored(metadata, version, commits, files, damaged, metrics, folder.url, folder.local)
+    stored = Stored(metadata, version, commits, files, damaged, metrics, folder.url, folder.local)
+    # A commit may be younger than the listing, and then its files may be, too.
+    return replace(stored, files=folder.files()) if stored.lacking else stored
 
 
 def _read_commits(
@@ -217,7 +194,7 @@ def _read_commits(
         contents = pool.map(lambda name: folder.read(name, most=MOST_BYTES), ordered)
         for name, data in zip(ordered, contents, strict=True):
             try:
-                commit = None if data is None else parse_commit(data, name, f"{folder.url}/{name}")
+                commit = None if data is None else parse_commit(data, f"{folder.url}/{name}")
             except DamagedError as error:
                 damaged[name] = str(error)
                 continue
@@ -235,15 +212,10 @@ def parse_metadata(data: bytes, where: str) -> dict[str, Any]:
     return content
 
 
-def parse_commit(data: bytes, name: str, where: str) -> Commit | None:
+def parse_commit(data: bytes, where: str) -> Commit | None:
     """Reads the JSON of a shard; returns None if it only reserves the number."""
     content = unseal(data, where)
-    if RESERVED in content:
-        return None
-    commit = Commit.from_json(content, where)
-    if commit.name != name:
-        raise DamagedError(f"{where}: describes shard {commit.number}")
-    return commit
+    return None if RESERVED in content else Commit.from_json(content, where)
 
 
 def _last_metrics(folder: Folder, files: Mapping[str, int]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ that succeeded although its answer was lost does no harm.
   replaces a commit of the same run.
 - A shard's JSON follows its files, and records their versions.
 
-In a local folder there is a lock, too, which the process keeps until it ends.
+In a local folder there is a lock, too (local_files.py), which the process keeps until it ends.
 """
 
 import os
@@ -21,11 +21,9 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.common.log import log
 from activation_extraction.store.commit import (
     FORMAT_VERSION,
     METADATA,
@@ -35,8 +33,7 @@ from activation_extraction.store.commit import (
     commit_name,
     seal,
 )
-from activation_extraction.store.folder import Attempts, ChangedError, Folder, FolderError
-from activation_extraction.store.local_files import lock_folder, unlock
+from activation_extraction.store.folder import ANY, Attempts, ChangedError, Folder, FolderError
 from activation_extraction.store.metadata import RESERVED, own_files, parse_commit, read_metadata
 
 
@@ -49,30 +46,17 @@ class Owner:
     """This process as the writer of one folder. Its methods raise LostError once another process
     has begun there, and FolderError for a request that fails.
 
-    id: of this process. copy: whether the folder only copies a bucket, so that a commit which the
-    bucket lacks is made again. run: the id of the run, once it has begun.
+    id: of this process. local: if the folder is in a bucket, the local folder that has a copy of
+    metadata.json, and of the shards if `keeps_shards`; there is no order in writing to it. run: the
+    id of the run, once it has begun.
     """
 
     folder: Folder
     id: str
-    copy: bool = False
+    local: Folder | None = None
+    keeps_shards: bool = False
     run: str = ""
-    _lock: int | None = None
     _reserved: str = ""
-
-    def lock(self) -> None:
-        """Locks a local folder, if its file system has locks. Raises RunError if it is locked."""
-        self._lock = lock_folder(Path(self.folder.url))
-        if self._lock is None:
-            log.warning(
-                "%s: its file system has no locks, so nothing prevents two processes from writing "
-                "there; see to it that only one does",
-                self.folder.url,
-            )
-
-    def unlock(self) -> None:
-        unlock(self._lock)
-        self._lock = None
 
     def begin(self, run: str, content: Mapping[str, Any], version: str | None) -> bool:
         """Writes the first metadata.json of this process.
@@ -80,14 +64,17 @@ class Owner:
         run: the id of the run. version: of the metadata.json that the process has read; None if
         there was none. Returns False if another process has written it since.
         """
+        data = self._metadata(content, run)
         try:
-            self.folder.write(METADATA, self._metadata(content, run), version)
+            self.folder.write(METADATA, data, version)
         except ChangedError:
             try:
                 self.check()
             except LostError:
                 return False
         self.run = run
+        if self.local is not None:
+            self.local.write(METADATA, data, ANY)
         return True
 
     def _metadata(self, content: Mapping[str, Any], run: str) -> bytes:
@@ -103,50 +90,59 @@ class Owner:
                 "--machine_id of its own"
             )
 
-    def write_metadata(self, content: Mapping[str, Any]) -> None:
-        """Replaces metadata.json."""
+    def write_metadata(self, content: Mapping[str, Any], upload: bool = True) -> None:
+        """Replaces metadata.json. upload: whether also in a bucket."""
         data = self._metadata(content, self.run)
-        self._write(METADATA, data, lambda found: found == data)
+        if self.local is not None:
+            self.local.write(METADATA, data, ANY)
+        if upload or self.local is None:
+            self._write(METADATA, data, lambda found: found == data)
 
     def write_file(self, name: str, parts: Sequence[bytes | memoryview]) -> str | None:
         """Writes a file of a shard, and returns its version."""
+        if self.local is not None and self.keeps_shards:
+            self.local.write(name, parts, ANY)
         return self._write(name, parts)[1]
 
     def reserve(self, number: int) -> bool:
         """Reserves the number of the first shard to store. Returns False if the run has committed
         that shard in the meantime."""
         self._reserved = commit_name(number)
-        return self._write_json(number, {RESERVED: True}, replaces=False) is None
+        return self._write_json(self._reserved, self._reservation(), replaces=False) is None
 
     def withdraw(self, number: int) -> None:
         """Replaces a commit, whose shard is damaged, by a reservation."""
-        self._write_json(number, {RESERVED: True}, replaces=True)
+        self._write_json(commit_name(number), self._reservation(), replaces=True)
+
+    def _reservation(self) -> dict[str, Any]:
+        head = {"format_version": FORMAT_VERSION, "run": self.run, "owner": self.id}
+        return {**head, RESERVED: True}
 
     def commit(self, commit: Commit) -> Commit:
         """Writes the JSON of a shard, after all of its files, and returns what it says."""
         commit = replace(commit, run=self.run, owner=self.id, url=self.folder.url)
-        standing = self._write_json(commit.number, commit.to_json(), replaces=self.copy)
+        if self.local is not None and self.keeps_shards:
+            self.local.write(commit.name, seal(commit.to_json()), ANY)
+        standing = self._write_json(commit.name, commit.to_json(), replaces=False)
         if standing is not None:
             self.check(standing.owner)
         return commit
 
-    def _write_json(self, number: int, content: Mapping[str, Any], replaces: bool) -> Commit | None:
+    def _write_json(self, name: str, content: Mapping[str, Any], replaces: bool) -> Commit | None:
         """Writes the JSON of a shard, unless it has to replace a commit of this run, but may not.
         Returns the commit that stood there."""
-        name = commit_name(number)
-        head = {"format_version": FORMAT_VERSION, "run": self.run, "owner": self.id}
-        data = seal({**head, **content})
+        data = seal(content)
 
         def is_settled(found: bytes) -> bool:
-            return found == data or (not replaces and self._commit_in(found, name) is not None)
+            return found == data or (not replaces and self._commit_in(found) is not None)
 
         standing, _ = self._write(name, data, is_settled)
-        return None if standing is None else self._commit_in(standing, name)
+        return None if standing is None else self._commit_in(standing)
 
-    def _commit_in(self, data: bytes, name: str) -> Commit | None:
+    def _commit_in(self, data: bytes) -> Commit | None:
         """Returns the commit of this run in a JSON; None if it is none."""
         with suppress(DamagedError):
-            commit = parse_commit(data, name, name)
+            commit = parse_commit(data, "")
             return commit if commit is not None and commit.run == self.run else None
         return None
 

@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted
-from activation_extraction.store.commit import METADATA, OTHER_VERSION, REPAIRS, Commit, Totals
+from activation_extraction.store.commit import (
+    METADATA,
+    OTHER_VERSION,
+    REPAIRS,
+    Commit,
+    Totals,
+)
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Difference, Identity
 from activation_extraction.store.metadata import Stored, own_files
@@ -149,19 +153,6 @@ def stored_after(
     return found
 
 
-def stored_numbers(folder: Folder, commits: list[Commit], stride: int) -> np.ndarray:
-    """Returns the numbers of all stored samples, int64, ascending. stride: between two consecutive
-    samples; a table is read only if its shard lacks some in between."""
-    numbers = [np.zeros(0, np.int64)]
-    for commit in commits:
-        whole = range(commit.first, commit.last + 1, stride)
-        if commit.count == len(whole):
-            numbers.append(np.array(whole, np.int64))
-        elif commit.count:
-            numbers.append(read_table(folder, commit)["sample_idx"].to_numpy())
-    return np.sort(np.concatenate(numbers))
-
-
 def refuse_elsewhere(stored: Stored, remote: str | None = None) -> None:
     """Raises InputError if the shards of a local run are not where they would be continued.
 
@@ -179,15 +170,20 @@ def refuse_elsewhere(stored: Stored, remote: str | None = None) -> None:
 def refuse_difference(where: str, difference: Difference | None) -> None:
     """Raises InputError if there is a difference between two identities."""
     if difference is not None:
+        name, before, now = difference
         raise InputError(
-            f"{where}: already holds an extraction that differs in {difference.name}: "
-            f"{shown(difference.before)}, now {shown(difference.now)}; {FLAGS_REMEDY}"
+            f"{where}: already holds an extraction that differs in {name}: "
+            f"{shown(before, now)}, now {shown(now, before)}; {FLAGS_REMEDY}"
         )
 
 
-def shown(value: Any) -> str:
-    """Returns a field of an identity as messages show it."""
-    text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return (
-        f"digest {text[:12]}" if re.fullmatch("[0-9a-f]{64}", text) else f"{text or 'nothing':.100}"
-    )
+def shown(value: Any, other: Any) -> str:
+    """Returns a field of an identity as messages show it: of several values, those that `other`,
+    the same field of another identity, does not have."""
+    if isinstance(value, tuple):
+        own = [each for each in value if each not in other]
+        value = " ".join(map(str, own if {*value} != {*other} else value))
+    text = str(value) or "nothing"
+    if re.fullmatch("[0-9a-f]{64}", text):
+        return f"digest {text[:12]}"
+    return text if len(text) <= 100 else f"{text[:100].rstrip()} ..."

@@ -146,7 +146,8 @@ class SafetensorsFile:
             raise RunError(f"{where}: is not a shard that can be read: {error}") from error
         # A hook may have such a name, too.
         found = (name for name in LABELS if name in self.tensors)
-        self._labels = [name for name in found if len(self.tensors[name].shape) == 1]
+        labels = [name for name in found if len(self.tensors[name].shape) == 1]
+        self._of_tokens = ["token_ids", "position", *labels]
 
     @cached_property
     def sample_idx(self) -> np.ndarray:
@@ -158,13 +159,10 @@ class SafetensorsFile:
         """int64 (samples + 1,); sample i has the tokens offsets[i] to offsets[i + 1]."""
         return np.array(self.whole("sample_offsets"))
 
-    def tokens(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids and the positions of tokens `start` to `stop`, int32."""
-        return self.rows("token_ids", start, stop), self.rows("position", start, stop)
-
-    def labels(self, start: int, stop: int) -> dict[str, np.ndarray]:
-        """Returns the labels of tokens `start` to `stop`, int32, by the names that the run has."""
-        return {name: self.rows(name, start, stop) for name in self._labels}
+    def tokens(self, start: int, stop: int) -> dict[str, np.ndarray]:
+        """Returns what is said of the tokens `start` to `stop`: `token_ids`, `position`, and the
+        labels that the run has, int32, by name."""
+        return {name: self.rows(name, start, stop) for name in self._of_tokens}
 
     def rows(self, hook: str, start: int, stop: int) -> Any:
         """Returns what `begin_rows` asks for."""

@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from activation_extraction.common.choices import MAX_COLUMNS, SAMPLE_COLUMNS
+from activation_extraction.common.choices import SAMPLE_COLUMNS
 from activation_extraction.common.errors import RunError, StorageError, one_line
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
@@ -36,7 +36,6 @@ ABSENT = object()  # the value of a kept column that a sample lacks: null among 
 # What pyarrow raises for large integers, for lone surrogates, and for names that are not text.
 DOES_NOT_FIT = (pyarrow.ArrowException, OverflowError, ValueError, TypeError)
 PROMOTED = "permissive"  # columns of several tables get a type that has room for all values
-MAX_SAMPLE_BYTES = 2**20  # of JSON, for all that the table says of a sample
 MAX_FIELDS = 32  # lists and fields of structs in a column: each row has room for all; few are deep
 
 
@@ -110,15 +109,9 @@ def concatenated(tables: Iterable[pyarrow.Table]) -> pyarrow.Table:
 
 
 def _table(samples: Sequence[SampleRow]) -> pyarrow.Table:
-    kept: dict[str, None] = {}
     for sample in samples:
         _check(sample)
-        kept |= dict.fromkeys(sample.columns)
-        if len(kept) > MAX_COLUMNS:
-            raise StorageError(
-                f"sample {sample.sample_idx}: with its columns, the shard has {len(kept)} "
-                f"different ones, expected at most {MAX_COLUMNS}"
-            )
+    kept = dict.fromkeys(name for sample in samples for name in sample.columns)
     columns: dict[str, list[Any]] = {
         "sample_idx": [sample.sample_idx for sample in samples],
         "tokens": [len(sample.positions) for sample in samples],
@@ -209,7 +202,7 @@ def _check(sample: SampleRow) -> None:
     where, columns = f"sample {sample.sample_idx}", sample.columns
     try:
         " ".join(columns).encode()  # names may not have lone surrogates; values may
-        size = len(json.dumps((sample.doc_id, sample.row, columns, sample.text_preview)))
+        json.dumps((sample.doc_id, sample.row, columns, sample.text_preview))
     except (TypeError, ValueError, RecursionError) as error:
         raise StorageError(
             f"{where}: its id, row, text preview or columns are no JSON values: {one_line(error)}"
@@ -217,13 +210,6 @@ def _check(sample: SampleRow) -> None:
     for name in SAMPLE_COLUMNS:
         if name in columns:
             raise StorageError(f"{where}: a column that is kept cannot be called {name}")
-    if size > MAX_SAMPLE_BYTES:
-        given, fewer = (", columns", " or keep fewer columns") if columns else ("", "")
-        raise StorageError(
-            f"{where}: its id, row{given} and text preview take {size:,} bytes; there is room for "
-            f"{MAX_SAMPLE_BYTES:,}",
-            remedy=f"shorten the row's id{fewer}, and start anew with --overwrite",
-        )
 
 
 def _check_against(commit: Commit, table: pyarrow.Table, where: str) -> None:

@@ -4,8 +4,10 @@ Every shard format writes and reads this. What is known of a sample beside its t
 table of samples (sample_table.py).
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -104,12 +106,9 @@ Errors = dict[str, EncodingError]
 
 
 def encode_shard(
-    shard: Shard, keys: Collection[Key], in_order: Callable[..., Iterable[Any]]
+    shard: Shard, keys: Collection[Key], threads: Executor
 ) -> tuple[Shard, dict[Key, Errors]]:
-    """Returns the shard with these hooks encoded, and the errors by key.
-
-    in_order: `map`, or a function that does the same in threads.
-    """
+    """Returns the shard with these hooks encoded, and the errors by key."""
     if not keys:
         return shard, {}
     slices, scales, found = dict(shard.slices), dict(shard.scales), {}
@@ -117,8 +116,7 @@ def encode_shard(
     measured = _every_nth(positions == 0) | _every_nth(positions != 0)
     sinks = positions[measured] == 0
 
-    def encode_group(item: tuple[Key, slice]) -> tuple[list[np.ndarray], ...]:
-        key, group = item
+    def encode_group(key: Key, group: slice) -> tuple[list[np.ndarray], ...]:
         x = np.concatenate(shard.slices[key][group])
         values, scales = encode(x)
         first, *starts, stop = offsets[group.start : group.stop + 1]
@@ -128,7 +126,7 @@ def encode_shard(
         return np.split(values, samples), np.split(scales, samples), [errors]
 
     for key in keys:
-        groups = in_order(encode_group, [(key, group) for group in shard.groups(key)])
+        groups = threads.map(partial(encode_group, key), shard.groups(key))
         parts = [list(chain.from_iterable(each)) for each in zip(*groups, strict=True)]
         slices[key], scales[key], errors = parts[0], parts[1], np.concatenate(parts[2])
         found[key] = {

@@ -7,10 +7,12 @@ every MiB in the shard's JSON. Reading never runs pickled code.
 
 import hashlib
 import mmap
+import os
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,12 @@ Form = tuple[np.dtype, tuple[int, ...]]  # the dtype and the shape of a tensor
 FLOATS: np.dtype = np.dtype(np.float32)
 RANGE = 8 * MIB  # of one request; a range may have up to twice as much
 HEADER = 2**16  # bytes: room for the header of most safetensors files
+IN_FLIGHT = 32  # requests to buckets at the same time, over all runs, shards and hooks
+# glibc's malloc learns from the largest block that it has given back to the system, of up to 32
+# MiB: smaller ones come from its heap from then on, which keeps twice as much of what is freed.
+# Once it has had a block of this size, ranges are received in memory that was used before. New
+# memory would take longer than copying them.
+LARGEST_KEPT = 2**25 - 2**16
 
 
 @dataclass(frozen=True)
@@ -74,9 +82,12 @@ class StoredHook:
             raise ValueError(f"{name}: dtype {dtype!r}: {error}") from error
 
     @property
-    def row_bytes(self) -> int:
-        """The bytes of a token in memory, where codes are records (common/codes.py)."""
-        return 4 * record_width(self.most) if self.most else self.width * self.dtype.itemsize
+    def row(self) -> np.dtype:
+        """The dtype and the shape of a token in memory, where codes are records
+        (common/codes.py)."""
+        if self.most:
+            return np.dtype((np.int32, (record_width(self.most),)))
+        return np.dtype((self.dtype, (self.width,)))
 
     def given(self, values: np.ndarray) -> Values:
         """Returns the values of tokens as they are given to the user. values: as they are read."""
@@ -96,21 +107,34 @@ class StoredHook:
         return name, (VALUES if self.encoded else self.dtype, (tokens, self.width))
 
 
+@lru_cache(1)
+def request_threads(process: int) -> ThreadPoolExecutor:
+    """Returns the threads for requests to buckets. process: the number of this process; a fork of
+    it has none of its threads."""
+    np.empty(LARGEST_KEPT, np.uint8)  # which is freed at once
+    return ThreadPoolExecutor(IN_FLIGHT, "requests")
+
+
 def read_by_ranges(commit: Commit) -> bool:
     """Returns whether rows of a shard can be read without the rest of it."""
     return format_of(commit.file) is SAFETENSORS
+
+
+def front_bytes(commit: Commit) -> int:
+    """Returns how many bytes at the beginning of a shard in a bucket are read at once, and kept:
+    whole MiB with the header and all that is said of samples and tokens."""
+    return -(-(HEADER + 16 * commit.count + 16 * commit.tokens) // MIB) * MIB
 
 
 class ShardBytes:
     """The bytes of a shard's file; every MiB that is read is compared with its crc32c.
 
     A file on this machine is mapped, and a MiB of it is compared when it is first read. Any other
-    is read in ranges of whole MiB by the threads of `requests`, RANGE at once.
+    is read in ranges of whole MiB by `request_threads`, RANGE at once.
     """
 
-    def __init__(self, folder: Folder, commit: Commit, where: str, requests: Executor) -> None:
+    def __init__(self, folder: Folder, commit: Commit, where: str) -> None:
         self._folder, self._commit, self._where = folder, commit, where
-        self._requests = requests
         self._crcs = commit.files[commit.file].crc32c
         self._mapped: np.ndarray | None = None
         if folder.local:
@@ -130,7 +154,8 @@ class ShardBytes:
                 self._unseen[number] = False
             return lambda: part
         edges = np.linspace(first, last, max((last - first) * MIB // RANGE, 1) + 1).astype(int)
-        parts = [self._requests.submit(self._read, a, b) for a, b in pairwise(edges.tolist())]
+        submit = request_threads(os.getpid()).submit
+        parts = [submit(self._read, a, b) for a, b in pairwise(edges.tolist())]
 
         def wait() -> np.ndarray:
             found = [part.result() for part in parts]
@@ -160,20 +185,16 @@ class ShardBytes:
             )
 
 
-def open_shard(
-    folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook], requests: Executor
-) -> SafetensorsFile:
-    """Opens a shard. hooks: the hooks that will be read, by name. requests: the threads that read
-    ranges of a file which is not on this machine.
+def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) -> SafetensorsFile:
+    """Opens a shard. hooks: the hooks that will be read, by name.
 
     Raises RunError if the file is missing or damaged, or does not match its JSON.
     """
     where = f"{folder.url}/{commit.file}"
-    file = ShardBytes(folder, commit, where, requests)
+    file = ShardBytes(folder, commit, where)
     if read_by_ranges(commit):
-        # The header and all that is said of samples and tokens, in one request.
-        front = 0 if folder.local else HEADER + 16 * commit.count + 16 * commit.tokens
-        reader = SafetensorsFile(file.begin, commit.bytes, where, -(-front // MIB) * MIB)
+        front = 0 if folder.local else front_bytes(commit)
+        reader = SafetensorsFile(file.begin, commit.bytes, where, front)
     else:
         content = pyarrow.py_buffer(file.begin(0, commit.bytes)())
         shard = read_pickle(pyarrow.BufferReader(content), where, commit.unpacked)
@@ -225,8 +246,10 @@ def begin_rows(
     (tokens, width).
 
     dtype: the dtype to which encoded activations are decoded, by default float32; other values are
-    returned as they are stored, and codes as records.
+    returned as they are stored, and codes as records. Nothing is read for a span without tokens.
     """
+    if span[0] == span[1]:
+        return lambda: np.empty(0, hook.row)
     values = reader.begin_rows(name, *span)
     if hook.most:
         return lambda: values().records(hook.most)
@@ -259,7 +282,7 @@ def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
         # before that keeps its content.
         data = folder.read(commit.name, most=MOST_BYTES)
         with suppress(DamagedError):
-            if data is not None and parse_commit(data, commit.name, commit.name) != commit:
+            if data is not None and parse_commit(data, commit.name) != commit:
                 raise RunError(f"{where}: {REPLACED}")
     if len(content) != commit.bytes:
         raise RunError(f"{where}: has {len(content)} bytes, its JSON says {commit.bytes}")

@@ -10,7 +10,7 @@ import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,8 +20,8 @@ from activation_extraction.common.codes import Codes
 from activation_extraction.common.encodings import FLOAT8, token_bytes
 from activation_extraction.common.errors import RunError, StorageError, for_the_user, one_line
 from activation_extraction.common.log import log
-from activation_extraction.store.commit import Commit, FileFacts
-from activation_extraction.store.formats import Threads, chosen_format, measured
+from activation_extraction.store.commit import Commit, FileFacts, shard_name
+from activation_extraction.store.formats import chosen_format, measured
 from activation_extraction.store.identity import Identity, StorageOptions
 from activation_extraction.store.owner import LostError, Owner
 from activation_extraction.store.resume import StoragePlan
@@ -37,45 +37,47 @@ SHARDS_AT_ONCE = 16  # most of them are being uploaded
 @dataclass(eq=False)
 class _Job:
     """A shard that is being stored. holds: the bytes of memory that are free once it is committed.
-    phase: what it is waiting for. stored: will have its commit for each folder, and its samples."""
+    phase: what it is waiting for. stored: will have its commit and its samples."""
 
     holds: int
     phase: str = "packing"
-    stored: Future[tuple[list[Commit], list[SampleRow]]] = field(default_factory=Future)
+    stored: Future[tuple[Commit, list[SampleRow]]] = field(default_factory=Future)
 
 
 class ShardWriter:
-    """Gathers samples into shards, in the order in which they come, and stores these in the folders
-    that this process owns, one folder after the other. A shard has at most `shard_bytes` bytes of
-    activations, but at least one sample.
+    """Gathers samples into shards, in the order in which they come, and stores these in the folder
+    that this process owns. A shard has at most `shard_bytes` bytes of activations, but at least one
+    sample.
 
     names: the hooks' full names by key; those to encode are encoded in the background. record:
-    counts what is committed. `made` lists the shards that this process has stored. `bytes_waiting`
-    counts the bytes in memory that wait to be stored. `waited` maps each phase to the seconds for
-    which the caller waited because the oldest shard was in that phase. Methods raise StorageError
-    as soon as a shard could not be committed.
+    counts what is committed. on_wait: is called again and again while `take` waits. `made` lists
+    the shards that this process has stored. `bytes_waiting` counts the bytes in memory that wait to
+    be stored. `waited` maps each phase to the seconds for which the caller waited because the
+    oldest shard was in that phase. Methods raise StorageError as soon as a shard could not be
+    committed.
     """
 
     def __init__(
         self,
-        owners: Sequence[Owner],
+        owner: Owner,
         names: Mapping[Key, str],
         identity: Identity,
         options: StorageOptions,
         record: RunRecord,
+        on_wait: Callable[[], None],
     ) -> None:
         self.made: list[Commit] = []
         self.bytes_waiting = 0
         self.waited = {"packing": 0.0, "writing": 0.0, "committing": 0.0}
         self.encoded = [key for key in names if identity.is_encoded(names[key])]
         self.format = chosen_format(options.shard_format, options.compress_shards)
-        self._owners = owners
+        self._owner = owner
         self._names = names
         self._identity = identity
-        self._record = record
+        self._record, self._on_wait = record, on_wait
         self._failure: Exception | None = None  # what the first shard has failed with
         self._stopped = False
-        self._threads = Threads(options.threads)
+        self._threads = ThreadPoolExecutor(options.threads, thread_name_prefix="store")
         self._packing = threading.Semaphore(options.threads)
         self._shards = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="commit")
@@ -109,6 +111,7 @@ class ShardWriter:
             self.bytes_waiting += size
             while self.bytes_waiting > self._max_bytes and self._jobs:
                 self.check()
+                self._on_wait()
                 began, phase = time.perf_counter(), self._jobs[0].phase
                 self._changed.wait(0.2)  # briefly, to notice Ctrl-C
                 self.waited[phase] += time.perf_counter() - began
@@ -206,13 +209,13 @@ class ShardWriter:
             "bytes_waiting": self.bytes_waiting,
             **{f"shards_{phase}": phases.count(phase) for phase in self.waited},
             **{f"waited_{key}_seconds": round(value, 3) for key, value in self.waited.items()},
-            "upload_retries": sum(owner.folder.retries for owner in self._owners),
+            "upload_retries": self._owner.folder.retries,
         }
 
     def close(self, patient: bool) -> None:
         """Ends the threads; if `patient`, they finish their work first."""
         self._stopped = self._stopped or not patient
-        for pool in (self._shards, self._committer, self._threads.pool):
+        for pool in (self._shards, self._committer, self._threads):
             pool.shutdown(wait=patient, cancel_futures=True)
 
     def _finish(self, job: _Job) -> None:
@@ -238,20 +241,20 @@ class ShardWriter:
 
     def _store(
         self, job: _Job, shard: Shard, mark: Cursor | None, number: int
-    ) -> tuple[list[Commit], list[SampleRow]]:
-        """Writes the files of a shard; returns its commit for each folder, and its samples."""
+    ) -> tuple[Commit, list[SampleRow]]:
+        """Writes the files of a shard; returns its commit and its samples."""
         commit = Commit(number, self._record.began, None if mark is None else mark.to_json())
         if not shard.samples:
-            return [commit] * len(self._owners), []
+            return commit, []
         with self._packing:
-            shard, errors = encode_shard(shard, self.encoded, self._threads.in_order)
+            shard, errors = encode_shard(shard, self.encoded, self._threads)
             hooks, sums = measured(shard, self._names, self._identity, errors, self._threads)
             packed = self.format.pack(shard, self._names, self._threads)
         cuts = [row.cut for row in shard.samples if row.cut > 0]
         lengths = [len(row.positions) for row in shard.samples]
         commit = replace(
             commit,
-            file=self.format.file_name(number),
+            file=shard_name(number, self.format.suffix),
             unpacked=packed.unpacked,
             first=shard.samples[0].sample_idx,
             last=shard.samples[-1].sample_idx,
@@ -262,27 +265,21 @@ class ShardWriter:
             cut_tokens=sum(cuts),
             empty_samples=lengths.count(0),
         )
-        contents: dict[str, tuple[Sequence[bytes | memoryview], FileFacts]]
-        contents = {commit.file: (packed.parts, packed.facts)}
-        for file, data in (
-            (commit.statistics_file, pack_sums(sums)),
-            (commit.table_file, pack_table(shard.samples)),
-        ):
-            contents[file] = [data], FileFacts(len(data), hashlib.sha256(data).hexdigest())
+        small = {
+            commit.statistics_file: pack_sums(sums),
+            commit.table_file: pack_table(shard.samples),
+        }
         job.phase = "writing"
-        commits = []
-        for owner in self._owners:
-            written = {
-                file: replace(facts, version=owner.write_file(file, parts))
-                for file, (parts, facts) in contents.items()
-            }
-            commits.append(replace(commit, files=written))
+        write = self._owner.write_file
+        files = {commit.file: replace(packed.facts, version=write(commit.file, packed.parts))}
+        for name, data in small.items():
+            digest = hashlib.sha256(data).hexdigest()
+            files[name] = FileFacts(len(data), digest, write(name, [data]))
         job.phase = "committing"
-        return commits, shard.samples
+        return replace(commit, files=files), shard.samples
 
-    def _commit(self, commits: Sequence[Commit], rows: Sequence[SampleRow]) -> None:
-        """Writes the JSON of a shard, once all shards before it are committed. commits: one for
-        each of the folders. rows: its samples.
+    def _commit(self, commit: Commit, rows: Sequence[SampleRow]) -> None:
+        """Writes the JSON of a shard, once all shards before it are committed. rows: its samples.
 
         Raises StorageError if a file that samples come from has changed, and names the shards that
         were committed since it was last seen unchanged.
@@ -298,8 +295,7 @@ class ShardWriter:
                 remedy=error.remedy,
             ) from error
         self._unchanged = len(self.made)
-        for owner, commit in zip(self._owners, commits, strict=True):
-            made = owner.commit(replace(commit, committed=round(time.time(), 3)))
+        made = self._owner.commit(replace(commit, committed=round(time.time(), 3)))
         self.made.append(made)
         log.debug("shard %d: %d samples, %d bytes", made.number, made.count, made.bytes)
         self._record.add(made)

@@ -8,7 +8,7 @@ JSON, as arrays `HOOK/FIELD` that `numpy.load` reads. Its bytes depend on the su
 import io
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -75,28 +75,6 @@ class Sums:
         )
 
 
-def _blocks(
-    activations: Sequence[np.ndarray], buffer: np.ndarray, scales: Sequence[np.ndarray] | None
-) -> Iterator[np.ndarray]:
-    """Yields the tokens of several arrays in order, as float64 views of the buffer. Each view but
-    the last fills the buffer. scales: those of `sums_of`."""
-    filled = 0
-    for number, activation in enumerate(activations):
-        start = 0
-        while start < len(activation):
-            count = min(len(activation) - start, len(buffer) - filled)
-            tokens = activation[start : start + count]
-            if scales is not None:
-                tokens = decode(tokens, scales[number][start : start + count])
-            np.copyto(buffer[filled : filled + count], tokens)
-            start, filled = start + count, filled + count
-            if filled == len(buffer):
-                yield buffer
-                filled = 0
-    if filled:
-        yield buffer[:filled]
-
-
 def sums_of(
     activations: Sequence[np.ndarray],
     positions: Sequence[np.ndarray],
@@ -109,25 +87,25 @@ def sums_of(
     of each array if they are encoded, and are decoded here. The result does not depend on how the
     tokens are distributed over arrays.
     """
-    total, all_positions = Sums.zeros(activations[0].shape[1]), np.concatenate(positions)
-    squares, done = np.empty(len(all_positions)), 0
-    rows = max(1, SUMMED_BYTES // (8 * activations[0].shape[1]))
-    buffer = np.empty((min(rows, len(all_positions)), activations[0].shape[1]))
+    values, all_positions = np.concatenate(activations), np.concatenate(positions)
+    all_scales = None if scales is None else np.concatenate(scales)
+    total, squares = Sums.zeros(values.shape[1]), np.empty(len(values))
+    step = max(1, SUMMED_BYTES // (8 * values.shape[1]))
+    buffer = np.empty((min(step, len(values)), values.shape[1]))
     with np.errstate(invalid="ignore"):  # see `Statistics.finite`
-        for block in _blocks(activations, buffer, scales):
-            stop = done + len(block)
-            sinks = np.flatnonzero(all_positions[done:stop] == 0)
+        for start in range(0, len(values), step):
+            rows = slice(start, start + step)
+            tokens = values[rows] if all_scales is None else decode(values[rows], all_scales[rows])
+            block = buffer[: len(tokens)]
+            np.copyto(block, tokens)
+            sinks = np.flatnonzero(all_positions[rows] == 0)
             for sums in (total.sums, total.squares):
-                others = np.add.reduce(block, 0)
-                if len(sinks):
-                    of_sinks = np.add.reduce(block[sinks], 0)
-                    sums[SINK] += of_sinks
-                    others -= of_sinks
-                sums[OTHER] += others
+                of_sinks = np.add.reduce(block[sinks], 0)
+                sums[SINK] += of_sinks
+                sums[OTHER] += np.add.reduce(block, 0) - of_sinks
                 if sums is total.sums:
                     np.multiply(block, block, out=block)
-            np.add.reduce(block, 1, out=squares[done:stop])
-            done = stop
+            np.add.reduce(block, 1, out=squares[rows])
     norms, kinds = np.sqrt(squares), np.where(all_positions == 0, SINK, OTHER)
     total.counts += np.bincount(kinds, minlength=2)
     total.norms += np.bincount(kinds, norms, minlength=2)
@@ -201,10 +179,7 @@ class Statistics:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Statistics":
         """Reads what `to_json` returned, and ignores other keys."""
-        error = {
-            kind: EncodingError(each["tokens"], each["mean"], each["worst"])
-            for kind, each in content.get("error", {}).items()
-        }
+        error = {kind: EncodingError(**each) for kind, each in content.get("error", {}).items()}
         codes = {kind: CodeSums(**each) for kind, each in content.get("codes", {}).items()}
         known = {name: content[key] for key, name in STATISTICS.items()}
         return cls(**known, error=error, codes=codes)

@@ -1,13 +1,14 @@
 """ActivationStorage: stores activations that are added in samples or in batches.
 
 A planner (resume.py) finds out what is stored already; owner.py keeps other processes out;
-shard_writer.py gathers samples into shards and stores these, and run_record.py records the run.
+shard_writer.py gathers samples into shards and stores these.
 """
 
 import math
 import re
+import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -17,32 +18,31 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 
 from activation_extraction.common.codes import ARRAYS, Codes
 from activation_extraction.common.encodings import VALUES
-from activation_extraction.common.errors import InputError, RunError, StorageError
+from activation_extraction.common.errors import InputError, RunError, StorageError, one_line
+from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, plain_url
-from activation_extraction.store.commit import METADATA, MOST_BYTES, Totals, number_of
+from activation_extraction.store.commit import Totals, number_of
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import DTYPES, SAFETENSORS
-from activation_extraction.store.given import as_int32, check_labels, own_array
-from activation_extraction.store.identity import Identity, StorageOptions
-from activation_extraction.store.local_files import check_output_dir
+from activation_extraction.store.identity import Identity, RunFacts, StorageOptions
+from activation_extraction.store.local_files import check_output_dir, lock_folder, unlock
 from activation_extraction.store.metadata import check_own, read_stored
 from activation_extraction.store.owner import Owner, new_id
-from activation_extraction.store.patience import reason_of
 from activation_extraction.store.resume import (
     Planner,
     StoragePlan,
     plan_run,
     refuse_elsewhere,
     stored_after,
-    stored_numbers,
 )
-from activation_extraction.store.run_record import RunFacts, RunRecord
+from activation_extraction.store.run_record import RunRecord
 from activation_extraction.store.safetensors_file import OF_TOKENS, SCALE
-from activation_extraction.store.shard import Key, SampleRow, Values
+from activation_extraction.store.shard import LABELS, Key, SampleRow, Values
 from activation_extraction.store.shard_writer import ShardWriter
 from activation_extraction.text.batch import Batch, DocId, StoredSample
 
@@ -62,7 +62,8 @@ class ActivationStorage:
 
     remote: a folder in a bucket. Shards are then stored there, from memory, and locally only
     without `delete_local_after_upload`; metadata.json and metrics.jsonl are in both folders. facts:
-    more facts for metadata.json.
+    more facts for metadata.json. on_wait: is called again and again while adding samples waits for
+    room in memory.
 
     `made` lists the shards that this process has stored. `waited` maps each phase of storing to the
     seconds for which the memory was full because the oldest shard was in that phase. `gauges()`
@@ -85,6 +86,7 @@ class ActivationStorage:
         remote: Folder | None = None,
         facts: RunFacts | None = None,
         planner: Planner | None = None,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         if re.match(r"[A-Za-z][\w+.-]*:/", str(output_dir)):
             raise InputError(
@@ -105,40 +107,43 @@ class ActivationStorage:
             for clash in tensors & taken:
                 raise InputError(f"hook {name}: a shard calls something else {clash}")
             taken |= tensors
-        codes = (key for key, name in hooks.items() if name in self._identity.code_hooks)
-        self._features = {key: facts.hooks[key]["width"] for key in codes}
+        self._features = {  # how many an autoencoder has
+            key: facts.hooks[key]["width"]
+            for key, name in hooks.items()
+            if name in self._identity.code_hooks
+        }
         check_output_dir(self.folder)
         if remote is not None and options.shard_bytes > (remote.largest or math.inf):
             raise InputError(
                 f"--shard_size_gb {options.shard_size_gb:g}: {remote.url} takes at most "
                 f"{remote.largest:,} bytes in one request"
             )
-        owner = new_id()
-        copies = remote is not None and not options.delete_local_after_upload
-        self._local = Owner(Folder(str(self.folder)), owner, copy=copies)
-        self._remote = None if remote is None else Owner(remote, owner)
-        self._main = self._remote or self._local
-        if options.overwrite:
-            for each in filter(None, (self._local, self._remote)):
-                check_own(each.folder)
+        local, owner = Folder(str(self.folder)), new_id()
+        self._owner = Owner(local, owner)
+        if remote is not None:
+            self._owner = Owner(remote, owner, local, not options.delete_local_after_upload)
         self._record = RunRecord(
-            self._local, self._remote, self._names, self._identity, options.limits, facts
+            self.folder, self._owner, self._names, self._identity, options.limits, facts
         )
-        owners = [self._local, self._main] if copies else [self._main]
-        self._writer = ShardWriter(owners, self._names, self._identity, options, self._record)
+        self._writer = ShardWriter(
+            self._owner, self._names, self._identity, options, self._record, on_wait
+        )
         self.made, self.waited = self._writer.made, self._writer.waited
         self.format, self.gauges = self._writer.format, self._writer.gauges
         self.record = self._record.add_metrics
         self._planner = planner or partial(plan_run, self._identity, options.limits)
         if options.overwrite:
+            for folder in {local, self.destination}:
+                check_own(folder)
             self._follow(StoragePlan())
         else:
             if remote is not None:
-                refuse_elsewhere(read_stored(self._local.folder), remote.url)
+                refuse_elsewhere(read_stored(local), remote.url)
             self._follow(self._planner(read_stored(self.destination)))
         self._incomplete: dict[int, tuple[SampleRow, dict[Key, np.ndarray]]] = {}
         self._labels: list[str] | None = None  # the names that all samples have
         self._last = -1  # the last sample that `add_activation` has completed
+        self._lock: int | None = None
         # planned: the stored shards are known, and nothing has been written; open: this process
         # owns the folder; closed: it has given the folder up, and cannot open it again.
         self._state: Literal["planned", "open", "closed"] = "planned"
@@ -149,14 +154,13 @@ class ActivationStorage:
         hooks = plan.commits[-1].hooks if plan.commits else []
         # The width and dtype at each hook so far.
         self._forms = {hook["key"]: (hook["width"], hook["dtype"]) for hook in hooks}
-        self._stored: np.ndarray | None = None  # the numbers of all stored samples, ascending
         self._after_mark: dict[int, StoredSample] | None = None
         self._writer.follow(plan)
 
     @property
     def destination(self) -> Folder:
         """The folder that the shards are committed to: the one in the bucket, if there is one."""
-        return self._main.folder
+        return self._owner.folder
 
     @property
     def stored_after_mark(self) -> dict[int, StoredSample]:
@@ -195,13 +199,19 @@ class ActivationStorage:
         self._record.begin()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._local.lock()
+            self._lock = lock_folder(self.folder)
+            if self._lock is None:
+                log.warning(
+                    "%s: its file system has no locks, so nothing prevents two processes from "
+                    "writing there; see to it that only one does",
+                    self.folder,
+                )
             if not self._take_over():
-                return self._local.unlock()
+                return self._unlock()
             self._state = "open"
             self._record.begin_metrics(anew=self.options.overwrite)
         except OSError as error:
-            raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
+            raise StorageError(f"{self.folder}: {error.strerror or error}") from error
 
     def _take_over(self) -> bool:
         """Begins in the folder, and reserves the number of the first shard to store, until no other
@@ -209,26 +219,22 @@ class ActivationStorage:
         new_run = uuid.uuid4().hex
         while True:
             stored = read_stored(self.destination)
-            anew = self.options.overwrite and self._main.run != new_run
+            anew = self.options.overwrite and self._owner.run != new_run
             self._follow(StoragePlan() if anew else self._planner(stored))
             if self.plan.up_to_date:
                 return False
             run = self.plan.run or new_run
-            content = self._record.content("running", counted=False)
-            if not self._main.begin(run, content, stored.version):
+            if not self._owner.begin(run, self._record.content("running"), stored.version):
                 continue
-            if self._main is not self._local:
-                found = self._local.folder.read_with_version(METADATA, most=MOST_BYTES)
-                self._local.begin(run, content, found and found[1])
             stored = read_stored(self.destination)
             if self.options.overwrite:  # JSONs that cannot be read are not of the new run
                 for name in stored.damaged:
-                    self._main.withdraw(number_of(name))
+                    self._owner.withdraw(number_of(name))
                 stored = replace(stored, damaged={})
             self._follow(self._planner(stored))
             for number in self.plan.withdrawn:
-                self._main.withdraw(number)
-            if self.plan.complete or self._main.reserve(self.plan.next):
+                self._owner.withdraw(number)
+            if self.plan.complete or self._owner.reserve(self.plan.next):
                 return True
 
     def __enter__(self) -> "ActivationStorage":
@@ -318,28 +324,20 @@ class ActivationStorage:
         if layer_idx not in self._names or layer_idx in self._features:
             raise KeyError(f"hook {layer_idx!r} is not one of {list(self._names)}")
         number = index(sample_idx)
-        if self._stored is None:
-            stride = self._identity.worker.stride
-            self._stored = stored_numbers(self.destination, self.plan.commits, stride)
-        at = np.searchsorted(self._stored, number)
-        if at < len(self._stored) and self._stored[at] == number:
+        if number in self.stored_after_mark:
             return
         self._check_open(number)
         where = f"sample {number}, hook {layer_idx!r}"
         try:
             activation = own_array(activation)
-            ids = None if token_ids is None else as_int32(token_ids)
+            ids = None if token_ids is None else as_int32("token ids", token_ids)
+            given = {name: as_int32(name, each) for name, each in sorted((labels or {}).items())}
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         for problem in self._problems(layer_idx, activation, ids, number):
             raise ValueError(f"{where}: {problem}")
         if number not in self._incomplete:
-            try:
-                given = {name: as_int32(each) for name, each in sorted((labels or {}).items())}
-                check_labels(given, len(activation), self._labels)
-            except ValueError as error:
-                raise ValueError(f"sample {number}: {error}") from error
-            self._labels = list(given)
+            self._check_labels(number, given, len(activation))
             known = text_preview, doc_id, deepcopy(row), cut, deepcopy(columns or {}), given
             positions = np.arange(len(activation), dtype=np.int32)
             self._incomplete[number] = SampleRow(number, ids, positions, *known), {}
@@ -364,8 +362,6 @@ class ActivationStorage:
             )
         if ids is None and self.format is SAFETENSORS:
             yield "has no token ids, and safetensors need them"
-        if ids is not None and ids.dtype != np.int32:
-            yield f"token ids of dtype {ids.dtype}, expected int32"
         sample, slices = self._incomplete.get(number, (None, {}))
         if key in slices or number <= self._last:
             yield "given twice or out of order"
@@ -383,6 +379,19 @@ class ActivationStorage:
                 "the rest of the run"
             )
         self._forms[key] = due
+
+    def _check_labels(self, number: int, labels: Mapping[str, np.ndarray], tokens: int) -> None:
+        """Raises ValueError unless all samples have the same labels, one number for each token."""
+        due = [name for name in LABELS if name in labels] if self._labels is None else self._labels
+        if list(labels) != due:
+            expected = ", ".join(LABELS if self._labels is None else due) or "none"
+            found = ", ".join(labels) or "none"
+            raise ValueError(f"sample {number}: labels {found}, expected {expected}")
+        self._labels = due
+        for name, values in labels.items():
+            if values.shape != (tokens,):
+                shape = f"shape {values.shape}, expected ({tokens},)"
+                raise ValueError(f"sample {number}: {name} of {shape}")
 
     def finalize(self, complete: bool = True, skipped_rows: int = 0, empty_rows: int = 0) -> None:
         """Commits every complete sample and metadata.json, and waits until they are stored.
@@ -402,12 +411,12 @@ class ActivationStorage:
         try:
             self._writer.finish(complete)
             if complete:
-                self._main.remove_rest([*self.plan.commits, *self.made])
-            self._record.write("complete" if complete else "interrupted", counted=complete)
+                self._owner.remove_rest([*self.plan.commits, *self.made])
+            self._record.write("complete" if complete else "interrupted")
             self._record.upload_metrics()
             done = True
         except OSError as error:
-            raise StorageError(f"{self.folder}: {reason_of(error)[0]}") from error
+            raise StorageError(f"{self.folder}: {error.strerror or error}") from error
         except RunError:
             with suppress(OSError, RunError, InputError):
                 self._record.write("failed", upload=False)
@@ -422,4 +431,31 @@ class ActivationStorage:
         """Releases the folder and ends the threads. Shards that are not committed are lost."""
         self._state = "closed"
         self._writer.close(patient)
-        self._local.unlock()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        unlock(self._lock)
+        self._lock = None
+
+
+def own_array(values: Any) -> np.ndarray:
+    """Returns a copy of an array of NumPy, JAX or PyTorch, or of lists of numbers, since the caller
+    may use its own again. Raises ValueError for what NumPy cannot convert."""
+    torch = sys.modules.get("torch")  # which is not imported here
+    try:
+        if torch is not None and getattr(values, "dtype", None) is torch.bfloat16:  # NumPy lacks it
+            return own_array(values.detach().view(torch.int16)).view(ml_dtypes.bfloat16)
+        found = np.asarray(values)
+        return np.array(found, found.dtype.newbyteorder("="), order="C")
+    except (TypeError, RuntimeError) as error:
+        kind = f"{type(values).__name__} of {getattr(values, 'dtype', 'no dtype')}"
+        raise ValueError(f"{kind}: expected an array of numbers: {one_line(error)}") from error
+
+
+def as_int32(what: str, values: Any) -> np.ndarray:
+    """Returns a copy as int32. what: names the values. Raises ValueError if they change."""
+    given = own_array(values)
+    found = given.astype(np.int32)
+    if (found != given).any():
+        raise ValueError(f"{what} of dtype {given.dtype}, expected int32")
+    return found

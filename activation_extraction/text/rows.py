@@ -304,7 +304,8 @@ def column_of(row: Mapping[str, Any], name: str, flag: str) -> Any:
     kinds = {column: _kind_of(value) for column, value in row.items()}
     columns = ", ".join(f"{column} ({kind})" if kind else column for column, kind in kinds.items())
     raise ColumnError(
-        f"{flag} {name}: no such column{near_miss(name, row)}; the columns are {columns:.2000}"
+        f"{flag} {name}: no such column{near_miss(name, row)}; "
+        f"the columns are {columns or 'none':.2000}"
     )
 
 
