@@ -18,6 +18,7 @@ from pods import flags_for
 from activation_extraction.common.errors import InputError
 from activation_extraction.store import bucket as bucket_module
 from activation_extraction.store import folder as folder_module
+from activation_extraction.store import local_files
 from activation_extraction.store.bucket import Bucket
 from activation_extraction.store.folder import ANY, ChangedError, Folder, FolderError
 from activation_extraction.store.local_files import append_line, check_output_dir, write_file
@@ -367,6 +368,22 @@ def test_a_local_file_is_complete_and_synced_before_it_has_its_name(tmp_path, mo
     whole = "fsync of 7"
     assert steps == [whole, "link", "fsync", whole, "replace", "fsync"]
     assert os.listdir(f"{tmp_path}/new") == ["file"]
+
+
+def test_a_file_that_another_process_has_begun_to_write_is_left_to_it(tmp_path, monkeypatch):
+    """This may happen where there are no locks."""
+    original, temporary = local_files.write_synced, tmp_path / ".file.tmp"
+
+    def write_synced(file, parts):
+        original(file, parts)
+        temporary.unlink()
+        temporary.write_bytes(b"of another")
+
+    monkeypatch.setattr(local_files, "write_synced", write_synced)
+    for expected in (None, ANY):
+        with pytest.raises(FolderError, match="another process has replaced what was being writt"):
+            Folder(str(tmp_path)).write("file", b"mine", expected)
+        assert os.listdir(tmp_path) == [".file.tmp"] and temporary.read_bytes() == b"of another"
 
 
 @pytest.mark.parametrize("links", [True, False])

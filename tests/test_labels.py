@@ -159,18 +159,20 @@ def test_a_program_of_ones_own_stores_them_too(tmp_path, shard_format):
 @pytest.mark.parametrize(
     "labels,told",
     [
-        ({"role": [0, 1]}, r": role of shape \(2,\), expected \(3,\)"),
-        ({"role": [0, 1, 2**31]}, ", hook 0: role of dtype int64, expected int32"),
-        ({"role": [0, 1, 0.5]}, ", hook 0: role of dtype float64, expected int32"),
-        ({"mood": [0, 1, 2]}, ": labels mood, expected role, turn"),
-        ({}, ": labels none, expected role"),
-        ({"role": [0] * 3, "turn": [0] * 3}, ": labels role, turn, expected role"),
+        ({"role": [0, 1]}, r"role of dtype int32, shape \(2,\): expected int32, \(3,\)"),
+        ({"role": [0, 1, 2**31]}, "role of dtype int64"),
+        ({"role": [0.0, 1.0, 2.0]}, "role of dtype float64"),
+        ({"role": [0, 1, len(ROLES)]}, f"role {len(ROLES)}: expected 0 to {len(ROLES) - 1}"),
+        ({"role": [0, 1, -1]}, "role -1: expected 0 to"),
+        ({"mood": [0, 1, 2]}, "labels mood: expected "),
+        ({}, "labels none: expected role"),
+        ({"role": [0] * 3, "turn": [0] * 3}, "labels role, turn: expected role"),
     ],
 )
 def test_labels_that_cannot_be_stored(tmp_path, labels, told):
     with open_storage(tmp_path, {0: "h"}) as storage:
         if labels.keys() != {"mood"}:
             add(storage, 0, labels={"role": np.zeros(3, np.uint8)})
-        with pytest.raises(ValueError, match=f"^sample 1{told}"):
+        with pytest.raises(ValueError, match=f"^sample 1: {told}"):
             add(storage, 1, labels=labels)
         add(storage, 2, tokens=0, labels={"role": []})

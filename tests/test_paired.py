@@ -191,13 +191,16 @@ def test_what_only_one_run_has_is_said_once(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         pair = pair_of(runs, tmp_path)
         list(pickle.loads(pickle.dumps(pair)).batches(8))
-    told = "only the tokens that all have are read; 3 and 5 samples are not in all of them"
-    assert caplog.messages == [f"{tmp_path}/0 and {tmp_path}/1: {told}"]
+    lost = [sum(len(tokens_of(row)[0]) for row in rows) for rows in (range(3), range(20, 25))]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/0: 3 samples ({lost[0]} tokens) left out: not all runs have them",
+        f"{tmp_path}/1: 5 samples ({lost[1]} tokens) left out: not all runs have them",
+    ]
     caplog.clear()
     paired(tmp_path / "0", ActivationDataset(tmp_path / "0", hooks=[ONE]))
-    assert caplog.messages == []
+    assert caplog.records == []
     paired(tmp_path / "0", Run(list(range(20)), 2, kept="odd").store(tmp_path / "2"))
-    assert "0 and 0 samples are not in all of them" in caplog.messages[0]
+    assert "store different tokens of the same samples" in caplog.records[0].getMessage()
 
 
 def test_runs_that_cannot_be_paired(tmp_path):

@@ -153,7 +153,6 @@ def test_ctrl_c_while_waiting_for_the_writer_loses_nothing(tmp_path, monkeypatch
 ONE = np.float32(1)
 AS_BEFORE = "expected width 4, dtype float32, as in the rest of the run"
 SHAPE = "expected (tokens, width) with as many tokens as there are token ids"
-TENSOR = "Tensor of torch.float32: expected an array of numbers: "
 REFUSED = [  # the activation of sample 9 at hook 0, of which hook 1 has 2 tokens; token ids; told
     (np.full((3, 4), ONE), [1, 2, 3], "3, expected 2 tokens as at other hooks"),
     (np.full((2, 5), ONE), [1, 2], f"width 5, dtype float32, {AS_BEFORE}"),
@@ -161,10 +160,10 @@ REFUSED = [  # the activation of sample 9 at hook 0, of which hook 1 has 2 token
     (np.full(4, ONE), [1, 2], f"the activation has shape (4,), {SHAPE}"),
     (np.full((2, 4), ONE), [1], f"the activation has shape (2, 4), {SHAPE}"),
     (np.full((2, 0), ONE), [1, 2], f"the activation has shape (2, 0), {SHAPE}"),
-    (torch.ones(2, 4, requires_grad=True), None, f"{TENSOR}Can't call numpy() on Tensor that req"),
-    (torch.ones(2, 4, device="meta"), None, TENSOR),
+    (torch.ones(2, 4, requires_grad=True), None, "the tensor requires grad; give tensor.det"),
+    (torch.ones(2, 4, device="meta"), None, "the tensor is on meta; give tensor.detach().cpu()"),
     (torch.ones(2, 4).to(torch.float8_e4m3fn), None, "Tensor of torch.float8_e4m3fn: expected an"),
-    (torch.ones(2, 4).to_sparse(), None, TENSOR),
+    (torch.ones(2, 4).to_sparse(), None, "Tensor of torch.float32: expected an array of numbers"),
     (np.ones((2, 4), complex), [1, 2], "dtype complex128, expected one of bfloat16, bool, "),
     ([["a", "b"]] * 2, [1, 2], "dtype str32, expected one of bfloat16, bool, "),
     (np.full((2, 4), ONE), [0.5, 1], "token ids of dtype float64, expected int32"),

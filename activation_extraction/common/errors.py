@@ -18,6 +18,11 @@ def one_line(error: BaseException) -> str:
     return without_secrets(" ".join(str(error).split())) or type(error).__name__
 
 
+def reason_of(error: BaseException) -> str:
+    """Returns the system's words for an error of the system; of any other, its message."""
+    return (isinstance(error, OSError) and error.strerror) or one_line(error)
+
+
 def near_miss(typed: str, known: Iterable[str]) -> str:
     """Returns the end of a refusal, which suggests a known name for the unknown one, or ""."""
     found = get_close_matches(typed, known, 1)

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow
 
 from activation_extraction.common.log import log
-from activation_extraction.common.visible import without_secrets
+from activation_extraction.common.visible import counted, without_secrets
 from activation_extraction.dataset.batches import Batches
 from activation_extraction.dataset.token_batch import (
     Block,
@@ -69,16 +69,20 @@ class AlignedRuns:
         if not len(self):
             raise ValueError(f"{urls}: no row of the data set has a sample in each of them")
         self.unpaired_samples = tuple(len(run) - len(self) for run in runs)
-        stored = {
-            (run.identity.kept_tokens, *run.shards.columns(["tokens"])["tokens"][own])
-            for run, own in zip(runs, self._numbers, strict=True)
-        }
-        if any(self.unpaired_samples) or len(stored) > 1:
-            log.warning(
-                "%s: only the tokens that all have are read; %s samples are not in all of them",
-                urls,
-                " and ".join(map(str, self.unpaired_samples)),
+        tokens = [run.shards.columns(["tokens"])["tokens"] for run in runs]
+        common = [each[own].astype(int) for each, own in zip(tokens, self._numbers, strict=True)]
+        for run, left_out, in_all in zip(runs, self.unpaired_samples, common, strict=True):
+            if left_out:
+                what = counted(left_out, "sample"), counted(run.tokens - in_all.sum(), "token")
+                log.warning("%s: %s (%s) left out: not all runs have them", run.url, *what)
+        if any(
+            run.identity.kept_tokens != runs[0].identity.kept_tokens or (each != common[0]).any()
+            for run, each in zip(runs, common, strict=True)
+        ):
+            told = (
+                "%s: store different tokens of the same samples; only those that all have are read"
             )
+            log.warning(told, urls)
 
     def __len__(self) -> int:
         return self._numbers.shape[1]

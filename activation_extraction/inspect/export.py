@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.errors import InputError, RunError, one_line, reason_of
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
@@ -127,8 +127,7 @@ def _new_folder(target: str, needed: int) -> Iterator[Path]:
             "if none is running"
         ) from error
     except OSError as error:
-        reason = error.strerror or one_line(error)
-        raise InputError(f"{where}: cannot be written to: {reason}") from error
+        raise InputError(f"{where}: cannot be written to: {reason_of(error)}") from error
     try:
         if needed > (free := shutil.disk_usage(temporary).free):
             room = f"{free / 1e9:,.3f} GB free, needs {needed / 1e9:,.3f} GB"

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.common.errors import InputError, RunError, reason_of
 from activation_extraction.common.visible import counted, say, visible
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.features import find_decoder
@@ -40,8 +40,7 @@ def show_report(root: Folder, file: str) -> int:
     try:
         write_file(target, [html.encode()])
     except (OSError, FolderError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"--report {target}: {reason}") from error
+        raise InputError(f"--report {target}: {reason_of(error)}") from error
     say(f"report: {target}")
     return 0
 

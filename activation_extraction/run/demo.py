@@ -21,7 +21,7 @@ import pyarrow.parquet
 from safetensors.numpy import save
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from activation_extraction.common.errors import InputError
+from activation_extraction.common.errors import InputError, reason_of
 from activation_extraction.model.checkpoint import SINGLE_FILE
 from activation_extraction.model.family import Families
 from activation_extraction.model.weights import WeightSpec
@@ -76,8 +76,7 @@ def make_demo(output: Path, families: Families) -> tuple[Path, Path]:
         write_file(model / "config.json", [json.dumps(MODEL_CONFIG, indent=2).encode()])
         write_weights(model / SINGLE_FILE, family.weights_of(config))
     except (OSError, FolderError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"--demo: {folder}: {reason}") from error
+        raise InputError(f"--demo: {folder}: {reason_of(error)}") from error
     return model, documents
 
 

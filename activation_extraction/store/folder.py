@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 from fsspec.core import url_to_fs
 from obstore import Bytes
 
-from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.common.errors import InputError, one_line, reason_of
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import plain_url
 from activation_extraction.store.bucket import BUCKETS, Bucket, is_final
@@ -286,9 +286,7 @@ def failure_of(error: Exception) -> FolderError:
     """Returns what an exception of a file system means, and whether it would come again."""
     code = str(getattr(error, "code", ""))
     status = int(code) if code.isdigit() else 0
-    reason = f"{one_line(error):.200}"
-    if isinstance(error, OSError) and not status:
-        reason = error.strerror or reason
+    reason = f"{one_line(error) if status else reason_of(error):.200}"
     if status == 401:
         reason = f"the credentials are missing, invalid or have expired ({reason})"
     hopeless = FileNotFoundError | PermissionError | ValueError | TypeError | ImportError

@@ -10,12 +10,13 @@ import fcntl
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
-from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.errors import InputError, RunError, reason_of
 from activation_extraction.store.commit import METRICS
 
 ANY = "*"  # in the place of a version: whatever stands there, or nothing
@@ -25,6 +26,7 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 # What file systems without hard links say, such as those of memory sticks and mounted buckets.
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+LOCK_ATTEMPTS, LOCK_PAUSE = 5, 0.05  # seconds
 
 
 class FileEntry(NamedTuple):
@@ -68,9 +70,7 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], expected: str | 
     temporary.unlink(missing_ok=True)  # a killed process may have left one
     with os.fdopen(os.open(temporary, NEW, 0o666), "wb") as file:
         try:
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
+            write_synced(file, parts)
             standing = None
             with suppress(FileNotFoundError):
                 found = os.lstat(path)
@@ -78,12 +78,31 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], expected: str | 
                 standing = version_of(found)
             if expected not in (ANY, standing):
                 raise ChangedError
+            if not _is_at(temporary, file):
+                raise OSError(errno.ESTALE, "another process has replaced what was being written")
             _give_name(temporary, path, create=expected is None)
             return version_of(os.fstat(file.fileno()))
         except FileExistsError as error:
             raise ChangedError from error
         finally:
-            temporary.unlink(missing_ok=True)
+            if _is_at(temporary, file):
+                temporary.unlink()
+
+
+def write_synced(file: IO[bytes], parts: Sequence[bytes | memoryview]) -> None:
+    """Writes buffers to a file, one after the other, and syncs it to the disk."""
+    file.writelines(parts)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _is_at(path: Path, file: IO[bytes]) -> bool:
+    """Returns whether an open file still has this name: without locks, another process may have
+    begun to write the same file."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _give_name(temporary: Path, path: Path, create: bool) -> None:
@@ -128,27 +147,28 @@ def check_output_dir(folder: Path) -> None:
         if folder.exists():
             unlock(lock_folder(folder))
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise InputError(f"{name}: cannot be written to: {reason or one_line(error)}") from error
+        raise InputError(f"{name}: cannot be written to: {reason_of(error)}") from error
 
 
 def lock_folder(folder: Path) -> int | None:
     """Locks the folder until this process ends in any way, or the descriptor is closed.
 
     Returns the descriptor; None if the file system has no locks. Raises RunError if another process
-    has the lock. That process may be an earlier start of this run that is about to end, so it makes
-    sense to retry.
+    keeps its lock (`check_output_dir` takes one for a moment). That process may be an earlier start
+    of this run that is about to end, so it makes sense to retry.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return descriptor
-    except OSError as error:
+        for _ in range(LOCK_ATTEMPTS):
+            with suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
+            time.sleep(LOCK_PAUSE)
+    except OSError:
         os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            message = f"--output_dir {folder}: another process is writing to it"
-            raise RunError(message) from error
         return None
+    os.close(descriptor)
+    raise RunError(f"--output_dir {folder}: another process is writing to it")
 
 
 def unlock(descriptor: int | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.common.errors import StorageError
+from activation_extraction.common.errors import StorageError, reason_of
 from activation_extraction.store.commit import FORMAT_VERSION, METRICS, Commit
 from activation_extraction.store.folder import ANY
 from activation_extraction.store.identity import Identity, RunFacts
@@ -119,7 +119,7 @@ class RunRecord:
         try:
             append_line(self._metrics_file, json.dumps(metrics))
         except OSError as error:
-            raise StorageError(f"{self._metrics_file}: {error.strerror or error}") from error
+            raise StorageError(f"{self._metrics_file}: {reason_of(error)}") from error
 
     def upload_metrics(self) -> None:
         """Uploads the current content of metrics.jsonl."""

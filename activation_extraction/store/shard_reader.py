@@ -23,7 +23,7 @@ from crc32c import crc32c
 
 from activation_extraction.common.codes import Codes, code_bytes, record_width
 from activation_extraction.common.encodings import FLOAT8, VALUES, decode, token_bytes
-from activation_extraction.common.errors import RunError
+from activation_extraction.common.errors import RunError, reason_of
 from activation_extraction.store.commit import MOST_BYTES, Commit, DamagedError
 from activation_extraction.store.folder import ChangedError, Folder, local_path
 from activation_extraction.store.formats import MIB, SAFETENSORS, format_of
@@ -276,8 +276,7 @@ def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
         except FileNotFoundError as error:
             raise RunError(f"{where}: is missing; {REPLACED}") from error
         except (OSError, ValueError) as error:  # ValueError: an empty file
-            reason = getattr(error, "strerror", None) or error
-            raise RunError(f"{where}: cannot be read: {reason}") from error
+            raise RunError(f"{where}: cannot be read: {reason_of(error)}") from error
         # The JSON of a shard that is replaced changes before its files. A file that was opened
         # before that keeps its content.
         data = folder.read(commit.name, most=MOST_BYTES)

@@ -6,7 +6,6 @@ shard_writer.py gathers samples into shards and stores these.
 
 import math
 import re
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -18,17 +17,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 
 from activation_extraction.common.codes import ARRAYS, Codes
 from activation_extraction.common.encodings import VALUES
-from activation_extraction.common.errors import InputError, RunError, StorageError, one_line
+from activation_extraction.common.errors import InputError, RunError, StorageError, reason_of
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.store.commit import Totals, number_of
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import DTYPES, SAFETENSORS
+from activation_extraction.store.given import as_int32, check_labels, own_array
 from activation_extraction.store.identity import Identity, RunFacts, StorageOptions
 from activation_extraction.store.local_files import check_output_dir, lock_folder, unlock
 from activation_extraction.store.metadata import check_own, read_stored
@@ -42,7 +41,7 @@ from activation_extraction.store.resume import (
 )
 from activation_extraction.store.run_record import RunRecord
 from activation_extraction.store.safetensors_file import OF_TOKENS, SCALE
-from activation_extraction.store.shard import LABELS, Key, SampleRow, Values
+from activation_extraction.store.shard import Key, SampleRow, Values
 from activation_extraction.store.shard_writer import ShardWriter
 from activation_extraction.text.batch import Batch, DocId, StoredSample
 
@@ -211,7 +210,7 @@ class ActivationStorage:
             self._state = "open"
             self._record.begin_metrics(anew=self.options.overwrite)
         except OSError as error:
-            raise StorageError(f"{self.folder}: {error.strerror or error}") from error
+            raise StorageError(f"{self.folder}: {reason_of(error)}") from error
 
     def _take_over(self) -> bool:
         """Begins in the folder, and reserves the number of the first shard to store, until no other
@@ -330,14 +329,18 @@ class ActivationStorage:
         where = f"sample {number}, hook {layer_idx!r}"
         try:
             activation = own_array(activation)
-            ids = None if token_ids is None else as_int32("token ids", token_ids)
-            given = {name: as_int32(name, each) for name, each in sorted((labels or {}).items())}
+            ids = None if token_ids is None else as_int32(token_ids)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         for problem in self._problems(layer_idx, activation, ids, number):
             raise ValueError(f"{where}: {problem}")
         if number not in self._incomplete:
-            self._check_labels(number, given, len(activation))
+            try:
+                given = {name: as_int32(each) for name, each in sorted((labels or {}).items())}
+                check_labels(given, len(activation), self._labels)
+            except ValueError as error:
+                raise ValueError(f"sample {number}: {error}") from error
+            self._labels = list(given)
             known = text_preview, doc_id, deepcopy(row), cut, deepcopy(columns or {}), given
             positions = np.arange(len(activation), dtype=np.int32)
             self._incomplete[number] = SampleRow(number, ids, positions, *known), {}
@@ -362,6 +365,8 @@ class ActivationStorage:
             )
         if ids is None and self.format is SAFETENSORS:
             yield "has no token ids, and safetensors need them"
+        if ids is not None and ids.dtype != np.int32:
+            yield f"token ids of dtype {ids.dtype}, expected int32"
         sample, slices = self._incomplete.get(number, (None, {}))
         if key in slices or number <= self._last:
             yield "given twice or out of order"
@@ -379,19 +384,6 @@ class ActivationStorage:
                 "the rest of the run"
             )
         self._forms[key] = due
-
-    def _check_labels(self, number: int, labels: Mapping[str, np.ndarray], tokens: int) -> None:
-        """Raises ValueError unless all samples have the same labels, one number for each token."""
-        due = [name for name in LABELS if name in labels] if self._labels is None else self._labels
-        if list(labels) != due:
-            expected = ", ".join(LABELS if self._labels is None else due) or "none"
-            found = ", ".join(labels) or "none"
-            raise ValueError(f"sample {number}: labels {found}, expected {expected}")
-        self._labels = due
-        for name, values in labels.items():
-            if values.shape != (tokens,):
-                shape = f"shape {values.shape}, expected ({tokens},)"
-                raise ValueError(f"sample {number}: {name} of {shape}")
 
     def finalize(self, complete: bool = True, skipped_rows: int = 0, empty_rows: int = 0) -> None:
         """Commits every complete sample and metadata.json, and waits until they are stored.
@@ -416,7 +408,7 @@ class ActivationStorage:
             self._record.upload_metrics()
             done = True
         except OSError as error:
-            raise StorageError(f"{self.folder}: {error.strerror or error}") from error
+            raise StorageError(f"{self.folder}: {reason_of(error)}") from error
         except RunError:
             with suppress(OSError, RunError, InputError):
                 self._record.write("failed", upload=False)
@@ -436,26 +428,3 @@ class ActivationStorage:
     def _unlock(self) -> None:
         unlock(self._lock)
         self._lock = None
-
-
-def own_array(values: Any) -> np.ndarray:
-    """Returns a copy of an array of NumPy, JAX or PyTorch, or of lists of numbers, since the caller
-    may use its own again. Raises ValueError for what NumPy cannot convert."""
-    torch = sys.modules.get("torch")  # which is not imported here
-    try:
-        if torch is not None and getattr(values, "dtype", None) is torch.bfloat16:  # NumPy lacks it
-            return own_array(values.detach().view(torch.int16)).view(ml_dtypes.bfloat16)
-        found = np.asarray(values)
-        return np.array(found, found.dtype.newbyteorder("="), order="C")
-    except (TypeError, RuntimeError) as error:
-        kind = f"{type(values).__name__} of {getattr(values, 'dtype', 'no dtype')}"
-        raise ValueError(f"{kind}: expected an array of numbers: {one_line(error)}") from error
-
-
-def as_int32(what: str, values: Any) -> np.ndarray:
-    """Returns a copy as int32. what: names the values. Raises ValueError if they change."""
-    given = own_array(values)
-    found = given.astype(np.int32)
-    if (found != given).any():
-        raise ValueError(f"{what} of dtype {given.dtype}, expected int32")
-    return found
