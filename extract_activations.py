@@ -271,7 +271,7 @@ def show_hooks(config: Config) -> int:
         check_adapter(config.lora)
     request = model_request(config)
     stored = choose_dtypes(request, jax.default_backend())[1]
-    encoders = choose_hooks(request, model)[1] if config.encode else ()
+    encoders = choose_hooks(request, model)[1]
     rule, length = config.positions, config.max_seq_length
     table, special = hook_table(model, config.top_logits), known_special_tokens(config)
     if names is not None and HEAD not in names and not model.tie_word_embeddings:

@@ -39,6 +39,9 @@ if "TMPDIR" not in os.environ and _memory_is_usable():
     tempfile.tempdir = os.environ["TMPDIR"] = MEMORY  # for pytest, and for what tests start
 
 QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+# Eight devices share two cores with other tests: XLA would abort a worker in which one of them lets
+# the others wait for 40 seconds.
+QUICK_TO_COMPILE += " --xla_cpu_collective_call_terminate_timeout_seconds=400"
 # Those of whoever started the tests. A worker of pytest-xdist finds ours before them.
 FLAGS_OF_THE_CALLER = os.environ.get("XLA_FLAGS", "").removeprefix(QUICK_TO_COMPILE).strip()
 SESSION_FOLDER = tempfile.mkdtemp(prefix="test-session-")

@@ -42,6 +42,8 @@ BAD_REQUESTS = """\
 --drop_token_ids '<|endoftext|>,a' | --drop_token_ids <|endoftext|>,a: the tokenizer has no token of
 --drop_token_ids '<endoftext>' | \
  --drop_token_ids <endoftext>: the tokenizer has no token of this name; did you mean <|endoftext|>?
+--list_hooks --hook_names blocks.3.hook_resid_pots | \
+ with layers 0 to 11; did you mean blocks.3.hook_resid_post?
 --hook_names blocks.3.hook_resid_pots | \
  with layers 0 to 11; did you mean blocks.3.hook_resid_post?; --list_hooks
 --hook_names blocks.1.attn.hook_pattern --max_seq_length 2048 --activation_dtype float32 | \

@@ -12,14 +12,16 @@ import time
 
 import pytest
 from command_line import SCRIPT, main, records_of, start
-from small_runs import both_formats, shard_name
+from small_runs import shard_name
 
 from activation_extraction.cli.flags import FLAGS
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("optimized")
-@both_formats
+@pytest.mark.parametrize(
+    "shard_format", ["pickle", pytest.param("safetensors", marks=pytest.mark.rare)]
+)
 def test_demo_in_a_new_process_reads_back_as_it_says(shard_format, tmp_path):
     process = start("--demo", "--output_dir", tmp_path / "out", "--shard_format", shard_format)
     out, err = process.communicate(timeout=600)

@@ -305,7 +305,9 @@ def shifted(codes):
 
 
 @pytest.mark.long
-@both_formats
+@pytest.mark.parametrize(
+    "shard_format", ["safetensors", pytest.param("pickle", marks=pytest.mark.rare)]
+)
 def test_a_run_that_is_killed_goes_on(shard_format, demo_inputs, autoencoders, tmp_path):
     paths = [path for path, _ in autoencoders.values()]
     given = [*("--model_path", demo_inputs / "model", "--max_seq_length", 64, "--batch_size", 4)]

@@ -123,7 +123,15 @@ def errors(found, exact):
 
 
 @pytest.mark.parametrize("keys,values", [(FLOAT32,) * 2, (BFLOAT16,) * 2, (BFLOAT16, FLOAT32)])
-@pytest.mark.parametrize("sizes", [*sorted(TINY), (1, 2, 128, 128)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        min(TINY),
+        *(pytest.param(each, marks=pytest.mark.rare) for each in sorted(TINY)[1:]),
+        (1, 2, 128, 128),
+    ],
+    ids=str,
+)
 def test_the_kernel_is_as_close_as_the_chunks_of_transformers(sizes, keys, values):
     """Padding may be anything but infinite, and does not reach others."""
     ids, places = segments(LENGTHS, padding=9)

@@ -90,6 +90,20 @@ def test_splits_that_datasets_has_saved_are_not_mixed(tmp_path, at):
         list_files(at(tmp_path / "two"))
 
 
+def test_splits_that_names_tell_apart_are_not_mixed(tmp_path, at):
+    """As the hub has them. A folder says it before its files do; a glob may ask for all."""
+    put(tmp_path / "data", "en/train-0-of-2.parquet", "en/train-1-of-2.parquet", "en/dev.parquet")
+    put(tmp_path / "data", "train/Test-1.parquet", "train/contest.parquet")
+    place = at(tmp_path / "data")
+    with pytest.raises(
+        InputError, match=r"files of several splits, such as .*/en/dev.* and .*/en/"
+    ):
+        list_files(place)
+    assert len(listed(f"{place}/**")) == 5
+    assert len(listed(f"{place}/en/train*")) == 2
+    assert len(listed(f"{place}/train")) == 2
+
+
 def test_private_names_are_no_data(tmp_path, at, caplog):
     """As Spark leaves them; the only copy of a row is not in an attempt."""
     put(tmp_path / "data", "part-0.parquet", "_temporary/0/attempt/part-0.parquet")

@@ -41,7 +41,16 @@ FAULTS_AT_START = {  # flags of host 1, or its fault; the status; what host 1 sa
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS_AT_START)
+SELDOM = "model axis", "attention", "full disk", "versions"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=[pytest.mark.rare] * (fault in SELDOM))
+        for fault in FAULTS_AT_START
+    ],
+)
 def test_what_differs_or_fails_on_one_host_ends_all(demo_inputs, tmp_path, fault):
     more, status, *told = FAULTS_AT_START[fault]
     model = shutil.copytree(demo_inputs / "model", tmp_path / "model")
@@ -134,7 +143,7 @@ def test_a_stuck_host_is_ended_by_the_watchdog(demo_inputs, texts, tmp_path):
     pod.processes[1].kill()
 
 
-@pytest.mark.parametrize("present", [[1], [0, 2]])
+@pytest.mark.parametrize("present", [[1], pytest.param([0, 2], marks=pytest.mark.rare)])
 def test_hosts_that_others_do_not_join_give_up(demo_inputs, tmp_path, present):
     flags = flags_for(demo_inputs, tmp_path / "out", "--connect_timeout", 5)
     pod = Pod(tmp_path, 3, 2, *flags, only=present)
@@ -219,11 +228,13 @@ def at_the_end(fault):
     return fault in ("bug at the end", "metrics")
 
 
-FAULTS = [(0, "bug"), (0, "bug at the end"), (0, "metrics"), (1, "slow writer"), (0, "compile")]
-FAULTS += [(1, "stop")]  # by SIGTERM
+FAULTS = [(0, "bug"), (0, "metrics"), (1, "stop")]  # by SIGTERM
+MORE_FAULTS = [(0, "bug at the end"), (1, "slow writer"), (0, "compile")]
 
 
-@pytest.mark.parametrize("host,fault", FAULTS)
+@pytest.mark.parametrize(
+    "host,fault", [*FAULTS, *(pytest.param(*each, marks=pytest.mark.rare) for each in MORE_FAULTS)]
+)
 def test_a_fault_on_one_host_ends_both_in_order(demo_inputs, texts, tmp_path, host, fault):
     """Nobody hangs or is aborted; what was complete where there was no fault is stored."""
     out = tmp_path / "out"

@@ -24,7 +24,9 @@ MESHES = {  # devices of each host, flags, and the mesh
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.rare] * (name != "fsdp")) for name in MESHES]
+)
 def test_every_mesh_of_four_hosts(demo_inputs, alone_with_few, tmp_path, name):
     """Few steps: collectives of 64 devices take seconds on a few cores."""
     few, alone = alone_with_few
@@ -67,7 +69,9 @@ ENDS = {  # rows of text, flags, samples of each of two hosts, and what all say 
 }
 
 
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.rare) for name in [*ENDS][:2]), [*ENDS][2]]
+)
 def test_uneven_ends(demo_inputs, texts, tmp_path, name):
     rows, flags, expected, short = ENDS[name]
     path, out = texts([{"text": row.strip() * 9} for row in rows]), tmp_path / "out"

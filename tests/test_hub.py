@@ -112,6 +112,7 @@ def test_an_adapter_of_the_hub(hub, tmp_path, demo_inputs):
 
 
 @pytest.mark.long
+@pytest.mark.rare
 def test_an_autoencoder_of_the_hub(hub, tmp_path, demo_inputs, monkeypatch):
     """It lies in a folder of a repository."""
     monkeypatch.setattr(autoencoder_files, "D", 128)
@@ -213,7 +214,7 @@ def commit_upstream(tmp_path, revision=""):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("revision", ["", "@v1"])
+@pytest.mark.parametrize("revision", ["", pytest.param("@v1", marks=pytest.mark.rare)])
 def test_a_commit_upstream_does_not_stop_an_extraction(hub, tmp_path, demo_inputs, revision):
     """A tag that has moved does not stop it either, if the command names it."""
     flags = ["--model_path", "org/tiny", "--dataset_path", demo_inputs / "documents.parquet", *FEW]

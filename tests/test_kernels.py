@@ -105,7 +105,7 @@ def test_dense_attention_is_that_of_torch(window):
         (300, 100, 1, None),
         (300, 100, 2, 1),
         (300, 100, 4, 70),
-        (5000, 2500, 2, 2500),
+        pytest.param(5000, 2500, 2, 2500, marks=pytest.mark.rare),
     ],
 )
 def test_blocked_attention_computes_attention(keys, first, kv_heads, window):
@@ -237,7 +237,7 @@ SIZES = {  # of an expert's rows, by what is special about them
 
 @pytest.mark.parametrize("kernel", [tiled_experts, ragged_experts, grouped, pallas])
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("per_token", [1, 8])
+@pytest.mark.parametrize("per_token", [pytest.param(1, marks=pytest.mark.rare), 8])
 def test_experts_compute_what_the_definition_says(sizes, per_token, kernel):
     """Tokens without an expert get zeros, and nothing of other layers or other devices is read."""
     assert max(TILE, ROWS) < max(SIZES["none and several tiles"])

@@ -6,6 +6,7 @@ Every document is compared with what transformers computes of it alone.
 import functools
 import math
 import re
+from collections.abc import Container
 from typing import Any
 
 import flax.linen as nn
@@ -126,6 +127,17 @@ SHORT = [[20, 40]] * 8, 64
 def family(name: str) -> Any:
     """The mark of tests that compile this model: one worker runs those of a family."""
     return pytest.mark.xdist_group(MODELS[name].get("model_type", "qwen2"))
+
+
+# What is like others, or takes long: part of `make test-all` alone.
+SELDOM = [("thinker", "2d"), ("interleaved", "1d"), ("windows", "1d"), ("delta", "1d")]
+SELDOM += [("experts as released", mesh) for mesh in ("1d", *[*MESHES][9:11])]
+IN_BFLOAT16 = QUICK_REFERENCE, "qwen2_moe", "qwen3_5_moe"
+
+
+def seldom(name: str, often: Container[str]) -> Any:
+    """A parameter that `make test` has only if it is one of some."""
+    return pytest.param(name, marks=[family(name)] + [pytest.mark.rare] * (name not in often))
 
 
 def is_quick(name, mesh, asked, kernels):
@@ -284,7 +296,12 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize(
     "name,mesh,asked,kernels",
     [
-        pytest.param(*case, marks=[family(case[0])] + [pytest.mark.long] * (not is_quick(*case)))
+        pytest.param(
+            *case,
+            marks=[family(case[0])]
+            + [pytest.mark.long] * (not is_quick(*case))
+            + [pytest.mark.rare] * (case[:2] in SELDOM),
+        )
         for case in CASES
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -311,10 +328,9 @@ def test_every_hook_equals_transformers(models, request, name, mesh, asked, kern
         assert not any(value[4:].any() for hook, value in found.items() if not hook.kind.at_end)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[family(n), pytest.mark.long]) for n in sorted(OPTIMIZED)]
-)
+@pytest.mark.parametrize("name", [seldom(name, IN_BFLOAT16) for name in sorted(OPTIMIZED)])
 def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(models, name):
     """With the weights as bits, as a run on a CPU has them."""
     reference, config = models(name)[0], models(name)[0].config
@@ -338,7 +354,7 @@ def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(models, name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [pytest.param(n, marks=family(n)) for n in WIDE])
+@pytest.mark.parametrize("name", [seldom(name, ["wide qwen3_moe"]) for name in WIDE])
 def test_the_kernels_of_experts_are_as_close_to_float32_as_hugging_face_is(models, name):
     """Pallas interprets the kernels on one device; more would need a thread for each."""
     reference, config = models(name)[0], models(name)[0].config

@@ -219,8 +219,8 @@ class Config:
     dataset_path: str | None = flag(
         "your own files instead: .jsonl, .ndjson, .json (an array of objects, or lines), .csv "
         "(with a header), each also packed (.gz, .zst, .bz2, .xz), .parquet, .arrow or what "
-        "save_to_disk of `datasets` has written; a file, a folder or a glob, local or a URL. "
-        "Names that begin with . or _ are left out",
+        "save_to_disk of `datasets` has written; a file, a folder of one split or a glob, local or "
+        "a URL. Names that begin with . or _ are left out",
         excludes=("dataset_name", "dataset_config", "dataset_split"),
         metavar="PATH",
     )

@@ -38,6 +38,11 @@ TEXT = ("JSON", "CSV")  # kinds of files that may be packed, and that may grow a
 STATE, SPLITS = "state.json", "dataset_dict.json"
 SAVED = ("dataset_info.json", STATE, SPLITS)
 DELTA = "_delta_log"  # the folder that makes another one a Delta table
+# A word in a file's name that says of which split it is; `datasets` looks for the same ones.
+NAMED_SPLIT = re.compile(
+    r"(?:^|[-._/ ])(?:(train|training)|(test|testing|eval|evaluation)|(validation|valid|val|dev))"
+    r"(?=[-._/ 0-9])"
+)
 FILES_AT_ONCE = 32  # files that are described at the same time
 # What stores say of a file's content: Google Cloud Storage, S3, Azure, HTTP servers and the hub.
 VERSIONS = ("md5Hash", "crc32c", "ETag", "etag", "content_md5", "generation", "blob_id")
@@ -96,6 +101,8 @@ def list_files(path: str) -> list[TextFile]:
             base = re.split(r"[*?[]", root)[0].rpartition("/")[0] if is_glob else root
             _refuse_delta(path, fs, base, found)
             known, others = _chosen(path, fs, root, found)
+            if not is_glob:
+                _refuse_named_splits(path, root, known)
         if not known:
             ends = ", ".join(end for ends in FILE_KINDS.values() for end in ends)
             why = f"{what} {ends} (JSON and CSV also packed: {', '.join(PACKINGS)})"
@@ -234,6 +241,18 @@ def _refuse_splits(path: str, found: Sequence[str], arrow: Sequence[str]) -> Non
                 f"--dataset_path {path}: {folder} holds several splits of a data set "
                 f"({', '.join(splits)}); choose the folder of one of them"
             )
+
+
+def _refuse_named_splits(path: str, root: str, known: Sequence[str]) -> None:
+    """Raises InputError if the names of files in a folder say that they are of several splits."""
+    found = ((NAMED_SPLIT.search(name.removeprefix(root).lower()), name) for name in known)
+    splits = {word.lastindex: name for word, name in reversed([*found]) if word}
+    if len(splits) > 1:
+        raise InputError(
+            f"--dataset_path {path}: holds files of several splits, such as "
+            f"{' and '.join(sorted(splits.values()))}; choose those of one with a glob, or all "
+            f"with {path.rstrip('/')}/**"
+        )
 
 
 def _describe(fs: Any, folder: str, path: str) -> TextFile:
