@@ -12,8 +12,10 @@ export PYTHONDONTWRITEBYTECODE :=
 SOURCES := extract_activations.py qwen2_jax.py qwen2_jax_with_hooks.py activation_extraction tests benchmarks
 
 # On two cores: while two processes compute, the third one waits for hosts, buckets or a scheduler.
-# One of them runs all tests of a model family (see tests/conftest.py).
-PYTEST := JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest -n 3 --dist loadgroup
+# One of them runs all tests of a model family (see tests/conftest.py). Without the last flag, the
+# others would wait for ever when one has crashed.
+PYTEST := JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest -n 3 --dist loadgroup \
+	--max-worker-restart 0
 
 .PHONY: demo test test-all test-quick trainers lint bench clean
 

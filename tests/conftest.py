@@ -38,12 +38,12 @@ def _memory_is_usable() -> bool:
 if "TMPDIR" not in os.environ and _memory_is_usable():
     tempfile.tempdir = os.environ["TMPDIR"] = MEMORY  # for pytest, and for what tests start
 
-QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+FLAGS_OF_TESTS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 # Eight devices share two cores with other tests: XLA would abort a worker in which one of them lets
 # the others wait for 40 seconds.
-QUICK_TO_COMPILE += " --xla_cpu_collective_call_terminate_timeout_seconds=400"
+FLAGS_OF_TESTS += " --xla_cpu_collective_call_terminate_timeout_seconds=400"
 # Those of whoever started the tests. A worker of pytest-xdist finds ours before them.
-FLAGS_OF_THE_CALLER = os.environ.get("XLA_FLAGS", "").removeprefix(QUICK_TO_COMPILE).strip()
+FLAGS_OF_THE_CALLER = os.environ.get("XLA_FLAGS", "").removeprefix(FLAGS_OF_TESTS).strip()
 SESSION_FOLDER = tempfile.mkdtemp(prefix="test-session-")
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
@@ -52,7 +52,7 @@ os.environ |= {
     "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parents[1] / ".pytest_cache/jax"),
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "XLA_FLAGS": f"{QUICK_TO_COMPILE} {FLAGS_OF_THE_CALLER}".strip(),
+    "XLA_FLAGS": f"{FLAGS_OF_TESTS} {FLAGS_OF_THE_CALLER}".strip(),
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
