@@ -4,8 +4,7 @@ This package is a library of its own, which the extraction uses: it knows no mod
 JAX. Begin with storage.py; owner.py says why nothing is stored twice, and host_folders.py finds the
 folders of a run. The format (5) is the same in a local folder and in a bucket:
 
-    machine_000/                      or machine_000_host_00/ if a machine has several hosts; one
-                                      machine with one host writes straight to its output folder
+    machine_000/                      or machine_000_host_00/ of several; a host alone has none
       metadata.json                   the run: its id (`run`), `owner`, `status`, `identity` (what
                                       may not change), totals, hooks, data files
       metrics.jsonl                   speed over time; nothing depends on it
@@ -19,8 +18,7 @@ metadata.json; a JSON with `reserved` counts as none. A committed shard never ch
 
   number, run, owner, url           the shard, the run, the process, the folder it was written to
   file, files                       the file of activations; bytes, sha256 and version of each file,
-                                    and of the activations the crc32c of every MiB, 8
-                                    hexadecimal digits each, in one string
+                                    of the activations also crc32c: 8 hexadecimal digits per MiB
   unpacked                          size of the activations' file before gzip
   samples                           `first` and `last`, the smallest and largest sample_idx; count
   tokens, cut_samples, cut_tokens   stored tokens; samples that were cut at their end, by how much
@@ -58,6 +56,5 @@ tokens), the squared norm of what these features do not reconstruct, and the nor
 reconstructed. A record of a pickle has these five for its sample, in the place of `activation`.
 `codes` in the JSON has their sums, of the first tokens of documents (`sinks`) and of all others.
 
-Readers ignore tensors, fields and columns that they do not know. Any other change of the form gets
-a new `format_version`.
+Readers ignore tensors, fields and columns they do not know. Other changes get a new format_version.
 """
