@@ -70,7 +70,7 @@ XLA_FLAGS_OF_A_RUN = {  # for this one, which has read its variables
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+
+
+def rare_but(often: Container[Any], cases: Iterable[Any]) -> list[Any]:
+    """All parameters of a test, of which `make test` takes only some."""
+    return [each if each in often else pytest.param(each, marks=pytest.mark.rare) for each in cases]
 
 
 def pytest_unconfigure() -> None:

@@ -12,16 +12,16 @@ import time
 
 import pytest
 from command_line import SCRIPT, main, records_of, start
+from conftest import rare_but
 from small_runs import shard_name
 
 from activation_extraction.cli.flags import FLAGS
+from activation_extraction.common.choices import SHARD_FORMATS
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize(
-    "shard_format", ["pickle", pytest.param("safetensors", marks=pytest.mark.rare)]
-)
+@pytest.mark.parametrize("shard_format", rare_but(["pickle"], SHARD_FORMATS))
 def test_demo_in_a_new_process_reads_back_as_it_says(shard_format, tmp_path):
     process = start("--demo", "--output_dir", tmp_path / "out", "--shard_format", shard_format)
     out, err = process.communicate(timeout=600)

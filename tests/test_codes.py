@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from command_line import assert_refused, main
+from conftest import rare_but
 from extractions import change_shard
 from pods import Pod, first_documents
 from safetensors.numpy import load_file
@@ -20,6 +21,7 @@ from storages import open_storage
 from test_autoencoders import assert_codes
 
 from activation_extraction import ActivationDataset
+from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.codes import Codes
 from activation_extraction.common.errors import StorageError
 from activation_extraction.store.identity import Identity
@@ -305,9 +307,7 @@ def shifted(codes):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "shard_format", ["safetensors", pytest.param("pickle", marks=pytest.mark.rare)]
-)
+@pytest.mark.parametrize("shard_format", rare_but(["safetensors"], SHARD_FORMATS))
 def test_a_run_that_is_killed_goes_on(shard_format, demo_inputs, autoencoders, tmp_path):
     paths = [path for path, _ in autoencoders.values()]
     given = [*("--model_path", demo_inputs / "model", "--max_seq_length", 64, "--batch_size", 4)]

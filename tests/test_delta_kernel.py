@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import rare_but
 from delta_reference import QWEN3_5
 from rounding import assert_within_rounding
 from test_families import released
@@ -113,6 +114,7 @@ def sizes_of(delta):
     return delta.key_heads, delta.values_per_key, delta.key_size, delta.value_size
 
 
+RELEASED = 1, 2, 128, 128
 TINY = {sizes_of(FAMILIES.config(raw).delta) for raw in (TEXT, MOE_TEXT, *QWEN3_5.values())}
 
 
@@ -124,13 +126,7 @@ def errors(found, exact):
 
 @pytest.mark.parametrize("keys,values", [(FLOAT32,) * 2, (BFLOAT16,) * 2, (BFLOAT16, FLOAT32)])
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        min(TINY),
-        *(pytest.param(each, marks=pytest.mark.rare) for each in sorted(TINY)[1:]),
-        (1, 2, 128, 128),
-    ],
-    ids=str,
+    "sizes", rare_but([min(TINY), RELEASED], [*sorted(TINY), RELEASED]), ids=str
 )
 def test_the_kernel_is_as_close_as_the_chunks_of_transformers(sizes, keys, values):
     """Padding may be anything but infinite, and does not reach others."""

@@ -91,7 +91,7 @@ def test_splits_that_datasets_has_saved_are_not_mixed(tmp_path, at):
 
 
 def test_splits_that_names_tell_apart_are_not_mixed(tmp_path, at):
-    """As the hub has them. A folder says it before its files do; a glob may ask for all."""
+    """The name of a folder says the split of its files before theirs do; a glob takes them all."""
     put(tmp_path / "data", "en/train-0-of-2.parquet", "en/train-1-of-2.parquet", "en/dev.parquet")
     put(tmp_path / "data", "train/Test-1.parquet", "train/contest.parquet")
     place = at(tmp_path / "data")

@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 from chat_templates import QWEN2_5
 from command_line import start
+from conftest import rare_but
 from pods import Pod, first_documents, flags_for
 
 from activation_extraction import ActivationDataset
@@ -41,16 +42,10 @@ FAULTS_AT_START = {  # flags of host 1, or its fault; the status; what host 1 sa
 }
 
 
-SELDOM = "model axis", "attention", "full disk", "versions"
+OFTEN = "flags", "weights", "data", "no data", "memory"
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, marks=[pytest.mark.rare] * (fault in SELDOM))
-        for fault in FAULTS_AT_START
-    ],
-)
+@pytest.mark.parametrize("fault", rare_but(OFTEN, FAULTS_AT_START))
 def test_what_differs_or_fails_on_one_host_ends_all(demo_inputs, tmp_path, fault):
     more, status, *told = FAULTS_AT_START[fault]
     model = shutil.copytree(demo_inputs / "model", tmp_path / "model")
@@ -143,7 +138,7 @@ def test_a_stuck_host_is_ended_by_the_watchdog(demo_inputs, texts, tmp_path):
     pod.processes[1].kill()
 
 
-@pytest.mark.parametrize("present", [[1], pytest.param([0, 2], marks=pytest.mark.rare)])
+@pytest.mark.parametrize("present", rare_but([[1]], [[1], [0, 2]]))
 def test_hosts_that_others_do_not_join_give_up(demo_inputs, tmp_path, present):
     flags = flags_for(demo_inputs, tmp_path / "out", "--connect_timeout", 5)
     pod = Pod(tmp_path, 3, 2, *flags, only=present)

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from command_line import main
-from conftest import make_reference
+from conftest import make_reference, rare_but
 from pods import Pod, alone_of, check_union, first_documents, flags_for
 from tiny_models import SHARED
 
@@ -24,9 +24,7 @@ MESHES = {  # devices of each host, flags, and the mesh
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.rare] * (name != "fsdp")) for name in MESHES]
-)
+@pytest.mark.parametrize("name", rare_but(["fsdp"], MESHES))
 def test_every_mesh_of_four_hosts(demo_inputs, alone_with_few, tmp_path, name):
     """Few steps: collectives of 64 devices take seconds on a few cores."""
     few, alone = alone_with_few
@@ -69,9 +67,7 @@ ENDS = {  # rows of text, flags, samples of each of two hosts, and what all say 
 }
 
 
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.rare) for name in [*ENDS][:2]), [*ENDS][2]]
-)
+@pytest.mark.parametrize("name", rare_but(["every second row is empty"], ENDS))
 def test_uneven_ends(demo_inputs, texts, tmp_path, name):
     rows, flags, expected, short = ENDS[name]
     path, out = texts([{"text": row.strip() * 9} for row in rows]), tmp_path / "out"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import autoencoder_files
 import pytest
-from conftest import make_reference
+from conftest import make_reference, rare_but
 from hub_server import serve_hub
 from row_files import write_parquet, write_rows
 from test_lora import Made
@@ -214,7 +214,7 @@ def commit_upstream(tmp_path, revision=""):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("revision", ["", pytest.param("@v1", marks=pytest.mark.rare)])
+@pytest.mark.parametrize("revision", rare_but([""], ["", "@v1"]))
 def test_a_commit_upstream_does_not_stop_an_extraction(hub, tmp_path, demo_inputs, revision):
     """A tag that has moved does not stop it either, if the command names it."""
     flags = ["--model_path", "org/tiny", "--dataset_path", demo_inputs / "documents.parquet", *FEW]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import rare_but
 from interpreted import pallas
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from rounding import assert_rounded_alike, assert_within_rounding
@@ -237,7 +238,7 @@ SIZES = {  # of an expert's rows, by what is special about them
 
 @pytest.mark.parametrize("kernel", [tiled_experts, ragged_experts, grouped, pallas])
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("per_token", [pytest.param(1, marks=pytest.mark.rare), 8])
+@pytest.mark.parametrize("per_token", rare_but([8], [1, 8]))
 def test_experts_compute_what_the_definition_says(sizes, per_token, kernel):
     """Tokens without an expert get zeros, and nothing of other layers or other devices is read."""
     assert max(TILE, ROWS) < max(SIZES["none and several tiles"])

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from command_line import main as extract
+from conftest import rare_but
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from test_delta_kernel import shapes_of as delta_shapes
 from test_families import released
@@ -127,9 +128,7 @@ def most_memory(compiled: Compiled) -> float:
     return max(given + memory.temp_size_in_bytes, memory.peak_memory_in_bytes)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=rare) for name in PROGRAMS]
-)
+@pytest.mark.parametrize("name", rare_but(QUICK, PROGRAMS))
 def test_a_program_fits_and_sends_nothing_of_a_layer_between_hosts(name):
     """Products with experts are of sorted rows, not of all rows with all experts; layers of two
     types move about as much."""

@@ -245,8 +245,10 @@ def _refuse_splits(path: str, found: Sequence[str], arrow: Sequence[str]) -> Non
 
 def _refuse_named_splits(path: str, root: str, known: Sequence[str]) -> None:
     """Raises InputError if the names of files in a folder say that they are of several splits."""
-    found = ((NAMED_SPLIT.search(name.removeprefix(root).lower()), name) for name in known)
-    splits = {word.lastindex: name for word, name in reversed([*found]) if word}
+    splits = dict[int | None, str]()
+    for name in known:
+        if word := NAMED_SPLIT.search(name.removeprefix(root).lower()):
+            splits.setdefault(word.lastindex, name)
     if len(splits) > 1:
         raise InputError(
             f"--dataset_path {path}: holds files of several splits, such as "
