@@ -9,7 +9,7 @@ import json
 import numpy as np
 from safetensors.numpy import save_file
 
-D, F = 64, 200
+D, F = 128, 200  # the demo's model has this width
 
 
 def relu(x):
@@ -27,9 +27,9 @@ def top(k, scores, values):
 class Made:
     """Random weights, W_enc (D, F) and W_dec (F, D), and the files of a form."""
 
-    def __init__(self, folder, seed=0, bias=-0.3):
+    def __init__(self, folder, bias=-0.3):
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.chance = folder, np.random.default_rng(seed)
+        self.folder, self.chance = folder, np.random.default_rng(0)
         self.W_enc, self.W_dec = self.random(D, F) / D**0.5, self.random(F, D) / 4
         self.b_enc, self.b_dec = self.random(F) / 4 + np.float32(bias), self.random(D) / 2
         self.skip = self.random(D, D) / 20  # (O, D)
@@ -51,16 +51,16 @@ class Made:
         return str(self.folder)
 
 
-def qwen_scope(folder, hook="blocks.1.hook_resid_post", k=7, **more):
+def qwen_scope(folder):
     import torch
 
-    made, layer = Made(folder / f"SAE-Res-Tiny-W1K-L0_{k}", bias=-2.0, **more), hook.split(".")[1]
+    made = Made(folder / "SAE-Res-Tiny-W1K-L0_7", bias=-2.0)
     weights = dict(W_enc=made.W_enc.T, W_dec=made.W_dec.T, b_enc=made.b_enc, b_dec=made.b_dec)
-    path = made.folder / f"layer{layer}.sae.pt"
+    path = made.folder / "layer1.sae.pt"
     torch.save({n: torch.from_numpy(np.ascontiguousarray(v)) for n, v in weights.items()}, path)
 
     def formula(x):
-        features = top(k, made.pre(x), made.pre(x))  # most are negative: no ReLU
+        features = top(7, made.pre(x), made.pre(x))  # most are negative: no ReLU
         return features, made.decoded(features)
 
     return str(path), formula

@@ -1,5 +1,5 @@
 """Chat templates, written for these tests after those of Qwen2.5, Qwen3, Qwen3.5 and the distilled
-DeepSeek-R1, and one with generation tags; and a model whose tokenizer knows their markers."""
+DeepSeek-R1; conversations for them; and a model whose tokenizer knows their markers."""
 
 import json
 
@@ -90,16 +90,6 @@ QWEN2_5 = _template(
 )
 QWEN3 = _template(SYSTEM + "{%- endif %}", THINKING, CALLS)
 QWEN3_5 = _template(SYSTEM + "{%- endif %}", THINKING, TAGGED_CALLS)
-# What is between the tags is what transformers' own mask has.
-TAGGED = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\n' }}
-{%- if message.role == 'assistant' %}
-{%- generation %}{{ (message.content or '') + '<|im_end|>' }}{% endgeneration %}
-{%- else %}{{ message.content + '<|im_end|>' }}{% endif %}
-{{- '\n' }}
-{%- endfor %}
-"""
 # As DeepSeek-R1-Distill: no blocks, the system's text first, no thinking, arguments as text alone.
 R1 = """\
 {%- set ns = namespace(system='') %}
@@ -120,7 +110,6 @@ R1 = """\
 {%- endif %}
 {%- endfor %}
 """
-# Parts alone; the iteration over a text gives characters, which have no text.
 TEMPLATES = {"qwen2.5": QWEN2_5, "qwen3": QWEN3, "qwen3.5": QWEN3_5}
 MARKERS = ["<|im_start|>", "<|im_end|>"]
 # One token of two new lines, as Qwen has it, lies across the border of a header and a content.
@@ -151,3 +140,46 @@ def chat_model(demo_inputs, folder, template=None):
 
 def talk(question="a question", answer="an answer"):
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+LOOK = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+WORDS = [
+    "word",
+    "two words",
+    " spaces ",
+    "line\n",
+    "\nline",
+    "\n\n",
+    "é",
+    "🙂🙂",
+    "中文",
+    "",
+    "a<b",
+]
+
+
+def conversation(chance):
+    """A row: several turns, with tools, thinking, unicode and empty contents."""
+
+    def words(most):
+        return "".join(chance.choices(WORDS, k=chance.randint(0, most)))
+
+    def answer():
+        message = {"role": "assistant", "content": words(9)}
+        kind = chance.random()
+        if kind < 0.25:
+            message["reasoning_content"] = words(6)
+        elif kind < 0.5:
+            message["content"] = f"<think>\n{words(6)}\n</think>\n\n{words(6)}"
+        return message
+
+    messages = [{"role": "system", "content": words(5)}] if chance.random() < 0.5 else []
+    tools = LOOK if chance.random() < 0.4 else None
+    for _ in range(chance.randint(1, 4)):
+        messages.append({"role": "user", "content": words(9)})
+        for _ in range(chance.choice([0, 0, 1, 2]) if tools else 0):
+            calls = [{"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}]
+            messages.append({**answer(), "tool_calls": calls})
+            messages += [{"role": "tool", "content": words(4)}] * chance.randint(1, 2)
+        messages.append(answer())
+    return {"messages": messages, "tools": tools}

@@ -1,12 +1,9 @@
-"""The repository, its scripts, and what tests of these need."""
+"""The repository, and what tests of its scripts and of several processes need."""
 
 import socket
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-LAUNCH, DEPLOY = REPOSITORY / "launch_v5e64.sh", REPOSITORY / "deploy/deploy.sh"
-# Arguments that a shell would spoil.
-ODD = ["a b", "it's", 'say "x"', "$HOME `id` $(id)", "two\nlines", "back\\slash", "*", "", ";&"]
 
 
 def script(path: Path, text: str) -> None:

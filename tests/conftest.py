@@ -360,14 +360,8 @@ def tokenizer(demo_inputs: Path) -> Tokenizer:
 @pytest.fixture
 def inputs(demo_inputs: Path) -> list[Any]:
     """Flags that name the demo's model and documents."""
-    return [
-        "--model_path",
-        demo_inputs / "model",
-        "--dataset_path",
-        demo_inputs / "documents.parquet",
-        "--max_seq_length",
-        64,
-    ]
+    files = "--model_path", demo_inputs / "model", "--dataset_path"
+    return [*files, demo_inputs / "documents.parquet", "--max_seq_length", 64]
 
 
 @pytest.fixture

@@ -29,9 +29,6 @@ FULL, LINEAR = "full_attention", "linear_attention"
 _TEXT = dict(model_type="qwen3_5_text", head_dim=64)
 _MORE_VALUES = delta(2, 6, 16, 24, num_key_value_heads=2, num_hidden_layers=4, **_TEXT)
 _MORE_VALUES |= dict(full_attention_interval=3)
-_HALF = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.5)
-_AT_THE_END = delta(4, 4, 16, 64, num_key_value_heads=4, num_hidden_layers=3, **_TEXT)
-_AT_THE_END |= dict(tie_word_embeddings=True, rope_parameters=_HALF, linear_conv_kernel_dim=3)
 _BESIDE = delta(1, 4, 32, 16, num_hidden_layers=3, layer_types=[FULL, LINEAR, FULL], head_dim=256)
 _BESIDE |= dict(vocab_size=211, hidden_size=64, intermediate_size=112, num_attention_heads=3)
 _BESIDE |= dict(num_key_value_heads=1, tie_word_embeddings=True)
@@ -41,7 +38,6 @@ _IN_VAIN = {_SHARED: 24, "norm_topk_prob": False}  # transformers ignores the la
 QWEN3_5: dict[str, dict[str, Any]] = {
     "qwen3_5_more_values": _MORE_VALUES,
     "qwen3_5_tied_beside_vision": _VISION | dict(model_type="qwen3_5", text_config=_BESIDE),
-    "qwen3_5_linear_at_the_end": _AT_THE_END | dict(layer_types=[LINEAR, FULL, LINEAR]),
     "qwen3_5_moe": _MORE_VALUES | experts(6, 2, 40, model_type="qwen3_5_moe_text", **{_SHARED: 72}),
     "qwen3_5_moe_tied_beside_vision": _VISION
     | dict(model_type="qwen3_5_moe", text_config=_BESIDE | experts(5, 3, 24, **_IN_VAIN)),
@@ -53,7 +49,7 @@ QWEN3_NEXT: dict[str, dict[str, Any]] = {
     "qwen3_next_more_values": _MORE_VALUES | _NEXT,
     "qwen3_next_some_dense_tied": (delta(4, 8, 24, 16) | _NEXT | experts(5, 3, 24))
     | dict(num_key_value_heads=1, head_dim=64, linear_conv_kernel_dim=3, tie_word_embeddings=True)
-    | dict(num_hidden_layers=4, layer_types=[FULL, LINEAR, LINEAR, FULL])
+    | dict(num_hidden_layers=4, layer_types=[FULL, LINEAR, FULL, LINEAR])
     | dict(decoder_sparse_step=2, mlp_only_layers=[3], norm_topk_prob=False, attention_bias=True)
     | dict(rope_parameters=_NEXT_YARN, max_position_embeddings=256),
 }

@@ -72,14 +72,6 @@ class Pod:
     def text(self, host):
         return self.logs[host].read_text(errors="replace")
 
-    def wait_for(self, path):
-        """Until a file is there."""
-        self.wait_until(path.exists)
-
-    def wait_for_words(self, host, words):
-        """Until a host has printed them."""
-        self.wait_until(lambda: words in self.text(host))
-
     def wait_until(self, condition, seconds=600):
         deadline = time.monotonic() + seconds
         while not condition():
@@ -99,43 +91,22 @@ def flags_for(demo_inputs, output, *more, hooks=LAYERS):
     ]
 
 
-def stored(output):
-    """(folder name, layer) -> records."""
-    folders = sorted(output.glob("machine_*"))
-    return {(at.name, layer): part for at in folders for layer, part in records_of(at).items()}
-
-
-@pytest.fixture(scope="session")
-def alone(demo_inputs, tmp_path_factory):
-    """What one process with one device stores."""
-    return stored_alone(demo_inputs, tmp_path_factory.mktemp("alone"))
-
-
 @pytest.fixture(scope="session")
 def alone_with_few(demo_inputs, tmp_path_factory):
     """A file with 100 of the documents, and what one device stores of them."""
     folder = tmp_path_factory.mktemp("few")
     few = first_documents(demo_inputs, folder / "few.parquet", 100)
-    return few, stored_alone(demo_inputs, folder / "alone", "--dataset_path", few)
+    flags = flags_for(demo_inputs, folder / "alone", "--no_data_parallel", "--dataset_path", few)
+    assert main(*flags) == 0
+    every = records_of(folder / "alone").items()
+    values = {(key, r["doc_id"]): r["activation"] for key, records in every for r in records}
+    return few, Alone(values, rounding_of_run(folder / "alone", demo_inputs / "model"))
 
 
 def first_documents(demo_inputs, path, count):
     every = pyarrow.parquet.read_table(demo_inputs / "documents.parquet")
     pyarrow.parquet.write_table(every.slice(0, count), path)
     return path
-
-
-def stored_alone(demo_inputs, out, *more):
-    flags = flags_for(demo_inputs, out, "--overwrite", "--no_data_parallel", *more)
-    assert main(*flags) == 0
-    return alone_of(out, demo_inputs / "model")
-
-
-def alone_of(folder, model_folder):
-    """What a run has stored with one device."""
-    every = records_of(folder).items()
-    values = {(key, r["doc_id"]): r["activation"] for key, records in every for r in records}
-    return Alone(values, rounding_of_run(folder, model_folder))
 
 
 def rounding_of_run(folder, model_folder):
@@ -157,10 +128,10 @@ def rounding_of_run(folder, model_folder):
 
 def check_union(output, alone, folders):
     """Every document once, with the values that one device gives."""
-    found = stored(output)
-    assert {folder for folder, _ in found} == folders
+    found = {folder.name: records_of(folder) for folder in output.glob("machine_*")}
+    assert found.keys() == folders
     for layer, allowed in alone.allowed.items():
-        records = [r for (_, at), part in found.items() if at == layer for r in part]
+        records = [record for part in found.values() for record in part.get(layer, ())]
         assert len({r["sample_idx"] for r in records}) == len(records)
         expected = {doc_id: value for (at, doc_id), value in alone.values.items() if at == layer}
         assert sorted(r["doc_id"] for r in records) == sorted(expected)

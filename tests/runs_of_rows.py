@@ -1,12 +1,14 @@
 """Runs over the rows of one data set, stored in many ways, and what each of them holds."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import ml_dtypes  # also gives NumPy its bfloat16
 import numpy as np
 from extractions import folder_name, identity_of
-from runs_to_read import FORMATS
 from storages import open_storage
 
+from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.text.batch import Batch, Cursor, Placed, Sample, Worker
 
 LENGTH = 24
@@ -14,6 +16,7 @@ HOOKS = {1: "blocks.1.hook_resid_post", 2: "blocks.2.hook_attn_out"}
 OTHER_HOOKS = {3: "blocks.3.hook_mlp_out"}
 IDS = ["doc_id"]  # the column that batches come with
 WIDTHS = {HOOKS[1]: 6, HOOKS[2]: 4, OTHER_HOOKS[3]: 8}
+OTHER_WIDTH = 256  # of any other hook
 
 
 def tokens_of(row):
@@ -34,6 +37,12 @@ def columns_of(row):
     return {"even": row % 2 == 0, "mixed": [row, "ä", None][row % 3], **tags}
 
 
+def decoded(x):
+    """Returns x as it is read back from float8: e4m3 as NumPy rounds it, and a scale per token."""
+    scales = np.abs(x).max(axis=1, keepdims=True) * np.float32(1 / 448)
+    return (x / scales).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales
+
+
 def out_of_order(count):
     """The numbers from 0 on as packing may order samples: those of several shards interleave."""
     chance = np.random.default_rng(0)
@@ -51,10 +60,10 @@ class Run:
     shard_format: str = "safetensors"
     shard_gb: float = 4e-6
     machines: int = 1
-    hosts: int = 1
+    hosts: int | tuple[int, ...] = 1  # of each machine
     hooks: dict = field(default_factory=lambda: HOOKS)
     changed: tuple[int, int] | None = None  # row and position of a token with another id
-    dtype: str = "float32"
+    dtype: str = "float32"  # or float8
     identity: dict = field(default_factory=dict)  # what it records of where its rows come from
     data_files: list = field(default_factory=list)
 
@@ -64,11 +73,17 @@ class Run:
             return every[np.random.default_rng([self.seed, row]).random(len(every)) < 0.5]
         return {"all": every, "first": every[:9], "odd": every[1::2]}[self.kept]
 
-    def values(self, row, hook):
-        """(tokens, width), of all tokens of the row."""
-        shape = len(tokens_of(row)[0]), WIDTHS[hook]
+    def given(self, row, hook):
+        """What is to be stored, (tokens, width), of all tokens of the row."""
+        shape = len(tokens_of(row)[0]), WIDTHS.get(hook, OTHER_WIDTH)
         chance = np.random.default_rng([self.seed, row, len(hook)])
-        return chance.standard_normal(shape, np.float32).astype(self.dtype)
+        values = chance.standard_normal(shape, np.float32)
+        return values if self.dtype == "float8" else values.astype(self.dtype)
+
+    def values(self, row, hook):
+        """What is read back."""
+        given = self.given(row, hook)
+        return decoded(given) if self.dtype == "float8" else given
 
     def tokens(self):
         """row and position -> token id, role and the values by hook."""
@@ -79,10 +94,25 @@ class Run:
             for p in self.positions(row)
         }
 
-    def store(self, root):
-        workers = [(m, h) for m in range(self.machines) for h in range(self.hosts)]
-        for number, (machine, host) in enumerate(workers):
-            part = machine, host, self.machines, self.hosts
+    def parts(self):
+        """Machine, host, machines and hosts of each part, and the rows that it stores."""
+        several = isinstance(self.hosts, tuple)
+        hosts = self.hosts if several else (self.hosts,) * self.machines
+        every = [(m, h, len(hosts), n) for m, n in enumerate(hosts) for h in range(n)]
+        return [(part, self.rows[first :: len(every)]) for first, part in enumerate(every)]
+
+    def sample_numbers(self):
+        """row -> sample_idx"""
+        return {
+            row: Worker(machine, machines, host, hosts).sample_idx(index)
+            for (machine, host, machines, hosts), rows in self.parts()
+            for index, row in enumerate(rows)
+        }
+
+    def store(self, root: Path, only: int | None = None, finish: bool = True):
+        """Stores the run, or only one of its parts. finish: whether it ends, or goes on."""
+        self.root, numbers = root, self.sample_numbers()
+        for part, rows in self.parts()[slice(only, None if only is None else only + 1)]:
             identity = replace(
                 identity_of(*part),
                 activation_dtype=self.dtype,
@@ -90,31 +120,36 @@ class Run:
                 positions="all" if self.kept == "all" else f"random:0.{self.seed + 1}",
                 **self.identity,
             )
-            worker = Worker(machine, self.machines, host, self.hosts)
-            with open_storage(
+            facts = {key: {"width": self.given(0, h).shape[1]} for key, h in self.hooks.items()}
+            configuration = {"model_path": "some/model"}
+            storage = open_storage(
                 root / folder_name(*part),
                 self.hooks,
                 identity=identity,
                 shard_format=self.shard_format,
                 shard_size_gb=self.shard_gb,
-                hook_facts={key: {"width": WIDTHS[hook]} for key, hook in self.hooks.items()},
-                metadata={"data_files": self.data_files},
-            ) as storage:
-                rows = self.rows[number :: len(workers)]
-                for index in out_of_order(len(rows)):
-                    self._add(storage, index, worker.sample_idx(index), rows[index])
+                hook_facts=facts,
+                metadata={"data_files": self.data_files, "configuration": configuration},
+            )
+            storage.open()
+            for index in out_of_order(len(rows)):
+                self._add(storage, index, numbers[rows[index]], rows[index])
+            if finish:
                 storage.finalize()
+            else:
+                storage._writer.wait()
+                storage.close()
         return root
 
     def _add(self, storage, index, sample_idx, row):
         ids, roles = tokens_of(row)
         if self.changed is not None and self.changed[0] == row:
             ids[self.changed[1]] += 1
-        known = sample_idx, ids, f"text {row}", f"id-{row}", Cursor(index), Cursor(index + 1)
+        known = sample_idx, ids, f"text {row} ä", f"id-{row}", Cursor(index), Cursor(index + 1)
         labels = {"role": roles, "turn": roles + 1}
         sample = Sample(*known, row_of(row), columns=columns_of(row), labels=labels)
         kept = self.positions(row)
-        values = {key: self.values(row, hook)[kept] for key, hook in self.hooks.items()}
+        values = {key: self.given(row, hook)[kept] for key, hook in self.hooks.items()}
         storage.add_batch(batch_of(sample, kept, LENGTH), values)
 
 
@@ -127,14 +162,15 @@ def batch_of(sample, kept, length):
     return Batch(blank, blank, blank, placed, mask)
 
 
-def found_in(batch):
-    """row and position -> what `Run.tokens` has, of the tokens of a batch."""
+def found_in(batch, hooks=None):
+    """row and position -> what `Run.tokens` has, of the tokens of a batch at these hooks."""
+    hooks = [hook for hook in batch if hooks is None or hook in hooks]
     assert set(batch.columns["doc_id"]) <= {f"id-{n}" for n in range(1000)}
     return {
         (int(batch.columns["doc_id"][t][3:]), int(batch.position[t])): (
             int(batch.token_ids[t]),
             int(batch.role[t]),
-            {hook: batch[hook][t] for hook in batch},
+            {hook: batch[hook][t] for hook in hooks},
         )
         for t in range(len(batch))
     }
@@ -149,34 +185,31 @@ def same(found, due):
             assert values[hook].dtype == due[key][2][hook].dtype
 
 
-def check(batches, runs, wanted=lambda key, token: True):
-    """Every token that both runs have and want is in the pairs of batches once, with the values of
-    each run. Returns these tokens in the order of the pairs."""
+def check(batches, runs, wanted=lambda key, token: True, hooks=tuple(WIDTHS)):
+    """Every token that all runs have and want is in pairs of batches, or in batches of the joined
+    runs, once, with the values of each run at these hooks. Returns the tokens in their order."""
     every = [run.tokens() for run in runs]
     keys = {
         key
         for key in every[0]
-        if key in every[1] and all(wanted(key, tokens[key]) for tokens in every)
+        if all(key in tokens and wanted(key, tokens[key]) for tokens in every)
     }
-    order = []
-    found = [dict(), dict()]
-    for pair in batches:
-        assert isinstance(pair, tuple) and len(pair) == 2
-        here = [found_in(batch) for batch in pair]
-        assert list(here[0]) == list(here[1])
-        assert len(here[0]) == len(pair[0]) == len(pair[1])
-        order += here[0]
-        for of_run, more in zip(found, here, strict=True):
+    order, found = [], [dict() for _ in runs]
+    for batch in batches:
+        each = batch if isinstance(batch, tuple) else [batch] * len(runs)
+        here = [found_in(one, run.hooks.values()) for one, run in zip(each, runs, strict=True)]
+        for of_run, one, more in zip(found, each, here, strict=True):
+            assert list(more) == list(here[0]) and len(more) == len(one)
             assert not of_run.keys() & more.keys()
             of_run |= more
+        order += here[0]
     for of_run, tokens in zip(found, every, strict=True):
-        same(of_run, {key: tokens[key] for key in keys})
+        due = {}
+        for key in keys:
+            token_id, role, values = tokens[key]
+            due[key] = token_id, role, {hook: values[hook] for hook in values if hook in hooks}
+        same(of_run, due)
     return order
-
-
-def contents(pair):
-    """The bytes of every array of a pair of batches."""
-    return [[array.tobytes() for array in batch.arrays] for batch in pair]
 
 
 def some_run(chance, seed, **given):
@@ -184,7 +217,7 @@ def some_run(chance, seed, **given):
     rows = chance.permutation(60)[: chance.integers(25, 60)].tolist()
     options = dict(
         kept=str(chance.choice(["all", "first", "odd", "random"])),
-        shard_format=str(chance.choice(FORMATS)),
+        shard_format=str(chance.choice(SHARD_FORMATS)),
         shard_gb=float(chance.choice([5e-7, 2e-6, 8e-6, 1e-3])),
         machines=int(chance.integers(1, 3)),
         hosts=int(chance.integers(1, 3)),

@@ -1,20 +1,20 @@
-"""Runs of all but the model over texts of a few bytes: the fixture `run`, and what it leaves."""
+"""What runs of all but the model need over texts of a few bytes, and what runs leave."""
 
 import json
-import math
 import random
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 from extractions import edit
+from row_files import write_rows
 from storages import open_storage
 
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import demo
 from activation_extraction.store.formats import chosen_format
-from activation_extraction.store.identity import Identity
 from activation_extraction.text.documents import DocumentStream, RowCounts
 from activation_extraction.text.packing import pack
 from activation_extraction.text.rows import RowForm, TextColumn
@@ -24,9 +24,7 @@ from activation_extraction.text.tokenizer import load_tokenizer
 
 HOOKS = {1: "blocks.1.hook_resid_post", 2: "blocks.2.hook_resid_post"}
 HIDDEN = 4
-DOCUMENTS = 40
-
-
+LENGTH = 24  # the most tokens of a sample
 TEXT = RowForm(TextColumn("text"))
 
 
@@ -46,6 +44,42 @@ def activations(batch):
     return values
 
 
+def run_over(
+    documents, tokenizer, folder, form=None, rows=2, stop_after=None, made=activations, **options
+):
+    """Runs all but the model, and returns the storage.
+
+    stop_after: how many batches are stored before the run ends early. made: makes the activations
+    of a batch. options: of open_storage.
+    """
+    place = open_storage(folder, **{"hooks": HOOKS} | options)
+    try:
+        place.open()
+        complete = place.complete
+        try:
+            if not complete:
+                marks = {"start": place.plan.mark, "stored": place.stored_after_mark}
+                marks |= {"until": place.plan.until, **place.limits}
+                found = samples(documents, tokenizer, form or SampleForm(LENGTH), **marks)
+                for batch in islice(pack(found, rows, LENGTH), stop_after):
+                    kept = slice(None) if batch.kept is None else batch.kept
+                    values = {key: each[kept] for key, each in made(batch).items()}
+                    place.add_batch(batch, values)
+                complete = stop_after is None
+        finally:
+            place.finalize(complete)
+    finally:
+        place.close(patient=True)
+    return place
+
+
+def write_texts(path, count):
+    """Writes texts of 1 to 30 bytes, some empty."""
+    chance = random.Random(1)
+    texts = ["x" * chance.choice([0, 1, *range(2, 31)]) for _ in range(count)]
+    return write_rows(path, [{"text": text} for text in texts])
+
+
 @pytest.fixture(scope="module")
 def byte_tokenizer(tmp_path_factory):
     """One byte, one token."""
@@ -55,56 +89,12 @@ def byte_tokenizer(tmp_path_factory):
     return load_tokenizer(Checkpoint(str(folder)).tokenizer_files(), str(folder), 2048)
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    """Texts of 1 to 30 bytes, some empty."""
-    chance, path = random.Random(1), tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    texts = ["x" * chance.choice([0, 1, *range(2, 31)]) for _ in range(DOCUMENTS)]
-    path.write_text("".join(json.dumps({"text": t, "id": i}) + "\n" for i, t in enumerate(texts)))
-    return path
-
-
-@pytest.fixture
-def shard_format():
-    """Of what `run` stores; `both_formats` has a test run with each."""
-    return "pickle"
-
-
 both_formats = pytest.mark.parametrize("shard_format", SHARD_FORMATS)
 
 
 def shard_name(number, shard_format="pickle"):
     """The name of a shard's file."""
     return f"shard_{number:04d}{chosen_format(shard_format, True).suffix}"
-
-
-@pytest.fixture
-def run(byte_tokenizer, rows, shard_format):
-    """Runs all but the model; with `interrupt_after`, up to the batch with that sample."""
-
-    def run(folder, *, interrupt_after=math.inf, **options):
-        usual = {"shard_size_gb": 1.5e-6, "shard_format": shard_format}
-        identity = Identity(model_digest="tiny")
-        place = open_storage(folder, HOOKS, **({"identity": identity} | usual | options))
-        try:
-            place.open()
-            if not place.complete:
-                form, marks = (
-                    SampleForm(24),
-                    {"start": place.plan.mark, "stored": place.stored_after_mark},
-                )
-                found = samples(stream_of(rows), byte_tokenizer, form, **marks, **place.limits)
-                for batch in pack(found, 2, 32):
-                    place.add_batch(batch, activations(batch))
-                    if max(each.sample.sample_idx for each in batch.samples) >= interrupt_after:
-                        place.finalize(complete=False)
-                        break
-            place.finalize()
-        finally:
-            place.close(patient=True)
-        return place
-
-    return run
 
 
 def content(folder: Path) -> dict[str, object]:

@@ -16,57 +16,43 @@ from activation_extraction.cli.flags import FLAGS
 from activation_extraction.common.positions import parse_positions
 
 # Flags, in which {} stands for a folder with FILES, and what the message names. They follow those
-# of a model and data, unless the line begins with "bare". {model} and {many} are in `flags_in`.
+# of a model and data, unless the line begins with "bare". {many} and {long} are in `flags_in`.
 BAD_REQUESTS = """\
---layer 3 | --layer
 --batch_size | --batch_size
 --batchsize 4 | unrecognized arguments: --batchsize 4; did you mean --batch_size? (see --help)
 '' | unrecognized arguments: '' (see --help)
 --text_column -x | a value that begins with - follows a =, such as --text_column=-x
 --batch_size 0 | argument --batch_size: 0 is not a number from 1 to 1000000000
 --batch_size all | argument --batch_size: invalid integer or auto value: 'all'
---batch_size 7 --mesh_type 2d | --batch_size, rows of all hosts together: 7 does not divide among 2 devices
+--batch_size 7 --mesh_type 2d | of all hosts together: 7 does not divide among 2 devices
 --max_seq_length 4096 | the model has 2048 positions
 --waiting_shards_gb 1.5 | --waiting_shards_gb 1.5: has no room for two shards; give at least 2
 --dtype float8 | argument --dtype
 --layers_to_extract 12 | --layers_to_extract 12: the model
 --layers_to_extract 3-1 | 3-1 is not a range of layers
---positions first | argument --positions: 'first' is no choice of positions; expected all, last, first:N
---positions every:0 | no choice of positions
---positions 5 | no choice of positions
+--positions first | argument --positions: 'first' is no choice of positions; expected all, last
 --positions random:0 | the share is not between 0 and 1
---positions 99999999999: | no choice of positions
+--positions 64: | --positions 64:: keeps no token of any sample; samples have at most 64 tokens
+--positions last_of_turn | --positions last_of_turn: needs --messages_column
 --drop_token_ids 3 2048 | --drop_token_ids 2048: the model has token ids 0 to 2047
---drop_token_ids '<|im_end|>' --ids_column ids | \
- --drop_token_ids <|im_end|>: with --ids_column no tokenizer is read
+--drop_token_ids '<|im_end|>' --ids_column ids | with --ids_column no tokenizer is read
 --drop_token_ids '<|endoftext|>,a' | --drop_token_ids <|endoftext|>,a: the tokenizer has no token of
---drop_token_ids '<endoftext>' | \
- --drop_token_ids <endoftext>: the tokenizer has no token of this name; did you mean <|endoftext|>?
---list_hooks --hook_names blocks.3.hook_resid_pots | \
- with layers 0 to 11; did you mean blocks.3.hook_resid_post?
---hook_names blocks.3.hook_resid_pots | \
- with layers 0 to 11; did you mean blocks.3.hook_resid_post?; --list_hooks
+--drop_token_ids '<endoftext>' | no token of this name; did you mean <|endoftext|>?
+--list_hooks --hook_names blocks.3.hook_resid_pots | did you mean blocks.3.hook_resid_post?
+--hook_names blocks.3.hook_resid_pots | did you mean blocks.3.hook_resid_post?; --list_hooks
 --hook_names blocks.1.attn.hook_pattern --max_seq_length 2048 --activation_dtype float32 | \
  --hook_names blocks.1.attn.hook_pattern: takes 32,768 bytes per token and 67,108,864 per row \
 with --max_seq_length 2048; at most 33,554,432 per row are stored; choose a smaller --max_seq_length
 --top_logits 3 | --top_logits: needs --hook_names
 --hook_names logits.top_ids --top_logits 2049 | the model has 2048 tokens
---hook_names logits.top_ids --top_logits 0 | argument --top_logits: 0 is not a number from 1 to
 --json | --json: needs --status
 --dataset_name a/b | --dataset_path and --dataset_name cannot be used together
---hook_names '*' --layers_to_extract 1 | \
- --hook_names and --layers_to_extract cannot be used together
---demo | --demo and --model_path cannot be used together
---compress_shards --no_compress_shards | \
- --no_compress_shards: not allowed with argument --compress_shards
---compress_shards --shard_format safetensors | \
- --compress_shards: safetensors are never compressed
+--mesh_shape 2,4 --no_data_parallel | --mesh_shape and --no_data_parallel cannot be used together
+--compress_shards --shard_format safetensors | --compress_shards: safetensors are never compressed
 --machine_id 2 --total_machines 2 | --machine_id 2: out of range for --total_machines 2
 --host_id 1 | --host_id: needs --multihost
---multihost --coordinator_address a:1 --host_id 2 --num_hosts 2 --connect_timeout 1 | \
- --host_id 2: out of range for --num_hosts 2
---multihost --coordinator_address a --host_id 0 --num_hosts 2 | \
- argument --coordinator_address: a: expected HOST:PORT
+--multihost --coordinator_address a:1 --host_id 2 --num_hosts 2 | --host_id 2: out of range for
+--multihost --coordinator_address a --host_id 0 --num_hosts 2 | a: expected HOST:PORT
 --mesh_shape 4,4 | there are 8; these would fit: 2,4
 --mesh_type 3d --mesh_shape 2,4 | has 2 axes
 --mesh_axes fsdp,data | needs --mesh_shape
@@ -74,12 +60,9 @@ with --max_seq_length 2048; at most 33,554,432 per row are stored; choose a smal
 --model_path ./no/such/model | no such folder
 --model_path {}/file | is a file, expected a folder
 --model_path nope://b/m | nope://b/m: Protocol not known: nope
---model_path ftp://127.0.0.1:1/m | --model_path ftp://127.0.0.1:1/m
---dataset_path '' | argument --dataset_path: is empty
---dataset_path {}/x.txt | \
- x.txt: does not end in .jsonl, .ndjson, .json, .csv, .parquet, .arrow (JSON and CSV also packed: .gz, .bz2, .xz, .zst)
---dataset_path simplecache::nope://b/m | \
- --dataset_path simplecache::nope://b/m: Protocol not known: nope
+--model_revision v1 | is a folder; only models of the hub have revisions
+--dataset_path {}/x.txt | x.txt: does not end in .jsonl, .ndjson, .json, .csv, .parquet, .arrow
+--dataset_path nope://b/m | --dataset_path nope://b/m: Protocol not known: nope
 --dataset_path {}/empty.jsonl | is empty
 --dataset_path {}/no.parquet | no.parquet
 --dataset_path {}/no.jsonl.gz | no.jsonl.gz: Compressed
@@ -87,43 +70,29 @@ with --max_seq_length 2048; at most 33,554,432 per row are stored; choose a smal
 --dataset_path {}/body.jsonl | --text_column text: no such column; the columns are body (text), id
 --dataset_path {}/body.jsonl --text_column id | --text_column id: expected text, found int
 --output_dir {}/file | is a file, expected a folder
+--output_dir {}/{long} | cannot be written to
 --output_dir gs://b/c | use --upload_to_gcs
 --output_dir {}/taken | taken/metadata.json: is damaged, or was not written by this program
 --output_dir {}/shards | already holds shards, but no metadata.json
+--output_dir ~nobody.known/out | argument --output_dir: ~nobody.known/out: no home folder is known
 --gcs_bucket b | --gcs_bucket: needs --upload_to_gcs
 --upload_to_gcs | --upload_to_gcs: needs --gcs_bucket
---upload_to_gcs --gcs_bucket s3:// | argument --gcs_bucket: s3://: is not the URL of a bucket; expected a name
+--upload_to_gcs --gcs_bucket s3:// | argument --gcs_bucket: s3://: is not the URL of a bucket
 --upload_to_gcs --gcs_bucket b/c | argument --gcs_bucket: b/c: is a path
---upload_to_gcs --gcs_bucket b --gcs_prefix 'run*' | \
- argument --gcs_prefix: 'run*': contains a space, a wildcard
---upload_to_gcs --gcs_bucket b --gcs_prefix ../b/ | argument --gcs_prefix: ../b/: has a folder without
---upload_to_gcs --gcs_bucket b --gcs_prefix 'a\\b' | argument --gcs_prefix: 'a\\\\b': contains a space, a
---upload_to_gcs --gcs_bucket b --gcs_prefix 'a\x07b' | argument --gcs_prefix: 'a\\x07b': contains a space, a
---output_dir ~nobody.known/out | argument --output_dir: ~nobody.known/out: no home folder is known
---export memmap --export_dir ~nobody.known/x --output_dir {}/o | \
- argument --export_dir: ~nobody.known/x: no home folder is known
+--upload_to_gcs --gcs_bucket b --gcs_prefix ../b/ | argument --gcs_prefix: ../b/: has a folder
+--upload_to_gcs --gcs_bucket b --gcs_prefix 'a\x07*' | argument --gcs_prefix: 'a\\x07*': contains a
 --overlap 4 | --overlap: needs --long_documents split
 --long_documents split --overlap 64 | --overlap 64: expected less than --max_seq_length 64
---positions last_of_turn | --positions last_of_turn: needs --messages_column
---positions 64: | --positions 64:: keeps no token of any sample; samples have at most 64 tokens
 --keep_columns a row | --keep_columns row: the table of samples has a column of this name
---mesh_shape 2,4 --no_data_parallel | --mesh_shape and --no_data_parallel cannot be used together
+--keep_columns {many} | names 65 columns, there is room for 64
 --min_free_gb -1 | argument --min_free_gb: -1 is not a positive number
 bare --mix a.jsonl=1 a.jsonl=2 | --mix: names a.jsonl twice
 bare --mix a.jsonl=0 | 'a.jsonl=0' is not SOURCE=WEIGHT
-bare --mix a.jsonl | is not SOURCE=WEIGHT with a positive weight
 bare --model_path {model} --mix name:config:split:more=1 | no such path, and not NAME:CONFIG:SPLIT
 bare --model_path {model} --mix {}/none.jsonl=1 | --mix {}/none.jsonl: no such file or folder
---mix a.jsonl=1 | cannot be used together
---keep_columns {many} | names 65 columns, there is room for 64
---positions=5:2 | keeps no token of any sample
---positions=-2:-5 | keeps no token of any sample
---positions=random:1e-300 | keeps no token of any sample
 bare --verify --verify_samples 3 | --verify_samples: needs --model_path
 bare --status --model_revision main | --model_revision: needs --model_path here
---model_revision v1 | is a folder; only models of the hub have revisions
-bare --demo --model_revision v1 | --demo and --model_revision cannot be used together
-"""  # noqa: E501
+"""
 FILES = {
     "file": "",
     "x.txt": "a",
@@ -136,7 +105,7 @@ FILES = {
     "shards/shard_0001.pkl.gz": "x",
 }
 every_bad_request = [tuple(line.split(" | ")) for line in BAD_REQUESTS.splitlines()]
-AS_PROCESSES = ("--layer 3", "--dataset_path {}/no.parquet", "--dataset_path {}/no_text.jsonl")
+AS_PROCESSES = ("--batch_size", "--dataset_path {}/no.parquet")
 
 
 @pytest.fixture
@@ -149,7 +118,7 @@ def bad_files(tmp_path):
 
 def flags_in(folder, typed, inputs):
     words = {"{}": folder, "{model}": inputs[1], "{many}": " ".join(map(str, range(65)))}
-    for word, meant in words.items():
+    for word, meant in (words | {"{long}": 300 * "x"}).items():
         typed = typed.replace(word, str(meant))
     flags = shlex.split(typed)
     return flags[1:] if flags[0] == "bare" else [*inputs, *flags]
@@ -178,91 +147,74 @@ def test_bytes_that_are_not_utf8_are_refused_in_every_flag(name, tmp_path, capsy
     assert_refused(capsys, tmp_path, [f"--{name}=a\udcff"], f"argument --{name}: ")
 
 
-def test_a_variable_and_a_long_name_are_refused(inputs, tmp_path, capsys, monkeypatch):
-    out = tmp_path / (300 * "x")
-    assert_refused(capsys, tmp_path, [*inputs, "--output_dir", out], "cannot be written to")
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "\udcff")
-    told = "environment variable JAX_COMPILATION_CACHE_DIR: argument --compilation_cache: is not"
-    assert_refused(capsys, tmp_path, ["--demo"], told)
-
-
-PARSED = {  # flags -> a field, its value
-    "--layers_to_extract 3": ("layers_to_extract", (3,)),
-    "--layers_to_extract 7 1-3 2 0-0": ("layers_to_extract", (7, 1, 2, 3, 0)),
-    "--layers_to_extract 1 all": ("layers_to_extract", "all"),
-    "--positions -8::2": ("positions", parse_positions("-8::2")),
-    "--positions :-1": ("positions", parse_positions(":-1")),
-    "--drop_token_ids 9 x 3 9": ("drop_token_ids", (3, 9, "x")),
-    "--keep_columns b a b": ("keep_columns", ("b", "a")),
-    "--shard_format safetensors": ("compress_shards", False),
-    "--min_free_gb 0": ("min_free_gb", 0.0),
-    "--demo": ("max_seq_length", 256),
-    "--mesh_shape 2,4": ("mesh_type", None),
-    "--mesh_shape 2,1,4": ("mesh_shape", (2, 1, 4)),
-    "--mix a=b.jsonl=2.5": ("mix", (("a=b.jsonl", 2.5),)),
-    "--verify": ("verify_samples", 0),
-    "--verify --model_path m": ("verify_samples", 8),
-    "--dataset_name a/b": ("dataset_config", None),
-    "--dataset_split train": ("dataset_config", "sample-10BT"),
-    "--dataset_path a": ("dataset_name", None),
-    "--upload_to_gcs --gcs_bucket s3://b/ --gcs_prefix /a/b/": ("bucket_url", "s3://b/a/b"),
-    "--status --json": ("json", True),
-    "--report": ("report", ""),
-    "--output_dir ~/a": ("output_dir", "/a/home/a"),
-}
-
-
-@pytest.mark.parametrize("typed", PARSED)
-def test_what_is_typed_has_its_value(typed, monkeypatch):
-    monkeypatch.setenv("HOME", "/a/home")
-    field, value = PARSED[typed]
-    assert getattr(parse_args(typed.split()), field) == value
-
-
-SHAPE = "TPU_MESH_CONFIG", "mesh_shape", (2, 4)
-VARIABLES = [  # the flags beside it, a variable and the flag that it fills, the value
-    ("", *SHAPE),
-    ("--mesh_type 2d", *SHAPE[:2], None),
-    ("--no_data_parallel", *SHAPE[:2], None),
-    ("", "TPU_AXIS_NAMES", "mesh_axes", None),
-    ("--mesh_shape 2,4", "TPU_AXIS_NAMES", "mesh_axes", ("data", "fsdp")),
-    ("", "NUM_HOSTS", "num_hosts", None),
-    ("--multihost --host_id 0 --coordinator_address a:1", "NUM_HOSTS", "num_hosts", 3),
-    ("--compilation_cache a", "JAX_COMPILATION_CACHE_DIR", "compilation_cache", "a"),
+SHAPE, NAMES = "TPU_MESH_CONFIG=2,4", "TPU_AXIS_NAMES=data,fsdp"
+PARSED = [  # variables of the environment and flags, a field, its value
+    ("--layers_to_extract 7 1-3 2 0-0", "layers_to_extract", (7, 1, 2, 3, 0)),
+    ("--layers_to_extract 1 all", "layers_to_extract", "all"),
+    ("--positions -8::2", "positions", parse_positions("-8::2")),
+    ("--drop_token_ids 9 x 3 9", "drop_token_ids", (3, 9, "x")),
+    ("--keep_columns b a b", "keep_columns", ("b", "a")),
+    ("--shard_format safetensors", "compress_shards", False),
+    ("--min_free_gb 0", "min_free_gb", 0.0),
+    ("--demo", "max_seq_length", 256),
+    ("--mesh_shape 2,4", "mesh_type", None),
+    ("--mesh_shape 2,1,4", "mesh_shape", (2, 1, 4)),
+    ("--mix a=b.jsonl=2.5", "mix", (("a=b.jsonl", 2.5),)),
+    ("--verify", "verify_samples", 0),
+    ("--verify --model_path m", "verify_samples", 8),
+    ("--dataset_name a/b", "dataset_config", None),
+    ("--dataset_split train", "dataset_config", "sample-10BT"),
+    ("--dataset_path a", "dataset_name", None),
+    ("--upload_to_gcs --gcs_bucket s3://b/ --gcs_prefix /a/b/", "bucket_url", "s3://b/a/b"),
+    ("--report", "report", ""),
+    ("HOME=/a/home --output_dir ~/a", "output_dir", "/a/home/a"),
+    (SHAPE, "mesh_shape", (2, 4)),
+    (f"{SHAPE} --mesh_type 2d", "mesh_shape", None),
+    (f"{SHAPE} --no_data_parallel", "mesh_shape", None),
+    (NAMES, "mesh_axes", None),
+    (f"{NAMES} --mesh_shape 2,4", "mesh_axes", ("data", "fsdp")),
+    ("NUM_HOSTS=3", "num_hosts", None),
+    ("NUM_HOSTS=3 --multihost --host_id 0 --coordinator_address a:1", "num_hosts", 3),
+    ("JAX_COMPILATION_CACHE_DIR=b --compilation_cache a", "compilation_cache", "a"),
 ]
-SET = {"TPU_MESH_CONFIG": "2,4", "TPU_AXIS_NAMES": "data,fsdp", "NUM_HOSTS": "3"}
 
 
-@pytest.mark.parametrize("flags,variable,field,value", VARIABLES)
-def test_a_variable_stands_in_for_a_flag(flags, variable, field, value, monkeypatch):
-    monkeypatch.setenv(variable, SET.get(variable, "b"))
-    assert getattr(parse_args(flags.split()), field) == value
+@pytest.mark.parametrize("typed,field,value", PARSED)
+def test_what_is_typed_or_in_a_variable_has_its_value(typed, field, value, monkeypatch):
+    words = typed.split()
+    variables = [word for word in words if word.partition("=")[0].isupper()]
+    for variable in variables:
+        monkeypatch.setenv(*variable.split("="))
+    assert getattr(parse_args(words[len(variables) :]), field) == value
+
+
+WITHOUT_USER = """
+import os, pwd
+pwd.getpwuid = lambda number: {}[number]
+os.environ.pop("HOME")
+import extract_activations
+extract_activations.script()
+"""
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("home", ["/dev/null/home", None])
-def test_a_run_on_local_data_needs_no_home(home, inputs, tmp_path):
-    """Neither the cache of compiled programs nor that of data sets can be written.
+def test_a_run_on_local_data_needs_no_home(inputs, tmp_path):
+    """In a container, there may be no HOME, and a user id that the system does not know.
 
-    In a container, there may be no HOME, and a user id that the system does not know.
+    Neither the cache of compiled programs nor that of data sets can be written then.
     """
-    names = ("HOME", "XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR", "HF_HOME")
+    names = ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR", "HF_HOME")
     environment = {name: value for name, value in os.environ.items() if name not in names}
-    environment |= {"HOME": home} if home else {}
-    code = "import sys; del sys.argv[0]\n"
-    code += "" if home else "import pwd; pwd.getpwuid = lambda number: {}[number]\n"
-    code += "import extract_activations; extract_activations.script()"
     out = ["--max_samples", "2", "--output_dir", tmp_path / "out"]
     (tmp_path / "here").mkdir()
     done = subprocess.run(
-        [*map(str, (sys.executable, "-c", code, SCRIPT, *inputs, *out))],
+        [*map(str, (sys.executable, "-c", WITHOUT_USER, *inputs, *out))],
         env=environment | {"PYTHONPATH": str(SCRIPT.parent)},
         cwd=tmp_path / "here",
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0 and "done: 2 samples" in done.stdout, done.stderr
-    caches = f"{home}/.cache" if home else os.devnull
-    assert f"{caches}/activation_extraction/jax: Not a directory" in done.stderr
+    assert f"{os.devnull}/activation_extraction/jax: Not a directory" in done.stderr
     assert "XDG_CACHE_HOME names another" in done.stderr
     assert not list((tmp_path / "here").iterdir())

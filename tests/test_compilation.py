@@ -47,21 +47,15 @@ def settings(monkeypatch):
     return found
 
 
-def test_the_second_start_does_not_compile(extract, tmp_path):
+def test_the_second_start_does_not_compile_and_a_damaged_cache_is_one_warning(extract, tmp_path):
     cache = tmp_path / "caches" / "activation_extraction" / "jax"
     for expected in (False, True):
         assert ("from the cache" in extract()) == expected
         assert list(cache.glob("jit_apply-*"))
     assert not list((tmp_path / "out").rglob("jit_*"))
-
-
-def test_a_damaged_cache_is_one_warning(extract, tmp_path):
-    flags = ["--compilation_cache", tmp_path / "mine"]
-    extract(*flags)
-    entries = [path for path in (tmp_path / "mine").iterdir() if path.is_file()]
-    for path in entries:
+    for path in filter(Path.is_file, cache.iterdir()):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    log = extract(*flags)
+    log = extract("--compilation_cache", cache)
     (line,) = [line for line in log.splitlines() if "WARNING" in line]
     assert "Error reading persistent compilation cache entry for 'jit_apply'" in line
     assert "compiled in" in log and "from the cache" not in log

@@ -2,8 +2,8 @@
 
 import gzip
 import json
-import os
 import re
+import subprocess
 
 import fsspec
 import pytest
@@ -44,7 +44,12 @@ def data(tmp_path):
     for path, names in (("data/a.jsonl", A), ("data/b.jsonl", B), ("more/m.jsonl", ["m1", "m2"])):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(lines(*names))
+    (tmp_path / "new").write_text(NEW)
     return tmp_path / "data"
+
+
+def change(folder, command):
+    subprocess.run(["bash", "-c", command], cwd=folder, check=True)
 
 
 def opened(folder, asked="folder", earlier=()):
@@ -66,163 +71,100 @@ def texts_of(text):
     return [document.content.text for document in text.documents(Worker())]
 
 
-def write(name, content, mode="w"):
-    def change(folder):
-        with open(folder / name, mode) as file:
-            file.write(content)
-
-    return change
-
-
-def append(name):
-    return write(name, NEW, "a")
-
-
-def rename(*pairs):
-    def change(folder):
-        for old, new in pairs:
-            (folder / old).rename(folder / f"_{new}")
-        for _, new in pairs:
-            (folder / f"_{new}").rename(folder / new)
-
-    return change
-
-
-def both(*changes):
-    return lambda folder: [change(folder) for change in changes]
-
-
-def delete(name):
-    return lambda folder: (folder / name).unlink()
-
-
-def touch(name):
-    return lambda folder: os.utime(folder / name, (1, 1))
-
-
-REVERSED = write("a.jsonl", lines(*reversed(A)))
+GROW, RENAME, DELETE = "cat ../new >> a.jsonl", "mv a.jsonl z.jsonl", "rm b.jsonl"
+REVERSE, SHORTEN = 'echo "$(tac a.jsonl)" > a.jsonl', 'echo "$(head -29 a.jsonl)" > a.jsonl'
 LONGER = r"/data/{}\.jsonl is not the file that .* \([\d,]+ bytes then, [\d,]+ now\); a run".format
 # What happens to the files between two starts, and the refusal; None: the same rows are read.
 BETWEEN_STARTS = {
-    "nothing": (both(), None),
-    "renamed": (rename(("a.jsonl", "z.jsonl")), None),
-    "all renamed": (rename(("a.jsonl", "z.jsonl"), ("b.jsonl", "y.jsonl")), None),
-    "grown": (append("a.jsonl"), None),
-    "renamed and grown": (both(append("a.jsonl"), rename(("a.jsonl", "z.jsonl"))), None),
-    "left out": (both(*(write(name, NEW) for name in ("_b.jsonl", ".c.jsonl", "e.json"))), None),
-    "reordered rows": (REVERSED, r"/data/a\.jsonl is not the file that the run began with; a run "),
-    "exchanged": (write("b.jsonl", lines("other", *B)), LONGER("b")),
+    "nothing": ("true", None),
+    "renamed": (RENAME, None),
+    "grown": (GROW, None),
+    "renamed and grown": (f"{GROW}; {RENAME}", None),
+    "left out": ("for name in _b.jsonl .c.jsonl e.json; do cp ../new $name; done", None),
+    "reordered rows": (REVERSE, r"/data/a\.jsonl is not the file that the run began with; a run "),
+    "exchanged": ("cat ../new a.jsonl > b.jsonl", LONGER("b")),
     "exchanged for each other": (
-        rename(("a.jsonl", "b.jsonl"), ("b.jsonl", "a.jsonl")),
+        f"{RENAME}; mv b.jsonl a.jsonl; mv z.jsonl b.jsonl",
         r"/data/a\.jsonl is not the file that the run began with; ",
     ),
-    "shortened": (write("a.jsonl", lines(*A[:-1])), LONGER("a")),
-    "changed and grown": (write("a.jsonl", lines(*reversed(A), "new")), LONGER("a")),
-    "missing": (delete("b.jsonl"), r"b\.jsonl is missing; a run .*; this one needs the file"),
-    "renamed and changed": (both(REVERSED, rename(("a.jsonl", "z.jsonl"))), r"a\.jsonl is missing"),
-    "additional": (write("0.jsonl", NEW), r"0\.jsonl was not read when the run began; take it out"),
+    "shortened": (SHORTEN, LONGER("a")),
+    "changed and grown": (f"{REVERSE}; {GROW}", LONGER("a")),
+    "missing": (DELETE, r"b\.jsonl is missing; a run .*; this one needs the file"),
+    "additional": ("cp ../new 0.jsonl", r"0\.jsonl was not read when the run began; take it out"),
 }
 
 
 @every_way
 @pytest.mark.parametrize("case", BETWEEN_STARTS)
-def test_a_continued_run_reads_the_same_rows_or_names_the_file(data, case, asked):
-    change, refused = BETWEEN_STARTS[case]
+def test_a_continued_run_reads_the_same_rows_or_names_the_file(data, case, asked, caplog):
+    """One line says what is not read of files that have grown."""
+    command, refused = BETWEEN_STARTS[case]
     first = opened(data.parent, asked)
     before, stored = texts_of(first), metadata_of(first)
-    change(data)
+    change(data, command)
     if refused is not None:
         flag = "--mix" if asked == "mixture" else "--dataset_path"
         with pytest.raises(InputError, match=f"^{flag}: .*{refused}"):
             opened(data.parent, asked, [stored])
         return
+    caplog.clear()
     again = opened(data.parent, asked, [stored])
+    of = {"grown": f"{data}/a.jsonl", "renamed and grown": f"{data}/z.jsonl"}.get(case)
+    told = f"the last {len(NEW)} bytes of {of} are not read: they were not there when the run began"
+    assert [each for each in caplog.messages if "left out: " not in each] == [told] * bool(of)
     assert texts_of(again) == before
     assert metadata_of(again) == stored
 
 
-def test_what_is_not_read_of_files_that_have_grown_is_said_in_one_line(data, caplog):
-    stored = metadata_of(opened(data.parent))
-    for name, told in (("a.jsonl", f"{data}/a.jsonl"), ("b.jsonl", "2 files")):
-        append(name)(data)
-        caplog.clear()
-        opened(data.parent, earlier=[stored])
-        size = len(NEW) * (1 + (name == "b.jsonl"))
-        assert caplog.messages == [
-            f"the last {size} bytes of {told} are not read: they were not there when the run began"
-        ]
-
-
 ROWS, LINES = rows_of([1]), as_lines(rows_of([1]))
-# The name of a file, its content, what is written behind it, and whether the run continues.
-KINDS = [
-    ("a.JSONL", LINES, LINES, True),
-    ("a.json", b"[" + LINES + b"]", b"\n", True),
-    ("a.csv", b"text,id\nx,1\n", b"new,new\n", True),
-    ("a.jsonl.gz", gzip.compress(LINES), gzip.compress(b"new"), True),
-    ("a.parquet", as_parquet(ROWS), b"new", False),
-    ("a.arrow", as_arrow(ROWS), b"new", False),
+ONE = b'{"text": "1"}'
+# The name of a file, its content when the run begins, what comes behind it, how many rows the run
+# reads, and whether the last one is cut; None: it is another file then.
+GROWN = [
+    ("a.JSONL", LINES, LINES, 1, False),
+    ("a.jsonl.gz", gzip.compress(LINES), gzip.compress(b"new"), 1, False),
+    ("a.parquet", as_parquet(ROWS), b"new", None, False),
+    ("a.arrow", as_arrow(ROWS), b"new", None, False),
+    ("a.jsonl", ONE + b'\n{"text": "2', b'"}\n', 1, True),
+    ("a.jsonl", ONE + b"\r", b"\n" + ONE + b"\n", 1, False),
+    ("a.jsonl", ONE + b"\n" + ONE, b"", 2, False),
+    ("a.jsonl", ONE[:5], ONE[5:], 0, True),
+    ("a.csv", b"text\n1\n2", b"2\n", 1, True),
+    ("a.csv", b"text\n1\n2", b"\n3\n", 2, False),
+    ("a.csv", b'text\n1\n"2\n', b'2"\n', 1, True),
 ]
 
 
-@pytest.mark.parametrize("name,content,more,continues", KINDS, ids=[each[0] for each in KINDS])
-def test_files_of_text_may_grow_and_others_may_not(tmp_path, name, content, more, continues):
+@pytest.mark.parametrize("case", GROWN, ids=lambda case: f"{case[0]} {case[3]}")
+def test_files_of_text_may_grow_and_others_may_not(case, tmp_path, caplog):
+    """Of a row that the recorded size cuts, nothing is read."""
+    name, begins, more, rows, cut = case
     (tmp_path / "data").mkdir()
-    write(name, content, "wb")(tmp_path / "data")
+    path = tmp_path / "data" / name
+    path.write_bytes(begins)
     first = opened(tmp_path)
-    stored, texts = metadata_of(first), texts_of(first)
-    assert len(texts) == 1
-    write(name, more, "ab")(tmp_path / "data")
-    if continues:
-        first.dataset.files.check([{"file": name}])
-        assert texts_of(opened(tmp_path, earlier=[stored])) == texts
+    stored = metadata_of(first)
+    path.write_bytes(begins + more)
+    if rows is None:
+        with pytest.raises(RunError, match=f"{name}: has changed while the run was reading it"):
+            first.dataset.files.check([{"file": name}])
+        with pytest.raises(InputError, match=f"{name} is not the file that the run began with"):
+            opened(tmp_path, earlier=[stored])
         return
-    with pytest.raises(RunError, match=f"{name}: has changed while the run was reading it"):
-        first.dataset.files.check([{"file": name}])
-    with pytest.raises(InputError, match=f"{name} is not the file that the run began with"):
-        opened(tmp_path, earlier=[stored])
-
-
-ONE = '{"text": "1"}'
-# What a file has when the run begins, what comes behind it, the texts, and whether a row is cut.
-CUT = [
-    ("a.jsonl", f'{ONE}\n{{"text": "2', '"}\n', ["1"], True),
-    ("a.json", f'{ONE}\n{{"te', 'xt": "2"}\n', ["1"], True),
-    ("a.jsonl", ONE, f"\n{ONE}\n", ["1"], False),
-    ("a.jsonl", f"{ONE}\r", f"\n{ONE}\n", ["1"], False),
-    ("a.jsonl", ONE, f"\r\n{ONE}\n", ["1"], False),
-    ("a.jsonl", f"{ONE}\n", f"{ONE}\n", ["1"], False),
-    ("a.jsonl", f"{ONE}\n{ONE}", "", ["1", "1"], False),
-    ("a.jsonl", ONE[:5], ONE[5:], [], True),
-    ("a.csv", "text\n1\n2", "2\n", ["1"], True),
-    ("a.csv", "text\n1\n2", "\n3\n", ["1", "2"], False),
-    ("a.csv", 'text\n1\n"2', '2"\n', ["1"], True),
-    ("a.csv", 'text\n1\n"2\n', '2"\n', ["1"], True),
-]
-
-
-@pytest.mark.parametrize("name,begins,more,texts,cut", CUT)
-def test_a_row_that_the_recorded_size_cuts_is_not_read(
-    tmp_path, name, begins, more, texts, cut, caplog
-):
-    (tmp_path / "data").mkdir()
-    write(name, begins)(tmp_path / "data")
-    dataset = opened(tmp_path)
-    write(name, more, "a")(tmp_path / "data")
-    assert texts_of(dataset) == texts
+    for text in (first, opened(tmp_path, earlier=[stored])):
+        assert len(texts_of(text)) == rows
     assert ("its last row is not read: it was not complete when" in caplog.text) == cut
 
 
 CHANGED = "has changed while the run was reading it"
 # Whose first row has been read when something happens to the files, what, and what ends the run.
 WHILE_READ = {
-    "touched": ("a", touch("a.jsonl"), None),
-    "grown": ("a", append("a.jsonl"), None),
-    "grown, the other one": ("b", append("b.jsonl"), None),
-    "reordered": ("a", REVERSED, CHANGED),
-    "exchanged": ("b", write("b.jsonl", NEW), CHANGED),
-    "shortened": ("a", write("a.jsonl", lines(*A[:-1])), CHANGED),
-    "deleted": ("b", delete("b.jsonl"), "cannot be read: No such file"),
+    "touched": ("a", "touch --date @1 a.jsonl", None),
+    "grown": ("a", GROW, None),
+    "reordered": ("a", REVERSE, CHANGED),
+    "exchanged": ("b", "cp ../new b.jsonl", CHANGED),
+    "shortened": ("a", SHORTEN, CHANGED),
+    "deleted": ("b", DELETE, "cannot be read: No such file"),
 }
 
 
@@ -230,13 +172,13 @@ WHILE_READ = {
 @pytest.mark.parametrize("case", WHILE_READ)
 def test_a_file_that_changes_while_it_is_read_ends_the_run(data, case, asked):
     """After its last row, be there another file or none."""
-    letter, change, told = WHILE_READ[case]
+    letter, command, told = WHILE_READ[case]
     given = []
 
     def read():
         for document in opened(data.parent, asked).documents(Worker()):
             if document.doc_id[0] == letter and letter not in given:
-                change(data)
+                change(data, command)
             given.append(document.doc_id[0])
 
     if told is None:
@@ -253,12 +195,12 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run(data, case, asked):
 def test_hosts_compare_what_their_files_hold(data, asked, prefix):
     """What other hosts have stored is read here, too, and must be the same."""
     here = opened(data.parent, asked)
-    for change in (append("b.jsonl"), write("b.jsonl", lines(*reversed(B)))):
+    for command in (GROW, REVERSE):
         before = here.dataset.files.fingerprints()
-        change(data)
+        change(data, command)
         there = opened(data.parent, asked)
         differing = set(before.items()) ^ set(there.dataset.files.fingerprints().items())
-        assert {name for name, _ in differing} == {f"data file {prefix}b.jsonl"}
+        assert {name for name, _ in differing} == {f"data file {prefix}a.jsonl"}
         with pytest.raises(InputError, match="the hosts of this run have read different files"):
             opened(data.parent, asked, [metadata_of(here), metadata_of(there)])
 
@@ -281,52 +223,31 @@ def test_files_at_a_url_count_by_what_their_store_says(bucket):
             DataFiles.as_recorded(list_files("gs://bucket/data"), [before])
 
 
-def test_names_that_are_not_utf8_can_be_recorded(tmp_path):
-    (tmp_path / "data").mkdir()
-    with open(os.fsencode(tmp_path / "data") + b"/\xff.jsonl", "w") as file:
-        file.write(lines("x"))
-    stored = metadata_of(opened(tmp_path))
-    assert stored["data_files"][0]["name"] == "\\xff.jsonl"
-    assert metadata_of(opened(tmp_path, earlier=[stored])) == stored
+def test_a_run_records_every_file_and_refuses_others(demo_inputs, data, tmp_path, capsys):
+    """Also a file that no stored sample comes from; what is stored stays as it is. With files that
+    another machine has read differently, some rows would be stored twice, and others never."""
 
-
-@pytest.fixture
-def extract(demo_inputs, data, tmp_path):
-    """Runs over `data`, in shards of a few samples; the exit status."""
-
-    def run(output, *more):
+    def extract(output, *more):
         few = "--layers_to_extract", 1, "--batch_size", 1, "--shard_size_gb", 5e-5
         flags = flags_for(demo_inputs, tmp_path / output, "--no_data_parallel", *more, hooks=few)
         return main(*flags, "--dataset_path", data)
 
-    return run
-
-
-def test_a_run_records_every_file_and_refuses_others(extract, data, tmp_path, capsys):
-    """Also a file that no stored sample comes from; what is stored stays as it is."""
-    assert extract("out", "--max_samples", 10) == 0
-
     def recorded():
         return json.loads((tmp_path / "out/metadata.json").read_text())
 
+    machines = "machines", "--total_machines", 2, "--max_samples", 1, "--machine_id"
+    assert extract("out", "--max_samples", 10) == extract(*machines, 0) == 0
     listed = recorded()["data_files"]
     sizes = [(name, (data / name).stat().st_size) for name in ("a.jsonl", "b.jsonl")]
     assert [(each["name"], each["bytes"]) for each in listed] == sizes
     assert all(re.fullmatch(r"blocks \w{64}", each["fingerprint"]) for each in listed)
     before = content(tmp_path / "out")
-    write("b.jsonl", lines(*reversed(B)))(data)
-    assert extract("out", "--max_samples", 40) == 2
-    told = f"error: --dataset_path: {data}/b.jsonl is not the file that the run began with"
-    assert capsys.readouterr().err.splitlines()[-1].startswith(told)
+    change(data, REVERSE)
+    told = f"error: --dataset_path: {data}/a.jsonl is not the file that the run began with"
+    for run in (("out", "--max_samples", 40), (*machines, 1)):
+        assert extract(*run) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith(told)
     assert content(tmp_path / "out") == before
-    both(write("b.jsonl", lines(*B, "new")), rename(("a.jsonl", "z.jsonl")))(data)
+    change(data, f"{REVERSE}; {GROW}; {RENAME}")
     assert extract("out") == 0
     assert recorded()["data_files"] == listed and recorded()["samples"] == 60
-
-
-def test_a_machine_refuses_files_that_another_one_has_read_differently(extract, data, capsys):
-    """Together they would have some rows twice, and others never."""
-    for machine, order in enumerate((1, -1)):
-        write("a.jsonl", lines(*A[::order]))(data)
-        assert extract("out", "--total_machines", 2, "--machine_id", machine) == 2 * machine
-    assert "a.jsonl is not the file that the run began with" in capsys.readouterr().err

@@ -1,18 +1,25 @@
-"""deploy/deploy.sh starts, follows and stops an extraction on a pod; the commands of the README."""
+"""deploy/deploy.sh starts, follows and stops an extraction on a pod, as the README says; and
+launch_v5e64.sh makes a command of the environment of a host."""
 
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 
 import pytest
-from cloud import DEPLOY, LAUNCH, ODD, REPOSITORY, script
+from cloud import REPOSITORY, script
 from test_readme import PODS, blocks, section
+
+from activation_extraction.cli.config import parse_args
 
 pytestmark = pytest.mark.long
 
+LAUNCH, DEPLOY = REPOSITORY / "launch_v5e64.sh", REPOSITORY / "deploy/deploy.sh"
+# Arguments that a shell would spoil.
+ODD = ["a b", "it's", 'say "x"', "$HOME `id` $(id)", "two\nlines", "back\\slash", "*", "", ";&"]
 IMAGE = "us-docker.pkg.dev/project/images/extraction:1"
 START = ["start", "pod", "--image", IMAGE]
 # Plays gcloud, the docker of the two hosts, and the interpreter on the laptop; records all calls. A
@@ -172,11 +179,11 @@ def test_nothing_starts_where_a_host_lacks_something(pod, fault):
 def test_paths_are_those_of_the_hosts(pod):
     data = pod.root / "data"
     flags = {"MODEL_PATH": str(data / "model"), "DATASET_PATH": str(data / "texts/*.parquet")}
+    (pod.root / "finish").touch()
     status, text = pod.deploy(*START, **flags)
     assert status != 0 and f"bind source path does not exist: {data}/model" in text
-    (data / "model").mkdir(parents=True)
-    (data / "texts").mkdir()
-    (pod.root / "finish").touch()
+    for name in ("model", "texts"):
+        (data / name).mkdir(parents=True)
     assert pod.deploy(*START, "--", f"--compilation_cache={data}", **flags)[0] == 0
     for path in (f"{data}/model", f"{data}/texts/", data):
         assert f"type=bind,source={path},target={path}" in pod.calls("docker", "run")[-1]
@@ -186,11 +193,9 @@ def test_paths_are_those_of_the_hosts(pod):
     ("arguments", "variables", "message"),
     [
         ("", {}, "VERB: expected start, follow or stop"),
-        ("start", {}, "TPU: is not given"),
         ("stop --zone z", {}, "TPU: is not given"),
         ("start pod", {}, "--image: is not given"),
         ("start pod --image", {}, "--image: needs a value"),
-        ("start pod other", {}, "other: unknown"),
         ("follow pod --max_samples 4", {}, "--max_samples: unknown option; flags of"),
         ("start pod --image i", {"MODEL_PATH": ""}, "MODEL_PATH: is not set"),
         ("start pod --image i -- --top 3", {"PYTHON": sys.executable}, "unrecognized arguments"),
@@ -225,3 +230,86 @@ def test_the_commands_of_the_readme(pod):
     files = re.findall(r"deploy/[\w.]+", section(PODS))
     assert {"deploy/deploy.sh", "deploy/slurm.sbatch", "deploy/job.yaml"} < set(files)
     assert all((REPOSITORY / file).is_file() for file in files)
+
+
+def launch(*arguments, **variables):
+    environment = {"PATH": os.environ["PATH"], "PYTHON": "py"} | variables
+    return subprocess.run(
+        ["bash", LAUNCH, *arguments], env=environment, capture_output=True, text=True
+    )
+
+
+def typed(*arguments, **variables):
+    """Returns the words of the command that a dry run prints."""
+    result = launch("--dry-run", *arguments, **variables)
+    assert result.returncode == 0, result.stderr
+    shell = ["bash", "-c", f"printf '%s\\0' {result.stdout}"]
+    command = subprocess.run(shell, capture_output=True, text=True).stdout.split("\0")[:-1]
+    assert command[:2] == ["py", f"{REPOSITORY}/extract_activations.py"]
+    return command[2:]
+
+
+def words(text):
+    """Returns variables that are written as a shell has them."""
+    return dict(word.split("=", 1) for word in shlex.split(text))
+
+
+# Variables of the environment, each of which is a flag.
+WORDS = words("""
+    MODEL_PATH=Qwen/Qwen2.5-7B DTYPE=bfloat16 DATASET_NAME='a set' TEXT_COLUMN=t MAX_SAMPLES=7
+    BATCH_SIZE=2 MAX_SEQ_LENGTH=64 MACHINE_ID=0 TOTAL_MACHINES=32 MESH_TYPE=3d
+    OUTPUT_DIR='/mnt/out put' GCS_BUCKET=bucket GCS_PREFIX='runs/$1' STALL_TIMEOUT=9
+    UPLOAD_TIMEOUT=60 ACTIVATION_DTYPE=float16 SHARD_SIZE_GB=0.5 SHARD_FORMAT=safetensors
+""")
+HOSTS = words("COORDINATOR_ADDRESS=host0:8476 HOST_ID=3 NUM_HOSTS=4")
+# Those that are written in another way, and what becomes of them.
+OTHERS = words("""
+    HOOK_NAMES='blocks.*.hook_mlp_out blocks.1.hook_attn_out' DELETE_LOCAL_AFTER_UPLOAD=false
+    TPU_MESH_CONFIG=4,4,4 TPU_AXIS_NAMES=pipeline,data,model
+""")
+AS_FLAGS = {
+    "hook_names": ("blocks.*.hook_mlp_out", "blocks.1.hook_attn_out"),
+    "mesh_shape": (4, 4, 4),
+    "mesh_axes": ("pipeline", "data", "model"),
+    "delete_local_after_upload": False,
+    "upload_to_gcs": True,
+}
+
+
+@pytest.mark.parametrize("hosts", [HOSTS, {"NUM_HOSTS": "1"}], ids=["through variables", "one"])
+def test_every_variable_is_a_flag(hosts):
+    """Against extract_activations.py itself."""
+    config = parse_args(typed(**WORDS, **OTHERS, **hosts))
+    assert config.multihost == (hosts is HOSTS)
+    for name, value in (WORDS | (hosts if config.multihost else {})).items():
+        assert str(getattr(config, name.lower())) == value
+    assert {name: getattr(config, name) for name in AS_FLAGS} == AS_FLAGS
+
+
+BOTH = "MODEL_PATH=m OUTPUT_DIR=o"
+
+
+def test_words_are_quoted_and_flags_go_behind_the_variables():
+    variables = words(f"{BOTH} LAYERS_TO_EXTRACT='12 18'")
+    given = typed("--", "--multihost", "--hook", *ODD, **variables)
+    assert given[-1 - len(ODD) :] == ["--hook", *ODD]
+    assert "--" not in given and given.count("--multihost") == 1
+    assert parse_args(given[: -2 - len(ODD)]).layers_to_extract == (12, 18)
+    done = launch("--model_path", "other", **words(f"{BOTH} NUM_HOSTS=1 PYTHON=echo"))
+    command = f"{REPOSITORY}/extract_activations.py --model_path m --output_dir o"
+    assert done.stdout == f"{command} --model_path other\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ("MODEL_PATH=m", "GCS_BUCKET: is not set"),
+        (f"{BOTH} MACHINE_ID=1", "--machine_id 1: out of range for --total_machines 1"),
+        (f"{BOTH} NUM_HOSTS=2", "--coordinator_address: is missing"),
+        (f"{BOTH} DELETE_LOCAL_AFTER_UPLOAD=1", "DELETE_LOCAL_AFTER_UPLOAD=1: expected"),
+    ],
+)
+def test_a_dry_run_refuses_what_is_missing_and_what_the_tool_would(variables, line):
+    result = launch("--dry-run", PYTHON=sys.executable, **words(variables))
+    assert result.returncode == 2 and not result.stdout
+    assert result.stderr.startswith(f"error: {line}") and result.stderr.count("\n") == 1

@@ -3,7 +3,6 @@ the loss is the row's own, that of the assistant, or all ones."""
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +12,12 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-LENGTH = 48  # tokens of a row; longer ones are cut or split
+LENGTH = 48  # tokens of a sample; longer rows are split
 LAYERS = (1, 4)
 STREAM = [f"blocks.{layer}.hook_resid_post" for layer in (*LAYERS, 11)]
 HOOKS = [*STREAM, "ln_final.hook_out"]
 ROWS = [
-    {"ids": [*range(3, 3 + length)], LOSS: [number % 5 != 1 for number in range(length)]}
-    for LOSS in ("loss_mask",)
+    {"ids": [*range(3, 3 + length)], "loss_mask": [number % 5 != 1 for number in range(length)]}
     for length in (5, 55, 48, 1, 17, 130)
 ]
 
@@ -33,10 +31,10 @@ def run(folder, model, rows, *flags, hooks=HOOKS):
     return folder / "run"
 
 
-def exported(folder, form, *flags):
+def exported(folder, form):
     target = folder / form
     given = ["--output_dir", folder / "run", "--export", form, "--export_dir", target]
-    assert main(*given, *flags) == 0
+    assert main(*given) == 0
     return target
 
 
@@ -80,77 +78,82 @@ def check(folder, form, model, expected):
         with torch.no_grad():
             out = network(ids[None], output_hidden_states=True)
         states = torch.cat([out.hidden_states[layer + 1][0] for layer in LAYERS], dim=1)
-        states = (
-            states if form == "speculators" else torch.cat([states, last[-1].reshape(-1, 128)], 1)
-        )
-        normed = out.last_hidden_state[0] if form == "specforge" else last[-1].reshape(-1, 128)
-        for ours, theirs in ((layers, states), (end, normed)):
+        before, normed = last[-1].reshape(-1, 128), out.last_hidden_state[0]
+        if form == "specforge":
+            states = torch.cat([states, before], 1)
+        for ours, theirs in ((layers, states), (end, before if form == "speculators" else normed)):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert sorted(found) == sorted(expected)
 
 
-@pytest.mark.parametrize("form", READ)
-@pytest.mark.parametrize("long", ["cut", "split"])
-def test_rows_have_their_own_mask(form, long, demo_inputs, tmp_path, monkeypatch, capsys):
+def test_rows_have_their_own_mask_of_which_each_piece_has_its_part(
+    demo_inputs, tmp_path, monkeypatch, capsys
+):
     model = demo_inputs / "model"
-    flags = "--ids_column ids --keep_columns loss_mask --shard_format safetensors".split()
-    run(tmp_path, model, ROWS, *flags, "--long_documents", long)
+    flags = "--ids_column ids --keep_columns loss_mask --shard_format safetensors"
+    run(tmp_path, model, ROWS, *flags.split(), "--long_documents", "split")
     monkeypatch.setattr("activation_extraction.inspect.export.CHUNK_BYTES", 20_000)
-    folder = exported(tmp_path, form)
     expected = []
     for row in ROWS:
-        ends = range(LENGTH, len(row["ids"]) + LENGTH, LENGTH)
-        for end in ends if long == "split" else ends[:1]:
-            part = slice(end - LENGTH, end)
+        for start in range(0, len(row["ids"]), LENGTH):
+            part = slice(start, start + LENGTH)
             expected.append((row["ids"][part], [int(each) for each in row["loss_mask"][part]]))
-    check(folder, form, model, expected)
-    if form == "speculators":
-        told = capsys.readouterr().out
-        assert "--target-layer-ids 2 5 --on" in told and "left out: ln_final.hook_out; " in told
+    for form in READ:
+        check(exported(tmp_path, form), form, model, expected)
+    told = capsys.readouterr().out
+    assert "--target-layer-ids 2 5 --on" in told and "left out: ln_final.hook_out; " in told
 
 
-def test_conversations_teach_what_the_assistant_says(demo_inputs, tmp_path):
+def test_conversations_teach_what_the_assistant_says_and_texts_every_token(demo_inputs, tmp_path):
     model = chat_model(demo_inputs, tmp_path, QWEN3)
     rows = [{"messages": talk(f"question {n}", "word " * n)} for n in (1, 3, 6)]
     run(tmp_path, model, rows, "--messages_column", "messages", hooks=STREAM)
     masks = [mask for _, mask, _, _ in speculators(exported(tmp_path, "speculators"))]
     assert [mask.sum() for mask in masks] != [len(mask) for mask in masks]
     assert 0 < masks[0].sum() < masks[1].sum() < masks[2].sum()
-
-
-def test_texts_teach_every_token(demo_inputs, tmp_path):
-    run(tmp_path, demo_inputs / "model", [{"text": "some words"}, {"text": ""}], hooks=STREAM)
-    [(_, mask, _, _)] = speculators(exported(tmp_path, "speculators"))
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    run(texts, demo_inputs / "model", [{"text": "some words"}, {"text": ""}], hooks=STREAM)
+    [(_, mask, _, _)] = speculators(exported(texts, "speculators"))
     assert len(mask) > 1 and mask.all()
 
 
-REFUSED = {  # flags of the run, hooks of the export, form -> the line that comes
-    ("", tuple(STREAM[:2]), "speculators"): "needs the hooks blocks.11.hook_resid_post and ",
-    ("", tuple(STREAM[:2]), "specforge"): "needs the hooks ln_final.hook_out and blocks.K",
-    ("", tuple(HOOKS[2:3]), "speculators"): "of at least one other layer; it has blocks.11.",
-    ("", tuple(HOOKS[3:]), "speculators"): "takes blocks.*.hook_resid_pre and blocks.*.hook_resid",
-    ("--positions last", tuple(STREAM), "speculators"): "stores some tokens only",
-}
+@pytest.fixture
+def refused(tmp_path, capsys):
+    """Returns a function that exports what was extracted; it returns the one line of the error."""
+
+    def export(form, *hooks, status=2):
+        given = ["--output_dir", tmp_path / "run", "--export", form]
+        more = ["--hook_names", *hooks] if hooks else []
+        capsys.readouterr()
+        assert main(*given, "--export_dir", tmp_path / "new", *more) == status
+        assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "run"}
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return export
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_a_trainer_cannot_take_is_refused(case, demo_inputs, tmp_path, capsys):
-    flags, hooks, form = case
-    run(tmp_path, demo_inputs / "model", [{"text": "some words"}], *flags.split())
-    capsys.readouterr()
-    given = ["--output_dir", tmp_path / "run", "--export", form, "--export_dir", tmp_path / "new"]
-    assert main(*given, "--hook_names", *hooks) == 2
-    error = capsys.readouterr().err
-    assert f"--export {form}: " in error and REFUSED[case] in error and error.count("\n") == 1
-    assert not (tmp_path / "new").exists()
+def test_what_a_trainer_cannot_take_is_refused(demo_inputs, tmp_path, refused):
+    run(tmp_path, demo_inputs / "model", [{"text": "some words"}])
+    for form, hooks, told in (
+        ("speculators", STREAM[:2], "needs the hooks blocks.11.hook_resid_post and "),
+        ("specforge", STREAM[:2], "needs the hooks ln_final.hook_out and blocks.K"),
+        ("speculators", HOOKS[2:3], "of at least one other layer; it has blocks.11."),
+        ("speculators", HOOKS[3:], "takes blocks.*.hook_resid_pre and blocks.*.hook_resid"),
+    ):
+        line = refused(form, *hooks)
+        assert f"--export {form}: " in line and told in line
+    last = "--positions", "last", "--overwrite"
+    run(tmp_path, demo_inputs / "model", [{"text": "some words"}], *last, hooks=STREAM)
+    assert "--export speculators: " in (line := refused("speculators"))
+    assert "stores some tokens only" in line
 
 
-@pytest.mark.parametrize("mask", [[1, 0], [1, 2, 0], "text", None])
-def test_a_mask_that_does_not_fit_is_an_error(mask, demo_inputs, tmp_path, capsys):
+@pytest.mark.parametrize("mask", [[1, 0], [1, 2, 0], None])
+def test_a_mask_that_does_not_fit_is_an_error(mask, demo_inputs, tmp_path, refused):
     rows = [{"ids": [5, 6, 7], "loss_mask": mask}]
     flags = "--ids_column ids --keep_columns loss_mask".split()
     run(tmp_path, demo_inputs / "model", rows, *flags, hooks=STREAM)
-    given = ["--output_dir", tmp_path / "run", "--export", "speculators"]
-    assert main(*given, "--export_dir", tmp_path / "new") == 1
-    assert "sample 0: its column loss_mask: expected a 0 or 1 for" in capsys.readouterr().err
-    assert {path.name for path in Path(tmp_path).iterdir()} == {"rows.jsonl", "run"}
+    told = refused("speculators", status=1)
+    assert "sample 0: its column loss_mask: expected a 0 or 1 for" in told

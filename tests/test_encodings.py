@@ -4,35 +4,27 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from activation_extraction.common.encodings import (
-    VALUES,
-    decode,
-    encode,
-    relative_errors,
-)
+from activation_extraction.common.encodings import VALUES, decode, encode, relative_errors
 
 TINY = 2.0**-126
 
 
-def activations(width, tokens=12):
-    """Tokens of all kinds: usual ones, with outliers, tiny and huge ones, zeros."""
+def activations(width):
+    """Tokens of all kinds: usual ones, with outliers, tiny and huge ones, zeros, many ties."""
     chance = np.random.default_rng(width)
-    x = chance.standard_normal((tokens, width)).astype(np.float32)
+    x = chance.standard_normal((9, width)).astype(np.float32)
     x[1, chance.integers(width)] *= 3000  # a dimension that is always large
     x[2] *= np.float32(1e-41)  # subnormal numbers
     x[3] *= np.float32(3e-39)  # some are, some are not
     x[4] *= np.float32(1e30)
-    x[5] = 0
+    x[5] = -0.0
     x[6, ::2] = 0
     x[7] *= np.exp(chance.uniform(-40, 10, width)).astype(np.float32)  # of all sizes
-    x[8] = np.round(x[8] * 4) / 4  # many ties
-    x[9] *= np.float32(1e-6)
-    x[10] = -0.0
-    x[11] *= np.float32(2000)
+    x[8] = np.round(x[8] * 4) / 4
     return x
 
 
-def test_values_are_those_of_the_formula():
+def test_values_are_those_of_the_formula_and_decoding_multiplies_them_by_the_scale():
     for width in (*range(1, 71), 256):
         x = activations(width)
         values, scales = encode(x)
@@ -42,6 +34,10 @@ def test_values_are_those_of_the_formula():
         assert values.tobytes() == (x / scales).astype(ml_dtypes.float8_e4m3fn).tobytes()
         assert values.dtype == ml_dtypes.float8_e4m3fn
         assert scales.shape == (len(x), 1) and scales.dtype == np.float32
+        for dtype in ("float32", "bfloat16"):
+            found = decode(values, scales, np.dtype(dtype))
+            expected = (values.astype(np.float32) * scales).astype(dtype)
+            assert found.dtype == dtype and found.tobytes() == expected.tobytes()
 
 
 def test_every_tie_and_its_neighbours_are_rounded_as_by_ml_dtypes():
@@ -55,36 +51,30 @@ def test_every_tie_and_its_neighbours_are_rounded_as_by_ml_dtypes():
     assert scales[0, 0] == 1 and values.tobytes() == x.astype(VALUES).tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_other_types_and_layouts_are_encoded_alike(dtype):
-    x = np.random.default_rng(0).standard_normal((50, 6)).astype(dtype)
-    expected = [each.tobytes() for each in encode(x.astype(np.float32))]
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("shape", [(4099, 31), (3, 70001)])
+def test_other_types_layouts_and_sizes_are_encoded_alike(shape, dtype):
+    """Also more than is encoded at once."""
+    x = np.random.default_rng(0).standard_normal(shape).astype(dtype)
+    expected = [encode(row[None].astype(np.float32)) for row in x]
     for same in (x, x.copy(order="F"), np.repeat(x, 2, axis=1)[:, ::2]):
-        assert [each.tobytes() for each in encode(same)] == expected
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("width", [1, 31, 64, 70001])
-def test_decoding_multiplies_by_the_scale(width, dtype):
-    tokens = 3 if width > 1000 else 4099  # more than are decoded at once
-    values, scales = encode(np.random.default_rng(width).standard_normal((tokens, width)))
-    expected = (values.astype(np.float32) * scales).astype(dtype)
-    found = decode(values, scales, np.dtype(dtype))
-    assert found.dtype == dtype and found.tobytes() == expected.tobytes()
-    part = decode(values[1:2], scales[1:2], np.dtype(dtype))
-    assert part.tobytes() == expected[1].tobytes()
+        values, scales = encode(same)
+        assert values.tobytes() == b"".join(own.tobytes() for own, _ in expected)
+        assert scales.tobytes() == b"".join(own.tobytes() for _, own in expected)
+        decoded = values.astype(np.float32) * scales
+        np.testing.assert_array_equal(decode(values, scales), decoded)
 
 
 def test_the_error_is_relative_to_the_norm_of_the_token():
     x = np.array([[3, 4], [0, 0], [3e38, 0]], np.float32)
     decoded = np.array([[3, 5], [0, 0], [0, 0]], np.float32)
     np.testing.assert_allclose(relative_errors(x, decoded), [0.2, 0, 1])
-    x = activations(256)[[0, 1, 4, 6, 8, 9, 11]]
+    x = activations(256)[[0, 1, 4, 6, 8]]
     errors = relative_errors(x, decode(*encode(x)))
     assert (0 < errors).all() and (errors < 2.0**-4).all()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_a_token_that_is_not_finite_stays_visible(bad):
     x = np.random.default_rng(0).standard_normal((3, 70)).astype(np.float32)
     x[1, 40] = bad

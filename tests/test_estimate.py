@@ -16,7 +16,6 @@ from command_line import main
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.model.devices import CHIPS
-from activation_extraction.model.released import released_config
 from activation_extraction.run import estimate
 from activation_extraction.run.estimate import BINDS, data_size, pack_rate
 from activation_extraction.run.topologies import MACHINES, topology_of
@@ -64,13 +63,6 @@ def test_known_truths(planned):
     assert [mesh["fits"] for mesh in one["meshes"]] == [False]
     assert one["best"] is one["hours"] is one["dollars"] is None
     assert one["terabytes"] > 100  # but how much there would be to store is known
-    half = planned("v5e:8x8", "0.5B")
-    assert half["best"]["shape"] == {"data": 64} and half["best"]["fits"]
-    assert half["meshes"] == [half["best"]]
-    large = planned("v5e:8x8", "72B", "--mesh_shape 64 --mesh_axes data")
-    auto, given = large["meshes"]
-    assert auto["shape"].keys() & {"fsdp", "model"} and large["best"] == auto
-    assert given["shape"] == {"data": 64} and not given["fits"]
     # By default JAX takes three quarters of a GPU's memory; here weights take 66 GB.
     run = "h100-8", "32B", "--layers_to_extract 63 --mesh_shape 8 --mesh_axes data"
     auto, whole = planned(*run)["meshes"]
@@ -219,25 +211,14 @@ def test_the_words(said, capsys):
 BAD = """
 --plan v5x:8x8 => --plan v5x:8x8: there are machines of v4, v5e
 --plan v5e => --plan v5e: no such size; there are v5e-1 (v5e:1x1), v5e-4 (v5e:2x2)
---plan v4-63 => no such size; there are v4-8 (v4:2x2x1), v4-16 (v4:2x2x2)
---plan v5e:8x8x8 => there are v5e-1 (v5e:1x1)
---plan v5e:99999x99999 => there are v5e-1
 --plan tpu7-16 => tpu7x, a100, h100, h200, such as v5e:8x8, v5litepod-64, v4-32 or h100-8
---plan h100:2x4 => there are machines of v4, v5e
---plan h100-0 => there are machines of v4, v5e
 --plan h100-12 => --chips_per_host 8: its chips divide among hosts of 1, 2, 3, 4, 6, 12
---plan v5p:3x3x3 => --chips_per_host 4: its chips divide among hosts of no number
---plan v5e:8x8 --chips_per_host 2 => its chips divide among hosts of 1, 4, 8, 16
 --plan v4-32 --chips_per_host 8 => --chips_per_host 8: its chips divide among hosts of 4
 --plan v5e:8x8 --status => --status and --plan cannot be used together
 --chips_per_host 4 => --chips_per_host: needs --plan
---json => --json: needs --status or --plan
 --plan v5e-4 --chip_hour_dollars -1 => --chip_hour_dollars
---plan v5e-4 --chip_hour_dollars nan => --chip_hour_dollars
---plan v5e-4 --model_path nobody/nothing => --model_path nobody/nothing
+--plan v5e-4 --model_path Qwen/Qwen3-8B-FP8x => --model_path Qwen/Qwen3-8B-FP8x
 --plan v5e-4 --mesh_shape 3,2 => --mesh_shape 3,2: is 6 devices, there are 4
---plan v5e-4 --layers_to_extract 99 => 99
---plan v5e-4 --max_seq_length 999999 => --max_seq_length 999999
 --plan v5e-4 --batch_size 3 --mesh_type 2d --mesh_shape 4,1 => 3
 --plan h100-8 --mesh_shape 2,4 --mesh_axes pipeline,data => --plan has no formula for a pipeline
 """
@@ -261,7 +242,6 @@ def test_bad_input(said, capsys, tmp_path):
         ("print('\"RESOURCE_EXHAUSTED: no room\"')", None, False, "RESOURCE_EXHAUSTED: no room"),
         ("print('\"INTERNAL: odd\"')", None, True, "mesh data 4: INTERNAL: odd"),
         ("import os; os.abort()", None, True, "the compiler failed with status -6"),
-        ("import sys; sys.exit('no plugin')", None, True, "failed with status 1: no plugin"),
         ("import time; time.sleep(1000)", None, True, "the compiler took more than 2 s"),
     ],
 )
@@ -283,59 +263,43 @@ def test_what_the_compiler_says_counts(
     (mesh,) = json.loads(out)["meshes"]
     assert (mesh["compiled_gb"], mesh["fits"]) == (gigabytes, fits)
     assert logged in err and mesh["memory_gb"] < 5
-    assert main("--plan", "h100-4", "--model_path", tmp_path) == 0
-    assert "compil" not in capsys.readouterr().err
+    if gigabytes:
+        assert main("--plan", "h100-4", "--model_path", tmp_path) == 0
+        assert "compil" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "flags,longest,positions",
-    [
-        ("", 2048, slice(None)),
-        ("--long_documents split --max_seq_length 1000000", 1e6, slice(None)),
-        ("--positions last", 2048, slice(-1, None)),
-        ("--positions first:64", 2048, slice(64)),
-    ],
-)
-def test_lengths_are_those_of_a_log_normal(flags, longest, positions):
-    """The averages are those of random documents and of what the rule keeps of each."""
+def test_how_much_data_there_is_and_how_much_of_it_is_kept():
+    """Lengths are log-normal; the averages are those of random documents. The default data set has
+    9.67 million of them, cut to 2,048 tokens."""
     drawn = np.random.default_rng(0).lognormal(np.log(620), 1, 100_000)
-    lengths = np.minimum(drawn, longest)
-    tokens, kept = data_size(parse_args([*flags.split(), "--max_samples", "1000"]))
-    assert tokens == pytest.approx(1000 * lengths.mean(), rel=0.02)
-    stored = np.mean([len(range(round(length))[positions]) for length in lengths])
-    assert kept == pytest.approx(stored / lengths.mean(), rel=0.02)
-
-
-def test_how_much_data():
-    for flags, tokens in (
-        ("", 8.008e9),  # 9.67 million documents, cut to 2,048 tokens
-        ("--total_machines 4", 8.008e9 / 4),
-        ("--max_samples 1000 --dataset_path x.jsonl", 827_781),
-        ("--max_samples 1000 --max_tokens 5000", 5000),
-        ("--max_samples 100000000", 8.008e9),  # there are no more
-        ("--max_tokens 1000 --positions last", 827_781),
-        # Pieces of documents repeat tokens; the last rule keeps none.
-        ("--long_documents split --max_seq_length 100 --overlap 50 --max_tokens 1000", 1941),
-        ("--max_seq_length 100000 --positions 50000: --max_tokens 1000", 9.9e9),
+    cut = np.minimum(drawn, 2048)
+    pieces, every = np.ceil(drawn / 1000).sum(), 9_672_101 * cut.mean()
+    of_64, split = np.minimum(cut, 64).mean(), "--long_documents split --max_seq_length"
+    for flags, tokens, kept in (
+        ("", every, 1),
+        ("--total_machines 4", every / 4, 1),
+        ("--max_samples 100000000", every, 1),  # there are no more
+        ("--max_samples 1000 --dataset_path x.jsonl", 1000 * cut.mean(), 1),
+        ("--max_samples 1000 --max_tokens 5000", 5000, 1),
+        ("--max_tokens 1000 --positions last", 1000 * cut.mean(), 1 / cut.mean()),
+        ("--max_samples 9 --positions first:64", 9 * cut.mean(), of_64 / cut.mean()),
+        # Pieces of documents are samples, and repeat tokens; the last rule keeps none.
+        (f"{split} 1000 --max_samples 500", 500 * drawn.sum() / pieces, 1),
+        (f"{split} 100 --overlap 50 --max_tokens 1000", 1941, 0.515),
+        ("--max_seq_length 100000 --positions 50000: --max_tokens 1000", 9.9e9, 0),
     ):
-        assert data_size(parse_args(flags.split()))[0] == pytest.approx(tokens, rel=0.01)
+        found = data_size(parse_args(flags.split()))
+        assert found == pytest.approx((tokens, kept), rel=0.02, abs=1e-6), flags
 
 
-def test_samples_of_split_documents_are_pieces():
-    documents = np.ceil(np.random.default_rng(0).lognormal(np.log(620), 1, 100_000))
-    pieces = np.ceil(documents / 1000).sum()
-    flags = "--long_documents split --max_seq_length 1000 --max_samples 500"
-    tokens, _ = data_size(parse_args(flags.split()))
-    assert tokens == pytest.approx(500 * documents.sum() / pieces, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    "flags,dtype,least",
-    [("", "float32", 0.5), ("", "float8", 0.5), ("--shard_format safetensors", "float32", 1)],
-)
-def test_a_core_packs_something(flags, dtype, least):
-    speed, ratio = pack_rate(parse_args(flags.split()), dtype)
-    assert speed > 0 and least < ratio < 1.01
+def test_a_core_packs_something():
+    for flags, dtype, least in (
+        ("", "float32", 0.5),
+        ("", "float8", 0.5),
+        ("--shard_format safetensors", "float32", 1),
+    ):
+        speed, ratio = pack_rate(parse_args(flags.split()), dtype)
+        assert speed > 0 and least < ratio < 1.01
 
 
 @pytest.mark.parametrize(
@@ -343,12 +307,9 @@ def test_a_core_packs_something(flags, dtype, least):
     [
         ("v5e:8x8", "v5e:8x8", 16, 64, 64),
         ("v5litepod-64", "v5e:8x8", 16, 64, 64),
-        ("v5e-1", "v5e:1x1", 1, 1, 1),
         ("v5e-8", "v5e:2x4", 1, 8, 8),
         ("v4-32", "v4:2x2x4", 4, 16, 16),  # names of v4 and v5p count cores
-        ("v5p:4x4x12", "v5p:4x4x12", 48, 192, 192),
         ("tpu7x-16", "tpu7x:2x2x2", 2, 8, 16),  # its chips are two devices each
-        ("h100", "h100-1", 1, 1, 1),
         ("h100-16", "h100-16", 2, 16, 16),
         ("v5e:8x8/16", "v5e:8x8", 4, 64, 64),  # after the slash: --chips_per_host
         ("h100-12/6", "h100-12", 2, 12, 12),
@@ -360,8 +321,3 @@ def test_machines(name, known_as, hosts, chips, devices):
     assert (found.name, found.hosts, found.chips) == (known_as, hosts, chips)
     of_host = Counter(device.process_index for device in found.described())
     assert [*of_host.values()] == [devices // hosts] * hosts
-
-
-def test_other_models_are_not_known():
-    for name in ("Qwen/Qwen2.5-7.5B", "meta/Llama-3-8B", "./Qwen2.5-7B/x", "Qwen/Qwen3-8B-FP8x"):
-        assert released_config(name) is None

@@ -1,4 +1,7 @@
-"""Experts on several devices: every token's sum is the one that NumPy computes of all experts."""
+"""Experts on several devices: every token's sum is the one that NumPy computes of all experts.
+
+test_model.py has models on meshes of all kinds; here is what is odd.
+"""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -23,7 +26,7 @@ class Tpu:
     coords: tuple[int, int, int]
 
 
-def experts_of(shape, expert_sum=tiled_experts, dtype="float32"):
+def experts_of(shape, dtype="float32"):
     """Experts on a mesh of this shape, and their random weights."""
     count = int(np.prod([*shape.values()]))
     mesh = Mesh(np.array(jax.devices()[:count]).reshape([*shape.values()]), tuple(shape))
@@ -34,8 +37,8 @@ def experts_of(shape, expert_sum=tiled_experts, dtype="float32"):
     params = {
         name: {"weight": jnp.asarray(x, dtype)} for name, x in zip(names, weights, strict=True)
     }
-    module = Experts(config, jnp.dtype(dtype), expert_sum, Layout(mesh))
-    return weights, lambda *given: module.apply({"params": params}, *given)
+    module = Experts(config, jnp.dtype(dtype), tiled_experts, Layout(mesh))
+    return weights, jax.jit(lambda *given: module.apply({"params": params}, *given))
 
 
 def tokens(rows, length):
@@ -56,28 +59,19 @@ def expected(matrices, x, weights, chosen):
     return np.einsum("bted,bte->btd", of_all, every)
 
 
-@pytest.mark.parametrize("expert_sum", [tiled_experts, ragged_experts])
 @pytest.mark.parametrize(
     "shape,rows,length",
     [
-        ({"expert": 2}, 2, 7),  # an odd number of tokens has two halves all the same
-        ({"expert": 4}, 8, 5),  # tokens pass two devices on their way
+        ({"expert": 4}, 8, 5),  # an odd number has two halves all the same
         ({"expert": 8}, 8, 1),  # and one token has no halves
-        ({"data": 2, "expert": 4}, 8, 6),
-        ({"expert": 4, "model": 2}, 4, 6),
     ],
 )
-def test_sums_on_a_ring_of_devices(shape, rows, length, expert_sum):
+def test_sums_on_a_ring_of_devices(shape, rows, length):
     given = tokens(rows, length)
-    matrices, run = experts_of(shape, expert_sum)
-    wanted = expected(matrices, *given)
-    found = jax.jit(run)(*given)
+    matrices, run = experts_of(shape)
+    wanted, found = expected(matrices, *given), run(*given)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
-    # The others of a row may be any: the first token's sum is the same.
-    others = [np.concatenate([each[:, :1], each[:, :0:-1]], axis=1) for each in given]
-    alone = jax.jit(run)(*others)[:, 0]
-    np.testing.assert_allclose(alone, found[:, 0], atol=1e-6 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("expert_sum", [tiled_experts, ragged_experts, pallas])
@@ -93,20 +87,11 @@ def test_sums_of_some_tokens_are_computed_by_themselves(expert_sum):
     assert np.abs(found - wanted).max() < 0.02 * np.abs(wanted).max()
 
 
-def test_devices_of_a_ring_may_be_in_any_order(monkeypatch):
-    monkeypatch.setattr(Layout, "ring", lambda self, axis: [0, 1, 3, 2])
-    given = tokens(8, 5)
-    matrices, run = experts_of({"data": 2, "expert": 4})
-    wanted = expected(matrices, *given)
-    np.testing.assert_allclose(jax.jit(run)(*given), wanted, atol=1e-5 * np.abs(wanted).max())
-
-
 @pytest.mark.parametrize(
     "coords,ring",
     [
         ([(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)], [0, 2, 3, 1]),  # a host's TPUs
         ([(x, y, 0) for y in range(4) for x in range(2)], [0, 2, 4, 6, 7, 5, 3, 1]),  # two hosts'
-        ([(4, 6, 0), (5, 6, 0)], [0, 1]),
         ([(x, 0, 0) for x in range(4)], [0, 1, 2, 3]),
         ([(x, y, 0) for y in range(3) for x in range(3)], [0, 3, 6, 7, 4, 1, 2, 5, 8]),
         ([None] * 4, [0, 1, 2, 3]),  # GPUs have no coordinates
@@ -118,8 +103,9 @@ def test_each_tpu_of_a_ring_is_beside_the_next_one(coords, ring):
     assert Layout(Mesh(there, ("data", "expert"))).ring("expert") == ring
 
 
-def test_what_travels_is_in_the_dtype_of_the_tokens_and_goes_from_device_to_device():
-    """bfloat16 halves it, and no device waits for the tokens of all others."""
+def test_bfloat16_travels_from_device_to_device_in_any_order(monkeypatch):
+    """In bfloat16 half as much travels, and no device waits for the tokens of all others."""
+    monkeypatch.setattr(Layout, "ring", lambda self, axis: [0, 1, 3, 2])
     x, weights, chosen = tokens(4, 6)
     matrices, run = experts_of({"expert": 4}, dtype="bfloat16")
     given = jnp.asarray(x, jnp.bfloat16), weights, chosen
@@ -130,4 +116,4 @@ def test_what_travels_is_in_the_dtype_of_the_tokens_and_goes_from_device_to_devi
     assert all(":bf16[" in hop for hop in of_tokens_and_sums)
     assert not [line for line in lines if "all_gather[" in line or "reduce_scatter[" in line]
     wanted = expected(matrices, x, weights, chosen)
-    assert np.abs(np.float64(jax.jit(run)(*given)) - wanted).max() < 0.02 * np.abs(wanted).max()
+    assert np.abs(np.float64(run(*given)) - wanted).max() < 0.02 * np.abs(wanted).max()

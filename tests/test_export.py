@@ -2,8 +2,7 @@
 
 import json
 import tracemalloc
-from collections import namedtuple
-from pathlib import Path
+from types import SimpleNamespace
 
 import extractions
 import fsspec
@@ -55,7 +54,7 @@ def save(run, form, target, *patterns):
 
 
 def read_memmap(target, hook):
-    """As the cache.py of jkminder's dictionary_learning reads it."""
+    """As the cache.py of jkminder's dictionary_learning reads it, with statistics of dimensions."""
     config, values = json.loads((target / hook / "config.json").read_text()), []
     assert config["store_tokens"] and config["store_sequence_ranges"]
     for i in range(config["shard_count"]):
@@ -68,6 +67,12 @@ def read_memmap(target, hook):
     tokens = torch.load(target / "tokens.pt", weights_only=True)
     starts = torch.load(target / "sequence_ranges.pt", weights_only=True)
     assert starts.tolist() == [*range(0, len(tokens) + 1, 10)]
+    x = torch.cat(values).double()
+    mean, squares = x.mean(0), (x - x.mean(0)).square().sum(0)
+    for name, each in {"mean": mean, "std": x.std(0), "M2": squares, "count": len(x)}.items():
+        found = torch.load(target / hook / f"{name}.pt", weights_only=True)
+        assert found.dtype == (torch.int64 if name == "count" else torch.float32)
+        np.testing.assert_allclose(found.numpy(), each, rtol=1e-5, atol=1e-6)
     return torch.cat(values), tokens
 
 
@@ -138,9 +143,8 @@ def test_one_hook_is_exported_from_a_bucket(run, tmp_path):
 
 
 @one_run
-@pytest.mark.parametrize("form", READ)
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_an_export_that_fails_leaves_nothing(form, error, run, tmp_path, monkeypatch):
+def test_an_export_that_fails_leaves_nothing(error, run, tmp_path, monkeypatch):
     """Until all is written, no folder has its name."""
     chunks = exporting._chunks
 
@@ -152,58 +156,55 @@ def test_an_export_that_fails_leaves_nothing(form, error, run, tmp_path, monkeyp
     monkeypatch.setattr(exporting, "_chunks", failing)
     kind = RunError if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(kind, match="No space left" if kind is RunError else None):
-        save(run, form, tmp_path / "export")
+        save(run, "sae_lens", tmp_path / "export")
     assert not list(tmp_path.iterdir())
 
 
-def other_files(target):
-    target.mkdir()
-    (target / "notes.txt").write_text("mine")
-
-
+EXISTS = "export: exists; expected the name of a new folder"
+UNFINISHED = (
+    "export: .*/export.unfinished exists, so another export is running or was killed; delete"
+)
 TARGETS = {  # what is there already -> why it is refused
-    ": exists; expected the name of a": (
-        *(other_files, Path.touch, Path.mkdir, lambda target: target.symlink_to("nowhere")),
-    ),
-    ".unfinished exists, so another export is running or was killed; delete it": (
-        lambda target: other_files(target.with_suffix(".unfinished")),
-    ),
-    ": cannot be written to: Not a directory": (lambda target: target.parent.touch(),),
+    "export/notes.txt": EXISTS,
+    "export": EXISTS,
+    "export -> nowhere": EXISTS,
+    "export.unfinished/notes.txt": UNFINISHED,
 }
 
 
 @one_run
-@pytest.mark.parametrize(
-    "prepare,why", [(each, why) for why, every in TARGETS.items() for each in every]
-)
-def test_a_target_that_cannot_be_made_is_refused(prepare, why, run, tmp_path):
-    """An export leaves alone what is in the folder."""
-    target = (tmp_path / "file" if "Not a" in why else tmp_path) / "export"
-    prepare(target)
-    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
-    with pytest.raises(InputError, match=f"^--export_dir {target}.*{why}"):
-        save(run, "memmap", f"{target}/")
-    assert before == {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+@pytest.mark.parametrize("there", TARGETS)
+def test_a_target_that_is_there_is_left_alone(there, run, tmp_path):
+    path = tmp_path / there.partition(" ")[0]
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to("nowhere") if "->" in there else path.write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError, match=f"^--export_dir {tmp_path}/{TARGETS[there]}"):
+        save(run, "memmap", f"{tmp_path}/export/")
+    assert sorted(tmp_path.rglob("*")) == before
+    assert path.is_symlink() or path.read_text() == "mine"
 
 
 @one_run
-@pytest.mark.parametrize("form", READ)
 def test_too_little_room_a_missing_library_and_too_few_tokens_are_refused(
-    form, run, tmp_path, monkeypatch
+    run, tmp_path, monkeypatch
 ):
-    library = {"memmap": "torch", "llamascopium": "safetensors", "sae_lens": "datasets"}[form]
-    with monkeypatch.context() as patch:
-        usage = namedtuple("usage", "free")(200 * (128 + 32) - 1)
-        patch.setattr(exporting.shutil, "disk_usage", lambda _: usage)
-        with pytest.raises(InputError, match="has 0.000 GB free, needs 0.000 GB$"):
-            save(run, form, tmp_path / "export")
-        patch.setattr(exporting, "find_spec", {library: None}.get)
+    (tmp_path / "file").touch()
+    usage = SimpleNamespace(free=200 * (128 + 32) - 1)
+    monkeypatch.setitem(EXPORT_FORMS, "sae_lens", EXPORT_FORMS["sae_lens"]._replace(row=201))
+    monkeypatch.setattr(exporting.shutil, "disk_usage", lambda _: usage)
+    for form, target, told in (
+        ("memmap", "export", "has 0.000 GB free, needs 0.000 GB$"),
+        ("memmap", "file/export", "cannot be written to: Not a directory"),
+        ("sae_lens", "export", f"{run} holds 200 tokens; expected at least 201$"),
+    ):
+        with pytest.raises(InputError, match=told):
+            save(run, form, tmp_path / target)
+    for form, library in (("memmap", "torch"), ("sae_lens", "datasets")):
+        monkeypatch.setattr(exporting, "find_spec", {library: None}.get)
         with pytest.raises(InputError, match=f"^--export {form}: needs {library}; run: pip inst"):
             save(run, form, tmp_path / "export")
-    monkeypatch.setitem(EXPORT_FORMS, form, EXPORT_FORMS[form]._replace(row=201))
-    with pytest.raises(InputError, match=f"{run} holds 200 tokens; expected at least 201$"):
-        save(run, form, tmp_path / "export")
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_memory_is_bounded_by_the_chunks(tmp_path, monkeypatch):
@@ -220,24 +221,6 @@ def test_memory_is_bounded_by_the_chunks(tmp_path, monkeypatch):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.5 * peaks[0]
-
-
-@one_run
-def test_the_cache_of_dictionary_learning_has_statistics_of_every_dimension(run, tmp_path):
-    """What its ActivationCache reads as `mean`, `std` and `running_stats`."""
-    target = save(run, "memmap", tmp_path / "export")
-    for hook in (FIRST, SECOND):
-        values = np.concatenate([s[hook] for s in ActivationDataset(run)]).astype(np.float64)
-        count = torch.load(target / hook / "count.pt", weights_only=True)
-        assert count.shape == () and count.dtype == torch.int64 and count == len(values) == 200
-        for name, each in {
-            "mean": values.mean(0),
-            "std": values.std(0, ddof=1),
-            "M2": np.square(values - values.mean(0)).sum(0),
-        }.items():
-            found = torch.load(target / hook / f"{name}.pt", weights_only=True)
-            assert found.dtype == torch.float32 and found.shape == (HIDDEN,)
-            np.testing.assert_allclose(found.numpy(), each, rtol=1e-5, atol=1e-6)
 
 
 EXPORT = "--export memmap --export_dir"

@@ -15,8 +15,8 @@ CODES = f"{HOOK}.codes"
 LENGTH = 32
 
 
-@pytest.fixture(scope="module", params=["pickle", "safetensors"])
-def run(request, demo_inputs, tmp_path_factory):
+@pytest.fixture(scope="module")
+def run(demo_inputs, tmp_path_factory):
     """A run of codes, of 40 texts, in several shards."""
     folder = tmp_path_factory.mktemp("codes")
     with pytest.MonkeyPatch.context() as patch:
@@ -29,7 +29,7 @@ def run(request, demo_inputs, tmp_path_factory):
     (folder / "rows.jsonl").write_text(rows)
     given = ["--model_path", demo_inputs / "model", "--dataset_path", folder / "rows.jsonl"]
     given += ["--output_dir", folder / "run", "--max_seq_length", LENGTH, "--batch_size", 2]
-    given += ["--encode", f"{HOOK}={path}", "--shard_format", request.param]
+    given += ["--encode", f"{HOOK}={path}", "--shard_format", "safetensors"]
     assert main(*given, "--shard_size_gb", "1e-4") == 0
     return ActivationDataset(folder / "run")
 
@@ -57,14 +57,13 @@ def test_each_feature_has_its_numbers_and_its_strongest_tokens(run, monkeypatch)
         best = best[column[best] != 0]
         assert [context["value"] for context in row["contexts"]] == column[best].tolist()
         for context, token in zip(row["contexts"], best, strict=True):
-            assert (context["sample_idx"], context["position"]) == (
-                indices[token],
-                positions[token],
-            )
+            place = indices[token], positions[token]
+            assert (context["sample_idx"], context["position"]) == place
             at, ids = context["position"], by_index[context["sample_idx"]]
             assert context["token_ids"] == ids[max(at - 4, 0) : at + 5].tolist()
             assert context["token_ids"][context["token"]] == ids[at]
             assert any(word in context["text"] for word in ("sun", "oon", "riv", "sto", "ir", "tr"))
+    assert run.features("model.layers.1.output.codes", 1, 0) == run.features(CODES, 1, 0)
 
 
 def test_codes_are_taken_as_arrays_are(run):
@@ -76,10 +75,6 @@ def test_codes_are_taken_as_arrays_are(run):
         np.testing.assert_array_equal(codes[each].norm, codes.norm[each])
 
 
-def test_a_hook_is_found_by_its_other_names(run):
-    assert run.features("model.layers.1.output.codes", 1, 0) == run.features(CODES, 1, 0)
-
-
 def test_what_has_no_codes_is_refused(run):
     with pytest.raises(ValueError, match=f"'{HOOK}' has no codes; {CODES} have"):
         run.features(HOOK)
@@ -89,10 +84,8 @@ def test_what_has_no_codes_is_refused(run):
 
 def test_delphi_finds_the_same_features(run, tmp_path, monkeypatch, capsys):
     """The files are read as delphi's LatentDataset reads them; contexts have 8 tokens here."""
-    for module in ("latent_files.ROW", "export.CHUNK_BYTES"):
-        monkeypatch.setattr(
-            f"activation_extraction.inspect.{module}", 8 if "ROW" in module else 4096
-        )
+    monkeypatch.setattr("activation_extraction.inspect.latent_files.ROW", 8)
+    monkeypatch.setattr("activation_extraction.inspect.export.CHUNK_BYTES", 4096)
     target, rows, expected = tmp_path / "raw", [], []
     given = ["--output_dir", run.url, "--export", "delphi", "--export_dir", target]
     assert main(*given) == 0
@@ -100,15 +93,13 @@ def test_delphi_finds_the_same_features(run, tmp_path, monkeypatch, capsys):
         values = sample[CODES].to_scipy().toarray()
         for start in range(0, len(values) - 7, 8):
             part = values[start : start + 8]
-            expected += [
-                (len(rows), *place, part[place]) for place in map(tuple, np.argwhere(part > 1e-5))
-            ]
+            places = map(tuple, np.argwhere(part > 1e-5))
+            expected += [(len(rows), *place, part[place]) for place in places]
             rows.append(sample.token_ids[start : start + 8])
     assert [path.name for path in target.iterdir()] == [CODES]
     found, following = [], 0
-    for path in sorted(
-        (target / CODES).glob("*.safetensors"), key=lambda p: int(p.stem.split("_")[0])
-    ):
+    paths = (target / CODES).glob("*.safetensors")
+    for path in sorted(paths, key=lambda path: int(path.stem.split("_")[0])):
         first, last = map(int, path.stem.split("_"))
         tensors = load_file(path)
         assert first == following and (np.diff(tensors["locations"][:, 2].astype(int)) >= 0).all()
@@ -122,10 +113,3 @@ def test_delphi_finds_the_same_features(run, tmp_path, monkeypatch, capsys):
     config = json.loads((target / CODES / "config.json").read_text())
     assert config["model_name"] == run.tokenizer_path and config["n_tokens"] == 8 * len(rows)
     assert " tokens, too few for a row of " in capsys.readouterr().out
-
-
-def test_forms_take_codes_or_activations(run, tmp_path, capsys):
-    for form, why in (("memmap", "takes activations, no codes; "), ("delphi", "")):
-        given = ["--output_dir", run.url, "--export", form, "--export_dir", tmp_path / form]
-        assert main(*given) == (2 if why else 0)
-        assert f"--export {form}: {why}{run.url} has {CODES}" in capsys.readouterr().err or not why

@@ -6,24 +6,25 @@ A bucket of Google's, one of S3's and a local folder behave alike; gcs_server.py
 import errno
 import os
 import socket
+import time
 
 import fsspec
 import numpy as np
 import pytest
 from cloud import free_port
 from command_line import main
+from memory_bucket import MemoryBucket, MemoryFolder, Process
 from obstore.exceptions import GenericError
 from pods import flags_for
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.store import bucket as bucket_module
 from activation_extraction.store import folder as folder_module
-from activation_extraction.store import local_files
 from activation_extraction.store.bucket import Bucket
 from activation_extraction.store.folder import ANY, ChangedError, Folder, FolderError
-from activation_extraction.store.local_files import append_line, check_output_dir, write_file
+from activation_extraction.store.local_files import append_line, check_output_dir
 
-BUCKETS = ["gs://bucket/run", "s3a://bucket/run"]
+GOOGLE, S3 = BUCKETS = ["gs://bucket/run", "s3a://bucket/run"]
 MIB = 2**20
 
 
@@ -83,9 +84,19 @@ def test_ranges_folders_sizes_and_what_is_missing(folder):
     assert child.url == f"{folder.url}/a b%c/ü"
 
 
-@pytest.mark.parametrize("url", BUCKETS)
+def test_a_listing_has_no_marker_and_an_object_is_one_request(bucket):
+    bucket.put("run/", b"")  # as consoles make for an empty folder
+    bucket.put("run2/other", b"1")
+    for url in BUCKETS:
+        bucket.asked.clear()
+        Folder(url).write("file", [b"x" * MIB] * 20, ANY)
+        assert [method for method, _ in bucket.asked] == ["PUT"]
+        assert Folder(url).files() == {"file": 20 * MIB}
+        assert [*Folder(url.removesuffix("/run")).listing()] == ["run", "run2"]
+
+
 @pytest.mark.parametrize("ignored", [None, "If-Match", "If-None-Match"])
-def test_each_condition_is_tried_before_it_is_relied_on(bucket, monkeypatch, url, ignored):
+def test_each_condition_is_tried_before_it_is_relied_on(bucket, monkeypatch, ignored):
     """A store may know one of them only. The file that it is tried with is gone afterwards."""
     original = Bucket.write
 
@@ -94,13 +105,14 @@ def test_each_condition_is_tried_before_it_is_relied_on(bucket, monkeypatch, url
         return original(self, name, parts, ANY if kind == ignored else expected)
 
     monkeypatch.setattr(Bucket, "write", forgetful)
-    if ignored:
-        told = "a second write of .write_test_.*the store ignores If-None-Match or If-Match"
-        with pytest.raises(InputError, match=told):
+    for url in BUCKETS:
+        if ignored:
+            told = "a second write of .write_test_.*the store ignores If-None-Match or If-Match"
+            with pytest.raises(InputError, match=told):
+                Folder(url).check_conditions()
+        else:
             Folder(url).check_conditions()
-    else:
-        Folder(url).check_conditions()
-    assert Folder(url).files() == {}
+        assert Folder(url).files() == {}
 
 
 ASK = {
@@ -132,18 +144,34 @@ def test_what_may_pass_is_retried_and_every_streak_of_failures_is_one_line(
 ):
     """Without what obstore repeats by itself."""
     monkeypatch.setattr(bucket_module, "RETRIES", 0)
-    folder, faults = Folder("gs://bucket/run", 600, flag="--some_flag"), []
+    folder, faults = Folder(GOOGLE, 600, flag="--some_flag"), []
     monkeypatch.setattr(bucket, "choose_fault", lambda: faults.pop() if faults else None)
     for name in ASK.keys() - {"writing file"}:
         faults, before = ["429", "lost", "reset", "503"], folder.retries
         ASK[name](folder)
         assert not faults and folder.retries == before + 4
         reason = f"{name} failed (ServiceUnavailable: no); trying again for up to 600 s"
-        assert lines == [("extract_activations", f"gs://bucket/run: {reason} (--some_flag)")]
+        assert lines == [("extract_activations", f"{GOOGLE}: {reason} (--some_flag)")]
         lines.clear()
     faults = ["503"] * 10**6
     with pytest.raises(FolderError, match=r"listing kept failing for . s \(--some_flag\): Service"):
-        Folder("gs://bucket/run", 1, flag="--some_flag").files()
+        Folder(GOOGLE, 1, flag="--some_flag").files()
+
+
+def test_the_patience_begins_at_the_first_failure(monkeypatch):
+    """A long upload that fails at its end is sent again, but silence does not go on for ever."""
+    now, fates = [0.0], [None, "fail"]  # the last one comes first
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def take_long(number, request):
+        now[0] += 100.0  # more than the patience
+        return fates.pop()
+
+    folder = MemoryFolder(MemoryBucket(), Process(take_long))
+    assert folder.write("file", b"x", ANY) and not fates
+    fates = ["fail"] * 3
+    with pytest.raises(FolderError, match="writing file kept failing for 100 s: no answer"):
+        folder.write("file", b"x", ANY)
 
 
 @pytest.mark.parametrize("fault", ["half", "truncated"])
@@ -152,73 +180,65 @@ def test_an_answer_that_stops_in_the_middle_is_asked_for_again(bucket, monkeypat
     faults = [fault]
     monkeypatch.setattr(bucket_module, "READ_TIMEOUT", 0.2)
     monkeypatch.setattr(bucket, "choose_fault", lambda: faults.pop() if faults else None)
-    assert Folder("gs://bucket/run", patience=60).read("file") == b"x" * MIB and not faults
+    assert Folder(GOOGLE, patience=60).read("file") == b"x" * MIB and not faults
 
 
 S3_NEEDS = "s3:ListBucket on the bucket; s3:GetObject, s3:PutObject and s3:DeleteObject"
+REFUSALS = [
+    (GOOGLE, "403", "permission denied (Forbidden: no); needed: roles/storage.objectUser"),
+    (S3, "403", f"permission denied (Forbidden: no); needed: {S3_NEEDS}"),
+    (GOOGLE, "401", "(Unauthorized: no); run `gcloud auth application-default login`"),
+    (S3, "401", "invalid or have expired (Unauthorized: no); set AWS_ACCESS_KEY_ID"),
+    (GOOGLE, "400", "BadRequest: no"),
+    ("gs://elsewhere/run", None, "no such bucket: elsewhere"),
+    ("s3://elsewhere/run", None, "no such bucket: elsewhere"),
+]
 
 
-@pytest.mark.parametrize("request_name", ASK)
-@pytest.mark.parametrize(
-    "url,fault,message",
-    [
-        (BUCKETS[0], "403", "permission denied (Forbidden: no); needed: roles/storage.objectUser"),
-        (BUCKETS[1], "403", f"permission denied (Forbidden: no); needed: {S3_NEEDS}"),
-        (BUCKETS[0], "401", "credentials are missing, invalid or have expired (Unauthorized: no); "
-         "run `gcloud auth application-default login`"),
-        (BUCKETS[1], "401", "expired (Unauthorized: no); set AWS_ACCESS_KEY_ID"),
-        (BUCKETS[0], "400", "BadRequest: no"),
-        ("gs://elsewhere/run", None, "no such bucket: elsewhere"),
-        ("s3://elsewhere/run", None, "no such bucket: elsewhere"),
-    ],
-)  # fmt: skip
-def test_a_refusal_names_the_request_and_what_that_store_needs(
-    bucket, url, fault, message, request_name
-):
+@pytest.mark.parametrize("url,fault,message", REFUSALS)
+def test_a_refusal_names_the_request_and_what_that_store_needs(bucket, url, fault, message):
     if fault:
         bucket.faults, bucket.rate = (fault,), 1.0
     folder = Folder(url, patience=20)
-    with pytest.raises(FolderError) as raised:
-        ASK[request_name](folder)
-    told = str(raised.value)
-    assert told.startswith(f"{url}: {request_name}: ") and message in told
-    assert "Signature" not in told and "127.0.0.1" not in told
-    assert raised.value.final and folder.retries == 0
+    for name, ask in ASK.items():
+        with pytest.raises(FolderError) as raised:
+            ask(folder)
+        told = str(raised.value)
+        assert told.startswith(f"{url}: {name}: ") and message in told
+        assert "Signature" not in told and "127.0.0.1" not in told
+        assert raised.value.final and folder.retries == 0
 
 
-@pytest.mark.parametrize("fault,status", [("403", 2), ("503", 1)])
 def test_a_bucket_that_refuses_is_told_in_one_line_before_the_model_is_read(
-    demo_inputs, bucket, tmp_path, capsys, monkeypatch, fault, status
+    demo_inputs, bucket, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr("activation_extraction.run.prepare.prepare_model", None)
-    bucket.faults, bucket.rate = (fault,), 1.0
+    bucket.faults, bucket.rate = ("403",), 1.0
     given = "--upload_to_gcs", "--gcs_bucket", "bucket", "--gcs_prefix", "run"
-    command = flags_for(demo_inputs, tmp_path / "out", *given, "--upload_timeout", 1)
-    assert main(*command) == status
-    *before, error = capsys.readouterr().err.strip().splitlines()
-    told = {"403": "permission denied", "503": "kept failing for"}[fault]
-    assert error.startswith("error: ") and told in error
-    assert [("failed (" in line) for line in before] == [True] * (fault == "503")
+    assert main(*flags_for(demo_inputs, tmp_path / "out", *given)) == 2
+    (error,) = capsys.readouterr().err.strip().splitlines()
+    assert error.startswith("error: ") and "permission denied" in error
     assert not (tmp_path / "out").exists()
 
 
-def test_nobody_listens_and_nobody_answers(bucket, monkeypatch):
+@pytest.mark.parametrize(
+    "url,variable",
+    [("gs://b/run", "STORAGE_EMULATOR_HOST"), ("s3://b/run", "AWS_ENDPOINT_URL")],
+)
+def test_nobody_listens_and_nobody_answers(bucket, monkeypatch, url, variable):
     """What is silent is given up after the patience."""
-    variables = {"gs://b/run": "STORAGE_EMULATOR_HOST", "s3://b/run": "AWS_ENDPOINT_URL"}
-    for url, variable in variables.items():
-        monkeypatch.setenv(variable, f"http://127.0.0.1:{free_port()}")
-        with pytest.raises(FolderError, match="kept failing for .*: Connection refused"):
-            Folder(url, patience=0.3).files()
-        with socket.socket() as silent:
-            silent.bind(("127.0.0.1", 0))
-            silent.listen()
-            monkeypatch.setenv(variable, f"http://127.0.0.1:{silent.getsockname()[1]}")
-            folder = Folder(url, patience=0.2)
-            for name in ("listing", "writing new"):
-                with pytest.raises(FolderError, match=f"{name} kept failing for .* s: no answer"):
-                    ASK[name](folder)
-            with pytest.raises(ChangedError, match="writing file: no answer"):
-                ASK["writing file"](folder)
+    monkeypatch.setenv(variable, f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(FolderError, match="kept failing for .*: Connection refused"):
+        Folder(url, patience=0.3).files()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv(variable, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        folder = Folder(url, patience=0.2)
+        with pytest.raises(FolderError, match="listing kept failing for .* s: no answer"):
+            folder.files()
+        with pytest.raises(ChangedError, match="writing file: no answer"):
+            ASK["writing file"](folder)
 
 
 SETTINGS = {
@@ -246,7 +266,7 @@ TOKEN = "Error performing token request: Error performing GET http://169.254.169
 @pytest.mark.parametrize("worked", [False, True])
 def test_a_machine_that_gives_no_credentials_is_asked_again_only_if_it_did_before(bucket, worked):
     """A metadata server may be out of reach for a moment."""
-    folder = Bucket("gs://bucket/run", 20)
+    folder = Bucket(GOOGLE, 20)
     if worked:
         folder.entries()
     error = folder._explained(GenericError(f"{TOKEN} - status code: 503 No: x\n\nDebug source:\n"))
@@ -263,55 +283,9 @@ def test_azure_takes_the_account_from_the_url(monkeypatch):
     assert accounts == [(("box",), "account"), (("box",), None)]
 
 
-def test_the_time_for_a_request_follows_its_size(bucket, monkeypatch):
-    """At 16 Mbit/s, shared by 16 uploads; small objects have the patience alone."""
-    limits, original = [], bucket_module._connect
-
-    def connect(kind, name, endpoint, seconds, *more):
-        limits.append(seconds)
-        return original(kind, name, endpoint, seconds, *more)
-
-    monkeypatch.setattr(bucket_module, "_connect", connect)
-    folder = Folder("gs://bucket/run", patience=20)
-    folder.write("file", b"x" * 4 * MIB, None)
-    folder.read_range("file", 0, 4 * MIB)
-    folder.read_range("file", 0, 10)
-    assert limits[0] == limits[1] > 4 * MIB * 16 / 2e6 and limits[2] == 20
-
-
-def test_an_object_is_one_request(bucket):
-    for url in BUCKETS:
-        Folder(url).write("file", [b"x" * MIB] * 20, ANY)
-    assert [method for method, _ in bucket.asked] == ["PUT", "PUT"]
-
-
-def test_a_listing_has_no_marker(bucket):
-    bucket.put("run/", b"")  # as consoles make for an empty folder
-    bucket.put("run/file", b"1")
-    bucket.put("run2/other", b"1")
-    for url in BUCKETS:
-        assert Folder(url).files() == {"file": 1} and [*Folder("gs://bucket").listing()] == [
-            "run",
-            "run2",
-        ]
-
-
-def test_what_a_disk_refuses_is_told_at_once_and_leaves_nothing(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    folder = Folder(str(tmp_path))
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(FolderError) as raised:
-        folder.write("file", b"1", None)
-    assert str(raised.value) == f"{tmp_path}: writing file: Input/output error"
-    assert raised.value.final and folder.retries == 0 and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a device"])
-def test_only_regular_files_are_opened(tmp_path, kind):
-    make = {"a pipe": os.mkfifo, "a folder": os.mkdir}
-    make.get(kind, lambda path: path.symlink_to("/dev/zero"))(tmp_path / "odd")
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_only_regular_files_are_opened(tmp_path, make):
+    make(tmp_path / "odd")
     folder = Folder(str(tmp_path))
     with pytest.raises(FolderError, match="reading odd: is a pipe, a folder or a device, exp"):
         folder.read("odd")
@@ -326,17 +300,16 @@ def test_links_are_read_but_not_written_through(tmp_path):
     """Somebody else may have put one into the folder."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    for name in ("file", ".new.tmp", ".report.tmp"):
+    for name in ("file", ".new.tmp"):
         (tmp_path / name).symlink_to(precious)
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")  # as a file that is renamed meanwhile
     folder = Folder(str(tmp_path))
     assert folder.read("file") == b"mine" and folder.read("gone") is None
-    assert folder.files() == dict.fromkeys(("precious", "file", ".new.tmp", ".report.tmp"), 4)
+    assert folder.files() == dict.fromkeys(("precious", "file", ".new.tmp"), 4)
     for expected in (None, ANY, (folder.read_with_version("file") or (b"", ""))[1]):
         with pytest.raises(FolderError, match="writing file: is a symbolic link"):
             folder.write("file", b"other", expected)
     folder.write("new", b"1", None)
-    write_file(tmp_path / "report", [b"2"])
     (tmp_path / "metrics.jsonl").symlink_to(precious)
     with pytest.raises(InputError, match="metrics.jsonl is a symbolic link"):
         check_output_dir(tmp_path)
@@ -370,35 +343,15 @@ def test_a_local_file_is_complete_and_synced_before_it_has_its_name(tmp_path, mo
     assert os.listdir(f"{tmp_path}/new") == ["file"]
 
 
-def test_a_file_that_another_process_has_begun_to_write_is_left_to_it(tmp_path, monkeypatch):
-    """This may happen where there are no locks."""
-    original, temporary = local_files.write_synced, tmp_path / ".file.tmp"
+def test_a_local_file_is_created_once_where_there_are_no_hard_links(tmp_path, monkeypatch):
+    """Also if the name appears at the last moment."""
 
-    def write_synced(file, parts):
-        original(file, parts)
-        temporary.unlink()
-        temporary.write_bytes(b"of another")
-
-    monkeypatch.setattr(local_files, "write_synced", write_synced)
-    for expected in (None, ANY):
-        with pytest.raises(FolderError, match="another process has replaced what was being writt"):
-            Folder(str(tmp_path)).write("file", b"mine", expected)
-        assert os.listdir(tmp_path) == [".file.tmp"] and temporary.read_bytes() == b"of another"
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_of_many_that_create_a_local_file_one_succeeds(tmp_path, monkeypatch, links):
-    """Also where the file system has no hard links, and the name appears at the last moment."""
-    link = os.link
-
-    def late(*paths):
+    def refuse(*paths):
         if paths[1].name == "file":
             paths[1].write_bytes(b"of another")
-        if not links:
-            raise OSError(errno.EPERM, "")
-        link(*paths)
+        raise OSError(errno.EPERM, "")
 
-    monkeypatch.setattr(os, "link", late)
+    monkeypatch.setattr(os, "link", refuse)
     folder = Folder(str(tmp_path))
     folder.write("new", b"1", None)
     with pytest.raises(ChangedError, match="writing file: is another version"):

@@ -1,16 +1,24 @@
-"""Shard formats: each one's files are known by their names, and hold what was written."""
+"""Shard formats: files are known by their names and read by their page; old ones are read for ever.
+
+kept_runs.zip has runs that earlier versions stored, from format 5 on, the first one for which this
+holds: four over the same rows, and expected.npz, what was read of them when they were stored, as
+RUN/SAMPLE/NAME. Nothing in it is ever replaced; later forms are added.
+"""
 
 import gzip
 import hashlib
 import json
 import pickle
 import re
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 import safetensors.numpy
-from extractions import activations_of, batches, open_part
+from command_line import main
+from extractions import extract
 
 from activation_extraction import ActivationDataset
 from activation_extraction import store as store_package
@@ -35,37 +43,63 @@ def test_files_are_known_by_their_names(each):
 @pytest.mark.parametrize("shard_format", SHARD_FORMATS)
 def test_the_page_of_the_format_is_enough_to_read_it(tmp_path, shard_format):
     """With what every language has: JSON, gzip, Parquet, safetensors and zip."""
-    with open_part(tmp_path, shard_format=shard_format) as storage:
-        for batch in batches(4):
-            storage.add_batch(batch, activations_of(batch))
+    extract(tmp_path, count=6, shard_format=shard_format)
     page = f"{store_package.__doc__}{sample_table.__doc__}"
     for path in tmp_path.iterdir():
         assert path.name.replace("0002", "0001") in page
     content = json.loads((tmp_path / "shard_0001.json").read_bytes())
-    for name in (*content, *content["hooks"][0], *content["samples"]):
+    rows = pyarrow.parquet.read_table(tmp_path / "shard_0001.samples.parquet").to_pylist()
+    for name in (*content, *content["hooks"][0], *content["samples"], *rows[0]):
         assert re.search(rf"\b{name}\b", page) or name in STATISTICS, name
     assert f"The format ({content['format_version']})" in page
     for name, facts in content["files"].items():
         data = (tmp_path / name).read_bytes()
         assert (len(data), hashlib.sha256(data).hexdigest()) == (facts["bytes"], facts["sha256"])
-    table = tmp_path / "shard_0001.samples.parquet"
-    rows = pyarrow.parquet.read_table(table).to_pylist()
-    assert all(re.search(rf"\b{name}\b", page) for name in rows[0])
     tokens = sum(row["tokens"] for row in rows)
     assert (len(rows), tokens) == (content["samples"]["count"], content["tokens"])
-    expected = ActivationDataset(tmp_path)
-    assert [row["doc_id"] for row in rows] == [expected[n].doc_id for n in range(len(rows))]
-    shard = tmp_path / content["file"]
+    dataset, shard = ActivationDataset(tmp_path), tmp_path / content["file"]
+    assert [row["doc_id"] for row in rows] == [dataset[n].doc_id for n in range(len(rows))]
+    hook = content["hooks"][1]
     if shard_format == "safetensors":
         tensors = safetensors.numpy.load_file(shard)
-        hook = tensors[content["hooks"][1]["name"]]
         begin, end = tensors["sample_offsets"][1:3]
-        found, ids = hook[begin:end], tensors["token_ids"][begin:end]
+        found, ids = tensors[hook["name"]][begin:end], tensors["token_ids"][begin:end]
     else:
-        record = pickle.loads(gzip.decompress(shard.read_bytes()))[content["hooks"][1]["key"]][1]
+        record = pickle.loads(gzip.decompress(shard.read_bytes()))[hook["key"]][1]
         found, ids = record["activation"], record["token_ids"]
-    np.testing.assert_array_equal(found, expected[1][content["hooks"][1]["name"]])
-    np.testing.assert_array_equal(ids, expected[1].token_ids)
+    np.testing.assert_array_equal(found, dataset[1][hook["name"]])
+    np.testing.assert_array_equal(ids, dataset[1].token_ids)
     checksum = content.pop("checksum")
     plain = json.dumps(content, sort_keys=True, ensure_ascii=False)
     assert hashlib.sha256(plain.encode()).hexdigest() == checksum
+
+
+RUNS = ["pickle", "safetensors", "codes", "float8"]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kept")
+    zipfile.ZipFile(Path(__file__).parent / "kept_runs.zip").extractall(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_of_an_earlier_version_is_read(name, kept, capsys):
+    found, dataset = {}, ActivationDataset(kept / name)
+    for sample in dataset:
+        values = {"token_ids": sample.token_ids, "position": sample.position, **sample.activations}
+        for key, value in values.items():
+            value = value.to_scipy().toarray() if key.endswith(".codes") else value
+            found[f"{name}/{sample.sample_idx}/{key}"] = value
+    with np.load(kept / "expected.npz") as file:
+        expected = dict(file)
+    assert {key for key in expected if key.startswith(f"{name}/")} == found.keys()
+    for key, value in found.items():
+        np.testing.assert_array_equal(value.astype(expected[key].dtype), expected[key])
+    table = dataset.samples.to_pydict()
+    assert table["doc_id"] == ["doc 0", "doc 1", "doc 3"] and table["label"] == [0, 1, 1]
+    assert table["cut"][0] > 0 and table["text_preview"][1] == "Two birds, one tree"
+    assert main("--status", "--output_dir", kept / name) == 0
+    assert "complete" in capsys.readouterr().out
+    assert main("--verify", "--output_dir", kept / name) == 0

@@ -1,14 +1,21 @@
-"""Models and data sets of the hub, against a local server that answers as the hub does."""
+"""Models and data sets of the hub, against a local server that answers as the hub does, and
+requests that fail: one line says so. test_folder.py has those to folders.
+"""
 
+import errno
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import autoencoder_files
+import huggingface_hub.constants
+import huggingface_hub.utils._http as hub_http
 import pytest
+from cloud import free_port
 from conftest import make_reference, rare_but
 from hub_server import serve_hub
 from row_files import write_parquet, write_rows
@@ -16,10 +23,28 @@ from test_lora import Made
 
 import extract_activations
 from activation_extraction import ActivationDataset
-from activation_extraction.model.checkpoint import INDEX_FILE, SINGLE_FILE, TOKENIZER_FILES
+from activation_extraction.common import retries
+from activation_extraction.common.errors import InputError
+from activation_extraction.common.retries import hub_unreachable, unwritable_cache
+from activation_extraction.model.checkpoint import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    TOKENIZER_FILES,
+    Checkpoint,
+)
+from activation_extraction.model.weight_files import FIRST_BYTES
 from activation_extraction.run import demo
+from activation_extraction.text.sources import open_hub_dataset
 
 SCRIPT = Path(extract_activations.__file__)
+# Runs several commands, the flags of each of which are one argument, with the same end and status.
+COMMANDS = """
+import sys, extract_activations
+status, *commands = sys.argv[1:-2]
+for flags in commands:
+    assert extract_activations.main([*flags.split(), *sys.argv[-2:]]) == int(status)
+"""
+NO_ROOM = "import shutil; shutil.disk_usage = lambda path: shutil._ntuple_diskusage(9, 9, 9)\n"
 CONFIGS = "---\nconfigs:\n- config_name: small\n  data_files: sample/*.parquet\n---\n"
 TEXTS = ["--dataset_name", "org/texts", "--dataset_config", "small"]
 FEW = ["--layers_to_extract", "1", "--max_seq_length", "64"]
@@ -89,39 +114,21 @@ def test_model_and_streamed_data_set_from_the_hub(hub, tmp_path):
     assert recorded(out)["identity"]["model_digest"] == f"commit {snapshot.name}"
 
 
-def continued_offline(hub, tmp_path, demo_inputs, flag, name, other):
-    """Runs with an input of the hub, continues offline, and asks for another one. Returns what the
-    first run and the last one say."""
-    flags = ["--model_path", "org/tiny", "--dataset_path", demo_inputs / "documents.parquet", *FEW]
-    first = run(hub, tmp_path, *flags, flag, name, "--max_samples", "5")
-    flags += ["--max_samples", "9", flag]
-    run(hub, tmp_path, *flags, name, HF_HUB_OFFLINE="1")
-    assert recorded(tmp_path / "out")["samples"] == 9
-    return first, run(hub, tmp_path, *flags, other, status=2)
-
-
 @pytest.mark.long
-def test_an_adapter_of_the_hub(hub, tmp_path, demo_inputs):
+def test_an_adapter_and_an_autoencoder_of_the_hub(hub, tmp_path, demo_inputs, monkeypatch):
+    """The autoencoder lies in a folder of a repository. A run goes on with them offline."""
     made = Made(demo_inputs / "model")
     made.linear("model.layers.0.mlp.up_proj", 5 / 3)
     made.save(tmp_path / "hub/models/org/lora")
-    told = continued_offline(hub, tmp_path, demo_inputs, "--lora", "org/lora", "org/none")
-    assert "--lora org/lora: merged in float32 into 1 tensors" in told[0]
-    error = told[1].splitlines()[-1]
-    assert error.startswith("error: --lora org/none: no such local folder, and the")
-
-
-@pytest.mark.long
-@pytest.mark.rare
-def test_an_autoencoder_of_the_hub(hub, tmp_path, demo_inputs, monkeypatch):
-    """It lies in a folder of a repository."""
     monkeypatch.setattr(autoencoder_files, "D", 128)
     autoencoder_files.sparsify(tmp_path / "hub/models/org/saes/pile")
-    names = "org/saes/pile/layers.1", "org/saes/pile/layers.2"
-    told = continued_offline(hub, tmp_path, demo_inputs, "--encode", *names)
-    assert f"codes of {names[0]}: blocks.1.hook_resid_post.codes: " in told[0]
-    assert "of 200 features" in told[0]
-    assert f"error: --encode {names[1]}: has no files of a form" in told[1]
+    flags = ["--model_path", "org/tiny", "--dataset_path", demo_inputs / "documents.parquet", *FEW]
+    flags += ["--lora", "org/lora", "--encode", "org/saes/pile/layers.1", "--max_samples"]
+    told = run(hub, tmp_path, *flags, "5")
+    assert "--lora org/lora: merged in float32 into 1 tensors" in told
+    assert "codes of org/saes/pile/layers.1: blocks.1.hook_resid_post.codes: " in told
+    run(hub, tmp_path, *flags, "9", HF_HUB_OFFLINE="1")
+    assert recorded(tmp_path / "out")["samples"] == 9
 
 
 @pytest.mark.long
@@ -131,76 +138,58 @@ def test_a_mixture_of_the_hub_and_files_in_a_random_order(hub, tmp_path):
     rows = ({"text": f"line {n}", "id": f"own-{n}"} for n in range(60))
     own = write_rows(tmp_path / "own.jsonl", rows)
     flags = ["--model_path", "org/tiny", *FEW, "--shuffle_documents", "1", "--batch_size", "2"]
-    flags += ["--mix", "org/texts:small:train=3", f"{own}=1", "--max_samples"]
-    for most in ("40", "80"):
-        run(hub, tmp_path, *flags, most)
+    flags = " ".join([*flags, "--mix", "org/texts:small:train=3", f"{own}=1", "--max_samples"])
+    run(hub, tmp_path, 0, f"{flags} 40", f"{flags} 80", script=("-c", COMMANDS))
     whole = documents(tmp_path / "out")
     sources = [source for _, source in whole]
     assert [sources[:n].count("org/texts:small:train") for n in (20, 40, 80)] == [15, 30, 60]
     assert len(set(whole)) == 80 and whole != sorted(whole)
     identity = recorded(tmp_path / "out")["identity"]
     assert identity["data_revision"].startswith("org/texts:small:train@")
-    run(hub, tmp_path, *flags, "80", "--overwrite")
+    run(hub, tmp_path, 0, f"{flags} 80 --overwrite", script=("-c", COMMANDS))
     assert documents(tmp_path / "out") == whole
 
 
 @pytest.mark.long
-def test_files_of_the_hub_are_known_by_its_digests(hub, tmp_path):
-    """A file of the same size that takes the place of one is refused."""
-    flags = ["--model_path", "org/tiny", "--dataset_path", "hf://datasets/org/texts/sample", *FEW]
-    run(hub, tmp_path, *flags, "--max_samples", "5")
-    path = tmp_path / "hub/datasets/org/texts/sample/1.parquet"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    told = run(hub, tmp_path, *flags, "--max_samples", "10", status=2)
-    assert "sample/1.parquet is not the file that the run began with;" in told
-
-
-@pytest.mark.long
-def test_a_revision_is_read_with_the_token_and_then_offline(hub, tmp_path, demo_inputs):
-    """transformers reads the files that were downloaded, and asks the hub for nothing itself."""
+def test_a_revision_is_read_with_the_token_and_then_offline(hub, tmp_path):
+    """Its templates are there at the first start; that for conversations with tools is in a folder
+    of the repository. Offline, they come from a cache that another program has filled, which does
+    not say what files a model lacks. transformers asks the hub for nothing itself."""
     tiny = tmp_path / "hub/models/org/tiny"
-    settings = json.loads((tiny / "tokenizer_config.json").read_text())
-    settings["model_max_length"] = 7  # of v1: no limit to samples
-    shutil.copytree(tiny, f"{tiny}@v1")
-    Path(f"{tiny}@v1/tokenizer_config.json").write_text(json.dumps(settings))
+    shutil.copytree(tiny, v1 := Path(f"{tiny}@v1"))
     (tiny / "tokenizer.json").write_text("{")  # of main: it must not be read
-    flags = ["--model_path", "org/tiny", "--model_revision", "v1", *FEW, "--max_samples", "3"]
-    flags += ["--dataset_path", demo_inputs / "documents.parquet", "--overwrite"]
-    run(hub, tmp_path, *flags, HF_TOKEN="hf_secret")
-    assert hub.authorizations == {"Bearer hf_secret"}
-    assert resolved(hub, "org/tiny") <= {"config.json", SINGLE_FILE, INDEX_FILE, *TOKENIZER_FILES}
-    shard, asked = (tmp_path / "out/shard_0001.pkl.gz").read_bytes(), len(hub.requests)
-    run(hub, tmp_path, *flags, HF_HUB_OFFLINE="1")
-    assert len(hub.requests) == asked
-    assert (tmp_path / "out/shard_0001.pkl.gz").read_bytes() == shard
-
-
-@pytest.mark.long
-def test_the_hubs_templates_are_there_at_the_first_start(hub, tmp_path):
-    """The one for conversations with tools is in a folder of the repository. Offline, they come
-    from a cache that another program has filled, which does not say what files a model lacks."""
-    tiny = tmp_path / "hub/models/org/tiny"
-    (tiny / "additional_chat_templates").mkdir()
-    for name in ("chat_template", "additional_chat_templates/tool_use"):
-        (tiny / f"{name}.jinja").write_text(f"{name}: {JOINED}")
+    settings = json.loads((v1 / "tokenizer_config.json").read_text())
+    settings["model_max_length"] = 7  # no limit to samples
+    (v1 / "tokenizer_config.json").write_text(json.dumps(settings))
+    (v1 / "additional_chat_templates").mkdir()
+    templates = "additional_chat_templates/tool_use", "chat_template"
+    for name in templates:
+        (v1 / f"{name}.jinja").write_text(f"{name}: {JOINED}")
     messages = [{"role": "user", "content": "a question"}]
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     rows = [{"messages": messages, "tools": tools}, {"messages": messages}]
     texts = write_rows(tmp_path / "rows.jsonl", rows)
-    flags = ["--model_path", "org/tiny", "--dataset_path", texts, *FEW, "--overwrite"]
-    flags += ["--messages_column", "messages"]
-    download = "import huggingface_hub; huggingface_hub.snapshot_download('org/tiny')"
-    run(hub, tmp_path, script=("-c", download))
-    for more in ({"HF_HUB_OFFLINE": "1"}, {"HF_HOME": str(tmp_path / "empty")}):
-        run(hub, tmp_path, *flags, **more)
+    flags = ["--model_path", "org/tiny", "--model_revision", "v1", "--dataset_path", texts, *FEW]
+    flags += ["--messages_column", "messages", "--overwrite"]
+
+    def check_previews():
         previews = [sample.text_preview for sample in ActivationDataset(tmp_path / "out")]
-        names = "additional_chat_templates/tool_use", "chat_template"
-        assert previews == [f"{name}: a question" for name in names]
-    for path in (tmp_path / "home").rglob(SINGLE_FILE):
+        assert previews == [f"{name}: a question" for name in templates]
+
+    run(hub, tmp_path, *flags, HF_TOKEN="hf_secret")
+    assert hub.authorizations == {"Bearer hf_secret"}
+    known = {"config.json", SINGLE_FILE, INDEX_FILE, "chat_template.jinja", "tool_use.jinja"}
+    assert resolved(hub, "org/tiny") <= known | {*TOKENIZER_FILES}
+    check_previews()
+    download = "import huggingface_hub as hub; hub.snapshot_download('org/tiny', revision='v1')"
+    run(hub, tmp_path, script=("-c", download), HF_HOME=str(tmp_path / "other"))
+    asked, offline = len(hub.requests), {"HF_HOME": str(tmp_path / "other"), "HF_HUB_OFFLINE": "1"}
+    run(hub, tmp_path, *flags, **offline)
+    assert len(hub.requests) == asked
+    check_previews()
+    for path in (tmp_path / "other").rglob(SINGLE_FILE):
         path.unlink()
-    told = run(hub, tmp_path, *flags, HF_HUB_OFFLINE="1", status=2)
+    told = run(hub, tmp_path, *flags, status=2, **offline)
     assert "--model_path org/tiny: the hub cannot be reached, and its cache here has no mod" in told
 
 
@@ -215,14 +204,21 @@ def commit_upstream(tmp_path, revision=""):
 
 @pytest.mark.long
 @pytest.mark.parametrize("revision", rare_but([""], ["", "@v1"]))
-def test_a_commit_upstream_does_not_stop_an_extraction(hub, tmp_path, demo_inputs, revision):
-    """A tag that has moved does not stop it either, if the command names it."""
-    flags = ["--model_path", "org/tiny", "--dataset_path", demo_inputs / "documents.parquet", *FEW]
+def test_a_commit_upstream_does_not_stop_an_extraction(hub, tmp_path, revision):
+    """A tag that has moved does not stop it either, if the command names it. But a file of data of
+    the same size that takes the place of one is refused: the hub's digests tell.
+
+    A full disk does not stop it, either: it reads the same weights straight into memory."""
+    flags = ["--model_path", "org/tiny", "--dataset_path", "hf://datasets/org/texts/sample", *FEW]
     flags += ["--model_revision", revision[1:]] * bool(revision) + ["--max_samples"]
     shutil.copytree(tmp_path / "hub/models/org/tiny", tmp_path / "hub/models/org/tiny@v1")
     commit_upstream(tmp_path, "" if revision else "@v1")  # that is not what is asked for
     shutil.rmtree(tmp_path / "hub/models/org/tiny@before")
-    run(hub, tmp_path, *flags, "5")
+    told = run(hub, tmp_path, 0, " ".join([*flags, "5"]), script=("-c", NO_ROOM + COMMANDS))
+    assert "it is read straight into memory" in told
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+    size = (tmp_path / "hub/models/org/tiny" / SINGLE_FILE).stat().st_size
+    assert 0 < hub.sent <= size + FIRST_BYTES  # to know the model, its commit is enough
     first = recorded(tmp_path / "out")["model_commit"]
     commit_upstream(tmp_path, revision)
     shutil.rmtree(tmp_path / "home")
@@ -230,9 +226,15 @@ def test_a_commit_upstream_does_not_stop_an_extraction(hub, tmp_path, demo_input
     assert recorded(tmp_path / "out")["model_commit"] == first
     if revision:
         return
-    told = run(hub, tmp_path, *flags, "9", "--model_revision", "main", status=2)
-    assert told.startswith("error: --model_revision main: is commit ") and first in told
-    run(hub, tmp_path, "--verify", "--model_path", "org/tiny", "--verify_samples", "1")
+    run(hub, tmp_path, "--verify", "--model_path", "org/tiny", "--verify_samples", "9")
+    path = tmp_path / "hub/datasets/org/texts/sample/1.parquet"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    commands = (" ".join([*flags, "12", *more]) for more in ((), ("--model_revision", "main")))
+    of_data, of_model = run(hub, tmp_path, 2, *commands, script=("-c", COMMANDS)).splitlines()[-2:]
+    assert "sample/1.parquet is not the file that the run began with;" in of_data
+    assert of_model.startswith("error: --model_revision main: is commit ") and first in of_model
 
 
 ADAPTER = "holds an adapter (adapter_config.json, of org/tiny), which --lora takes"
@@ -250,12 +252,9 @@ REFUSED = [
         "--dataset_name org/texts small t",
     ),
     ("--model_path org/tiny --mix org/none=1 org/texts=2", "--mix org/none train: "),
+    (f"{TINY}texts --lora org/none", "--lora org/none: no such local folder, and the"),
+    (f"{TINY}texts --encode org/tiny/x", "--encode org/tiny/x: has no files of a form"),
 ]
-EVERY = """
-import sys, extract_activations
-for flags in sys.argv[1:-2]:
-    assert extract_activations.main([*flags.split(), *sys.argv[-2:]]) == 2
-"""
 
 
 @pytest.mark.long
@@ -266,7 +265,70 @@ def test_what_the_hub_does_not_have_exits_2_with_one_line(hub, tmp_path):
     (models / "adapter/adapter_config.json").write_text(adapter)
     shutil.copytree(models / "tiny", models / "pickled")
     (models / f"pickled/{SINGLE_FILE}").rename(models / "pickled/pytorch_model.bin")
-    lines = run(hub, tmp_path, *(flags for flags, _ in REFUSED), script=("-c", EVERY)).splitlines()
+    commands = (flags for flags, _ in REFUSED)
+    lines = run(hub, tmp_path, 2, *commands, script=("-c", COMMANDS)).splitlines()
     for line, (_, told) in zip(lines, REFUSED, strict=True):
         assert line.startswith(f"error: {told}")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def address(monkeypatch):
+    """Sets the address of the hub; nobody waits between attempts."""
+    monkeypatch.setattr(hub_http.time, "sleep", lambda _: None)
+
+    def choose(url):
+        template = url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+
+    return choose
+
+
+def unresolved(*_, **__):
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "hub.invalid"])
+def test_a_hub_that_cannot_be_reached_is_not_asked_again(host, address, lines, monkeypatch):
+    address(f"http://{host}:{free_port()}")
+    model, data = "the hub cannot be reached", "Connection refused"
+    if host == "hub.invalid":
+        monkeypatch.setattr(socket, "getaddrinfo", unresolved)
+        model = "does not resolve: offline. --model_path takes a folder"
+        data = "does not resolve: offline. --dataset_path reads local"
+    with pytest.raises(InputError, match=f"--model_path org/x: .*{model}"):
+        Checkpoint("org/x").file("config.json")
+    with pytest.raises(InputError, match=f"--dataset_name org/x.*{data}"):
+        open_hub_dataset("org/x", None, "train")
+    assert not lines
+
+
+def test_a_hub_behind_a_proxy_that_does_not_answer_is_one_line(address, lines, monkeypatch):
+    """It is asked for longer."""
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    address("http://hub.invalid")
+    with pytest.raises(InputError, match="--model_path org/x: .* the hub cannot be reached"):
+        Checkpoint("org/x").file("config.json")
+    told = "the hub is not answering ([Errno 111] Connection refused); trying again"
+    assert lines == [("extract_activations", f"--model_path org/x: {told} for about half a minute")]
+
+
+def test_a_moment_s_failure_to_connect_is_none(monkeypatch):
+    answers = [ConnectionRefusedError(errno.ECONNREFUSED, "no"), None]
+
+    def connect(*_, **__):
+        if answer := answers.pop(0):
+            raise answer
+        return socket.socket()
+
+    monkeypatch.setattr(retries.time, "sleep", lambda _: None)
+    monkeypatch.setattr(retries.socket, "create_connection", connect)
+    assert hub_unreachable("http://hub.momentary") is None and not answers
+
+
+def test_an_unwritable_cache_is_named_with_its_variable():
+    outer = RuntimeError("cannot download")
+    outer.__cause__ = NotADirectoryError(errno.ENOTDIR, "Not a directory", "/dev/null/home/hub")
+    assert "/dev/null/home/hub: Not a directory; HF_HOME names" in str(unwritable_cache(outer))
+    assert unwritable_cache(FileNotFoundError(errno.ENOENT, "no such file", "x")) is None

@@ -1,7 +1,9 @@
 """What an output holds already: the same run's, which is continued, or another's, which is refused
-by the name of the field, and with --overwrite replaced."""
+by the name of the field. Nothing of what a run reads, and of what its flags ask, is forgotten.
+Digests of a model at a URL are tested in test_weights.py."""
 
 import json
+import os
 import shutil
 from dataclasses import fields, replace
 
@@ -12,11 +14,19 @@ from pods import flags_for, rounding_of_run
 from small_runs import set_status
 from storages import open_storage
 
+from activation_extraction.cli.config import parse_args
+from activation_extraction.cli.flags import FLAGS, GROUPS, Config
 from activation_extraction.common.errors import InputError
+from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.run.digests import digest_files, file_fingerprint, model_digest
+from activation_extraction.run.inputs import INPUTS, settings_of
+from activation_extraction.run.prepare import model_request
+from activation_extraction.run.recompute import load_for_recomputing
 from activation_extraction.store.commit import DamagedError
+from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Difference, Identity
-from activation_extraction.store.metadata import identity_of
-from activation_extraction.store.resume import refuse_difference
+from activation_extraction.store.metadata import identity_of, read_metadata
+from qwen2_jax_with_hooks import FAMILIES
 
 ONE = Identity(
     model_digest="1" * 64,
@@ -49,15 +59,6 @@ def test_every_field_is_recorded_and_compared(name):
     assert (name in ONE.shared) == (not ignored)
 
 
-def test_of_long_lists_a_message_names_what_differs():
-    hooks = tuple(f"blocks.{layer}.hook_resid_post" for layer in range(12))
-    found = Difference("hooks", hooks, hooks[1:])
-    with pytest.raises(InputError, match=r"hooks: blocks\.0\.hook_resid_post, now nothing;"):
-        refuse_difference("out", found)
-    with pytest.raises(InputError, match=r"blocks\.3\.hook_resid_post \.\.\., now blocks\.11\."):
-        refuse_difference("out", Difference("hooks", hooks, hooks[::-1]))
-
-
 def test_whether_every_token_is_kept():
     whole = {"shard_format": "safetensors", "mask_column": "attention_mask"}  # zeros are padding
     assert replace(ONE, **whole).every_token
@@ -66,10 +67,44 @@ def test_whether_every_token_is_kept():
         assert not replace(ONE, **{name: value}).every_token, name
 
 
-@pytest.mark.parametrize("content", [{"colour": "red"}, [], None, {"hooks": 3}])
+@pytest.mark.parametrize("content", [{"colour": "red"}, None, {"hooks": 3}])
 def test_what_this_version_does_not_know_is_damaged(content):
     with pytest.raises(DamagedError, match="out/metadata.json: its identity: cannot be read"):
         identity_of({"identity": content}, "out/metadata.json")
+
+
+# Groups of flags about content, and those among them that the identity does not have as they are.
+ABOUT_CONTENT = {"model", "what to extract", "which tokens to keep", "text"}
+AS_HOOKS = {"layers_to_extract", "activation_type", "hook_names", "keep_activations"}
+NOT_CONTENT = {"list_hooks", "max_samples", "max_tokens"}
+
+
+def test_every_flag_about_content_belongs_to_an_input_or_to_the_identity():
+    """All hosts compare the flags of inputs, but for their paths."""
+    title, about_content = None, set()
+    for name in FLAGS:
+        title = GROUPS[name][0] if name in GROUPS else title
+        about_content |= {name} if title in ABOUT_CONTENT else set()
+    of_inputs = {flag for each in INPUTS for flag in each.flags}
+    of_identity = {each.name for each in fields(Identity)}
+    assert about_content - of_inputs - of_identity == AS_HOOKS | NOT_CONTENT
+    compared, paths = settings_of(parse_args([])), {path for each in INPUTS for path in each.paths}
+    assert {path for path in paths if f"--{path}" in compared} == {"mix"}  # its weights
+    assert all(f"--{flag}" in compared for flag in of_inputs - paths)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--mix a.jsonl=1 b.jsonl=2.5 --positions random:.5 --drop_token_ids 5 x --mesh_shape 2,2",
+        "--messages_column talk --chat_template_args a=[1,[2]] b=text --keep_columns x y "
+        "--layers_to_extract 1-3 --roles user",
+        "--encode blocks.1.hook_resid_post=gs://bucket/sae org/repo/folder --encode_most 3",
+    ],
+)
+def test_a_recorded_configuration_is_read_back(flags):
+    config = parse_args(flags.split())
+    assert Config.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
 REFUSED = {
@@ -121,6 +156,27 @@ def test_a_changed_request_is_refused_naming_the_field(started, capsys, field, m
     assert {p.name: p.read_bytes() for p in (folder / "out").iterdir()} == before
 
 
+def test_verify_recomputes_only_from_the_inputs_of_the_run(started):
+    """A data set that it is given is read in place of the recorded one."""
+    folder, flags = started
+    request = model_request(parse_args([*map(str, flags[:2])]))
+    metadata = read_metadata(Folder(str(folder / "out")))
+    metadata["identity"]["positions"] = "every:2"  # otherwise, shards have all token ids
+
+    def load(path, **other):
+        return load_for_recomputing(FAMILIES, request, path, {**metadata, **other})
+
+    gone = {**metadata["configuration"], "mix": [["gone.jsonl", 1.0]]}
+    data = str(flags[flags.index("--dataset_path") + 1])
+    assert load(data, configuration=gone).activations
+    with pytest.raises(InputError, match="^--mix gone.jsonl: no such"):
+        load(None, configuration=gone)
+    for each in INPUTS:
+        told = f"^--[a-z_]+.*: the {each.name} is (not|missing,) the one"
+        with pytest.raises(InputError, match=told):
+            load(None, identity={**metadata["identity"], each.field: "another"})
+
+
 @pytest.mark.long
 def test_what_does_not_change_the_contents_may_change(demo_inputs, started, tmp_path):
     """Batch size and mesh, halfway: same samples, same values within rounding."""
@@ -160,3 +216,62 @@ def test_overwrite_spares_what_another_process_writes(demo_inputs, tmp_path, cap
         assert main(*flags) == 1
         assert "another process is writing to it" in capsys.readouterr().err
     assert (out / "shard_0001.pkl.gz").exists()
+
+
+BLOCK, LARGE = 2**16, 10 * 2**20  # bytes
+
+
+def flip(path, at):
+    """Changes a byte. at: counted from the end if it is negative."""
+    with open(path, "r+b") as file:
+        file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_names_and_contents_count_and_folders_do_not(tmp_path):
+    x = {"x": "x"}
+    folders = {"a": x | {"y": "y"}, "b": x | {"y": "y"}, "c": x | {"z": "y"}, "d": x | {"y": "x"}}
+    for folder, files in folders.items():
+        (tmp_path / folder).mkdir()
+        for name, text in files.items():
+            (tmp_path / folder / name).write_text(text)
+    a, b, c, d = (digest_files(sorted((tmp_path / name).iterdir())) for name in folders)
+    assert a == b and len({a, c, d}) == 3
+    for read in (lambda path: digest_files([path]), lambda path: file_fingerprint(path, 1)):
+        with pytest.raises(InputError, match="/nothing: cannot be read: No such file"):
+            read(tmp_path / "nothing")
+
+
+def test_a_model_is_known_by_its_header_samples_and_configuration(tmp_path):
+    """The header is longer than a block, and all of it counts; of the rest, blocks that are spread
+    evenly do."""
+    weights = tmp_path / "model.safetensors"
+    tensor = {"dtype": "F32", "shape": [LARGE // 4], "data_offsets": [0, LARGE]}
+    header = json.dumps({"__metadata__": {"note": "x" * 2 * BLOCK}, "tensor": tensor}).encode()
+    with open(weights, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + LARGE)
+    (tmp_path / "config.json").write_text("{}")
+
+    def digest():
+        checkpoint = Checkpoint(str(tmp_path))
+        assert {*checkpoint.tensors} == {"tensor"}  # this checks the weights
+        return model_digest(checkpoint)
+
+    thirtieth = (8 + len(header) + LARGE - BLOCK) * 30 // 63  # where that block begins
+    for change, is_seen in (
+        (lambda: flip(weights, BLOCK + 1000), True),  # in the header
+        (lambda: flip(weights, thirtieth - 1), False),
+        (lambda: flip(weights, thirtieth), True),
+        (lambda: flip(weights, thirtieth + BLOCK - 1), True),
+        (lambda: flip(weights, -1), True),
+        (lambda: flip(weights, -BLOCK - 1), False),
+        (lambda: (tmp_path / "config.json").write_text("{ }"), True),
+        (lambda: os.utime(weights, (1, 1)), False),
+        (lambda: (tmp_path / "README.md").write_text("more"), False),
+    ):
+        before = digest()
+        change()
+        assert (digest() != before) == is_seen

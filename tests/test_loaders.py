@@ -11,8 +11,8 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from extractions import upload
-from runs_to_read import FORMATS, WIDTHS, make_run
+from runs_of_rows import WIDTHS, Run
+from runs_to_read import FORMATS
 from storages import open_storage
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -24,14 +24,14 @@ multiprocessing.set_forkserver_preload(
     ["torch.utils.data", "activation_extraction.dataset.dataset"]
 )
 OPTIONS = dict(shuffle=0, buffer=64, hooks=[next(iter(WIDTHS))])
-both = pytest.mark.parametrize(
-    "workers", [{}, dict(num_workers=2, multiprocessing_context="forkserver")], ids=str
-)
+FORKED = dict(num_workers=2, multiprocessing_context="forkserver")
+both = pytest.mark.parametrize("workers", [{}, FORKED], ids=["alone", "workers"])
 
 
 @pytest.fixture(scope="module", params=FORMATS)
 def run(request, tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("run"), request.param).root
+    run = Run([*range(20)], 0, shard_format=request.param)
+    return run.store(tmp_path_factory.mktemp("run"))
 
 
 def batches_of(run):
@@ -55,14 +55,19 @@ def refused(loader, error, told):
         pytest.fail(f"expected {told}")
 
 
-@both
+@pytest.mark.parametrize(
+    "workers",
+    [{}, FORKED, FORKED | dict(persistent_workers=True)],
+    ids=["alone", "workers", "persistent workers"],
+)
 def test_every_epoch_has_each_token_once(run, workers):
     """Also after one that was broken off. Workers read shares of their own, so where this process
     stands says nothing of theirs."""
     every = sorted(tokens_of(batches_of(run)))
     loader = DataLoader(batches_of(run).torch(), batch_size=None, **workers)
     tokens_of(islice(loader, 2))
-    assert sorted(tokens_of(loader)) == every
+    for _ in range(2):
+        assert sorted(tokens_of(loader)) == every
     before, batches = batches_of(run), batches_of(run)
     first = tokens_of(islice(before, 5))
     batches.restore(before.state())
@@ -101,34 +106,6 @@ def test_a_stateful_loader_continues_and_replays_nothing(run, workers, caplog):
         loader = StatefulDataLoader(other, batch_size=None)
         loader.load_state_dict(loader_of(batches_of(run)).state_dict())
         refused(loader, ValueError, "the state is of other batches: its size is 16, not 8")
-
-
-@pytest.mark.rare  # a worker once aborted here, under load, which could not be repeated
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("context", "persistent", "remote"),
-    [("forkserver", True, False), ("spawn", False, False), ("spawn", True, True)],
-)
-def test_however_workers_are_started(tmp_path, bucket, context, persistent, remote):
-    """Every epoch has each token once, also after one that was broken off; and what follows a
-    state of the second epoch is the rest of it."""
-    run = place = make_run(tmp_path, "safetensors").root
-    if remote:
-        upload(run, place := "gs://bucket/run")
-    every = sorted(tokens_of(batches_of(run)))
-    workers = dict(num_workers=2, multiprocessing_context=context, persistent_workers=persistent)
-    loader = DataLoader(batches_of(place).torch(), batch_size=None, **workers)
-    tokens_of(islice(loader, 2))
-    for _ in range(1 + persistent):
-        assert sorted(tokens_of(loader)) == every
-    del loader  # and its workers
-    stateful, again = (
-        StatefulDataLoader(batches_of(place).torch(), batch_size=None, **workers) for _ in range(2)
-    )
-    whole = tokens_of(stateful)
-    first = tokens_of(islice(stateful, 7))
-    again.load_state_dict(pickle.loads(pickle.dumps(stateful.state_dict())))
-    assert sorted(whole) == every and first + tokens_of(again) == whole
 
 
 @both

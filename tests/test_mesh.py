@@ -1,11 +1,26 @@
-"""Meshes: the shapes that flags choose, and what cannot be split; test_model.py has the numbers."""
+"""Meshes: the shapes that flags choose, what cannot be split, and `--mesh_type auto`: the shortest
+step that fits, and what it is estimated from. test_model.py has the numbers.
+"""
 
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
 from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
+from command_line import main
+from pods import flags_for
 from tiny_models import SHARED
 
+from activation_extraction.cli.config import parse_args
+from activation_extraction.common import host_memory
 from activation_extraction.common.errors import InputError
+from activation_extraction.model.automatic_mesh import StepSizes
+from activation_extraction.model.devices import CHIPS, memory_of
+from activation_extraction.model.forward import build_model
 from activation_extraction.model.mesh import (
     build_layout,
     check_divisibility,
@@ -13,22 +28,20 @@ from activation_extraction.model.mesh import (
     host_rows,
     usable_devices,
 )
-from qwen2_jax_with_hooks import FAMILIES
-
-PIPELINE_FSDP = ("pipeline", "fsdp", "model")
+from activation_extraction.run.prepare import model_request
+from benchmarks.shapes import SHAPES, evenly_spaced
+from qwen2_jax import weight_table
+from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
 
 
 @pytest.mark.parametrize(
     "kind,shape,axes,devices,hosts,expected",
     [
-        ("2d", None, None, 1, 1, {"data": 1, "model": 1}),
         ("2d", None, None, 4, 1, {"data": 1, "model": 4}),
-        ("2d", None, None, 8, 1, {"data": 2, "model": 4}),
         ("2d", None, None, 64, 16, {"data": 16, "model": 4}),
         ("1d", None, None, 64, 4, {"model": 64}),
         ("3d", None, None, 64, 4, {"pipeline": 4, "data": 4, "model": 4}),
         ("3d", None, ("data", "fsdp", "model"), 64, 4, {"data": 4, "fsdp": 4, "model": 4}),
-        ("3d", None, PIPELINE_FSDP, 128, 8, {"pipeline": 4, "fsdp": 8, "model": 4}),
         (None, (2, 2, 2), ("data", "model", "fsdp"), 8, 1, {"data": 2, "model": 2, "fsdp": 2}),
         ("3d", (2, 2, 2), None, 8, 1, {"pipeline": 2, "data": 2, "model": 2}),
         (None, (8,), None, 8, 1, {"model": 8}),
@@ -59,10 +72,8 @@ DENSE = FAMILIES.config({"model_type": "qwen3", "intermediate_size": 128}).sizes
         ({"model": 8}, 8, 64, MOE, None),  # which has 6 experts
         ({"data": 4, "fsdp": 2}, 12, 64, DENSE, "--batch_size.* 12 does not divide among 8"),
         ({"model": 8}, 8, 66, DENSE, "--max_seq_length: 66 does not divide among 4"),
-        ({"model": 8}, 8, 64, DENSE | {"F": 100}, "intermediate_size: 100 does not divide among 8"),
         ({"fsdp": 8}, 8, 64, DENSE | {"D": 100}, "hidden_size: 100 does not divide among 8"),
         ({"expert": 4, "model": 2}, 8, 64, MOE, "num_experts: 6 does .* among 4 devices .expert"),
-        ({"model": 8}, 8, 64, MOE | {"M": 20}, "moe_intermediate_size: 20 does not divide among 8"),
         ({"expert": 2, "model": 4}, 8, 64, DENSE, "--mesh_axes expert: the model has no experts"),
     ],
 )
@@ -74,10 +85,125 @@ def test_what_does_not_divide_is_refused(shape, rows, length, sizes, said):
         check_divisibility(layout, rows, length, sizes)
 
 
-def test_devices_of_several_hosts():
+def test_the_order_of_devices_of_several_hosts():
     """Rows of a host go to consecutive devices; a TPU may number neighbours across hosts."""
     found = [SimpleNamespace(process_index=host, id=n) for n, host in enumerate((1, 0, 1, 0))]
     assert [each.id for each in usable_devices(True, found)] == [1, 3, 0, 2]
     assert [each.id for each in usable_devices(False, found)] == [1, 0]
     with pytest.raises(InputError, match="different numbers of devices"):
         host_rows(found[:3])
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that is not here, and says nothing about its memory."""
+
+    id: int
+    device_kind: str
+    platform: str = "tpu"
+    process_index: int = 0
+
+    def memory_stats(self):
+        return None
+
+
+def step_of(name, rows, length=2048):
+    config = FAMILIES.config(SHAPES[name])
+    depth = config.num_hidden_layers
+    hooks = HOOKS.of_layers(evenly_spaced(8, depth), "residual", depth)
+    model = create_model_with_hooks(config, hooks, jax.numpy.dtype("bfloat16"))
+    return StepSizes(model, weight_table(model), rows, length)
+
+
+def devices(count, kind="TPU v5e"):
+    return [Device(number, kind) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    "name,count,kind,rows,length,expected",
+    [
+        ("0.5B", 64, "TPU v5e", 128, 2048, {"data": 64}),  # everything fits on a chip
+        ("7B", 64, "TPU v5e", 128, 2048, {"data": 32, "fsdp": 2}),  # not on chips of 16 GB
+        ("7B", 16, "TPU v6 lite", 32, 2048, {"data": 16}),  # but on those of 32 GB
+        ("72B", 64, "TPU v5e", 128, 2048, {"data": 2, "fsdp": 32}),
+        ("30B-A3B", 16, "TPU v6 lite", 32, 2048, {"data": 4, "expert": 4}),  # gathering sends more
+        # All experts fit on each chip, but reading them takes longer than computing few tokens.
+        ("30B-A3B", 16, "TPU v5", 32, 2048, {"data": 16}),
+        ("30B-A3B", 16, "TPU v5", 32, 256, {"data": 4, "expert": 4}),
+        ("0.5B", 8, "TPU v5e", 2, 2048, {"data": 2, "model": 4}),  # too few rows
+        ("0.5B", 8, "cpu", 8, 2048, {"data": 8}),  # of unknown size
+    ],
+)
+def test_the_mesh_that_auto_chooses(name, count, kind, rows, length, expected):
+    there = devices(count, kind)
+    chosen, why = step_of(name, rows, length).choose_mesh(there, memory_of(there[0]))
+    assert chosen == expected and list(chosen) == list(expected)
+    assert "GB per device" in why and "no mesh" not in why
+
+
+def test_bytes_of_a_layer_with_experts():
+    """30B-A3B with 32 heads of 128 and 8 experts per token, of which each device has a quarter."""
+    step, there, chip = step_of("30B-A3B", 32), devices(16, "TPU v6 lite"), CHIPS["TPU v6"]
+    layout = build_layout(there, {"data": 4, "expert": 4}, 4)
+    tokens, d, m = 2 * 2048, 2048, 768
+    others = [(d, 32 * 128), (d, 4 * 128), (d, 4 * 128), (32 * 128, d), (d, 128)]
+    weights = sum(a * b for a, b in others) + 128 // 4 * 3 * d * m
+    in_and_out = sum(a + b for a, b in others) + 8 * (d + 2 * m + m + d)
+    sent = 2 * (4 - 1) * tokens * d * 2  # tokens there, sums back, in bfloat16
+    moved = 2 * (weights + tokens * in_and_out) + sent
+    assert step.moved_by_layer(layout) == pytest.approx(moved, rel=0.01)
+    assert step.estimate(layout, there).exchanges == pytest.approx(48 * sent / (2 * chip.link))
+
+
+def test_what_fits_on_no_mesh_or_divides_on_none():
+    chosen, why = step_of("72B", 8).choose_mesh(devices(4), 16e9)
+    assert "no mesh fits" in why and np.prod([*chosen.values()]) == 4
+    assert chosen.get("data", 1) == 1
+    with pytest.raises(InputError, match="the 3 rows .* on no mesh: .* among 5 devices"):
+        step_of("0.5B", 3).choose_mesh(devices(5), None)
+
+
+def test_gpus_of_one_host_gather_sooner_than_those_of_several():
+    """A GPU's links end at its host; of two hosts of two, none should gather over four."""
+    step, kind = step_of("7B", 64), "NVIDIA H100 80GB HBM3"
+    layout = build_layout(jax.devices()[:4], {"data": 1, "fsdp": 4}, 4)
+    slow, fast = (
+        step.estimate(layout, [Device(n, kind, "gpu", n // of_host) for n in range(4)]).gathers
+        for of_host in (2, 4)
+    )
+    assert slow == pytest.approx(9 * fast)
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_memory(limited, monkeypatch, tmp_path):
+    """CPU devices share that of the machine or of its container; others say what they have."""
+    most, used = container = tmp_path / "memory.max", tmp_path / "memory.current"
+    most.write_text("16000000\n" if limited else "max\n")
+    used.write_text("15000000\n")
+    monkeypatch.setattr(host_memory, "CONTAINER", container)
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert memory_of(SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 5})) == 5
+    assert memory_of(Device(0, "TPU v6 lite")) == 32e9 and memory_of(Device(0, "cpu")) is None
+    assert 8 * memory_of(jax.local_devices()[0]) == (16e6 if limited else machine)
+    available = host_memory.available_memory()
+    assert available == 1e6 if limited else 1e6 < available <= machine
+
+
+def test_the_least_memory_of_all_hosts_decides():
+    """A host cannot ask the devices of another one."""
+    family, config = FAMILIES.parse_config(SHAPES["0.5B"])
+    request = model_request(parse_args(["--batch_size", "8", "--layers_to_extract", "3"]))
+    large, small = (
+        build_model(family, dataclasses.replace(request, memory=memory), config)[0].layout
+        for memory in (1e12, 1e9)
+    )
+    assert large.shape == {"data": 8} and small.size("fsdp") > 1
+
+
+def test_a_run_says_which_mesh_it_took_and_why(demo_inputs, tmp_path, capsys):
+    flags = flags_for(demo_inputs, tmp_path, "--batch_size", 8, "--max_samples", 20)
+    assert main(*flags) == 0
+    said = capsys.readouterr().err
+    assert "mesh: data 8 (about" in said
+    assert "every device holds all weights and computes its own rows)" in said
+    assert json.loads((tmp_path / "metadata.json").read_text())["mesh"] == {"data": 8}

@@ -32,11 +32,12 @@ def the_rest(storage):
     return range(storage.totals.samples, COUNT)
 
 
-@pytest.mark.parametrize("again", [range(COUNT), the_rest], ids=["all", "the rest"])
-@pytest.mark.parametrize("shard_format", SHARD_FORMATS)
+@pytest.mark.parametrize(
+    "again,shard_format", [*((range(COUNT), form) for form in SHARD_FORMATS), (the_rest, "pickle")]
+)
 def test_the_same_loop_started_again_continues(tmp_path, check, again, shard_format):
     """After an exception before any sample, and once more; a complete loop has nothing to do."""
-    for stop in (0, 1, 5, 9):
+    for stop in (0, 5, 9):
         folder = tmp_path / str(stop)
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
@@ -60,14 +61,12 @@ def test_the_same_loop_started_again_continues(tmp_path, check, again, shard_for
 def test_numbers_may_have_gaps(tmp_path, check):
     """Where a number was left out, nothing is skipped in silence, and it may come later."""
     numbers = [2, 3, 5, 8, 9, 10, 14, 20]
-    for stop in (10, 20, 20):
+    for stop in (10, 20):
         with pytest.raises(ZeroDivisionError):
             loop(tmp_path, numbers, stop)
     with pytest.raises(ValueError, match="sample 6, .*: given twice or out of order"):
         loop(tmp_path, [2, 7, 6])
     loop(tmp_path, sorted([*numbers, 7, 21]))
-    with open_storage(tmp_path, HOOKS) as storage:  # what is stored is known by its number alone
-        storage.add_activation("third", np.ones((1, 1)), 3, "another text")
     assert sorted(s.sample_idx for s in ActivationDataset(tmp_path)) == sorted([*numbers, 7, 21])
     assert check(tmp_path) == []
 
@@ -77,9 +76,9 @@ def test_verify_of_a_program_of_ones_own(tmp_path, capsys):
     with open_storage(tmp_path, {0: "h"}) as storage:
         for number, tokens in enumerate((3, 0, 2)):
             storage.add_activation(0, np.ones((tokens, 2), np.float32), number, "")
-    assert main("--verify", "--output_dir", tmp_path) == 0
-    told = "in order: 1 folder, 1 shard, 3 samples, 0.000 GB; nothing recomputed (no model"
-    assert told in capsys.readouterr().out
-    assert main("--verify", "--output_dir", tmp_path, "--model_path", "Qwen/Qwen2.5-0.5B") == 2
-    told = f"error: --model_path: {tmp_path} records no model, because another program s"
-    assert told in capsys.readouterr().err
+    for flags, status, told in (
+        ([], 0, "in order: 1 folder, 1 shard, 3 samples, 0.000 GB; nothing recomputed (no model"),
+        (["--model_path", "Qwen/Qwen2.5-0.5B"], 2, f"error: --model_path: {tmp_path} records no"),
+    ):
+        assert main("--verify", "--output_dir", tmp_path, *flags) == status
+        assert told in "".join(capsys.readouterr())

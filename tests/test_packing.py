@@ -8,7 +8,7 @@ import pytest
 
 from activation_extraction.common.errors import RunError
 from activation_extraction.text import packing
-from activation_extraction.text.packing import best_fit, pack, rows_of_group, samples_of
+from activation_extraction.text.packing import pack, samples_of
 from activation_extraction.text.samples import ChangedDataError
 
 
@@ -20,24 +20,15 @@ def make_samples(lengths):
     ]
 
 
-def log_normal_lengths(count):
-    """Document lengths like FineWeb-Edu's: median 620 tokens, sigma 1.0, cut at 2048."""
-    drawn = np.random.default_rng(0).lognormal(np.log(620), 1.0, count)
-    return np.clip(drawn.round().astype(int), 1, 2048)
-
-
 def some_lengths(count, seed):
     """Lengths from 0 to 32, many of them short."""
     chance = np.random.default_rng(seed)
     return (32 * chance.random(count) ** 2).round().astype(int).tolist()
 
 
-def placed_in(batches):
-    return [*chain.from_iterable(batch.samples for batch in batches)]
-
-
 def places(batches):
-    return [(p.sample.number, p.row, p.start, p.mark.samples) for p in placed_in(batches)]
+    placed = chain.from_iterable(batch.samples for batch in batches)
+    return [(p.sample.number, p.row, p.start, p.mark.samples) for p in placed]
 
 
 @pytest.fixture
@@ -48,16 +39,7 @@ def small_groups(monkeypatch):
     monkeypatch.setattr(packing, "GROUP_SAMPLES", 40)
 
 
-@pytest.mark.parametrize(
-    "length,rows",
-    [(128, 256), (2048, 256), (4096, 256), (8192, 128), (65_536, 16), (2**20, 16), (2**22, 16)],
-)
-def test_a_group_has_256_rows_or_a_million_tokens_and_at_least_16_rows(length, rows):
-    assert rows_of_group(length) == rows
-
-
-@pytest.mark.parametrize("rows", [1, 3, 8])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rows,seed", [(1, 0), (3, 1), (8, 2)])
 def test_every_sample_is_there_once_and_alone(rows, seed, small_groups):
     """Segments follow each other without gaps, and positions start at 0."""
     seen = []
@@ -77,7 +59,7 @@ def test_every_sample_is_there_once_and_alone(rows, seed, small_groups):
     assert sorted(seen) == [*range(150)]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_group_is_what_follows_and_fits(seed, small_groups):
     """Its rows come in the order of their first samples; the mark moves with its last sample."""
     lengths = [*some_lengths(150, seed), *[1] * 100]
@@ -96,35 +78,23 @@ def test_a_group_is_what_follows_and_fits(seed, small_groups):
             rows = rows if start else [*rows, []]
             rows[-1].append(number)
         assert rows == sorted(map(sorted, rows))
-        assert len([row for row in rows if lengths[row[0]]]) <= 4
         begin = due.stop
         sizes.append(count)
     assert begin == 250 and sizes[-3:-1] == [40, 40]
 
 
 def test_the_stream_of_rows_is_full_and_does_not_depend_on_how_many_a_batch_has():
-    """A batch may have the end of a group, and the beginning of the next one."""
-    lengths, every = log_normal_lengths(3000), []
+    """A batch may have the end of a group, and the beginning of the next one. Documents are as long
+    as FineWeb-Edu's: the median is 620 tokens, sigma 1.0, and they are cut at 2048."""
+    drawn = np.random.default_rng(0).lognormal(np.log(620), 1.0, 3000)
+    lengths, every = np.clip(drawn.round().astype(int), 1, 2048), []
     for rows in (1, 3, 8):
         batches = list(pack(make_samples(lengths), rows, 2048))
         assert all(batch.segment_ids[:, 0].all() for batch in batches[:-1])
         found = [row.tobytes() for batch in batches for row in batch.token_ids if row.any()]
         assert 1 - lengths.sum() / (len(found) * 2048) <= 0.006
-        every.append((found, [(p.sample.number, p.start, p.mark) for p in placed_in(batches)]))
+        every.append((found, [(number, *place) for number, _, *place in places(batches)]))
     assert every[0] == every[1] == every[2]
-
-
-@pytest.mark.parametrize(
-    "lengths,room,rows",
-    [
-        ([6, 5, 5, 4, 4, 3], 9, [[0, 5], [1, 3], [2, 4]]),
-        ([2, 7, 8, 1, 2], 10, [[0, 2], [1, 3, 4]]),
-        ([3, 10, 0, 3, 0], 10, [[0, 3], [1], [2], [4]]),
-        ([], 6, []),
-    ],
-)
-def test_the_longest_goes_first_to_where_it_fits_best(lengths, room, rows):
-    assert best_fit(lengths, room) == rows
 
 
 def test_samples_without_tokens_take_no_row(small_groups):
@@ -136,13 +106,8 @@ def test_samples_without_tokens_take_no_row(small_groups):
         [(5, 0), (6, 0), (7, 1), (8, 1)],
     ]
     assert [batch.segment_ids.max(1).tolist() for batch in batches] == [[2, 1], [1, 0]]
-    for batch in batches:
-        for placed, (_, positions) in zip(batch.samples, batch.kept_tokens(), strict=True):
-            assert positions.tolist() == [*range(len(placed.sample.token_ids))]
-    (only,) = pack(make_samples([0, 0]), rows=2, length=32)
-    assert [number for number, *_ in places([only])] == [0, 1] and only.num_tokens == 0
     many = pack(make_samples([0] * 100), rows=2, length=32)
-    assert [len(batch.samples) for batch in many] == [40, 40, 20]
+    assert [(len(batch.samples), batch.num_tokens) for batch in many] == [(40, 0), (40, 0), (20, 0)]
 
 
 def test_only_kept_tokens_are_marked():
@@ -155,25 +120,26 @@ def test_only_kept_tokens_are_marked():
     assert kept == [(0, 5, [0, 1, 2, 3, 4]), (5, 7, [1, 3])]
 
 
-def fails_after(samples, error):
-    yield from samples
-    raise error
-
-
-@pytest.mark.parametrize("count", [0, 1, 5, 60])
-def test_an_error_comes_after_all_samples_before_it(count, small_groups):
+@pytest.mark.parametrize(
+    "error,count",
+    [(RunError("no more"), 0), (RunError("no more"), 60), (ChangedDataError("other"), 60)],
+)
+def test_an_error_comes_after_all_samples_before_it_unless_they_are_not_to_be_trusted(
+    error, count, small_groups
+):
     """The marks are those of a stream that ends there."""
     samples, found = make_samples(some_lengths(count, 1)), []
-    with pytest.raises(RunError, match="no more"):
-        for batch in pack(fails_after(samples, RunError("no more")), rows=2, length=32):
-            found.append(batch)
-    assert places(found) == places(pack(samples, 2, 32)) and len(places(found)) == count
 
+    def fails():
+        yield from samples
+        raise error
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ChangedDataError("other"), KeyError()])
-def test_other_errors_come_at_once(error):
     with pytest.raises(type(error)):
-        next(pack(fails_after(make_samples([3, 4]), error), rows=2, length=32))
+        for batch in pack(fails(), rows=2, length=32):
+            found.append(batch)
+    whole = places(pack(samples, 2, 32))
+    assert len(whole) == count
+    assert places(found) == whole if type(error) is RunError else len(places(found)) < count
 
 
 def test_a_sample_that_is_longer_than_a_row_is_refused():

@@ -13,15 +13,10 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.text.token_choice import TokenChoice
 
 SLICES = {  # a rule, the slice, how it is recorded
-    "all": (slice(None), "all"),
     "last": (slice(-1, None), "last:1"),
-    "first:3": (slice(3), "first:3"),
     "0:3": (slice(3), "first:3"),
-    "last:3": (slice(-3, None), "last:3"),
     "every:4": (slice(None, None, 4), "every:4"),
-    "::2": (slice(None, None, 2), "every:2"),
     ":": (slice(None), "all"),
-    "1:": (slice(1, None), "1:"),
     ":-1": (slice(-1), ":-1"),
     "2:9:3": (slice(2, 9, 3), "2:9:3"),
     "-5:-1": (slice(-5, -1), "-5:-1"),
@@ -68,8 +63,7 @@ def test_token_ids_are_dropped_after_positions_are_counted():
         ("--positions last --drop_token_ids 7", []),
     ):
         assert choice_of(flags).kept(0, ids).tolist() == kept
-    dropped = choice_of("--drop_token_ids 9 3 9")
-    assert str(dropped) == "positions all, without the token ids 3, 9" and not dropped.everything
+    assert str(choice_of("--drop_token_ids 9 3 9")).endswith(", without the token ids 3, 9")
 
 
 @pytest.mark.long

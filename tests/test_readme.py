@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,15 +21,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from cloud import script
-from conftest import AS_IN_A_RUN
+from conftest import AS_IN_A_RUN, inputs_with
 from gcs_server import gcs
 from hub_server import serve_hub
 
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import build_parser
 from activation_extraction.run import demo
-from qwen2_jax import Qwen2, weight_table
-from qwen2_jax_with_hooks import FAMILIES
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
@@ -72,17 +71,12 @@ def with_bucket(text):
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory):
+def hub(tmp_path_factory, demo_inputs):
     """A tiny model of 24 layers and a few documents under the names that the README uses."""
     root = tmp_path_factory.mktemp("hub")
-    model = root / "models/Qwen/Qwen2.5-0.5B"
-    model.mkdir(parents=True)
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 24}
-    config = {**demo.MODEL_CONFIG, **small}
-    (model / "config.json").write_text(json.dumps(config))
-    weights = weight_table(Qwen2(FAMILIES.config(config)))
-    demo.write_weights(model / "model.safetensors", weights.values())
-    demo.write_tokenizer(model, [])
+    inputs = inputs_with({**demo.MODEL_CONFIG, **small}, demo_inputs, root / "inputs")
+    shutil.copytree(inputs / "model", root / "models/Qwen/Qwen2.5-0.5B")
     texts = root / "datasets/HuggingFaceFW/fineweb-edu"
     (texts / "sample").mkdir(parents=True)
     card = "configs:\n- config_name: sample-10BT\n  data_files: sample/*.parquet\n"

@@ -1,19 +1,17 @@
-"""--repair: whatever was damaged, what is stored afterwards is what an undisturbed run stores."""
+"""--repair as a user meets it: what is stored afterwards is what an undisturbed run stores.
+
+test_exactly_once.py sweeps what may happen to shards and repairs.
+"""
 
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from command_line import main
-from extractions import HOOKS, edit, extract, identity_of, shard_file
-from pods import Pod, flags_for
+from extractions import edit, shard_file
 from small_runs import set_status
 
 from activation_extraction import ActivationDataset
-from activation_extraction.run.repair import RepairPlanner
-from activation_extraction.store.folder import Folder
-from activation_extraction.store.metadata import read_stored
 
 
 @pytest.fixture(scope="module")
@@ -55,57 +53,29 @@ def harm(folder, *numbers):
 
 
 def test_the_command_repairs_a_folder(flags, undisturbed, tmp_path, capsys):
+    """It keeps the limits of the run, and its totals, which are written again if they are wrong."""
     out = shutil.copytree(undisturbed, tmp_path / "out")
     (out / "shard_0004.json").unlink()
     harm(out, 1, 6, 7)
     repair = [*flags, "--output_dir", out, "--repair", "--batch_size", 3]
-    assert main(*repair) == 0
+    assert main(*repair, "--max_samples", 20) == 0
     *_, told, verdict = capsys.readouterr().out.splitlines()
     assert told == f"repaired: shards stored in {out}: 1, 4, 6-7"
     assert verdict.startswith("in order: 1 folder, 10 shards, 120 samples")
     same_values(out, undisturbed)
+    edit(out / "metadata.json", lambda content: content.update(tokens=content["tokens"] + 1))
     assert main(*repair) == 0
-    assert capsys.readouterr().out.splitlines()[0].endswith(": none")
-    harm(out, 3, 10)
-    assert main(*repair) == 0
-    same_values(out, undisturbed)
+    first, *_, verdict = capsys.readouterr().out.splitlines()
+    assert first.endswith(": none") and verdict.startswith("in order: ")
     set_status(out, "interrupted")  # what comes after the mark of its shards is left to the run
-    harm(out, 3, 10)
-    capsys.readouterr()
+    harm(out, 3, 8, 9, 10)
     assert main(*repair) == 1
     told, left, *_, verdict = capsys.readouterr().out.splitlines()
     assert told.startswith("repaired: ") and verdict.startswith("FAILED")
+    assert " 120 samples" not in verdict
     assert left == "the run is not complete: the same command continues it"
     assert main(*repair) == 0
     same_values(out, undisturbed)
-
-
-def test_a_repair_keeps_the_limits_of_the_run(flags, undisturbed, tmp_path):
-    out = shutil.copytree(undisturbed, tmp_path / "out")
-    harm(out, 4)
-    assert main(*flags, "--output_dir", out, "--repair", "--max_samples", 20) == 0
-    same_values(out, undisturbed)
-
-
-def test_without_metadata_the_run_of_the_newest_shard_is_repaired(tmp_path):
-    """Shards of a run that was being overwritten are still there."""
-    extract(tmp_path / "out")
-    run = extract(tmp_path / "new", count=3).made[0].run
-    shutil.copytree(tmp_path / "new", tmp_path / "out", dirs_exist_ok=True)
-    (tmp_path / "out/metadata.json").unlink()
-    identity = replace(identity_of(), hooks=(*HOOKS.values(),))
-    folder = Folder(str(tmp_path / "out"))
-    plan = RepairPlanner(folder, identity, {})(read_stored(folder))
-    assert plan.run == run and [commit.number for commit in plan.commits] == [1]
-
-
-def test_wrong_totals_of_a_complete_run_are_written_again(tmp_path):
-    extract(tmp_path)
-    folder, identity = Folder(str(tmp_path)), replace(identity_of(), hooks=(*HOOKS.values(),))
-    limits = {"max_samples": None, "max_tokens": None}
-    assert RepairPlanner(folder, identity, limits)(read_stored(folder)).up_to_date
-    edit(tmp_path / "metadata.json", lambda content: content.update(tokens=content["tokens"] + 1))
-    assert not RepairPlanner(folder, identity, limits)(read_stored(folder)).up_to_date
 
 
 def test_in_a_bucket(flags, undisturbed, bucket, tmp_path, capsys):
@@ -124,6 +94,7 @@ def test_in_a_bucket(flags, undisturbed, bucket, tmp_path, capsys):
 
 
 def test_each_machine_repairs_its_own_folder(flags, tmp_path, capsys):
+    """Also without metadata, and with the flags of the run only."""
     out = tmp_path / "out"
     of_machine = [
         [*flags, "--total_machines", 2, "--machine_id", n, "--max_samples", 60, "--output_dir", out]
@@ -135,32 +106,15 @@ def test_each_machine_repairs_its_own_folder(flags, tmp_path, capsys):
     harm(out / "machine_000", 2)
     harm(out / "machine_001", 1)
     (out / "machine_001/metadata.json").unlink()
+    assert main(*of_machine[0], "--layers_to_extract", 2, "--repair") == 2
+    assert "differs in hooks" in capsys.readouterr().err
     for each in of_machine:
         assert main(*each, "--repair") in (0, 1)
     assert main(*of_machine[1], "--repair") == 0
     assert main("--verify", "--output_dir", out) == 0
     same_values(out, whole)
     shutil.copytree(out / "machine_001", tmp_path / "fewer" / "machine_001")
-    capsys.readouterr()
-    assert main(*flags, "--output_dir", tmp_path / "fewer") == 2
-    assert "machine_001: holds an extraction with another number of" in capsys.readouterr().err
-    other = [*of_machine[0], "--layers_to_extract", 2]
-    harm(out / "machine_000", 1)
-    capsys.readouterr()
-    assert main(*other, "--repair") == 2
-    assert "differs in hooks" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_each_host_of_a_pod_repairs_its_own_folder(demo_inputs, tmp_path):
-    out = tmp_path / "out"
-    flags = flags_for(demo_inputs, out, "--shard_size_gb", 0.0008, "--max_samples", 120)
-    assert Pod(tmp_path, 2, 1, *flags).wait() == [0, 0]
-    whole = shutil.copytree(out, tmp_path / "whole")
-    harm(out / "machine_000_host_01", 1, 3)
-    pod = Pod(tmp_path, 2, 1, *flags, "--repair", "--verbose")
-    assert pod.wait() == [0, 0], pod.text(1)
-    same_values(out, whole)
-    for host, made in enumerate(("none", "1, 3")):
-        folder = out / f"machine_000_host_{host:02d}"
-        assert f"shards stored in {folder}: {made}" in pod.text(host)
+    for more, remedy in ([], "give the same number, or delete it"), (["--overwrite"], "delete it"):
+        assert main(*flags, "--output_dir", tmp_path / "fewer", *more) == 2
+        told = f"holds an extraction with another number of hosts or machines; {remedy}\n"
+        assert capsys.readouterr().err.endswith(f"{tmp_path}/fewer/machine_001: {told}")

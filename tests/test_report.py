@@ -1,8 +1,6 @@
 """--report: its numbers against NumPy, and what the page holds."""
 
-import gzip
 import html
-import pickle
 import re
 import shutil
 from base64 import b64decode
@@ -12,17 +10,7 @@ import fsspec
 import numpy as np
 import pytest
 from command_line import main
-from extractions import (
-    HIDDEN,
-    HOOKS,
-    TOKENS,
-    VOCABULARY,
-    change_table,
-    edit,
-    extract,
-    load,
-    replace_shard,
-)
+from extractions import HIDDEN, HOOKS, TOKENS, VOCABULARY, change_shard, change_table, edit, extract
 from tokenizers import Tokenizer, decoders, models
 
 from activation_extraction import ActivationDataset, ActivationStorage
@@ -72,40 +60,11 @@ def test_the_numbers_are_those_that_numpy_gives(run):
         assert found.by_position[4] == pytest.approx(np.median(fours), rel=1e-5)
 
 
-def sample_of(vectors, token_ids=None, position=None):
-    """A sample of one document whose activations are these, at the only hook `h`."""
-    count = len(vectors)
-    position = np.arange(count, dtype=np.int32) if position is None else position
-    token_ids = np.zeros(count, np.int32) if token_ids is None else token_ids
-    norms = {"h": np.linalg.norm(vectors.astype(np.float64), axis=1)}
-    sums = {"h": sums_of([vectors], [position])}
-    return TokenSample([], np.zeros(count, int), token_ids, position, norms, sums, 1)
-
-
-@pytest.mark.parametrize("firsts", [False, True])
-def test_outliers_are_found_among_tokens_and_dimensions(firsts):
-    """First tokens of documents would hide the dimensions of others, unless there are no others.
-    Where most dimensions are zero, none is an outlier."""
-    vectors = np.random.default_rng(0).standard_normal((500, 8)).astype(np.float32)
-    vectors[:, 5] *= 20
-    vectors[:, 2] -= 50
-    vectors[:, 7] = 0
-    vectors[0, 4] = 1e5
-    vectors[9] *= 6  # no outlier
-    position = np.zeros(500, np.int32) if firsts else None
-    assert HookReport(sample_of(vectors * (np.arange(8) == 1)), 0, "h").dimensions == []
-    found = HookReport(sample_of(vectors, position=position), 0, "h")
-    assert found.outlier.nonzero()[0].tolist() == [0]
-    size = np.sqrt(np.square(vectors[0 if firsts else 1 :].astype(np.float64)).mean(axis=0))
-    order = [4, 2, 5] if firsts else [2, 5]
-    assert [number for number, _ in found.dimensions] == order
-    ratios = [ratio for _, ratio in found.dimensions]
-    np.testing.assert_allclose(ratios, (size / np.median(size))[order])
-
-
 def test_the_largest_tokens_are_grouped_by_id_and_position():
-    vectors = np.array([[9], [8], [7], [6], [5]], np.float32)
-    sample = sample_of(vectors, np.array([4, 2, 4, 4, 2]), np.array([0, 1, 2, 0, 4]))
+    token_ids, position = np.array([4, 2, 4, 4, 2]), np.array([0, 1, 2, 0, 4])
+    sums = {"h": sums_of([np.ones((5, 1), np.float32)], [position])}
+    norms = {"h": np.array([9.0, 8, 7, 6, 5])}
+    sample = TokenSample([], np.zeros(5, int), token_ids, position, norms, sums, 1)
     assert HookReport(sample, 0, "h").largest == [(0, 2), (1, 2), (2, 1)]
     around = [sample.around(token, 2) for token in (0, 1, 3)]
     assert around == [slice(0, 3), slice(0, 3), slice(3, 4)]
@@ -113,16 +72,15 @@ def test_the_largest_tokens_are_grouped_by_id_and_position():
 
 def test_throughput_leaves_out_the_time_in_which_nothing_ran():
     """Every shard took 10 s. The second half came a month later."""
-
-    def shards(tokens):
-        starts = [0.0] * 4 + [30 * 86400.0] * 4
-        return [
+    starts = [0.0] * 4 + [30 * 86400.0] * 4
+    first, second = (
+        [
             SimpleNamespace(began=start, committed=start + 10 * (1 + number % 4), tokens=each)
             for number, (start, each) in enumerate(zip(starts, tokens, strict=True))
         ]
-
-    hosts = [shards([100, 200, 100, 100, 10, 10, 10, 10]), shards([100] * 8)[:4], []]
-    edges, rates = throughput(hosts)
+        for tokens in ([100, 200, 100, 100, 10, 10, 10, 10], [100] * 8)
+    )
+    edges, rates = throughput([first, second[:4], []])
     assert edges.tolist() == [0, 40, 80] and rates.tolist() == [22.5, 1]
     assert throughput([[], []]) is None
 
@@ -142,22 +100,22 @@ def test_the_page_is_one_file_with_every_section(run, capsys):
     assert main("--verify", "--output_dir", run) == 0  # the report is in nobody's way
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_tokens_are_shown_as_text_with_the_tokenizer_of_the_model(run, tmp_path, known):
+def test_tokens_are_shown_as_text_with_the_tokenizer_of_the_model(run, tmp_path):
+    largest = max(ActivationDataset(run), key=lambda s: np.linalg.norm(s[HOOKS[3]], axis=1).max())
+    own = int(largest.token_ids[np.linalg.norm(largest[HOOKS[3]], axis=1).argmax()])
+    page = page_of(run, tmp_path)
+    assert f"<mark>{own}</mark>" in page and "tokenizer is not on this machine" in page
     letters = bytes(range(ord("!"), ord("!") + VOCABULARY)).decode()  # a token is one byte
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.decoder = decoders.ByteLevel()
-    if known:
-        tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     root = shutil.copytree(run, tmp_path / "run")
     names = {"model_path": str(tmp_path), "dataset_path": "/data/of/somebody.jsonl"}
     edit(root / "metadata.json", lambda content: content.update(configuration=names))
     page = page_of(root, tmp_path)
-    largest = max(ActivationDataset(run), key=lambda s: np.linalg.norm(s[HOOKS[3]], axis=1).max())
-    own = int(largest.token_ids[np.linalg.norm(largest[HOOKS[3]], axis=1).argmax()])
-    shown = letters[own] if known else str(own)
-    assert f"<mark>{html.escape(shown, quote=True)}</mark>" in page.replace("&#34;", "&quot;")
-    assert ("The model's tokenizer is not on this machine" in page) is not known
+    shown = html.escape(letters[own], quote=True)
+    assert f"<mark>{shown}</mark>" in page.replace("&#34;", "&quot;")
+    assert "tokenizer is not on this machine" not in page
 
 
 @pytest.mark.parametrize("positions", ["all", "last"])
@@ -171,47 +129,52 @@ def test_cut_documents_are_found_whatever_is_kept_of_them(tmp_path, positions):
     assert ("lengths are not known" in text) is (positions == "last")
 
 
-NORMAL = np.random.default_rng(0).standard_normal((2, 5, 7, 8)).astype(np.float32)
-STILL = {value: np.full((5, 7, 4), value, np.float32) for value in (0, 1, 1e-30)}
-HIGH = np.where(np.arange(8) == 3, np.float32(200), NORMAL[1])
+def row_of(page, name):
+    """The cells of a hook in the page's table."""
+    table, _, _ = page.partition("</tbody>")
+    rows = ([text_of(cell) for cell in row.split("<td>")[1:]] for row in table.split("<tr>"))
+    return next(cells for cells in rows if cells[:1] == [name])
 
 
-@pytest.mark.parametrize(
-    "hooks,told",
-    [
-        *(
-            ({"модель.слой.$x^{$": still, "my.layers.3.output": NORMAL[0]}, "other hooks")
-            for still in STILL.values()
-        ),
-        (
-            {"blocks.0.a": NORMAL[0], "blocks.1.a": HIGH},
-            r"1 of 2 hooks has dimensions with .* at most \d\d\d times "
-            r"\(dimension 3 of blocks.1.a\).* 3 \(\d\d\d×\)",
-        ),
-    ],
-)
-def test_hooks_without_a_layer_still_ones_and_outlier_dimensions(hooks, told, tmp_path):
-    """Samples of which no token is kept are not among the documents."""
+def test_the_table_says_what_numpy_computes(tmp_path):
+    """First tokens of documents would hide the dimensions of others. Where most dimensions are
+    zero, none is an outlier. Samples of which no token is kept are not among the documents."""
+    vectors = np.random.default_rng(0).standard_normal((5, 100, 8)).astype(np.float32)
+    vectors *= [1, 1, 1, 1, 1, 20, 1, 0]
+    vectors[..., 2] -= 50
+    vectors[0, 0, 4] = 1e5
+    vectors[3, 9, 2] *= 6  # no outlier
+    hooks = {"blocks.1.a": vectors, "my.layers.3.output": vectors * (np.arange(8) == 1)}
+    still = {"модель.слой.$x^{$": 0, "still": 1, "small": 1e-30}
+    hooks |= {name: np.full((5, 100, 4), value, np.float32) for name, value in still.items()}
     with ActivationStorage(str(tmp_path / "run"), {name: name for name in hooks}) as storage:
-        for number, values in enumerate(zip(*hooks.values(), strict=True)):
-            for name, each in zip(hooks, values, strict=True):
+        for name, values in hooks.items():
+            for number, each in enumerate(values):
                 kept = each[: len(each) * (number != 2)]
                 storage.add_activation(name, kept, number, "", np.arange(len(kept)), number)
-    text = text_of(page_of(tmp_path / "run", tmp_path))
-    assert re.search(told, text) and all(name in text for name in hooks)
-    assert "28 tokens of 4 documents" in text
-    sample = read_sample(ActivationDataset(tmp_path / "run"), list(hooks))
-    assert [document.doc_id for document in sample.documents] == [0, 1, 3, 4]
-    assert sample.document.tolist() == np.repeat(range(4), 7).tolist()
+    page = page_of(tmp_path / "run", tmp_path)
+    kept = vectors[[0, 1, 3, 4]].astype(np.float64)
+    norms, size = np.linalg.norm(kept, axis=2), np.sqrt(np.square(kept[:, 1:]).mean((0, 1)))
+    ratio, (low, median, high) = size / np.median(size), np.quantile(norms, [0.01, 0.5, 0.99])
+    numbers = [norms.mean(), kept.std(), median]
+    assert row_of(page, "blocks.1.a") == [
+        "blocks.1.a",
+        *(f"{number:.4g}" for number in numbers),
+        *(f"{low:.4g} – {high:.4g}", f"{norms.max():.4g}", f"{1 / 400:.2%}"),
+        f"2 ({ratio[2]:.3g}×)5 ({ratio[5]:.3g}×)",
+    ]
+    assert all(row_of(page, name)[-1] == "" for name in [*hooks][1:])
+    text = text_of(page)
+    assert "400 tokens of 4 documents" in text and "other hooks" in text
+    assert f"at most {ratio[2]:.3g} times (dimension 2 of blocks.1.a)" in text
+    assert "1 of 5 hooks has tokens with more than 10 times the median norm" in text
 
 
 @pytest.mark.parametrize("value", [1e30, np.nan])
 def test_activations_whose_norms_are_no_usable_numbers_are_refused(value, run, tmp_path, capsys):
-    shutil.copytree(run, tmp_path / "run")
-    shard = load(tmp_path / "run", 2)
-    shard[3][0]["activation"].fill(value)
-    replace_shard(tmp_path / "run", 2, gzip.compress(pickle.dumps(shard, 4)))
-    assert main("--report", "--output_dir", tmp_path / "run") == 1
+    root = shutil.copytree(run, tmp_path / "run")
+    change_shard(root, 2, lambda shard: shard[3][0]["activation"].fill(value))
+    assert main("--report", "--output_dir", root) == 1
     assert f"sample 3, {HOOKS[3]}: NaN or huge values" in capsys.readouterr().err
 
 

@@ -1,31 +1,40 @@
 """What an output folder or a bucket holds already: what is continued, refused or replaced.
 
-test_exactly_once.py shows that whatever is continued holds every sample once.
+test_exactly_once.py shows that whatever is continued or repaired holds every sample once;
+test_verify.py, that what is damaged is not continued.
 """
 
 import json
-import os
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from memory_bucket import MemoryBucket, MemoryFolder, Process
-from small_runs import HIDDEN, HOOKS, status, stream_of
+from small_runs import HIDDEN, HOOKS, run_over, status, stream_of, write_texts
 from storages import open_storage
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.store import folder as folder_module
 from activation_extraction.store.folder import Folder, FolderError
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import read_stored
-from activation_extraction.store.owner import Owner
+
+IDENTITY = Identity(model_digest="tiny")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("rows") / "rows.jsonl", 40)
 
 
 @pytest.fixture
-def whole(run, tmp_path):
-    run(tmp_path / "whole")
-    return tmp_path / "whole"
+def run(byte_tokenizer, rows):
+    """Runs all but the model."""
+
+    def run(folder, **options):
+        usual = {"identity": IDENTITY, "shard_size_gb": 1.5e-6}
+        return run_over(stream_of(rows), byte_tokenizer, folder, **usual | options)
+
+    return run
 
 
 @pytest.fixture
@@ -43,16 +52,16 @@ def samples_in(folder):
     return stored.totals.samples
 
 
-def test_a_complete_run_is_left_alone(run, whole, rows):
+def test_a_complete_run_is_left_alone(run, rows, tmp_path):
     """Also if its storage is opened because other hosts go on. Its totals are those of the data."""
+    whole = run(tmp_path / "whole").folder
     before = files_in(whole)
     assert run(whole).complete
     lengths = [len(json.loads(line)["text"]) for line in rows.read_text().splitlines()]
     cut, totals = [n - 24 for n in lengths if n > 24], read_stored(Folder(str(whole))).totals
     assert (totals.cut_samples, totals.cut_tokens) == (len(cut), sum(cut))
     assert totals.tokens == sum(lengths) - sum(cut)
-    identity = Identity(model_digest="tiny")
-    with open_storage(whole, HOOKS, identity=identity, shard_size_gb=1.5e-6) as place:
+    with open_storage(whole, HOOKS, identity=IDENTITY, shard_size_gb=1.5e-6) as place:
         with pytest.raises(ValueError, match="holds a complete extraction of 36 samples"):
             place.add_activation(1, np.zeros((3, HIDDEN), np.float32), 1000, "")
         place.finalize(False)
@@ -68,81 +77,18 @@ def test_limits_may_grow_and_not_shrink(run, tmp_path):
     assert samples_in(tmp_path) == 36
 
 
-def test_only_the_current_piece_of_the_data_is_read_again(tmp_path, rows):
-    """One file per ten rows: those before the mark's may be gone once it is open."""
-    lines, stream_at = rows.read_text().splitlines(keepends=True), tmp_path / "pieces"
-    stream_at.mkdir()
-    for n in range(4):
-        (stream_at / f"{n}.jsonl").write_text("".join(lines[10 * n : 10 * n + 10]))
-    stream = stream_of(stream_at)
-    state, again = [stream.state() for _ in stream][24], stream_of(stream_at)
-    for n in range(2):
-        (stream_at / f"{n}.jsonl").unlink()
-    again.restore(json.loads(json.dumps(state)))
-    assert len(list(again)) == 15
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def count_more(path):
-    path.write_text(path.read_text().replace('"tokens": ', '"tokens": 1'))
-
-
-REFUSED = {
-    "gap": ("shard_0002.json", Path.unlink, "shard_0002.json: is missing"),
-    "no last JSON": ("shard_*.json", Path.unlink, "shard_.*.json: is missing"),
-    "no file": ("shard_0002.pkl.gz", Path.unlink, "0002.pkl.gz: is missing or cut short"),
-    "short file": ("shard_0002.npz", lambda path: os.truncate(path, 10), "npz: is missing or cut"),
-    "no metadata": ("metadata.json", Path.unlink, "already holds shards, but no metadata.json"),
-    "damaged JSON": ("shard_0002.json", flip, "shard_0002.json: is damaged"),
-    "another count": (
-        "shard_0002.json",
-        count_more,
-        "json: is damaged: its checksum does not",
-    ),
-    "another total": ("metadata.json", count_more, "metadata.json: is damaged: its checks"),
-    "damaged metadata": ("metadata.json", flip, "metadata.json: is damaged"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_continued_is_refused_and_left_alone(name, run, whole):
-    file, change, told = REFUSED[name]
-    change(max(whole.glob(file)))
-    before = files_in(whole)
-    with pytest.raises(InputError, match=f"{told}.*--repair"):
-        run(whole)
-    assert files_in(whole) == before
-    run(whole, overwrite=True)
-    assert samples_in(whole) == 36
-
-
 def test_a_damaged_table_is_refused_where_it_is_needed(run, tmp_path):
     """The samples after the mark are found in it."""
-    run(tmp_path, interrupt_after=20)
+    run(tmp_path, stop_after=5)
     for path in tmp_path.glob("*.parquet"):
-        flip(path)
+        path.write_bytes(b"?" + path.read_bytes()[1:])
     with pytest.raises(InputError, match=r"samples.parquet: is damaged.*--repair"):
         run(tmp_path)
 
 
-def test_files_of_others_are_not_overwritten(run, tmp_path):
-    for name in ("shard_0001.safetensors", "shard_0007.json", "metadata.json"):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / name).write_bytes(b"{}")
-        with pytest.raises(InputError, match=f"{name} may not be of this program"):
-            run(folder, overwrite=True)
-        assert [path.name for path in folder.iterdir()] == [name]
-
-
 def test_with_a_local_copy_both_have_every_shard(run, bucket, tmp_path):
     options = {"remote": bucket, "delete_local_after_upload": False}
-    run(tmp_path, interrupt_after=20, **options)
+    run(tmp_path, stop_after=5, **options)
     run(tmp_path, **options)
     for name, (data, _) in bucket.bucket.objects.items():
         path = tmp_path / name.removeprefix("mem://bucket/")
@@ -153,12 +99,12 @@ def test_with_a_local_copy_both_have_every_shard(run, bucket, tmp_path):
 def test_nothing_is_overwritten_that_is_nowhere_else(run, bucket, tmp_path):
     """Shards of a local run, or the only word on which bucket has the shards."""
     local, moved = tmp_path / "local", tmp_path / "moved"
-    run(local, interrupt_after=20)
+    run(local, stop_after=5)
     before = files_in(local)
     with pytest.raises(InputError, match="its shards are here, not in mem://bucket; give --upload"):
         run(local, remote=bucket)
     assert files_in(local) == before and not bucket.files()
-    run(moved, interrupt_after=20, remote=bucket)
+    run(moved, stop_after=5, remote=bucket)
     with pytest.raises(InputError, match="were uploaded to mem://bucket; .*give --upload_to_gcs"):
         run(moved)
     with pytest.raises(InputError, match="were uploaded to mem://bucket, not in mem://bucket/oth"):
@@ -189,34 +135,16 @@ def test_a_run_is_complete_only_if_its_files_are_those_committed(run, tmp_path, 
         run(tmp_path, remote=MemoryFolder(memory, Process(disturb)))
 
 
-def test_the_patience_with_writes_begins_at_the_first_failure(monkeypatch):
-    """A long upload that fails at its end is sent again, but silence does not go on for ever."""
-    monkeypatch.setattr(folder_module, "FIRST_PAUSE", 0.0)
-    now, fates = [0.0], ["fail"] * 10**3 + [None, "fail"]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-
-    def take_long(number, request):
-        if request == "writing file":
-            now[0] += 100.0  # more than the patience
-            return fates.pop()
-
-    owner = Owner(MemoryFolder(MemoryBucket(), Process(take_long)), "this process")
-    assert owner.begin("run", {"format_version": 5, "identity": Identity().to_json()}, None)
-    assert owner.write_file("file", [b"x"]) is not None and len(fates) == 10**3
-    with pytest.raises(FolderError, match="writing file kept failing for 100 s: .*no answer"):
-        owner.write_file("file", [b"y"])
-    assert len(fates) == 998
-
-
-def test_what_belongs_to_the_process_that_opens_the_folder(bucket, tmp_path, monkeypatch):
+def test_what_belongs_to_the_process_that_opens_the_folder(run, bucket, tmp_path, monkeypatch):
     """The beginning of its shards is not that of loading weights, and with `overwrite` metrics of
     the earlier run are gone."""
-    place = open_storage(tmp_path / "first", {0: "h"}, remote=bucket)
+    place = open_storage(tmp_path, HOOKS, identity=IDENTITY, remote=bucket)
     monkeypatch.setattr(time, "time", lambda: 5000.0)
     place.open()
-    place.add_activation(0, np.ones((3, 2), np.float32), 0, "", np.zeros(3, np.int32))
     place.record({"line": 1})
-    place.finalize()
-    assert read_stored(bucket).commits[1].began == 5000.0 and read_stored(bucket).metrics
-    open_storage(tmp_path / "first", {0: "h"}, remote=bucket, overwrite=True).finalize()
-    assert not read_stored(bucket).metrics and not (tmp_path / "first/metrics.jsonl").exists()
+    place.close()
+    run(tmp_path, remote=bucket)
+    stored = read_stored(bucket)
+    assert stored.commits[1].began == 5000.0 and stored.metrics
+    run(tmp_path, remote=bucket, overwrite=True)
+    assert not read_stored(bucket).metrics and not (tmp_path / "metrics.jsonl").exists()

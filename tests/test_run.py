@@ -1,32 +1,154 @@
-"""The run as a whole, in this process: one program serves all, and stores the model's values; and
-what one says that fails: what has to change, and the traceback of what nobody expected."""
+"""A run as the user meets it: what it prints and logs, that one program serves all its steps and
+stores the model's values, how Ctrl-C ends it; and what one says that fails: what has to change, and
+the traceback of what nobody expected."""
 
 import gzip
 import json
+import logging
+import os
 import pickle
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import textwrap
 import time
 
 import jax
 import numpy as np
 import pytest
-from command_line import main
-from conftest import make_reference
+from command_line import SCRIPT, main, records_of, start
+from conftest import make_reference, rare_but
+from memory_bucket import MemoryBucket, MemoryFolder, Process
 from pods import flags_for
 from safetensors.numpy import load_file, save_file
-from small_runs import set_status
+from small_runs import set_status, shard_name
+from storages import open_storage
 from test_model import TOLERANCE, error_of
 
-import extract_activations
 from activation_extraction import ActivationDataset
+from activation_extraction.cli import console
 from activation_extraction.cli.console import Progress
+from activation_extraction.cli.flags import FLAGS
+from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import RunError, StorageError
+from activation_extraction.common.log import log, start_logging
 from activation_extraction.model.devices import device_errors
 from activation_extraction.run import demo
+from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import ShardFormat
+from activation_extraction.store.metadata import read_stored
 from activation_extraction.store.storage import ActivationStorage
-from qwen2_jax_with_hooks import HookedQwen2
+
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (DEBUG|INFO|WARNING) machine 3 host (\d|\?): .+")
+GAUGES = {"batches_ready": 4, "shards_stored": 2, "bytes_stored": 3 * 10**9}
+GAUGES |= {"shards_writing": 4, "upload_retries": 5}
+
+
+def test_help_tells_every_flag_with_its_default_and_unit(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert stopped.value.code == 0
+    for part in ("computing:", "default: 2048", "10^9 bytes", "GLOB", "exit status: "):
+        assert part in text
+    assert "HOST_ID --host_id (with --multihost)" in text
+    for name, flag in FLAGS.items():
+        assert f"--{name} " in text and " ".join(flag.options["help"].split()) in text
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("shard_format", rare_but(["pickle"], SHARD_FORMATS))
+def test_demo_in_a_new_process_reads_back_as_it_says(shard_format, demo_inputs, tmp_path):
+    """Its model and documents are the same bytes every time."""
+    process = start("--demo", "--output_dir", tmp_path / "out", "--shard_format", shard_format)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    assert "done: 300 samples" in out and "tokens/s" in out
+    scope: dict = {}
+    exec(textwrap.dedent(out.split("read it with:\n")[1]), scope)
+    dataset = scope["dataset"]
+    hooks = [f"blocks.{layer}.hook_resid_post" for layer in (10, 11)]
+    assert dataset.hooks == dict.fromkeys(hooks, 128) and len(dataset) == 300
+    if shard_format == "pickle":
+        records = pickle.loads(gzip.open(tmp_path / "out/shard_0001.pkl.gz").read())
+        assert list(records) == [10, 11] and len(records[10]) == 300
+        assert (dataset[299][hooks[1]] == records[11][299]["activation"]).all()
+    assert (tmp_path / "out" / shard_name(1, shard_format)).exists()
+    assert dataset.metadata["status"] == "complete" and dataset.metadata["samples"] == 300
+    again = tmp_path / "out/demo_inputs"
+    names = [path.relative_to(again) for path in again.rglob("*") if path.is_file()]
+    assert len(names) == 5
+    for name in names:
+        assert (again / name).read_bytes() == (demo_inputs / name).read_bytes(), name
+
+
+@pytest.mark.long
+def test_ctrl_c_commits_what_is_complete(inputs, texts, tmp_path):
+    path = texts([{"text": f"text number {n} " * 20} for n in range(20_000)])
+    out = tmp_path / "out"
+    process = start(
+        *inputs, "--dataset_path", path, "--output_dir", out, "--shard_size_gb", 1e-3, "--verbose"
+    )
+    while not (out / "shard_0003.json").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=600)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors and printed.startswith("interrupted: ")
+    metadata = json.loads((out / "metadata.json").read_text())
+    assert metadata["status"] == "interrupted" and metadata["samples"] < 20_000
+    assert metadata["samples"] == len(records_of(out)[10]) > 0
+    assert not list(out.glob(".*"))
+
+
+LOOK_FOR_TPU = """
+import extract_activations as script
+from activation_extraction.model import devices
+devices.TPU_FILES = ()  # as if this machine had no accelerator
+print("imported")
+script.main()
+import jax
+print(jax.default_backend())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sign", ["", "TPU_WORKER_ID"])
+def test_libtpu_without_a_tpu_is_left_alone(sign, tmp_path):
+    """It prints errors when it looks for a TPU. Where anything shows one, JAX looks for it."""
+    (tmp_path / "libtpu").mkdir()
+    (tmp_path / "libtpu/__init__.py").write_text(
+        "def get_library_path():\n    print('libtpu looks for a TPU')\n    return 'no library'\n"
+    )
+    # JAX sets some of these itself where a test has compiled for a TPU.
+    others = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
+    others |= {"JAX_PLATFORMS": "", "PYTHONPATH": f"{tmp_path}:{SCRIPT.parent}"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK_FOR_TPU, "--demo", "--list_hooks"],
+        env=others | ({sign: "0"} if sign else {}),
+        capture_output=True,
+        text=True,
+    )
+    run = done.stdout.split("imported\n")[1]
+    assert ("libtpu looks for a TPU" in run) == bool(sign), done.stderr
+    assert run.endswith("cpu\n") and "hook_resid_post" in run
+
+
+@pytest.mark.long
+def test_a_run_does_not_load_pytorch(inputs, tmp_path):
+    """It is installed here; loading it would take seconds. Nothing is said about it."""
+    pytest.importorskip("torch")
+    code = "import sys; from extract_activations import main; main(); print('torch' in sys.modules)"
+    flags = [*inputs, "--max_samples", 1, "--output_dir", tmp_path / "out"]
+    command = [sys.executable, "-c", code, *map(str, flags)]
+    done = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "done: 1 sample" in done.stdout and done.stdout.endswith("\nFalse\n")
+    assert "PyTorch" not in done.stderr
 
 
 def test_the_model_of_a_run_is_found_from_any_folder(demo_inputs, tmp_path, monkeypatch):
@@ -42,39 +164,9 @@ def test_the_model_of_a_run_is_found_from_any_folder(demo_inputs, tmp_path, monk
 
 
 @pytest.mark.long
-def test_one_program_computes_a_batch_while_the_one_before_is_stored(
-    inputs, tmp_path, monkeypatch, capsys, caplog
-):
-    """JAX says what it compiles. Where devices take no new step at once, waiting for that is told
-    as computing."""
-    events = []
-    compile_step, add_batch = extract_activations.compile_step, ActivationStorage.add_batch
-
-    def compile_and_watch(forward):
-        step = compile_step(forward)
-        return lambda *given: (events.append("computes"), time.sleep(0.01), step(*given))[2]
-
-    def store(*arguments):
-        events.append("stored")
-        return add_batch(*arguments)
-
-    monkeypatch.setattr(extract_activations, "compile_step", compile_and_watch)
-    monkeypatch.setattr(ActivationStorage, "add_batch", store)
-    flags = ["--max_seq_length", 64, "--batch_size", 8, "--max_samples", 100]
-    with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
-        assert main(*inputs, *flags, "--output_dir", tmp_path) == 0
-    messages = [record.getMessage() for record in caplog.records]
-    assert len([m for m in messages if "Finished XLA compilation of jit(apply)" in m]) == 1
-    batches = len(events) // 2
-    assert batches >= 5
-    assert events == ["computes", *["computes", "stored"] * (batches - 1), "stored"]
-    said = re.search(r"waiting for data .*, compute ([\d.]+)", capsys.readouterr().out)
-    assert float(said[1]) >= 0.05
-
-
-@pytest.mark.long
-def test_stored_records_are_hugging_face_activations(texts, tmp_path):
-    """The whole way: text, tokens, packing, model, shard; the last layer included."""
+def test_stored_records_are_hugging_face_activations(texts, tmp_path, caplog):
+    """The whole way: text, tokens, packing, model, shard; the last layer included. JAX says what it
+    compiles: one program serves all steps."""
     reference = make_reference(tmp_path / "model", num_key_value_heads=2, vocab_size=300)
     demo.write_tokenizer(reference.folder, [])
     rows = [{"text": f"Sample {n}, " * (n % 9 + 1), "id": n} for n in range(40)]
@@ -82,26 +174,28 @@ def test_stored_records_are_hugging_face_activations(texts, tmp_path):
     out = tmp_path / "out"
     flags = ["--model_path", reference.folder, "--dataset_path", texts(rows)]
     flags += ["--layers_to_extract", 0, depth - 1, "--max_seq_length", 64]
-    assert main(*flags, "--output_dir", out) == 0
+    with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
+        assert main(*flags, "--output_dir", out) == 0
+    messages = [record.getMessage() for record in caplog.records]
+    assert len([m for m in messages if "Finished XLA compilation of jit(apply)" in m]) == 1
     shard = pickle.load(gzip.open(out / "shard_0001.pkl.gz"))
-    for layer in (0, depth - 1):
-        assert [record["doc_id"] for record in shard[layer]] == list(range(40))
-        for record in shard[layer]:
-            expected = reference.hooked(record["token_ids"][None])[
-                f"blocks.{layer}.hook_resid_post"
-            ][0]
-            assert error_of(record["activation"], expected) < TOLERANCE
+    for first, last in zip(shard[0], shard[depth - 1], strict=True):
+        expected = reference.hooked(first["token_ids"][None])
+        for layer, record in ((0, first), (depth - 1, last)):
+            values = expected[f"blocks.{layer}.hook_resid_post"][0]
+            assert error_of(record["activation"], values) < TOLERANCE
             assert record["text_preview"] == rows[record["doc_id"]]["text"][:200]
+    assert [record["doc_id"] for record in shard[0]] == list(range(40))
 
 
 def test_a_run_that_continues_says_so_and_from_where(texts, demo_inputs, tmp_path, capsys):
-    """The totals count all that is stored."""
+    """The totals count all that is stored; metrics of earlier runs stay, unless all is deleted."""
     out, path = tmp_path / "out", texts([{"text": f"number {n} " * 9} for n in range(60)])
     flags = flags_for(demo_inputs, out, "--dataset_path", path, "--log_every", 1)
     flags += ["--shard_size_gb", 5e-4, "--max_samples", 60]
 
-    def printed():
-        assert main(*flags) == 0
+    def printed(*more):
+        assert main(*flags, *more) == 0
         return "\n".join(capsys.readouterr())
 
     def killed_after(shards):
@@ -111,6 +205,7 @@ def test_a_run_that_continues_says_so_and_from_where(texts, demo_inputs, tmp_pat
         set_status(out, "running")
 
     assert "continuing" not in printed()
+    metrics = (out / "metrics.jsonl").read_text()
     whole = json.loads((out / "metadata.json").read_text())
     killed_after(2)
     commits = [json.loads((out / f"shard_000{number}.json").read_text()) for number in (1, 2)]
@@ -120,13 +215,74 @@ def test_a_run_that_continues_says_so_and_from_where(texts, demo_inputs, tmp_pat
     assert f"continuing {out} after {samples} samples and {tokens:,} tokens in 2 shards\n" in again
     assert f"60 of 60 samples, {whole['tokens']:,} tokens, " in again  # progress
     assert f"done: 60 samples, {whole['tokens']:,} tokens, " in again
+    of_both = (out / "metrics.jsonl").read_text()
+    last = json.loads(of_both.splitlines()[-1])
+    assert of_both.startswith(metrics) and last.keys() >= GAUGES.keys()
+    assert last["samples"] == 60 and last["tflops_per_second_per_chip"] > 0
     killed_after(0)
     assert "continuing" not in printed()
     again = printed()
     assert "everything has been computed already" in again and "continuing" not in again
+    printed("--overwrite")
+    assert not (out / "metrics.jsonl").read_text().startswith(metrics)
 
 
-DEFECTS = (Progress, "advance"), (HookedQwen2, "flops"), (Progress, "close"), (ShardFormat, "pack")
+MESSAGES = [(0, False, "IW"), (None, False, "IW"), (1, False, "W"), (1, True, "DIW")]
+
+
+@pytest.mark.parametrize("host,verbose,levels", MESSAGES)
+def test_log_lines_say_when_where_and_how_grave(capsys, host, verbose, levels):
+    start_logging(verbose, 3, host)
+    for level in (logging.DEBUG, logging.INFO, logging.WARNING):
+        log.log(level, "a message")
+    lines = capsys.readouterr().err.splitlines()
+    assert [LINE.fullmatch(line)[1][0] for line in lines] == [*levels]
+
+
+@pytest.mark.parametrize(
+    "limits,counts",
+    [
+        ((100, None), "55 of 100 samples, 6,900 tokens"),
+        ((None, 9900), "55 samples, 6,900 of 9,900 tokens"),
+        ((None, None), "55 samples, 6,900 tokens"),
+    ],
+)
+def test_a_line_of_progress_and_of_metrics_every_interval(limits, counts, monkeypatch, capsys):
+    """They count what earlier runs stored. Seconds pass only when the test says so."""
+    now, recorded = [100.0], []
+    monkeypatch.setattr(console.time, "perf_counter", lambda: now[0])
+    start_logging(False, 3, 0)
+    progress = Progress(*limits, (40, 900), 30, 4, 8e12, lambda: dict(GAUGES), recorded.append)
+    for _ in range(10):
+        now[0] += 10
+        progress.advance(samples=5, tokens=2000, flops=2e13, kept=2000)
+    assert [metrics["samples"] for metrics in recorded] == [55, 70, 85]
+    for metrics in recorded:
+        assert metrics["tokens_per_second"] == 200 and metrics["tokens_per_second_per_chip"] == 50
+        assert metrics["tflops_per_second_per_chip"] == 0.5
+        assert metrics["model_flops_utilisation"] == 0.25
+        assert metrics.items() >= GAUGES.items()
+    for _ in range(2):
+        progress.close()
+        assert recorded[-1]["samples"] == 90 and len(recorded) == 4
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4 and all(map(LINE.fullmatch, lines))
+    stored = "stored 2 shards, 3.00 GB, 4 being written, retries: 5"
+    assert lines[0].endswith(f": {counts}, 200 tokens/s, 25% of peak; {stored}")
+
+
+def test_metrics_in_a_bucket_outlive_the_disk(tmp_path):
+    remote = MemoryFolder(MemoryBucket(), Process())
+    for number in range(3):
+        storage = open_storage(tmp_path / str(number), {0: "h"}, remote=remote)
+        storage.open()
+        storage.record({"model_flops_utilisation": number / 10})
+        storage.finalize(complete=False)
+    lines = remote.read("metrics.jsonl").splitlines()
+    assert [json.loads(line)["model_flops_utilisation"] for line in lines] == [0, 0.1, 0.2]
+    assert read_stored(remote).metrics == {"model_flops_utilisation": 0.2}
+    (tmp_path / "metrics.jsonl").write_text('{"a": 1}\n{"a": 2}\n{"a":')  # cut off
+    assert read_stored(Folder(str(tmp_path))).metrics == {"a": 2}
 
 
 @pytest.fixture
@@ -141,10 +297,13 @@ def failing(demo_inputs, tmp_path, capsys):
     return run
 
 
+DEFECTS = (Progress, "advance"), (Progress, "close"), (ShardFormat, "pack")
+
+
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_has_its_traceback_and_is_no_failure_of_the_storage(failing, monkeypatch, defect):
     monkeypatch.setattr(*defect, lambda *_: 1 // 0)
-    printed = failing("--mesh_type", "2d")  # `auto` needs the operations before the run begins
+    printed = failing()
     assert "in <lambda>" in printed and "StorageError" not in printed
     last = printed.splitlines()[-1]
     assert last.startswith("error: unexpected ZeroDivisionError: ") and ". Stored in " in last

@@ -1,43 +1,34 @@
 """Pickled shards: written without copies, read without running what they say; damage is noticed."""
 
 import gzip
-import hashlib
 import os
 import pickle
 import re
 import struct
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
-import crc32c
 import ml_dtypes
 import numpy as np
 import pytest
 from extractions import HOOKS, extract, records_in, replace_shard, write_records
-from storages import open_storage
 
 import extract_activations
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import RunError
-from activation_extraction.store.commit import FileFacts
 from activation_extraction.store.formats import chosen_format
 from activation_extraction.store.pickle_file import pickle_pieces, records_of
 from activation_extraction.store.shard import SampleRow, Shard
-
-DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
-FLIPS = 200
 
 
 def peak_of(action):
     """The most bytes that Python had allocated."""
     tracemalloc.start()
-    try:
-        action()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    action()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
 
 
 def random(*shape):
@@ -51,7 +42,7 @@ def shard_of(values):
     return Shard(rows, {key: list(values) for key in HOOKS})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_arrays_are_pickled_as_by_numpy(dtype):
     shard = shard_of(random(2, 100, 1024).astype(dtype))
     written = b"".join(pickle_pieces(shard, HOOKS))
@@ -65,46 +56,15 @@ def test_arrays_are_pickled_as_by_numpy(dtype):
 
 def packed(shard, threads):
     with ThreadPoolExecutor(threads) as pool:
-        found = chosen_format("pickle", True).pack(shard, HOOKS, pool)
-    data = b"".join(found.parts)
-    crcs = (crc32c.crc32c(data[first : first + 2**20]) for first in range(0, len(data), 2**20))
-    sha256 = hashlib.sha256(data).hexdigest()
-    assert found.facts == FileFacts(len(data), sha256, crc32c="".join(f"{crc:08x}" for crc in crcs))
-    return data
+        return b"".join(chosen_format("pickle", True).pack(shard, HOOKS, pool).parts)
 
 
 def test_packing_copies_nothing_and_does_not_depend_on_the_number_of_threads():
     """Each thread has a few blocks of 4 MB ahead of what is written; the rest is compressed."""
     shard = shard_of(np.zeros((8, 2048, 1024), np.float32))
-    assert peak_of(lambda: pickle_pieces(shard, HOOKS)) < 1e6
     assert peak_of(lambda: packed(shard, 1)) < 30e6 < 64e6
     shard = shard_of(random(3, 999, 1024).astype(np.float16))
-    found = {packed(shard, threads) for threads in (1, 2, 5)}
-    assert len(found) == 1 and gzip.decompress(*found) == b"".join(pickle_pieces(shard, HOOKS))
-
-
-@pytest.mark.parametrize("compress", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_we_write_is_read_back(dtype, compress, tmp_path):
-    values = random(300, 64).astype(dtype)
-    doc_ids = ["<urn:ä𝄞>", 7, -(2**70), 0.5, None, "x" * 70_000]
-    with open_storage(tmp_path, HOOKS, compress_shards=compress) as storage:
-        for number, doc_id in enumerate(doc_ids):
-            tokens, text = 300 if number else 1, "Grüße, 世界 \u2028\n\0 𝄞" * number
-            ids = np.arange(tokens, dtype=np.int32)
-            for key in HOOKS:
-                given = values[:tokens] + key, number * 2**40, text, ids, doc_id
-                storage.add_activation(key, *given)
-    (path,) = tmp_path.glob("shard_0001.pkl*")
-    found = records_in(path, 10**7)
-    expected = pickle.loads(gzip.decompress(path.read_bytes()) if compress else path.read_bytes())
-    np.testing.assert_equal(found, expected)
-    for key in HOOKS:
-        assert [record["doc_id"] for record in found[key]] == doc_ids
-        for record in found[key]:
-            for name, of in (("activation", dtype), ("token_ids", np.int32)):
-                assert type(record[name]) is np.ndarray and record[name].flags.writeable
-                assert record[name].dtype == of
+    assert packed(shard, 1) == packed(shard, 3)
 
 
 class Gadget:
@@ -117,15 +77,13 @@ class Gadget:
         return self.call
 
 
-GADGETS = {  # objects whose unpickling makes a file `ran`, or which are no numbers
+GADGETS = {  # objects whose unpickling makes a file `ran`, or which no shard of ours has
     "os.system": Gadget(os.system, "touch ran"),
-    "eval": Gadget(eval, "open('ran', 'w')"),
     "getattr": Gadget(getattr, Gadget(__import__, "os"), "system"),
     "method of NumPy": Gadget(np.ndarray.tofile, np.zeros(1), "ran"),
     "objects in an array": np.array([Gadget(os.system, "touch ran")], dtype=object),
     "fields in an array": np.zeros(1, [("a", "f4")]),
-    "array subclass": np.ma.masked_array([1.0]),
-    "complex": 1j,
+    "another byte order": np.ones(1, ">f4"),
 }
 
 
@@ -138,15 +96,11 @@ BFLOAT16 = name_of(b"ml_dtypes", b"bfloat16")
 FLOAT32 = DTYPE + b"\x8c\x02f4\x85R"
 EMPTY = name_of(b"numpy._core.multiarray", b"_reconstruct") + ARRAY + b"K\x00\x85C\x01b\x87R"
 BY_HAND = {
-    "persistent id": b"\x80\x04}Q.",
     "INST": b"(S'touch ran'\nios\nsystem\n.",
-    "NEWOBJ": b"\x80\x04" + name_of(b"os", b"system") + b")\x81.",
     "a line in a name": b"\x80\x04" + name_of(b"a\nb\x1b[2J", b"\xed\xa0\x80") + b".",
     "attributes of a class": b"\x80\x04" + DTYPE + b"N}\x8c\x0c__defaults__)s\x86b.",
     "another bfloat16": b"\x80\x04" + BFLOAT16 + b"}\x8c\x05dtype" + FLOAT32 + b"sb.",
     "another float32": b"\x80\x04" + FLOAT32 + b"(K\x03\x8c\x01>NNNK\x00K\x00K\x3ftb.",
-    "array of what": b"\x80\x04" + EMPTY + b"(K\x01K\x01\x85" + ARRAY + b"\x89C\x04abcdtb.",
-    "array of a list": b"\x80\x04" + EMPTY + b"(K\x01K\x01\x85" + FLOAT32 + b"\x89]tb.",
     "array of addresses": b"\x80\x04" + DTYPE + b"\x8c\x02O8\x89\x88\x87R.",
 }
 
@@ -175,19 +129,14 @@ def long(number):
     return b"\x8a\x08" + struct.pack("<q", number)
 
 
-def array(shape):
-    """An array of this shape, of which there are no bytes."""
-    return b"\x80\x04" + EMPTY + b"(K\x01" + shape + FLOAT32 + b"\x89C\0tb."
-
-
 HUGE = {
     "bytes": b"\x80\x04\x8e" + struct.pack("<Q", 2**40),
     "bytearray": b"\x80\x05\x96" + struct.pack("<Q", 2**28),
     "memo": b"\x80\x04]r" + struct.pack("<I", 2**24) + b".",  # in C: 256 MB, or 64 GB
     "line": b"I" + b"1" * 2_000_000,
-    "a product of sizes that overflows": array(long(2**62) + b"K\x08\x86"),
-    "more values than bytes": array(long(10**9) + b"\x85"),
-    "a new array of a huge size": b"\x80\x04" + ARRAY + long(10**12) + b"\x85\x81.",
+    "more values than bytes": (
+        b"\x80\x04" + EMPTY + b"(K\x01" + long(10**9) + b"\x85" + FLOAT32 + b"\x89C\0tb."
+    ),
     "a call of the array type": b"\x80\x04" + ARRAY + long(10**12) + b"\x85\x85R.",
 }
 
@@ -216,56 +165,27 @@ def test_a_decompression_bomb_takes_little_memory(tmp_path):
             ActivationDataset(tmp_path)[3]
 
 
-# Damage.
-
-
-@pytest.mark.parametrize("compress", [True, False])
-def test_what_is_cut_short_or_goes_on_or_is_no_pickle_is_told(compress, tmp_path):
-    extract(tmp_path, compress_shards=compress)
-    (path,) = tmp_path.glob("shard_0001.pkl*")
-    whole = path.read_bytes()
-    for length in (*range(0, len(whole), 97), len(whole) - 1):
-        path.write_bytes(whole[:length])
-        read_fails(path, f"^{path.name}: cannot be read: ")
-    for data in (b"garbage", gzip.compress(b""), gzip.compress(b"."), whole[::-1], whole + b"more"):
-        path.write_bytes(data)
-        read_fails(path, f"^{path.name}: ")
-    path.write_bytes(whole)
-    size = len(gzip.decompress(whole) if compress else whole)
-    assert len(records_in(path, size)[3]) == 3
+def test_a_flipped_bit_never_gives_other_activations(tmp_path):
+    """Where a shard is read as the README says: it raises, or the data is what it was."""
+    extract(tmp_path)
+    path, chance, raised = tmp_path / "shard_0001.pkl.gz", np.random.default_rng(3), 0
+    readme = Path(extract_activations.__file__).with_name("README.md").read_text()
+    (expression,) = re.findall(r"`(pickle\.loads\(.*?\))`", readme)
+    read = eval(f"lambda path: {expression}", {"gzip": gzip, "pickle": pickle})
+    whole, expected = path.read_bytes(), read(path)
+    size = len(gzip.decompress(whole))
+    np.testing.assert_equal(records_in(path, size), expected)
     read_fails(path, f"unpacks to more than {size - 1} bytes", size - 1)
-
-
-def run(code):
-    scope: dict = {}
-    exec(code, scope)
-    return scope["records"]
-
-
-def in_readme(path):
-    text = Path(extract_activations.__file__).with_name("README.md").read_text()
-    (expression,) = re.findall(r"`(pickle\.loads\(.*?\))`", text)
-    return f"import gzip, pickle\npath = {str(path)!r}\nrecords = {expression}"
-
-
-@pytest.mark.parametrize("source", ["README", "records_in"])
-def test_a_flipped_bit_never_gives_other_activations(source, tmp_path, monkeypatch):
-    """Every way of reading that we name raises, or the data is what it was."""
-    path = tmp_path / "out/shard_0001.pkl.gz"
-    extract(path.parent)
-    monkeypatch.chdir(tmp_path)
-    read = partial(run, in_readme(path)) if source == "README" else partial(records_in, path)
-    whole, chance, raised = path.read_bytes(), np.random.default_rng(3), 0
-    expected = pickle.loads(gzip.decompress(whole))
-    np.testing.assert_equal(read(), expected)
-    for _ in range(FLIPS):
+    record = records_in(path)[3][0]
+    assert {type(record[name]) for name in ("activation", "token_ids")} == {np.ndarray}
+    for _ in range(100):
         data = bytearray(whole)
         data[chance.integers(len(data))] ^= 1 << chance.integers(8)
         path.write_bytes(data)
         try:
-            found = read()
+            found = read(path)
         except Exception:
             raised += 1
         else:
             np.testing.assert_equal(found, expected)
-    assert raised > 0.9 * FLIPS
+    assert raised > 90

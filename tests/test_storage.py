@@ -1,9 +1,14 @@
-"""ActivationStorage: what it stores, refuses and leaves behind; failing disks."""
+"""ActivationStorage: what it stores, refuses and leaves behind, also while a bucket is slow."""
 
 import gzip
 import json
 import pickle
 import re
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,19 +17,21 @@ import numpy as np
 import pytest
 import torch
 from memory_bucket import MemoryBucket, MemoryFolder, Process
+from small_runs import status
 from storages import open_storage
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import InputError, RunError, StorageError
-from activation_extraction.store import local_files
+from activation_extraction.store.commit import number_of
+from activation_extraction.store.folder import FolderError
 from activation_extraction.store.identity import Identity
 
 HOOKS = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 HIDDEN = 16
 
 
-def activation(sample, key, tokens, dtype=np.float32):
+def activation(sample, key, tokens=10, dtype=np.float32):
     return np.random.default_rng([sample, key]).standard_normal((tokens, HIDDEN)).astype(dtype)
 
 
@@ -56,22 +63,16 @@ def commits(folder):
 def test_shards_commits_and_metadata_describe_what_was_given(tmp_path):
     storage = fill(tmp_path, metadata={"model": "tiny"})
     parts = commits(tmp_path)
-    assert [part["samples"] for part in parts] == [
-        {"first": 0, "last": 2, "count": 3},
-        {"first": 3, "last": 5, "count": 3},
-        {"first": 6, "last": 8, "count": 3},
-        {"first": 9, "last": 9, "count": 1},
-    ]
-    for part in parts:
+    of_shards = [range(3), range(3, 6), range(6, 9), range(9, 10)]
+    for part, numbers in zip(parts, of_shards, strict=True):
+        assert part["samples"] == dict(first=numbers[0], last=numbers[-1], count=len(numbers))
         assert [hook["name"] for hook in part["hooks"]] == list(HOOKS.values())
         shard = pickle.load(gzip.open(tmp_path / part["file"]))
         assert list(shard) == [3, 5]
-        numbers = range(part["samples"]["first"], part["samples"]["last"] + 1)
         for key, records in shard.items():
-            assert [record["sample_idx"] for record in records] == [*numbers]
             for number, record in zip(numbers, records, strict=True):
                 expected = {
-                    **{"hook": HOOKS[key], "activation": activation(number, key, 10)},
+                    **{"hook": HOOKS[key], "activation": activation(number, key)},
                     **{"shape": (10, HIDDEN), "text_preview": f"text {number}"},
                     **{"token_ids": np.arange(10, dtype=np.int32), "doc_id": f"id-{number}"},
                     "positions": np.arange(10, dtype=np.int32),
@@ -83,34 +84,6 @@ def test_shards_commits_and_metadata_describe_what_was_given(tmp_path):
     assert (total["shards"], total["samples"], total["tokens"]) == (4, 10, 100)
     sizes = [part["files"][part["file"]]["bytes"] for part in parts]
     assert total["bytes"] == sum(sizes) == storage.totals.bytes
-    everything = np.concatenate([activation(sample, 5, 10) for sample in range(10)])
-    norms = np.linalg.norm(everything, axis=1)
-    found = total["hooks"][1]
-    assert found["tokens"] == 100
-    np.testing.assert_allclose(
-        [found["mean"], found["variance"], found["mean_norm"], found["max_norm"]],
-        [everything.mean(), everything.var(), norms.mean(), norms.max()],
-        rtol=1e-5,
-    )
-
-
-def test_a_shard_exists_only_with_its_json(tmp_path, monkeypatch):
-    """The JSON is the commit: when it cannot be written, the run fails and totals do not count."""
-    original = local_files.write_file
-
-    def write_file(path, *given):
-        if path.name == "shard_0002.json":
-            assert (tmp_path / "shard_0002.pkl.gz").exists()
-            assert (tmp_path / "shard_0001.json").exists()
-            raise OSError(28, "No space left on device")
-        return original(path, *given)
-
-    monkeypatch.setattr(local_files, "write_file", write_file)
-    with pytest.raises(StorageError, match=r"shard_0002.*No space left on device"):
-        fill(tmp_path)
-    assert [part["file"] for part in commits(tmp_path)] == ["shard_0001.pkl.gz"]
-    assert not (tmp_path / "shard_0003.json").exists()
-    assert json.loads((tmp_path / "metadata.json").read_text())["status"] == "failed"
 
 
 def test_a_changed_source_names_the_shards_since_the_last_look(tmp_path):
@@ -122,32 +95,13 @@ def test_a_changed_source_names_the_shards_since_the_last_look(tmp_path):
     assert len(commits(tmp_path)) == 3
 
 
-def test_an_exception_commits_what_is_complete(tmp_path):
-    """In a run that is said to be complete, a sample that lacks hooks is an error instead."""
-    for failing in (True, False):
-        told = "elsewhere" if failing else r"sample 1 has no activation for \[5\]"
-        with pytest.raises(ValueError, match=told):
-            with open_storage(tmp_path / told[:4], HOOKS) as storage:
-                add(storage, 0)
-                storage.add_activation(3, activation(1, 3, 10), 1, "only one of two hooks")
-                if failing:
-                    raise ValueError("elsewhere")
-        (part,) = commits(tmp_path / told[:4])
-        assert part["samples"] == {"first": 0, "last": 0, "count": 1}
-        status = json.loads((tmp_path / told[:4] / "metadata.json").read_text())["status"]
-        assert status == ("interrupted" if failing else "complete")
-
-
-def test_ctrl_c_while_waiting_for_the_writer_loses_nothing(tmp_path, monkeypatch):
-    """In a notebook, say, where the caller may go on."""
-    with open_storage(tmp_path, HOOKS, shard_size_gb=4e-6) as storage:
-        for sample in range(3):
-            add(storage, sample)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(storage._writer, "take", Mock(side_effect=KeyboardInterrupt))
-            add(storage, 3)
-        add(storage, 3)
-    assert [part["samples"]["first"] for part in commits(tmp_path)] == [0, 3]
+def test_a_sample_that_lacks_hooks_is_an_error_at_the_end_of_a_complete_run(tmp_path):
+    with pytest.raises(ValueError, match=r"sample 1 has no activation for \[5\]"):
+        with open_storage(tmp_path, HOOKS) as storage:
+            add(storage, 0)
+            storage.add_activation(3, activation(1, 3), 1, "only one of two hooks")
+    (part,) = commits(tmp_path)
+    assert part["samples"]["count"] == 1 and status(tmp_path) == "complete"
 
 
 ONE = np.float32(1)
@@ -157,65 +111,50 @@ REFUSED = [  # the activation of sample 9 at hook 0, of which hook 1 has 2 token
     (np.full((3, 4), ONE), [1, 2, 3], "3, expected 2 tokens as at other hooks"),
     (np.full((2, 5), ONE), [1, 2], f"width 5, dtype float32, {AS_BEFORE}"),
     (np.ones((2, 4)), [1, 2], f"width 4, dtype float64, {AS_BEFORE}"),
-    (np.full(4, ONE), [1, 2], f"the activation has shape (4,), {SHAPE}"),
     (np.full((2, 4), ONE), [1], f"the activation has shape (2, 4), {SHAPE}"),
-    (np.full((2, 0), ONE), [1, 2], f"the activation has shape (2, 0), {SHAPE}"),
     (torch.ones(2, 4, requires_grad=True), None, "the tensor requires grad; give tensor.det"),
     (torch.ones(2, 4, device="meta"), None, "the tensor is on meta; give tensor.detach().cpu()"),
-    (torch.ones(2, 4).to(torch.float8_e4m3fn), None, "Tensor of torch.float8_e4m3fn: expected an"),
     (torch.ones(2, 4).to_sparse(), None, "Tensor of torch.float32: expected an array of numbers"),
     (np.ones((2, 4), complex), [1, 2], "dtype complex128, expected one of bfloat16, bool, "),
     ([["a", "b"]] * 2, [1, 2], "dtype str32, expected one of bfloat16, bool, "),
-    (np.full((2, 4), ONE), [0.5, 1], "token ids of dtype float64, expected int32"),
     (np.full((2, 4), ONE), [2**31, 1], "token ids of dtype int64, expected int32"),
 ]
 
 
-@pytest.mark.parametrize("in_bucket", [False, True])
-def test_wrong_additions_are_refused_by_name(tmp_path, in_bucket):
+def test_wrong_additions_are_refused_by_name(tmp_path):
     """Also by the run that continues, since widths and dtypes are those of the stored shards."""
-    remote = MemoryFolder(MemoryBucket(), Process()) if in_bucket else None
     good = np.full((2, 4), ONE), 9, "", [1, 2]
-    for numbers in (range(3), [], range(10)):
-        storage = open_storage(tmp_path, {0: "h", 1: "i"}, remote=remote, shard_size_gb=1e-9)
+    for numbers in (range(3), []):
+        storage = open_storage(tmp_path, {0: "h", 1: "i"}, shard_size_gb=1e-9)
         with pytest.raises(ZeroDivisionError), storage:
             for number in numbers:
                 for key in (0, 1):
                     storage.add_activation(key, good[0], number, "", [1, 2])
-            if 9 not in numbers:
-                storage.add_activation(1, *good)
-                for values, ids, told in REFUSED:
-                    with pytest.raises(ValueError, match=re.escape(f"sample 9, hook 0: {told}")):
-                        storage.add_activation(0, values, 9, "", ids)
+            storage.add_activation(1, *good)
+            for values, ids, told in REFUSED:
+                with pytest.raises(ValueError, match=re.escape(f"sample 9, hook 0: {told}")):
+                    storage.add_activation(0, values, 9, "", ids)
             with pytest.raises(KeyError, match="hook 7 is not one of"):
                 storage.add_activation(7, *good)
             with pytest.raises(ValueError, match="sample 9, hook 1: given twice or out of order"):
                 storage.add_activation(1, *good)
             raise ZeroDivisionError
-    safetensors = {"shard_format": "safetensors"}
-    for number, (options, dtype, ids, told) in enumerate(
-        (
-            ({}, "float64", [1], "width 2, dtype float64, expected width 2, dtype bfloat16, as"),
-            (safetensors, "float64", None, "has no token ids, and safetens"),
-            (safetensors, complex, [1], "dtype complex128, expected one of bfloat16, bool, "),
-        )
-    ):
-        identity, folder = Identity(activation_dtype="bfloat16"), tmp_path / f"other{number}"
-        with open_storage(folder, {0: "h"}, identity=identity, **options) as storage:
+    options = {"identity": Identity(activation_dtype="bfloat16"), "shard_format": "safetensors"}
+    with open_storage(tmp_path / "other", {0: "h"}, **options) as storage:
+        for ids, told in (
+            (None, "has no token ids, and safetens"),
+            ([1], "width 2, dtype float64, expected width 2, dtype bfloat16, as"),
+        ):
             with pytest.raises(ValueError, match=f"^sample 0, hook 0: {told}"):
-                storage.add_activation(0, np.ones((1, 2), dtype), 0, "", ids)
-
-
-BOTH_INFINITIES = np.where(np.arange(HIDDEN) % 2, np.inf, -np.inf)
+                storage.add_activation(0, np.ones((1, 2)), 0, "", ids)
 
 
 @pytest.mark.parametrize(
     "value,dtype,stored,remedy",
     [
-        (np.nan, np.float32, "", "check its weights"),
         (np.nan, np.float32, "float8", "check its weights"),
         (1e6, np.float16, "", "float16 ends at 65504"),
-        (BOTH_INFINITIES, np.float32, "", "check its weights"),
+        (np.where(np.arange(HIDDEN) % 2, np.inf, -np.inf), np.float32, "", "check its weights"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
@@ -262,22 +201,14 @@ def test_arrays_of_pytorch_and_jax(tmp_path, dtype, shard_format):
         np.testing.assert_array_equal(sample["h"], expected[: len(values)])
 
 
-IS_A_URL = "is a URL, expected a local folder"
-SCALES = {1: "stream", 2: "stream.scale"}
+CODES, FLOAT8 = Identity(code_hooks=("h",)), Identity(activation_dtype="float8")
 OPENED = [  # the folder, its hooks, options, what is told
-    ("s3://b/run?token=x", HOOKS, {}, f"output_dir s3://b/run: {IS_A_URL}"),
-    (Path("nope://b"), HOOKS, {}, f"output_dir nope:/b: {IS_A_URL}"),
+    ("s3://b/run?token=x", HOOKS, {}, "output_dir s3://b/run: is a URL, expected a local folder"),
+    (Path("nope://b"), HOOKS, {}, "output_dir nope:/b: is a URL, expected a local folder"),
     ("own", HOOKS, {"shard_format": "parquet"}, "shard_format 'parquet': expected pickle or sa"),
     ("own", {0: "position"}, {}, "hook position: a shard calls something else position"),
-    ("own", {0: "h", 1: "h"}, {}, "hook h: a shard calls something else h"),
-    (
-        *("own", {0: "h", 1: "h.ids"}, {"identity": Identity(code_hooks=("h",))}),
-        "hook h.ids: a shard calls something else h.ids",
-    ),
-    (
-        *("own", SCALES, {"identity": Identity(activation_dtype="float8")}),
-        "hook stream.scale: a shard calls something else stream.scale",
-    ),
+    ("own", {0: "h", 1: "h.ids"}, {"identity": CODES}, "hook h.ids: a shard calls something"),
+    ("own", {0: "h", 1: "h.scale"}, {"identity": FLOAT8}, "hook h.scale: a shard calls something"),
 ]
 
 
@@ -297,3 +228,134 @@ def test_overwriting_removes_shards_and_nothing_of_others(tmp_path):
     fill(tmp_path, count=2, overwrite=True)
     ours = {f"shard_0001.{end}" for end in ("json", "npz", "pkl.gz", "samples.parquet")}
     assert {path.name for path in tmp_path.iterdir()} == theirs | ours | {"metadata.json"}
+    for name in ("shard_0001.safetensors", "shard_0007.json", "metadata.json"):  # of who knows whom
+        folder = tmp_path / name.replace(".", "_")
+        folder.mkdir()
+        (folder / name).write_bytes(b"{}")
+        with pytest.raises(InputError, match=f"{name} may not be of this program"):
+            fill(folder, overwrite=True)
+        assert [path.name for path in folder.iterdir()] == [name]
+
+
+SHARD = 1000 * HIDDEN * 4 * len(HOOKS)  # bytes of a sample of 1000 tokens: each fills a shard
+
+
+def until(condition):
+    """Waits, in vain for a minute at most."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class SlowStore(MemoryFolder):
+    """Takes a shard once it is let go, or refuses it. `arrived` names files in their order."""
+
+    def __init__(self, refused=()):
+        super().__init__(MemoryBucket(), Process(self.hold))
+        self.go = [threading.Event() for _ in range(31)]  # by number
+        self.refused = refused
+        self.begun: set[int] = set()
+        self.arrived: list[str] = []
+
+    def hold(self, _, request):
+        if re.fullmatch(r"writing .*\.pkl", request):
+            number = number_of(request.split()[1])
+            self.begun.add(number)
+            assert self.go[number].wait(600)
+            if number in self.refused:
+                raise FolderError("permission denied")
+
+    def write(self, name, parts, expected):
+        version = super().write(name, parts, expected)
+        self.arrived.append(name)
+        return version
+
+    def let_go(self, *numbers):
+        for number in numbers:
+            self.go[number].set()
+
+    @property
+    def committed(self):
+        """In the order of their commits; the first one's JSON is written twice: to reserve it."""
+        jsons = [name for name in self.arrived if re.fullmatch(r"shard_\d+\.json", name)]
+        return [number_of(name) for name in jsons][1:]
+
+
+def open_slow(folder, store, **options):
+    usual = {"shard_size_gb": SHARD / 1e9, "compress_shards": False, "waiting_shards_gb": 1}
+    return open_storage(folder, HOOKS, remote=store, **usual | options)
+
+
+def test_adding_stops_at_the_ceiling_of_memory_and_goes_on_when_there_is_room(tmp_path):
+    store = SlowStore()
+    waits: list[int] = []
+    most, on_wait = 5.25 * SHARD / 1e9, partial(waits.append, 1)
+    storage = open_slow(tmp_path, store, waiting_shards_gb=most, on_wait=on_wait)
+    added = []
+
+    def work():
+        for sample in range(30):
+            add(storage, sample, 1000)
+            added.append(sample)
+        storage.finalize()
+
+    def is_full(shards):
+        """With two samples that are in no shard yet; the last one is not added, but waits."""
+        until(lambda: storage.gauges()["bytes_waiting"] == 6 * SHARD and len(store.begun) == shards)
+        assert len(added) == shards + 1
+
+    with ThreadPoolExecutor(1) as threads:
+        working = threads.submit(work)
+        is_full(4)
+        assert storage.totals.shards == 0 and not store.committed
+        store.let_go(1)
+        is_full(5)
+        store.let_go(4, 3, 5)  # they arrive, and wait for the second one
+        tables = {f"shard_000{number}.samples.parquet" for number in (3, 4, 5)}
+        until(lambda: tables <= {*store.arrived})
+        assert store.committed == [1] and not working.done()
+        is_full(5)
+        store.let_go(*range(31))
+        working.result(60)
+    assert storage.totals.shards == 30 and store.committed == [*range(1, 31)]
+    assert sum(storage.waited.values()) > 0 and waits
+    assert storage.gauges()["bytes_waiting"] <= SHARD  # the last sample's, which none followed
+
+
+@pytest.mark.parametrize("refused", [(3,), (3, 2)])
+def test_a_shard_that_fails_stops_those_after_it_only(tmp_path, refused):
+    """If two shards fail, the message is about the first one, although it fails later."""
+    store = SlowStore(refused)
+    storage = open_slow(tmp_path, store)
+    for sample in range(7):
+        add(storage, sample, 1000)
+    store.let_go(3, 4, 5, 6)
+    until(lambda: "shard_0006.npz" in store.arrived and storage._writer._jobs[2].stored.done())
+    for sample in (7, 8):
+        with pytest.raises(StorageError, match="shard_0003.pkl: permission denied"):
+            add(storage, sample, 1000)
+    store.let_go(2, 1)
+    with pytest.raises(StorageError, match=f"shard_000{refused[-1]}.pkl: permission denied"):
+        storage.finalize()
+    assert store.committed == [*range(1, refused[-1])]
+    assert storage.totals.shards == len(store.committed)
+    assert status(tmp_path) == "failed"
+
+
+def test_ctrl_c_while_the_last_shards_are_stored_waits_for_none(tmp_path):
+    store = SlowStore()
+    storage = open_slow(tmp_path, store)
+    for sample in range(3):
+        add(storage, sample, 1000)
+    main = threading.get_ident()
+
+    def interrupt():
+        until(lambda: len(store.begun) == 3)  # the last one is cut by `finalize`
+        signal.pthread_kill(main, signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as threads, pytest.raises(KeyboardInterrupt):
+        threads.submit(interrupt)
+        storage.finalize(complete=False)
+    assert not store.committed
+    store.let_go(*range(31))

@@ -6,10 +6,8 @@ differs by a few percent.
 """
 
 import json
-import math
 from functools import partial
 
-import autoencoder_files as made
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +23,6 @@ from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.devices import CHIPS
 from activation_extraction.model.expert_kernel import ROWS, pallas_experts
 from activation_extraction.model.experts import Stacks
-from activation_extraction.model.family import HookedModel
 from activation_extraction.model.kept import take
 from activation_extraction.run.topologies import MACHINES, topology_of
 from benchmarks.program_text import COLLECTIVE, groups
@@ -42,7 +39,6 @@ CONFIG_01B = FAMILIES.config(SHAPES["0.1B"])
 QWEN_7B = FAMILIES.config(SHAPES["7B"])
 EIGHT = "--layers_to_extract 6 9 12 15 18 21 24 27"
 WINDOWS = dict(use_sliding_window=True, sliding_window=512, max_window_layers=12)
-OF_72B = "--batch_size 4 --layers_to_extract 9 19 29 39 49 59 69 79 --mesh_axes"
 SPLASH, DELTA, EXPERTS = "%splash", "%gated_delta_rule", "experts"
 PROGRAMS = {  # shape, flags, machine, kernels of a layer
     "dense": (SHAPES["7B"], f"--mesh_type 2d {EIGHT}", "v5e:4x4", [SPLASH]),
@@ -57,33 +53,17 @@ PROGRAMS = {  # shape, flags, machine, kernels of a layer
         "--mesh_shape 8 --mesh_axes data --layers_to_extract 3 15 31",
         *("v6e:2x4", [SPLASH, DELTA]),
     ),
-    "72B fsdp": (
+    "pipeline": (
         SHAPES["72B"],
-        f"{OF_72B} data,fsdp,model --mesh_shape 16,4,4",
+        "--mesh_shape 4,16,4 --mesh_axes pipeline,data,model --batch_size 4 --layers_to_extract 79",
         *("v5e:16x16", [SPLASH]),
     ),
-    "72B pipeline": (
-        SHAPES["72B"],
-        f"{OF_72B} pipeline,data,model --mesh_shape 4,16,4",
-        *("v5e:16x16", [SPLASH]),
-    ),
-    "30B": (
-        SHAPES["30B-A3B"],
-        "--mesh_shape 4,4 --mesh_axes data,expert --layers_to_extract 3 31 47",
-        *("v6e:4x4", [SPLASH, EXPERTS]),
-    ),
-    "3.5-35B": (
+    "delta net and experts": (
         released("Qwen3.5-35B-A3B"),
         "--mesh_shape 8,8 --mesh_axes data,expert --batch_size 4 --layers_to_extract 3 31 39",
         *("v5e:8x8", [SPLASH, DELTA, EXPERTS]),
     ),
-    "Next-80B": (
-        released("Qwen3-Next-80B-A3B"),
-        "--mesh_shape 2,8 --mesh_axes data,expert --batch_size 4 --layers_to_extract 3 31 47",
-        *("v6e:4x4", [SPLASH, DELTA, EXPERTS]),
-    ),
 }
-QUICK = "dense", "windows"
 
 compile_quickly = partial(compile_for, effort=-1.0)
 
@@ -111,34 +91,17 @@ def crosses_data(compiled: Compiled, line: str) -> bool:
     return bool((data != data[:, :1]).any())
 
 
-def weights_per_chip(model: HookedModel) -> float:
-    """Bytes, when every axis that should split a weight does."""
-    size, total = model.layout.size, 0.0
-    for path, spec in FAMILIES.by_model_type(model.config.model_type).weight_table(model).items():
-        parts = size("fsdp", "model") * (1 if "self_attn" in path else size("query"))
-        parts *= size("pipeline") if path[0] == "layers" else 1
-        total += 2 * math.prod(spec.shape) / parts
-    return total
-
-
-def most_memory(compiled: Compiled) -> float:
-    """Bytes of a chip: of all arrays together, or at the peak."""
-    memory = compiled.memory
-    given = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return max(given + memory.temp_size_in_bytes, memory.peak_memory_in_bytes)
-
-
-@pytest.mark.parametrize("name", rare_but(QUICK, PROGRAMS))
+@pytest.mark.parametrize("name", rare_but(["dense"], PROGRAMS))
 def test_a_program_fits_and_sends_nothing_of_a_layer_between_hosts(name):
     """Products with experts are of sorted rows, not of all rows with all experts; layers of two
     types move about as much."""
     shape, flags, topology, kernels = PROGRAMS[name]
     compiled = compile_quickly(FAMILIES.config(shape), flags, topology)
-    arguments, plan = compiled.memory.argument_size_in_bytes, compiled.plan
-    assert most_memory(compiled) < CHIPS[topology_of(topology).kind.chip].memory
-    if EXPERTS not in kernels:
-        assert arguments == pytest.approx(weights_per_chip(compiled.model), rel=0.1)
-    if name == "72B pipeline":
+    memory, plan = compiled.memory, compiled.plan
+    given = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    taken = max(given + memory.temp_size_in_bytes, memory.peak_memory_in_bytes)
+    assert taken < CHIPS[topology_of(topology).kind.chip].memory
+    if name == "pipeline":
         return
     found, inside = collectives(compiled), plan.layer_loop()
     assert not [kind for kind, crosses in found if crosses]
@@ -160,8 +123,10 @@ def test_a_program_fits_and_sends_nothing_of_a_layer_between_hosts(name):
 
 
 @rare
-@pytest.mark.parametrize("topology,shape,busy", [("v6e:4x4", "4,4", 0.6), ("v5e:8x8", "16,4", 0.7)])
-@pytest.mark.parametrize("model", ["30B-A3B", "35B-A3B"])
+@pytest.mark.parametrize(
+    "model,topology,shape,busy",
+    [("30B-A3B", "v6e:4x4", "4,4", 0.6), ("35B-A3B", "v5e:8x8", "16,4", 0.7)],
+)
 def test_experts_move_little_more_than_they_must_and_send_while_they_compute(
     model, topology, shape, busy
 ):
@@ -205,25 +170,6 @@ def test_an_estimate_compiles_the_very_program_in_a_process_of_its_own(tmp_path,
     assert found["shape"] == {"data": 4} and found["compiled_gb"] == expected / 1e9
 
 
-@rare
-def test_a_plan_counts_the_products_of_autoencoders(tmp_path, monkeypatch):
-    """A product in float32 takes six passes; encoding reads at least the weights."""
-    monkeypatch.setattr(made, "D", SHAPES["0.1B"]["hidden_size"])
-    hook = "blocks.3.hook_resid_post"
-    usual = "--max_seq_length 512 --batch_size 4 --mesh_shape 4 --mesh_axes data"
-    before = compile_quickly(CONFIG_01B, f"{usual} --hook_names {hook}", "v5e:2x2").step
-    weights = 2 * made.D * made.F + made.F + made.D
-    for dtype, passes in (("float32", 6), ("bfloat16", 1)):
-        path, _ = made.sae_lens(tmp_path / dtype, hook=hook, dtype=dtype)
-        compiled = compile_quickly(CONFIG_01B, f"{usual} --encode {path}", "v5e:2x2")
-        program, step = compiled.program, compiled.step
-        sizes = StepSizes(program.model, program.weights, 4, 512, program.encoders)
-        estimate = sizes.estimate(program.layout, [*program.rows.mesh.devices.flat])
-        assert estimate.products == pytest.approx(times(compiled).products)
-        assert step.flops - before.flops == pytest.approx(passes * 2 * weights * 4 * 512 / 4)
-        assert step.hbm > before.hbm + 2 * weights
-
-
 def test_the_compiler_knows_every_machine_alike():
     """Devices, hosts and kinds are those that libtpu gives; the largest machines are left out."""
     for key, kind in MACHINES.items():
@@ -256,21 +202,13 @@ def test_the_delta_kernel_compiles_at_released_sizes(topology, name, dtype, part
 
 
 @pytest.mark.parametrize(
-    "topology", ["v6e:2x2", *(pytest.param(name, marks=rare) for name in ("v5e:2x2", "v5p:2x2x1"))]
-)
-@pytest.mark.parametrize(
-    "name,devices",
+    "topology,name,devices",
     [
-        ("Qwen3-30B-A3B", 4),
-        *(
-            pytest.param(f"Qwen3{name}", devices, marks=rare)
-            for name, devices in (
-                ("-235B-A22B", 8),
-                (".5-35B-A3B", 1),
-                ("-Next-80B-A3B", 8),
-                (".5-397B-A17B", 16),
-            )
-        ),
+        ("v6e:2x2", "Qwen3-30B-A3B", 4),
+        pytest.param("v5e:2x2", "Qwen3-235B-A22B", 8, marks=rare),
+        pytest.param("v6e:2x2", "Qwen3.5-35B-A3B", 1, marks=rare),
+        pytest.param("v5p:2x2x1", "Qwen3-Next-80B-A3B", 8, marks=rare),
+        pytest.param("v6e:2x2", "Qwen3.5-397B-A17B", 16, marks=rare),
     ],
 )
 def test_the_kernels_of_experts_compile_at_released_sizes(topology, name, devices):

@@ -21,11 +21,14 @@ from test_autoencoders import assert_codes, encoded
 from activation_extraction.inspect.export import export
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
-from activation_extraction.text.packing import pack, samples_of
 
 PYTHON = Path(os.environ.get("TRAINERS_PYTHON", f"{sys.prefix}/trainers/bin/python"))
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not PYTHON.exists(), reason="the trainers are not installed: make trainers"),
+]
 HOOKS: dict = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
-ROWS, TOKENS, WIDTH, FEATURES, SAMPLES = 16, 128, 32, 64, 1600
+TOKENS, WIDTH, FEATURES, SAMPLES = 128, 32, 64, 1600
 FORMS = {"sae_lens_cached": "sae_lens", "llamascopium": "llamascopium"}  # the others read the run
 
 
@@ -37,53 +40,42 @@ def folder(tmp_path_factory):
     chance = np.random.default_rng(0)
     directions = chance.standard_normal((FEATURES, WIDTH))
     further = chance.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5
-    samples = samples_of([list(range(TOKENS))] * SAMPLES)
+    stored = Identity(activation_dtype="bfloat16", shard_size_gb=5e-3)
     with open_storage(
-        folder / "activations",
-        HOOKS,
-        identity=Identity(activation_dtype="bfloat16", max_seq_length=TOKENS, shard_size_gb=5e-3),
-        shard_size_gb=5e-3,
-        hook_facts={key: {"width": WIDTH} for key in HOOKS},
+        folder / "activations", HOOKS, identity=stored, shard_size_gb=5e-3
     ) as storage:
-        for batch in pack(samples, ROWS, TOKENS):
-            active = chance.random((ROWS, TOKENS, FEATURES)) < 0.05
+        for number in range(SAMPLES):
+            active = chance.random((TOKENS, FEATURES)) < 0.05
             first = (active * chance.random(active.shape)) @ directions
-            values = {3: first, 5: first @ further}
-            storage.add_batch(
-                batch, {key: each.astype(ml_dtypes.bfloat16) for key, each in values.items()}
-            )
+            for name, values in zip(HOOKS, (first, first @ further), strict=True):
+                values, token_ids = values.astype(ml_dtypes.bfloat16), np.arange(TOKENS)
+                storage.add_activation(name, values, number, "", token_ids)
     return folder
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not PYTHON.exists(), reason="the trainers are not installed: make trainers")
+def run(script, *arguments, folder):
+    """What a script prints in the trainers' environment. extract_activations.py turns PyTorch off
+    for its own process."""
+    own = {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "USE_TORCH": "AUTO"}
+    command = [PYTHON, REPOSITORY / "tests/trainers" / script, *arguments]
+    environment = {**os.environ, **own}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.mark.parametrize("trainer", ["sae_lens", "dictionary_learning", *FORMS])
 def test_the_loss_falls(trainer, folder, tmp_path):
     (tmp_path / "activations").symlink_to(folder / "activations")
     if trainer in FORMS:
         export(Folder(str(folder / "activations")), FORMS[trainer], str(tmp_path / "export"), None)
-    # extract_activations.py turns PyTorch off for its own process.
-    own = {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "USE_TORCH": "AUTO"}
-    done = subprocess.run(
-        [PYTHON, REPOSITORY / "tests/trainers/train.py", trainer],
-        cwd=tmp_path,
-        env={**os.environ, **own},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = json.loads(done.stdout.splitlines()[-1])
+    losses = json.loads(run("train.py", trainer, folder=tmp_path).splitlines()[-1])
     assert len(losses) >= 80 and np.isfinite(losses).all()
     assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10]), losses
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not PYTHON.exists(), reason="the trainers are not installed: make trainers")
 def test_codes_are_those_of_publishers_own_code(tmp_path):
-    script, own = REPOSITORY / "tests/trainers/autoencoders.py", {"USE_TORCH": "AUTO"}
-    command = [PYTHON, script, str(made.D), str(made.F)]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | own, capture_output=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run("autoencoders.py", str(made.D), str(made.F), folder=tmp_path)
     expected = np.load(tmp_path / "expected.npz")
     x, names = expected["x"], {name.rpartition("/")[0] for name in expected.files} - {""}
     assert len(names) == 15

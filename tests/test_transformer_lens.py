@@ -16,10 +16,8 @@ from activation_extraction.model.hooks import hook_table
 from qwen2_jax_with_hooks import FAMILIES
 
 STORED = Path(__file__).parent / "transformer_lens_expectations.npz"
-MODELS = [
-    *("qwen2_tied", "qwen2_wide_heads", "qwen3", "qwen3_biased_yarn_sliding"),
-    *("qwen2_moe", "qwen3_moe", "qwen3_5"),
-]
+with np.load(STORED) as FILE:
+    MODELS = sorted({name.partition("/")[0] for name in FILE} - {"versions"})
 # Hooks of ours that TransformerLens does not have in models of these types.
 LACKING = {
     "qwen3_moe": ["blocks.0.mlp.experts.hook_out", "blocks.1.mlp.experts.hook_out"],
@@ -27,44 +25,31 @@ LACKING = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def expected(request):
-    """What the file holds of one model: by name without the model's."""
-    start = f"{request.param}/"
-    with np.load(STORED) as file:
-        return {n.removeprefix(start): file[n] for n in file.files if n.startswith(start)}
-
-
-def below(folder, expected):
-    return {n.removeprefix(folder): x for n, x in expected.items() if n.startswith(folder)}
-
-
-def hooks_of(expected):
-    """The configuration, and every hook that we have in this model."""
-    config = FAMILIES.config(json.loads(str(expected["config"])))
-    every = hook_table(config).all_hooks(config.num_hidden_layers, large=True)
-    return config, [hook for hook in every if not hook.kind.value.startswith("predicted.")]
-
-
-def test_transformer_lens_has_every_hook_of_our_table_and_every_alias(expected):
-    """But for a few that are named here; so every other hook is compared."""
-    config, hooks = hooks_of(expected)
-    ours = {hook.name: [a.format(hook.layer) for a in hook.kind.aliases] for hook in hooks}
-    for name in LACKING.get(config.model_type, ()):
-        assert not ours.pop(name)
-    assert json.loads(str(expected["aliases"])) == ours
-    assert {*below("hooks/", expected)} == {*ours}
+def below(folder, arrays):
+    return {n.removeprefix(folder): arrays[n] for n in arrays if n.startswith(folder)}
 
 
 @pytest.mark.long
-def test_every_hook_equals_transformer_lens(expected, tmp_path):
-    """For one row, in float32."""
-    config, hooks = hooks_of(expected)
-    save_file(below("weights/", expected), tmp_path / "model.safetensors")
-    token_ids = expected["token_ids"].astype(np.int32)[None]
+@pytest.mark.parametrize("name", MODELS)
+def test_every_hook_and_every_alias_equals_transformer_lens(name, tmp_path):
+    """For one row, in float32; but for a few hooks that are named here, it has all of ours."""
+    with np.load(STORED) as file:
+        found = below(f"{name}/", file)
+    weights, expected = below("weights/", found), below("hooks/", found)
+    config = FAMILIES.config(json.loads(str(found["config"])))
+    every = hook_table(config).all_hooks(config.num_hidden_layers, large=True)
+    hooks = [hook for hook in every if not hook.kind.value.startswith("predicted.")]
+    ours = {hook.name: [a.format(hook.layer) for a in hook.kind.aliases] for hook in hooks}
+    for lacking in LACKING.get(config.model_type, ()):
+        assert not ours.pop(lacking)
+    assert json.loads(str(found["aliases"])) == ours
+    assert expected.keys() == ours.keys()
+
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(str(found["config"]))
+    token_ids = found["token_ids"].astype(np.int32)[None]
     positions = np.arange(token_ids.size, dtype=np.int32)[None]
     batch, model = (token_ids, np.ones_like(token_ids), positions), Reference(None, tmp_path)
-    (tmp_path / "config.json").write_text(str(expected["config"]))
     got = {h.name: x[0] for h, x in values_on({"data": 1}, model, hooks, batch).items()}
-    for name, wanted in below("hooks/", expected).items():
-        assert error_of(got[name], wanted) < TOLERANCE, name
+    for hook, wanted in expected.items():
+        assert error_of(got[hook], wanted) < TOLERANCE, hook

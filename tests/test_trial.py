@@ -12,7 +12,7 @@ import pytest
 from command_line import main
 from interpreted import pallas
 from pods import flags_for
-from tiny_models import MOE_TEXT, TEXT
+from tiny_models import MOE_TEXT
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.model import trial
@@ -27,7 +27,6 @@ from activation_extraction.model.mesh import Layout, build_layout, usable_device
 from activation_extraction.model.trial import (
     TOLERANCE,
     attention_trials,
-    choose_kernel,
     delta_trials,
     expert_trials,
     largest_error,
@@ -44,11 +43,9 @@ RUNS = {
     "7B split": ("7B", 1000, 8, {}),
     "short": ("tiny", 20, 1, {}),
     "window": ("0.5B", 1000, 4, {"sliding_window": 4096}),
-    "odd length": ("0.5B", 2047, 1, {}),
 }
-SOME = [*RUNS][:4]
-EXPERTS = [(8, 256, 96), (3, 72, 40), (1, 64, 32)]  # how many; widths of tokens and of experts
-DELTA = [(2, 2, 128, 128), (1, 4, 32, 16)]  # key heads, values of each, sizes of keys and values
+EXPERTS = (8, 256, 96)  # how many; widths of tokens and of experts
+DELTA = (2, 2, 128, 128)  # key heads, values of each, sizes of keys and values
 
 
 def trials_of(name, dtype):
@@ -102,34 +99,29 @@ def with_other(name, change):
 
 
 RIGHT = [
-    *product((dense_attention, blocked_attention, flash), SOME, [BFLOAT16]),
+    (dense_attention, "0.5B", BFLOAT16),
+    *product((blocked_attention, flash), ("7B split", "short", "window"), [BFLOAT16]),
     (blocked_attention, "7B split", FLOAT32),
-    *product([grouped], EXPERTS, [BFLOAT16]),
+    (grouped, EXPERTS, BFLOAT16),
     (pallas, (3, 256, 128), BFLOAT16),
-    *product((tiled_experts, ragged_experts), EXPERTS, (BFLOAT16, FLOAT32)),
-    *product((gated_delta_rule, delta_rule), DELTA, (BFLOAT16, FLOAT32)),
+    *product((tiled_experts, ragged_experts), [EXPERTS], (BFLOAT16, FLOAT32)),
+    *product((gated_delta_rule, delta_rule), [DELTA], (BFLOAT16, FLOAT32)),
 ]
 WRONG = {  # a kernel, and a trial that it must not pass
     "all in one segment": (of_attention(3, lambda x: jax.tree.map(jnp.zeros_like, x)), "short"),
     "sees the next token": (of_attention(4, lambda first: first + 1), "0.5B"),
-    "misses the first token": (
-        of_attention(3, lambda x: x._replace(k=x.k.at[:, 0].set(-1))),
-        "0.5B",
-    ),
-    "scales again": (of_attention(0, lambda q: q * q.shape[-1] ** -0.5), "short"),
     "wrong in one head": (of_attention(None, lambda x: x.at[:, 5:9, -1].multiply(1.1)), "0.5B"),
     "not a number": (of_attention(None, lambda x: x.at[0, 0, 0, 0].set(jnp.nan)), "short"),
     "a key more than the window": (sees_more_than_the_window, "window"),
     "a row of the next expert": (
         of_experts(2, lambda x: x.at[jnp.argmax(x[:, 0] == 0), 0].set(1)),
-        EXPERTS[0],
+        EXPERTS,
     ),
-    "forgets the gate": (of_experts(3, with_other("gate", jnp.ones_like)), EXPERTS[0]),
-    "the first layer's experts": (of_experts(3, with_other("layer", jnp.zeros_like)), EXPERTS[0]),
-    "an expert for all tokens": (of_experts(2, lambda x: x.clip(0, 7)), EXPERTS[0]),
-    "forgets segments": (of_delta(5, jnp.ones_like), DELTA[0]),
-    "forgets nothing": (of_delta(3, lambda x: x * 0), DELTA[0]),
-    "reads the next head": (of_delta(0, lambda q: jnp.roll(q, 1, axis=2)), DELTA[0]),
+    "forgets the gate": (of_experts(3, with_other("gate", jnp.ones_like)), EXPERTS),
+    "the first layer's experts": (of_experts(3, with_other("layer", jnp.zeros_like)), EXPERTS),
+    "forgets segments": (of_delta(5, jnp.ones_like), DELTA),
+    "forgets nothing": (of_delta(3, lambda x: x * 0), DELTA),
+    "reads the next head": (of_delta(0, lambda q: jnp.roll(q, 1, axis=2)), DELTA),
 }
 
 
@@ -150,7 +142,7 @@ def test_wrong_kernels_are_found_out(wrong):
 
 @pytest.mark.parametrize(
     "kernel,place,name",
-    [(dense_attention, 2, "0.5B"), (tiled_experts, 3, EXPERTS[0]), (gated_delta_rule, 2, DELTA[0])],
+    [(dense_attention, 2, "0.5B"), (tiled_experts, 3, EXPERTS), (gated_delta_rule, 2, DELTA)],
 )
 def test_float32_may_not_be_rounded(kernel, place, name):
     def in_bfloat16(x):
@@ -161,55 +153,28 @@ def test_float32_may_not_be_rounded(kernel, place, name):
     assert largest_error(rounds, trials_of(name, FLOAT32)) > 10 * TOLERANCE["float32"]
 
 
-def test_a_run_is_tried_at_the_sizes_of_one_device():
-    """As many heads as a device has, and rows that are the run's or that kernels treat alike."""
-    eight, moe = usable_devices(every=True), FAMILIES.config(SHAPES["qwen3-moe"])
-    few = dataclasses.replace(moe, experts=dataclasses.replace(moe.experts, count=12))
-    of_experts = expert_trials(few, build_layout(eight, {"expert": 4, "model": 2}, 8), BFLOAT16)
-    split = build_layout(eight[:4], {"model": 4}, 2)
-    for trials, places, shapes in (
-        (trials_of("0.5B", BFLOAT16), (0, 1), [(2, 256, 14, 64), (2, 256, 2, 64)]),
-        (trials_of("7B split", BFLOAT16), (0, 1), [(2, 372, 7, 128), (2, 744, 1, 128)]),
-        (trials_of("odd length", BFLOAT16), (0,), [(2, 383, 14, 64)]),  # as 2047 % 128
-        (trials_of("short", BFLOAT16), (1,), [(2, 20, 2, 16)]),
-        (delta_trials(FAMILIES.config(TEXT), split, BFLOAT16), (2,), [(2, 300, 1, 2, 16)]),
-    ):
-        arguments = next(iter(trials)).arguments
-        assert [arguments[place].shape for place in places] == shapes
-    assert next(of_experts).arguments[3].gate.shape == (2, 3, 1024, 256)
-    *_, windowed = (each.arguments for each in trials_of("window", BFLOAT16))
-    assert windowed[0].shape[1] < windowed[1].shape[1] and windowed[5]
-
-
-def test_the_first_right_one_is_chosen_and_the_others_are_explained():
-    wrong, nan = (WRONG[name][0] for name in ("sees the next token", "not a number"))
-    trials, most = partial(trials_of, "short", BFLOAT16), TOLERANCE["bfloat16"]
-    candidates = {"broken": broken, "wrong": wrong, "right": dense_attention, "last": broken}
-    chosen = choose_kernel("attention", candidates, trials, most)
-    assert (chosen.name, chosen.function) == ("right", dense_attention)
-    assert list(chosen.passed_over) == ["broken", "wrong"]
-    assert chosen.passed_over["broken"] == "it fails: no such instruction"
-    assert chosen.passed_over["wrong"].startswith("it differs from the definition by ")
-    message = "no kernel for attention is right on this device: broken: it fails: .*; wrong: it "
-    with pytest.raises(RunError, match=message):
-        choose_kernel("attention", {"broken": broken, "wrong": nan}, trials, most)
-
-
-def test_kernels_are_tried_where_a_model_needs_them(monkeypatch):
+def test_the_first_right_kernel_is_chosen_where_a_model_needs_one(monkeypatch):
     """One that fails, as one for TPUs does here, and one that is wrong are passed over."""
     candidates = {
-        "attention": [blocked_attention],
+        "attention": [broken, WRONG["sees the next token"][0], blocked_attention, broken],
         "experts": [WRONG["forgets the gate"][0], tiled_experts],
         "delta_rule": [pallas_delta_rule, WRONG["forgets segments"][0], gated_delta_rule],
     }
-    named = {name: dict(zip("abc", each, strict=False)) for name, each in candidates.items()}
+    right = blocked_attention, tiled_experts, gated_delta_rule
+    named = {name: dict(zip("abcd", each, strict=False)) for name, each in candidates.items()}
     monkeypatch.setattr(trial, "candidates_for", lambda platform: named)
     for raw, expected in ((SHAPES["tiny"], {"attention"}), (MOE_TEXT, {*candidates})):
         chosen = try_kernels(FAMILIES.config(raw), Layout(), 64, FLOAT32)
         assert chosen.keys() == expected
-        for name, choice in chosen.items():
-            *others, right = candidates[name]
-            assert choice.function is right and len(choice.passed_over) == len(others)
+        for function, (name, choice) in zip(right, chosen.items(), strict=False):
+            assert choice.function is function
+            assert len(choice.passed_over) == candidates[name].index(function)
+    assert chosen["attention"].passed_over["a"] == "it fails: no such instruction"
+    assert chosen["attention"].passed_over["b"].startswith("it differs from the definition by ")
+    named["attention"] = {"a": broken, "b": WRONG["not a number"][0]}
+    message = "no kernel for attention is right on this device: a: it fails: .*; b: it differs"
+    with pytest.raises(RunError, match=message):
+        try_kernels(FAMILIES.config(SHAPES["tiny"]), Layout(), 64, FLOAT32)
 
 
 @pytest.mark.long

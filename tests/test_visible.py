@@ -1,8 +1,6 @@
 """Text that leaves the program: no control character reaches a terminal, no secret anybody."""
 
 import logging
-import os
-import select
 import subprocess
 import sys
 import threading
@@ -19,7 +17,7 @@ from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.log import log, start_logging
 from activation_extraction.common.visible import say, visible, without_secrets
-from activation_extraction.store.folder import Folder, FolderError
+from activation_extraction.store.folder import Folder
 from activation_extraction.text.rows import Columns
 from activation_extraction.text.sources import list_files, open_files
 
@@ -29,12 +27,10 @@ HOSTILE = "ä漢\x1b[2J\x1b]0;x\x07\x9b1m\u202e\u200b\nforged\r\x7f\udcff"
 SHOWN = r"ä漢\x1b[2J\x1b]0;x\x07\x9b1m\u202e\u200b\nforged\r\x7f\udcff"
 
 
-def test_control_characters_are_shown_and_letters_stay(capsys):
+def test_what_is_said_and_the_log_show_control_characters(capsys):
+    """Also those of tracebacks and of what libraries log; letters stay."""
     say("one", HOSTILE)
     assert capsys.readouterr().out == f"one\n{SHOWN}\n"
-
-
-def test_the_log_is_filtered_with_its_tracebacks(capsys):
     start_logging(False, 0, 0)
     log.warning("%s", HOSTILE)
     try:
@@ -43,7 +39,7 @@ def test_the_log_is_filtered_with_its_tracebacks(capsys):
         log.error("failed", exc_info=True)
     printed = capsys.readouterr().err
     assert printed.splitlines()[0].endswith(f"WARNING machine 0 host 0: {SHOWN}")
-    assert "\x1b" not in printed and "\x9b" not in printed and "\u202e" not in printed
+    assert not any(character in printed for character in "\x1b\x9b\u202e")
     assert r"ValueError: ä漢\x1b[2J" in printed and printed.count("Traceback") == 1
     record = logging.makeLogRecord({"msg": HOSTILE})  # of a library
     for handler in (logging.lastResort, *logging.getLogger("huggingface_hub").handlers):
@@ -58,11 +54,6 @@ def test_what_was_typed_or_stored_by_others_is_shown(inputs, tmp_path, capsys):
     edit(tmp_path / "metadata.json", lambda content: content.update(status=hostile))
     assert main("--status", "--output_dir", tmp_path) == 0
     assert visible(hostile) in (out := capsys.readouterr().out) and "\x1b" not in out
-    (tmp_path / "metadata.json").unlink()
-    hostile = tmp_path.rename(tmp_path.with_name("\x1b[2J"))
-    assert main("--status", "--output_dir", hostile) == 1
-    assert r"\x1b[2J/metadata.json: is missing" in (out := capsys.readouterr().out)
-    assert "\x1b" not in out
 
 
 @pytest.mark.parametrize(
@@ -71,8 +62,7 @@ def test_what_was_typed_or_stored_by_others_is_shown(inputs, tmp_path, capsys):
         ("https://me:pass@host:8080/a/b.jsonl", "https://host:8080/a/b.jsonl"),
         ("https://hf_token@host/a", "https://host/a"),
         ("https://host/a.jsonl?X-Amz-Signature=1f&X-Amz-Date=2", "https://host/a.jsonl"),
-        ("https://host/a?X-Goog-Signature=1f", "https://host/a"),
-        ("abfs://box@account.dfs.core.windows.net/a?sv=1&sig=2", None),
+        ("abfs://box@account.core.net/a?sv=1&sig=2", "abfs://box@account.core.net/a"),
         ("s3://key:secret@bucket/a", "s3://bucket/a"),
         ("zip://a.jsonl::https://me:pass@host/a.zip?token=3", "zip://a.jsonl::https://host/a.zip"),
         ("s3://bucket/part_?.jsonl", "s3://bucket/part_?.jsonl"),  # a wildcard
@@ -81,7 +71,6 @@ def test_what_was_typed_or_stored_by_others_is_shown(inputs, tmp_path, capsys):
     ],
 )
 def test_urls_lose_their_secrets(url, plain):
-    plain = plain or "abfs://box@account.dfs.core.windows.net/a"
     assert without_secrets(url) == plain == without_secrets(plain)
     assert visible(f"GET '{url}': 403") == f"GET '{plain}': 403"
     said = "exceeded with url: /a.jsonl?X-Amz-Signature=1f&partNumber=2 (Caused by X)"
@@ -107,13 +96,10 @@ def test_a_bucket_is_named_without_secrets(tmp_path):
     fsspec.filesystem("memory").put(f"{tmp_path}/out/", url, recursive=True)
     assert Folder(url).url == plain
     dataset = ActivationDataset(url)
-    assert len(dataset) == 10 and len(list(dataset)) == 10 and "pass" not in repr(dataset)
+    assert len(list(dataset)) == 10 and "pass" not in repr(dataset)
     with pytest.raises(ValueError, match="holds no extraction") as refused:
         ActivationDataset(f"{url}/nothing")
     assert "pass" not in str(refused.value)
-    with pytest.raises(FolderError) as failed:
-        Folder("nope://me:pass@host/a")
-    assert "pass" not in str(failed.value)
 
 
 def test_another_signature_is_the_same_data(tmp_path):
@@ -132,11 +118,13 @@ def test_another_signature_is_the_same_data(tmp_path):
         server.shutdown()
 
 
-STREAMS = {
-    "no reader": '"$@" 2>&1 | true; exit ${PIPESTATUS[0]}',  # as that of a `head` that has ended
-    "full disk": '"$@" >/dev/full 2>&1',
-    "ascii": 'PYTHONIOENCODING=ascii "$@" >/dev/null 2>&1',
-    "closed": '"$@" >&- 2>&-',
+LOST = b"stdout cannot be written: No space left on device\n"
+STREAMS = {  # what happens to them, and what is said on stderr
+    "no reader": ('"$@" | true; exit ${PIPESTATUS[0]}', b""),  # as that of a `head` that has ended
+    "full disk": ('"$@" >/dev/full', LOST),
+    "full disks": ('"$@" >/dev/full 2>&1', b""),
+    "ascii": ('PYTHONIOENCODING=ascii "$@" >/dev/null', b""),
+    "closed": ('"$@" >&- 2>&-', b""),
 }
 
 
@@ -144,39 +132,8 @@ STREAMS = {
 @pytest.mark.parametrize("stream", STREAMS)
 def test_no_stream_changes_an_exit_status(stream, tmp_path):
     """All messages name the folder, which is not ASCII."""
-    out = tmp_path / "größe"
+    out, (shell, said) = tmp_path / "größe", STREAMS[stream]
     extract(out)
-    for flag, status in (("--verify", 0), ("--max_samples", 2), ("--verify", 1)):
-        command = ["bash", "-c", STREAMS[stream], "-", sys.executable, SCRIPT, flag]
-        assert subprocess.run([*command, "--output_dir", out]).returncode == status
-        (out / "shard_0001.json").unlink(missing_ok=True)
-
-
-SAY_MUCH = """
-from activation_extraction.common.visible import make_streams_safe
-make_streams_safe()
-print("x" * 2**20)
-"""
-
-
-def test_a_stream_that_does_not_block_is_waited_for():
-    """Another program may have made it so, and may read only once the pipe is full."""
-    reads, writes = os.pipe()
-    os.set_blocking(writes, False)
-    command = [sys.executable, "-c", SAY_MUCH]
-    with subprocess.Popen(command, stdout=writes, stderr=subprocess.PIPE) as process:
-        while select.select([], [writes], [], 0)[1]:
-            assert process.poll() is None
-        os.close(writes)
-        with open(reads, "rb") as file:
-            assert len(file.read()) == 2**20 + 1
-        assert process.wait(60) == 0 and process.stderr.read() == b""
-
-
-def test_a_full_disk_under_stdout_is_named():
-    """Exit statuses speak of the run, so that only a line on stderr says what is lost."""
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "-c", SAY_MUCH]
-        done = subprocess.run(command, cwd=SCRIPT.parent, stdout=full, stderr=subprocess.PIPE)
-    told = b"stdout cannot be written: No space left on device\n"
-    assert (done.returncode, done.stderr) == (0, told)
+    command = ["bash", "-c", shell, "-", sys.executable, SCRIPT, "--verify", "--output_dir", out]
+    done = subprocess.run(command, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, said)

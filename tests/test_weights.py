@@ -1,52 +1,54 @@
-"""Reading weights: each tensor once, to the bit, few at a time, and from what is stored."""
+"""Reading weights from a folder, a bucket or the hub: each tensor once, to the bit, and few at a
+time; what counts if names and files say several things; and models that cannot be read.
 
+test_hub.py has weights of the hub, and test_model.py what models compute of them.
+"""
+
+import gc
 import json
+import math
 import re
-import threading
+import shutil
+import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
-from command_line import main
-from conftest import Reference, make_reference
+from command_line import assert_refused, main
+from conftest import Reference, make_reference, rare_but
 from flax.traverse_util import flatten_dict
-from safetensors.numpy import load_file, save_file
-from test_model import (
-    MESHES,
-    MODELS,
-    TOLERANCE,
-    checked,
-    error_of,
-    family,
-    load,
-    matching,
-    table_of,
-)
-from tiny_models import QUICK_REFERENCE, TINY
-from watched import Watched
+from row_files import write_parquet
+from safetensors.numpy import load_file, save, save_file
+from test_model import MESHES, MODELS, TOLERANCE, checked, error_of, load, matching, table_of
+from tiny_models import TINY
 
-from activation_extraction.common.errors import InputError
+from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.dataset.dataset import ActivationDataset
-from activation_extraction.model.checkpoint import INDEX_FILE, Checkpoint
+from activation_extraction.model import weight_files
+from activation_extraction.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.mesh import build_layout, usable_devices
-from activation_extraction.model.tensor_names import text_name, text_names
-from activation_extraction.model.weight_files import FIRST_BYTES
-from activation_extraction.model.weights import WEIGHT_READERS, WeightSpec, load_params
+from activation_extraction.model.tensor_names import text_names
+from activation_extraction.model.weights import WeightSpec, load_params
+from activation_extraction.run.digests import model_digest
+from activation_extraction.store.folder import SourceFolder
+from activation_extraction.text.tokenizer import load_tokenizer
 from qwen2_jax import Qwen2, weight_table
-from qwen2_jax_with_hooks import create_model_with_hooks
+from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(
-    "metadata", ["", "x", "xxx", pytest.param("x" * FIRST_BYTES, id="longer than a request")]
+    "dtype,metadata",
+    [
+        ("float64", "x"),
+        ("float32", ""),
+        ("float16", "xxx"),
+        pytest.param("bfloat16", "x" * weight_files.FIRST_BYTES, id="longer than a request"),
+    ],
 )
 def test_parts_are_what_the_file_holds_to_the_bit(tmp_path, dtype, metadata):
     """Every pattern of 16 bits, infinities and NaN included, wherever the header ends."""
@@ -54,7 +56,7 @@ def test_parts_are_what_the_file_holds_to_the_bit(tmp_path, dtype, metadata):
     with np.errstate(all="ignore"):
         values = patterns.astype(dtype)
         expected = values.astype(np.float32)
-    save_file({"t": values}, tmp_path / "model.safetensors", {"made by": metadata})
+    save_file({"t": values}, tmp_path / SINGLE_FILE, {"made by": metadata})
     spec = WeightSpec((64, 512, 2), ("embed", "kv_heads", "head_dim"), ("t",))
     read = Checkpoint(str(tmp_path)).read
     for rows, heads in ((slice(64), slice(512)), (slice(60, 64), slice(1, 400))):
@@ -66,43 +68,26 @@ def test_parts_are_what_the_file_holds_to_the_bit(tmp_path, dtype, metadata):
         assert part.ctypes.data % 64 == 0
 
 
-@pytest.fixture
-def reference(request: pytest.FixtureRequest, tmp_path: Path) -> Reference:
-    """A tiny model."""
-    shard = "100KB" if request.param == "sharded" else "1GB"
-    return make_reference(tmp_path, shard, **TINY[request.param])
+class Watched(Checkpoint):
+    """A checkpoint that notes what is read of it."""
+
+    def __init__(self, folder):
+        super().__init__(str(folder))
+        self.sizes: dict[str, list[int]] = {}  # tensor -> bytes of each read
+        self.parts = Counter[tuple[str, str]]()  # tensor and index -> reads
+
+    def read(self, tensor, index, dtype=np.float32):
+        part = super().read(tensor, index, dtype)
+        self.sizes.setdefault(tensor, []).append(part.nbytes)
+        self.parts[tensor, str(index)] += 1
+        return part
 
 
-def each_of(*names: str) -> pytest.MarkDecorator:
-    marks = {
-        name: [family(name)] + [pytest.mark.long] * (name != QUICK_REFERENCE) for name in names
-    }
-    every = [pytest.param(name, marks=of_name) for name, of_name in marks.items()]
-    return pytest.mark.parametrize("reference", every, indirect=True)
-
-
-@each_of(QUICK_REFERENCE, "qwen3_5_moe")
-def test_a_read_that_fails_ends_the_loading(reference: Reference):
-    """Tensors are read side by side: nothing is read before a second thread reads, too."""
-    two = threading.Event()
-
-    def before(tensor: str) -> None:
-        if len(checkpoint.threads) > 1:
-            two.set()
-        assert two.wait(600)
-        if tensor == "model.layers.1.post_attention_layernorm.weight":
-            raise OSError("the disk is gone")
-
-    checkpoint = Watched(reference.folder, before)
-    layout = build_layout(jax.devices()[:2], {"data": 2}, kv_heads=1)
-    with pytest.raises(OSError, match="the disk is gone"):
-        load_params(table_of(Qwen2(reference.config), checkpoint), checkpoint, np.float32, layout)
-    assert "model.layers.2.post_attention_layernorm.weight" not in checkpoint.sizes
-
-
-@each_of(*TINY)
-def test_every_tensor_is_read_once_and_lies_where_the_model_has_it(reference: Reference):
+@pytest.mark.long
+@pytest.mark.parametrize("name", rare_but(("sharded", "qwen3_5_moe"), TINY))
+def test_every_tensor_is_read_once_and_lies_where_the_model_has_it(tmp_path, name):
     """In two stages of a pipeline if they can have the same sequence of layers."""
+    reference = make_reference(tmp_path, "100KB" if name == "sharded" else "1GB", **TINY[name])
     config, checkpoint = reference.config, Watched(reference.folder)
     half = config.num_hidden_layers // 2
     stages = 2 if config.layer_types[:half] == config.layer_types[half:] else 1
@@ -114,7 +99,7 @@ def test_every_tensor_is_read_once_and_lies_where_the_model_has_it(reference: Re
     loaded: list[int] = []
     params = load_params(table, checkpoint, dtype, layout, as_bits=True, progress=loaded.append)
     assert sum(loaded) == sum(array.nbytes for array in jax.tree.leaves(params))
-    assert max(checkpoint.parts.values()) == 1 <= len(checkpoint.threads) <= WEIGHT_READERS
+    assert max(checkpoint.parts.values()) == 1
     params = flatten_dict(params)
     assert params.keys() == table.keys()
     state = reference.model.state_dict()
@@ -132,8 +117,6 @@ def test_every_tensor_is_read_once_and_lies_where_the_model_has_it(reference: Re
     "name,mesh,most,tensor,parts",
     [  # how much of the model a device may have, and how often a tensor of layer 0 or 1 is read
         ("1 kv head", "pipeline and fsdp", 0.22, "0.mlp.gate_proj", 4),
-        ("2 kv heads", "pipeline and fsdp", 0.18, "1.self_attn.q_proj", 4),
-        ("delta", "2d", 0.39, "0.mlp.gate_proj", 4),
         ("experts", "expert and data", 0.44, "1.mlp.experts.4.gate_proj", 2),
         ("interleaved", "expert and data", 0.42, "0.linear_attn.in_proj_qkvz", 16),
     ],
@@ -146,9 +129,10 @@ def test_weights_are_split_and_read_only_once(tmp_path, name, mesh, most, tensor
     hooks = matching(config, [f"blocks.{config.num_hidden_layers - 1}.hook_resid_post"])
     table = weight_table(create_model_with_hooks(config, hooks, layout=layout))
     params = load_params(table, checkpoint, np.float32, layout)
-    checkpoint.check_read_once(table)
+    whole = {name: 4 * math.prod(s.hf_shape) for s in table.values() for name in s.hf_names}
+    assert {name: sum(sizes) for name, sizes in checkpoint.sizes.items()} == whole
     assert len(checkpoint.sizes[f"model.layers.{tensor}.weight"]) == parts
-    total = sum(map(sum, checkpoint.sizes.values()))
+    total = sum(whole.values())
     held = Counter[Any]()
     for array in jax.tree.leaves(params):
         for shard in array.addressable_shards:
@@ -156,15 +140,13 @@ def test_weights_are_split_and_read_only_once(tmp_path, name, mesh, most, tensor
     assert len(held) == 8 and max(held.values()) < most * total, max(held.values()) / total
 
 
-@pytest.mark.parametrize(
-    "added,left_out", [("b a", "ba"), ("qkv z b a", "qkvz ba"), ("qkv z b a", "")]
-)
+@pytest.mark.parametrize("added,left_out", [("b a", "ba"), ("qkv z b a", "qkvz ba")])
 def test_projections_by_key_head_and_as_qwen3_5_has_them_give_the_same_weights(
     tmp_path, added, left_out
 ):
     """transformers writes them by key head; some who quantise a model do not."""
     reference = make_reference(tmp_path, **MODELS["interleaved"])
-    expected, state = load(Qwen2(reference.config), tmp_path), load_file(path_of(tmp_path))
+    expected, state = load(Qwen2(reference.config), tmp_path), load_file(tmp_path / SINGLE_FILE)
     for layer in (0, 2):
         name = f"model.layers.{layer}.linear_attn.in_proj_{{}}.weight".format
         qkvz, ba = (state[name(both)].reshape(4, -1, 64) for both in ("qkvz", "ba"))
@@ -174,17 +156,9 @@ def test_projections_by_key_head_and_as_qwen3_5_has_them_give_the_same_weights(
         state |= {name(n): apart[n] for n in added.split()}
         for both in left_out.split():
             del state[name(both)]
-    save_file(state, path_of(tmp_path))
-    if not left_out:  # the two may differ
-        with pytest.raises(InputError, match=r"in_proj_a.weight is unknown .* \(and 7 more\)"):
-            checked(Checkpoint(str(tmp_path)))
-        return
+    save_file(state, tmp_path / SINGLE_FILE)
     checked(Checkpoint(str(tmp_path)))
-    jax.tree.map(np.testing.assert_array_equal, load(Qwen2(reference.config), tmp_path), expected)
-
-
-def path_of(folder):
-    return folder / "model.safetensors"
+    same(load(Qwen2(reference.config), tmp_path), expected)
 
 
 def test_fused_experts_of_all_layers_have_one_layout(tmp_path):
@@ -193,14 +167,13 @@ def test_fused_experts_of_all_layers_have_one_layout(tmp_path):
     stored = {name: tensor.numpy() for name, tensor in reference.model.state_dict().items()}
     fused = [name for name in stored if ".experts." in name]
     assert len(fused) == 4  # two in each of two layers
-    for name in fused:
+    for number, name in enumerate(fused, 1):
         stored[name] = np.ascontiguousarray(stored[name].swapaxes(1, 2))
-        save_file(stored, path_of(tmp_path))
-        if name == fused[-1]:
-            checked(Checkpoint(str(tmp_path)))
-            break
-        with pytest.raises(InputError, match=r"mlp.experts.\w+ has shape"):
-            checked(Checkpoint(str(tmp_path)))
+        save_file(stored, tmp_path / SINGLE_FILE)
+        if number < 4:
+            with pytest.raises(InputError, match=r"mlp.experts.\w+ has shape"):
+                checked(Checkpoint(str(tmp_path)))
+    checked(Checkpoint(str(tmp_path)))
 
 
 TOKEN_IDS = np.random.default_rng(0).integers(0, 211, 30, np.int32)
@@ -212,22 +185,18 @@ def tied(tmp_path):
     return make_reference(tmp_path / "model", num_key_value_heads=2, tie_word_embeddings=True)
 
 
-def change(folder, name=lambda name: name, **more):
-    """Renames the tensors of a model, and adds some."""
-    path = folder / "model.safetensors"
-    tensors = {name(old): values for old, values in load_file(path).items()}
-    save_file(tensors | more, path, {"format": "pt"})
-
-
 def extract(model_path, tmp_path, *flags):
     """What a run stores of TOKEN_IDS: name of a hook -> its values."""
-    table = pyarrow.table({"ids": [TOKEN_IDS.tolist()]})
-    pyarrow.parquet.write_table(table, tmp_path / "ids.parquet")
+    write_parquet(tmp_path / "ids.parquet", ids=[TOKEN_IDS.tolist()])
     flags = [*flags, "--dataset_path", tmp_path / "ids.parquet", "--ids_column", "ids"]
     flags += ["--dtype", "float32", "--no_data_parallel", "--overwrite"]
     assert main("--model_path", model_path, *flags, "--output_dir", tmp_path / "out") == 0
     dataset = ActivationDataset(tmp_path / "out")
     return {hook: np.asarray(dataset[0][hook]) for hook in dataset.hooks}
+
+
+def same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_a_stored_head_counts_although_it_is_said_to_be_tied(tied, tmp_path, capsys):
@@ -239,7 +208,8 @@ def test_a_stored_head_counts_although_it_is_said_to_be_tied(tied, tmp_path, cap
     says = "its lm_head.weight is used, although config.json ties it to the embedding"
     assert says not in capsys.readouterr().err
     head = np.random.default_rng(1).standard_normal((211, 64)).astype(np.float32)
-    change(tied.folder, **{"lm_head.weight": head})
+    stored = load_file(tied.folder / SINGLE_FILE) | {"lm_head.weight": head}
+    save_file(stored, tied.folder / SINGLE_FILE, {"format": "pt"})
     reference = Reference(AutoModelForCausalLM.from_pretrained(tied.folder), tied.folder)
     expected = reference.hooked(TOKEN_IDS[None])
     found = extract(tied.folder, tmp_path, *flags)
@@ -255,88 +225,250 @@ def test_the_language_model_is_found_whatever_it_was_stored_in(tied, tmp_path):
     library that repeated a part of the names."""
     flags = "--layers_to_extract", "0-3"
     expected = extract(tied.folder, tmp_path, *flags)
-    beside = ("score.weight", "v_head.summary.weight", "visual.blocks.0.norm1.weight")
-    beside += ("talker.model.layers.0.input_layernorm.weight", "audio_tower.ln_post.weight")
-    beside += ("model.visual.merger.norm.weight", "mtp.layers.0.input_layernorm.weight")
-    beside += ("thinker.visual.merger.ln_q.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
-    beside += ("thinker.audio_tower.conv_out.weight", "code2wav.decoder.0.conv.weight")
-    beside += ("token2wav.code2wav_bigvgan_model.conv_pre.weight", "classifier.weight")
-    beside += ("qa_outputs.weight",)
-    path, one = tied.folder / "model.safetensors", np.ones((1, 64), np.float32)
-    stored, others = load_file(path), dict.fromkeys(beside, one)
-    for around in (
-        "",
-        "language_model.",
-        "model.language_model.",
-        "thinker.model.",
-        "transformer.",
-    ):
+    beside = """score v_head.summary visual.blocks.0.norm1 talker.model.layers.0.input_layernorm
+        audio_tower.ln_post model.visual.merger.norm mtp.layers.0.input_layernorm classifier
+        thinker.visual.merger.ln_q thinker.audio_tower.conv_out code2wav.decoder.0.conv qa_outputs
+        token2wav.code2wav_bigvgan_model.conv_pre""".split()
+    others = dict.fromkeys([f"{name}.weight" for name in beside], np.ones((1, 64), np.float32))
+    others["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+    stored = load_file(tied.folder / SINGLE_FILE)
+    repeated = "model.language_model.language_model."
+    for around in ("", repeated, "thinker.model.", "transformer."):
         named = {around + name.removeprefix("model."): stored[name] for name in stored}
-        save_file(named | others, path, {"format": "pt"})
-        found = extract(tied.folder, tmp_path, *flags)
-        assert found.keys() == expected.keys() and len(found) == 4
-        for hook, values in expected.items():
-            np.testing.assert_array_equal(found[hook], values)
-
-
-def test_names_that_say_two_things_or_nothing(tied, tmp_path, capsys):
-    repeated = "model.language_model.language_model.language_model.layers.3.mlp.up_proj.weight"
-    assert text_name(repeated) == "model.layers.3.mlp.up_proj.weight"
-    assert text_name("thinker.lm_head.weight") == "lm_head.weight"
-    assert text_name("model.odd.weight") == "model.odd.weight" and text_name("model") == "model"
-    change(tied.folder, **{"language_model.norm.weight": np.ones(64, np.float32)})
-    flags = "--dataset_path", "none.jsonl", "--output_dir", tmp_path / "out"
-    assert main("--model_path", tied.folder, *flags) == 2
-    says = "language_model.norm.weight and model.norm.weight are both the text model's model.norm"
-    assert says in capsys.readouterr().err
+        save_file(named | others, tied.folder / SINGLE_FILE, {"format": "pt"})
+        same(extract(tied.folder, tmp_path, *flags), expected)
 
 
 def test_without_a_head_only_what_it_gives_is_refused(tied, tmp_path, capsys):
     """As Qwen3-Embedding-8B, whose config.json does not tie a head that is not there."""
     expected = extract(tied.folder, tmp_path, "--layers_to_extract", "2")
-    raw = json.loads((tied.folder / "config.json").read_text())
-    (tied.folder / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": False}))
-    found = extract(tied.folder, tmp_path, "--layers_to_extract", "2")
-    np.testing.assert_array_equal(*(next(iter(each.values())) for each in (expected, found)))
+    edit_config(tie_word_embeddings=False)(tied.folder)
+    same(extract(tied.folder, tmp_path, "--layers_to_extract", "2"), expected)
     flags = "--dataset_path", tmp_path / "ids.parquet", "--ids_column", "ids"
     flags += ("--model_path", tied.folder, "--output_dir", tmp_path / "other")
-    for hook in ("loss", "logits.top_ids"):
-        assert main(*flags, "--hook_names", hook) == 2
-        says = f"losses and logits need lm_head.weight, which --model_path {tied.folder} has not"
-        assert says in capsys.readouterr().err
-    assert main("--list_hooks", "--model_path", tied.folder) == 0
-    listed = capsys.readouterr().out
-    assert "ln_final.hook_out" in listed and not re.search("loss|entropy|logits", listed)
-    (tied.folder / "config.json").write_text(json.dumps(raw))
-    assert main("--list_hooks", "--model_path", tied.folder) == 0
-    assert "logits.top_ids" in capsys.readouterr().out
+    assert main(*flags, "--hook_names", "loss") == 2
+    says = f"losses and logits need lm_head.weight, which --model_path {tied.folder} has not"
+    assert says in capsys.readouterr().err
+    for is_tied in (False, True):
+        edit_config(tie_word_embeddings=is_tied)(tied.folder)
+        assert main("--list_hooks", "--model_path", tied.folder) == 0
+        listed = capsys.readouterr().out
+        assert "ln_final.hook_out" in listed
+        assert bool(re.search("loss|entropy|logits", listed)) == is_tied
 
 
-def test_an_index_of_another_checkpoint_says_what_the_shard_calls_a_tensor(tied, tmp_path, capsys):
-    path, name = tied.folder / "model.safetensors", "layers.0.self_attn.q_proj.weight"
-    names = [text.removeprefix("model.") for text in load_file(path)]
-    path.rename(tied.folder / "model-1.safetensors")
-    index = {"weight_map": dict.fromkeys(names, "model-1.safetensors")}
-    (tied.folder / INDEX_FILE).write_text(json.dumps(index))
-    with pytest.raises(InputError) as refused:
-        Checkpoint(str(tied.folder)).place(f"model.{name}")
-    says = f"tensor {name} is missing; it is model.{name} there: {INDEX_FILE} is of another"
-    assert says in str(refused.value)
+@pytest.fixture
+def memory(tmp_path):
+    """A folder of fsspec's that is neither local nor a bucket's."""
+    url = f"memory://{tmp_path.name}"
+    yield url
+    fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
 
 
-@pytest.mark.parametrize("where", ["folder", "URL"])
-def test_a_single_file_counts_before_an_index(where, tied, tmp_path, capsys):
+@pytest.fixture
+def tiny(demo_inputs, memory):
+    """That folder, with the demo model."""
+    fsspec.filesystem("memory").put(f"{demo_inputs}/model/*", f"{memory}/")
+    return memory
+
+
+def test_a_single_file_counts_before_an_index(demo_inputs, tmp_path, tiny, inputs, capsys):
     """As in transformers; the shards may be older ones, and they may be gone."""
-    expected = extract(tied.folder, tmp_path, "--layers_to_extract", "3")
-    assert INDEX_FILE not in capsys.readouterr().err
-    older = dict.fromkeys(load_file(tied.folder / "model.safetensors"), "model-00001.safetensors")
-    (tied.folder / INDEX_FILE).write_text(json.dumps({"weight_map": older}))
-    model_path, memory = str(tied.folder), fsspec.filesystem("memory")
-    if where == "URL":
-        model_path = f"memory://{tmp_path.name}"
-        memory.put(f"{tied.folder}/*", f"/{tmp_path.name}/")
-    found = extract(model_path, tmp_path, "--layers_to_extract", "3")
-    for hook, values in expected.items():
-        np.testing.assert_array_equal(found[hook], values)
-    says = f"--model_path {model_path}: model.safetensors is read, and {INDEX_FILE} is not"
-    assert capsys.readouterr().err.count(says) == 1
+    older = dict.fromkeys(load_file(demo_inputs / "model" / SINGLE_FILE), "model-00001.safetensors")
+    index = json.dumps({"weight_map": older}).encode()
+    fsspec.filesystem("memory").pipe(f"{tiny}/{INDEX_FILE}", index)
+    local = shutil.copytree(demo_inputs / "model", tmp_path / "model")
+    (local / INDEX_FILE).write_bytes(index)
+    for model_path in (local, tiny):
+        flags = *inputs, "--layers_to_extract", 3, "--max_samples", 1, "--overwrite"
+        assert main(*flags, "--model_path", model_path, "--output_dir", tmp_path / "out") == 0
+        says = f"--model_path {model_path}: model.safetensors is read, and {INDEX_FILE} is not"
+        assert capsys.readouterr().err.count(says) == 1
+
+
+def test_any_part_of_any_tensor_of_a_remote_file(memory):
+    """Also of tensors that are larger than a request, and of ranges far from each other."""
+    chance = np.random.default_rng(0)
+    shapes = {"large": (5, 3_000_000), "deep": (2, 3, 700_000), "t4": (3, 5, 2, 7), "t1": (9,)}
+    tensors = {
+        name: chance.integers(-99, 99, shape).astype("float16") for name, shape in shapes.items()
+    }
+    fsspec.filesystem("memory").pipe(f"{memory}/some.safetensors", save(tensors))
+    folder = SourceFolder(memory)
+    file = weight_files.RemoteFile(folder, "some.safetensors", folder.files()["some.safetensors"])
+    assert {name: place.shape for name, place in file.header.items()} == shapes
+    for name, values in tensors.items():
+        for _ in range(20):
+            ends = [sorted(chance.integers(0, size + 1, 2)) for size in values.shape]
+            index = tuple(slice(*map(int, bound)) for bound in ends)
+            np.testing.assert_array_equal(file.read(name, index), values[index])
+
+
+def load_all(where):
+    """The weights of a model anywhere, and its checkpoint."""
+    checkpoint = Checkpoint(str(where))
+    _, config = FAMILIES.read_config(checkpoint.file("config.json"))
+    layout = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
+    return load_params(weight_table(Qwen2(config)), checkpoint, np.float32, layout), checkpoint
+
+
+def test_a_model_in_a_bucket_that_fails_is_the_local_one(demo_inputs, monkeypatch, bucket):
+    """Little more is read than it has. Copies of its small files go with the checkpoint."""
+    for path in (demo_inputs / "model").iterdir():
+        bucket.put(f"models/tiny/{path.name}", path.read_bytes())
+    served = bucket.served
+    monkeypatch.setattr(weight_files, "PIECE", 2**18)
+    bucket.rate, bucket.faults = 0.05, ("503", "reset", "truncated")
+    found, remote = load_all("gs://bucket/models/tiny")
+    bucket.rate = 0.0
+    expected, local = load_all(demo_inputs / "model")
+    same(found, expected)
+    assert sum(bucket.failed.values()) > 3
+    size = (demo_inputs / "model" / SINGLE_FILE).stat().st_size
+    assert bucket.served - served < 2.5 * size
+    assert remote.commit is None and model_digest(remote) == model_digest(local)
+    tokenizers = [load_tokenizer(where.tokenizer_files(), "", 2048) for where in (remote, local)]
+    assert len({tokenizer.to_str() for tokenizer in tokenizers}) == 1
+    copy = remote.file("config.json")
+    assert copy.read_bytes() == (demo_inputs / "model/config.json").read_bytes()
+    del remote
+    gc.collect()  # errors of the bucket may be in a cycle with it
+    assert not copy.parent.exists()
+    monkeypatch.setattr(tempfile, "tempdir", str(demo_inputs / "documents.parquet"))
+    with pytest.raises(RunError, match="config.json cannot be copied to .*: Not a directory"):
+        Checkpoint("gs://bucket/models/tiny").file("config.json")
+
+
+def break_file(name, change):
+    """A way to spoil a copy of the model folder."""
+    return lambda model: (model / name).write_bytes(change((model / name).read_bytes()))
+
+
+def edit_config(**changes):
+    return break_file("config.json", lambda b: json.dumps(json.loads(b) | changes).encode())
+
+
+def edit_weights(change):
+    def spoil(model):
+        weights = load_file(model / SINGLE_FILE)
+        change(weights)
+        save_file(weights, model / SINGLE_FILE)
+
+    return spoil
+
+
+def rename_weights(name):
+    return lambda model: (model / SINGLE_FILE).rename(model / name)
+
+
+def remove(*names):
+    return lambda model: [(model / name).unlink() for name in names]
+
+
+def adapter(*without):
+    """Leaves an adapter in the folder, without these files of the model."""
+
+    def spoil(model):
+        (model / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+        remove(*without)(model)
+
+    return spoil
+
+
+def sharded(shard, names, *more):
+    """Makes the weights and more tensors a shard, and writes an index that names another file or
+    other tensors. names: of a stored tensor -> in the index."""
+
+    def spoil(model):
+        edit_weights(lambda w: w.update(dict.fromkeys(more, np.zeros(1, np.float32))))(model)
+        known = filter(None, map(names, load_file(model / SINGLE_FILE)))
+        rename_weights("shard.safetensors")(model)
+        index = {"weight_map": dict.fromkeys(known, shard)}
+        (model / INDEX_FILE).write_text(json.dumps(index))
+
+    return spoil
+
+
+def of_another_tokenizer(model):
+    """A wrong vocabulary also changes the embedding's shape: the tokenizer is to blame alone."""
+    edit_config(vocab_size=2000)(model)
+    name = "model.embed_tokens.weight"
+    edit_weights(lambda w: w.update({name: w[name][:2000].copy()}))(model)
+
+
+HOLDS_ADAPTER = (
+    "model: holds an adapter (adapter_config.json, of org/base), which --lora takes; give its base "
+    "model alone here"
+)
+EMBED, Q_PROJ = "model.embed_tokens.weight", "model.layers.3.self_attn.q_proj.weight"
+BAD_MODELS = {
+    "no config": (remove("config.json"), "has no config.json"),
+    "config is no JSON": (break_file("config.json", lambda _: b"{"), "config.json: cannot be read"),
+    "other architecture": (edit_config(model_type="llama"), "model_type 'llama'"),
+    "weights of PyTorch": (
+        rename_weights("pytorch_model.bin"),
+        "has no model.safetensors, but pytorch_model.bin; only safetensors are read: load the "
+        "model with transformers and store it with save_pretrained",
+    ),
+    "shards without their index": (
+        rename_weights("model-00001-of-00002.safetensors"),
+        "has no model.safetensors and no model.safetensors.index.json, but "
+        "model-00001-of-00002.safetensors; copy the index from where the shards come from",
+    ),
+    "a shard is missing": (sharded("other.safetensors", str), "has no other.safetensors"),
+    "index of another checkpoint": (
+        sharded("shard.safetensors", lambda name: name.removeprefix("model.")),
+        f"tensor embed_tokens.weight is missing; it is {EMBED} there: {INDEX_FILE} is of another",
+    ),
+    "broken index": (rename_weights(INDEX_FILE), "not a safetensors index"),
+    "adapter beside the model": (adapter(), HOLDS_ADAPTER),
+    "adapter alone": (adapter("config.json", SINGLE_FILE), HOLDS_ADAPTER),
+    "truncated weights": (
+        break_file(SINGLE_FILE, lambda b: b[: len(b) // 2]),
+        "model.safetensors: not a complete safetensors file",
+    ),
+    "weights are garbage": (
+        break_file(SINGLE_FILE, lambda _: b"garbage!" * 9),
+        "its header would have",
+    ),
+    "size and shape differ": (
+        break_file(SINGLE_FILE, lambda b: b.replace(b"[128]", b"[127]", 1)),
+        "size does not follow from its shape",
+    ),
+    "missing tensor": (edit_weights(lambda w: w.pop(Q_PROJ)), f"tensor {Q_PROJ} is missing"),
+    "unknown tensor that the index lacks, in a shard": (
+        sharded("shard.safetensors", lambda name: name if name != "odd" else "", "odd"),
+        "tensor odd is unknown",
+    ),
+    "two names of one tensor": (
+        edit_weights(lambda w: w.update({"language_model.norm.weight": np.ones(128, "f4")})),
+        "language_model.norm.weight and model.norm.weight are both the text model's model.norm",
+    ),
+    "wrong shape": (
+        edit_weights(lambda w: w.update({Q_PROJ: w[Q_PROJ][:-2].copy()})),
+        f"{Q_PROJ} has shape (126, 128), config.json asks for (128, 128)",
+    ),
+    "no tokenizer": (
+        remove("tokenizer.json"),
+        "has no vocab.json; a tokenizer is read from tokenizer.json",
+    ),
+    "broken tokenizer": (break_file("tokenizer.json", lambda b: b[:99]), "tokenizer cannot be"),
+    "tokenizer of another model": (
+        of_another_tokenizer,
+        "has token id 2047, but vocab_size in config.json is 2000",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_bad_models_exit_2_with_one_line(name, inputs, tmp_path, capsys):
+    spoil, named = BAD_MODELS[name]
+    model = shutil.copytree(inputs[1], tmp_path / "model")
+    spoil(model)
+    assert_refused(capsys, tmp_path, [*inputs, "--model_path", model], named)
+
+
+@pytest.mark.parametrize("missing", ["config.json", SINGLE_FILE])
+def test_a_file_that_a_url_lacks_is_named(inputs, tiny, tmp_path, capsys, missing):
+    fsspec.filesystem("memory").rm_file(f"{tiny}/{missing}")
+    assert_refused(capsys, tmp_path, [*inputs, "--model_path", tiny], f"{tiny}: has no {missing}")

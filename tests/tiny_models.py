@@ -42,7 +42,7 @@ def omni(model_type: str, part: dict[str, Any]) -> dict[str, Any]:
 
 
 SECTIONED = dict(rope_theta=1e6, rope_scaling=dict(type="mrope", mrope_section=[2, 3, 3]))
-IN_TURN = dict(mrope_section=[12, 10, 10], mrope_interleaved=True)
+IN_TURN = dict(mrope_section=[4, 4, 4], mrope_interleaved=True)
 VL_MOE = text(head_dim=32, num_hidden_layers=4, **experts(6, 2, 32), **mrope(6, 5, 5))
 BESIDE_OTHERS: dict[str, dict[str, Any]] = {
     "qwen2_vl_flat_sliding": text(model_type="qwen2_vl", vision_config=VISION, as_released=True)
@@ -54,12 +54,10 @@ BESIDE_OTHERS: dict[str, dict[str, Any]] = {
     ),
     "qwen2_5_omni": omni("qwen2_5_omni", text(**SLIDING | TIED, **mrope(2, 3, 3))),
     "qwen3_vl_tied_biased": vision(
-        "qwen3_vl", text(head_dim=24, attention_bias=True, **mrope(4, 4, 4)), **TIED
-    ),
-    "qwen3_vl_flat_theta": vision(
         "qwen3_vl",
-        text(head_dim=64, num_key_value_heads=1, rope_theta=5e6, rope_scaling=IN_TURN),
+        text(head_dim=24, attention_bias=True, rope_theta=5e6, rope_scaling=IN_TURN),
         as_released=True,
+        **TIED,
     ),
     # One of the two tensors of fused experts is square: here gate_up_proj, below down_proj.
     "qwen3_vl_moe": vision("qwen3_vl_moe", VL_MOE, as_released=True),
@@ -68,29 +66,21 @@ BESIDE_OTHERS: dict[str, dict[str, Any]] = {
         VL_MOE | experts(5, 3, 64, decoder_sparse_step=2, norm_topk_prob=False),  # in vain
         **TIED,
     ),
-    "qwen3_omni_moe": omni("qwen3_omni_moe", VL_MOE | dict(sliding_window=9)),
     "qwen3_omni_moe_not_renormalised": omni(
         "qwen3_omni_moe", VL_MOE | dict(norm_topk_prob=False, mlp_only_layers=[0], head_dim=24)
     ),
 }
 TINY: dict[str, dict[str, Any]] = {
     "two_kv_heads_tied": TIED | dict(num_key_value_heads=2),
-    "sharded": TIED | dict(num_key_value_heads=2, vocab_size=257, head_dim=24),
-    "deep_llama3": dict(
-        num_key_value_heads=1, num_hidden_layers=7, rope_parameters=LLAMA3 | dict(rope_theta=1e6)
-    ),
-    "linear": dict(
-        num_key_value_heads=4,
-        head_dim=64,
-        rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e5),
-    ),
-    "yarn_sliding": SLIDING | YARN_256 | dict(num_key_value_heads=2),
+    "sharded": TIED | dict(num_key_value_heads=4, vocab_size=257, head_dim=24),
+    "deep_llama3_sliding": SLIDING
+    | dict(num_key_value_heads=1, num_hidden_layers=7)
+    | dict(rope_parameters=LLAMA3 | dict(rope_theta=1e6)),
     "qwen3_tied": QWEN3 | TIED | dict(num_key_value_heads=2, head_dim=64),
-    "qwen3_biased_yarn": QWEN3
+    "qwen3_biased_yarn_sliding": QWEN3
     | dict(num_key_value_heads=1, head_dim=128, attention_bias=True, max_position_embeddings=256)
-    | dict(rope_parameters=YARN | dict(attention_factor=1.3, beta_fast=16.0, truncate=False)),
-    "qwen3_wide_heads_sliding": QWEN3
-    | dict(num_key_value_heads=4, head_dim=256, use_sliding_window=True, sliding_window=70)
+    | dict(rope_parameters=YARN | dict(attention_factor=1.3, beta_fast=16.0, truncate=False))
+    | dict(use_sliding_window=True, sliding_window=70)
     | dict(layer_types=["sliding_attention", "full_attention"] * 2),
     **QWEN3_5,
     **QWEN3_NEXT,
@@ -105,12 +95,7 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 QUICK_REFERENCE = "two_kv_heads_tied"  # the one of `make test-quick`
-# Models whose programs are compiled as in a run.
-OPTIMIZED = {
-    *(QUICK_REFERENCE, "qwen2_moe"),
-    *("qwen3_tied", "qwen3_moe"),
-    *("qwen3_5_more_values", "qwen3_5_moe", "qwen3_next_more_values"),
-}
+OPTIMIZED = QUICK_REFERENCE, "qwen2_moe", "qwen3_5_moe"  # programs are compiled as in a run
 
 # Every second layer has a gated delta net.
 TEXT = delta(4, 8, 16, 16, model_type="qwen3_5_text", full_attention_interval=2, head_dim=64)

@@ -31,26 +31,20 @@ def sae_lens():
     sae = StandardTrainingSAE(StandardTrainingSAEConfig(d_in=WIDTH, d_sae=8 * WIDTH))
     config = SAETrainerConfig(SIZE * 100, train_batch_size_samples=SIZE, lr=1e-3, lr_end=1e-3)
     SAETrainer(config, sae, activations()).fit()
-    sae.save_inference_model("sae")
 
 
 def sae_lens_cached():
     """SAELens's own runner, with nothing of ours but the export. It asks for a model and for a data
     set of tokens, which it does not use for training."""
+    import sae_lens as lens
     from datasets import Dataset
-    from sae_lens import (
-        LanguageModelSAERunnerConfig,
-        LanguageModelSAETrainingRunner,
-        LoggingConfig,
-        StandardTrainingSAEConfig,
-    )
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
     model = HookedTransformerConfig(
         n_layers=1, d_model=WIDTH, n_ctx=128, d_head=8, d_vocab=128, act_fn="relu", device="cpu"
     )
-    config = LanguageModelSAERunnerConfig(
-        sae=StandardTrainingSAEConfig(d_in=WIDTH, d_sae=8 * WIDTH),
+    config = lens.LanguageModelSAERunnerConfig(
+        sae=lens.StandardTrainingSAEConfig(d_in=WIDTH, d_sae=8 * WIDTH),
         hook_name=SECOND,
         context_size=128,
         use_cached_activations=True,
@@ -59,11 +53,11 @@ def sae_lens_cached():
         train_batch_size_tokens=SIZE,
         lr=1e-3,
         exclude_special_tokens=[7],
-        logger=LoggingConfig(log_to_wandb=False),
+        logger=lens.LoggingConfig(log_to_wandb=False),
         output_path="sae",
     )
     tokens = Dataset.from_dict({"tokens": [list(range(128))]})
-    LanguageModelSAETrainingRunner(
+    lens.LanguageModelSAETrainingRunner(
         config, override_dataset=tokens, override_model=HookedTransformer(model)
     ).run()
 
@@ -80,57 +74,38 @@ def dictionary_learning():
 
 def llamascopium():
     """Llamascopium's own runner makes a transcoder, with nothing of ours but the export."""
-    from llamascopium import (
-        ActivationFactoryActivationsSource,
-        ActivationFactoryConfig,
-        ActivationFactoryTarget,
-        InitializerConfig,
-        SAEConfig,
-        TrainerConfig,
-        TrainSAESettings,
-        train_sae,
-    )
+    import llamascopium as lm
 
-    source = ActivationFactoryActivationsSource(
+    source = lm.ActivationFactoryActivationsSource(
         path="export", name="run", dtype=torch.float32, num_workers=0, prefetch=None
     )
-    sae = SAEConfig(
-        hook_point_in=FIRST,
-        hook_point_out=SECOND,
-        d_model=WIDTH,
-        expansion_factor=8,
-        act_fn="topk",
-        top_k=8,
-        dtype=torch.float32,
-        device="cpu",
-    )
-    trainer = TrainerConfig(
+    hooks, rule = dict(hook_point_in=FIRST, hook_point_out=SECOND), dict(act_fn="topk", top_k=8)
+    usual = dict(d_model=WIDTH, expansion_factor=8, dtype=torch.float32, device="cpu")
+    steps = dict(lr=1e-3, lr_warm_up_steps=5, total_training_tokens=SIZE * STEPS, n_checkpoints=0)
+    trainer = lm.TrainerConfig(
         amp_dtype=torch.float32,
-        lr=1e-3,
-        lr_warm_up_steps=5,
         initial_k=8,
         l1_coefficient=None,
-        total_training_tokens=SIZE * STEPS,
-        n_checkpoints=0,
         exp_result_path="results",
+        **steps,
     )
-    factory = ActivationFactoryConfig(
+    factory = lm.ActivationFactoryConfig(
         sources=[source],
-        target=ActivationFactoryTarget.ACTIVATIONS_1D,
+        target=lm.ActivationFactoryTarget.ACTIVATIONS_1D,
         hook_points=[FIRST, SECOND],
         batch_size=SIZE,
         buffer_size=4 * SIZE,
     )
-    settings = TrainSAESettings(
-        sae=sae,
-        initializer=InitializerConfig(),
+    settings = lm.TrainSAESettings(
+        sae=lm.SAEConfig(**hooks, **rule, **usual),
+        initializer=lm.InitializerConfig(),
         trainer=trainer,
         activation_factory=factory,
         sae_name="demo",
         sae_series="demo",
         device_type="cpu",
     )
-    train_sae(settings)
+    lm.train_sae(settings)
 
 
 def main(name):

@@ -1,4 +1,5 @@
-"""The Dockerfile, step by step on this machine: no engine is needed."""
+"""What is installed: the wheel, what it needs and the command that it makes; and the image, by the
+steps of the Dockerfile on this machine, which need no engine."""
 
 import json
 import os
@@ -6,14 +7,85 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
+import venv
+import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 from cloud import REPOSITORY, script
 from conftest import AS_IN_A_RUN
+from extractions import extract
+from packaging.requirements import Requirement
 
-pytestmark = [pytest.mark.long, pytest.mark.rare]
+from activation_extraction import __version__
+
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+PACKAGE = REPOSITORY / "activation_extraction"
+PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+PINNED = {  # an extra, or the dependencies of the rest -> the files that pin its packages
+    "extract": ["requirements.txt"],
+    "tpu": ["deploy/requirements-tpu.txt"],
+    "gpu": ["deploy/requirements-gpu.txt"],
+    "report": ["requirements.txt", "tests/requirements.txt"],
+    "grain": ["requirements.txt", "tests/requirements.txt"],
+    "": ["requirements.txt", "tests/requirements.txt"],
+}
+
+
+@pytest.mark.parametrize("extra", PINNED)
+def test_an_extra_takes_the_packages_that_are_pinned(extra):
+    lines = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
+    ranges = {re.split("[<>]", str(each))[0]: each.specifier for each in map(Requirement, lines)}
+    if extra in ("tpu", "gpu"):
+        assert not ranges.pop(f"{PROJECT['name']}[extract]")
+    texts = [(REPOSITORY / name).read_text() for name in PINNED[extra]]
+    pinned = dict(re.findall(r"^([^#\s]+)==(\S+)$", "\n".join(texts), flags=re.M))
+    assert ranges.keys() <= pinned.keys() and (len(texts) > 1 or len(pinned) == len(ranges))
+    for package, versions in ranges.items():
+        assert pinned[package] in versions, package
+
+
+@pytest.mark.rare
+def test_the_wheel_and_its_command_look_at_runs_and_say_what_the_rest_needs(tmp_path):
+    """The wheel holds the sources and nothing else, and is installed with its base dependencies."""
+    source = tmp_path / "source"  # building leaves files behind
+    shutil.copytree(PACKAGE, source / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", ".gitignore"):
+        shutil.copy(REPOSITORY / name, source)
+    for path in REPOSITORY.glob("*.py"):
+        shutil.copy(path, source)
+    subprocess.run([*PIP, "wheel", "--no-deps", "-w", tmp_path, source], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        names = {name for name in file.namelist() if ".dist-info/" not in name}
+    expected = {str(path.relative_to(REPOSITORY)) for path in PACKAGE.rglob("*.py")}
+    expected |= {"extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py"}
+    data = ("py.typed", "inspect/report.css", "inspect/report.jinja", "run/demo_texts.txt")
+    assert names == expected | {f"{PACKAGE.name}/{name}" for name in data}
+
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv/bin/python"
+    subprocess.run([*PIP, "--python", python, "install", "--no-compile", wheel], check=True)
+    extract(tmp_path / "run")
+
+    def call(*flags):
+        command = [python.parent / "extract-activations", *flags, "--output_dir", "run"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    for flag in ("--help", "--version", "--status", "--verify"):
+        done = call(flag)
+        assert done.returncode == 0 and done.stdout and not done.stderr, done.stderr
+    assert call("--version").stdout == f"activation-extraction {__version__}\n"
+    for flags, told in {
+        "--report": "pip install -e '.[report]'",
+        "--demo": "pip install -e '.[extract]'",
+        "--export memmap --export_dir x": "--export memmap: needs torch; run: pip install torch",
+    }.items():
+        done = call(*flags.split())
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert done.stderr.startswith("error: ") and told in done.stderr
 
 
 def copy(sources, folder):
@@ -58,12 +130,17 @@ def replay(folder, accelerator, environment):
     return workspace, f"{folder}{entry}", environment
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize(
-    "accelerator,jax", [("cpu", "jax=="), ("tpu", "jax[tpu]=="), ("gpu", "jax[cuda12]==")]
+    "accelerator,jax", [("tpu", "jax[tpu]=="), ("gpu", "jax[cuda12]=="), ("gpt", None)]
 )
 def test_the_image_installs_what_the_accelerator_needs(tmp_path, accelerator, jax):
     script(tmp_path / "pip", '#!/bin/sh\necho "$@" >pip_arguments\n')
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    if jax is None:  # it is unknown
+        with pytest.raises(subprocess.CalledProcessError, match="exit status 2"):
+            replay(tmp_path, accelerator, path)
+        return
     workspace, entry, environment = replay(tmp_path, accelerator, path)
     arguments = (workspace / "pip_arguments").read_text().split()
     assert jax in (workspace / arguments[arguments.index("--requirement") + 1]).read_text()
@@ -73,11 +150,7 @@ def test_the_image_installs_what_the_accelerator_needs(tmp_path, accelerator, ja
     assert not names & {"tests", "README.md", "benchmarks"} and os.access(entry, os.X_OK)
 
 
-def test_an_unknown_accelerator_is_refused(tmp_path):
-    with pytest.raises(subprocess.CalledProcessError, match="exit status 2"):
-        replay(tmp_path, "gpt", dict(os.environ))
-
-
+@pytest.mark.rare
 def test_the_image_runs_the_demo_with_nothing_but_what_its_steps_install(tmp_path):
     # With the newest pip: the one that comes with Python 3.11 takes twice as long.
     subprocess.run([sys.executable, "-m", "venv", "--upgrade-deps", tmp_path / "venv"], check=True)
