@@ -317,6 +317,11 @@ def test_token_ids_need_no_tokenizer_and_what_keeps_nothing_is_counted(masked):
     assert [sample.token_ids.tolist() for sample in stored] == [[6, 7], []]
     assert stored[0].position.tolist() == [1, 2]
     assert (stored.metadata["empty_samples"], stored.metadata["empty_rows"]) == (1, 1)
+    ids, mask = [*range(3, 43)], [int(n % 5 != 1) for n in range(40)]
+    split = "--max_seq_length", 16, "--long_documents", "split"
+    _, _, pieces = masked("pieces", "loss_mask", [(ids, mask)], *split)
+    kept = [number for sample in pieces for number in sample.token_ids.tolist()]
+    assert kept == [number for number, one in zip(ids, mask, strict=True) if one]
 
 
 def test_padding_does_not_exist(masked, data, tmp_path, capsys):
