@@ -208,6 +208,17 @@ def test_machines_of_one_output_must_agree(started, tmp_path, capsys):
     assert main(*flags, "2", "--machine_id", "1") == 0
 
 
+@pytest.mark.parametrize("name", ["machine_001", "machine_000_host_00"])
+def test_a_folder_of_another_number_of_machines_or_hosts_is_named(name, started, tmp_path, capsys):
+    """Beside this run's own folder, its samples would count twice."""
+    folder, flags = started
+    shutil.copytree(folder / "out", tmp_path / name)
+    for more, remedy in ([], "give the same number, or delete it"), (["--overwrite"], "delete it"):
+        assert main(*flags, tmp_path, *LAYERS, *more) == 2
+        told = f"holds an extraction with another number of hosts or machines; {remedy}\n"
+        assert capsys.readouterr().err.endswith(f"{tmp_path}/{name}: {told}")
+
+
 def test_overwrite_spares_what_another_process_writes(demo_inputs, tmp_path, capsys):
     out = tmp_path / "out"
     flags = flags_for(demo_inputs, out, "--max_samples", 6, "--overwrite")

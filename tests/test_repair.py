@@ -113,8 +113,3 @@ def test_each_machine_repairs_its_own_folder(flags, tmp_path, capsys):
     assert main(*of_machine[1], "--repair") == 0
     assert main("--verify", "--output_dir", out) == 0
     same_values(out, whole)
-    shutil.copytree(out / "machine_001", tmp_path / "fewer" / "machine_001")
-    for more, remedy in ([], "give the same number, or delete it"), (["--overwrite"], "delete it"):
-        assert main(*flags, "--output_dir", tmp_path / "fewer", *more) == 2
-        told = f"holds an extraction with another number of hosts or machines; {remedy}\n"
-        assert capsys.readouterr().err.endswith(f"{tmp_path}/fewer/machine_001: {told}")
