@@ -139,14 +139,15 @@ def slurm(tmp_path):
 
 
 def test_a_killed_machine_is_queued_again_and_every_document_is_stored_once(
-    slurm, demo_inputs, alone, check
+    slurm, demo_inputs, alone_with_few, check
 ):
     """Also a machine of two nodes, and bad input, which is not tried again."""
-    folder = slurm.folder
+    folder, (few, alone) = slurm.folder, alone_with_few
     script(folder / "python", PYTHON.format(python=sys.executable))
     variables = {"PYTHON": str(folder / "python"), "JAX_NUM_CPU_DEVICES": "2"}
-    flags = flags_for(demo_inputs, folder / "out", "--batch_size", 2, "--shard_size_gb", 1e-4)
-    two = flags_for(demo_inputs, folder / "two", "--batch_size", 4)
+    of_few = "--dataset_path", few, "--shard_size_gb", 1e-4, "--batch_size"
+    flags = flags_for(demo_inputs, folder / "out", *of_few, 2)
+    two = flags_for(demo_inputs, folder / "two", *of_few, 4)
     many = slurm.submit("--array=0-2 --cpus-per-task=2", flags, **variables)
     slurm.submit("--nodes=2", two, **variables)
     bad = slurm.submit("--array=0", ["--machine_id", 1, "--demo"], **variables)
