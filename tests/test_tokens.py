@@ -13,7 +13,15 @@ from conftest import tokenizer_of
 from extractions import edit
 from row_files import write_rows
 from small_runs import stream_of
-from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer
 
 from activation_extraction import ActivationDataset
@@ -104,6 +112,17 @@ def test_pieces_are_those_of_the_whole(template, overlap, models, texts):
             assert piece.kept_positions[0] == repeated
             joined += piece.token_ids[repeated:].tolist()
         assert joined == ids
+
+
+def test_a_text_without_tokens_of_its_own_is_no_sample(model_with, texts):
+    def forget(tokenizer):
+        tokenizer.normalizer = normalizers.Replace("x", "")
+
+    tokenizer = tokenizer_of(model_with(BOTH, forget), VOCABULARY)
+    stream = stream_of(texts([{"text": text} for text in ("", "xx", " ", "axx")]))
+    form = SampleForm(9, special=special_tokens_of(tokenizer))
+    (sample,) = samples(stream, tokenizer, form)
+    assert len(sample.token_ids) == 3 and stream.counts.empty == 3
 
 
 def flags_of(model, path, out, *more):
