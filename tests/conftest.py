@@ -294,6 +294,13 @@ def make_reference(
     return Reference(model, folder)
 
 
+def configure(folder: Path, **changes: Any) -> None:
+    """Changes fields of a model's config.json, which need not be there."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(raw | changes))
+
+
 logging.getLogger("gcsfs").setLevel(logging.CRITICAL + 1)  # as start_logging
 
 

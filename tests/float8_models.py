@@ -1,12 +1,10 @@
 """Float8 checkpoints of tiny models, and transformers' models of the values that they stand for."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from conftest import Reference
+from conftest import Reference, configure
 from delta_reference import QWEN3_5, experts
 from safetensors.numpy import load_file, save_file
 from tiny_models import INTERLEAVED
@@ -55,12 +53,6 @@ def quantised(values: np.ndarray, block: tuple[int, int], dtype: Any) -> tuple[n
     factors = spread(scales, values.shape, block)
     codes = (values / factors).astype(E4M3)
     return codes, scales, codes.astype(np.float32) * factors
-
-
-def configure(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    raw = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(raw | changes))
 
 
 # Every matrix is ragged: 200 x 72, 72 x 200, 100 x 72 in blocks of 128 and smaller ones.

@@ -6,7 +6,7 @@ from pathlib import Path
 import ml_dtypes  # also gives NumPy its bfloat16
 import numpy as np
 from extractions import folder_name, identity_of
-from storages import open_storage
+from storages import kill, open_storage
 
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.text.batch import Batch, Cursor, Placed, Sample, Worker
@@ -74,14 +74,14 @@ class Run:
         return {"all": every, "first": every[:9], "odd": every[1::2]}[self.kept]
 
     def given(self, row, hook):
-        """What is to be stored, (tokens, width), of all tokens of the row."""
+        """Returns what is to be stored of all tokens of the row, (tokens, width)."""
         shape = len(tokens_of(row)[0]), WIDTHS.get(hook, OTHER_WIDTH)
         chance = np.random.default_rng([self.seed, row, len(hook)])
         values = chance.standard_normal(shape, np.float32)
         return values if self.dtype == "float8" else values.astype(self.dtype)
 
     def values(self, row, hook):
-        """What is read back."""
+        """Returns what is read back of them."""
         given = self.given(row, hook)
         return decoded(given) if self.dtype == "float8" else given
 
@@ -137,8 +137,7 @@ class Run:
             if finish:
                 storage.finalize()
             else:
-                storage._writer.wait()
-                storage.close()
+                kill(storage)
         return root
 
     def _add(self, storage, index, sample_idx, row):

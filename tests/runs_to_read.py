@@ -1,12 +1,9 @@
-"""What is read of a run (runs_of_rows.py), compared with what it holds, value by value."""
+"""Compares what is read of a run (runs_of_rows.py) with what it holds, value by value."""
 
 import numpy as np
 import pytest
 from runs_of_rows import HOOKS, OTHER_HOOKS, Run, columns_of, row_of, tokens_of
 
-from activation_extraction.common.choices import SHARD_FORMATS
-
-FORMATS = SHARD_FORMATS
 SHARED = ("token_ids", "sample_idx", "position")
 
 

@@ -1,4 +1,4 @@
-"""Opens an ActivationStorage with everything as keywords."""
+"""Opens an ActivationStorage with everything as keywords, and leaves one as SIGKILL does."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -17,3 +17,9 @@ def open_storage(folder: str | Path, hooks: dict[Any, str], **given: Any) -> Act
     options = StorageOptions(**{name: given.pop(name) for name in OPTIONS & set(given)})
     facts = RunFacts(**{FACTS[name]: given.pop(name) for name in FACTS.keys() & set(given)})
     return ActivationStorage(folder, hooks, options, facts=facts, **given)
+
+
+def kill(storage: ActivationStorage) -> None:
+    """Leaves what SIGKILL leaves: what is committed, and the status that it had."""
+    storage._writer.wait()
+    storage.close()

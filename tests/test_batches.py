@@ -15,9 +15,10 @@ import torch
 from cloud import REPOSITORY
 from extractions import shard_file
 from runs_of_rows import WIDTHS
-from runs_to_read import FORMATS, SHARED, assert_same, in_order, joined, run_of, stored_tokens
+from runs_to_read import SHARED, assert_same, in_order, joined, run_of, stored_tokens
 
 from activation_extraction import ActivationDataset, BatchOptions
+from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.dataset.paired import JoinedRuns, PairedRuns
 from activation_extraction.dataset.token_batch import TokenBatch
 
@@ -25,7 +26,7 @@ FIRST, SECOND, THIRD = WIDTHS
 WIDE = "blocks.9.mlp.hook_post"
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=SHARD_FORMATS)
 def run(request, tmp_path_factory):
     """Two machines with different numbers of hosts."""
     run = run_of(request.param, "bfloat16", 36, hosts=(2, 1))
@@ -58,7 +59,7 @@ def test_sizes_and_seeds(run):
     assert buffers == [6400, 2**30 // 36]  # 64 batches, or a gigabyte of bytes
 
 
-@pytest.mark.parametrize("shard_format", FORMATS)
+@pytest.mark.parametrize("shard_format", SHARD_FORMATS)
 def test_tokens_are_mixed_over_shards_and_within_the_buffer(shard_format, tmp_path):
     """A batch of 64 has tokens of many samples, and no neighbours are left together."""
     run_of(shard_format, count=200, shard_gb=1e-5).store(tmp_path)
@@ -234,7 +235,7 @@ def test_every_option_is_described_once():
         assert "BatchOptions describes all arguments" in reader.batches.__doc__
 
 
-@pytest.mark.parametrize("shard_format", FORMATS)
+@pytest.mark.parametrize("shard_format", SHARD_FORMATS)
 def test_an_error_in_the_background_reaches_the_loop(shard_format, tmp_path):
     """At the batch that could not be read, and every time one is asked for."""
     run_of(shard_format).store(tmp_path)

@@ -89,7 +89,7 @@ def assert_same_codes(run, expected):
 
 
 def assert_statistics(found, features, result, target):
-    """Of the first tokens of samples, or of all others."""
+    """Requires these statistics to be those of the first tokens of samples, or of all others."""
     assert found.tokens == len(features) and (found.cut, found.cut_tokens) == (0, 0)
     assert found.features == (features != 0).sum()
     if len(features):

@@ -137,7 +137,7 @@ GROWN = [
 
 @pytest.mark.parametrize("case", GROWN, ids=lambda case: f"{case[0]} {case[3]}")
 def test_files_of_text_may_grow_and_others_may_not(case, tmp_path, caplog):
-    """Of a row that the recorded size cuts, nothing is read."""
+    """Nothing is read of a row that the recorded size cuts."""
     name, begins, more, rows, cut = case
     (tmp_path / "data").mkdir()
     path = tmp_path / "data" / name

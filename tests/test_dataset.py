@@ -14,7 +14,6 @@ from cloud import REPOSITORY
 from extractions import activations_of, edit, extract, identity_of, shard_file, upload
 from runs_of_rows import WIDTHS
 from runs_to_read import (
-    FORMATS,
     assert_same,
     check_moments,
     check_samples,
@@ -27,6 +26,7 @@ from storages import open_storage
 
 import activation_extraction
 from activation_extraction import ActivationDataset
+from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.dataset import open_shards
 from activation_extraction.store.folder import Folder
 from activation_extraction.text.batch import Cursor, Sample
@@ -89,7 +89,7 @@ def test_filters(run):
 
 
 def test_samples_by_number_and_by_slice(run):
-    """Of a copy, as another process gets it."""
+    """They are read from a copy, as another process gets it."""
     opened = ActivationDataset(run.root)
     numbers, every = opened.samples["sample_idx"].to_pylist(), list(opened)
     assert opened.statistics[FIRST].mean.size
@@ -225,7 +225,7 @@ def test_a_document_of_which_pieces_are_missing(order, finish, told, tmp_path):
 # From a bucket.
 
 
-@pytest.mark.parametrize("shard_format", FORMATS)
+@pytest.mark.parametrize("shard_format", SHARD_FORMATS)
 def test_from_a_bucket(shard_format, tmp_path, bucket):
     (run := run_of(shard_format, "bfloat16", hosts=(2, 1))).store(tmp_path)
     upload(tmp_path, "gs://bucket/some/run")
@@ -307,7 +307,7 @@ DAMAGE = [  # file (an asterisk: in either format), change, what is then read, m
 ]
 
 
-@pytest.mark.parametrize("shard_format", FORMATS)
+@pytest.mark.parametrize("shard_format", SHARD_FORMATS)
 def test_damaged_files_are_told(shard_format, tmp_path):
     run_of(shard_format).store(tmp_path)
     for name, change, read, told in DAMAGE:
@@ -327,7 +327,7 @@ def test_damaged_files_are_told(shard_format, tmp_path):
         ActivationDataset(tmp_path)
 
 
-@pytest.mark.parametrize("shard_format", FORMATS)
+@pytest.mark.parametrize("shard_format", SHARD_FORMATS)
 @pytest.mark.parametrize("in_bucket", [False, True])
 def test_a_run_that_is_overwritten_while_it_is_read(
     tmp_path, shard_format, in_bucket, bucket, monkeypatch
@@ -379,7 +379,7 @@ assert before == [(each.handlers, each.level, each.propagate) for each in logger
 
 
 def test_reading_needs_few_packages_and_changes_nothing_in_the_process(tmp_path):
-    runs = [run_of(shard_format).store(tmp_path / shard_format) for shard_format in FORMATS]
+    runs = [run_of(shard_format).store(tmp_path / shard_format) for shard_format in SHARD_FORMATS]
     command = [sys.executable, "-c", READ, *map(str, runs)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n0\n", "")

@@ -19,9 +19,7 @@ LENGTH = 32
 def run(demo_inputs, tmp_path_factory):
     """A run of codes, of 40 texts, in several shards."""
     folder = tmp_path_factory.mktemp("codes")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(made, "D", 128)
-        path, _ = made.sae_lens(folder / "sae")
+    path, _ = made.sae_lens(folder / "sae")
     chance = np.random.default_rng(0)
     words = ["sun", "moon", "river", "stone", "bird", "tree"]
     texts = [" ".join(chance.choice(words, 1 + number)) for number in range(40)]

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from command_line import main
-from conftest import inputs_with, make_reference
+from conftest import configure, inputs_with, make_reference
 from float8_models import (
     BFLOAT16,
     BLOCKS,
@@ -21,7 +21,6 @@ from float8_models import (
     FLOATS,
     FP8,
     compressed,
-    configure,
     quantise,
     spread,
 )

@@ -115,12 +115,11 @@ def test_model_and_streamed_data_set_from_the_hub(hub, tmp_path):
 
 
 @pytest.mark.long
-def test_an_adapter_and_an_autoencoder_of_the_hub(hub, tmp_path, demo_inputs, monkeypatch):
+def test_an_adapter_and_an_autoencoder_of_the_hub(hub, tmp_path, demo_inputs):
     """The autoencoder lies in a folder of a repository. A run goes on with them offline."""
     made = Made(demo_inputs / "model")
     made.linear("model.layers.0.mlp.up_proj", 5 / 3)
     made.save(tmp_path / "hub/models/org/lora")
-    monkeypatch.setattr(autoencoder_files, "D", 128)
     autoencoder_files.sparsify(tmp_path / "hub/models/org/saes/pile")
     flags = ["--model_path", "org/tiny", "--dataset_path", demo_inputs / "documents.parquet", *FEW]
     flags += ["--lora", "org/lora", "--encode", "org/saes/pile/layers.1", "--max_samples"]

@@ -6,16 +6,15 @@ import numpy as np
 import pandas
 import pytest
 from runs_of_rows import IDS, Run, columns_of, found_in, row_of, same, tokens_of
-from runs_to_read import FORMATS
 from storages import open_storage
 
 from activation_extraction import ActivationDataset
-from activation_extraction.common.choices import ROLES
+from activation_extraction.common.choices import ROLES, SHARD_FORMATS
 
 RUN = Run([*range(48)], seed=0, kept="odd", hosts=2)
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=SHARD_FORMATS)
 def run(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("run")
     return Run(RUN.rows, seed=0, kept="odd", hosts=2, shard_format=request.param).store(root)
@@ -130,7 +129,7 @@ def add(storage, number, tokens=3, **known):
     storage.add_activation(0, values, number, "", np.zeros(tokens, np.int32), **known)
 
 
-@pytest.mark.parametrize("shard_format", FORMATS)
+@pytest.mark.parametrize("shard_format", SHARD_FORMATS)
 def test_a_program_of_ones_own_stores_them_too(tmp_path, shard_format):
     with open_storage(tmp_path / "run", {0: "h"}, shard_format=shard_format) as storage:
         for number in range(4):

@@ -12,12 +12,12 @@ from itertools import islice
 import numpy as np
 import pytest
 from runs_of_rows import WIDTHS, Run
-from runs_to_read import FORMATS
 from storages import open_storage
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from activation_extraction import ActivationDataset, paired
+from activation_extraction.common.choices import SHARD_FORMATS
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata
 multiprocessing.set_forkserver_preload(
@@ -28,7 +28,7 @@ FORKED = dict(num_workers=2, multiprocessing_context="forkserver")
 both = pytest.mark.parametrize("workers", [{}, FORKED], ids=["alone", "workers"])
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=SHARD_FORMATS)
 def run(request, tmp_path_factory):
     run = Run([*range(20)], 0, shard_format=request.param)
     return run.store(tmp_path_factory.mktemp("run"))

@@ -22,11 +22,10 @@ from runs_of_rows import (
     some_run,
     tokens_of,
 )
-from runs_to_read import FORMATS
 from torch.utils.data import DataLoader
 
 from activation_extraction import ActivationDataset, paired
-from activation_extraction.common.choices import ROLES
+from activation_extraction.common.choices import ROLES, SHARD_FORMATS
 
 ONE, TWO = HOOKS.values()
 
@@ -126,7 +125,7 @@ def test_hooks_limits_and_dtypes(tmp_path):
         pair.batches(8, hooks=[ONE], max_norm={TWO: 1})
 
 
-@pytest.mark.parametrize("shard_format", FORMATS)
+@pytest.mark.parametrize("shard_format", SHARD_FORMATS)
 def test_restored_at_every_batch_and_copied(shard_format, tmp_path):
     pair = pair_of(random_runs(5, shard_format=shard_format), tmp_path)
     options = dict(shuffle=2, buffer=64, roles=ROLES[:3], where=is_even)

@@ -17,6 +17,7 @@ from extractions import (
     folder_name,
     open_part,
 )
+from storages import kill
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import StorageError
@@ -41,13 +42,6 @@ def begin(root, *part, count=7, **options):
     return storage
 
 
-def kill(root, *part, **options):
-    """What SIGKILL leaves: what is committed, and the status that it had."""
-    storage = begin(root, *part, **options)
-    storage._writer.wait()
-    storage.close()
-
-
 def fail(root, *part):
     with pytest.raises(StorageError), begin(root, *part) as storage:
         for key in HOOKS:
@@ -68,7 +62,7 @@ def test_every_part_in_its_state(tmp_path, capsys):
     """Three machines with two hosts each, only one of them as it should be. The exit status is 1
     where somebody has to do something, and not for a host that runs, waits or was stopped."""
     extract(tmp_path, 0, 0, 3, 2, count=7)
-    kill(tmp_path, 0, 1, 3, 2, max_samples=100)
+    kill(begin(tmp_path, 0, 1, 3, 2, max_samples=100))
     begin(tmp_path, 1, 0, 3, 2).finalize(complete=False)
     fail(tmp_path, 1, 1, 3, 2)
     extract(tmp_path, 2, 1, 3, 2, count=4)
@@ -222,7 +216,7 @@ def test_rates_and_the_expected_end(tmp_path, monkeypatch, capsys):
         (both, 1, 10**6, 91 / 0.3),
         (short, 0, 140, 20 / 3),
     ):
-        kill(folder, machine, 0, 2, 1, count=13, max_samples=103, max_tokens=tokens)
+        kill(begin(folder, machine, 0, 2, 1, count=13, max_samples=103, max_tokens=tokens))
         name = folder_name(machine, 0, 2, 1)
         set_times(folder / name, NOW - 60, [NOW - 50, NOW - 40, NOW - 30, NOW - 20])
         part = parts_at(folder)[name]
@@ -238,7 +232,7 @@ def test_rates_and_the_expected_end(tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_that_has_gone_silent_is_not_called_running(tmp_path, monkeypatch, capsys):
-    kill(tmp_path, count=13, max_samples=103)
+    kill(begin(tmp_path, count=13, max_samples=103))
     for interval, patience in ((10, 900), (1000, 5000)):
         set_times(tmp_path, NOW, [NOW + interval * n for n in range(1, 5)])
         last = NOW + 4 * interval
@@ -252,7 +246,7 @@ def test_a_run_that_has_gone_silent_is_not_called_running(tmp_path, monkeypatch,
 
 
 def test_a_rate_is_of_the_last_shards_and_not_of_the_time_between_two_runs(tmp_path):
-    kill(tmp_path, count=92)
+    kill(begin(tmp_path, count=92))
     slow_then_fast = [NOW + 100 * n for n in range(10)]
     slow_then_fast += [slow_then_fast[-1] + n for n in range(1, 21)]
     # Stood still for a day, then started again: four shards since, at the same rate.
