@@ -54,7 +54,7 @@ def test_every_tie_and_its_neighbours_are_rounded_as_by_ml_dtypes():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @pytest.mark.parametrize("shape", [(4099, 31), (3, 70001)])
 def test_other_types_layouts_and_sizes_are_encoded_alike(shape, dtype):
-    """Also more than is encoded at once."""
+    """That holds for more than is encoded at once, too."""
     x = np.random.default_rng(0).standard_normal(shape).astype(dtype)
     expected = [encode(row[None].astype(np.float32)) for row in x]
     for same in (x, x.copy(order="F"), np.repeat(x, 2, axis=1)[:, ::2]):

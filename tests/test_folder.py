@@ -344,7 +344,7 @@ def test_a_local_file_is_complete_and_synced_before_it_has_its_name(tmp_path, mo
 
 
 def test_a_local_file_is_created_once_where_there_are_no_hard_links(tmp_path, monkeypatch):
-    """Also if the name appears at the last moment."""
+    """That holds, too, if the name appears at the last moment."""
 
     def refuse(*paths):
         if paths[1].name == "file":

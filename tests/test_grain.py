@@ -73,7 +73,7 @@ def test_a_record_has_consecutive_tokens_of_a_shard(run, tokens):
 
 
 def test_a_loader_continues_and_refuses_the_state_of_others(run, tmp_path, bucket):
-    """Also where the same run is read from a bucket."""
+    """That holds, too, where the same run is read from a bucket."""
     dataset = ActivationDataset(run.root)
     upload(run.root, "gs://bucket/run")
     iterator = iter(loader_of(dataset.grain()))

@@ -209,7 +209,7 @@ def test_other_rows_than_those_of_the_table_end_the_run(texts, tokenizer):
 
 
 def test_a_repair_makes_no_sample_at_or_after_the_end_of_its_range(data):
-    """What it has missing is as in the run."""
+    """What it makes is as in the run."""
     text = text_of(CASES["text"], data)
     whole, _ = read(text)
     stored = {s.sample_idx: StoredSample(s.num_kept, s.row) for s in whole if s.sample_idx % 3}
@@ -345,7 +345,7 @@ def test_padding_does_not_exist(masked, data, tmp_path, capsys):
 
 def test_prefetch_runs_ahead_and_raises_in_turn():
     class Panic(BaseException):
-        """As pyo3_runtime.PanicException, it is no Exception."""
+        """A Panic is no Exception, as pyo3_runtime.PanicException is none."""
 
     produced, asked = queue.Queue(), threading.Event()
 

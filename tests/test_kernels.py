@@ -85,7 +85,7 @@ def assert_attention(got, arrays, first, window=None):
     ],
 )
 def test_kernels_compute_attention(kernel, traced, dtype, case, window):
-    """Whether the first query is known to the compiler or not."""
+    """They do so whether the compiler knows the first query or not."""
     arrays, first = inputs(*CASES[case], dtype), CASES[case][2]
     run = jax.jit(partial(kernel, window=window), static_argnums=() if traced else 4)
     assert_attention(run(*arrays, first), arrays, first, window)

@@ -94,7 +94,7 @@ def test_in_a_bucket(flags, undisturbed, bucket, tmp_path, capsys):
 
 
 def test_each_machine_repairs_its_own_folder(flags, tmp_path, capsys):
-    """Also without metadata, and with the flags of the run only."""
+    """It does so without metadata, too, and with the flags of the run only."""
     out = tmp_path / "out"
     of_machine = [
         [*flags, "--total_machines", 2, "--machine_id", n, "--max_samples", 60, "--output_dir", out]

@@ -106,7 +106,7 @@ def test_a_run_that_keeps_no_token_fails(extract, tmp_path, capsys):
 
 
 class Panic(BaseException):
-    """As pyo3_runtime.PanicException, it is no Exception."""
+    """A Panic is no Exception, as pyo3_runtime.PanicException is none."""
 
 
 class Panicking:

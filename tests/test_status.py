@@ -142,7 +142,7 @@ def test_the_share_done_is_that_of_the_nearer_limit(tmp_path, capsys):
 
 
 def test_the_aggregate_adds_up_and_is_left_alone(tmp_path, capsys):
-    """Of machines of two, one and three hosts."""
+    """The machines have two, one and three hosts."""
     numbers = [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2)]
     for (machine, host), hosts in zip(numbers, (2, 2, 1, 3, 3, 3), strict=True):
         extract(tmp_path, machine, host, 3, hosts, count=7)

@@ -268,7 +268,7 @@ def memory(tmp_path):
 
 @pytest.fixture
 def tiny(demo_inputs, memory):
-    """That folder, with the demo model."""
+    """The folder `memory`, with the demo model in it."""
     fsspec.filesystem("memory").put(f"{demo_inputs}/model/*", f"{memory}/")
     return memory
 
@@ -288,7 +288,7 @@ def test_a_single_file_counts_before_an_index(demo_inputs, tmp_path, tiny, input
 
 
 def test_any_part_of_any_tensor_of_a_remote_file(memory):
-    """Also of tensors that are larger than a request, and of ranges far from each other."""
+    """Tensors may be larger than a request, and ranges far from each other."""
     chance = np.random.default_rng(0)
     shapes = {"large": (5, 3_000_000), "deep": (2, 3, 700_000), "t4": (3, 5, 2, 7), "t1": (9,)}
     tensors = {
