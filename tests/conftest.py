@@ -15,6 +15,7 @@ without torch.
 
 import copy
 import ctypes
+import functools
 import gc
 import os
 import sys
@@ -130,7 +131,7 @@ class Reference:
     model: "PreTrainedModel"
     folder: Path
 
-    @property
+    @functools.cached_property
     def config(self) -> Any:
         return FAMILIES.read_config(self.folder / "config.json")[1]
 
@@ -243,20 +244,6 @@ def hugging_face(raw: Mapping[str, Any]) -> "PreTrainedModel":
     config = AutoConfig.for_model(**copy.deepcopy(dict(raw)))
     others = hasattr(config, "vision_config") or hasattr(config, "thinker_config")
     return (AutoModelForMultimodalLM if others else AutoModelForCausalLM).from_config(config)
-
-
-def shapes_of(raw: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the tensors of its checkpoints, as transformers has them in memory.
-
-    Shapes alone: nothing is allocated.
-    """
-    import torch
-
-    with torch.device("meta"):
-        found = hugging_face(raw).state_dict()
-    if raw["tie_word_embeddings"]:
-        del found["lm_head.weight"]
-    return {name: tuple(tensor.shape) for name, tensor in found.items()}
 
 
 def make_reference(

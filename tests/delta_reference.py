@@ -46,7 +46,6 @@ _NEXT = experts(6, 2, 40, model_type="qwen3_next", **{_SHARED: 72})
 _NEXT_YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e4)
 _NEXT_YARN |= dict(original_max_position_embeddings=64, partial_rotary_factor=0.5)
 QWEN3_NEXT: dict[str, dict[str, Any]] = {
-    "qwen3_next_more_values": _MORE_VALUES | _NEXT,
     "qwen3_next_some_dense_tied": (delta(4, 8, 24, 16) | _NEXT | experts(5, 3, 24))
     | dict(num_key_value_heads=1, head_dim=64, linear_conv_kernel_dim=3, tie_word_embeddings=True)
     | dict(num_hidden_layers=4, layer_types=[FULL, LINEAR, FULL, LINEAR])

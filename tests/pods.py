@@ -4,22 +4,18 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 from cloud import free_port
-from command_line import main, records_of
+from command_line import SCRIPT, main, records_of
 from forks import Forked
 from test_model import INDICES, every_hook, load, rounding_of
 
-import extract_activations
 from activation_extraction.text.packing import pack, samples_of
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
-
-SCRIPT = Path(extract_activations.__file__)
 
 
 class Alone(NamedTuple):

@@ -44,13 +44,10 @@ def activations(batch):
     return values
 
 
-def run_over(
-    documents, tokenizer, folder, form=None, rows=2, stop_after=None, made=activations, **options
-):
+def run_over(documents, tokenizer, folder, form=None, rows=2, stop_after=None, **options):
     """Runs all but the model, and returns the storage.
 
-    stop_after: how many batches are stored before the run ends early. made: makes the activations
-    of a batch. options: of open_storage.
+    stop_after: how many batches are stored before the run ends early. options: of open_storage.
     """
     place = open_storage(folder, **{"hooks": HOOKS} | options)
     try:
@@ -63,7 +60,7 @@ def run_over(
                 found = samples(documents, tokenizer, form or SampleForm(LENGTH), **marks)
                 for batch in islice(pack(found, rows, LENGTH), stop_after):
                     kept = slice(None) if batch.kept is None else batch.kept
-                    values = {key: each[kept] for key, each in made(batch).items()}
+                    values = {key: each[kept] for key, each in activations(batch).items()}
                     place.add_batch(batch, values)
                 complete = stop_after is None
         finally:

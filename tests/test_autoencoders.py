@@ -93,14 +93,15 @@ def test_codes_are_those_of_the_publishers_formula(form, tmp_path):
     assert_codes(codes, *formula(x.astype(np.float64)), x if source == target else other)
 
 
-OTHER_MESHES = {"data": 2, "fsdp": 2, "model": 2}, {"pipeline": 2, "data": 2, "model": 2}
+OTHER_MESH = {"pipeline": 2, "data": 2, "model": 2}
 
 
 @pytest.mark.parametrize(
     "dtype, mesh",
     [
-        *(("float32", EIGHT), ("bfloat16", {"data": 2, "model": 4})),
-        *(pytest.param("float32", mesh, marks=pytest.mark.rare) for mesh in OTHER_MESHES),
+        ("float32", EIGHT),
+        ("bfloat16", {"data": 2, "model": 4}),
+        pytest.param("float32", OTHER_MESH, marks=pytest.mark.rare),
     ],
     ids=str,
 )
@@ -148,7 +149,6 @@ def test_a_folder_has_a_file_for_each_layer(make, hook, tmp_path):
     path, _ = make(tmp_path)
     other = read_autoencoder("blocks.2.hook_resid_post", path)
     assert other.hook == "blocks.2.hook_resid_post" and str(other.files[0]) == path
-    assert len(pickle.dumps(other)) < 1000  # another process reads the files again
     url = f"memory://{tmp_path.name}"
     fsspec.filesystem("memory").put(f"{tmp_path}/", url, recursive=True)
     for folder in (path, path.replace(str(tmp_path), url)):
@@ -181,11 +181,11 @@ def test_files_of_torch_run_no_code(tmp_path, capsys):
         read_autoencoder("", path)
 
 
-def edited(folder, name, make, **changes):
-    """What `make` has written, with other fields in the JSON of its configuration."""
-    path, _ = make(folder)
-    file = Path(path) / name
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+def of_older_sae_lens(folder):
+    path, _ = made.sae_lens(folder)
+    file = folder / "cfg.json"
+    metadata = {"hook_name": RESID, "sae_lens_version": "5.9"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"metadata": metadata}))
     return path
 
 
@@ -195,50 +195,19 @@ def with_tensors(folder, **changes):
     return path
 
 
-def with_yaml(folder, text):
-    path, _ = made.circuit_tracer(folder)
-    (folder / "config.yaml").write_text(text)
-    return path
-
-
 def renamed(folder):
     path, _ = made.qwen_scope(folder)
     return str(Path(path).parent.rename(folder / "mine") / "layer1.sae.pt")
 
 
-def of_dictionary_learning(folder):
-    (folder / "ae.pt").touch()
-    return str(folder)
-
-
-OLD, NEW = dict(hook_name=RESID, sae_lens_version="5.9"), dict(sae_lens_version="6.54.12")
 REFUSED = [
     ("architecture 'gated' is not read, only", lambda at: made.sae_lens(at, "gated")[0]),
-    ("SAELens before 6", lambda at: edited(at, "cfg.json", made.sae_lens, metadata=OLD)),
-    ("does not name its hook", lambda at: edited(at, "cfg.json", made.sae_lens, metadata=NEW)),
+    ("SAELens before 6", of_older_sae_lens),
     ("activations 'odd'", lambda at: made.sae_lens(at, normalize_activations="odd")[0]),
-    ("k is 0, expected 1 to 200", lambda at: made.sae_lens(at, "topk", k=0)[0]),
-    (
-        "cannot be read: KeyError: 'threshold'",
-        lambda at: edited(at, "cfg.json", made.sae_lens, architecture="jumprelu"),
-    ),
     ("which ends in -L0_K", renamed),
     ("W_dec has shape", lambda at: with_tensors(at, W_dec=np.zeros((made.D, 3), np.float32))),
     ("has a tensor b_gate", lambda at: with_tensors(at, b_gate=np.zeros(3, np.float32))),
-    ("is of dictionary_learning", of_dictionary_learning),
-    ("has no sparsity.safetensors of a form", lambda at: f"{at}/sparsity.safetensors"),
-    ("sae_type 'clt'", lambda at: edited(at, "config.json", made.llamascopium, sae_type="clt")),
     ("act_fn 'batchtopk' is not read", lambda at: made.llamascopium(at, "batchtopk")[0]),
-    (
-        "norm_activation 'token-wise'",
-        lambda at: made.llamascopium(at, norm="token-wise", out=OUT)[0],
-    ),
-    (
-        "activation 'groupmax'",
-        lambda at: edited(at, "cfg.json", made.sparsify, activation="groupmax"),
-    ),
-    ("model_kind 'clt'", lambda at: with_yaml(at, "model_kind: clt")),
-    ("not a hub name", lambda at: str(at / "none")),
     ("has no files of a form that is read", str),
 ]
 

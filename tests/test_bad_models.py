@@ -34,28 +34,14 @@ def remove(*names):
     return lambda model: [(model / name).unlink() for name in names]
 
 
-def adapter(*without):
-    """Leaves an adapter in the folder, without these files of the model."""
-
-    def spoil(model):
-        (model / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
-        remove(*without)(model)
-
-    return spoil
+def adapter_beside(model):
+    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
 
 
-def sharded(shard, names, *more):
-    """Makes the weights and more tensors a shard, and writes an index that names another file or
-    other tensors. names: of a stored tensor -> in the index."""
-
-    def spoil(model):
-        edit_weights(lambda w: w.update(dict.fromkeys(more, np.zeros(1, np.float32))))(model)
-        known = filter(None, map(names, load_file(model / SINGLE_FILE)))
-        rename_weights("shard.safetensors")(model)
-        index = {"weight_map": dict.fromkeys(known, shard)}
-        (model / INDEX_FILE).write_text(json.dumps(index))
-
-    return spoil
+def without_a_shard(model):
+    index = {"weight_map": dict.fromkeys(load_file(model / SINGLE_FILE), "other.safetensors")}
+    (model / INDEX_FILE).write_text(json.dumps(index))
+    remove(SINGLE_FILE)(model)
 
 
 def of_another_tokenizer(model):
@@ -65,11 +51,7 @@ def of_another_tokenizer(model):
     edit_weights(lambda w: w.update({name: w[name][:2000].copy()}))(model)
 
 
-HOLDS_ADAPTER = (
-    "model: holds an adapter (adapter_config.json, of org/base), which --lora takes; give its base "
-    "model alone here"
-)
-EMBED, Q_PROJ = "model.embed_tokens.weight", "model.layers.3.self_attn.q_proj.weight"
+Q_PROJ = "model.layers.3.self_attn.q_proj.weight"
 BAD_MODELS = {
     "no config": (remove("config.json"), "has no config.json"),
     "config is no JSON": (break_file("config.json", lambda _: b"{"), "config.json: cannot be read"),
@@ -87,14 +69,13 @@ BAD_MODELS = {
         "has no model.safetensors and no model.safetensors.index.json, but "
         "model-00001-of-00002.safetensors; copy the index from where the shards come from",
     ),
-    "a shard is missing": (sharded("other.safetensors", str), "has no other.safetensors"),
-    "index of another checkpoint": (
-        sharded("shard.safetensors", lambda name: name.removeprefix("model.")),
-        f"tensor embed_tokens.weight is missing; it is {EMBED} there: {INDEX_FILE} is of another",
-    ),
+    "a shard is missing": (without_a_shard, "has no other.safetensors"),
     "broken index": (rename_weights(INDEX_FILE), "not a safetensors index"),
-    "adapter beside the model": (adapter(), HOLDS_ADAPTER),
-    "adapter alone": (adapter("config.json", SINGLE_FILE), HOLDS_ADAPTER),
+    "an adapter beside the model": (
+        adapter_beside,
+        "model: holds an adapter (adapter_config.json, of org/base), which --lora takes; give its "
+        "base model alone here",
+    ),
     "truncated weights": (
         break_file(SINGLE_FILE, lambda b: b[: len(b) // 2]),
         "model.safetensors: not a complete safetensors file",
@@ -108,13 +89,9 @@ BAD_MODELS = {
         "size does not follow from its shape",
     ),
     "missing tensor": (edit_weights(lambda w: w.pop(Q_PROJ)), f"tensor {Q_PROJ} is missing"),
-    "unknown tensor that the index lacks, in a shard": (
-        sharded("shard.safetensors", lambda name: name if name != "odd" else "", "odd"),
+    "unknown tensor": (
+        edit_weights(lambda w: w.update(odd=np.zeros(1, np.float32))),
         "tensor odd is unknown",
-    ),
-    "two names of one tensor": (
-        edit_weights(lambda w: w.update({"language_model.norm.weight": np.ones(128, "f4")})),
-        "language_model.norm.weight and model.norm.weight are both the text model's model.norm",
     ),
     "wrong shape": (
         edit_weights(lambda w: w.update({Q_PROJ: w[Q_PROJ][:-2].copy()})),

@@ -3,31 +3,22 @@ counted, whatever interrupts the run. Rows without text are no samples and are n
 
 import json
 import re
-import uuid
 
-import datasets
 import pyarrow
 import pytest
 from command_line import main
 from pods import flags_for
-from row_files import as_arrow, as_parquet, packed, write_lines, write_parquet, write_rows
+from row_files import as_arrow, as_parquet, packed, write_lines, write_rows
 from small_runs import TEXT, stream_of
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError, RunError
-from activation_extraction.text.batch import Worker
-from activation_extraction.text.documents import DocumentStream, Mixture, check_dataset
+from activation_extraction.text.documents import Mixture, check_dataset
 from activation_extraction.text.rows import IdsColumn, RowForm, TextColumn
-from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.sources import open_files
 
 GOOD = '{"text": "good"}'
 BODY = RowForm(TextColumn("body"))
-KEPT = RowForm(TextColumn("text"), keep_columns=("late",))
-
-
-def arrow(**columns):
-    return as_arrow(pyarrow.table(columns))
 
 
 def parquet(**columns):
@@ -35,27 +26,20 @@ def parquet(**columns):
 
 
 TEXT_IS = "--text_column text: expected text, found "
-DEEP = '{{"text": "bad", "{}": {}}}'.format
-LONG = json.dumps("é" * 50_000)  # six bytes each
 # A line that cannot be used, and why.
 LINES = [
     ('{"text": "cut', "not JSON: Unterminated string starting at, column 10"),
     ("[1, 2]", "expected a JSON object, found list"),
     ('{"text": 5}', f"{TEXT_IS}int 5"),
-    ('{"text": [7, 8]}', f"{TEXT_IS}token ids; --ids_column text reads it"),
     ('{"text": [{"role": "user"}]}', f"{TEXT_IS}a conversation; --messages_column text reads it"),
     ('{"other": "x"}', "--text_column text: no such column; the columns are other (text)"),
     ('{"train": [{"input": [[1]]}], "test": []}', "it has ARC-AGI columns but no grids in them"),
     ('{"text": "\udcff"}', "not JSON: "),
-    (DEEP("id", f'{{"$oid": {LONG}}}'), "its id takes 300,"),
 ]
 ROW = "row 1 (from 0): "
 GROUP = "row group {} row {} (both from 0): {}".format
-NO_COLUMN = "--text_column text: no such column; the columns are body (text), id"
-# Text that is not UTF-8; milliseconds that were taken for seconds.
+NO_COLUMN = "--text_column text: no such column; the columns are body (text)"
 NOT_UTF8 = pyarrow.array([b"good", b"\xff", b"good"]).view(pyarrow.string())
-LATE = pyarrow.array([0, 1717171717123, 5], pyarrow.timestamp("s"))
-SOME_LATE = pyarrow.array([[0], [1, 2**60], []], pyarrow.list_(pyarrow.timestamp("us", "UTC")))
 # The name of a file, its content, the row that is named and why, the good rows and the bad ones.
 BAD = [
     *(
@@ -65,16 +49,13 @@ BAD = [
     ("a.jsonl.gz", f"\ufeff{GOOD}\r\n\r\n  \r\n{GOOD}\r\n{{", "line 5: not JSON", 2, 1),
     ("a.csv", "text,id\ngood,1\nbad\n\ngood,2\n", f"{ROW}expected 2 fields as in the header", 2, 1),
     ("a.csv", b"text\r\ngood\r\nbad\xff\r\ngood", f"{ROW}not UTF-8", 2, 1),
-    ("a.csv", b"body,id\nx,1", f"row 0 (from 0): {NO_COLUMN} (text)", 0, 1),
     # With escapes, the field ends at \", and two rows would become one without a word.
     ("a.csv", b'text\ngood\n"x \\""\n, y"', f'{ROW}column text: a \\" before a comma or', 1, 1),
     ("a.json", f'[{GOOD}, ["bad"], {GOOD}]', f"{ROW}expected a JSON object, found list", 2, 1),
-    ("a.arrow", arrow(text=NOT_UTF8), f"{ROW}column text: 'utf-8' codec can't decode", 2, 1),
+    ("a.arrow", as_arrow(pyarrow.table({"text": NOT_UTF8})), f"{ROW}column text: 'utf-8'", 2, 1),
     ("a.parquet", parquet(text=NOT_UTF8), GROUP(0, 1, "column text: 'utf-8' codec"), 2, 1),
     ("a.parquet", parquet(text=[1, None, 3]), GROUP(0, 0, f"{TEXT_IS}int 1"), 0, 2),
-    ("a.parquet", parquet(body=["a"] * 3, id=[1] * 3), GROUP(0, 0, NO_COLUMN), 0, 3),
-    ("a.arrow", arrow(text=["good"] * 3, late=LATE), f"{ROW}column late: ", 2, 1),
-    ("a.parquet", parquet(text=["good"] * 3, id=SOME_LATE), GROUP(0, 1, "column id: "), 2, 1),
+    ("a.parquet", parquet(body=["a"] * 3), GROUP(0, 0, NO_COLUMN), 0, 3),
 ]
 
 
@@ -83,28 +64,13 @@ def test_a_row_is_named_or_skipped(tmp_path, name, data, told, good, bad):
     path = tmp_path / name
     data = data if isinstance(data, bytes) else data.encode(errors="surrogateescape")
     path.write_bytes(packed(name, data))
-    form = KEPT if b"late" in data else TEXT
     with pytest.raises(RunError) as caught:
-        list(stream_of(path, form=form))
+        list(stream_of(path))
     assert str(caught.value).startswith(f"a row cannot be used: {path} {told}")
     assert "--skip_bad_rows" in caught.value.remedy
-    stream = stream_of(path, skip=True, form=form)
+    stream = stream_of(path, skip=True)
     texts = [document.content.text for document in stream if document]
     assert (texts, stream.counts.skipped) == (["good"] * good, bad)
-
-
-def test_uuids_and_times_of_day_are_stored_as_text(tmp_path):
-    number = uuid.UUID(int=7)
-    columns = {
-        "uuid": pyarrow.array([number.bytes], pyarrow.uuid()),
-        "micro": pyarrow.array([3_661_000_002], pyarrow.time64("us")),
-        "nano": pyarrow.array([3_661_000_000_002], pyarrow.time64("ns")),
-    }
-    path = write_parquet(tmp_path / "a.parquet", text=["good"], **columns)
-    expected = {"uuid": str(number), "micro": "01:01:01.000002", "nano": "01:01:01.000000002"}
-    form = RowForm(TextColumn("text"), id_column="uuid", keep_columns=tuple(columns))
-    (document,) = stream_of(path, form=form)
-    assert (document.doc_id, document.columns) == (str(number), expected)
 
 
 @pytest.mark.parametrize(
@@ -128,23 +94,6 @@ def test_token_ids_that_the_model_lacks_are_a_bad_row(tmp_path, ids, mask, told)
         return
     with pytest.raises(RunError, match=f"a.jsonl line 1: .*{re.escape(told)}"):
         list(stream)
-
-
-def test_columns_of_many_levels_make_a_bad_row(tmp_path):
-    rows = [DEEP("late", "[" * levels + "]" * levels) for levels in (61, 10_000)]
-    path = write_lines(tmp_path / "rows.jsonl", [*rows, '{"text": "good", "late": 1}'])
-    stream = stream_of(path, skip=True, form=KEPT)
-    assert [each.content.text for each in stream if each] == ["good"]
-    assert stream.counts.skipped == 2
-
-
-def test_a_row_of_a_hub_data_set_is_named_by_its_number_and_id(tmp_path):
-    path = write_parquet(tmp_path / "a.parquet", 4, id=["a", "b", "c"], body=[1, 2, 3])
-    rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-    with pytest.raises(RunError, match=r"row 0 \(from 0\) of the data set, id 'a': --text"):
-        list(DocumentStream(rows, TEXT))
-    with pytest.raises(RunError, match=r"row 2 \(from 0\) of the rows that this host reads"):
-        list(DocumentStream(rows, BODY, Worker(machine=2, machines=3)))
 
 
 def test_rows_without_text_do_not_count_in_a_mixture(tmp_path):
@@ -188,18 +137,3 @@ def test_a_run_that_stopped_at_a_bad_row_goes_on_and_skips(demo_inputs, tmp_path
         assert told in capsys.readouterr().out
         assert recorded()["skipped_rows"] == skipped  # not the one behind the last sample
     assert [sample.doc_id for sample in ActivationDataset(out)] == [*range(160)]
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_a_row_behind_the_last_token_of_a_budget_is_not_read(tmp_path, tokenizer, split):
-    """Wherever in a chunk the budget ends. What comes before the last token is counted."""
-    rows = [GOOD, '{"text": ""}', '{"text": "good good"}', "not JSON"]
-    path, form = write_lines(tmp_path / "rows.jsonl", rows), SampleForm(1, split)
-    every = list(samples(stream_of(path, skip=True), tokenizer, form))
-    for limit in ("max_samples", "max_tokens"):
-        for most in range(1, len(every) + 1):
-            stream = stream_of(path)
-            found = list(samples(stream, tokenizer, form, **{limit: most}))
-            due = [s.token_ids.tolist() for s in every[:most]]
-            assert [s.token_ids.tolist() for s in found] == due
-            assert stream.counts.empty == (found[-1].row["line"] > 1)

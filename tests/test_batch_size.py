@@ -103,22 +103,13 @@ def test_auto_takes_the_largest_step_that_fits_and_keeps_it(flags, tmp_path, cho
 
 
 @pytest.mark.long
-def test_auto_stops_at_the_most_rows_at_the_hosts_memory_and_at_the_compiler(
-    flags, chosen, capsys, monkeypatch
-):
+def test_auto_stops_at_the_hosts_memory_and_at_the_compiler(flags, chosen, capsys, monkeypatch):
     anew = "--max_samples", 1, "--overwrite"
+    four_steps = 4 * 2 * 64 * 8 * 2 * 128 * 4  # bytes of two hooks' activations of 16 rows
     with monkeypatch.context() as patch:
-        patch.setattr(batch_size, "MOST_ROWS", 40)
-        four_steps = 4 * 2 * 64 * 8 * 2 * 128 * 4  # bytes of two hooks' activations of 16 rows
-        for memory, of_host, expected, says in (
-            (1e12, None, 32, "the most that are tried"),
-            (1, None, 8, "8 would take"),
-            (1e12, four_steps, 16, "4 steps of 32 would take"),
-        ):
-            if of_host:
-                patch.setattr(batch_size, "available_memory", lambda: four_steps)
-            rows, said = chosen(memory, *anew)
-            assert rows == expected and f"{rows} rows per host and step: {says}" in said
+        patch.setattr(batch_size, "available_memory", lambda: four_steps)
+        rows, said = chosen(1e12, *anew)
+    assert rows == 16 and "16 rows per host and step: 4 steps of 32 would take" in said
 
     message = "RESOURCE_EXHAUSTED: 17.1G of 15.7G hbm"
 
@@ -135,19 +126,20 @@ def test_auto_stops_at_the_most_rows_at_the_hosts_memory_and_at_the_compiler(
     assert "error: the device failed: INTERNAL: something else" in capsys.readouterr().err
 
 
-def test_auto_is_the_default_where_devices_do_not_report_their_memory(flags, tmp_path, capsys):
-    assert main(*flags, "--max_samples", 2) == 0
-    assert recorded(tmp_path / "out") == (8, None)
-    assert "--batch_size auto: 8 rows, the default on cpu" in capsys.readouterr().err
-
-
-def test_a_host_without_a_record_takes_the_number_of_another(chosen, monkeypatch):
-    """It may have been killed before it recorded its own; all must compile the same program."""
-    monkeypatch.setattr(batch_size, "gather", lambda _, own: [own, 16 if own is None else own])
+@pytest.mark.long
+def test_hosts_agree_on_the_rows(flags, chosen, monkeypatch):
+    """All must compile the same program. The devices of another host report less memory; then it
+    has a record, which this one lacks, as it was killed before it had written its own."""
+    less = bytes_for(flags, 16) / 0.9 + 1
+    monkeypatch.setattr(batch_size, "gather", lambda _, own: [own, less if own == 1e12 else own])
     rows, said = chosen(1e12, "--max_samples", 1)
-    assert rows == 16 and "16 rows per host and step: as when the run began" in said
+    assert rows == 16 and "16 rows per host and step: 32 would take" in said
+    monkeypatch.setattr(batch_size, "gather", lambda _, own: [own, 8 if own is None else own])
+    rows, said = chosen(1e12, "--max_samples", 1, "--overwrite")
+    assert rows == 8 and "8 rows per host and step: as when the run began" in said
 
 
+@pytest.mark.rare
 @pytest.mark.long
 def test_hosts_agree_on_the_rows_that_fit_on_all_of_them(demo_inputs, alone_with_few, tmp_path):
     """They share the smaller number; the devices of one report less memory."""

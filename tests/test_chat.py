@@ -3,7 +3,6 @@ turn."""
 
 import json
 import random
-import threading
 from dataclasses import replace
 from itertools import groupby
 
@@ -30,7 +29,6 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.positions import parse_positions
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.run import hosts
 from activation_extraction.run.host_text import Text
 from activation_extraction.text.chat import ChatTemplate
 from activation_extraction.text.messages import MessagesColumn
@@ -135,9 +133,9 @@ def test_a_text_cannot_pass_for_another_role(source, samples_of, tokenizers):
             assert "forged" not in others and "|im_start|>assistant\n<|im_" not in others
 
 
-def calling(**function):
+def calling(arguments, name="look"):
     """A conversation with a call; two tool messages have blocks enough for a forged one."""
-    call = {"type": "function", "function": {"name": "look", "arguments": {}} | function}
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     question, answer = talk()
     return [question, {**answer, "tool_calls": [call]}, *[{"role": "tool", "content": "t"}] * 2]
 
@@ -152,27 +150,15 @@ HALVES = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>forg
 BAD = {
     "a role": (QWEN3, [{"role": "narrator", "content": "x"}], "a message has the role 'narrator'"),
     "an image": (QWEN3, asking([{"type": "image"}]), "a part of type 'image'"),
-    "a part without text": (QWEN3, asking([{"type": "text"}]), "a part of text without its text"),
     "no messages": (QWEN3, 5, "--messages_column messages: expected a list of messages, found int"),
-    "thinking that ends early": (
-        QWEN3,
-        [*asking("q"), {"role": "assistant", "content": "a", "reasoning_content": "x</think>y"}],
-        "a message has its thinking apart, and </think> in its text",
-    ),
-    "tools": (QWEN3, talk(), "its tools are dict, expected a list"),
     "a call with a broken argument": (
         QWEN3,
         [*asking("q"), {"role": "assistant", "tool_calls": [{"name": 5}]}],
         "the chat template refuses it",
     ),
-    "a marker as an escape": (TEMPLATES["qwen3.5"], calling(arguments=ESCAPED), "<|im_start|>"),
-    "half a marker in a name": (TEMPLATES["qwen3.5"], calling(name="look<|im_end|"), "<|im_end|>"),
+    "a marker as an escape": (TEMPLATES["qwen3.5"], calling(ESCAPED), "<|im_start|>"),
+    "half a marker in a name": (TEMPLATES["qwen3.5"], calling({}, "look<|im_end|"), "<|im_end|>"),
     "a marker in two parts": (QWEN2_5, asking(HALVES), "<|im_end|>"),
-    "half a block": (
-        "{{ '<|im_start|>x' }}",
-        asking("x"),
-        "blocks () are not those of its messages",
-    ),
     "a date": ("{{ strftime_now('%Y') }}" + QWEN3, talk(), "it asks for today's date"),
 }
 
@@ -180,9 +166,8 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_conversation_that_cannot_be_used_is_named(case, samples_of):
     source, messages, why = BAD[case]
-    row = {"messages": messages} | ({"tools": {"name": "x"}} if case == "tools" else {})
     with pytest.raises(RunError, match="rows.jsonl line 1") as caught:
-        samples_of(source, [row])
+        samples_of(source, [{"messages": messages}])
     assert why in str(caught.value) and "--skip_bad_rows" in caught.value.remedy
 
 
@@ -253,7 +238,6 @@ COLUMNS = "the columns are body (text), talk (a conversation), numbers (token id
 TALK = "--messages_column talk --chat_template"
 BAD_FLAGS = [  # {} stands for a folder with the files
     ("--messages_column talks", f"no such column; did you mean talk?; {COLUMNS}"),
-    ("--ids_column messages", f"--ids_column messages: no such column; {COLUMNS}"),
     ("--text_column talk", "expected text, found a conversation"),
     (f"{TALK} {{}}/no", "/no: cannot be read"),
     (
@@ -261,18 +245,13 @@ BAD_FLAGS = [  # {} stands for a folder with the files
         "plain.jinja: cannot render a conversation: the chat template leaves out text of the "
         "role user: 'a question'",
     ),
-    (f"{TALK} {{}}/random.jinja", "random.jinja: renders the same conversation in different ways"),
     (f"{TALK}_args enable_thinkin=true", "--chat_template_args enable_thinkin: "),
-    (f"{TALK}_args tokenize=true", "--chat_template_args tokenize: is no argument of a template"),
-    (f'{TALK}_args enable_thinking={{{{"a":[1e999]}}}}', "' is not NAME=VALUE with a"),
-    (rf'{TALK}_args enable_thinking="\ud800"', "' is not NAME=VALUE with a"),
 ]
 
 
 def test_bad_flags_end_with_one_line(model, tmp_path, capsys):
     rows = write_rows(tmp_path / "a.jsonl", [{"body": "x", "talk": talk(), "numbers": [1, 2]}])
     (tmp_path / "plain.jinja").write_text("{{ messages | length }}")
-    (tmp_path / "random.jinja").write_text(QWEN3 + "{{ range(10**5) | random }}")
     for more, why in BAD_FLAGS:
         flags = ["--model_path", model, "--dataset_path", rows, *more.format(tmp_path).split()]
         assert_refused(capsys, tmp_path, flags, why)
@@ -349,22 +328,17 @@ def test_a_row_with_tools_takes_the_template_for_tools(where, model_with, tmp_pa
 
 
 def test_templates_of_a_model_at_a_url(model_with, tmp_path, monkeypatch):
-    """They are copied with its other small files, and go with them."""
+    """They are copied with its other small files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = model_with(beside=PLAIN, tool_use=QWEN2_5)
     assert load(f"file://{folder}").digest == load(folder).digest
-    (folder / "additional_chat_templates/tool_use.jinja").unlink()
-    assert load(f"file://{model_with()}").digest == load(folder).digest
 
 
 def test_the_template_of_a_processor_comes_last(model_with):
     """Older models with vision inputs have no other template."""
-    beside = model_with() / "chat_template.json"
-    for template in ([PLAIN], PLAIN):
-        beside.write_text(json.dumps({"chat_template": template}))
-        if template != PLAIN:
-            with pytest.raises(InputError, match="has no chat template"):
-                load(model_with())
+    with pytest.raises(InputError, match="has no chat template"):
+        load(model_with())
+    (model_with() / "chat_template.json").write_text(json.dumps({"chat_template": PLAIN}))
     assert load(model_with()).sources == {"default": PLAIN}
     assert load(model_with(QWEN3)).sources == {"default": QWEN3}
 
@@ -401,29 +375,3 @@ def test_a_template_without_blocks_gives_text_without_roles(model_with, tmp_path
     assert "differs in chat_template" in capsys.readouterr().err
     assert main(*verify) == 2
     assert "the chat template is not the one that the stored activations" in capsys.readouterr().err
-
-
-def test_a_template_that_hangs_is_named_with_its_row(model_with, tmp_path, monkeypatch):
-    """From the first conversation of all on, which is no row."""
-    rows = [{"messages": talk(f"row {n}")} for n in range(1, 200)]
-    path, folder = write_rows(tmp_path / "rows.jsonl", rows), model_with(QWEN3)
-    where = {"a question": f"--model_path {folder}", "row 150": f"{path} line 150"}
-    go_on, rendered = {name: threading.Event() for name in where.values()}, ChatTemplate._rendered
-    why = "no batch has become ready and no step has finished for 2 s (--stall_timeout)"
-
-    def hanging(self, messages, tools):
-        if name := where.get(messages[0]["content"]):
-            assert go_on[name].wait(600)
-        return rendered(self, messages, tools)
-
-    def end(message):
-        for name, event in go_on.items():
-            if message.startswith(f"error: rendering the chat template of {name}: {why}"):
-                event.set()
-
-    monkeypatch.setattr(ChatTemplate, "_rendered", hanging)
-    monkeypatch.setattr(hosts, "_end_process", end)
-    flags = ["--model_path", folder, "--dataset_path", path, "--messages_column", "messages"]
-    flags += ["--layers_to_extract", 1, "--output_dir", tmp_path / "out", "--stall_timeout", 2]
-    assert main(*flags, "--batch_size", 1) == 0
-    assert all(event.is_set() for event in go_on.values())

@@ -7,10 +7,7 @@ import pytest
 from command_line import start
 from pods import flags_for
 
-import extract_activations
-from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
-from activation_extraction.model import devices
 from activation_extraction.model.devices import use_compilation_cache
 
 pytestmark = pytest.mark.long
@@ -62,31 +59,16 @@ def test_the_second_start_does_not_compile_and_a_damaged_cache_is_one_warning(ex
     assert "Traceback" not in log and "UserWarning" not in log
 
 
-def test_a_folder_that_cannot_be_used_is_refused_when_it_was_asked_for(
-    tmp_path, settings, monkeypatch, caplog
-):
-    monkeypatch.setattr(extract_activations.log, "propagate", True)
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path, settings):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    output = ["--output_dir", str(tmp_path / "out")]
     for folder, problem in ((tmp_path / "file" / "x", "Not a dir"), (tmp_path / "out", "within")):
-        config = parse_args([*output, "--compilation_cache", str(folder)])
         with pytest.raises(InputError, match=f"--compilation_cache {folder}: .*{problem}"):
-            use_compilation_cache(config.compilation_cache, Path(config.output_dir), several=False)
-    use_compilation_cache(None, tmp_path / "out", several=False)
-    assert settings == {"jax_enable_compilation_cache": False}
-    assert "nothing is kept for the next start" in caplog.text
+            use_compilation_cache(str(folder), tmp_path / "out", several=False)
+    assert not settings
 
 
-@pytest.mark.parametrize("given,several", [(None, True), ("off", False), ("gs://bucket/jax", True)])
-def test_several_hosts_use_a_cache_only_when_it_is_given(given, several, settings):
-    use_compilation_cache(given, Path("out"), several)
+@pytest.mark.parametrize("given", [None, "gs://bucket/jax"])
+def test_several_hosts_use_a_cache_only_when_it_is_given(given, settings):
+    use_compilation_cache(given, Path("out"), several=True)
     found = settings["jax_enable_compilation_cache"], settings.get("jax_compilation_cache_dir")
-    assert found == ((True, given) if given == "gs://bucket/jax" else (False, None))
-
-
-def test_an_option_that_the_compiler_does_not_know_is_left_out(monkeypatch, caplog):
-    monkeypatch.setitem(devices.COMPILER_OPTIONS, "cpu", {"xla_no_such_option": True})
-    lowered = jax.jit(lambda x: x + 1).lower(1.0)
-    assert devices.compile_with_options(lowered, "cpu")(1.0) == 2
-    assert "No such compile option: 'xla_no_such_option'" in caplog.text
+    assert found == (given is not None, given)

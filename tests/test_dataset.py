@@ -2,7 +2,6 @@
 
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -35,8 +34,6 @@ from activation_extraction.text.packing import pack
 FIRST, SECOND, THIRD = WIDTHS
 KINDS = [
     ("pickle", "float32"),
-    ("pickle", "float8"),
-    ("safetensors", "float16"),
     ("safetensors", "bfloat16"),
     ("safetensors", "float8"),
 ]
@@ -131,8 +128,6 @@ def test_every_promised_name_is_there_with_its_documentation():
     for name in set(activation_extraction.__all__) - {"ROLES"}:
         found = getattr(activation_extraction, name)
         assert found.__name__ == name and len(found.__doc__) > 40
-    with pytest.raises(AttributeError, match="has no attribute 'Dataset'"):
-        print(activation_extraction.Dataset)
 
 
 def test_a_run_that_is_still_going_on(tmp_path):
@@ -150,21 +145,6 @@ def test_a_run_that_is_still_going_on(tmp_path):
     assert sorted(stored[:20]) == [*range(0, 60, 3)] and 0 < len(stored[20:]) < 20
     assert len(set(stored)) == len(stored) and {number % 3 for number in stored[20:]} == {1}
     assert sum(len(batch) for batch in dataset.batches(9)) == dataset.tokens
-
-
-def test_a_shard_without_samples_is_passed_over(tmp_path):
-    """--repair leaves one where other shards have all that it held."""
-    (run := run_of("safetensors")).store(tmp_path)
-    number = len(list(tmp_path.glob("shard_*.json"))) + 1
-    path = shutil.copy(tmp_path / "shard_0001.json", tmp_path / f"shard_{number:04d}.json")
-    nothing = {"file": "", "files": {}, "samples": {"first": 0, "last": 0, "count": 0}}
-    nothing |= {"number": number, "tokens": 0, "unpacked": 0, "hooks": []}
-    edit(path, lambda content: content.update(nothing))
-    edit(tmp_path / "metadata.json", lambda content: content.update(shards=number))
-    dataset = ActivationDataset(tmp_path)
-    check_samples(dataset, run, WIDTHS)
-    assert dataset.samples.num_rows == 20 and len(dataset.shards.commits) == number - 1
-    assert_same(in_order(joined(dataset.batches(50))), stored_tokens(run))
 
 
 PIECES = 4  # of each document, of 1 to 3 tokens
@@ -206,20 +186,17 @@ def test_the_pieces_of_a_document_may_lie_in_any_shards(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "order,finish,told",
+    "more,finish,told",
     [
-        ([9, *range(9)], False, dict.fromkeys((8, 9), "not stored yet; the run goes on")),
-        ([9, *range(5), 6, 7, 8], True, dict.fromkeys((6, 7), "of which piece 1 is missing")),
+        ([5, 4], False, "not stored yet; the run goes on"),
+        ([4, 6, 7], True, "of which piece 1 is missing"),
     ],
 )
-def test_a_document_of_which_pieces_are_missing(order, finish, told, tmp_path):
-    dataset = store_pieces(tmp_path, order, finish)
-    for index, sample_idx in enumerate(dataset.samples["sample_idx"].to_pylist()):
-        if (number := (sample_idx - 1) // 2) in told:
-            with pytest.raises(ValueError, match=told[number]):
-                dataset.document(index)
-        else:
-            assert dataset.document(index).row["line"] == number // PIECES
+def test_a_document_of_which_pieces_are_missing(more, finish, told, tmp_path):
+    dataset = store_pieces(tmp_path, [*range(PIECES), *more], finish)
+    assert dataset.document(0).row["line"] == 0
+    with pytest.raises(ValueError, match=told):
+        dataset.document(PIECES + 1)
 
 
 # From a bucket.
@@ -283,7 +260,7 @@ def flipped(data):
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
 
-CHANGES = {"flipped": flipped, "cut": lambda data: data[:-1], "longer": lambda data: data + b"x"}
+CHANGES = {"flipped": flipped, "cut": lambda data: data[:-1]}
 READS = {
     "a dataset": lambda dataset: ActivationDataset(dataset.url),
     "a sample": lambda dataset: dataset[0],
@@ -292,18 +269,14 @@ READS = {
     "the table": lambda dataset: dataset.samples,
 }
 DAMAGE = [  # file (an asterisk: in either format), change, what is then read, message
-    ("shard_0001.*", "cut", "a dataset", "is missing or cut short; --repair"),
     ("shard_0001.*", "gone", "a dataset", "is missing or cut short; --repair"),
     ("shard_0002.json", "gone", "a dataset", "is missing; --repair"),
     ("metadata.json", "gone", "a dataset", "is missing; --repair"),
     ("shard_0001.*", "flipped", "a sample", "is damaged in MiB 0: its crc32c is not the one in"),
-    ("shard_0001.*", "cut", "a sample", r"has \d+ bytes, its JSON"),
     ("shard_0001.*", "cut", "a batch", r"has \d+ bytes, its JSON"),
     ("shard_0001.*", "gone", "a sample", "is missing; the run was overwritten"),
     ("shard_0001.npz", "flipped", "moments", "is damaged: its sha256 is not the one"),
     ("shard_0001.samples.parquet", "flipped", "the table", "is damaged: its sha256 is not the one"),
-    ("shard_0001.samples.parquet", "longer", "the table", "bytes, expected at most "),
-    ("shard_0001.samples.parquet", "gone", "the table", "is missing"),
 ]
 
 
@@ -356,16 +329,10 @@ def test_folders_of_different_runs(tmp_path):
         ActivationDataset(tmp_path)
 
 
-# What is imported.
-
-
 READ = """
 import logging, sys
-class Refused:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("jax", "torch", "tqdm", "safetensors", "datasets", "gcsfs"):
-            raise ImportError(name)
-sys.meta_path.insert(0, Refused())
+gone = "jax", "jaxlib", "flax", "torch", "tqdm", "safetensors", "datasets", "gcsfs"
+sys.modules.update(dict.fromkeys(gone))
 import activation_extraction
 assert "numpy" not in sys.modules
 loggers = [logging.getLogger(name) for name in (None, "gcsfs", "fsspec", "huggingface_hub")]
@@ -375,11 +342,21 @@ for path in sys.argv[1:]:
     dataset = ActivationDataset(path)
     print(sum(len(batch) for batch in dataset.batches(16, shuffle=0)) - dataset.tokens)
 assert before == [(each.handlers, each.level, each.propagate) for each in loggers]
+del sys.modules["tqdm"]
+from activation_extraction.cli.config import parse_args
+from activation_extraction.inspect.look import look
+for flag in ("--status", "--verify"):
+    print(look(parse_args([flag, "--output_dir", path])))
+for batch in dataset.batches(8, shuffle=0, buffer=32):
+    sys.exit()
 """
 
 
 def test_reading_needs_few_packages_and_changes_nothing_in_the_process(tmp_path):
+    """Nor does looking at a run. The program may end in the middle of a loop, whose thread says
+    nothing then."""
     runs = [run_of(shard_format).store(tmp_path / shard_format) for shard_format in SHARD_FORMATS]
     command = [sys.executable, "-c", READ, *map(str, runs)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n0\n", "")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.findall(r"^-?\d+$", done.stdout, flags=re.M) == ["0"] * 4

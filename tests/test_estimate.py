@@ -1,7 +1,7 @@
 """`--plan`: what it says of runs whose answers are known, of which machines, and what it refuses.
 
-Most tests estimate by formula alone, as where libtpu is not installed; tests/test_tpu.py compares
-the formula with the compiler.
+Most tests estimate by formula alone, as where libtpu is not installed; tests/test_tpu.py has the
+compiler's plans.
 """
 
 import json
@@ -17,7 +17,7 @@ from command_line import main
 from activation_extraction.cli.config import parse_args
 from activation_extraction.model.devices import CHIPS
 from activation_extraction.run import estimate
-from activation_extraction.run.estimate import BINDS, data_size, pack_rate
+from activation_extraction.run.estimate import BINDS, data_size
 from activation_extraction.run.topologies import MACHINES, topology_of
 from benchmarks.shapes import SHAPES
 
@@ -70,51 +70,21 @@ def test_known_truths(planned):
     assert not whole["fits"] and whole["memory_gb"] < 0.9 * 80
 
 
-# Of Qwen2.5-7B: the weights of a layer, and the layers that run.
-HIDDEN, LAYERS = 3584, 24
-WEIGHTS = HIDDEN * (2 * HIDDEN + 2 * 512 + 3 * 18944)
-LINKS, CHIP = 2 * 45e9, CHIPS["TPU v5e"]
-SENT = 4 * LAYERS * 2 * 8 * 2048 * HIDDEN * 3 / 4 / LINKS
-
-
-def products(tokens, length):
-    """Two for every weight, and those of causal attention."""
-    flops = LAYERS * (2 * WEIGHTS + 2 * 2 * HIDDEN * length / 2)
-    return tokens * flops / CHIP.flops
-
-
-COUNTED = {  # mesh and length; seconds of products, HBM and gathers, of which the longest counts
-    "products": ("4 --mesh_axes data", 2048, {"products": products(2 * 2048, 2048)}),
-    # Every weight is read once, those of the embedding, too.
-    "hbm": (
-        *("4 --mesh_axes data", 16),
-        {"hbm": 2 * (LAYERS * WEIGHTS + 152064 * HIDDEN) / CHIP.bandwidth},
-    ),
-    # A chip receives the weights that it does not hold, beside the products.
-    "gathers": ("4 --mesh_axes fsdp", 128, {"gathers": 3 / 4 * 2 * LAYERS * WEIGHTS / LINKS}),
-    # Devices along `model` add up the residual stream twice in a layer, and gather it twice, and
-    # nothing runs beside that.
-    "exchanges": (
-        *("1,4 --mesh_axes data,model", 2048),
-        {"products": products(4 * 1024, 2048), "exchanges": SENT},
-    ),
-}
-
-
-@pytest.mark.parametrize("bound", COUNTED)
-def test_a_step_takes_what_an_independent_count_says(planned, bound):
-    mesh, length, took = COUNTED[bound]
-    flags = f"--mesh_shape {mesh} --max_seq_length {length}"
-    *_, found = planned("v5e-4", "Qwen/Qwen2.5-7B", flags)["meshes"]
-    assert found["step_ms"] == pytest.approx(1e3 * sum(took.values()), rel=0.03)
-    shares = {"products": (0.4, 0.7)}
-    slow, fast = (
-        sum(seconds / shares.get(name, (0.6, 0.9))[number] for name, seconds in took.items())
-        for number in (0, 1)
-    )
-    tokens = 0.99 * 8 * length
-    assert found["tokens_per_second"] == pytest.approx([tokens / slow, tokens / fast], rel=0.03)
-    assert len(took) > 1 or found["binds"] == bound
+def test_a_step_takes_what_an_independent_count_says(planned):
+    """Of Qwen2.5-7B: products, two for every weight, and those of causal attention. Devices along
+    `model` add up the residual stream twice in a layer, and gather it twice, beside nothing."""
+    hidden, layers, tokens, chip = 3584, 24, 4096, CHIPS["TPU v5e"]
+    weights = hidden * (2 * hidden + 2 * 512 + 3 * 18944)
+    products = tokens * layers * (2 * weights + 2 * 2 * hidden * 2048 / 2) / chip.flops
+    exchanges = 4 * layers * 2 * 4 * tokens * hidden * 3 / 4 / (2 * 45e9)
+    for mesh, sent in (("4 --mesh_axes data", 0), ("1,4 --mesh_axes data,model", exchanges)):
+        flags = f"--mesh_shape {mesh} --max_seq_length 2048"
+        *_, found = planned("v5e-4", "Qwen/Qwen2.5-7B", flags)["meshes"]
+        assert found["step_ms"] == pytest.approx(1e3 * (products + sent), rel=0.03)
+        slow, fast = products / 0.4 + sent / 0.6, products / 0.7 + sent / 0.9
+        speeds = [0.99 * 4 * tokens / seconds for seconds in (slow, fast)]
+        assert found["tokens_per_second"] == pytest.approx(speeds, rel=0.03)
+        assert found["binds"] == "products" or sent
 
 
 def test_the_host_binds_if_it_gets_more_than_it_can_store(planned, monkeypatch):
@@ -128,10 +98,8 @@ def test_the_host_binds_if_it_gets_more_than_it_can_store(planned, monkeypatch):
     packed, sent = stored / (2e7 * cores), 0.8 * stored / (4 * 1e8)
     for flags, binds, seconds in (
         ("", "host", packed),
-        (f"--writer_threads {cores // 2}", "host", 2 * packed),
         ("--upload_to_gcs --gcs_bucket b", "upload", sent),
         ("--layers_to_extract 12", "products", None),
-        ("--positions every:8", "products", None),
     ):
         (found,) = planned("v5e:8x8", "7B", flags)["meshes"]
         assert found["binds"] == binds
@@ -155,71 +123,43 @@ def test_what_json_has(planned):
     on_demand, spot = MACHINES["v5e"].dollars
     assert found["dollars"] == pytest.approx([low * 64 * spot, high * 64 * on_demand])
     assert found["terabytes"] == pytest.approx(14 * 896 * 2 * 1e9 / 1e12)
-    # Prices without a source are null, and those that are given count.
-    run = ("tpu7x:2x2x1", "0.5B", "--max_tokens 1000000")
-    assert planned(*run)["dollars"] is None
-    found = planned(*run, "--chip_hour_dollars 2,0.5")
-    low, high = found["hours"]
-    assert found["dollars"] == pytest.approx([low * 4 * 0.5, high * 4 * 2])
-    assert planned(*run, "--chip_hour_dollars 2")["dollars"] == pytest.approx([low * 8, high * 8])
+    given = planned("v5e-64", "0.5B", "--max_tokens 1000000000 --chip_hour_dollars 2,0.5")
+    low, high = given["hours"]
+    assert given["dollars"] == pytest.approx([low * 64 * 0.5, high * 64 * 2])
     # Nothing says how much data there is.
     found = planned("h100", "0.5B", "--dataset_path texts.jsonl")
     assert found["hours"] is found["dollars"] is found["terabytes"] is None
     assert found["best"]["shape"] == {"data": 1}
 
 
-def test_flags_change_what_is_stored_and_how_long_products_take(planned):
+def test_flags_change_what_is_stored(planned):
     flags = ("v5e-4", "0.5B", "--layers_to_extract 3 --max_samples 1000")
     every = planned(*flags)["terabytes"]
     assert every == pytest.approx(827_781 * 896 * 2 / 1e12, rel=1e-3)
     for more, share in (("--positions every:8", 1 / 8), ("--activation_dtype float8", 900 / 1792)):
         assert planned(*flags, more)["terabytes"] == pytest.approx(every * share, rel=0.01)
-    for machine, times in (("v5p-8", 6), ("h100", 15)):
-        usual, exact = (
-            planned(machine, "7B", f"--dtype {dtype}")["meshes"][0]["step_ms"]
-            for dtype in ("bfloat16", "float32")
-        )
-        assert exact == pytest.approx(times * usual)
 
 
-def test_the_words(said, capsys):
-    text = said("v5e:8x8", "Qwen/Qwen2.5-72B", "--max_samples", 1000, "--upload_to_gcs",
-                "--gcs_bucket", "b", "--mesh_shape", "64", "--mesh_axes", "data")  # fmt: skip
+def test_the_words(said):
+    text = said("v5e:8x8", "Qwen/Qwen2.5-72B", "--max_samples", 1000, "--mesh_shape", "64",
+                "--mesh_axes", "data")  # fmt: skip
     for words in (
         r"^v5e:8x8: 64 chips on 16 hosts, each of which feeds 8 rows of 2,048 tokens per step$",
         r"^mesh data \d+ x fsdp \d+: fits; GB per device: .*, bound by matrix products$",
         r"^mesh data 64: does not fit; GB per device: ",
-        r"^packing on the host: [\d.]+ to [\d.]+ GB/s per host, which gets [\d.]+ GB/s at peak",
-        r"^uploads: 2.33 to 7.75 GB/s per host, which gets ",
-        r"^bytes per token: 229,376; kept tokens: 100%$",
         r"^hours: [\d.]+ to [\d.]+$",
         r"^terabytes: 0.19$",
-        r"matrix products 40% to 70%.* an hour: 0.3 to 1.2 \(",
-        r"^this is an estimate: a run with --max_samples 200 has the real numbers, see --status$",
     ):
         assert re.search(words, text, re.M), words
-    unknown = said("h200-8", "0.5B", "--dataset_path", "x.jsonl", "--positions", "last")
-    assert re.search(r"; kept tokens: 0\.\d+%$", unknown, re.M)
-    assert "\nhours: unknown\ndollars: unknown\nterabytes: unknown\n" in unknown
-    assert "an hour: unknown" in unknown
-    assert main("--plan", "v5e-4", "--demo", "--batch_size", "auto", "--json") == 0
-    logged = capsys.readouterr().err
-    assert "nothing is compiled: that needs libtpu" in logged
-    assert "a run may take more than these 8 rows" in logged
 
 
 BAD = """
 --plan v5x:8x8 => --plan v5x:8x8: there are machines of v4, v5e
 --plan v5e => --plan v5e: no such size; there are v5e-1 (v5e:1x1), v5e-4 (v5e:2x2)
---plan tpu7-16 => tpu7x, a100, h100, h200, such as v5e:8x8, v5litepod-64, v4-32 or h100-8
 --plan h100-12 => --chips_per_host 8: its chips divide among hosts of 1, 2, 3, 4, 6, 12
---plan v4-32 --chips_per_host 8 => --chips_per_host 8: its chips divide among hosts of 4
---plan v5e:8x8 --status => --status and --plan cannot be used together
 --chips_per_host 4 => --chips_per_host: needs --plan
---plan v5e-4 --chip_hour_dollars -1 => --chip_hour_dollars
 --plan v5e-4 --model_path Qwen/Qwen3-8B-FP8x => --model_path Qwen/Qwen3-8B-FP8x
 --plan v5e-4 --mesh_shape 3,2 => --mesh_shape 3,2: is 6 devices, there are 4
---plan v5e-4 --batch_size 3 --mesh_type 2d --mesh_shape 4,1 => 3
 --plan h100-8 --mesh_shape 2,4 --mesh_axes pipeline,data => --plan has no formula for a pipeline
 """
 
@@ -240,9 +180,7 @@ def test_bad_input(said, capsys, tmp_path):
         ("print('libtpu says hello'); print(3e9)", 3.0, True, ""),
         ("print(15e9)", 15.0, False, ""),  # of 16, of which a run may fill 90 %
         ("print('\"RESOURCE_EXHAUSTED: no room\"')", None, False, "RESOURCE_EXHAUSTED: no room"),
-        ("print('\"INTERNAL: odd\"')", None, True, "mesh data 4: INTERNAL: odd"),
         ("import os; os.abort()", None, True, "the compiler failed with status -6"),
-        ("import time; time.sleep(1000)", None, True, "the compiler took more than 2 s"),
     ],
 )
 def test_what_the_compiler_says_counts(
@@ -255,7 +193,6 @@ def test_what_the_compiler_says_counts(
         return run([sys.executable, "-c", code], **options)
 
     monkeypatch.setattr(estimate, "find_spec", lambda name: True)
-    monkeypatch.setattr(estimate, "MOST_SECONDS", 2 if "sleep" in code else 900)
     monkeypatch.setattr(subprocess, "run", instead)
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["0.5B"]))
     assert main("--plan", "v5e-4", "--model_path", tmp_path, "--json") == 0
@@ -274,45 +211,27 @@ def test_how_much_data_there_is_and_how_much_of_it_is_kept():
     drawn = np.random.default_rng(0).lognormal(np.log(620), 1, 100_000)
     cut = np.minimum(drawn, 2048)
     pieces, every = np.ceil(drawn / 1000).sum(), 9_672_101 * cut.mean()
-    of_64, split = np.minimum(cut, 64).mean(), "--long_documents split --max_seq_length"
     for flags, tokens, kept in (
-        ("", every, 1),
         ("--total_machines 4", every / 4, 1),
         ("--max_samples 100000000", every, 1),  # there are no more
-        ("--max_samples 1000 --dataset_path x.jsonl", 1000 * cut.mean(), 1),
         ("--max_samples 1000 --max_tokens 5000", 5000, 1),
         ("--max_tokens 1000 --positions last", 1000 * cut.mean(), 1 / cut.mean()),
-        ("--max_samples 9 --positions first:64", 9 * cut.mean(), of_64 / cut.mean()),
-        # Pieces of documents are samples, and repeat tokens; the last rule keeps none.
-        (f"{split} 1000 --max_samples 500", 500 * drawn.sum() / pieces, 1),
-        (f"{split} 100 --overlap 50 --max_tokens 1000", 1941, 0.515),
-        ("--max_seq_length 100000 --positions 50000: --max_tokens 1000", 9.9e9, 0),
+        # Pieces of documents are samples.
+        ("--long_documents split --max_seq_length 1000 --max_samples 500",)
+        + (500 * drawn.sum() / pieces, 1),
     ):
         found = data_size(parse_args(flags.split()))
-        assert found == pytest.approx((tokens, kept), rel=0.02, abs=1e-6), flags
-
-
-def test_a_core_packs_something():
-    for flags, dtype, least in (
-        ("", "float32", 0.5),
-        ("", "float8", 0.5),
-        ("--shard_format safetensors", "float32", 1),
-    ):
-        speed, ratio = pack_rate(parse_args(flags.split()), dtype)
-        assert speed > 0 and least < ratio < 1.01
+        assert found == pytest.approx((tokens, kept), rel=0.02), flags
 
 
 @pytest.mark.parametrize(
     "name,known_as,hosts,chips,devices",
     [
-        ("v5e:8x8", "v5e:8x8", 16, 64, 64),
         ("v5litepod-64", "v5e:8x8", 16, 64, 64),
-        ("v5e-8", "v5e:2x4", 1, 8, 8),
         ("v4-32", "v4:2x2x4", 4, 16, 16),  # names of v4 and v5p count cores
         ("tpu7x-16", "tpu7x:2x2x2", 2, 8, 16),  # its chips are two devices each
         ("h100-16", "h100-16", 2, 16, 16),
         ("v5e:8x8/16", "v5e:8x8", 4, 64, 64),  # after the slash: --chips_per_host
-        ("h100-12/6", "h100-12", 2, 12, 12),
     ],
 )
 def test_machines(name, known_as, hosts, chips, devices):

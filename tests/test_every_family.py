@@ -32,11 +32,6 @@ RUNS = {  # a model, what --list_hooks says of one of its hooks, and other hooks
         "blocks.K.attn.q.hook_out",
         "blocks.3.hook_resid_post",
     ),
-    "qwen3_5": (
-        {"text_config": HEADS | DELTA, "tie_word_embeddings": True},
-        "blocks.K.linear_attn.hook_beta (K: 0, 2) 8 float32 32",
-        "blocks.2.linear_attn.hook_log_decay blocks.3.hook_resid_post",
-    ),
 }
 
 

@@ -6,20 +6,16 @@ after which the first one wakes up. Then the same command must store what an und
 test_inputs.py shows for every form of text that it continues from any sample.
 """
 
-import json
-import re
 import threading
 from contextlib import suppress
 from functools import cached_property
 from itertools import combinations, count
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 from memory_bucket import MemoryBucket, MemoryFolder, Process, Stopped
-from small_runs import HIDDEN, HOOKS, LENGTH, activations, run_over, stream_of, write_texts
+from small_runs import HIDDEN, HOOKS, LENGTH, run_over, stream_of, write_texts
 
-from activation_extraction.common.codes import Codes
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.positions import Positions
 from activation_extraction.inspect.verify_shard import read_samples
@@ -41,14 +37,13 @@ NO_LIMITS: dict[str, int | None] = {"max_samples": None, "max_tokens": None}
 
 class Case(NamedTuple):
     """A case says what is extracted. before: limits of the processes that come first. shard: the
-    most bytes of a shard. codes: whether there are codes beside activations."""
+    most bytes of a shard."""
 
     form: SampleForm = SampleForm(LENGTH)
     before: dict[str, int] | None = None
     hosts: int = 1
     shard: int = 2000
     shard_format: str = "pickle"
-    codes: bool = False
 
 
 def keeping(*rule, **more):
@@ -61,27 +56,9 @@ CASES = {
     "pieces": Case(SampleForm(LENGTH, split=True, overlap=5), shard_format="safetensors"),
     "few tokens": Case(keeping(9, 10), hosts=2, shard=100, shard_format="safetensors"),
     "no tokens": Case(keeping(share=1e-15), shard=200),
-    "codes": Case(keeping(None, None, 2), shard=1500, codes=True),
     "more samples": Case(before={"max_samples": 7}),
     "more tokens": Case(before={"max_tokens": 101}, shard_format="safetensors"),
 }
-
-
-CODES, MOST = "blocks.2.hook_resid_post.codes", 2  # features of a token that are kept at most
-WITH_CODES = {"hooks": HOOKS | {CODES: CODES}, "hook_facts": {CODES: {"width": 50, "most": MOST}}}
-
-
-def with_codes(batch):
-    """The activations of a batch, and codes: some tokens have fewer features, or none."""
-    records = np.zeros((*batch.token_ids.shape, 3 + 2 * MOST), np.int32)
-    for placed in batch.samples:
-        own = records[placed.row, placed.start : placed.stop]
-        numbers = placed.sample.sample_idx + np.arange(len(own))
-        own[:, 0] = numbers % (MOST + 1)
-        kept = np.arange(MOST) < own[:, :1]
-        own[:, 3 : 3 + MOST] = np.where(kept, numbers[:, None] % 25 + 25 * np.arange(MOST), 0)
-        own[:, 3 + MOST :] = np.where(kept, np.float32(1 + numbers[:, None]), 0).view(np.int32)
-    return activations(batch) | {CODES: records}
 
 
 @pytest.fixture(autouse=True)
@@ -99,18 +76,16 @@ class Run:
 
     def __init__(self, case, tokenizer, folder):
         self.case, self.tokenizer, self.folder = case, tokenizer, folder
-        self.path, self.processes = write_texts(folder / "rows.jsonl", 20), count()
+        self.path, self.processes = write_texts(folder / "rows.jsonl", 16), count()
 
     def __call__(self, bucket, process=None, before=False, repair=False, **options):
         case, root = self.case, MemoryFolder(bucket, process or Process())
         usual = {"shard_size_gb": case.shard / 1e9, "shard_format": case.shard_format}
-        usual |= {"made": with_codes, **WITH_CODES} if case.codes else {"hooks": HOOKS}
         usual |= {"metadata": {"model": {"hidden_size": HIDDEN, "vocab_size": 2048}}}
         for host in range(case.hosts):
             place = root.child(f"machine_000_host_{host:02d}")
-            parts = {"hooks": tuple(usual["hooks"].values()), "code_hooks": (CODES,) * case.codes}
-            parts |= {"host": host, "num_hosts": case.hosts}
-            identity = Identity("tiny", data="files", **parts)
+            part = {"hooks": tuple(HOOKS.values()), "host": host, "num_hosts": case.hosts}
+            identity = Identity("tiny", data="files", **part)
             limits = NO_LIMITS | (case.before or {} if before else {})
             planner = RepairPlanner(place, identity, limits) if repair else None
             run_over(
@@ -162,10 +137,7 @@ class Run:
                 for row, sample in zip(table.to_pylist(), samples, strict=True):
                     number, positions = row["sample_idx"], sample.row.positions
                     assert number not in found, f"sample {number} is stored twice"
-                    values = [
-                        (each.records(MOST) if isinstance(each, Codes) else each).tolist()
-                        for each in sample.activations
-                    ]
+                    values = [each.tolist() for each in sample.activations]
                     found[number] = str(row), positions.tolist(), values
         return found
 
@@ -185,7 +157,7 @@ def test_a_process_may_stop_at_any_request(run):
     """The next one stops soon after; then the same command completes the run, in other batches."""
     whole, requests = run.undisturbed
     assert len(whole) > 8
-    for stop in range(0, requests, 1 if run.case == CASES["text"] else 7):
+    for stop in range(0, requests, 1 if run.case == CASES["text"] else 11):
         bucket = MemoryBucket()
         for before in run.in_turn:
             for number in (stop, stop * 5 % 17):
@@ -215,8 +187,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("run", ["text", "few tokens"], indirect=True)
-@pytest.mark.parametrize("complete", [True, False])
+@pytest.mark.parametrize("run,complete", [("text", True), ("few tokens", False)], indirect=["run"])
 def test_any_shards_may_be_lost_and_a_repair_may_stop_at_any_request(run, complete):
     """The run was interrupted, so it has a short shard, and was perhaps completed later."""
     original = MemoryBucket()
@@ -227,9 +198,8 @@ def test_any_shards_may_be_lost_and_a_repair_may_stop_at_any_request(run, comple
     lost = [each for size in (1, 2, len(jsons)) for each in combinations(jsons, size)]
     for case, each in enumerate(lost):
         bucket = copy_of(original)
-        later = jsons[(jsons.index(each[0]) + 1) % len(jsons)]
-        for again in ((), (later,)):  # more may be lost after a repair
-            for number, name in enumerate(again or each):
+        for again in (False, True):  # more may be lost after a repair, which made the last one
+            for number, name in enumerate(jsons_in(bucket)[-1:] if again else each):
                 [*DAMAGE.values()][(case + number) % len(DAMAGE)](bucket.objects, name)
             with suppress(Stopped, InputError, RunError):
                 run(bucket, stopped_at(case * 7 % 83), repair=True)
@@ -330,9 +300,10 @@ def test_any_request_may_fail_or_have_an_unknown_outcome(run):
 
 
 SECOND = [  # when the second process halts, what it does, and at which requests of the first
-    (10**6, {}, 1),
-    (12, {}, 3),
-    (10**6, {"overwrite": True, "shard_size_gb": 5e-6}, 2),
+    (10**6, {}, 2),
+    (12, {}, 5),
+    (10**6, {"overwrite": True, "shard_size_gb": 5e-6}, 5),
+    (10**6, {"repair": True}, 5),
 ]
 
 
@@ -345,16 +316,14 @@ def test_a_second_process_may_begin_at_any_request_of_the_first(run, halts, does
         bucket = MemoryBucket()
         first = Halted(run, bucket, halt)
         assert run.stored_in(bucket).items() <= whole.items()
-        second = Halted(run, bucket, halts, **does or {"stop_after": 1 if halt % 2 else None})
+        second = Halted(run, bucket, halts, **does or {"stop_after": 1 if halt % 4 else None})
         errors = list(filter(None, (first.go_on(), second.go_on())))
         assert len(errors) < 2 and all(isinstance(error, InputError) for error in errors)
         for error in errors:
             if isinstance(error, LostError):
-                told = r"bucket/machine_000_host_00: \S+ has taken over, .* has committed is safe"
-                assert re.search(told, str(error))
+                assert "has taken over" in str(error)
                 lost += 1
-        if not does:
-            run(bucket)
+        run(bucket)
         run.check(bucket, halt)
     assert lost
 
@@ -375,10 +344,7 @@ def test_nothing_replaces_a_commit_of_its_run():
     bucket, commit, path = MemoryBucket(), Commit(1, 0.0, None), "mem://bucket/shard_0001.json"
     owner = Owner(MemoryFolder(bucket, Process()), "me")
     assert owner.begin("r", {"format_version": 5, "identity": {}}, None)
-    bucket.put(path, seal({**commit.to_json(), "run": "old", "owner": "another"}))
-    assert owner.commit(commit).owner == "me" and json.loads(bucket.objects[path][0])["run"] == "r"
     bucket.put(path, standing := seal({**commit.to_json(), "run": "r", "owner": "another"}))
-    assert not owner.reserve(1)
     with pytest.raises(LostError, match="another has taken over"):
         owner.commit(commit)
     assert bucket.objects[path][0] == standing

@@ -33,7 +33,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setitem(EXPORT_FORMS, "sae_lens", EXPORT_FORMS["sae_lens"]._replace(row=ROW))
 
 
-@pytest.fixture(scope="module", params=["float32", "float16", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def run(request, tmp_path_factory):
     """A finished run of two hosts; tests must not change it."""
     root, dtype = tmp_path_factory.mktemp("run"), request.param
@@ -143,68 +143,42 @@ def test_one_hook_is_exported_from_a_bucket(run, tmp_path):
 
 
 @one_run
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_an_export_that_fails_leaves_nothing(error, run, tmp_path, monkeypatch):
+def test_an_export_that_fails_leaves_nothing(run, tmp_path, monkeypatch):
     """Until all is written, no folder has its name."""
     chunks = exporting._chunks
 
     def failing(*arguments):
         yield next(chunks(*arguments))
         assert not (tmp_path / "export").exists()
-        raise error
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(exporting, "_chunks", failing)
-    kind = RunError if isinstance(error, OSError) else KeyboardInterrupt
-    with pytest.raises(kind, match="No space left" if kind is RunError else None):
+    with pytest.raises(RunError, match="No space left"):
         save(run, "sae_lens", tmp_path / "export")
     assert not list(tmp_path.iterdir())
 
 
-EXISTS = "export: exists; expected the name of a new folder"
-UNFINISHED = (
-    "export: .*/export.unfinished exists, so another export is running or was killed; delete"
-)
-TARGETS = {  # what is there already -> why it is refused
-    "export/notes.txt": EXISTS,
-    "export": EXISTS,
-    "export -> nowhere": EXISTS,
-    "export.unfinished/notes.txt": UNFINISHED,
-}
-
-
 @one_run
-@pytest.mark.parametrize("there", TARGETS)
-def test_a_target_that_is_there_is_left_alone(there, run, tmp_path):
-    path = tmp_path / there.partition(" ")[0]
-    path.parent.mkdir(exist_ok=True)
-    path.symlink_to("nowhere") if "->" in there else path.write_text("mine")
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(InputError, match=f"^--export_dir {tmp_path}/{TARGETS[there]}"):
+@pytest.mark.parametrize("there, told", [("export", "a new folder"), ("export.unfinished", "kill")])
+def test_a_target_that_is_there_is_left_alone(there, told, run, tmp_path):
+    (tmp_path / there).mkdir()
+    (tmp_path / there / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=f"^--export_dir {tmp_path}/export: .*{told}"):
         save(run, "memmap", f"{tmp_path}/export/")
-    assert sorted(tmp_path.rglob("*")) == before
-    assert path.is_symlink() or path.read_text() == "mine"
+    assert [*tmp_path.rglob("*")] == [tmp_path / there, tmp_path / there / "notes.txt"]
+    assert (tmp_path / there / "notes.txt").read_text() == "mine"
 
 
 @one_run
-def test_too_little_room_a_missing_library_and_too_few_tokens_are_refused(
-    run, tmp_path, monkeypatch
-):
-    (tmp_path / "file").touch()
+def test_too_little_room_and_a_missing_library_are_refused(run, tmp_path, monkeypatch):
     usage = SimpleNamespace(free=200 * (128 + 32) - 1)
-    monkeypatch.setitem(EXPORT_FORMS, "sae_lens", EXPORT_FORMS["sae_lens"]._replace(row=201))
     monkeypatch.setattr(exporting.shutil, "disk_usage", lambda _: usage)
-    for form, target, told in (
-        ("memmap", "export", "has 0.000 GB free, needs 0.000 GB$"),
-        ("memmap", "file/export", "cannot be written to: Not a directory"),
-        ("sae_lens", "export", f"{run} holds 200 tokens; expected at least 201$"),
-    ):
-        with pytest.raises(InputError, match=told):
-            save(run, form, tmp_path / target)
-    for form, library in (("memmap", "torch"), ("sae_lens", "datasets")):
-        monkeypatch.setattr(exporting, "find_spec", {library: None}.get)
-        with pytest.raises(InputError, match=f"^--export {form}: needs {library}; run: pip inst"):
-            save(run, form, tmp_path / "export")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(InputError, match=r"has 0.000 GB free, needs 0.000 GB$"):
+        save(run, "memmap", tmp_path / "export")
+    monkeypatch.setattr(exporting, "find_spec", {"torch": None}.get)
+    with pytest.raises(InputError, match="^--export memmap: needs torch; run: pip install"):
+        save(run, "memmap", tmp_path / "export")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_memory_is_bounded_by_the_chunks(tmp_path, monkeypatch):
@@ -226,25 +200,20 @@ def test_memory_is_bounded_by_the_chunks(tmp_path, monkeypatch):
 EXPORT = "--export memmap --export_dir"
 REFUSED = [
     ("--export memmap", "--export: needs --export_dir"),
-    ("--export_dir x", "--export_dir: needs --export"),
-    ("--export safetensors --export_dir x", "invalid choice: 'safetensors'"),
     (f"{EXPORT} gs://b/x", "gs://b/x: is a URL"),
     (f"{EXPORT} x --hook_names blocks.4.*", f"has no hook 'blocks.4.*'; it has {FIRST}, {SECOND}"),
-    (f"{EXPORT} x --status", "--status and --export cannot be used together"),
-    (f"{EXPORT} x --output_dir none", "none: holds no extraction"),
     (f"{EXPORT} x --output_dir started", "started is interrupted; expected a finished run"),
 ]
 
 
 @one_run
 @pytest.mark.parametrize("typed,why", REFUSED)
-def test_bad_requests_are_refused_in_one_line(typed, why, run, tmp_path, monkeypatch, capsys):
+def test_bad_requests_are_refused(typed, why, run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if "started" in typed:
         with open_part(tmp_path / "started") as storage:
             storage.finalize(complete=False)
     output = [] if "--output_dir" in typed else ["--output_dir", str(run)]
     assert main(*typed.split(), *output) == 2
-    error = capsys.readouterr().err
-    assert why in error and error.count("\n") == 1
+    assert why in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

@@ -17,6 +17,7 @@ import pyarrow.parquet
 import pytest
 import row_files
 from command_line import assert_refused
+from row_files import write_parquet
 from small_runs import stream_of
 
 from activation_extraction.common.errors import InputError, RunError
@@ -120,8 +121,6 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 LINE = b'{"text": "x"}\n'
 ROWS = rows_of(range(3000))
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
-# A zstd frame of one raw block that needs a window of 2 GiB, as of zstd --long=31.
-LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\xa8" + (len(LINE) << 3 | 1).to_bytes(3, "little") + LINE
 WHOLE = "if the file is damaged, replace it"
 BEHIND = "; the last row before: "
 LFS = "is a Git LFS pointer instead of the data; git lfs pull"
@@ -132,28 +131,18 @@ NO_ARRAY = "expected an array of objects, or an object on"
 FORMS = [
     *((f"a.{end}", POINTER, LFS) for end in ("jsonl", "csv", "arrow", "parquet")),
     ("a.jsonl", LINE.decode().encode("utf-16"), UTF16),
-    ("a.json", b"[{}]".decode().encode("utf-16-le"), UTF16),
-    ("a.jsonl", LINE.decode().encode("utf-32"), "is UTF-32, expected UTF-8", "iconv -f UTF-32"),
-    ("a.jsonl.zst", LONG_WINDOW, "Frame requires too much memory", "; unpack it with zstd -d --"),
     ("a.jsonl", gzip.compress(b"{}"), "is packed with gzip; give it a name that ends in .gz"),
-    ("a.jsonl.gz", as_zstd(ROWS), "is packed with zstd; give it a name that ends in .zst"),
     ("a.jsonl.gz", LINE, "is not packed, though its name says so; take .gz off it"),
     ("a.parquet", b"PK\x03\x04...", "is a zip archive; unpack it"),
     ("a.json", b"<!DOCTYPE html><html>", "is a web page instead of the data; download"),
     ("a.csv", b'id,text\n1,"she \\"said\\" it"\n', *QUOTES),
-    ("a.csv", b'text\n"ends with \\""\n', *QUOTES),
     ("a.csv", b"id;text\n1;x, y\n", "'id;text' has semicolons, expected commas; save it with"),
     ("a.csv", b"text,id,text\nx,y,z\n", "the header calls column 3 'text'; give each"),
     ("a.json", b'{\n "data": [{"text": "x"}]\n}\n', NO_ARRAY),
     ("a.json", b'[{"text": "x"}, {"text"', "not a JSON array: Expecting ':'", "char 23", WHOLE),
-    ("a.json", b"[" * 100_000, "not a JSON array: ", WHOLE),
     ("a.json", b"[" * 200_001, "a JSON array of more than 200,000 bytes, expected", "jq -c '.[]'"),
-    ("a.json", b'[{"text": "\xff"}]', "not a JSON array: 'utf-8' codec can't decode", WHOLE),
     ("a.jsonl.zst", as_zstd(ROWS)[:-9], "Truncated", f"{BEHIND}line ", WHOLE),
     ("a.jsonl.gz", gzip.compress(as_lines(ROWS))[:-99], f"{BEHIND}line ", WHOLE),
-    ("a.jsonl.bz2", bz2.compress(as_lines(ROWS))[:-9], f"{BEHIND}line ", WHOLE),
-    ("a.json.xz", b"text", "not supported by decoder", WHOLE),
-    ("a.arrow", as_arrow(ROWS)[:-9], "a.arrow: Not an Arrow file", WHOLE),
     ("a.arrow", as_arrow(ROWS, pyarrow.ipc.new_stream)[:-99], f"{BEHIND}row 2995 (from", WHOLE),
 ]
 
@@ -175,23 +164,10 @@ def test_a_file_is_called_what_it_is(name, data, told, tmp_path, monkeypatch):
     assert ("damaged" in message) == (WHOLE in told)
 
 
-def test_it_is_refused_before_anything_starts(inputs, tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_bytes(POINTER)
-    flags = [*inputs[:2], "--skip_bad_rows", "--dataset_path", tmp_path / "a.jsonl"]
-    assert_refused(capsys, tmp_path, flags, LFS)
-
-
-def test_a_line_without_end_does_not_fill_the_memory(tmp_path):
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINE + bytes(2**27)))
-    with pytest.raises(RunError, match="a line has 134,217,728 characters or more; the last row "):
-        list(stream_of(tmp_path))
-
-
-def test_a_file_that_begins_like_another_form_is_read(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + LINE * 2)
-    (tmp_path / "b.json.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf [" + LINE + b"]"))
-    (tmp_path / "c.jsonl").write_bytes(b"")
-    assert [document.content.text for document in stream_of(tmp_path)] == ["x"] * 3
+def test_a_first_row_is_refused_before_anything_starts(inputs, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": 5}')
+    flags = [*inputs[:2], "--dataset_path", tmp_path / "a.jsonl"]
+    assert_refused(capsys, tmp_path, flags, "expected text, found int 5")
 
 
 def test_backslashes_before_doubled_quotes_are_text(tmp_path):
@@ -202,6 +178,14 @@ def test_backslashes_before_doubled_quotes_are_text(tmp_path):
     (tmp_path / "b.csv").write_text("text\rone\rtwo\r", newline="")
     found = [document.content.text for document in stream_of(tmp_path)]
     assert found == [*texts, "one", "two"]
+
+
+def test_parquet_columns_may_differ_in_type_and_be_null(tmp_path):
+    write_parquet(tmp_path / "a.parquet", text=["one"], id=["x"], extra=[{"deep": [1]}])
+    write_parquet(tmp_path / "b.parquet", text=pyarrow.nulls(2), id=[2, 3])
+    write_parquet(tmp_path / "c.parquet", text=["dated"], id=[datetime.date(2020, 1, 2)])
+    found = [(each.content.text, each.doc_id) for each in stream_of(tmp_path) if each]
+    assert found == [("one", "x"), ("dated", "2020-01-02")]
 
 
 def test_rows_need_not_have_equal_columns_or_types(texts):
@@ -217,21 +201,3 @@ def test_rows_need_not_have_equal_columns_or_types(texts):
         file.write('\n   \n{"text": "c"}')
     found = [document and (document.content.text, document.doc_id) for document in stream_of(path)]
     assert found == [("a", 1), None, ("bad \ufffd x", 2.5), ("pair 🙂", None), ("c", None)]
-
-
-def test_odd_parquet_files_are_read_as_they_are(tmp_path):
-    """Names with brackets, columns that differ in type or are null, files without rows."""
-    folder = tmp_path / "with space [1]"
-    (folder / ".hidden").mkdir(parents=True)
-    for name, columns in {
-        "a[1].parquet": {"text": ["bracket"], "id": [1]},
-        "a1.parquet": {"text": ["other"], "id": ["x"], "extra": [{"deep": [1]}]},
-        "b.parquet": {"text": pyarrow.nulls(2), "id": [2, 3]},
-        "c.parquet": {"text": pyarrow.array([], pyarrow.string())},
-        "d.parquet": {"text": ["dated"], "id": [datetime.date(2020, 1, 2)]},
-        ".hidden/e.parquet": {"text": ["not this"]},
-    }.items():
-        pyarrow.parquet.write_table(pyarrow.table(columns), folder / name)
-    found = sorted((d.content.text, d.doc_id) for d in stream_of(folder) if d)
-    assert found == [("bracket", 1), ("dated", "2020-01-02"), ("other", "x")]
-    assert [d.content.text for d in stream_of(folder / "a[1].parquet")] == ["bracket"]

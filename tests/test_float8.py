@@ -45,23 +45,19 @@ M, EXP = (200, 72), (3, 200, 72)
 UE8M0 = BLOCKS | {"scale_fmt": "ue8m0"}
 SCALES = [
     (M, (), np.float32, "weight_scale", FP8),
-    (M, (1,), BFLOAT16, "weight_scale", modelopt("FP8")),
     (M, (200, 1), BFLOAT16, "weight_scale", compressed(strategy="channel")),
     (M, (200,), np.float32, "weight_scale", modelopt("FP8_PER_CHANNEL_PER_TOKEN")),
     (M, (2, 1, 1, 1), np.float32, "weight_scale", modelopt("FP8_PB_WO")),
     (M, (2, 1), np.float32, "weight_scale_inv", BLOCKS),
     ((3000, 72), (24, 1), np.float32, "weight_scale_inv", BLOCKS),  # in pieces, even read whole
-    (M, (2, 1), np.float16, "weight_scale_inv", BLOCKS),
     (M, (2, 1), E8M0, "weight_scale_inv", UE8M0),
     (M, (2, 1), np.uint8, "weight_scale_inv", UE8M0),
     (M, (2, 1), BFLOAT16, "weight_scale_inv", None),
     (M, (7, 5), BFLOAT16, "weight_scale", compressed()),
-    (M, (3, 3), np.float32, "weight_scale_inv", BLOCKS | {"weight_block_size": [96, 32]}),
     (EXP, (3, 2, 1), BFLOAT16, "weight_scale_inv", BLOCKS),
     (EXP, (3, 7, 5), BFLOAT16, "weight_scale", compressed()),
     (EXP, (3, 200, 1), np.float32, "weight_scale", BLOCKS),
-    *((EXP, shape, np.float32, "weight_scale", FP8) for shape in ((), (1,), (3,), (3, 1))),
-    (EXP, (3, 1, 1), np.float32, "weight_scale", FP8),
+    *((EXP, shape, np.float32, "weight_scale", FP8) for shape in ((), (3, 1, 1))),
 ]
 
 
@@ -77,7 +73,7 @@ def test_parts_are_codes_times_scales_rounded_once(tmp_path, shape, of_scales, d
     save_file({"t.weight": codes, f"t.{name}": scales}, tmp_path / "model.safetensors")
     if config is not None:
         configure(tmp_path, quantization_config=config)
-    block = {(7, 5): (32, 16), (3, 3): (96, 32)}.get(of_scales[-2:], (128, 128))
+    block = (32, 16) if of_scales[-2:] == (7, 5) else (128, 128)
     plain = scales.view(E8M0) if dtype == np.uint8 else scales
     expected = codes.astype(np.float32) * spread(plain, shape, block)
     read, experts = Checkpoint(str(tmp_path)).read, len(shape) == 3
@@ -97,53 +93,30 @@ def test_parts_are_codes_times_scales_rounded_once(tmp_path, shape, of_scales, d
 
 
 @pytest.mark.long
-def test_a_run_says_what_the_weights_were_and_is_continued_and_verified(
-    demo_inputs, tmp_path, capsys
-):
-    """A bfloat16 copy of the same values is another model."""
+def test_a_run_says_what_the_weights_were_and_is_verified(demo_inputs, tmp_path, capsys):
     inputs = inputs_with(
         {**HEADS, **EXPERTS, "model_type": "qwen3_moe"}, demo_inputs, tmp_path / "i"
     )
-    first_documents(demo_inputs, inputs / "documents.parquet", 40)
+    first_documents(demo_inputs, inputs / "documents.parquet", 10)
     model, folder = inputs / "model", tmp_path / "out"
-    shutil.copytree(model, tmp_path / "copy")
-    _, state = quantise(model, BLOCKS)
-    save_file(state, tmp_path / "copy" / "model.safetensors", {"format": "pt"})
+    quantise(model, BLOCKS)
     says = "float8 weights, dequantised"
-    flags = flags_for(inputs, folder, "--shard_size_gb", 1e-4, "--batch_size", 8)
-    assert main(*flags, "--max_samples", 10) == 0
+    assert main(*flags_for(inputs, folder, "--batch_size", 8)) == 0
     assert f"float32 ({says})" in capsys.readouterr().err
-    assert main(*flags) == 0
     assert json.loads((folder / "metadata.json").read_text())["model"]["weights"] == says
-    page = tmp_path / "report.html"
-    assert main("--report", page, "--output_dir", folder) == 0
-    assert f"Checkpoint: {says}" in page.read_text()
-    verify = "--verify", "--verify_samples", "3", "--output_dir", folder, "--model_path"
-    capsys.readouterr()
-    assert main(*verify, model) == 0
+    verify = "--verify", "--verify_samples", "3", "--output_dir", folder
+    assert main(*verify, "--model_path", model) == 0
     assert "3 samples recomputed; 0 problems" in capsys.readouterr().out
-    assert main(*verify, tmp_path / "copy") == 2
-    for path in (model, tmp_path / "copy"):
-        assert main("--list_hooks", "--model_path", path) == 0
-        assert (f"the checkpoint has {says}" in capsys.readouterr().out) == (path == model)
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
 SCALE = f"{UP}_scale_inv"
-
-
-ONE, ODD = np.ones(1, np.float32), "model.layers.0.odd.weight_scale"
+ONE = np.ones(1, np.float32)
 BAD_TENSORS: dict[str, dict[str, np.ndarray | None]] = {  # what is said, and what is changed
     f"{UP} is F8_E4M3 and has no {SCALE}, expected 1": {SCALE: None},
     f"{UP} is F8_E4M3 and has {SCALE} and {UP}_scale, expected 1": {f"{UP}_scale": ONE},
-    f"{ODD} is a scale without its tensor, model.layers.0.odd.weight": {ODD: ONE},
     f"{SCALE} is BF16 of shape (2, 2); scales of (200, 72) in blocks of (128, 128) are read": {
         SCALE: np.ones((2, 2), BFLOAT16)
-    },
-    f"{SCALE} is U8 of shape (2, 1)": {SCALE: np.ones((2, 1), np.uint8)},  # not announced
-    "scales of (72,) in blocks": {
-        "model.norm.weight": np.ones(72, E4M3),
-        "model.norm.weight_scale": ONE,
     },
     f"{UP} is F8_E4M3 and has {UP}_zero_point: zero points are not read": {f"{UP}_zero_point": ONE},
     f"{UP} is F8_E5M2; only F64, F32, F16, BF16 and, beside its scales, F8_E4M3 are read": {
@@ -177,14 +150,13 @@ def test_what_cannot_be_dequantised_is_refused_by_name(dense, tmp_path, told):
 def test_tensors_that_no_weight_needs_are_left_alone(dense, tmp_path):
     """Scales of activations and caches, and tensors of other types beside the language model."""
     shutil.copytree(dense[0], tmp_path, dirs_exist_ok=True)
-    path, one = tmp_path / "model.safetensors", np.ones(1, np.float32)
-    attention = "model.layers.0.self_attn"
+    attention, one = "model.layers.0.self_attn", np.ones(1, np.float32)
     beside = {f"{attention}.q_proj.{name}": one for name in ("input_scale", "activation_scale")}
     beside |= {f"{attention}.{name}": one for name in ("k_proj.k_scale", "v_proj.v_scale")}
     beside |= {"visual.odd.weight": np.ones(8, np.int8), "mtp.fc.weight": np.ones(3, np.uint16)}
     draft = "mtp.layers.0.mlp.up_proj.weight"
     beside |= {draft: np.ones((2, 2), E4M3), f"{draft}_scale_inv": one}
-    save_file(dense[1] | beside, path, {"format": "pt"})
+    save_file(dense[1] | beside, tmp_path / "model.safetensors", {"format": "pt"})
     assert checked(Checkpoint(str(tmp_path)))[0].config.weights == "float8 weights, dequantised"
 
 
@@ -198,13 +170,7 @@ CONFIGS: list[tuple[Any, str | None]] = [
     (modelopt("NVFP4"), "(modelopt, NVFP4)"),
     (compressed() | {"format": "pack-quantized"}, "(compressed-tensors, pack-quantized)"),
     (compressed(num_bits=4), "(compressed-tensors, float-quantized)"),
-    (compressed(type="int"), "(compressed-tensors, float-quantized)"),
-    (compressed() | {"config_groups": [1]}, "(compressed-tensors, float-quantized)"),
     ({"quant_method": "awq", "bits": 4}, "(awq)"),
-    ({}, "(None)"),
-    ("awq", "(awq)"),
-    (FP8 | {"weight_block_size": [128]}, "is not one size of blocks"),
-    (FP8 | {"weight_block_size": [1.5, 2]}, "is not one size of blocks"),
     (FP8 | {"config_groups": {"a": {"weights": FLOATS}}, **BLOCKS}, "is not one size of blocks"),
 ]
 

@@ -18,14 +18,13 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.flags import FLAGS, GROUPS, Config
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.run.digests import digest_files, file_fingerprint, model_digest
+from activation_extraction.run.digests import model_digest
 from activation_extraction.run.inputs import INPUTS, settings_of
 from activation_extraction.run.prepare import model_request
 from activation_extraction.run.recompute import load_for_recomputing
-from activation_extraction.store.commit import DamagedError
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Difference, Identity
-from activation_extraction.store.metadata import identity_of, read_metadata
+from activation_extraction.store.metadata import read_metadata
 from qwen2_jax_with_hooks import FAMILIES
 
 ONE = Identity(
@@ -57,20 +56,6 @@ def test_every_field_is_recorded_and_compared(name):
     ignored = turned_on or per_host
     assert changed.compare(ONE, shared_only=True) == (None if ignored else expected)
     assert (name in ONE.shared) == (not ignored)
-
-
-def test_whether_every_token_is_kept():
-    whole = {"shard_format": "safetensors", "mask_column": "attention_mask"}  # zeros are padding
-    assert replace(ONE, **whole).every_token
-    some = {"mask_column": "mask", "positions": "last", "drop_token_ids": (5,), "roles": ("user",)}
-    for name, value in (some | {"overlap": 3}).items():
-        assert not replace(ONE, **{name: value}).every_token, name
-
-
-@pytest.mark.parametrize("content", [{"colour": "red"}, None, {"hooks": 3}])
-def test_what_this_version_does_not_know_is_damaged(content):
-    with pytest.raises(DamagedError, match="out/metadata.json: its identity: cannot be read"):
-        identity_of({"identity": content}, "out/metadata.json")
 
 
 # Groups of flags about content, and those among them that the identity does not have as they are.
@@ -110,12 +95,10 @@ def test_a_recorded_configuration_is_read_back(flags):
 REFUSED = {
     "max_seq_length": ["--max_seq_length", "48"],
     "hooks": ["--layers_to_extract", "1", "2"],
-    "hooks ": ["--activation_type", "mlp"],
     "keyed_by": ["--hook_names", "blocks.1.hook_resid_post", "blocks.3.hook_resid_post"],
     "dtype": ["--dtype", "bfloat16"],
     "activation_dtype": ["--activation_dtype", "float16"],
     "shard_size_gb": ["--shard_size_gb", "0.001"],
-    "compress_shards": ["--no_compress_shards"],
     "shard_format": ["--shard_format", "safetensors"],
     "positions": ["--positions", "last"],
     "drop_token_ids": ["--drop_token_ids", "3"],
@@ -152,12 +135,11 @@ def test_a_changed_request_is_refused_naming_the_field(started, capsys, field, m
     layers = [] if {"--layers_to_extract", "--hook_names"} & {*changed} else LAYERS
     assert main(*flags, folder / "out", *layers, *changed) == 2
     error = capsys.readouterr().err
-    assert f"already holds an extraction that differs in {field.strip()}: " in error
+    assert f"already holds an extraction that differs in {field}: " in error
     assert {p.name: p.read_bytes() for p in (folder / "out").iterdir()} == before
 
 
 def test_verify_recomputes_only_from_the_inputs_of_the_run(started):
-    """A data set that it is given is read in place of the recorded one."""
     folder, flags = started
     request = model_request(parse_args([*map(str, flags[:2])]))
     metadata = read_metadata(Folder(str(folder / "out")))
@@ -168,9 +150,7 @@ def test_verify_recomputes_only_from_the_inputs_of_the_run(started):
 
     gone = {**metadata["configuration"], "mix": [["gone.jsonl", 1.0]]}
     data = str(flags[flags.index("--dataset_path") + 1])
-    assert load(data, configuration=gone).activations
-    with pytest.raises(InputError, match="^--mix gone.jsonl: no such"):
-        load(None, configuration=gone)
+    assert load(data, configuration=gone).activations  # what is given counts, not what is recorded
     for each in INPUTS:
         told = f"^--[a-z_]+.*: the {each.name} is (not|missing,) the one"
         with pytest.raises(InputError, match=told):
@@ -179,13 +159,15 @@ def test_verify_recomputes_only_from_the_inputs_of_the_run(started):
 
 @pytest.mark.long
 def test_what_does_not_change_the_contents_may_change(demo_inputs, started, tmp_path):
-    """Batch size and mesh, halfway: same samples, same values within rounding."""
+    """Batch size, mesh and where the model is, halfway: same samples, values within rounding."""
     folder, flags = started
     out = shutil.copytree(folder / "out", tmp_path / "out")
+    moved = shutil.copytree(demo_inputs / "model", tmp_path / "moved")
     for path in out.glob("shard_000[3-9]*"):
         path.unlink()
     set_status(out, "running")
-    assert main(*flags, out, *LAYERS, "--batch_size", "4", "--mesh_shape", "2,4") == 0
+    changed = "--batch_size", "4", "--mesh_shape", "2,4", "--model_path", moved
+    assert main(*flags, out, *LAYERS, *changed) == 0
     allowed = rounding_of_run(folder / "out", demo_inputs / "model")
     first, second = records_of(folder / "out"), records_of(out)
     for key in first:
@@ -241,23 +223,8 @@ def flip(path, at):
         file.write(bytes([byte ^ 1]))
 
 
-def test_names_and_contents_count_and_folders_do_not(tmp_path):
-    x = {"x": "x"}
-    folders = {"a": x | {"y": "y"}, "b": x | {"y": "y"}, "c": x | {"z": "y"}, "d": x | {"y": "x"}}
-    for folder, files in folders.items():
-        (tmp_path / folder).mkdir()
-        for name, text in files.items():
-            (tmp_path / folder / name).write_text(text)
-    a, b, c, d = (digest_files(sorted((tmp_path / name).iterdir())) for name in folders)
-    assert a == b and len({a, c, d}) == 3
-    for read in (lambda path: digest_files([path]), lambda path: file_fingerprint(path, 1)):
-        with pytest.raises(InputError, match="/nothing: cannot be read: No such file"):
-            read(tmp_path / "nothing")
-
-
 def test_a_model_is_known_by_its_header_samples_and_configuration(tmp_path):
-    """The header is longer than a block, and all of it counts; of the rest, blocks that are spread
-    evenly do."""
+    """The header is longer than a block, and all of it counts; of the rest, spread blocks do."""
     weights = tmp_path / "model.safetensors"
     tensor = {"dtype": "F32", "shape": [LARGE // 4], "data_offsets": [0, LARGE]}
     header = json.dumps({"__metadata__": {"note": "x" * 2 * BLOCK}, "tensor": tensor}).encode()
@@ -274,14 +241,10 @@ def test_a_model_is_known_by_its_header_samples_and_configuration(tmp_path):
     thirtieth = (8 + len(header) + LARGE - BLOCK) * 30 // 63  # where that block begins
     for change, is_seen in (
         (lambda: flip(weights, BLOCK + 1000), True),  # in the header
-        (lambda: flip(weights, thirtieth - 1), False),
         (lambda: flip(weights, thirtieth), True),
-        (lambda: flip(weights, thirtieth + BLOCK - 1), True),
         (lambda: flip(weights, -1), True),
-        (lambda: flip(weights, -BLOCK - 1), False),
         (lambda: (tmp_path / "config.json").write_text("{ }"), True),
         (lambda: os.utime(weights, (1, 1)), False),
-        (lambda: (tmp_path / "README.md").write_text("more"), False),
     ):
         before = digest()
         change()

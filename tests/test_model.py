@@ -62,7 +62,6 @@ MODELS: dict[str, dict[str, Any]] = TINY | {
     "delta and experts": MOE_TEXT,
     "interleaved": INTERLEAVED,
     "experts as released": BESIDE_OTHERS["qwen3_vl_moe"],
-    "thinker": BESIDE_OTHERS["qwen3_omni_moe_not_renormalised"],
     "wide qwen2_moe": EXPERTS | LANES,
     "wide qwen3_moe": TINY["qwen3_moe"] | LANES | dict(num_hidden_layers=4),
     "wide qwen3_5_moe": MOE_TEXT | LANES,
@@ -113,31 +112,29 @@ IN_BFLOAT16, WIDE = (
 )
 OFTEN = [  # what `make test` has of the matrix
     *(Case(name) for name in TINY),
-    *(Case("2 kv heads", mesh) for mesh in ("1d", "pipeline", "fsdp")),
-    *(Case("2 kv heads", mesh, ODD) for mesh in ("2d", "pipeline")),
-    *(Case("windows", "pipeline"), Case("1 kv head", "1d"), Case("4 kv heads", "2d", ODD)),
-    *(Case("experts", mesh) for mesh in ("expert and pipeline", "expert and fsdp")),
-    *(Case("delta", mesh, ODD_DELTA, OF_DELTA) for mesh in ("2d", "pipeline")),
+    *(Case("2 kv heads", "fsdp"), Case("2 kv heads", "pipeline", ODD), Case("windows", "pipeline")),
+    *(Case("1 kv head", "1d"), Case("4 kv heads", "2d", ODD), Case("experts", "expert and fsdp")),
+    Case("delta", "pipeline", ODD_DELTA, OF_DELTA),
     Case("delta and experts", "expert and data", ODD_DELTA),
-    *(Case("interleaved", mesh, ODD_DELTA) for mesh in ("fsdp", "expert and pipeline")),
-    *(Case(name, "expert and fsdp") for name in ("experts as released", "thinker")),
+    Case("interleaved", "expert and pipeline", ODD_DELTA),
+    Case("experts as released", "expert and fsdp"),
     *(Case(name, mesh) for name, (*_, mesh) in FLOAT8.items()),
-    *(IN_BFLOAT16(QUICK_REFERENCE), IN_BFLOAT16("qwen3_5_moe"), WIDE("wide qwen3_moe")),
+    IN_BFLOAT16(QUICK_REFERENCE),
 ]
 # What is like others or takes long, and is part of `make test-all` alone.
-LIKE_OTHERS = {
-    *("qwen3_next_more_values", "qwen2_5_omni", "qwen3_vl_moe", "float8 experts"),
-    *("qwen3_omni_moe_not_renormalised", "float8 beside vision", "float8 fused experts"),
-}
+LIKE_OTHERS = {"qwen2_5_omni", "qwen3_vl_moe", "float8 experts", "float8 beside vision"}
+LIKE_OTHERS |= {"float8 fused experts", "float8 interleaved", "qwen3_5_moe_tied_beside_vision"}
+LIKE_OTHERS |= {"qwen2_moe_unbiased_last_dense_tied"}
 SELDOM = [
     *(case for case in OFTEN if case.model in LIKE_OTHERS),
-    *(Case("2 kv heads", mesh) for mesh in ("2d", "deep pipeline", "pipeline and fsdp")),
+    *(Case("2 kv heads", mesh) for mesh in ("1d", "2d", "deep pipeline", "pipeline and fsdp")),
     *(Case("2 kv heads", "model first"), Case("windows", "1d"), Case("full size", hooks=SUMS)),
-    *(Case("experts", mesh) for mesh in ("1d", "expert", "expert and data")),
-    *(Case("delta", mesh, ODD_DELTA) for mesh in ("1d", "fsdp")),
-    *(Case("interleaved", "1d", ODD_DELTA), Case("interleaved", "2d", ODD_DELTA, OF_DELTA)),
-    *map(IN_BFLOAT16, ("qwen3_tied", "qwen3_moe", "qwen2_moe", "qwen3_5_more_values")),
-    *map(WIDE, ("wide qwen2_moe", "wide qwen3_5_moe", "wide qwen3_next")),
+    *(Case("experts", mesh) for mesh in ("1d", "expert", "expert and data", "expert and pipeline")),
+    *(Case("delta", "2d", ODD_DELTA, OF_DELTA), Case("delta", "fsdp", ODD_DELTA)),
+    *(Case("interleaved", mesh, ODD_DELTA) for mesh in ("1d", "fsdp")),
+    *map(IN_BFLOAT16, ("qwen3_tied", "qwen3_moe", "qwen2_moe")),
+    *map(IN_BFLOAT16, ("qwen3_5_moe", "qwen3_5_more_values")),
+    *map(WIDE, ("wide qwen2_moe", "wide qwen3_moe", "wide qwen3_5_moe", "wide qwen3_next")),
 ]
 # The lengths of the documents of each row, and the tokens of a row. One CPU computes four rows of
 # the long ones at a time; some documents are longer than a window or a block of queries.
@@ -365,9 +362,9 @@ def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(models, case):
             assert_rounded_alike(got, other, wanted, hook.name)
 
 
-@family("qwen3_5_moe")
+@family(QUICK_REFERENCE)
 def test_logits_of_the_whole_model(models):
-    reference, batch, places, alone = models("qwen3_5_moe")
+    reference, batch, places, alone = models(QUICK_REFERENCE)
     model = Qwen2(reference.config)
     logits = jax.jit(model.apply)({"params": load(model, reference.folder)}, *batch)
     for (row, where), expected in zip(places, alone, strict=True):

@@ -106,9 +106,6 @@ def test_batches_and_statistics_know_the_dtypes(stored):
     tokens |= dict.fromkeys([CHOICES[0], TOP_IDS], 0)
     assert {name: statistics[name].tokens for name in tokens} == tokens
     assert 5 < statistics[LOSS].overall_mean < 20  # ln(2048) is 7.6
-    for name in (LOSS, CHOICES[0]):
-        with pytest.raises(ValueError, match="has no activations, and no norm"):
-            dataset.batches(8, max_norm={name: 3.0})
     assert sum(map(len, dataset.batches(256, max_norm=1e9))) == dataset.tokens == len(first)
 
 
@@ -139,7 +136,7 @@ def test_other_choices_are_found_by_recomputing(stored, reference, tmp_path, cap
     assert "24 samples recomputed; 1 problem" in summary
 
 
-def test_what_is_shown_and_exported_are_integers_without_norms(stored, extract, tmp_path, capsys):
+def test_what_is_shown_and_exported_are_integers_without_norms(stored, extract, tmp_path):
     target = tmp_path / "export"
     assert main("--export", "memmap", "--export_dir", target, "--output_dir", stored) == 0
     expected = np.concatenate([sample[CHOICES[1]] for sample in ActivationDataset(stored)])
@@ -153,13 +150,10 @@ def test_what_is_shown_and_exported_are_integers_without_norms(stored, extract, 
     assert extract(tmp_path / "few", *few, *ONE) == 0
     with safe_open(tmp_path / "few/shard_0001.safetensors", "numpy") as file:
         assert file.get_slice(CHOICES[0]).get_dtype() == "I32"
-    told = "widths [8, 8, 8, 64], in int32 and bfloat16: 208 bytes per token"
-    assert told in capsys.readouterr().err
     out = shutil.copytree(stored, tmp_path / "out")
     assert main("--status", "--output_dir", out) == main("--report", "--output_dir", out) == 0
     page = (out / "report.html").read_text()
     assert f"hold integers, which have no norms: {', '.join([*CHOICES, TOP_IDS])}." in page
-    assert "<h3>mlp.hook_expert_indices</h3>" not in page and "<h3>hook_resid_post</h3>" in page
 
 
 def test_another_number_of_likely_tokens_is_another_run(stored, extract, capsys):

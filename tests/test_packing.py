@@ -6,10 +6,8 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from activation_extraction.common.errors import RunError
 from activation_extraction.text import packing
 from activation_extraction.text.packing import pack, samples_of
-from activation_extraction.text.samples import ChangedDataError
 
 
 def make_samples(lengths):
@@ -59,30 +57,6 @@ def test_every_sample_is_there_once_and_alone(rows, seed, small_groups):
     assert sorted(seen) == [*range(150)]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_group_is_what_follows_and_fits(seed, small_groups):
-    """Its rows come in the order of their first samples; the mark moves with its last sample."""
-    lengths = [*some_lengths(150, seed), *[1] * 100]
-    found, begin = places(pack(make_samples(lengths), rows=1, length=32)), 0
-    sizes = []
-    while found:
-        count = next(n for n, place in enumerate(found, start=1) if place[3] > begin)
-        group, found = found[:count], found[count:]
-        due = range(begin, begin + count)
-        assert sorted(number for number, *_ in group) == [*due]
-        assert [mark for *_, mark in group] == [begin] * (count - 1) + [due.stop]
-        assert sum(lengths[begin : due.stop]) <= 64 and count <= 40
-        assert not found or count == 40 or sum(lengths[begin : due.stop + 1]) > 64
-        rows: list[list[int]] = []
-        for number, _, start, _ in group:
-            rows = rows if start else [*rows, []]
-            rows[-1].append(number)
-        assert rows == sorted(map(sorted, rows))
-        begin = due.stop
-        sizes.append(count)
-    assert begin == 250 and sizes[-3:-1] == [40, 40]
-
-
 def test_the_stream_of_rows_is_full_and_does_not_depend_on_how_many_a_batch_has():
     """A batch may have the end of a group, and the beginning of the next one. Documents are as long
     as FineWeb-Edu's: the median is 620 tokens, sigma 1.0, and they are cut at 2048."""
@@ -97,15 +71,7 @@ def test_the_stream_of_rows_is_full_and_does_not_depend_on_how_many_a_batch_has(
     assert every[0] == every[1] == every[2]
 
 
-def test_samples_without_tokens_take_no_row(small_groups):
-    """They come in order, with the rows that follow them, and do not wait for one for ever."""
-    samples = make_samples([0, 20, 0, 12, 20, 0, 30, 0, 0])
-    batches = list(pack(samples, rows=2, length=32))
-    assert [[place[:2] for place in places([batch])] for batch in batches] == [
-        [(0, 0), (1, 0), (3, 0), (2, 1), (4, 1)],
-        [(5, 0), (6, 0), (7, 1), (8, 1)],
-    ]
-    assert [batch.segment_ids.max(1).tolist() for batch in batches] == [[2, 1], [1, 0]]
+def test_samples_without_tokens_do_not_wait_for_a_row_for_ever(small_groups):
     many = pack(make_samples([0] * 100), rows=2, length=32)
     assert [(len(batch.samples), batch.num_tokens) for batch in many] == [(40, 0), (40, 0), (20, 0)]
 
@@ -118,30 +84,3 @@ def test_only_kept_tokens_are_marked():
     assert batch.token_ids[batch.kept].tolist() == [0, 1, 2, 3, 4, 10_001, 10_003]
     kept = [(where.start, where.stop, found.tolist()) for where, found in batch.kept_tokens()]
     assert kept == [(0, 5, [0, 1, 2, 3, 4]), (5, 7, [1, 3])]
-
-
-@pytest.mark.parametrize(
-    "error,count",
-    [(RunError("no more"), 0), (RunError("no more"), 60), (ChangedDataError("other"), 60)],
-)
-def test_an_error_comes_after_all_samples_before_it_unless_they_are_not_to_be_trusted(
-    error, count, small_groups
-):
-    """The marks are those of a stream that ends there."""
-    samples, found = make_samples(some_lengths(count, 1)), []
-
-    def fails():
-        yield from samples
-        raise error
-
-    with pytest.raises(type(error)):
-        for batch in pack(fails(), rows=2, length=32):
-            found.append(batch)
-    whole = places(pack(samples, 2, 32))
-    assert len(whole) == count
-    assert places(found) == whole if type(error) is RunError else len(places(found)) < count
-
-
-def test_a_sample_that_is_longer_than_a_row_is_refused():
-    with pytest.raises(ValueError, match="a sample of 11 tokens, more than the 10 of a row"):
-        list(pack(make_samples([11]), rows=1, length=10))

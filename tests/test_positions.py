@@ -82,9 +82,3 @@ def test_tokens_may_be_dropped_by_their_names(inputs, tmp_path, capsys):
     stored = np.concatenate([sample.token_ids for sample in ActivationDataset(tmp_path)])
     assert len(stored) and not np.isin(stored, ids).any()
     assert main("--verify", "--output_dir", tmp_path, "--model_path", inputs[1]) == 0
-
-
-def test_list_hooks_says_how_many_tokens_are_kept(inputs, capsys):
-    assert main(*inputs[:2], "--list_hooks", "--positions", "random:0.25") == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "--positions random:0.25:0 keeps about 512 of a sample's 2,048 tokens"

@@ -3,6 +3,7 @@ pyarrow."""
 
 import json
 import math
+from itertools import combinations_with_replacement
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,10 @@ ROWS = [
     {},
     {"file": "a.jsonl", "line": 7},
     {"file": "a.jsonl", "line": 8, "piece": 0, "start": 0},
-    {"source": "b", "row": 3, "share": 1},
     {"file": None},
     {"file": 3},
     {"\ud800": 1, "": 2, "a.b": "\ud800"},
     {str(n): n for n in range(64)},
-    {str(n): n for n in range(30, 99)},
 ]
 
 
@@ -42,36 +41,26 @@ def table_of(*known):
     return pyarrow.parquet.read_table(pyarrow.BufferReader(pack_table(samples)))
 
 
-def random_known(seed):
-    """Fields of samples: of a few rows and values, so that some columns have one type."""
-    chance = np.random.default_rng(seed)
-
-    def some(pool):
-        few = [pool[n] for n in chance.integers(0, len(pool), chance.integers(1, 4))]
-        return lambda: few[chance.integers(len(few))]
-
-    doc_id, row, preview = some(SCALARS), some(ROWS), some(["", "text", "ä", "\ud800"])
-    columns = {name: some(VALUES) for name in ("label", "größe", "a.b", "")[: seed % 5]}
-    often = chance.integers(2)
-    return [
-        {"doc_id": doc_id(), "row": row(), "text_preview": preview()}
-        | {"cut": int(chance.choice([0, 1, 2**31, 2**63 - 1]))}
-        | {"columns": {n: each() for n, each in columns.items() if often or chance.integers(2)}}
-        for _ in range(chance.integers(1, 9))
-    ]
+POOLS: dict[str, list[Any]] = {
+    "doc_id": SCALARS,
+    "row": ROWS,
+    "cut": [0, 2**63 - 1],
+    "text_preview": ["", "ä", "\ud800"],
+    "columns": [{}, *({"größe": value, "a.b": 1, "": True} for value in VALUES)],
+}
 
 
 def test_whatever_is_known_of_a_sample_is_read_back():
-    for seed in range(200):
-        known = random_known(seed)
-        table = table_of(*known)
-        for number, (row, given) in enumerate(zip(rows_of(table), known, strict=True)):
-            assert (row.sample_idx, row.tokens) == (number, number + 1)
-            for name, value in given.items():
+    """Another sample may have a value of any other type, or none."""
+    for name, pool in POOLS.items():
+        for values in combinations_with_replacement(pool, 2):
+            table = table_of(*({name: value} for value in values))
+            for number, (row, value) in enumerate(zip(rows_of(table), values, strict=True)):
+                assert (row.sample_idx, row.tokens) == (number, number + 1)
                 found = getattr(row, name)
                 if isinstance(value, dict):
                     found, value = sorted(found.items()), sorted(value.items())
-                assert repr(found) == repr(value), (seed, name)  # types, too
+                assert repr(found) == repr(value), values  # types, too
 
 
 def test_plain_values_are_columns_of_their_types():
@@ -97,7 +86,6 @@ def test_plain_values_are_columns_of_their_types():
         ([[1], [2.5]], [1.0, 2.5]),
         ([[2**60 + 1], [2.5]], [str(2**60 + 1), "2.5"]),  # which no float has
         ([[1, "x", None], [True]], ["1", "x", None, "True"]),
-        ([[2**63], [1]], [str(2**63), "1"]),
         ([["\ud800"], ["x"]], ["?", "x"]),
     ],
 )
@@ -128,8 +116,6 @@ JSON = "its id, row, text preview or columns are no JSON values: "
     "given,told",
     [
         ({"doc_id": b"x"}, JSON),
-        ({"row": {"a": {1}}}, JSON),
-        ({"text_preview": b"x"}, JSON),
         ({"columns": {"\ud800": 7}}, JSON),
         ({"columns": {"cut": 7}}, "a column that is kept cannot be called cut"),
     ],

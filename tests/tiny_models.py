@@ -95,7 +95,7 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 QUICK_REFERENCE = "two_kv_heads_tied"  # the one of `make test-quick`
-OPTIMIZED = QUICK_REFERENCE, "qwen2_moe", "qwen3_5_moe"  # programs are compiled as in a run
+OPTIMIZED = QUICK_REFERENCE, "qwen3_5_moe"  # programs are compiled as in a run
 
 # Every second layer has a gated delta net.
 TEXT = delta(4, 8, 16, 16, model_type="qwen3_5_text", full_attention_interval=2, head_dim=64)
