@@ -17,7 +17,7 @@ SOURCES := extract_activations.py qwen2_jax.py qwen2_jax_with_hooks.py activatio
 PYTEST := JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest -n 3 --dist loadgroup \
 	--max-worker-restart 0
 
-.PHONY: demo test test-all test-quick trainers lint bench clean
+.PHONY: demo test test-all test-quick lint bench clean
 
 demo: $(VENV)/.runtime
 	JAX_PLATFORMS=cpu $(BIN)/python extract_activations.py --demo --output_dir demo_activations --overwrite
@@ -26,18 +26,14 @@ demo: $(VENV)/.runtime
 test: $(VENV)/.dev $(VENV)/.libtpu
 	$(PYTEST) -m "not rare and not slow"
 
-# Also full-size shapes, TPU programs of large models, Slurm, SkyPilot, the package, the image and
-# the benchmarks.
-test-all: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm $(VENV)/skypilot/.done
+# Also full-size shapes, TPU programs of large models, Slurm, SkyPilot, the real trainers of
+# autoencoders, the package, the image and the benchmarks.
+test-all: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm $(VENV)/skypilot/.done $(VENV)/trainers/.done
 	$(PYTEST)
 
 # For the loop of daily work: one tiny model, packing, storage, resuming, bad input.
 test-quick: $(VENV)/.dev
 	$(PYTEST) -m "not slow and not long and not rare"
-
-# The real trainers of autoencoders on what we read and export; `make test` then runs them too.
-trainers: $(VENV)/.dev $(VENV)/trainers/.done
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_trainers.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(SOURCES)
@@ -84,6 +80,7 @@ $(VENV)/competitors/.done: benchmarks/requirements.txt | $(VENV)/bin/python
 	$(VENV)/competitors/bin/python -m pip install --quiet --requirement benchmarks/requirements.txt
 	touch $@
 
+# The real trainers of autoencoders; their versions need not be ours.
 $(VENV)/trainers/.done: tests/requirements-trainers.txt tests/requirements-trainers-alone.txt | $(VENV)/bin/python
 	$(MAKE_VENV) $(VENV)/trainers
 	$(VENV)/trainers/bin/python -m pip install --quiet --requirement tests/requirements-trainers.txt

@@ -149,14 +149,6 @@ def shard_file(folder: Path, number: int) -> Path:
     return found
 
 
-def write_records(path: Path, records: Any, compress: bool = True) -> str:
-    """Writes a pickled shard of any records; returns its sha256."""
-    data = pickle.dumps(records, protocol=4)
-    data = gzip.compress(data, 1, mtime=0) if compress else data
-    path.write_bytes(data)
-    return hashlib.sha256(data).hexdigest()
-
-
 def change_shard(folder: Path, number: int, change: Callable[[Any], object]) -> None:
     """Changes the records of a shard; the sizes and the sha256 in its JSON agree."""
     shard = load(folder, number)

@@ -1,7 +1,7 @@
 """Real trainers of autoencoders learn from what is read or exported: their losses fall. What
 their own code computes with an autoencoder is what --encode stores.
 
-`make trainers` makes their environment; TRAINERS_PYTHON names the Python of another one.
+`make test-all` makes their environment; TRAINERS_PYTHON names the Python of another one.
 """
 
 import json
@@ -24,8 +24,8 @@ from activation_extraction.store.identity import Identity
 
 PYTHON = Path(os.environ.get("TRAINERS_PYTHON", f"{sys.prefix}/trainers/bin/python"))
 pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not PYTHON.exists(), reason="the trainers are not installed: make trainers"),
+    pytest.mark.rare,
+    pytest.mark.skipif(not PYTHON.exists(), reason="make test-all installs the trainers"),
 ]
 HOOKS: dict = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 TOKENS, WIDTH, FEATURES, SAMPLES = 128, 32, 64, 1600
