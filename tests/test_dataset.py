@@ -4,6 +4,7 @@ import pickle
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import extractions
@@ -83,6 +84,18 @@ def test_filters(run):
         expected = {name: values[keep] for name, values in tokens.items()}
         for order in (dict(), dict(shuffle=3, buffer=64)):
             assert_same(in_order(joined(dataset.batches(16, **options, **order))), expected)
+
+
+def test_norms_of_float16_do_not_overflow(tmp_path):
+    """Squares of what float16 holds are more than it holds."""
+    stream = "blocks.0.hook_resid_post"
+    options = dict(identity=replace(identity_of(), activation_dtype="float16"))
+    with open_storage(tmp_path, {0: stream}, **options) as storage:
+        storage.add_activation(0, np.full((4, 16), 300, np.float16), 0, "", np.arange(4))
+    dataset = ActivationDataset(tmp_path)
+    assert sum(map(len, dataset.batches(4, max_norm=1201))) == 4
+    with pytest.raises(ValueError, match="no token passes"):
+        next(dataset.batches(4, max_norm=1199))
 
 
 def test_samples_by_number_and_by_slice(run):

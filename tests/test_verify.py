@@ -76,9 +76,15 @@ def test_one_flipped_bit_anywhere_in_a_shard(shard_format, tmp_path, check):
         assert f"{path.name}: has " in found
 
 
+def lose_all_of_shard(path):
+    for each in path.parent.glob(f"{path.stem}.*"):
+        each.unlink()
+
+
 DAMAGE = [  # a file, what happens to it, what is told
     (SHARD, Path.unlink, f"{SHARD}: is missing"),
     (FILE, Path.unlink, f"{FILE}: is missing"),
+    ("shard_0004.json", lose_all_of_shard, "shard_0004.json: is missing"),
     ("shard_0002.npz", lambda path: os.truncate(path, 10), "shard_0002.npz: "),
     (METADATA, Path.unlink, METADATA),
     (METADATA, lambda path: flip(path, 400), f"{METADATA}: is damaged"),
