@@ -66,9 +66,9 @@ def qwen_scope(folder):
     return str(path), formula
 
 
-def sae_lens(folder, architecture="standard", hook="blocks.1.hook_resid_post", **config):
+def sae_lens(folder, architecture="standard", **config):
     made, transcoder = Made(folder), "transcoder" in architecture
-    said = dict(hook_name=hook, sae_lens_version="6.54.12")
+    said = dict(hook_name="blocks.1.hook_resid_post", sae_lens_version="6.54.12")
     if transcoder:
         said["hook_name_out"] = "blocks.1.hook_mlp_out"
         config["apply_b_dec_to_input"] = False
@@ -105,8 +105,8 @@ def sae_lens(folder, architecture="standard", hook="blocks.1.hook_resid_post", *
     return path, formula
 
 
-def sparsify(folder, module="layers.1", transcode=False, k=9):
-    made = Made(folder / module, bias=0.0 if transcode else -2.5)  # fewer than k are positive
+def sparsify(folder, module="layers.1", transcode=False):
+    made, k = Made(folder / module, bias=0.0 if transcode else -2.5), 9  # fewer are positive
     config = dict(d_in=D, k=k, activation="topk", transcode=transcode, num_latents=F)
     weights = dict(encoder__weight=made.W_enc.T, encoder__bias=made.b_enc, W_dec=made.W_dec)
     weights |= {"W_skip": made.skip} if transcode else {}
@@ -120,8 +120,8 @@ def sparsify(folder, module="layers.1", transcode=False, k=9):
     return path, formula
 
 
-def llamascopium(folder, act_fn="topk", norm="dataset-wise", out="", bias=True, include=True, k=8):
-    made, hook = Made(folder), "blocks.1.hook_resid_post"
+def llamascopium(folder, act_fn="topk", norm="dataset-wise", out="", bias=True, include=True):
+    made, hook, k = Made(folder), "blocks.1.hook_resid_post", 8
     out, norms = out or hook, {hook: 5.0, "blocks.1.hook_mlp_out": 3.0}
     config = dict(sae_type="sae", d_model=D, expansion_factor=F / D, act_fn=act_fn, top_k=k)
     config |= dict(hook_point_in=hook, hook_point_out=out, norm_activation=norm)

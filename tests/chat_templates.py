@@ -117,7 +117,7 @@ TAGS = ["\n\n", "<think>", "</think>", "<tool_call>", "</tool_call>"]
 TAGS += ["<tool_response>", "</tool_response>"]
 
 
-def add_markers(model, template=None):
+def add_markers(model, template):
     """Adds the markers to the tokenizer in a model's folder, and a template of its own."""
     path = model / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
@@ -130,7 +130,7 @@ def add_markers(model, template=None):
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def chat_model(demo_inputs, folder, template=None):
+def chat_model(demo_inputs, folder, template):
     """Makes a copy of the demo's model whose tokenizer knows the markers, with this template."""
     if not (folder / "model").exists():
         inputs_with({**demo.MODEL_CONFIG, "vocab_size": VOCABULARY}, demo_inputs, folder)

@@ -184,7 +184,7 @@ class Reference:
         return {name: value.float().numpy() for name, value in values.items()}
 
     def _inside(self, block: str, values: dict[str, Any]) -> dict[str, Any]:
-        """What is inside of a block's modules and so has no name there."""
+        """Returns what is inside of a block's modules and so has no name there."""
         import torch
         from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb
 
@@ -205,7 +205,7 @@ class Reference:
         return found
 
     def _routing(self, name: str, output: Any, shape: tuple[int, ...]) -> dict[str, Any]:
-        """Of a router, which returns logits, weights and numbers of the chosen experts."""
+        """Returns the hooks of a router, which has logits, weights and numbers of experts."""
         logits, weights, chosen = output
         block = f"blocks.{name.split('.')[2]}.mlp."
         every = (logits * 0).scatter(1, chosen, weights)
@@ -237,15 +237,6 @@ def predictions_of(logits: Any, token_ids: np.ndarray) -> dict[str, Any]:
     }
 
 
-def hugging_face(raw: Mapping[str, Any]) -> "PreTrainedModel":
-    """What transformers makes of this config.json, with random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
-
-    config = AutoConfig.for_model(**copy.deepcopy(dict(raw)))
-    others = hasattr(config, "vision_config") or hasattr(config, "thinker_config")
-    return (AutoModelForMultimodalLM if others else AutoModelForCausalLM).from_config(config)
-
-
 def make_reference(
     folder: Path, max_shard_size: str = "1GB", as_released: bool = False, **changes: Any
 ) -> Reference:
@@ -255,6 +246,7 @@ def make_reference(
     Noise scales with the width: attention must not saturate, or rounding errors are amplified.
     """
     import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
     usual: dict[str, Any] = dict(
         model_type="qwen2",
@@ -266,7 +258,10 @@ def make_reference(
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    model = hugging_face(usual | changes).eval()
+    config = AutoConfig.for_model(**copy.deepcopy(usual | changes))
+    others = hasattr(config, "vision_config") or hasattr(config, "thinker_config")
+    kind = AutoModelForMultimodalLM if others else AutoModelForCausalLM
+    model = kind.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             noise = 0.8 / model.config.get_text_config().hidden_size ** 0.5
@@ -332,7 +327,7 @@ def demo_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def inputs_with(model: Mapping[str, Any], demo_inputs: Path, folder: Path) -> Path:
-    """A copy of demo_inputs in `folder`, with random weights for this config.json."""
+    """Copies demo_inputs to `folder`, with random weights for this config.json."""
     shutil.copytree(demo_inputs, folder, dirs_exist_ok=True)
     family, config = FAMILIES.parse_config(model)
     (folder / "model/config.json").write_text(json.dumps(model))
@@ -341,13 +336,13 @@ def inputs_with(model: Mapping[str, Any], demo_inputs: Path, folder: Path) -> Pa
 
 
 def tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer in a model's folder."""
+    """Returns the tokenizer in a model's folder."""
     return load_tokenizer(Checkpoint(str(folder)).tokenizer_files(), str(folder), vocab_size)
 
 
 @pytest.fixture(scope="session")
 def tokenizer(demo_inputs: Path) -> Tokenizer:
-    """The demo's."""
+    """This is the demo's."""
     return tokenizer_of(demo_inputs / "model", vocab_size=2048)
 
 

@@ -101,6 +101,13 @@ def edit(path: Path, change: Callable[[dict], object]) -> None:
     path.write_bytes(seal(content))
 
 
+def flip(path: Path, at: int, bits: int = 1) -> None:
+    """Changes bits of a byte. at: counted from the end if it is negative."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= bits
+    path.write_bytes(data)
+
+
 def agree(path: Path, **changes: Any) -> None:
     """Makes the JSON of a shard agree to a file that was changed. changes: of its other fields."""
     data = path.read_bytes()

@@ -54,8 +54,8 @@ class Pod:
                 command += ["--num_hosts", str(hosts), "--host_id", str(i)]
             self.processes[i] = Forked(command, environment, self.logs[i])
 
-    def wait(self, seconds=600):
-        deadline = time.monotonic() + seconds
+    def wait(self):
+        deadline = time.monotonic() + 600
         try:
             return [
                 process.wait(max(deadline - time.monotonic(), 0.1))
@@ -68,8 +68,8 @@ class Pod:
     def text(self, host):
         return self.logs[host].read_text(errors="replace")
 
-    def wait_until(self, condition, seconds=600):
-        deadline = time.monotonic() + seconds
+    def wait_until(self, condition):
+        deadline = time.monotonic() + 600
         while not condition():
             assert time.monotonic() < deadline, [self.text(i) for i in self.processes]
             time.sleep(0.02)

@@ -17,10 +17,10 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     return write_lines(path, map(json.dumps, rows))
 
 
-def write_lines(path: Path, lines: Iterable[str], end: str = "\n") -> Path:
+def write_lines(path: Path, lines: Iterable[str]) -> Path:
     """Writes these lines, packed where the name says so."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(packed(path.name, end.join([*lines, ""]).encode()))
+    path.write_bytes(packed(path.name, "\n".join([*lines, ""]).encode()))
     return path
 
 

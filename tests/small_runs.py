@@ -14,7 +14,6 @@ from storages import open_storage
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import demo
-from activation_extraction.store.formats import chosen_format
 from activation_extraction.text.documents import DocumentStream, RowCounts
 from activation_extraction.text.packing import pack
 from activation_extraction.text.rows import RowForm, TextColumn
@@ -49,7 +48,7 @@ def run_over(documents, tokenizer, folder, form=None, rows=2, stop_after=None, *
 
     stop_after: how many batches are stored before the run ends early. options: of open_storage.
     """
-    place = open_storage(folder, **{"hooks": HOOKS} | options)
+    place = open_storage(folder, HOOKS, **options)
     try:
         place.open()
         complete = place.complete
@@ -79,7 +78,7 @@ def write_texts(path, count):
 
 @pytest.fixture(scope="module")
 def byte_tokenizer(tmp_path_factory):
-    """One byte, one token."""
+    """Each byte is a token."""
     folder = tmp_path_factory.mktemp("tokenizer")
     demo.write_tokenizer(folder, [])
     (folder / "config.json").write_text("{}")
@@ -87,11 +86,6 @@ def byte_tokenizer(tmp_path_factory):
 
 
 both_formats = pytest.mark.parametrize("shard_format", SHARD_FORMATS)
-
-
-def shard_name(number, shard_format="pickle"):
-    """The name of a shard's file."""
-    return f"shard_{number:04d}{chosen_format(shard_format, True).suffix}"
 
 
 def content(folder: Path) -> dict[str, object]:
@@ -111,5 +105,5 @@ def status(folder):
 
 
 def set_status(folder, status):
-    """As a run leaves it that was killed."""
+    """Leaves a folder as a run does that was killed."""
     edit(folder / "metadata.json", lambda content: content.update(status=status))

@@ -54,7 +54,7 @@ ONE, EIGHT = {"data": 1}, {"model": 8}
 
 
 def encoded(path, x, target, most=None, mesh=ONE):
-    """The codes of x (tokens, D) in rows of 8 tokens, with the autoencoder at its hooks."""
+    """Returns the codes of x (tokens, D) in rows of 8 tokens, with the autoencoder at its hooks."""
     devices = jax.devices()[: int(np.prod([*mesh.values()]))]
     layout = build_layout(devices, mesh, kv_heads=2)
     (encoder,) = make_encoders([read_autoencoder("", path)], most, HOOKS, 3, SIZES)
@@ -73,7 +73,7 @@ def inputs():
 
 
 def assert_codes(codes, features, result, target):
-    """The same active features, their values to 1e-4 of the largest, and the errors."""
+    """Requires the same active features, their values to 1e-4 of the largest, and errors."""
     dense = codes.to_scipy().toarray()
     assert ((dense != 0) == (features != 0)).all()
     np.testing.assert_allclose(dense, features, atol=1e-4 * np.abs(features).max(), rtol=1e-4)
@@ -145,7 +145,7 @@ def test_what_encode_most_cuts_is_counted(mesh, tmp_path):
     "make, hook", [(made.qwen_scope, RESID), (made.circuit_tracer, "model.layers.1.mlp.input")]
 )
 def test_a_folder_has_a_file_for_each_layer(make, hook, tmp_path):
-    """In a bucket, too."""
+    """It may be in a bucket, too."""
     path, _ = make(tmp_path)
     other = read_autoencoder("blocks.2.hook_resid_post", path)
     assert other.hook == "blocks.2.hook_resid_post" and str(other.files[0]) == path
@@ -221,7 +221,7 @@ def test_what_is_not_known_is_refused_by_name(told, make, tmp_path):
 
 
 def test_memory_does_not_grow_with_the_dictionary(tmp_path, monkeypatch):
-    """By the compiler's plan, beside the weights, for eight times as many features."""
+    """The compiler plans about as much beside the weights for eight times as many features."""
     monkeypatch.setattr(encoding, "VALUES_OF_A_BLOCK", 2**16)
     autoencoder = read_autoencoder("", made.sae_lens(tmp_path, "topk", k=9)[0])
     layout, found = build_layout(jax.devices()[:1], ONE, kv_heads=2), []

@@ -58,6 +58,7 @@ with --max_seq_length 2048; at most 33,554,432 per row are stored; choose a smal
 --dataset_path {}/no.parquet | no.parquet
 --dataset_path {}/no_text.jsonl | no row has text
 --dataset_path {}/body.jsonl | --text_column text: no such column; the columns are body (text), id
+--dataset_path {}/body.jsonl --text_column id | --text_column id: expected text, found int 1
 --output_dir {}/file | is a file, expected a folder
 --output_dir gs://b/c | use --upload_to_gcs
 --output_dir {}/taken | taken/metadata.json: is damaged, or was not written by this program

@@ -18,7 +18,6 @@ from activation_extraction.text.rows import IdsColumn, RowForm, TextColumn
 from activation_extraction.text.sources import open_files
 
 GOOD = '{"text": "good"}'
-BODY = RowForm(TextColumn("body"))
 
 
 def parquet(**columns):
@@ -110,7 +109,7 @@ def test_the_first_rows_are_checked_before_anything_starts(tmp_path):
     with pytest.raises(InputError, match="line 1: not JSON.*add --skip_bad_rows"):
         check_dataset(rows, TEXT)
     check_dataset(rows, TEXT, skip_bad_rows=True)
-    for form in (BODY, RowForm(TextColumn("text"), id_column="id")):
+    for form in (RowForm(TextColumn("body")), RowForm(TextColumn("text"), id_column="id")):
         with pytest.raises(InputError, match="none of the first 1,000 rows can be used"):
             check_dataset(rows, form, skip_bad_rows=True)
 

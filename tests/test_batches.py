@@ -217,7 +217,7 @@ def test_arguments_that_make_no_sense(run, options, named):
 
 @pytest.mark.parametrize("shard_format", SHARD_FORMATS)
 def test_an_error_in_the_background_reaches_the_loop(shard_format, tmp_path):
-    """At the batch that could not be read, and every time one is asked for."""
+    """It does so at the batch that could not be read, whenever that is asked for."""
     run_of(shard_format).store(tmp_path)
     batches = ActivationDataset(tmp_path).batches(8, buffer=16)
     path = shard_file(tmp_path, 3)

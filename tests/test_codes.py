@@ -176,7 +176,7 @@ def test_files_are_read_without_this_program(shard_format, runs):
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # says torch
 @both_formats
 def test_batches_have_sparse_rows(shard_format, runs):
-    """In any order, as torch's and scipy's, beside other hooks, and where runs are joined."""
+    """They have in any order, as torch's and scipy's, beside other hooks, and in joined runs."""
     import torch
 
     dataset, seen = ActivationDataset(runs[shard_format], [CODES]), 0
@@ -297,7 +297,7 @@ def test_bad_requests_are_refused(more, named, inputs, autoencoders, capsys, tmp
 
 
 def test_codes_that_are_not_finite_end_the_run(tmp_path):
-    """So that an activation that is NaN is named although it is not stored."""
+    """An activation that is NaN is named so although it is not stored."""
     records = np.zeros((1, 4, 3 + 2 * 2), np.int32)
     records[0, 2, 1] = np.float32(np.nan).view(np.int32)
     about = dict(identity=Identity(code_hooks=(CODES,)), hook_facts={CODES: {"width": 9}})

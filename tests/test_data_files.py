@@ -165,7 +165,7 @@ WHILE_READ = {
 @every_way
 @pytest.mark.parametrize("case", WHILE_READ)
 def test_a_file_that_changes_while_it_is_read_ends_the_run(data, case, asked):
-    """After its last row, be there another file or none."""
+    """It ends after its last row, be there another file or none."""
     letter, command, told = WHILE_READ[case]
     given = []
 
@@ -217,8 +217,8 @@ def test_files_at_a_url_count_by_what_their_store_says(bucket):
 
 
 def test_a_run_records_every_file_and_refuses_others(demo_inputs, data, tmp_path, capsys):
-    """Also a file that no stored sample comes from; what is stored stays as it is. With files that
-    another machine has read differently, some rows would be stored twice, and others never."""
+    """It knows a file that no stored sample comes from, too; what is stored stays as it is. If
+    machines read other files, some rows would be stored twice, and others never."""
 
     def extract(output, *more):
         few = "--layers_to_extract", 1, "--batch_size", 1, "--shard_size_gb", 5e-5

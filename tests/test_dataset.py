@@ -366,8 +366,8 @@ for batch in dataset.batches(8, shuffle=0, buffer=32):
 
 
 def test_reading_needs_few_packages_and_changes_nothing_in_the_process(tmp_path):
-    """Nor does looking at a run. The program may end in the middle of a loop, whose thread says
-    nothing then."""
+    """Looking at a run needs tqdm beside them. The program may end in the middle of a loop, whose
+    thread says nothing then."""
     runs = [run_of(shard_format).store(tmp_path / shard_format) for shard_format in SHARD_FORMATS]
     command = [sys.executable, "-c", READ, *map(str, runs)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)

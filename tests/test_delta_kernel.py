@@ -29,14 +29,14 @@ def segments(lengths, padding):
     return ids, places
 
 
-def inputs(shape, sizes, seed=0):
-    """q, k, v, log decay and beta; some heads forget at once, some hardly at all.
+def inputs(shape, sizes):
+    """Returns q, k, v, log decay and beta; some heads forget at once, some hardly at all.
 
     sizes: key heads, value heads of each, key size, value size.
     """
     keys, of_each, key_size, value_size = sizes
     values = keys, of_each
-    draw = np.random.default_rng(seed).standard_normal
+    draw = np.random.default_rng(0).standard_normal
     q, k = (draw((*shape, keys, key_size), np.float32) for _ in range(2))
     v = draw((*shape, *values, value_size), np.float32)
     slopes = np.geomspace(1e-3, 16, keys * of_each, dtype=np.float32).reshape(values)

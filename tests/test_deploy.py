@@ -206,7 +206,7 @@ def test_bad_input_is_one_line(pod, arguments, variables, message):
 
 
 def test_the_commands_of_the_readme(pod):
-    """As written, in one shell and one folder; the answers of the cloud are stand-ins."""
+    """They run as written, in one shell and one folder; the answers of the cloud are stand-ins."""
     laptop = pod.root / "laptop"
     for name in ("deploy", "launch_v5e64.sh"):
         (laptop / name).symlink_to(REPOSITORY / name)
@@ -276,7 +276,7 @@ AS_FLAGS = {
 
 @pytest.mark.parametrize("hosts", [HOSTS, {"NUM_HOSTS": "1"}], ids=["through variables", "one"])
 def test_every_variable_is_a_flag(hosts):
-    """Against extract_activations.py itself."""
+    """extract_activations.py itself says so."""
     config = parse_args(typed(**WORDS, **OTHERS, **hosts))
     assert config.multihost == (hosts is HOSTS)
     for name, value in (WORDS | (hosts if config.multihost else {})).items():

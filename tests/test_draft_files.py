@@ -28,7 +28,6 @@ def run(folder, model, rows, *flags, hooks=HOOKS):
     given = ["--model_path", model, "--dataset_path", folder / "rows.jsonl", "--batch_size", 2]
     given += ["--output_dir", folder / "run", "--max_seq_length", LENGTH, "--hook_names", *hooks]
     assert main(*given, *flags) == 0
-    return folder / "run"
 
 
 def exported(folder, form):

@@ -23,14 +23,14 @@ from activation_extraction.common.encodings import VALUES, decode, encode
 
 
 def errors_of(found, x):
-    """The relative error of every token."""
+    """Returns the relative error of every token."""
     exact = x.astype(np.float64)
     return np.linalg.norm(found - exact, axis=1) / np.linalg.norm(exact, axis=1)
 
 
 def float8_run(root, hooks, **options):
     identity = replace(identity_of(), activation_dtype="float8", integer_hooks=("choices",))
-    return open_storage(root, hooks, **{"identity": identity} | options)
+    return open_storage(root, hooks, identity=identity, **options)
 
 
 def test_what_a_reader_finds_without_this_program(tmp_path):
@@ -73,7 +73,7 @@ def test_samples_without_tokens_and_the_size_of_shards(tmp_path):
 
 
 def test_some_tokens_are_measured_of_a_shard_that_has_many(tmp_path, check):
-    """At most 1024 of a kind. The shard has more than a thread encodes, or sums up, at a time."""
+    """At most 1024 of a kind are. The shard has more than a thread encodes, or sums up, at once."""
     width, lengths = 1024, (9000, 500, 2500, 2000)
     chance = np.random.default_rng(0)
     exact = [chance.standard_normal((tokens, width), np.float32) for tokens in lengths]
@@ -99,7 +99,7 @@ def test_some_tokens_are_measured_of_a_shard_that_has_many(tmp_path, check):
 
 
 def activations(width):
-    """Tokens of all kinds: usual ones, with outliers, tiny and huge ones, zeros, many ties."""
+    """Returns tokens of all kinds: usual, tiny and huge ones, with outliers, zeros, many ties."""
     chance = np.random.default_rng(width)
     x = chance.standard_normal((9, width)).astype(np.float32)
     x[1, chance.integers(width)] *= 3000  # a dimension that is always large
@@ -142,15 +142,15 @@ def test_every_tie_and_its_neighbours_are_rounded_as_by_ml_dtypes():
 
 @pytest.mark.parametrize("shape", [(4099, 31), (3, 70001)])
 def test_other_types_layouts_and_sizes_are_encoded_alike(shape):
-    """That holds for more than is encoded at once, too."""
+    """So is more than is encoded at once."""
     x = np.random.default_rng(0).standard_normal(shape).astype("bfloat16")
     expected = [encode(row[None].astype(np.float32)) for row in x]
     for same in (x, x.copy(order="F"), np.repeat(x, 2, axis=1)[:, ::2]):
         values, scales = encode(same)
         assert values.tobytes() == b"".join(own.tobytes() for own, _ in expected)
         assert scales.tobytes() == b"".join(own.tobytes() for _, own in expected)
-        decoded = values.astype(np.float32) * scales
-        np.testing.assert_array_equal(decode(values, scales), decoded)
+        found = decode(values, scales)
+        np.testing.assert_array_equal(found, values.astype(np.float32) * scales)
 
 
 def test_a_token_that_is_not_finite_stays_visible():

@@ -71,7 +71,7 @@ def test_known_truths(planned):
 
 
 def test_a_step_takes_what_an_independent_count_says(planned):
-    """Of Qwen2.5-7B: products, two for every weight, and those of causal attention. Devices along
+    """Qwen2.5-7B has products: two for every weight, and those of attention. Devices along
     `model` add up the residual stream twice in a layer, and gather it twice, beside nothing."""
     hidden, layers, tokens, chip = 3584, 24, 4096, CHIPS["TPU v5e"]
     weights = hidden * (2 * hidden + 2 * 512 + 3 * 18944)
@@ -210,15 +210,14 @@ def test_how_much_data_there_is_and_how_much_of_it_is_kept():
     9.67 million of them, cut to 2,048 tokens."""
     drawn = np.random.default_rng(0).lognormal(np.log(620), 1, 100_000)
     cut = np.minimum(drawn, 2048)
-    pieces, every = np.ceil(drawn / 1000).sum(), 9_672_101 * cut.mean()
+    every, of_a_piece = 9_672_101 * cut.mean(), drawn.sum() / np.ceil(drawn / 1000).sum()
     for flags, tokens, kept in (
         ("--total_machines 4", every / 4, 1),
         ("--max_samples 100000000", every, 1),  # there are no more
         ("--max_samples 1000 --max_tokens 5000", 5000, 1),
         ("--max_tokens 1000 --positions last", 1000 * cut.mean(), 1 / cut.mean()),
         # Pieces of documents are samples.
-        ("--long_documents split --max_seq_length 1000 --max_samples 500",)
-        + (500 * drawn.sum() / pieces, 1),
+        ("--long_documents split --max_seq_length 1000 --max_samples 500", 500 * of_a_piece, 1),
     ):
         found = data_size(parse_args(flags.split()))
         assert found == pytest.approx((tokens, kept), rel=0.02), flags

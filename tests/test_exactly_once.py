@@ -245,23 +245,24 @@ class Halted:
         self.error = None
         self._thread = threading.Thread(target=self._run, args=(run, bucket, options))
         self._thread.start()
-        self._halted.wait(60)
+        assert self._halted.wait(600)
 
     def _wait(self, number, request):
         if number >= self._halt:
             self._halted.set()
-            assert self._go_on.wait(60)
+            assert self._go_on.wait(600)
 
     def _run(self, run, bucket, options):
         try:
             run(bucket, Process(self._wait), **options)
         except (InputError, RunError) as error:
             self.error = error
-        self._halted.set()
+        finally:
+            self._halted.set()
 
     def go_on(self):
         self._go_on.set()
-        self._thread.join(60)
+        self._thread.join(600)
         assert not self._thread.is_alive()
         return self.error
 

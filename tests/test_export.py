@@ -54,7 +54,7 @@ def save(run, form, target, *patterns):
 
 
 def read_memmap(target, hook):
-    """As the cache.py of jkminder's dictionary_learning reads it, with statistics of dimensions."""
+    """Reads an export as jkminder's dictionary_learning does, with statistics of dimensions."""
     config, values = json.loads((target / hook / "config.json").read_text()), []
     assert config["store_tokens"] and config["store_sequence_ranges"]
     for i in range(config["shard_count"]):

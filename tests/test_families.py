@@ -90,7 +90,7 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(raw, change, named):
 
 
 def test_what_configurations_say():
-    """Beside what the models of the numeric matrix have."""
+    """The models of the numeric matrix have the rest."""
     config = FAMILIES.config(V4)
     v5 = V4 | {"layer_types": [FULL] * 24, "sliding_window": None} | rope(rope_type="default")
     del v5["rope_theta"]
@@ -184,7 +184,7 @@ def test_frequencies_are_those_of_transformers(changes, meant):
 
 
 def test_operations():
-    """Two for each weight, those of causal attention, and those of the delta rule."""
+    """They are two for each weight, and those of causal attention and of the delta rule."""
     config, lengths, tokens = FAMILIES.config(TEXT), [10, 3], 13
     mlp, convolutions = 3 * 64 * 128, (2 * 4 * 16 + 8 * 16) * 4
     projections = 64 * (2 * 4 * 16 + 8 * 16 + 8 * 16 + 2 * 8 + 8 * 16)
@@ -213,7 +213,7 @@ ACTIVE |= {"Qwen3.5-35B-A3B": 3, "Qwen3.5-122B-A10B": 10, "Qwen3.5-397B-A17B": 1
 
 
 def test_numbers_of_parameters():
-    """All of them, by our table of weights, and those that a token uses, by its operations."""
+    """Our table of weights has all, and the operations of a token those that it uses."""
     assert {*BILLIONS} == {*RELEASED}
     for name, billions in BILLIONS.items():
         family, config = FAMILIES.parse_config(released_config(name) or {})

@@ -13,11 +13,8 @@ import tracemalloc
 import fsspec
 import pyarrow
 import pyarrow.ipc
-import pyarrow.parquet
 import pytest
 import row_files
-from command_line import assert_refused
-from row_files import write_parquet
 from small_runs import stream_of
 
 from activation_extraction.common.errors import InputError, RunError
@@ -153,7 +150,7 @@ FORMS = [
     ids=[str(name) for name, *_ in FORMS],  # packed bytes differ in their times
 )
 def test_a_file_is_called_what_it_is(name, data, told, tmp_path, monkeypatch):
-    """Whether rows are skipped or not: which rows it should have is not known."""
+    """It is, too, where rows are skipped: which rows it should have is not known."""
     monkeypatch.setattr(file_rows, "LARGEST_ARRAY", 200_000)
     (tmp_path / name).write_bytes(data)
     with pytest.raises((RunError, InputError)) as caught:
@@ -162,12 +159,6 @@ def test_a_file_is_called_what_it_is(name, data, told, tmp_path, monkeypatch):
     assert f"{tmp_path / name}: " in message
     assert all(part in message for part in told), message
     assert ("damaged" in message) == (WHOLE in told)
-
-
-def test_a_first_row_is_refused_before_anything_starts(inputs, tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text('{"text": 5}')
-    flags = [*inputs[:2], "--dataset_path", tmp_path / "a.jsonl"]
-    assert_refused(capsys, tmp_path, flags, "expected text, found int 5")
 
 
 def test_backslashes_before_doubled_quotes_are_text(tmp_path):
@@ -181,9 +172,9 @@ def test_backslashes_before_doubled_quotes_are_text(tmp_path):
 
 
 def test_parquet_columns_may_differ_in_type_and_be_null(tmp_path):
-    write_parquet(tmp_path / "a.parquet", text=["one"], id=["x"], extra=[{"deep": [1]}])
-    write_parquet(tmp_path / "b.parquet", text=pyarrow.nulls(2), id=[2, 3])
-    write_parquet(tmp_path / "c.parquet", text=["dated"], id=[datetime.date(2020, 1, 2)])
+    row_files.write_parquet(tmp_path / "a.parquet", text=["one"], id=["x"], extra=[{"deep": [1]}])
+    row_files.write_parquet(tmp_path / "b.parquet", text=pyarrow.nulls(2), id=[2, 3])
+    row_files.write_parquet(tmp_path / "c.parquet", text=["dated"], id=[datetime.date(2020, 1, 2)])
     found = [(each.content.text, each.doc_id) for each in stream_of(tmp_path) if each]
     assert found == [("one", "x"), ("dated", "2020-01-02")]
 

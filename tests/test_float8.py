@@ -148,14 +148,14 @@ def test_what_cannot_be_dequantised_is_refused_by_name(dense, tmp_path, told):
 
 
 def test_tensors_that_no_weight_needs_are_left_alone(dense, tmp_path):
-    """Scales of activations and caches, and tensors of other types beside the language model."""
+    """They are scales of activations and caches, and tensors of other types beside the text's."""
     shutil.copytree(dense[0], tmp_path, dirs_exist_ok=True)
-    attention, one = "model.layers.0.self_attn", np.ones(1, np.float32)
-    beside = {f"{attention}.q_proj.{name}": one for name in ("input_scale", "activation_scale")}
-    beside |= {f"{attention}.{name}": one for name in ("k_proj.k_scale", "v_proj.v_scale")}
+    attention = "model.layers.0.self_attn"
+    beside = {f"{attention}.q_proj.{name}": ONE for name in ("input_scale", "activation_scale")}
+    beside |= {f"{attention}.{name}": ONE for name in ("k_proj.k_scale", "v_proj.v_scale")}
     beside |= {"visual.odd.weight": np.ones(8, np.int8), "mtp.fc.weight": np.ones(3, np.uint16)}
     draft = "mtp.layers.0.mlp.up_proj.weight"
-    beside |= {draft: np.ones((2, 2), E4M3), f"{draft}_scale_inv": one}
+    beside |= {draft: np.ones((2, 2), E4M3), f"{draft}_scale_inv": ONE}
     save_file(dense[1] | beside, tmp_path / "model.safetensors", {"format": "pt"})
     assert checked(Checkpoint(str(tmp_path)))[0].config.weights == "float8 weights, dequantised"
 
@@ -177,7 +177,7 @@ CONFIGS: list[tuple[Any, str | None]] = [
 
 @pytest.mark.parametrize("config,named", CONFIGS)
 def test_which_quantisations_are_read(config, named):
-    """Whether config.json says it of the whole model or of the language model inside it."""
+    """config.json may say it of the whole model or of the language model inside it."""
     field = {"quantization_config": config}
     inside = {"model_type": "qwen3_5", "vision_config": {}, "text_config": field}
     for raw in ({"model_type": "qwen3"} | field, inside):

@@ -41,7 +41,7 @@ def test_files_are_known_by_their_names(each):
 
 @pytest.mark.parametrize("shard_format", SHARD_FORMATS)
 def test_the_page_of_the_format_is_enough_to_read_it(tmp_path, shard_format):
-    """With what every language has: JSON, gzip, Parquet, safetensors and zip."""
+    """Reading takes what every language has: JSON, gzip, Parquet, safetensors and zip."""
     extract(tmp_path, count=6, shard_format=shard_format)
     page = f"{store_package.__doc__}{sample_table.__doc__}"
     for path in tmp_path.iterdir():

@@ -49,7 +49,7 @@ def test_every_token_once_in_a_random_order(run, workers):
 
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_a_record_has_consecutive_tokens_of_a_shard(run, tokens):
-    """In the order of the shards, and in that of grain, which reads with several threads."""
+    """The order is that of the shards, or that of grain, which reads with several threads."""
     dataset = ActivationDataset(run.root)
     source = dataset.grain(hooks=f"*{FIRST}", tokens=tokens)
     assert isinstance(source, grain.sources.RandomAccessDataSource)
@@ -73,7 +73,7 @@ def test_a_record_has_consecutive_tokens_of_a_shard(run, tokens):
 
 
 def test_a_loader_continues_and_refuses_the_state_of_others(run, tmp_path, bucket):
-    """That holds, too, where the same run is read from a bucket."""
+    """It continues, too, where the same run is read from a bucket."""
     dataset = ActivationDataset(run.root)
     upload(run.root, "gs://bucket/run")
     iterator = iter(loader_of(dataset.grain()))

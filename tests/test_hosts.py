@@ -9,6 +9,7 @@ import socket
 import pytest
 from command_line import SCRIPT, main
 from conftest import rare_but
+from extractions import flip
 from pods import Pod, check_union, first_documents, flags_for
 
 pytestmark = pytest.mark.long
@@ -78,9 +79,7 @@ FAULTS_AT_START = {  # flags of host 1, what it says, and what host 0 says
 def test_what_differs_or_fails_on_one_host_ends_all(demo_inputs, tmp_path, fault):
     more, *told = FAULTS_AT_START[fault]
     model = shutil.copytree(demo_inputs / "model", tmp_path / "model")
-    weights = bytearray((model / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (model / "model.safetensors").write_bytes(weights)
+    flip(model / "model.safetensors", -1)
     first_documents(demo_inputs, tmp_path / "fewer.parquet", 200)
     flags = flags_for(demo_inputs, tmp_path / "out")
     pod = Pod(tmp_path, 2, 2, flags, [*flags, *more.format(tmp_path).split()])

@@ -17,6 +17,7 @@ import pytest
 from cloud import free_port
 from command_line import SCRIPT
 from conftest import make_reference
+from extractions import flip
 from hub_server import serve_hub
 from row_files import write_parquet, write_rows
 from test_lora import Made
@@ -79,7 +80,7 @@ def recorded(folder):
 
 
 def documents(folder):
-    """Which were stored, each with its source."""
+    """Returns which were stored, each with its source."""
     return [(sample.doc_id, sample.row.get("source")) for sample in ActivationDataset(folder)]
 
 
@@ -167,10 +168,8 @@ def test_a_revision_is_read_with_the_token_and_then_offline(hub, tmp_path):
 
 @pytest.mark.long
 def test_a_commit_upstream_does_not_stop_an_extraction(hub, tmp_path):
-    """But a file of data of the same size that takes the place of one is refused: the hub's digests
-    tell.
-
-    A full disk does not stop it, either: it reads the same weights straight into memory."""
+    """Nor does a full disk: the weights are read straight into memory. But a file of data of the
+    same size that takes the place of one is refused: the hub's digests tell."""
     flags = ["--model_path", "org/tiny", "--dataset_path", "hf://datasets/org/texts/sample", *FEW]
     flags = " ".join([*flags, "--max_samples"])
     told = run(hub, tmp_path, 0, f"{flags} 5", script=("-c", NO_ROOM + COMMANDS))
@@ -181,23 +180,17 @@ def test_a_commit_upstream_does_not_stop_an_extraction(hub, tmp_path):
     assert 0 < hub.sent <= size + FIRST_BYTES  # to know the model, its commit is enough
     first = recorded(tmp_path / "out")["model_commit"]
     shutil.copytree(model, f"{model}@before")  # an earlier commit stays within reach
-    change_a_byte(model / SINGLE_FILE, -2)
+    flip(model / SINGLE_FILE, -2)
     shutil.rmtree(tmp_path / "home")
     verify = "--verify --model_path org/tiny --verify_samples 9"
     run(hub, tmp_path, 0, f"{flags} 9", verify, script=("-c", COMMANDS))
     assert recorded(tmp_path / "out")["model_commit"] == first
     texts = tmp_path / "hub/datasets/org/texts/sample/1.parquet"
-    change_a_byte(texts, texts.stat().st_size // 2)
+    flip(texts, texts.stat().st_size // 2)
     commands = f"{flags} 12", f"{flags} 12 --model_revision main"
     of_data, of_model = run(hub, tmp_path, 2, *commands, script=("-c", COMMANDS)).splitlines()[-2:]
     assert "sample/1.parquet is not the file that the run began with;" in of_data
     assert of_model.startswith("error: --model_revision main: is commit ") and first in of_model
-
-
-def change_a_byte(path, at):
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
 
 
 ADAPTER = "holds an adapter (adapter_config.json, of org/tiny), which --lora takes"

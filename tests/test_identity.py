@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from command_line import main, records_of
+from extractions import flip
 from pods import flags_for, rounding_of_run
 from small_runs import set_status
 from storages import open_storage
@@ -119,9 +120,7 @@ def started(demo_inputs, tmp_path_factory):
     assert main(*flags, "--output_dir", folder / "out", *LAYERS) == 0
     for name in ("other_model", "other_tokenizer"):
         shutil.copytree(demo_inputs / "model", folder / name)
-    weights = bytearray((folder / "other_model/model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (folder / "other_model/model.safetensors").write_bytes(weights)
+    flip(folder / "other_model/model.safetensors", -1)
     (folder / "other_tokenizer/tokenizer_config.json").write_text("{}")
     return folder, [*flags, "--output_dir"]
 
@@ -212,15 +211,6 @@ def test_overwrite_spares_what_another_process_writes(demo_inputs, tmp_path, cap
 
 
 BLOCK, LARGE = 2**16, 10 * 2**20  # bytes
-
-
-def flip(path, at):
-    """Changes a byte. at: counted from the end if it is negative."""
-    with open(path, "r+b") as file:
-        file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
 
 
 def test_a_model_is_known_by_its_header_samples_and_configuration(tmp_path):

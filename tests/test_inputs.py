@@ -76,7 +76,7 @@ def data(demo_inputs, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """So that small data has several chunks, blocks and groups of rows."""
+    """Small data has several chunks, blocks and groups of rows."""
     monkeypatch.setattr(text_samples, "CHUNK_ROWS", 5)
     monkeypatch.setattr(sources, "BLOCK_ROWS", 4)
     monkeypatch.setattr(packing, "LEAST_ROWS", 4)
@@ -183,7 +183,7 @@ def test_limits_that_are_raised_between_the_starts(case, limit, data):
 
 
 def test_other_rows_than_those_of_the_table_end_the_run(texts, tokenizer):
-    """Before anything is made of the data set, however much of it comes before."""
+    """It ends before anything is made of the data set, however much of it comes before."""
     path = texts([{"text": f"w{n}"} for n in range(30)])
     found = [*samples(stream_of(path), tokenizer, SampleForm(LENGTH))]
     table = {20: StoredSample(found[20].num_kept, found[21].row)}
@@ -254,7 +254,7 @@ def test_a_budget_is_exact_and_may_grow(data, tmp_path, capsys):
 
 
 def test_a_mixture_keeps_its_proportions_and_a_seed_its_order(data):
-    """At every moment; a source that is used up ends, and the other goes on."""
+    """It does so at every moment; a source that is used up ends, and the other goes on."""
     found, _ = read(text_of(CASES["mixture"], data))
     rows = [sample.row["source"] for sample in found if sample.row["piece"] == 0]
     names = f"{data}/texts", f"{data}/long.jsonl"
@@ -307,8 +307,8 @@ def test_token_ids_need_no_tokenizer_and_what_keeps_nothing_is_counted(masked):
 
 
 def test_padding_does_not_exist(masked, data, tmp_path, capsys):
-    """On either side; a model that reads it gives other values to the tokens behind it. A row that
-    is all padding is a bad one."""
+    """It may be on either side; a model that reads it gives other values to the tokens behind it. A
+    row that is all padding is a bad one."""
     real, name = [[5, 6, 7], [8, 9, 10, 11]], "attention_mask"
     padded = [([-100, 10**6, 5, 6, 7], [0, 0, 1, 1, 1]), ([8, 9, 0, 10, 11, 0], [1, 1, 0, 1, 1, 0])]
     padded += [([5, 6, 7], [0, 0, 0])]

@@ -110,7 +110,7 @@ def test_what_is_complete_is_in_the_bucket_after_sigterm(
 
 
 def test_a_full_disk_ends_the_run_and_the_next_one_completes(flags, is_whole, tmp_path, capsys):
-    """A real refusal by the kernel, from a limit on the size of files."""
+    """The kernel refuses to write, by a limit on the size of files."""
     out = tmp_path / "out"
     command = [*flags, "--output_dir", str(out)]
     assert main(*command, "--max_samples", 40) == 0

@@ -26,8 +26,7 @@ FORKED = dict(num_workers=2, multiprocessing_context="forkserver")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    run = Run([*range(20)], 0, shard_format="pickle")
-    return run.store(tmp_path_factory.mktemp("run"))
+    return Run([*range(20)], 0, shard_format="pickle").store(tmp_path_factory.mktemp("run"))
 
 
 def batches_of(run):
@@ -35,7 +34,7 @@ def batches_of(run):
 
 
 def tokens_of(batches):
-    """The sample and position of every token, in order."""
+    """Returns the sample and position of every token, in order."""
     pairs = [zip(b.sample_idx.tolist(), b.position.tolist(), strict=True) for b in batches]
     return [token for batch in pairs for token in batch]
 
@@ -53,8 +52,8 @@ def refused(loader, error, told):
 
 @pytest.mark.parametrize("workers", [{}, FORKED | dict(persistent_workers=True)])
 def test_every_epoch_has_each_token_once(run, workers):
-    """Also after one that was broken off. Workers read shares of their own, so where this process
-    stands says nothing of theirs."""
+    """So has one after one that was broken off. Workers read shares of their own, so where this
+    process stands says nothing of theirs."""
     every = sorted(tokens_of(batches_of(run)))
     loader = DataLoader(batches_of(run).torch(), batch_size=None, **workers)
     tokens_of(islice(loader, 2))
@@ -76,7 +75,7 @@ def test_every_epoch_has_each_token_once(run, workers):
 
 @pytest.mark.parametrize("workers", [{}, FORKED])
 def test_a_stateful_loader_continues_and_replays_nothing(run, workers, caplog):
-    """From a state that was stored, in a loader that was made anew; the next epoch is whole."""
+    """The state was stored, and the loader is made anew; the next epoch is whole."""
 
     def loader_of(batches):
         return StatefulDataLoader(batches.torch(), batch_size=None, **workers)

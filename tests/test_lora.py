@@ -38,13 +38,13 @@ MODELS = {
 class Made:
     """An adapter in the making, and the base's weights as NumPy merges them."""
 
-    def __init__(self, base, prefix="base_model.model."):
+    def __init__(self, base):
         self.turn = inputs_first if base.name.endswith("inputs first") else lambda _, values: values
         self.weights = {
             name.replace("language_model.", ""): self.turn(name, value).astype(np.float32)
             for name, value in load_file(base / "model.safetensors").items()
         }
-        self.tensors, self.config, self.prefix = {}, dict(CONFIG), prefix
+        self.tensors, self.config, self.prefix = {}, dict(CONFIG), "base_model.model."
         self.chance = np.random.default_rng(0)
 
     def random(self, key, *shape, dtype=np.float32):
@@ -105,7 +105,7 @@ class Made:
 
 
 def everything(made):
-    """Patterns; ranks; biases; the keys of raw dicts; whole tensors; half precision."""
+    """Has patterns, ranks, biases, keys of raw dicts, whole tensors and half precision."""
     made.config |= dict(bias="all", lora_bias=True, fan_in_fan_out=True)
     made.config["rank_pattern"] = {"o_pro": 9, "_proj": 9}  # which match no whole name
     made.config["rank_pattern"] |= {r".*\.1\..*(k|v)_proj": 2, "v_proj": 7, "1.mlp.up_proj": 4}
@@ -190,7 +190,7 @@ def fused_experts(made, exchanged=False):
 
 
 def all_exchanged(made):
-    """The adapter is one of PEFT before 0.19.1."""
+    """PEFT before 0.19.1 made adapters so; the shapes tell, whatever version is named."""
     fused = "model.layers.0.mlp.experts.down_proj" in made.weights
     (fused_experts if fused else all_experts)(made, exchanged=True)
 
@@ -304,8 +304,8 @@ def test_what_cannot_be_merged_is_refused_by_name(bases, tmp_path, told, demo_in
 
 
 def test_an_adapter_is_an_input_of_the_run(demo_inputs, tmp_path, capsys, monkeypatch):
-    """From a bucket, too. Stored are the merged model's activations; a run with another adapter, or
-    with none, does not continue or verify them."""
+    """It may be at a URL, too. The merged model's activations are stored; a run with another
+    adapter, or with none, does not continue or verify them."""
     monkeypatch.chdir(tmp_path)
     model, layer = demo_inputs / "model", "model.layers.0"
     made = Made(model)

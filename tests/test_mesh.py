@@ -1,5 +1,5 @@
 """Meshes: the shapes that flags choose, what cannot be split, and `--mesh_type auto`: the shortest
-step that fits, and what it is estimated from. test_model.py has the numbers.
+step that fits into the memory of the devices. test_model.py has the numbers.
 """
 
 import dataclasses

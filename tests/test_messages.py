@@ -86,7 +86,7 @@ def write(folder, rows):
 
 @pytest.mark.parametrize("source", [QWEN3, QWEN3_5], ids=["qwen3", "qwen3.5"])
 def test_arrow_adds_no_keys_to_tools_and_arguments(source, texts_of, tmp_path):
-    """Nor do the rows of the hub; null in a list is a value."""
+    """The rows of the hub have none, either; null in a list is a value."""
     rows = [
         {
             "messages": talk("find", {"city": "Lima", "days": [{"first": 1}, {"last": 2}]}),
@@ -107,7 +107,7 @@ def test_arrow_adds_no_keys_to_tools_and_arguments(source, texts_of, tmp_path):
 
 
 def test_a_null_in_json_is_a_value(texts_of, tokenizer, tmp_path):
-    """In tools and arguments, as for transformers; a message and a call do without such keys. A
+    """It is in tools and arguments, as for transformers; messages and calls lose such keys. A
     column may hold JSON by a type of `datasets`."""
     messages = talk("find", {"city": None})
     tools = [tool("find", days={"type": "integer", "default": None})]
@@ -185,7 +185,7 @@ def test_a_text_that_the_template_leaves_out_makes_a_bad_row(case, texts_of, tmp
 
 @every_template
 def test_no_text_counts_as_left_out_that_is_there(source, texts_of, tmp_path):
-    """Trimmed, several times the same, or thinking that the template leaves out."""
+    """It may be trimmed, several times the same, or thinking that the template leaves out."""
     thinking = exchange("q", "<think>\nold\n</think>\n\nfirst")
     thinking += exchange("q", "without a beginning</think>second")
     rows = [{"messages": SAME}, {"messages": thinking}]

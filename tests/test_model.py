@@ -172,7 +172,7 @@ def matching(config, names):
 
 
 def flops_of(config, layers, lengths):
-    """Of the first layers, for samples of these lengths."""
+    """Returns the operations of the first layers, for samples of these lengths."""
     hooks = hook_table(config).of_layers([layers - 1], "residual", config.num_hidden_layers)
     return create_model_with_hooks(config, hooks).flops(lengths)
 
@@ -337,7 +337,7 @@ def test_every_hook_equals_transformers(models, request, case):
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("case", rows_in("bfloat16"))
 def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(models, case):
-    """With the weights as bits, as a run on a CPU has them. Where kernels of experts are tried,
+    """The weights are bits, as a run on a CPU has them. Where kernels of experts are tried,
     tokens are few, and the hooks that they change are compared."""
     reference, config = models(case.model)[0], models(case.model)[0].config
     rows, length = (8, 30) if case.kernels else (16, 150)  # kernels take long

@@ -1,4 +1,5 @@
-"""A program's own loop over ActivationStorage: started again it continues; --verify checks it."""
+"""A program's own loop over ActivationStorage: started again it continues; --verify checks what it
+stores, and --export takes the name of no hook for a path."""
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ def values_of(number, key):
     return np.random.default_rng([abs(number), len(key)]).standard_normal((4, 6), np.float32)
 
 
-def loop(folder, numbers=range(COUNT), stop=None, **options):
+def loop(folder, numbers, stop=None, **options):
     """Adds samples, three to a shard. stop: raises ZeroDivisionError before this sample."""
     with open_storage(folder, HOOKS, **({"shard_size_gb": 6e-7} | options)) as storage:
         for number in numbers(storage) if callable(numbers) else numbers:
@@ -36,7 +37,7 @@ def the_rest(storage):
     "again,shard_format", [*((range(COUNT), form) for form in SHARD_FORMATS), (the_rest, "pickle")]
 )
 def test_the_same_loop_started_again_continues(tmp_path, check, again, shard_format):
-    """After an exception before any sample, and once more; a complete loop has nothing to do."""
+    """It does so after exceptions before any sample; a complete loop has nothing to do."""
     for stop in (0, 5, 9):
         folder = tmp_path / str(stop)
         for _ in range(2):

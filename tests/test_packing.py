@@ -1,7 +1,6 @@
-"""Packing: full rows, every sample once and isolated, and marks from which the rest follows."""
+"""Packing: full rows, and every sample once and isolated, however many rows a batch has."""
 
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -18,17 +17,6 @@ def make_samples(lengths):
     ]
 
 
-def some_lengths(count, seed):
-    """Lengths from 0 to 32, many of them short."""
-    chance = np.random.default_rng(seed)
-    return (32 * chance.random(count) ** 2).round().astype(int).tolist()
-
-
-def places(batches):
-    placed = chain.from_iterable(batch.samples for batch in batches)
-    return [(p.sample.number, p.row, p.start, p.mark.samples) for p in placed]
-
-
 @pytest.fixture
 def small_groups(monkeypatch):
     """Groups of 64 tokens, which are two rows of 32, and of 40 samples."""
@@ -40,8 +28,9 @@ def small_groups(monkeypatch):
 @pytest.mark.parametrize("rows,seed", [(1, 0), (3, 1), (8, 2)])
 def test_every_sample_is_there_once_and_alone(rows, seed, small_groups):
     """Segments follow each other without gaps, and positions start at 0."""
-    seen = []
-    for batch in pack(make_samples(some_lengths(150, seed)), rows, 32):
+    seen, chance = [], np.random.default_rng(seed)
+    lengths = (32 * chance.random(150) ** 2).round().astype(int)  # from 0, and many short ones
+    for batch in pack(make_samples(lengths), rows, 32):
         ends, segments = [0] * rows, [0] * rows
         arrays = batch.token_ids, batch.segment_ids, batch.positions
         assert {array.shape for array in arrays} == {(rows, 32)}
@@ -67,7 +56,8 @@ def test_the_stream_of_rows_is_full_and_does_not_depend_on_how_many_a_batch_has(
         assert all(batch.segment_ids[:, 0].all() for batch in batches[:-1])
         found = [row.tobytes() for batch in batches for row in batch.token_ids if row.any()]
         assert 1 - lengths.sum() / (len(found) * 2048) <= 0.006
-        every.append((found, [(number, *place) for number, _, *place in places(batches)]))
+        placed = [place for batch in batches for place in batch.samples]
+        every.append((found, [(p.sample.number, p.start, p.mark.samples) for p in placed]))
     assert every[0] == every[1] == every[2]
 
 

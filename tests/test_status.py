@@ -112,7 +112,7 @@ LOST = {
 
 @pytest.mark.parametrize("lost", LOST)
 def test_missing_shards_are_named(tmp_path, capsys, lost):
-    """In a bucket, which has them: what uploads keeps no shards here."""
+    """They are named in the bucket, which has them: what uploads keeps no shards here."""
     folder = tmp_path / "bucket"
     extract(tmp_path / "here", remote=Folder(f"file://{folder}"))
     assert not list((tmp_path / "here").glob("*.pkl.gz"))

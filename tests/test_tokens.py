@@ -75,10 +75,10 @@ def models(model_with):
     return {template: model_with(template) for template in TEMPLATES}
 
 
-def read(path, tokenizer, length, max_tokens=None, **form):
-    """The samples of a file."""
+def read(path, tokenizer, length, **form):
+    """Returns the samples of a file."""
     form = SampleForm(length, special=special_tokens_of(tokenizer), **form)
-    return list(samples(stream_of(path), tokenizer, form, max_tokens=max_tokens))
+    return list(samples(stream_of(path), tokenizer, form))
 
 
 @every_template
@@ -142,10 +142,11 @@ def stored(out):
 def test_a_run_is_continued_and_verified_with_the_same_tokens(models, texts, tmp_path, capsys):
     """Pieces of a text make it up again. Without these tokens, it is another run."""
     every = [f"text {n} " * (n % 9 + 1) for n in range(30)]
-    path, told = texts([{"text": text} for text in every]), f"special tokens: {TEMPLATES[BOTH]}"
+    path = texts([{"text": text} for text in every])
     more = "--long_documents", "split", "--overlap", 5
     assert main(*flags_of(models[BOTH], path, tmp_path / "whole", *more)) == 0
-    assert capsys.readouterr().err.count(f"{told} (--special_tokens none adds none)\n") == 1
+    told = f"special tokens: {TEMPLATES[BOTH]} (--special_tokens none adds none)\n"
+    assert capsys.readouterr().err.count(told) == 1
     flags = flags_of(models[BOTH], path, tmp_path / "out", *more)
     for most in (7, 20, 1000):
         assert main(*flags, "--max_samples", most) == 0
@@ -168,7 +169,7 @@ def test_a_run_is_continued_and_verified_with_the_same_tokens(models, texts, tmp
     "asked", ["--messages_column messages", "--ids_column ids", "--special_tokens none"]
 )
 def test_conversations_and_given_ids_get_nothing(asked, models, texts):
-    """Nor does a text for which that is asked."""
+    """A text for which that is asked gets nothing, either."""
     row = {"text": "a text", "messages": talk(), "ids": [5, 6, 7]}
     path, reference = texts([row]), AutoTokenizer.from_pretrained(models[BOTH])
     chat = reference.apply_chat_template(row["messages"], tokenize=False)
@@ -211,7 +212,7 @@ WORDS = (
 
 @pytest.mark.parametrize("kind", ["of the demo", "of Qwen3.5", "older"])
 def test_token_ids_are_those_of_the_files(kind, demo_inputs, tmp_path):
-    """From tokenizer.json, also where transformers has others, and from the vocab.json and
+    """The files are tokenizer.json, also where transformers has other ids, or the vocab.json and
     merges.txt of older checkpoints."""
     model = tmp_path / "model"
     shutil.copytree(demo_inputs / "model", model)

@@ -6,7 +6,6 @@ differs by a few percent.
 """
 
 import json
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +53,6 @@ PROGRAMS = {  # shape, flags, machine, kernels of a layer
     ),
 }
 
-compile_quickly = partial(compile_for, effort=-1.0)
-
 
 def collectives(compiled: Compiled) -> list[tuple[str, bool]]:
     """Kind of each in the loop over layers, and whether it crosses the data axis.
@@ -85,7 +82,7 @@ def test_a_program_fits_and_sends_nothing_of_a_layer_between_hosts(name):
     """Products with experts are of sorted rows, not of all rows with all experts; layers of two
     types move about as much."""
     shape, flags, topology, kernels = PROGRAMS[name]
-    compiled = compile_quickly(FAMILIES.config(shape), flags, topology)
+    compiled = compile_for(FAMILIES.config(shape), flags, topology, effort=-1.0)
     memory, plan = compiled.memory, compiled.plan
     given = memory.argument_size_in_bytes + memory.output_size_in_bytes
     taken = max(given + memory.temp_size_in_bytes, memory.peak_memory_in_bytes)
@@ -207,7 +204,7 @@ def test_the_kernels_of_experts_compile_at_released_sizes(topology, name, device
 
 
 def test_kept_tokens_are_gathered_without_copies_of_the_others():
-    """No collective, and no temporary memory but for the numbers of the tokens."""
+    """There is no collective, and no temporary memory but for the numbers of the tokens."""
     mesh = Mesh(np.array(chips("v5e:2x2")), ("device",))
     shape, split = (8, 8, 2048, 3584), NamedSharding(mesh, PartitionSpec(None, None, "device"))
     values = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=split)

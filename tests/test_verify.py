@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import main
-from extractions import change_shard, change_table, edit, extract, open_part
+from extractions import change_shard, change_table, edit, extract, flip, open_part, shard_file
 from pods import flags_for
 from safetensors.numpy import load_file, save_file
-from small_runs import both_formats, shard_name
+from small_runs import both_formats
 from storages import open_storage
 
 from activation_extraction import ActivationDataset
@@ -28,12 +28,6 @@ def three_by_two(root):
     for machine in range(3):
         for host in range(2):
             extract(root, machine, host, 3, 2, count=7)
-
-
-def flip(path, position, bits=1):
-    data = bytearray(path.read_bytes())
-    data[position] ^= bits
-    path.write_bytes(data)
 
 
 def files_in(folder):
@@ -63,7 +57,7 @@ def test_one_flipped_bit_anywhere_in_a_json(tmp_path):
 @both_formats
 def test_one_flipped_bit_anywhere_in_a_shard(shard_format, tmp_path, check):
     extract(tmp_path, shard_format=shard_format)
-    path = tmp_path / shard_name(3, shard_format)
+    path = shard_file(tmp_path, 3)
     whole = path.read_bytes()
     for position in {0, len(whole) - 1, *range(0, len(whole), len(whole) // 20)}:
         flip(path, position, 1 << position % 8)

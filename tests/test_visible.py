@@ -23,7 +23,7 @@ SHOWN = r"ä漢\x1b[2J\x1b]0;x\x07\x9b1m\u202e\u200b\nforged\r\x7f\udcff"
 
 
 def test_what_is_said_and_the_log_show_control_characters(capsys):
-    """So do tracebacks and what libraries log; letters stay."""
+    """Tracebacks and what libraries log show them, too; letters stay."""
     say("one", HOSTILE)
     assert capsys.readouterr().out == f"one\n{SHOWN}\n"
     start_logging(False, 0, 0)

@@ -82,7 +82,7 @@ class Watched(Checkpoint):
     ],
 )
 def test_weights_are_split_and_read_only_once(tmp_path, name, mesh, most, tensor, parts):
-    """Per device: what the axes leave of each weight; per process: every byte once, by parts."""
+    """A device holds what the axes leave of each weight; a process reads every byte once."""
     reference = make_reference(tmp_path, **MODELS[name])
     config, checkpoint = reference.config, Watched(reference.folder)
     layout = build_layout(usable_devices(every=True), MESHES[mesh], config.num_key_value_heads)
@@ -145,7 +145,7 @@ def same(found, expected):
 
 
 def test_a_stored_head_counts_although_it_is_said_to_be_tied(tied, tmp_path, capsys):
-    """As in transformers, which computes the expected values with the stored one."""
+    """It counts in transformers, too, which computes the expected values with the stored one."""
     from transformers import AutoModelForCausalLM
 
     flags = "--hook_names", "entropy", "loss", "ln_final.hook_normalized"
@@ -166,8 +166,8 @@ def test_a_stored_head_counts_although_it_is_said_to_be_tied(tied, tmp_path, cap
 
 
 def test_the_language_model_is_found_whatever_it_was_stored_in(tied):
-    """As reward models, classifiers, embedding models, models with other inputs, and as saved by a
-    library that repeated a part of the names."""
+    """Reward models, classifiers, embedding models and models with other inputs have it, and a
+    library has saved it with a part of the names repeated."""
     expected = load(Qwen2(tied.config), tied.folder)
     beside = """score v_head.summary visual.blocks.0.norm1 talker.model.layers.0.input_layernorm
         audio_tower.ln_post model.visual.merger.norm mtp.layers.0.input_layernorm classifier
@@ -185,7 +185,7 @@ def test_the_language_model_is_found_whatever_it_was_stored_in(tied):
 
 
 def test_without_a_head_only_what_it_gives_is_refused(tied, tmp_path, capsys):
-    """As Qwen3-Embedding-8B, whose config.json does not tie a head that is not there."""
+    """Qwen3-Embedding-8B has a config.json that does not tie a head that is not there."""
     expected = extract(tied.folder, tmp_path, "--layers_to_extract", "2")
     configure(tied.folder, tie_word_embeddings=False)
     same(extract(tied.folder, tmp_path, "--layers_to_extract", "2"), expected)
@@ -212,7 +212,7 @@ def tiny(demo_inputs, memory):
 
 
 def test_a_single_file_counts_before_an_index(demo_inputs, tmp_path, tiny, inputs, capsys):
-    """As in transformers; the shards may be older ones, and they may be gone."""
+    """So it is in transformers; the shards may be older ones, and they may be gone."""
     older = dict.fromkeys(load_file(demo_inputs / "model" / SINGLE_FILE), "model-00001.safetensors")
     index = json.dumps({"weight_map": older}).encode()
     fsspec.filesystem("memory").pipe(f"{tiny}/{INDEX_FILE}", index)
