@@ -342,7 +342,7 @@ def tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def tokenizer(demo_inputs: Path) -> Tokenizer:
-    """This is the demo's."""
+    """Returns the demo's tokenizer."""
     return tokenizer_of(demo_inputs / "model", vocab_size=2048)
 
 

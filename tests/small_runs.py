@@ -100,6 +100,11 @@ def content(folder: Path) -> dict[str, object]:
     return found
 
 
+def files_in(folder):
+    """Returns the bytes of each file, and when it was written."""
+    return {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()}
+
+
 def status(folder):
     return json.loads((folder / "metadata.json").read_bytes())["status"]
 

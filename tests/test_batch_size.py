@@ -140,7 +140,6 @@ def test_hosts_agree_on_the_rows(flags, chosen, monkeypatch):
 
 
 @pytest.mark.rare
-@pytest.mark.long
 def test_hosts_agree_on_the_rows_that_fit_on_all_of_them(demo_inputs, alone_with_few, tmp_path):
     """They take the smaller number; the devices of one report less memory."""
     few, alone = alone_with_few

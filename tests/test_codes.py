@@ -176,7 +176,7 @@ def test_files_are_read_without_this_program(shard_format, runs):
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # says torch
 @both_formats
 def test_batches_have_sparse_rows(shard_format, runs):
-    """They have in any order, as torch's and scipy's, beside other hooks, and in joined runs."""
+    """torch and scipy take them, in any order, beside other hooks, and of joined runs."""
     import torch
 
     dataset, seen = ActivationDataset(runs[shard_format], [CODES]), 0

@@ -71,8 +71,8 @@ def test_known_truths(planned):
 
 
 def test_a_step_takes_what_an_independent_count_says(planned):
-    """Qwen2.5-7B has products: two for every weight, and those of attention. Devices along
-    `model` add up the residual stream twice in a layer, and gather it twice, beside nothing."""
+    """The products of Qwen2.5-7B are two for every weight and those of causal attention. Devices
+    along `model` add up the residual stream twice in a layer, and gather it twice, beside none."""
     hidden, layers, tokens, chip = 3584, 24, 4096, CHIPS["TPU v5e"]
     weights = hidden * (2 * hidden + 2 * 512 + 3 * 18944)
     products = tokens * layers * (2 * weights + 2 * 2 * hidden * 2048 / 2) / chip.flops

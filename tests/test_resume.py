@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 from memory_bucket import MemoryBucket, MemoryFolder, Process
-from small_runs import HIDDEN, HOOKS, run_over, status, stream_of, write_texts
+from small_runs import HIDDEN, HOOKS, files_in, run_over, status, stream_of, write_texts
 from storages import open_storage
 
 from activation_extraction.common.errors import InputError
@@ -39,10 +39,6 @@ def run(byte_tokenizer, rows):
 @pytest.fixture
 def bucket():
     return MemoryFolder(MemoryBucket(), Process())
-
-
-def files_in(folder):
-    return {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()}
 
 
 def samples_in(folder):

@@ -18,7 +18,7 @@ from pods import check_union, flags_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 pytestmark = [
-    *(pytest.mark.long, pytest.mark.rare),
+    pytest.mark.rare,
     pytest.mark.skipif(not all(map(shutil.which, PROGRAMS)), reason="Slurm is not installed"),
     pytest.mark.skipif(os.getuid() != 0, reason="Slurm's daemons run as root"),
 ]

@@ -104,8 +104,10 @@ RIGHT = [  # a kernel, a trial, a dtype
     (ragged_experts, EXPERTS, FLOAT32),
     *((rule, DELTA, BFLOAT16) for rule in (gated_delta_rule, delta_rule)),
 ]
-SELDOM = [(flash, name, BFLOAT16) for name in ("window", "7B split")]
-SELDOM += [(pallas, (3, 256, 128), BFLOAT16)]
+SELDOM = [
+    *((flash, name, BFLOAT16) for name in ("window", "7B split")),
+    (pallas, (3, 256, 128), BFLOAT16),
+]
 WRONG = {  # a kernel, and a trial that it must not pass
     "all in one segment": (of_attention(3, lambda x: jax.tree.map(jnp.zeros_like, x)), "short"),
     "sees the next token": (of_attention(4, lambda first: first + 1), "0.5B"),

@@ -11,7 +11,7 @@ from command_line import main
 from extractions import change_shard, change_table, edit, extract, flip, open_part, shard_file
 from pods import flags_for
 from safetensors.numpy import load_file, save_file
-from small_runs import both_formats
+from small_runs import both_formats, files_in
 from storages import open_storage
 
 from activation_extraction import ActivationDataset
@@ -28,10 +28,6 @@ def three_by_two(root):
     for machine in range(3):
         for host in range(2):
             extract(root, machine, host, 3, 2, count=7)
-
-
-def files_in(folder):
-    return {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()}
 
 
 def test_verify_as_a_user_meets_it(tmp_path, capsys):
