@@ -56,11 +56,11 @@ def tokenizers(model):
 def samples_of(tokenizers, tmp_path):
     """Returns a function that reads the samples of rows, rendered by a template."""
 
-    def read(source, rows, skip=False, arguments=None, **form):
+    def read(source, rows, skip=False, arguments=None, length=10_000, **form):
         template = ChatTemplate(tokenizers[1], {"default": source}, "the template", arguments or {})
         path = write_rows(tmp_path / "rows.jsonl", rows)
         stream = stream_of(path, skip=skip, form=RowForm(MessagesColumn("messages", template)))
-        return list(samples(stream, tokenizers[0], SampleForm(10_000, **form)))
+        return list(samples(stream, tokenizers[0], SampleForm(length, **form)))
 
     return read
 
@@ -213,6 +213,23 @@ def test_positions_count_among_the_tokens_of_the_roles(samples_of, tokenizers):
         assert turns_end[n] == [own[turns[own] == turn][-1] for turn in np.unique(turns[own])]
         ends = {tokenizers[0].id_to_token(token) for token in sample.token_ids[turns_end[n]]}
         assert ends == {"<|im_end|>"}
+
+
+@pytest.mark.parametrize("roles", [(), ("assistant",), ("assistant", "thinking")])
+def test_the_end_of_a_sample_is_not_that_of_a_turn(samples_of, roles):
+    """Whether it is cut or split there, and wherever that is."""
+    rows = [conversation(random.Random(n)) for n in range(6)]
+    options = dict(choice=TokenChoice(parse_positions("last_of_turn"), (), roles))
+    whole = samples_of(QWEN3, rows, **options)
+    for length in (16, 17, 18, 19):
+        for sample, cut in zip(
+            whole, samples_of(QWEN3, rows, length=length, **options), strict=True
+        ):
+            assert cut.kept.tolist() == [n for n in sample.kept.tolist() if n < length]
+        found = {sample.row["line"]: [] for sample in whole}
+        for piece in samples_of(QWEN3, rows, length=length, split=True, overlap=5, **options):
+            found[piece.row["line"]] += (piece.kept + piece.row["start"]).tolist()
+        assert found == {sample.row["line"]: sample.kept.tolist() for sample in whole}
 
 
 def test_tasks_of_arc_are_questions_of_the_user(samples_of, tokenizers, tmp_path):

@@ -186,7 +186,8 @@ class Config:
     positions: Positions = flag(
         "all, last, first:N, last:N, every:N (0, N, 2N, ...), a slice as in Python, such as 4:-1, "
         "random:P or random:P:SEED, which keep every token with probability P (SEED is 0 if none "
-        "is given), or last_of_turn, the last token of every turn of a conversation",
+        "is given), or last_of_turn, the last token of every turn of a conversation: with --roles, "
+        "the last of these roles, such as <|im_end|>; else often the new line after it",
         Positions(),
         parse=parse_positions,
         metavar="RULE",

@@ -51,6 +51,13 @@ class SampleForm:
         starts = range(0, tokens - self.overlap, self.length - self.overlap)
         return [range(start, min(start + self.length, tokens)) for start in starts]
 
+    def counted(self, document: Document, tokens: Tokens) -> np.ndarray | None:
+        """Returns which tokens of a document may be kept, bool (tokens,); None for all of them."""
+        mask = document.content.mask
+        if mask is None and not self.overlap and self.choice.everything:
+            return None
+        return self.choice.counted(tokens.total, mask, tokens.labels)
+
 
 def samples(
     documents: Documents,
@@ -142,11 +149,12 @@ def _whole_samples(
             # Rows are also counted here, after all rows of the chunk have been read.
             skipped_rows = document.skipped_rows + counts.skipped - skipped
             empty_rows = document.empty_rows + counts.empty - empty
+            counted = form.counted(document, tokens)
             for piece, span in enumerate(form.pieces(tokens.total)):
                 if number >= start.samples:
                     cursor = Cursor(number, number - begin, skipped_rows, empty_rows, state)
                     sample_idx = documents.worker.sample_idx(number)
-                    yield _sample(sample_idx, document, tokens, form, piece, span, cursor)
+                    yield _sample(sample_idx, document, tokens, counted, form, piece, span, cursor)
                 number += 1
         if len(chunk) < wanted and failure is None:
             return
@@ -157,23 +165,24 @@ def _sample(
     sample_idx: int,
     document: Document,
     tokens: Tokens,
+    counted: np.ndarray | None,
     form: SampleForm,
     piece: int,
     span: range,
     cursor: Cursor,
 ) -> Sample:
-    content, part = document.content, slice(span.start, span.stop)
+    part = slice(span.start, span.stop)
     ids, labels = tokens.ids[part], {name: values[part] for name, values in tokens.labels.items()}
     kept = None
-    if content.mask is not None or form.overlap or not form.choice.everything:
-        allowed = np.ones(len(ids), bool) if content.mask is None else content.mask[part].copy()
-        allowed[: form.overlap if piece else 0] = False
-        kept = form.choice.kept(sample_idx, ids, labels, allowed)
+    if counted is not None:
+        counted = counted[part].copy()
+        counted[: form.overlap if piece else 0] = False
+        kept = form.choice.kept(sample_idx, ids, counted)
     at = int(tokens.starts[span.start]) if piece and tokens.starts is not None else 0
     return Sample(
         sample_idx=sample_idx,
         token_ids=ids,
-        text_preview=content.text[at : at + PREVIEW_CHARACTERS],
+        text_preview=document.content.text[at : at + PREVIEW_CHARACTERS],
         doc_id=document.doc_id,
         cursor=cursor,
         next_cursor=cursor,

@@ -6,7 +6,6 @@ restart, on any mesh and with any batch size.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 
@@ -35,26 +34,34 @@ class TokenChoice:
     def everything(self) -> bool:
         return self == TokenChoice()
 
+    def counted(
+        self, tokens: int, mask: np.ndarray | None, labels: Mapping[str, np.ndarray]
+    ) -> np.ndarray:
+        """Returns which tokens of a whole document the rule counts, bool (tokens,).
+
+        mask: of the same shape, False for tokens that are only context. labels: as of the Sample,
+        but for all tokens of the document. That is where a turn ends, even if a sample does before.
+        """
+        counted = np.ones(tokens, bool) if mask is None else mask.copy()
+        if self.roles:
+            counted &= np.isin(labels["role"], [ROLES.index(role) for role in self.roles])
+        if self.positions.last_of_turn:
+            places = np.flatnonzero(counted)
+            ends = places[np.diff(labels["turn"][places], append=-1) != 0]
+            counted[:] = False
+            counted[ends] = True
+        return counted
+
     def kept(
-        self,
-        sample_idx: int,
-        token_ids: np.ndarray,
-        labels: Mapping[str, np.ndarray] = MappingProxyType({}),
-        allowed: np.ndarray | None = None,
+        self, sample_idx: int, token_ids: np.ndarray, counted: np.ndarray | None = None
     ) -> np.ndarray:
         """Returns the positions of a sample's kept tokens, int32, in ascending order.
 
-        labels: as of the Sample. allowed: bool (tokens,), False for tokens that are only context.
+        counted: bool (tokens,), as of its document; None for all.
         """
-        eligible = np.ones(len(token_ids), bool) if allowed is None else allowed
-        if self.roles:
-            eligible = eligible & np.isin(labels["role"], [ROLES.index(r) for r in self.roles])
-        positions = np.flatnonzero(eligible).astype(np.int32)
-        rule = self.positions
-        if rule.last_of_turn:
-            turns = labels["turn"][positions]
-            chosen = positions[np.diff(turns, append=-1) != 0]
-        elif rule.share is None:
+        every = np.arange(len(token_ids), dtype=np.int32)
+        positions, rule = every if counted is None else every[counted], self.positions
+        if rule.share is None:
             chosen = positions[rule.start : rule.stop : rule.step]
         else:
             chance = _random(rule.seed, sample_idx, positions)

@@ -26,7 +26,8 @@ WORD_END = re.compile(r"(?<=\S)(?= )|(?<=\n)(?=\S)")
 
 @dataclass(frozen=True)
 class Tokens:
-    """The first tokens of a document, and how many it has. labels: as of the Sample.
+    """The first tokens of a document, and how many it has. labels: as of the Sample, but of all its
+    tokens.
 
     starts: where each begins in the text, in characters; None where nobody asks for that.
     """
@@ -182,8 +183,8 @@ def _tokenise_all(
                 offsets.append(span.start + np.asarray(each.offsets, np.int32).reshape(-1, 2))
         total, starts, labels = sum(map(len, ids)), None, {}
         if with_offsets:
-            of_tokens = np.concatenate(offsets)[:most]
-            starts, labels = of_tokens[:, 0], _labels(content, of_tokens)
+            of_tokens = np.concatenate(offsets)
+            starts, labels = of_tokens[:most, 0], _labels(content, of_tokens)
         first = np.concatenate(ids)[:most].copy()  # of a long text, the rest is not needed
         tokens.append(Tokens(first, total, starts, labels))
     return tokens
