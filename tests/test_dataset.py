@@ -93,9 +93,27 @@ def test_norms_of_float16_do_not_overflow(tmp_path):
     with open_storage(tmp_path, {0: stream}, **options) as storage:
         storage.add_activation(0, np.full((4, 16), 300, np.float16), 0, "", np.arange(4))
     dataset = ActivationDataset(tmp_path)
-    assert sum(map(len, dataset.batches(4, max_norm=1201))) == 4
+    assert sum(map(len, dataset.batches(4, max_norm=1201, dtype="float16"))) == 4
     with pytest.raises(ValueError, match="no token passes"):
         next(dataset.batches(4, max_norm=1199))
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float8"])
+@pytest.mark.parametrize("order", [dict(), dict(shuffle=0)])
+def test_values_that_float16_does_not_hold_are_not_read_as_it(tmp_path, stored, order):
+    """Such as those of tokens whose norms are hundreds of times the median."""
+    values = np.ones((40, 16), np.float32)
+    values[0, 3] = 70_000
+    options = dict(identity=replace(identity_of(), activation_dtype=stored))
+    with open_storage(tmp_path, {0: "blocks.0.hook_resid_post"}, **options) as storage:
+        given = values if stored == "float8" else values.astype(stored)
+        storage.add_activation(0, given, 0, "", np.arange(40))
+    dataset = ActivationDataset(tmp_path)
+    with pytest.raises(ValueError, match="hook 'blocks.0.hook_resid_post': float16 ends at 65504"):
+        list(dataset.batches(8, dtype="float16", **order))
+    for fits in (dict(dtype="float32"), dict(dtype="float16", skip_first=1)):
+        read = joined(dataset.batches(8, **fits, **order))["blocks.0.hook_resid_post"]
+        assert np.isfinite(read).all() and len(read) == 40 - fits.get("skip_first", 0)
 
 
 def test_samples_by_number_and_by_slice(run):

@@ -93,7 +93,7 @@ def test_a_run_that_keeps_no_token_fails(extract, tmp_path, capsys):
     """It fails again when the same command is given again, and yet all is in order."""
     write_rows(tmp_path / "rows.jsonl", [{"text": "short"}] * 3)
     for _ in range(2):
-        assert extract("out", "--positions", "60:") == 1
+        assert extract("out", "--positions", "60:") == 2
         told = "error: no token was stored: no sample has a token that is kept (positions 60:)"
         assert told in capsys.readouterr().err
     assert main("--verify", "--output_dir", tmp_path / "out") == 0

@@ -227,11 +227,11 @@ def test_metrics_in_a_bucket_outlive_the_disk(tmp_path):
 
 @pytest.fixture
 def failing(demo_inputs, tmp_path, capsys):
-    """Runs with more flags, has to fail, and returns what was printed to stderr."""
+    """Runs with more flags, has to fail with a status, and returns what was printed to stderr."""
 
-    def run(*more):
+    def run(*more, status=1):
         flags = flags_for(demo_inputs, tmp_path / "out", "--max_samples", 6, *more)
-        assert main(*flags) == 1
+        assert main(*flags) == status
         return capsys.readouterr().err
 
     return run
@@ -252,7 +252,7 @@ def test_weights_of_nan_are_to_be_changed(failing, demo_inputs, tmp_path):
     weights = load_file(path)
     weights["model.layers.2.input_layernorm.weight"][:] = np.nan
     save_file(weights, path, metadata={"format": "pt"})
-    last = failing("--model_path", tmp_path / "model").splitlines()[-1]
+    last = failing("--model_path", tmp_path / "model", status=2).splitlines()[-1]
     assert "hook 3: NaN or infinite float32 values. Stored in " in last
     assert "check its weights" in last and "the same command" not in last
 

@@ -1,7 +1,8 @@
 """A run can fail in two ways, each with an exit status of its own.
 
 `InputError` (status 2) means that the request cannot be met; it is raised before anything expensive
-starts. `RunError` (status 1) means that the request was sound, but something failed on the way.
+starts. `RunError` (status 1) means that the request was sound, but something failed on the way, or
+(status 2) that the same command would compute the same failure again.
 Both carry one line for the user; any other exception that escapes is a bug in this program.
 """
 
@@ -37,11 +38,12 @@ class RunError(Exception):
     """Something failed at run time. The message says what failed; the caller adds what is stored.
 
     remedy: what must change before the run can continue; None if running it again is enough.
+    final: whether the same command can only fail again.
     """
 
-    def __init__(self, message: str, *, remedy: str | None = None) -> None:
+    def __init__(self, message: str, *, remedy: str | None = None, final: bool = False) -> None:
         super().__init__(message)
-        self.remedy = remedy
+        self.remedy, self.final = remedy, final
 
 
 class StorageError(RunError):
@@ -71,7 +73,7 @@ def exit_status(action: Callable[[], int]) -> int:
         return 2
     except RunError as error:
         say_error(f"error: {error}{f'; {error.remedy}' if error.remedy else ''}")
-        return 1
+        return 2 if error.final else 1
     except MemoryError as error:
         say_error(f"error: out of memory on the host: {error}")
         return 1

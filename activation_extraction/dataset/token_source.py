@@ -269,7 +269,7 @@ class TokenSource:
 
     def take(self, blocks: Sequence[Block], start: int, stop: int) -> TokenBatch:
         """Returns tokens `start` to `stop`, counted over the rows of some blocks, as a batch of its
-        own. Raises OSError."""
+        own. Raises OSError, and ValueError for values beyond the dtype of the result."""
         hooks, options = self.shards.hooks, self.options
         dtypes = {n: options.dtype for n in options.hooks if options.dtype and hooks[n].activations}
         batch, first = empty_batch(blocks[0].tokens, stop - start, dtypes), 0
@@ -277,8 +277,15 @@ class TokenSource:
             part = rows[max(start - first, 0) : max(stop - first, 0)]
             if len(part):
                 at = max(first - start, 0)
-                copy_rows(Block(tokens, part), np.arange(at, at + len(part)), batch)
+                with np.errstate(over="ignore"):  # NumPy does not know it of bfloat16
+                    copy_rows(Block(tokens, part), np.arange(at, at + len(part)), batch)
             first += len(rows)
+        for name in dtypes:
+            if hooks[name].dtype != batch[name].dtype == np.float16 and overflows(batch[name]):
+                raise ValueError(
+                    f"hook {name!r}: float16 ends at 65504, before its largest values; read them "
+                    'with dtype="bfloat16" or "float32"'
+                )
         given = {name: hooks[name].given(values) for name, values in batch.items()}
         batch = replace(batch, activations=ByHook(given, hooks.aliases))
         if names := options.columns:
@@ -289,6 +296,11 @@ class TokenSource:
 def _span(numbers: np.ndarray) -> tuple[int, int]:
     """The first of some ascending numbers, and the one after the last; an empty span of none."""
     return (int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else (0, 0)
+
+
+def overflows(values: np.ndarray) -> bool:
+    """Returns whether a value of float16 is NaN or infinite."""
+    return bool(values.size) and bool((values.view(np.uint16) & 0x7FFF).max() >= 0x7C00)
 
 
 def floating_name(dtype: Any) -> str | None:

@@ -237,7 +237,8 @@ class ShardWriter:
         user_error = for_the_user(error)
         if isinstance(user_error, LostError):
             return user_error
-        return StorageError(one_line(user_error), remedy=getattr(user_error, "remedy", None))
+        remedy, final = getattr(user_error, "remedy", None), getattr(user_error, "final", False)
+        return StorageError(one_line(user_error), remedy=remedy, final=final)
 
     def _store(
         self, job: _Job, shard: Shard, mark: Cursor | None, number: int
