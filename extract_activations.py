@@ -25,7 +25,14 @@ if os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~").startswith("~"):
 # its search would take a quarter of the time.
 gc.disable()
 
-import jax
+try:
+    import jax
+except ModuleNotFoundError:  # where only reading is installed
+    if __name__ != "__main__":
+        raise
+    from activation_extraction.__main__ import main as look_only
+
+    look_only()
 import numpy as np
 
 from activation_extraction.cli.config import parse_args

@@ -4,7 +4,7 @@ import sys
 from typing import NoReturn
 
 from activation_extraction.cli.config import parse_args
-from activation_extraction.common.errors import InputError, exit_status
+from activation_extraction.common.errors import InputError, exit_status, install_extra
 from activation_extraction.common.log import start_logging
 from activation_extraction.common.visible import make_streams_safe
 
@@ -25,8 +25,8 @@ def look_without(missing: str) -> int:
     config = parse_args()
     if not config.looking or config.verify_samples:
         raise InputError(
-            f"{missing} is not installed; running a model needs more packages than reading; in "
-            "the folder of the checkout run: pip install -e '.[extract]'"
+            f"{missing} is not installed; running a model needs more packages than reading; "
+            + install_extra("extract")
         )
     from activation_extraction.inspect.look import look
 

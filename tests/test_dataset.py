@@ -171,7 +171,7 @@ def test_a_run_that_is_still_going_on(tmp_path):
     run.store(tmp_path / "run", only=0)
     run.store(tmp_path / "run", only=1, finish=False)
     dataset = ActivationDataset(tmp_path / "run")
-    assert not dataset.complete
+    assert not dataset.complete and repr(dataset).endswith(", not complete)")
     stored = [sample.sample_idx for sample in dataset]
     assert sorted(stored[:20]) == [*range(0, 60, 3)] and 0 < len(stored[20:]) < 20
     assert len(set(stored)) == len(stored) and {number % 3 for number in stored[20:]} == {1}

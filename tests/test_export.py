@@ -176,7 +176,7 @@ def test_too_little_room_and_a_missing_library_are_refused(run, tmp_path, monkey
     with pytest.raises(InputError, match=r"has 0.000 GB free, needs 0.000 GB$"):
         save(run, "memmap", tmp_path / "export")
     monkeypatch.setattr(exporting, "find_spec", {"torch": None}.get)
-    with pytest.raises(InputError, match="^--export memmap: needs torch; run: pip install"):
+    with pytest.raises(InputError, match="^--export memmap: needs torch; run: .* -m pip install"):
         save(run, "memmap", tmp_path / "export")
     assert not [*tmp_path.iterdir()]
 

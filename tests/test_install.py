@@ -68,8 +68,8 @@ def test_the_wheel_and_its_command_look_at_runs_and_say_what_the_rest_needs(tmp_
     subprocess.run([*PIP, "--python", python, "install", "--no-compile", wheel], check=True)
     extract(tmp_path / "run")
 
-    def call(*flags):
-        command = [python.parent / "extract-activations", *flags, "--output_dir", "run"]
+    def call(*flags, program=(python.parent / "extract-activations",)):
+        command = [*program, *flags, "--output_dir", "run"]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
     for flag in ("--help", "--version", "--status", "--verify"):
@@ -79,11 +79,15 @@ def test_the_wheel_and_its_command_look_at_runs_and_say_what_the_rest_needs(tmp_
     for flags, told in {
         "--report": "pip install -e '.[report]'",
         "--demo": "pip install -e '.[extract]'",
-        "--export memmap --export_dir x": "--export memmap: needs torch; run: pip install torch",
+        "--export memmap --export_dir x": f"needs torch; run: {python} -m pip install torch",
     }.items():
         done = call(*flags.split())
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
         assert done.stderr.startswith("error: ") and told in done.stderr
+    of_checkout = python, REPOSITORY / "extract_activations.py"
+    for flag, status in {"--verify": 0, "--demo": 2}.items():
+        done = call(flag, program=of_checkout)
+        assert (done.returncode, done.stderr.count("\n")) == (status, status // 2), done.stderr
 
 
 def step_that_installs():

@@ -314,7 +314,7 @@ class Config:
     )
     max_tokens: int | None = number(
         "store at most N tokens on this machine, shared like --max_samples; the last sample is "
-        "cut, so that a share is exact unless the host runs out of rows",
+        "cut, and stays so, so that a share is exact unless the host runs out of rows",
         default_is="all",
     )
     machine_id: int = number(
@@ -422,8 +422,8 @@ class Config:
     shard_size_gb: float = gigabytes("activations per shard before compression", 1.0)
     shard_format: str = flag(
         "pickle: a dict that Python reads without this program; safetensors: one contiguous tensor "
-        "per hook, so that one hook is read without the others. Only --verify checks their sha256; "
-        "that of a pickle is also checked whenever it is read",
+        "per hook, so that one hook is read without the others. Reading compares every MiB with "
+        "its crc32c, --verify the whole with its sha256",
         "pickle",
         choices=SHARD_FORMATS,
     )
@@ -496,7 +496,8 @@ class Config:
     status: bool = switch(
         "show what all machines and hosts have stored, how fast they are and when they will be "
         "done; also works during a run; exits with status 1 if a host has failed or has been "
-        "silent for long, or if files are damaged or missing"
+        "silent for 15 minutes and for as long as five shards take, or if files are damaged or "
+        "missing"
     )
     aggregate: bool = switch(
         "with --status: also write it there as aggregated_metadata.json", needs="status"

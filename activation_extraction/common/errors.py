@@ -7,6 +7,7 @@ Both carry one line for the user; any other exception that escapes is a bug in t
 """
 
 import signal
+import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
@@ -28,6 +29,16 @@ def near_miss(typed: str, known: Iterable[str]) -> str:
     """Returns the end of a refusal, which suggests a known name for the unknown one, or ""."""
     found = get_close_matches(typed, known, 1)
     return f"; did you mean {found[0]}?" if found else ""
+
+
+def install(package: str) -> str:
+    """Says which command installs a package for the Python that runs this."""
+    return f"run: {sys.executable} -m pip install {package}"
+
+
+def install_extra(name: str) -> str:
+    """Says which command installs one of our optional groups of packages."""
+    return "in the folder of the checkout " + install(f"-e '.[{name}]'")
 
 
 class InputError(Exception):

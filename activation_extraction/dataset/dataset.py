@@ -99,7 +99,8 @@ class ActivationDataset(Samples):
     def __repr__(self) -> str:
         return (
             f"ActivationDataset({self.url!r}: {counted(len(self), 'sample')}, "
-            f"{counted(self.tokens, 'token')}, hooks {self.hooks})"
+            f"{counted(self.tokens, 'token')}, hooks {self.hooks}"
+            f"{'' if self.complete else ', not complete'})"
         )
 
     @property

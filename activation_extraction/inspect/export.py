@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from activation_extraction.common.errors import InputError, RunError, one_line, reason_of
+from activation_extraction.common.errors import InputError, RunError, install, one_line, reason_of
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
@@ -39,7 +39,7 @@ def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None)
     """
     form = EXPORT_FORMS[name]
     if find_spec(form.library) is None:
-        needed = f"needs {form.library}; run: pip install {form.library}"
+        needed = f"needs {form.library}; {install(form.library)}"
         raise InputError(f"--export {name}: {needed}")
     if "://" in target:
         raise InputError(f"--export_dir {target}: is a URL; expected a local folder")

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.common.errors import InputError, RunError, reason_of
+from activation_extraction.common.errors import InputError, RunError, install_extra, reason_of
 from activation_extraction.common.visible import counted, say, visible
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.features import find_decoder
@@ -32,8 +32,7 @@ def show_report(root: Folder, file: str) -> int:
     target = Path(file or (Path(local_path(root.given), name) if root.local else name))
     for library in ("matplotlib", "jinja2"):
         if find_spec(library) is None:
-            how = "in the folder of the checkout run: pip install -e '.[report]'"
-            raise InputError(f"--report: needs {library}; {how}")
+            raise InputError(f"--report: needs {library}; {install_extra('report')}")
     if target.is_dir() or not target.parent.is_dir():
         raise InputError(f"--report {target}: expected a file in a folder that exists")
     html = make_report(root, folders)

@@ -24,7 +24,7 @@ import numpy as np
 
 from activation_extraction.cli.flags import DATASET, Config
 from activation_extraction.common.encodings import FLOAT8, token_bytes
-from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.common.errors import InputError, install_extra, one_line
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, say
 from activation_extraction.model.automatic_mesh import StepSizes
@@ -176,7 +176,7 @@ def estimate_mesh(run: PlannedRun, request: ModelRequest, program: Program) -> d
     tokens, fits, compiled = rows * request.max_seq_length, found.memory <= room, None
     if run.topology.is_tpu and find_spec("libtpu") is None:
         log.info(
-            "nothing is compiled: that needs libtpu, the TPU compiler (pip install -e '.[plan]')"
+            "nothing is compiled: that needs libtpu, the TPU compiler; %s", install_extra("plan")
         )
     elif run.topology.is_tpu:
         log.info("compiling the program for the mesh %s", in_words(layout.shape))
