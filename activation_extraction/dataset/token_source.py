@@ -277,7 +277,7 @@ class TokenSource:
             part = rows[max(start - first, 0) : max(stop - first, 0)]
             if len(part):
                 at = max(first - start, 0)
-                with np.errstate(over="ignore"):  # NumPy does not know it of bfloat16
+                with np.errstate(over="ignore"):  # NumPy would warn of float32 alone
                     copy_rows(Block(tokens, part), np.arange(at, at + len(part)), batch)
             first += len(rows)
         for name in dtypes:
