@@ -129,7 +129,7 @@ def run(config: Config) -> int:
                 f"{error}. Stored in {job.where}: {counted(totals.shards, 'shard')}, "
                 f"{counted(totals.samples, 'sample')}",
                 remedy=error.remedy or remedy,
-                final=error.final,
+                recurs=error.recurs,
             ) from error
         print_summary(job, clock, complete, config.verbose)
         totals = job.storage.totals
@@ -139,7 +139,7 @@ def run(config: Config) -> int:
         raise RunError(
             f"no token was stored: no sample has a token that is kept ({job.text.form.choice})",
             remedy="start anew with another choice and --overwrite",
-            final=True,
+            recurs=True,
         )
     if config.repair and complete:
         return verify(job.storage.destination, None, 0)

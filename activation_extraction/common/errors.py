@@ -49,12 +49,12 @@ class RunError(Exception):
     """Something failed at run time. The message says what failed; the caller adds what is stored.
 
     remedy: what must change before the run can continue; None if running it again is enough.
-    final: whether the same command can only fail again.
+    recurs: whether the same command can only fail again.
     """
 
-    def __init__(self, message: str, *, remedy: str | None = None, final: bool = False) -> None:
+    def __init__(self, message: str, *, remedy: str | None = None, recurs: bool = False) -> None:
         super().__init__(message)
-        self.remedy, self.final = remedy, final
+        self.remedy, self.recurs = remedy, recurs
 
 
 class StorageError(RunError):
@@ -84,7 +84,7 @@ def exit_status(action: Callable[[], int]) -> int:
         return 2
     except RunError as error:
         say_error(f"error: {error}{f'; {error.remedy}' if error.remedy else ''}")
-        return 2 if error.final else 1
+        return 2 if error.recurs else 1
     except MemoryError as error:
         say_error(f"error: out of memory on the host: {error}")
         return 1

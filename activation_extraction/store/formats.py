@@ -197,5 +197,5 @@ def _refuse_not_finite(shard: Shard, key: Key, measure: Callable[..., Sums | Sta
             raise StorageError(
                 f"sample {row.sample_idx}, hook {key}: NaN or infinite {dtype} values",
                 remedy=OVERFLOW if dtype == "float16" else NOT_FINITE,
-                final=True,
+                recurs=True,
             )

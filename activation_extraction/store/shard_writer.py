@@ -237,8 +237,8 @@ class ShardWriter:
         user_error = for_the_user(error)
         if isinstance(user_error, LostError):
             return user_error
-        remedy, final = getattr(user_error, "remedy", None), getattr(user_error, "final", False)
-        return StorageError(one_line(user_error), remedy=remedy, final=final)
+        remedy, recurs = getattr(user_error, "remedy", None), getattr(user_error, "recurs", False)
+        return StorageError(one_line(user_error), remedy=remedy, recurs=recurs)
 
     def _store(
         self, job: _Job, shard: Shard, mark: Cursor | None, number: int
