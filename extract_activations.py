@@ -38,7 +38,7 @@ import numpy as np
 from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.console import Clock, Progress, stop_on_signals
 from activation_extraction.cli.flags import Config
-from activation_extraction.common.errors import RunError, exit_status
+from activation_extraction.common.errors import RunError, exit_status, reworded
 from activation_extraction.common.log import log, start_logging
 from activation_extraction.common.visible import counted, make_streams_safe, say, say_error
 from activation_extraction.inspect.look import look
@@ -125,12 +125,13 @@ def run(config: Config) -> int:
                 complete = True
         except RunError as error:
             totals = job.storage.totals
-            raise RunError(
+            told = (
                 f"{error}. Stored in {job.where}: {counted(totals.shards, 'shard')}, "
-                f"{counted(totals.samples, 'sample')}",
-                remedy=error.remedy or remedy,
-                recurs=error.recurs,
-            ) from error
+                f"{counted(totals.samples, 'sample')}"
+            )
+            failure = reworded(error, told, RunError)
+            failure.remedy = failure.remedy or remedy
+            raise failure from error
         print_summary(job, clock, complete, config.verbose)
         totals = job.storage.totals
         samples, tokens = any_host(host, [totals.samples > 0, totals.tokens > 0])

@@ -217,7 +217,7 @@ def test_positions_count_among_the_tokens_of_the_roles(samples_of, tokenizers):
 
 @pytest.mark.parametrize("roles", [(), ("assistant",), ("assistant", "thinking")])
 def test_the_end_of_a_sample_is_not_that_of_a_turn(samples_of, roles):
-    """Whether it is cut or split there, and wherever that is."""
+    """A sample may be cut or split at any token, in mid-turn, too; the turn ends elsewhere then."""
     rows = [conversation(random.Random(n)) for n in range(6)]
     options = dict(choice=TokenChoice(parse_positions("last_of_turn"), (), roles))
     whole = samples_of(QWEN3, rows, **options)

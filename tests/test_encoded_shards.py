@@ -73,7 +73,8 @@ def test_samples_without_tokens_and_the_size_of_shards(tmp_path):
 
 
 def test_some_tokens_are_measured_of_a_shard_that_has_many(tmp_path, check):
-    """At most 1024 of a kind are. The shard has more than a thread encodes, or sums up, at once."""
+    """At most 1024 of a kind are measured. The shard has more than a thread encodes, or sums up,
+    at once."""
     width, lengths = 1024, (9000, 500, 2500, 2000)
     chance = np.random.default_rng(0)
     exact = [chance.standard_normal((tokens, width), np.float32) for tokens in lengths]
@@ -142,7 +143,7 @@ def test_every_tie_and_its_neighbours_are_rounded_as_by_ml_dtypes():
 
 @pytest.mark.parametrize("shape", [(4099, 31), (3, 70001)])
 def test_other_types_layouts_and_sizes_are_encoded_alike(shape):
-    """So is more than is encoded at once."""
+    """The second is more than is encoded at once."""
     x = np.random.default_rng(0).standard_normal(shape).astype("bfloat16")
     expected = [encode(row[None].astype(np.float32)) for row in x]
     for same in (x, x.copy(order="F"), np.repeat(x, 2, axis=1)[:, ::2]):

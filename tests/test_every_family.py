@@ -36,7 +36,7 @@ RUNS = {  # a model, what --list_hooks says of one of its hooks, and other hooks
 
 
 def test_every_family_is_in_the_numeric_matrix():
-    """Those with images or sound are known as such."""
+    """The table of families knows which of them have images or sound."""
     known = {family.model_type: family.text_alone for family in FAMILIES.families}
     others = {"vision_config", "thinker_config"}
     found = {raw.get("model_type", "qwen2"): not others.isdisjoint(raw) for raw in TINY.values()}

@@ -132,7 +132,7 @@ def test_what_cannot_be_read_once_is_refused(odd, inputs, capsys):
 
 
 def test_a_file_that_is_named_is_read(odd):
-    """Its name may have ::, which fsspec takes for a chain of URLs."""
+    """A name may have ::, which fsspec takes for a chain of URLs."""
     assert listed(odd / "two/b.jsonl") == ["b.jsonl"]
     assert listed(odd / "d/table/part-0.parquet") == ["part-0.parquet"]
     assert texts_of(odd / "saved/train") == ["x"]

@@ -139,7 +139,7 @@ def test_a_conditional_write_is_sent_once_and_then_unsure(bucket, url, fault, li
 def test_what_may_pass_is_retried_and_every_streak_of_failures_is_one_line(
     bucket, monkeypatch, lines
 ):
-    """What obstore repeats by itself is turned off."""
+    """The repetitions that obstore makes by itself are turned off."""
     monkeypatch.setattr(bucket_module, "RETRIES", 0)
     folder, faults = Folder(GOOGLE, 600, flag="--some_flag"), []
     monkeypatch.setattr(bucket, "choose_fault", lambda: faults.pop() if faults else None)

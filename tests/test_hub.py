@@ -168,8 +168,8 @@ def test_a_revision_is_read_with_the_token_and_then_offline(hub, tmp_path):
 
 @pytest.mark.long
 def test_a_commit_upstream_does_not_stop_an_extraction(hub, tmp_path):
-    """Nor does a full disk: the weights are read straight into memory. But a file of data of the
-    same size that takes the place of one is refused: the hub's digests tell."""
+    """A full disk does not either: the weights are read straight into memory. But a file of data of
+    the same size that takes the place of one is refused: the hub's digests tell."""
     flags = ["--model_path", "org/tiny", "--dataset_path", "hf://datasets/org/texts/sample", *FEW]
     flags = " ".join([*flags, "--max_samples"])
     told = run(hub, tmp_path, 0, f"{flags} 5", script=("-c", NO_ROOM + COMMANDS))

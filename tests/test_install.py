@@ -1,5 +1,5 @@
-"""What is installed: the wheel, what it needs and the command that it makes; and what is in the
-image, without an engine."""
+"""The wheel has all files, and its command runs with what it needs; the image, which is tested
+without an engine, has what a run needs."""
 
 import os
 import re

@@ -52,8 +52,8 @@ def refused(loader, error, told):
 
 @pytest.mark.parametrize("workers", [{}, FORKED | dict(persistent_workers=True)])
 def test_every_epoch_has_each_token_once(run, workers):
-    """So has one after one that was broken off. Workers read shares of their own, so where this
-    process stands says nothing of theirs."""
+    """An epoch after one that was broken off does, too. Workers read shares of their own, so where
+    this process stands says nothing of theirs."""
     every = sorted(tokens_of(batches_of(run)))
     loader = DataLoader(batches_of(run).torch(), batch_size=None, **workers)
     tokens_of(islice(loader, 2))

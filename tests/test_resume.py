@@ -48,7 +48,8 @@ def samples_in(folder):
 
 
 def test_a_complete_run_is_left_alone(run, rows, tmp_path):
-    """So it is if it is opened because other hosts go on. Its totals are those of the data."""
+    """It is left alone even if it is opened because other hosts go on. Its totals are those of the
+    data."""
     whole = run(tmp_path / "whole").folder
     before = files_in(whole)
     assert run(whole).complete

@@ -55,8 +55,8 @@ def test_help_tells_every_flag_with_its_default_and_unit(capsys):
 @pytest.mark.long
 @pytest.mark.usefixtures("optimized")
 def test_demo_in_a_new_process_reads_back_as_it_says(demo_inputs, tmp_path):
-    """Its model and documents are the same bytes every time. It does not load PyTorch, which would
-    take seconds, nor says anything about that."""
+    """The demo's model and documents are the same bytes every time. The demo does not load PyTorch,
+    which would take seconds, nor says anything about that."""
     (tmp_path / "torch.py").write_text("print('PyTorch')")
     process = start(
         *("--demo", "--output_dir", tmp_path / "out"), environment={"PYTHONPATH": str(tmp_path)}
@@ -117,7 +117,7 @@ def test_libtpu_without_a_tpu_is_left_alone(sign, monkeypatch):
 
 
 def test_the_model_of_a_run_is_found_from_any_folder(demo_inputs, tmp_path, monkeypatch):
-    """Its path is recorded as an absolute one."""
+    """The run records the absolute path of its model."""
     monkeypatch.chdir(demo_inputs)
     flags = "--model_path model --dataset_path documents.parquet --layers_to_extract 0"
     out = ["--output_dir", tmp_path, "--max_seq_length", "32", "--max_samples", "2"]

@@ -141,7 +141,7 @@ def slurm(tmp_path):
 def test_a_killed_machine_is_queued_again_and_every_document_is_stored_once(
     slurm, demo_inputs, alone_with_few, check
 ):
-    """So is every one of a machine of two nodes."""
+    """A machine of two nodes is queued again in the same way."""
     folder, (few, alone) = slurm.folder, alone_with_few
     script(folder / "python", PYTHON.format(python=sys.executable))
     variables = {"PYTHON": str(folder / "python"), "JAX_NUM_CPU_DEVICES": "2"}

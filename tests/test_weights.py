@@ -212,7 +212,7 @@ def tiny(demo_inputs, memory):
 
 
 def test_a_single_file_counts_before_an_index(demo_inputs, tmp_path, tiny, inputs, capsys):
-    """So it is in transformers; the shards may be older ones, and they may be gone."""
+    """Transformers reads it first, too; the shards may be older ones, and they may be gone."""
     older = dict.fromkeys(load_file(demo_inputs / "model" / SINGLE_FILE), "model-00001.safetensors")
     index = json.dumps({"weight_map": older}).encode()
     fsspec.filesystem("memory").pipe(f"{tiny}/{INDEX_FILE}", index)

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from typing import TypeVar
 
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import say_error, without_secrets
@@ -59,6 +60,15 @@ class RunError(Exception):
 
 class StorageError(RunError):
     """A shard could not be committed, so no later one may be; all earlier ones are safe."""
+
+
+E = TypeVar("E", bound=RunError)
+
+
+def reworded(error: BaseException, message: str, kind: type[E]) -> E:
+    """Returns the same failure as an error of `kind`, with another message."""
+    remedy, recurs = getattr(error, "remedy", None), getattr(error, "recurs", False)
+    return kind(message, remedy=remedy, recurs=recurs)
 
 
 def for_the_user(error: BaseException) -> Exception:

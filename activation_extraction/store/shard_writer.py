@@ -18,7 +18,13 @@ from typing import Any
 
 from activation_extraction.common.codes import Codes
 from activation_extraction.common.encodings import FLOAT8, token_bytes
-from activation_extraction.common.errors import RunError, StorageError, for_the_user, one_line
+from activation_extraction.common.errors import (
+    RunError,
+    StorageError,
+    for_the_user,
+    one_line,
+    reworded,
+)
 from activation_extraction.common.log import log
 from activation_extraction.store.commit import Commit, FileFacts, shard_name
 from activation_extraction.store.formats import chosen_format, measured
@@ -237,8 +243,7 @@ class ShardWriter:
         user_error = for_the_user(error)
         if isinstance(user_error, LostError):
             return user_error
-        remedy, recurs = getattr(user_error, "remedy", None), getattr(user_error, "recurs", False)
-        return StorageError(one_line(user_error), remedy=remedy, recurs=recurs)
+        return reworded(user_error, one_line(user_error), StorageError)
 
     def _store(
         self, job: _Job, shard: Shard, mark: Cursor | None, number: int
@@ -291,10 +296,8 @@ class ShardWriter:
         except RunError as error:
             since = [commit.number for commit in self.made[self._unchanged :]]
             names = ", ".join(map(str, since)) or "none"
-            raise StorageError(
-                f"{error}; shards committed since it was last seen unchanged: {names}",
-                remedy=error.remedy,
-            ) from error
+            told = f"{error}; shards committed since it was last seen unchanged: {names}"
+            raise reworded(error, told, StorageError) from error
         self._unchanged = len(self.made)
         made = self._owner.commit(replace(commit, committed=round(time.time(), 3)))
         self.made.append(made)

@@ -16,7 +16,7 @@ from typing import Any
 
 import datasets
 
-from activation_extraction.common.errors import InputError, RunError, one_line
+from activation_extraction.common.errors import InputError, RunError, one_line, reworded
 from activation_extraction.common.log import activity, log
 from activation_extraction.common.retries import hub_requests
 from activation_extraction.common.visible import counted
@@ -157,7 +157,7 @@ class DocumentStream:
                 return
             except RunError as error:
                 why = f"reading the data set failed: {error}"
-                raise RunError(why, remedy=error.remedy) from error
+                raise reworded(error, why, RunError) from error
             except Exception as error:  # whatever the hub or a format of its files may raise
                 why = f"reading the data set failed after row {self._rows}: {one_line(error)}"
                 raise RunError(why) from error

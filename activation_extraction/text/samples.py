@@ -51,12 +51,12 @@ class SampleForm:
         starts = range(0, tokens - self.overlap, self.length - self.overlap)
         return [range(start, min(start + self.length, tokens)) for start in starts]
 
-    def counted(self, document: Document, tokens: Tokens) -> np.ndarray | None:
+    def eligible(self, document: Document, tokens: Tokens) -> np.ndarray | None:
         """Returns which tokens of a document may be kept, bool (tokens,); None for all of them."""
         mask = document.content.mask
         if mask is None and not self.overlap and self.choice.everything:
             return None
-        return self.choice.counted(tokens.total, mask, tokens.labels)
+        return self.choice.eligible(tokens.total, mask, tokens.labels)
 
 
 def samples(
@@ -149,12 +149,12 @@ def _whole_samples(
             # Rows are also counted here, after all rows of the chunk have been read.
             skipped_rows = document.skipped_rows + counts.skipped - skipped
             empty_rows = document.empty_rows + counts.empty - empty
-            counted = form.counted(document, tokens)
+            eligible = form.eligible(document, tokens)
             for piece, span in enumerate(form.pieces(tokens.total)):
                 if number >= start.samples:
                     cursor = Cursor(number, number - begin, skipped_rows, empty_rows, state)
                     sample_idx = documents.worker.sample_idx(number)
-                    yield _sample(sample_idx, document, tokens, counted, form, piece, span, cursor)
+                    yield _sample(sample_idx, document, tokens, eligible, form, piece, span, cursor)
                 number += 1
         if len(chunk) < wanted and failure is None:
             return
@@ -165,7 +165,7 @@ def _sample(
     sample_idx: int,
     document: Document,
     tokens: Tokens,
-    counted: np.ndarray | None,
+    eligible: np.ndarray | None,
     form: SampleForm,
     piece: int,
     span: range,
@@ -174,10 +174,10 @@ def _sample(
     part = slice(span.start, span.stop)
     ids, labels = tokens.ids[part], {name: values[part] for name, values in tokens.labels.items()}
     kept = None
-    if counted is not None:
-        counted = counted[part].copy()
-        counted[: form.overlap if piece else 0] = False
-        kept = form.choice.kept(sample_idx, ids, counted)
+    if eligible is not None:
+        eligible = eligible[part].copy()
+        eligible[: form.overlap if piece else 0] = False
+        kept = form.choice.kept(sample_idx, ids, eligible)
     at = int(tokens.starts[span.start]) if piece and tokens.starts is not None else 0
     return Sample(
         sample_idx=sample_idx,

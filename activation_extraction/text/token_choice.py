@@ -34,7 +34,7 @@ class TokenChoice:
     def everything(self) -> bool:
         return self == TokenChoice()
 
-    def counted(
+    def eligible(
         self, tokens: int, mask: np.ndarray | None, labels: Mapping[str, np.ndarray]
     ) -> np.ndarray:
         """Returns which tokens of a whole document the rule counts, bool (tokens,).
@@ -42,25 +42,25 @@ class TokenChoice:
         mask: of the same shape, False for tokens that are only context. labels: as of the Sample,
         but for all tokens of the document. That is where a turn ends, even if a sample does before.
         """
-        counted = np.ones(tokens, bool) if mask is None else mask.copy()
+        eligible = np.ones(tokens, bool) if mask is None else mask.copy()
         if self.roles:
-            counted &= np.isin(labels["role"], [ROLES.index(role) for role in self.roles])
+            eligible &= np.isin(labels["role"], [ROLES.index(role) for role in self.roles])
         if self.positions.last_of_turn:
-            places = np.flatnonzero(counted)
+            places = np.flatnonzero(eligible)
             ends = places[np.diff(labels["turn"][places], append=-1) != 0]
-            counted[:] = False
-            counted[ends] = True
-        return counted
+            eligible[:] = False
+            eligible[ends] = True
+        return eligible
 
     def kept(
-        self, sample_idx: int, token_ids: np.ndarray, counted: np.ndarray | None = None
+        self, sample_idx: int, token_ids: np.ndarray, eligible: np.ndarray | None = None
     ) -> np.ndarray:
         """Returns the positions of a sample's kept tokens, int32, in ascending order.
 
-        counted: bool (tokens,), as of its document; None for all.
+        eligible: bool (tokens,), as of its document; None for all.
         """
         every = np.arange(len(token_ids), dtype=np.int32)
-        positions, rule = every if counted is None else every[counted], self.positions
+        positions, rule = every if eligible is None else every[eligible], self.positions
         if rule.share is None:
             chosen = positions[rule.start : rule.stop : rule.step]
         else:
