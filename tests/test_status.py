@@ -20,7 +20,7 @@ from storages import kill
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import StorageError
-from activation_extraction.inspect.status import host_states
+from activation_extraction.inspect.status import host_states, shard_seconds
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.host_folders import read_folders
 from activation_extraction.store.metadata import AGGREGATE
@@ -237,3 +237,18 @@ def test_a_rate_is_of_the_last_shards_and_not_of_the_time_between_two_runs(tmp_p
     ):
         set_times(tmp_path, started, commits, since)
         assert parts_at(tmp_path)[""].tokens_per_second == pytest.approx(rate)
+
+
+def test_a_repaired_shard_changes_the_times_of_no_other(tmp_path):
+    """The third shard of an earlier process was committed again a day later."""
+    kill(begin(tmp_path, count=18))
+    later, began = NOW + 86400, [NOW] * 5
+    times = [NOW + 10 * n for n in range(1, 6)]
+    times[2], began[2] = later + 20, later
+    set_times(tmp_path, NOW, times, began)
+    (stored,) = read_folders(Folder(str(tmp_path))).values()
+    seconds = {commit.number: took for commit, took in shard_seconds(stored.in_order)}
+    assert seconds == {1: 10, 2: 10, 4: 20, 5: 10, 3: 20}
+    (part,) = parts_at(tmp_path).values()
+    assert part.last_commit == later + 20
+    assert part.tokens_per_second == pytest.approx(5 * 30 / 70)

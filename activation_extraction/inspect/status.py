@@ -100,7 +100,7 @@ def _host_state(name: str, stored: Stored) -> HostState:
         host=folder.host or 0,
         state="damaged" if stored.files else "not started",
         **{field: getattr(totals, field) for field in COUNTED},
-        last_commit=commits[-1].committed if commits else None,
+        last_commit=max((commit.committed for commit in commits), default=None),
         utilisation=stored.metrics.get("model_flops_utilisation"),
         waited={match[1]: stored.metrics[key] for key, match in phases.items() if match},
     )
@@ -137,18 +137,19 @@ class Pace(NamedTuple):
 
 
 def shard_seconds(commits: Iterable[Commit]) -> Iterator[tuple[Commit, float]]:
-    """Yields the shards of a host, in order, each with the time that it took, if that is known.
+    """Yields the shards of a host, in the order in which they were committed, each with the seconds
+    that it took, if those are known.
 
-    A shard's time starts at the previous commit, or at the start of its own run if that is later.
-    So a pause between two runs does not count.
+    A shard's time starts at the previous commit of the same process, or at the start of the process
+    if this is its first commit. So a pause between two processes does not count, and neither does
+    the time of a --repair, which commits shards between those of an earlier process.
     """
-    before: Commit | None = None
-    for commit in commits:
-        same_run = before is not None and before.began == commit.began
-        since = before.committed if before is not None and same_run else commit.began
-        if since is not None and commit.committed > since:
+    last_commits: dict[float, float] = {}  # by the start of the process
+    for commit in sorted(commits, key=lambda commit: commit.committed):
+        since = last_commits.get(commit.began, commit.began)
+        if commit.committed > since:
             yield commit, commit.committed - since
-        before = commit
+        last_commits[commit.began] = commit.committed
 
 
 def _pace(commits: list[Commit]) -> Pace | None:
