@@ -1,7 +1,7 @@
-"""An object store in memory that misbehaves: Google's and S3's XML API, and Google's JSON reads.
+"""An object store in memory that misbehaves: the XML of Google, S3 and Azure, and Google's JSON.
 
-obstore speaks XML, with conditions on generations (Google) or ETags (S3); gcsfs reads models and
-data sets by the JSON API. `Bucket` is its one bucket and what a client needs to reach it.
+obstore speaks XML, with conditions on generations (Google) or ETags (S3, Azure); gcsfs reads models
+and data sets by the JSON API. `Bucket` is its one bucket and what a client needs to reach it.
 """
 
 import base64
@@ -30,6 +30,7 @@ os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # as folder
 import gcsfs
 import pytest
 
+ACCOUNT = "account"  # as in an emulator of Azure, the first part of each path
 # A number is the HTTP status of the answer; the others are what networks do. Another one is
 # "half", after which nothing arrives.
 FAULTS = ("503", "429", "reset", "truncated", "lost")
@@ -77,10 +78,18 @@ class Bucket:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For a client of gs://bucket or s3://bucket, in this process or another one."""
+        """The variables by which this process or another one reaches gs://bucket, s3://bucket and
+        az://bucket."""
         address = f"http://127.0.0.1:{self._server.server_port}"
-        keys = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "test")
-        return {"STORAGE_EMULATOR_HOST": address, "AWS_ENDPOINT_URL": address, **keys}
+        return {
+            "STORAGE_EMULATOR_HOST": address,
+            "AWS_ENDPOINT_URL": address,
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AZURE_STORAGE_ENDPOINT": f"{address}/{ACCOUNT}",
+            "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
+            "AZURE_STORAGE_ACCOUNT_KEY": base64.b64encode(b"no secret at all").decode(),
+        }
 
     def choose_fault(self) -> str | None:
         """What shall happen to the next request."""
@@ -133,6 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length)
         url = urlsplit(self.path)
+        self.azure = url.path.startswith(f"/{ACCOUNT}/")
         self.query = {key: values[0] for key, values in parse_qs(url.query, True).items()}
         self.json = url.path.startswith(("/storage/", "/download/"))
         if fault == "reset" or len(body) < length:  # the client is gone
@@ -140,11 +150,13 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.isdigit():
             return self._send(self._error(int(fault), "no"))
         where = re.sub(r"^/(download/)?storage/v1/b/([^/]+)(/o/?)?", r"/\2/", url.path)
+        where = where.removeprefix(f"/{ACCOUNT}")
         place, _, name = unquote(where).lstrip("/").partition("/")
         bucket.asked.append((self.command, name))
         bucket.before(self.command, name)
         if place != bucket.name:
-            answer = self._error(404, "no such bucket", "NoSuchBucket")
+            code = "ContainerNotFound" if self.azure else "NoSuchBucket"
+            answer = self._error(404, "no such bucket", code)
         elif self.command in ("POST", "PUT", "DELETE"):
             with bucket.lock:  # a condition and its write are one step
                 answer = self._change(bucket, name, body)
@@ -160,8 +172,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _change(self, bucket: Bucket, name: str, body: bytes) -> Answer:
         found, headers = bucket.stored.get(name), self.headers
         tag, generation = (found.tag, str(found.generation)) if found else (None, "0")
-        if "If-Match" in headers and found is None:  # so S3 answers
+        if "If-Match" in headers and found is None and not self.azure:  # so S3 answers
             return self._error(404, "no such object", "NoSuchKey")
+        if self.azure and headers.get("If-None-Match") == "*" and found is not None:
+            return self._error(409, "The specified blob already exists.", "BlobAlreadyExists")
         if (
             headers.get("If-Match", tag) != tag
             or (headers.get("If-None-Match") == "*" and found is not None)
@@ -173,6 +187,13 @@ class _Handler(BaseHTTPRequestHandler):
             return 200, bucket.stored[name].about, b""
         if self.command == "DELETE":
             return (204, {}, b"") if bucket.stored.pop(name, None) else self._error(404, "none")
+        if self.azure:  # a batch of requests, each a part of the body
+            (path,) = re.findall(rb"DELETE (\S+) HTTP", body)
+            key = unquote(path.decode()).removeprefix(f"/{ACCOUNT}/{bucket.name}/")
+            status = "202 Accepted" if bucket.stored.pop(key, None) else "404 no such blob"
+            part = "Content-Type: application/http\r\nContent-ID: 0\r\n\r\nHTTP/1.1"
+            batch = f"--batch\r\n{part} {status}\r\n\r\n\r\n--batch--\r\n"
+            return 202, {"Content-Type": "multipart/mixed; boundary=batch"}, batch.encode()
         deleted = b""
         for key in re.findall(rb"<Key>(.*?)</Key>", body):  # S3 deletes many at a time
             bucket.stored.pop(unescape(key.decode()), None)
@@ -213,6 +234,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.json:
             items = [_resource(name, stored) for name, stored in files.items()]
             return 200, {}, json.dumps({"items": items, "prefixes": folders}).encode()
+        if self.azure:
+            return 200, {}, _azure_listing(files, folders)
         text = "".join(
             f"<Contents><Key>{escape(name)}</Key><Size>{len(stored.data)}</Size><ETag>{stored.tag}"
             "</ETag><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
@@ -227,6 +250,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.json:
             return status, {}, json.dumps({"error": {"code": status, "message": message}}).encode()
         code = code or http.HTTPStatus(status).phrase.replace(" ", "")
+        if self.azure:
+            message += "\nRequestId:1\nTime:2026-01-01T00:00:00Z"
         text = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
         return status, {}, text.encode()
 
@@ -253,6 +278,21 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
 
+def _azure_listing(files: dict[str, Stored], folders: list[str]) -> bytes:
+    """A listing of Azure's, whose ETags lack the quotes that all other answers have."""
+    text = "".join(
+        f"<Blob><Name>{escape(name)}</Name><Properties>"
+        "<Last-Modified>Thu, 01 Jan 2026 00:00:00 GMT</Last-Modified>"
+        f"<Content-Length>{len(stored.data)}</Content-Length>"
+        "<Content-Type>application/octet-stream</Content-Type>"
+        f"<Etag>{stored.tag.strip(chr(34))}</Etag></Properties></Blob>"
+        for name, stored in files.items()
+    )
+    for name in folders:
+        text += f"<BlobPrefix><Name>{escape(name)}</Name></BlobPrefix>"
+    return f"<EnumerationResults><Blobs>{text}</Blobs></EnumerationResults>".encode()
+
+
 def _resource(name: str, stored: Stored) -> dict[str, Any]:
     """What the JSON API says of an object."""
     return {
@@ -274,7 +314,8 @@ def gcs() -> Iterator[Bucket]:
 
 @pytest.fixture
 def bucket(monkeypatch):
-    """An empty bucket; this process and its children reach it as gs://bucket or s3://bucket."""
+    """An empty bucket; this process and its children reach it as gs://bucket, s3://bucket or
+    az://bucket."""
     with gcs() as found:
         for name, value in found.environment.items():
             monkeypatch.setenv(name, value)

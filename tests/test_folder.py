@@ -1,6 +1,7 @@
 """Folder: conditions, versions, ranges, sizes, kinds of files, and what a failing request says.
 
-A bucket of Google's, one of S3's and a local folder behave alike; gcs_server.py serves the buckets.
+Buckets of Google's, S3's and Azure's and a local folder behave alike; gcs_server.py serves the
+buckets.
 """
 
 import errno
@@ -21,7 +22,7 @@ from activation_extraction.store.bucket import Bucket
 from activation_extraction.store.folder import ANY, ChangedError, Folder, FolderError
 from activation_extraction.store.local_files import append_line
 
-GOOGLE, S3 = BUCKETS = ["gs://bucket/run", "s3a://bucket/run"]
+GOOGLE, S3, AZURE = BUCKETS = ["gs://bucket/run", "s3a://bucket/run", "az://bucket/run"]
 MIB = 2**20
 
 

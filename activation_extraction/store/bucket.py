@@ -8,7 +8,6 @@ FolderError with the store's own words.
 """
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -20,6 +19,12 @@ from obstore import Bytes
 from obstore.exceptions import BaseError, GenericError
 from obstore.store import AzureStore, GCSStore, S3Store
 
+from activation_extraction.store.answers import (
+    Failure,
+    Meaning,
+    failure_of_obstore,
+    setting_error,
+)
 from activation_extraction.store.local_files import (
     ANY,
     ChangedError,
@@ -39,7 +44,6 @@ FORKED = (
     "this process was forked from one that had used a bucket, and lacks its threads; start it "
     'otherwise, as DataLoader(..., multiprocessing_context="spawn") does'
 )
-DETAILS = "\n\nDebug source:\n"  # in an obstore error: what follows is Rust
 
 
 def _open_google(bucket: str, options: dict[str, Any]) -> GCSStore:
@@ -62,13 +66,22 @@ def _open_azure(container: str, options: dict[str, Any]) -> AzureStore:
 
 
 class BucketKind(NamedTuple):
-    """A kind of store. largest: the bytes that one request may write; permission: what a refused
-    request needs; renew: how credentials are given; endpoint: the variable with another address."""
+    """A kind of store.
+
+    Attributes:
+        open: Makes a client of obstore from the name of a bucket and the options of the client.
+        largest: The number of bytes that one request may write.
+        permission: The permissions that a run needs, for a message.
+        renew: How credentials are given, for a message.
+        address: How the region or the address of the store is given, for a message.
+        endpoint: The variable that holds another address of the store.
+    """
 
     open: Callable[[str, dict[str, Any]], Any]
     largest: int
     permission: str
     renew: str
+    address: str
     endpoint: str
 
 
@@ -78,6 +91,7 @@ GOOGLE = BucketKind(
     "roles/storage.objectUser on the bucket",
     "run `gcloud auth application-default login`, or name a service account's key in "
     "GOOGLE_APPLICATION_CREDENTIALS",
+    "check STORAGE_EMULATOR_HOST",
     "STORAGE_EMULATOR_HOST",
 )
 S3 = BucketKind(
@@ -85,6 +99,7 @@ S3 = BucketKind(
     5 * 2**30,
     "s3:ListBucket on the bucket; s3:GetObject, s3:PutObject and s3:DeleteObject on its objects",
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role",
+    "set AWS_REGION to the region of the bucket, and check AWS_ENDPOINT_URL if it is set",
     "AWS_ENDPOINT_URL",
 )
 AZURE = BucketKind(
@@ -92,6 +107,7 @@ AZURE = BucketKind(
     5000 * 2**20,
     "the role Storage Blob Data Contributor on the container",
     "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or log in with `az login`",
+    "check AZURE_STORAGE_ENDPOINT",
     "AZURE_STORAGE_ENDPOINT",
 )
 BUCKETS = {
@@ -117,7 +133,7 @@ class Bucket:
         prefix = self._prefix or None
         found = self._ask(lambda: obstore.list_with_delimiter(self._store(0), prefix))
         files = {
-            _last(entry["path"]): FileEntry(entry["size"], entry["e_tag"])
+            _last(entry["path"]): FileEntry(entry["size"], _version(entry["e_tag"]))
             for entry in found["objects"]
             if entry["path"] != self._prefix  # what consoles leave in an empty folder
         }
@@ -126,7 +142,7 @@ class Bucket:
     def head(self, name: str) -> FileEntry | None:
         with suppress(FileNotFoundError):
             found = self._ask(lambda: obstore.head(self._store(0), self._key(name)))
-            return FileEntry(found["size"], found["e_tag"])
+            return FileEntry(found["size"], _version(found["e_tag"]))
         return None
 
     def read(
@@ -141,12 +157,12 @@ class Bucket:
             try:
                 answer = obstore.get(self._store(size), self._key(name), options=options)
             except GenericError as error:
-                if _status(error) == 416:  # the range begins past the end
+                if failure_of_obstore(error).status == 416:  # the range begins past the end
                     return Bytes(b""), version
                 raise
             if span is None:
                 check_size(answer.meta["size"], most)
-            return answer.bytes(), answer.meta["e_tag"]
+            return answer.bytes(), _version(answer.meta["e_tag"])
 
         with suppress(FileNotFoundError):
             return self._ask(get)
@@ -161,11 +177,12 @@ class Bucket:
             if "e_tag" in mode and self._kind is GOOGLE:
                 # Google compares generations, which no listing has.
                 found = obstore.head(self._store(0), key)
-                if found["e_tag"] != expected:
+                if _version(found["e_tag"]) != expected:
                     raise ChangedError
                 mode["version"] = found["version"]
             # put_async would often abort a process that ends soon after it.
-            return obstore.put(store, key, parts, mode=mode, use_multipart=False)["e_tag"]
+            answer = obstore.put(store, key, parts, mode=mode, use_multipart=False)
+            return _version(answer["e_tag"])
 
         try:
             return self._ask(put)
@@ -192,7 +209,7 @@ class Bucket:
         try:
             return _connect(self._kind, self._bucket, endpoint, seconds, self._patience, retries)
         except (BaseError, OSError, ValueError) as error:  # of the settings that it finds
-            raise FolderError(f"{_message(error)}; {self._kind.renew}") from error
+            raise FolderError(f"{setting_error(error)}; {self._kind.renew}") from error
 
     def _ask(self, action: Callable[[], Any]) -> Any:
         """Returns the result of a request. Raises FileNotFoundError if the object is missing."""
@@ -204,38 +221,37 @@ class Bucket:
             self._worked = True
             return result
         except (BaseError, FileNotFoundError) as error:
-            text = str(error).partition(DETAILS)[0]
-            if "NoSuchBucket" in text or "ContainerNotFound" in text:
-                raise FolderError(f"no such bucket: {self._bucket}") from error
-            if isinstance(error, FileNotFoundError):
-                raise
-            raise self._explained(error) from error
+            raise self._failure(failure_of_obstore(error)) from error
 
-    def _explained(self, error: BaseError) -> FolderError:
-        """Returns an obstore error in short: the code and message of the store's answer, or what
-        the operating system says. Nothing else of it is shown: it may hold secrets."""
-        text, _, details = str(error).partition(DETAILS)
-        status, renew = _status(error), self._kind.renew
-        if status:
-            said = ": ".join(re.findall(r"<(?:Code|Message)>([^<]*)</", text))
-            reason = said or text.rpartition("status code: ")[2].partition(":")[0]
-        elif "TimedOut" in details:
-            reason = "no answer"
-        elif found := re.search(r'(?:message|error): "([^"]+)"', details):
-            reason = found[1]
-        else:
-            reason = "the connection broke" if "HTTP error" in text else _message(error)
-        if re.search("169.254|metadata.google|token request", text):
-            # A machine that has given credentials before will do so again.
-            reason = f"no credentials were found, nor given by the machine ({reason})"
-            return FolderError(f"{reason}; {renew}", final=not self._worked)
-        if status in (404, 412):  # S3 says 404 of a version that is to be replaced and is gone
-            return ChangedError()
-        if status == 401:
-            reason = f"the credentials are missing, invalid or have expired ({reason}); {renew}"
-        if status == 403:
-            reason = f"permission denied ({reason}); needed: {self._kind.permission}"
-        return FolderError(reason, is_final(status) or not (status or type(error) is GenericError))
+    def _failure(self, failure: Failure) -> FileNotFoundError | FolderError:
+        """Returns the exception for a failed request, in the terms of this kind of store."""
+        reason, kind = failure.reason, self._kind
+        # A machine that has given credentials before will do so again.
+        final = not self._worked
+        match failure.meaning:
+            case Meaning.MISSING:
+                return FileNotFoundError(reason)
+            case Meaning.CHANGED:
+                return ChangedError()
+            case Meaning.NO_BUCKET:
+                return FolderError(f"no such bucket: {self._bucket}")
+            case Meaning.CREDENTIALS:
+                state = "the credentials are missing, invalid or have expired"
+                return FolderError(f"{state} ({reason}); {kind.renew}")
+            case Meaning.NO_CREDENTIALS:
+                state = "no credentials were found, nor given by the machine"
+                return FolderError(f"{state} ({reason}); {kind.renew}", final)
+            case Meaning.FORBIDDEN:
+                return FolderError(f"permission denied ({reason}); needed: {kind.permission}")
+            case Meaning.ELSEWHERE:
+                state = "the bucket is in another region or at another address"
+                return FolderError(f"{state} ({reason}); {kind.address}")
+            case Meaning.UNUSABLE:
+                return FolderError(reason, final)
+            case Meaning.REFUSED:
+                return FolderError(reason)
+            case Meaning.MAY_PASS:
+                return FolderError(reason, final=False)
 
 
 @lru_cache(64)
@@ -253,19 +269,9 @@ def _connect(
     return kind.open(bucket, {"client_options": client, "retry_config": retry})
 
 
-def is_final(status: int) -> bool:
-    """Returns whether a request that got this HTTP status would fail again."""
-    return 400 <= status < 500 and status not in (408, 409, 425, 429)
-
-
-def _status(error: BaseError) -> int:
-    """Returns the HTTP status of the answer that an error is about; 0 if there was none."""
-    answer = re.search(r"status code: (\d+)", str(error).partition(DETAILS)[0])
-    return int(answer[1]) if answer else 0
-
-
-def _message(error: BaseException) -> str:
-    return str(error).partition(DETAILS)[0].rpartition(" error: ")[2]
+def _version(tag: str | None) -> str | None:
+    """Returns an ETag in quotes, as the headers of answers have it: Azure's listings lack them."""
+    return f'"{tag}"' if tag and not tag.endswith('"') else tag
 
 
 def _last(path: str) -> str:

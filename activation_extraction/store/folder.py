@@ -22,7 +22,8 @@ from obstore import Bytes
 from activation_extraction.common.errors import InputError, one_line, reason_of
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import plain_url
-from activation_extraction.store.bucket import BUCKETS, Bucket, is_final
+from activation_extraction.store.answers import Meaning, meaning_of
+from activation_extraction.store.bucket import BUCKETS, Bucket
 from activation_extraction.store.local_files import (
     ANY,
     ChangedError,
@@ -291,4 +292,5 @@ def failure_of(error: Exception) -> FolderError:
         reason = f"the credentials are missing, invalid or have expired ({reason})"
     hopeless = FileNotFoundError | PermissionError | ValueError | TypeError | ImportError
     forbidden = reason.startswith("Forbidden")  # so gcsfs says it
-    return FolderError(reason, isinstance(error, hopeless) or forbidden or is_final(status))
+    refused = status != 0 and meaning_of(status) is not Meaning.MAY_PASS
+    return FolderError(reason, isinstance(error, hopeless) or forbidden or refused)

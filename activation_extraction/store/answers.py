@@ -1,0 +1,221 @@
+"""The one place that tells what a failed request to a store means.
+
+A store says why it refuses a request by an HTTP status and by a code in the body of its answer. The
+code decides where it is known, because stores use one status for different failures. Everything is
+read from the answer itself, never from the text around it: that text contains the URL, and so names
+that the user chose.
+"""
+
+import http
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import Enum, auto
+from html import unescape
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from obstore.exceptions import GenericError
+
+DETAILS = "\n\nDebug source:\n"  # in an obstore error: the same failure as a Rust structure follows
+
+
+class Meaning(Enum):
+    """The meaning of a failed request.
+
+    Attributes:
+        MISSING: The object does not exist.
+        CHANGED: The object is not the version that the request was conditional on.
+        NO_BUCKET: The bucket does not exist.
+        CREDENTIALS: The store does not accept the credentials.
+        NO_CREDENTIALS: No credentials are set, and the machine gives none.
+        FORBIDDEN: The credentials are valid, but do not permit the request.
+        ELSEWHERE: The bucket is in another region, or at another address.
+        UNUSABLE: The settings or the address cannot be used. The same failure may pass if a request
+            has succeeded before.
+        REFUSED: The same request would be refused again.
+        MAY_PASS: The same request may succeed later.
+    """
+
+    MISSING = auto()
+    CHANGED = auto()
+    NO_BUCKET = auto()
+    CREDENTIALS = auto()
+    NO_CREDENTIALS = auto()
+    FORBIDDEN = auto()
+    ELSEWHERE = auto()
+    UNUSABLE = auto()
+    REFUSED = auto()
+    MAY_PASS = auto()
+
+
+# The codes of Google Cloud Storage, S3 and Azure that say more than the status of their answer.
+CODES: Mapping[str, Meaning] = {
+    code: meaning
+    for meaning, codes in {
+        Meaning.CHANGED: "PreconditionFailed ConditionNotMet BlobAlreadyExists",
+        Meaning.NO_BUCKET: "NoSuchBucket ContainerNotFound",
+        Meaning.CREDENTIALS: (
+            "ExpiredToken InvalidToken TokenRefreshRequired InvalidAccessKeyId "
+            "SignatureDoesNotMatch AuthenticationFailed InvalidAuthenticationInfo"
+        ),
+        Meaning.FORBIDDEN: "AccessDenied AllAccessDisabled PublicAccessNotPermitted",
+        Meaning.ELSEWHERE: "PermanentRedirect AuthorizationHeaderMalformed",
+        Meaning.REFUSED: "BlobArchived BlobImmutableDueToPolicy SnapshotsPresent",
+        # An upload that stalled or broke on its way.
+        Meaning.MAY_PASS: "RequestTimeout IncompleteBody BadDigest XAmzContentSHA256Mismatch",
+    }.items()
+    for code in codes.split()
+}
+STATUSES: Mapping[int, Meaning] = {
+    401: Meaning.CREDENTIALS,
+    403: Meaning.FORBIDDEN,
+    404: Meaning.MISSING,
+    412: Meaning.CHANGED,
+    501: Meaning.REFUSED,
+}
+
+
+class Failure(NamedTuple):
+    """A failed request.
+
+    Attributes:
+        meaning: The meaning of the failure.
+        reason: One line with the code and message of the answer, or the reason why there is none.
+            It contains no URL, and nothing else that may hold secrets.
+        status: The HTTP status of the answer; 0 if there is none.
+    """
+
+    meaning: Meaning
+    reason: str
+    status: int = 0
+
+
+def meaning_of(status: int, code: str = "") -> Meaning:
+    """Returns the meaning of an answer by its code, or by its status if the code is unknown."""
+    if code in CODES:
+        return CODES[code]
+    if status in STATUSES:
+        return STATUSES[status]
+    if 300 <= status < 400:
+        return Meaning.ELSEWHERE
+    if 400 <= status < 500 and status not in (408, 409, 425, 429):
+        return Meaning.REFUSED
+    return Meaning.MAY_PASS
+
+
+def failure_of_obstore(error: Exception) -> Failure:
+    """Returns the meaning of an exception of obstore.
+
+    obstore prints the answer twice: within a sentence, and as a Rust structure with one field per
+    line, whose strings are escaped. Only lines of the structure are read, each from its beginning.
+    """
+    _, found, details = str(error).rpartition(DETAILS)
+    if not found:
+        details = ""
+    answer = re.search(
+        r'^ *inner: Status {\n *status: (\d+),\n *body: (?:None|Some\(\n *"(.*)",\n *\)),$',
+        details,
+        re.MULTILINE,
+    )
+    deletion = re.search(  # of one object, in the answer to the deletion of several
+        r'^ *(?:source: )?DeleteFailed {\n *path: .*\n *code: "(.*)",\n *\w+: "(.*)",$',
+        details,
+        re.MULTILINE,
+    )
+    if answer:
+        failure = _of_answer(int(answer[1]), _unescaped(answer[2] or ""))
+    elif deletion:
+        code, message = _unescaped(deletion[1]), _unescaped(deletion[2])
+        status = int(code) if code.isdigit() else 0
+        failure = Failure(meaning_of(status, code), _sentence(code, message), status)
+    elif _has(details, "inner: BareRedirect,"):
+        failure = Failure(Meaning.ELSEWHERE, "redirected without an address", 301)
+    elif _has(details, "(?:source: )?HttpError {"):
+        failure = _of_connection(details)
+    elif isinstance(error, FileNotFoundError):
+        failure = Failure(Meaning.MISSING, "the object does not exist")
+    elif isinstance(error, GenericError):  # of a file or program with credentials, or of an answer
+        failure = Failure(Meaning.UNUSABLE, setting_error(error))
+    else:
+        failure = Failure(Meaning.REFUSED, setting_error(error))
+    if _asks_for_credentials(details):
+        return Failure(Meaning.NO_CREDENTIALS, failure.reason)
+    return failure
+
+
+def setting_error(error: Exception) -> str:
+    """Returns the reason in an obstore error that is about settings, as one line."""
+    return " ".join(str(error).partition(DETAILS)[0].rpartition(" error: ")[2].split())
+
+
+def _of_answer(status: int, body: str) -> Failure:
+    code, message = _code_and_message(body)
+    try:
+        phrase = http.HTTPStatus(status).phrase
+    except ValueError:
+        phrase = "unknown status"
+    reason = _sentence(code, message) or f"{status} {phrase}"
+    return Failure(meaning_of(status, code), reason, status)
+
+
+def _code_and_message(body: str) -> tuple[str, str]:
+    """Returns the code and the message of an answer in XML, or in JSON as servers of credentials
+    send it; "" for what it lacks."""
+    with suppress(ValueError):
+        content = json.loads(body)
+        if isinstance(content, dict):
+            return str(content.get("error", "")), str(content.get("error_description", ""))
+    code, message = (re.search(f"<{tag}>([^<]*)</", body) for tag in ("Code", "Message"))
+    return unescape(code[1]) if code else "", unescape(message[1]) if message else ""
+
+
+def _sentence(code: str, message: str) -> str:
+    """Returns a code and the first line of a message: Azure adds an id and the time to it."""
+    first = next(iter(message.strip().splitlines()), "")
+    return ": ".join(" ".join(part.split()) for part in (code, first) if part.strip())
+
+
+def _of_connection(details: str) -> Failure:
+    """Returns why a request got no answer, or only a part of it."""
+    certificate = re.search(r"^ *error: InvalidCertificate\(\n *(\w+)", details, re.MULTILINE)
+    if certificate:
+        reason = f"the certificate of the server is not valid ({certificate[1]})"
+        return Failure(Meaning.UNUSABLE, reason)
+    if _has(details, r"error: InvalidMessage\("):
+        return Failure(Meaning.UNUSABLE, "the server at this https:// address does not speak TLS")
+    if _has(details, "kind: Builder,"):
+        return Failure(Meaning.UNUSABLE, "its address cannot be used")
+    if _has(details, r"(?:kind|source): (?:Timeout|TimedOut),"):
+        return Failure(Meaning.MAY_PASS, "no answer")
+    system = re.search(r'^ *(?:message|error): "(.*)",$', details, re.MULTILINE)
+    reason = _unescaped(system[1]) if system else "the connection broke"
+    if _has(details, '"dns error",') and "Temporary failure" not in reason:
+        return Failure(Meaning.UNUSABLE, reason)
+    return Failure(Meaning.MAY_PASS, reason)
+
+
+def _asks_for_credentials(details: str) -> bool:
+    """Returns whether the failed request was for credentials, and not for an object."""
+    address = re.search(r"^ *uri: Some\(\n *(\S+),$", details, re.MULTILINE)
+    host = address and urlsplit(address[1]).hostname
+    of_machine = host and (host.startswith("169.254.") or host == "metadata.google.internal")
+    # obstore hides the address of Amazon's token service.
+    return (
+        bool(of_machine) or _has(details, "source: TokenRequest {") or _has(details, "uri: None,")
+    )
+
+
+def _has(details: str, line: str) -> bool:
+    return re.search(f"^ *{line}", details, re.MULTILINE) is not None
+
+
+def _unescaped(text: str) -> str:
+    """Returns a string of which Rust has printed the escaped form."""
+    plain = {"n": "\n", "r": "\r", "t": "\t", "0": "\0"}
+
+    def character(escape: re.Match[str]) -> str:
+        return chr(int(escape[1], 16)) if escape[1] else plain.get(escape[2], escape[2])
+
+    return re.sub(r"\\(?:u{([0-9a-f]+)}|(.))", character, text)
