@@ -286,6 +286,29 @@ def test_an_unknown_hook_is_told_with_the_list_of_hooks(run):
             ActivationDataset(run.root, hooks)
 
 
+def test_a_name_that_is_no_hook_says_where_its_values_are(tmp_path):
+    """Records call positions `positions`, samples and batches `position`: both names are read."""
+    identity = replace(identity_of(), keep_columns=("label",))
+    with open_storage(tmp_path, {0: FIRST}, identity=identity) as storage:
+        known = 0, np.arange(3, dtype=np.int32), "", None, Cursor(0), Cursor(1), {"line": 1}
+        (batch,) = pack([Sample(*known, columns={"label": "x"})], 1, 4)
+        storage.add_batch(batch, {0: np.ones((1, 4, 2), np.float32)})
+    dataset = ActivationDataset(tmp_path)
+    sample, batch = dataset[0], next(dataset.batches(3, columns=["label"]))
+    for tokens in (sample, batch, batch.torch()):
+        assert tokens.positions.tolist() == tokens.position.tolist() == [0, 1, 2]
+        for name in ("token_ids", "position", "positions", "sample_idx", "activations"):
+            assert getattr(tokens, name) is not None
+            with pytest.raises(KeyError, match=f"'{name}' is no hook; read its attribute .{name}"):
+                tokens[name]
+        with pytest.raises(KeyError, match=r"'label' is no hook; read .columns\['label'\]"):
+            tokens["label"]
+        with pytest.raises(KeyError, match=f"no hook 'x'; there are {re.escape(FIRST)}"):
+            tokens["x"]
+    with pytest.raises(KeyError, match=f"no hook 'x'; there are {re.escape(FIRST)}"):
+        dataset.hooks["x"]
+
+
 def flipped(data):
     middle = len(data) // 2
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]

@@ -24,9 +24,10 @@ U = TypeVar("U")
 
 
 class ByHook(dict[str, T]):
-    """A value for each hook, by its canonical name; looking one up works by any of its names.
+    """A value for each hook, by its canonical name. Any other name of a hook finds its value, too.
 
-    aliases: other name -> canonical name.
+    Attributes:
+        aliases: The canonical name of a hook by each of its other names.
     """
 
     def __init__(self, values: Mapping[str, T], aliases: Mapping[str, str] | None = None) -> None:
@@ -34,9 +35,10 @@ class ByHook(dict[str, T]):
         self.aliases = dict(aliases or {})
 
     def __missing__(self, name: str) -> T:
-        if self.aliases.get(name) not in self:
-            raise KeyError(name)
-        return self[self.aliases[name]]
+        canonical = self.aliases.get(name)
+        if canonical not in self:
+            raise KeyError(f"no hook {name!r}; there are {', '.join(self) or 'none'}")
+        return self[canonical]
 
     def map(self, convert: Callable[[T], U]) -> "ByHook[U]":
         """Returns `convert` applied to every value."""
@@ -93,7 +95,12 @@ class TokenBatch:
         return len(self.token_ids)
 
     def __getitem__(self, hook: str) -> Any:
-        return self.activations[hook]
+        return _at_hook(self, hook)
+
+    @property
+    def positions(self) -> Any:
+        """The same as `position`; the records of pickled shards use this name."""
+        return self.position
 
     def __iter__(self) -> Iterator[str]:
         """The names of the hooks, as of a dict."""
@@ -266,7 +273,36 @@ class SampleActivations:
     turn: np.ndarray | None = None
 
     def __getitem__(self, hook: str) -> np.ndarray:
-        return self.activations[hook]
+        values: np.ndarray = _at_hook(self, hook)
+        return values
+
+    @property
+    def positions(self) -> np.ndarray:
+        """The same as `position`; the records of pickled shards use this name."""
+        return self.position
+
+
+def _at_hook(tokens: TokenBatch | SampleActivations, name: str) -> Any:
+    """Returns the values of tokens at a hook.
+
+    Args:
+        tokens: A batch or a sample.
+        name: Any name of the hook.
+
+    Raises:
+        KeyError: There is no such hook. The message names the attribute or the column of `tokens`
+            that has this name, or else the hooks.
+    """
+    try:
+        return tokens.activations[name]
+    except KeyError:
+        if name in vars(tokens) or name == "positions":
+            place = f"its attribute .{name}"
+        elif name in tokens.columns:
+            place = f".columns[{name!r}]"
+        else:
+            raise
+    raise KeyError(f"{name!r} is no hook; read {place}")
 
 
 class Samples(Sequence[SampleActivations]):
