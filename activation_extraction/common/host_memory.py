@@ -1,31 +1,115 @@
-"""How much memory this host has: its machine's, or its container's if that is less."""
+"""How much memory this process can use: its machine's, or less where a control group limits it.
+
+Containers, Slurm jobs and systemd units are control groups (cgroups). They form a tree, and each
+group on the path from this process's group up to the root may have a limit, which its whole subtree
+shares. Version 2 has one tree for all resources, version 1 one for memory; a machine may mount
+both.
+"""
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 MACHINE = Path("/proc/meminfo")
-CONTAINER = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+GROUPS = Path("/proc/self/cgroup")  # the group of this process in every tree
+MOUNTS = Path("/proc/self/mountinfo")  # where the trees are mounted
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
+class _Files(NamedTuple):
+    """Names of the files of a control group, and of a field in its memory.stat.
+
+    Attributes:
+        limit: File with the limit in bytes; "max" in version 2 if there is none. Version 1 has a
+            number near 2**63 then.
+        used: File with the bytes that the group uses, its file cache included.
+        reclaimable: Field with the bytes of the file cache that the kernel takes back first.
+    """
+
+    limit: str
+    used: str
+    reclaimable: str
+
+
+FILES = {
+    "cgroup2": _Files("memory.max", "memory.current", "inactive_file"),
+    "cgroup": _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+class _Group(NamedTuple):
+    """The limit of a control group and the bytes that it uses without reclaimable file cache."""
+
+    limit: int
+    used: int
+
+
 def host_memory() -> int:
+    """Returns the bytes of memory of this host: its machine's, or the least limit of a group."""
     machine = os.sysconf("SC_PHYS_PAGES") * PAGE
-    return min(machine, _container()[0] or machine)
+    return min([machine, *(group.limit for group in _limited_groups())])
 
 
 def available_memory() -> int:
     """Returns how many bytes of memory this process can still get, as far as the system says."""
-    most, used = _container()
-    room = host_memory() if most is None else min(host_memory(), max(most - used, 0))
-    said = MACHINE.read_text() if MACHINE.exists() else ""
-    available = re.search(r"MemAvailable: *([0-9]+) kB", said)
+    room = min([host_memory(), *(max(limit - used, 0) for limit, used in _limited_groups())])
+    available = re.search(r"MemAvailable: *([0-9]+) kB", _text(MACHINE))
     return min(room, int(available[1]) * 1024) if available else room
 
 
-def _container() -> tuple[int | None, int]:
-    """Returns the bytes that this container may take, None without a limit, and those it takes."""
-    if not all(path.exists() for path in CONTAINER):
-        return None, 0
-    most, used = (path.read_text().strip() for path in CONTAINER)
-    return int(most) if most.isdecimal() else None, int(used)
+def _limited_groups() -> Iterator[_Group]:
+    """Yields the groups with a limit to which this process belongs, in both versions."""
+    for folder, top, files in _own_groups():
+        while True:
+            limit = _text(folder / files.limit).strip()
+            if limit.isdecimal():
+                used = _text(folder / files.used).strip()
+                stat = dict(line.split()[:2] for line in _text(folder / "memory.stat").splitlines())
+                reclaimable = int(stat.get(files.reclaimable, 0))
+                yield _Group(int(limit), int(used or 0) - reclaimable)
+            if folder == top:
+                break
+            folder = folder.parent
+
+
+def _own_groups() -> Iterator[tuple[Path, Path, _Files]]:
+    """Yields this process's group in every tree that controls memory.
+
+    Yields:
+        The group's folder; the folder where its tree is mounted, which is the same or above it; and
+        the names of the files there.
+    """
+    paths = {}
+    for line in _text(GROUPS).splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            paths["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            paths["cgroup"] = path
+    for line in _text(MOUNTS).splitlines():
+        before, _, after = line.partition(" - ")
+        root, mounted = (_unescaped(field) for field in before.split()[3:5])
+        kind, _, options = after.split(maxsplit=2)
+        if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        # In a container the tree may be mounted from the container's own group on, while the path
+        # is counted from the machine's root, or from a group beside it ("/../other").
+        path, top = paths[kind], Path(mounted)
+        inside = os.path.relpath(path, root)
+        folder = top if inside.startswith("..") else top / inside
+        yield (folder if folder.is_dir() else top), top, FILES[kind]
+
+
+def _text(path: Path) -> str:
+    """Returns the content of a file of the kernel, "" if it is missing or cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _unescaped(field: str) -> str:
+    """Returns a field of mountinfo, which has spaces and backslashes as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
