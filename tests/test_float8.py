@@ -147,12 +147,23 @@ def test_what_cannot_be_dequantised_is_refused_by_name(dense, tmp_path, told):
     assert told in str(refused.value) and "\n" not in str(refused.value)
 
 
+OF_CACHES = (  # and of what attention computes; from checkpoints that vLLM and SGLang read
+    *("k_proj.k_scale", "v_proj.v_scale", "qkv_proj.k_scale", "qkv_proj.v_scale", "kv_scale"),
+    *("q_scale", "k_scale", "v_scale", "attn.q_scale", "attn.k_scale", "attn.v_scale"),
+    *("attn.prob_scale", "prob_output_scale", "q_zero_point", "k_zero_point", "v_zero_point"),
+    *("q_proj.output_scale", "k_proj.output_scale", "v_proj.output_scale", "k_global_scale"),
+    *("k_proj.output_zero_point", "q_proj.input_zero_point", "k_proj.kv_cache_scale"),
+)
+
+
 def test_tensors_that_no_weight_needs_are_left_alone(dense, tmp_path):
     """They are scales of activations and caches, and tensors of other types beside the text's."""
     shutil.copytree(dense[0], tmp_path, dirs_exist_ok=True)
     attention = "model.layers.0.self_attn"
     beside = {f"{attention}.q_proj.{name}": ONE for name in ("input_scale", "activation_scale")}
-    beside |= {f"{attention}.{name}": ONE for name in ("k_proj.k_scale", "v_proj.v_scale")}
+    beside |= {f"{attention}.{name}": ONE for name in OF_CACHES}
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    beside |= {f"{experts}_{name}_scale": ONE for name in ("input", "activation")}
     beside |= {"visual.odd.weight": np.ones(8, np.int8), "mtp.fc.weight": np.ones(3, np.uint16)}
     draft = "mtp.layers.0.mlp.up_proj.weight"
     beside |= {draft: np.ones((2, 2), E4M3), f"{draft}_scale_inv": ONE}
@@ -160,7 +171,22 @@ def test_tensors_that_no_weight_needs_are_left_alone(dense, tmp_path):
     assert checked(Checkpoint(str(tmp_path)))[0].config.weights == "float8 weights, dequantised"
 
 
+def test_a_scale_without_its_weight_is_refused(dense, tmp_path):
+    shutil.copytree(dense[0], tmp_path, dirs_exist_ok=True)
+    lone = "model.layers.0.self_attn.odd_proj.weight_scale"
+    save_file(dense[1] | {lone: ONE}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=f"{lone} is a scale without its tensor"):
+        checked(Checkpoint(str(tmp_path)))
+
+
+ROTATION = {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"], "location": "input"}]}
 CONFIGS: list[tuple[Any, str | None]] = [
+    (compressed() | {"transform_config": {}}, None),
+    (compressed() | {"transform_config": None}, None),
+    (compressed() | {"transform_config": {"config_groups": {}}}, None),
+    (compressed() | {"transform_config": {"config_groups": {"R4": ROTATION}}}, "transform_config"),
+    (compressed() | {"transform_config": {"R4": ROTATION}}, "transform_config"),
+    (FP8 | {"transform_config": [ROTATION]}, "transform_config"),
     (FP8 | {"fmt": None, "weight_block_size": None}, None),
     (BLOCKS, None),
     (compressed(), None),

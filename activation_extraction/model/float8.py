@@ -6,6 +6,7 @@ config.json lists as left out is not consulted. A value is float32(code) * float
 rounded once, to the dtype of the run.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,8 +21,12 @@ from activation_extraction.store.safetensors_file import ALL_DTYPES, NAMES, Tens
 Shape = tuple[int, ...]
 DEQUANTIZED = "float8 weights, dequantised"
 ENDINGS = ("_scale_inv", "_scale")  # both multiply, although one is called inverse
-# Scales of activations and caches, which a run does not hold in float8.
-OTHER_SCALES = {"input_scale", "activation_scale", "k_scale", "v_scale"}
+# Scales and zero points of activations and caches, which a run does not hold in float8. Names are
+# those of compressed-tensors (quant_metadata.py, initialize.py), of vLLM's loaders
+# (get_cache_scale and maybe_remap_kv_scale_name), and of transformers' fused experts.
+OTHER_SCALES = re.compile(
+    r"(.*[._])?(input|output|activation|prob|q|k|v|kv|cache)_(global_scale|scale|zero_point)"
+)
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
 # quant_method in config.json -> the field that says more, and its values that mean float8 weights.
 METHODS = {
@@ -43,12 +48,19 @@ class Float8Format(NamedTuple):
 def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
     """Returns the form of the scales; None if the weights are not quantised.
 
-    raw: the contents of config.json. Raises InputError for everything but float8.
+    Args:
+        raw: Contents of config.json.
+        source: Path of config.json, for messages.
+
+    Raises:
+        InputError: If the weights are quantised in another form than float8, or if activations are
+            transformed while the model runs.
     """
     found = _quantization(raw)
     if found is None:
         return None
     given: Mapping[str, Any] = found if isinstance(found, Mapping) else {"quant_method": found}
+    _refuse_transforms(given, source)
     method = str(given.get("quant_method"))
     field, known = METHODS.get(method, ("quant_algo", ()))
     detail, groups = given.get(field), given.get("config_groups") or {}
@@ -72,6 +84,22 @@ def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
     return Float8Format((block[0], block[1]), SCALE_TYPES + exponents)
 
 
+def _refuse_transforms(quantization: Mapping[str, Any], source: str) -> None:
+    """Raises InputError if the stored weights are right only with transforms of activations.
+
+    With compressed-tensors these are rotations, as in SpinQuant and QuIP. An empty transform_config
+    or one without groups is what it writes for models that have none.
+    """
+    transforms = quantization.get("transform_config")
+    if isinstance(transforms, Mapping) and not transforms.get("config_groups"):
+        transforms = transforms.keys() - {"config_groups"}
+    if transforms:
+        raise InputError(
+            f"{source}: quantization_config has a transform_config: activations are rotated while "
+            "this model runs, which is not supported; use a checkpoint without transforms"
+        )
+
+
 def _quantization(raw: Mapping[str, Any]) -> Any:
     """Returns the quantization_config of a model, or of the language model inside it."""
     found = raw.get("quantization_config")
@@ -87,8 +115,12 @@ def scale_names(tensor: str, tensors: Collection[str]) -> list[str]:
 
 
 def without_scales(tensors: Collection[str], source: str) -> set[str]:
-    """Returns the names that are no scales. Raises InputError for a scale without its tensor."""
-    found = {name for name in tensors if name.rpartition(".")[2] not in OTHER_SCALES}
+    """Returns the names of the tensors that are not scales.
+
+    Raises:
+        InputError: If a scale of a weight has no weight.
+    """
+    found = {name for name in tensors if not OTHER_SCALES.fullmatch(name)}
     for name in sorted(found):
         if ending := next(filter(name.endswith, ENDINGS), None):
             if (scaled := name.removesuffix(ending)) not in tensors:
