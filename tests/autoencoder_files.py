@@ -81,10 +81,24 @@ def sae_lens(folder, architecture="standard", **config):
     path = made.save(
         ("cfg.json", config | {"metadata": said}), "sae_weights.safetensors", **weights
     )
+    scaler: dict = {"scaling_factor": None, "has_whitening": norm == "covariance_whitening"}
+    if norm == "expected_average_only_in":
+        scaler["scaling_factor"] = 0.27
+    if norm == "covariance_whitening":
+        center, matrix = made.random(D).astype(float), made.random(D, D) / D**0.5 + np.eye(D)
+        whitening = {"mean": center, "matrix": matrix, "inverse_matrix": np.linalg.inv(matrix)}
+        save_file(whitening, folder / "activation_whitening.safetensors")
+    if norm in ("expected_average_only_in", "covariance_whitening"):
+        (folder / "activation_scaler.json").write_text(json.dumps(scaler))
 
     def formula(x):
         z, back = x, lambda result: result
-        if norm == "constant_norm_rescale":
+        if norm == "expected_average_only_in":
+            z, back = x * 0.27, lambda result: result / 0.27
+        elif norm == "covariance_whitening":
+            z = (x - center) @ matrix
+            back = lambda result: result @ whitening["inverse_matrix"] + center  # noqa: E731
+        elif norm == "constant_norm_rescale":
             factor = D**0.5 / np.linalg.norm(x, axis=1, keepdims=True)
             z, back = x * factor, lambda result: result / factor
         elif norm == "layer_norm":

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from activation_extraction.common.codes import Codes
 from activation_extraction.common.errors import InputError
+from activation_extraction.model import autoencoders
 from activation_extraction.model import encode as encoding
 from activation_extraction.model.autoencoders import read_autoencoder
 from activation_extraction.model.encode import make_encoders
@@ -30,6 +31,8 @@ CONSTANT_NORM, TOKEN_WISE, INFERENCE = "constant_norm_rescale", "token-wise", "i
 TRANSCODER, MLP = "transcoder", "layers.1.mlp"
 LAYER_NORM, JUMPS = dict(normalize_activations="layer_norm"), dict(act_fn="jumprelu", bias=False)
 RESCALED = dict(architecture="topk", k=9, rescale_acts_by_decoder_norm=True)
+AVERAGE = dict(normalize_activations="expected_average_only_in")
+WHITENED = dict(normalize_activations="covariance_whitening")
 FORMS = {  # the hooks that are read and reconstructed, who writes the files, and how
     "Qwen-Scope": (RESID, RESID, made.qwen_scope, {}),
     "SAELens standard": (RESID, RESID, made.sae_lens, {}),
@@ -39,6 +42,14 @@ FORMS = {  # the hooks that are read and reconstructed, who writes the files, an
     "SAELens topk rescaled": (RESID, RESID, made.sae_lens, RESCALED),
     "SAELens norm": (RESID, RESID, made.sae_lens, dict(normalize_activations=CONSTANT_NORM)),
     "SAELens layer norm": (RESID, RESID, made.sae_lens, LAYER_NORM),
+    "SAELens not folded": (RESID, RESID, made.sae_lens, AVERAGE),
+    "SAELens not folded, topk": (RESID, RESID, made.sae_lens, AVERAGE | RESCALED),
+    "SAELens whitened": (RESID, RESID, made.sae_lens, WHITENED | dict(architecture="jumprelu")),
+    "SAELens whitened, topk": (RESID, RESID, made.sae_lens, WHITENED | RESCALED),
+    "SAELens whitened without b_dec": (
+        *(RESID, RESID, made.sae_lens),
+        WHITENED | dict(apply_b_dec_to_input=False),
+    ),
     "SAELens transcoder": (RESID, OUT, made.sae_lens, LAYER_NORM | dict(architecture=TRANSCODER)),
     "SAELens skip": (RESID, OUT, made.sae_lens, dict(architecture=f"jumprelu_skip_{TRANSCODER}")),
     "sparsify": (RESID, RESID, made.sparsify, {}),
@@ -195,11 +206,26 @@ def with_tensors(folder, **changes):
     return path
 
 
+def without(name, changes=None):
+    """Returns a maker of a SAELens checkpoint that lacks a file, or has another one."""
+
+    def make(folder):
+        norm = WHITENED if "whitening" in name else AVERAGE
+        path, _ = made.sae_lens(folder, **norm)
+        (folder / name).unlink()
+        if changes is not None:
+            (folder / name).write_text(json.dumps(changes))
+        return path
+
+    return make
+
+
 def renamed(folder):
     path, _ = made.qwen_scope(folder)
     return str(Path(path).parent.rename(folder / "mine") / "layer1.sae.pt")
 
 
+SCALER = "activation_scaler.json"
 REFUSED = [
     ("architecture 'gated' is not read, only", lambda at: made.sae_lens(at, "gated")[0]),
     ("SAELens before 6", of_older_sae_lens),
@@ -209,6 +235,11 @@ REFUSED = [
     ("has a tensor b_gate", lambda at: with_tensors(at, b_gate=np.zeros(3, np.float32))),
     ("act_fn 'batchtopk' is not read", lambda at: made.llamascopium(at, "batchtopk")[0]),
     ("has no files of a form that is read", str),
+    ("'expected_average_only_in', and activation_scaler.json is not", without(SCALER)),
+    ("scaling_factor is None, expected a number", without(SCALER, {"scaling_factor": None})),
+    ("scaling_factor is inf, expected a number", without(SCALER, {"scaling_factor": np.inf})),
+    ("activation_whitening.safetensors is not", without("activation_whitening.safetensors")),
+    ("is a transcoder with normalize", lambda at: made.sae_lens(at, TRANSCODER, **AVERAGE)[0]),
 ]
 
 
@@ -218,6 +249,33 @@ def test_what_is_not_known_is_refused_by_name(told, make, tmp_path):
     with pytest.raises(InputError, match=told) as refusal:
         read_autoencoder("", path)
     assert str(refusal.value).startswith(f"--encode {tmp_path}") and "\n" not in str(refusal.value)
+
+
+BAD_WEIGHTS = {  # what is written into the first numbers of a tensor
+    "W_enc": np.nan,
+    "b_enc": np.inf,
+    "W_dec": -np.inf,
+    "b_dec": np.nan,
+    "threshold": np.nan,
+}
+
+
+@pytest.mark.parametrize("name", BAD_WEIGHTS)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_weights_that_are_not_finite_are_refused_by_name(name, dtype, tmp_path, monkeypatch):
+    """Features of such weights would never be active. The arrays are looked at in pieces."""
+    monkeypatch.setattr(autoencoders, "VALUES_AT_ONCE", 999)
+    path, _ = made.sae_lens(tmp_path, "jumprelu")
+    weights = tmp_path / "sae_weights.safetensors"
+    tensors = {key: values.astype(dtype) for key, values in load_file(weights).items()}
+    save_file(tensors, weights)
+    assert read_autoencoder("", path).features == made.F
+    # float64 has numbers that are infinite in float32, in which features are computed
+    bad = 1e300 if dtype == "float64" and np.isinf(BAD_WEIGHTS[name]) else BAD_WEIGHTS[name]
+    tensors[name].flat[-1] = bad
+    save_file(tensors, weights)
+    with pytest.raises(InputError, match=rf"^--encode {path}: {name}\[.*\d\] is -?(nan|inf): "):
+        read_autoencoder("", path)
 
 
 def test_memory_does_not_grow_with_the_dictionary(tmp_path, monkeypatch):

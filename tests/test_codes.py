@@ -23,7 +23,10 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.codes import ARRAYS, Codes, concatenated_values
 from activation_extraction.common.errors import StorageError
+from activation_extraction.inspect.status import code_warnings, codes_in_words
 from activation_extraction.store.identity import Identity
+from activation_extraction.store.shard import CodeSums
+from activation_extraction.store.statistics import Statistics
 from activation_extraction.text.packing import pack, samples_of
 
 RESID, TRANSCODED = "blocks.1.hook_resid_post", "blocks.1.ln2.hook_out"
@@ -126,9 +129,27 @@ def test_codes_are_the_formula_of_the_activations_beside_them(
     codes, found = whole(dataset, CODES), dataset.statistics[CODES].codes["others"]
     assert dataset[0]["model.layers.1.output.codes"].shape == dataset[0][CODES].shape
     assert main("--status", "--output_dir", folder) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith(CODES))
+    printed = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in printed if line.startswith(CODES))
     assert f"{len(codes.data) / len(codes):.1f} features per token" in line
-    assert f"{found.explained:.1%} of other tokens" in line
+    # These weights are random, and explain nothing.
+    assert found.explained < 0 and "other tokens" not in line
+    told = f"warning: {CODES}: the features explain nothing of other tokens: what they leave has "
+    (line,) = (line for line in printed if line.startswith(told))
+    assert line.startswith(f"{told}{found.error / found.square:.3g} times the squared norm")
+
+
+def test_a_share_that_is_explained_is_a_statistic_and_another_one_a_warning():
+    some = CodeSums(tokens=10, features=30, error=1.0, square=4.0)
+    none = CodeSums(tokens=2, features=6, error=10.0, square=4.0)
+    statistics = {CODES: Statistics(codes={"sinks": none, "others": some})}
+    explained = "3.0 features per token; the share of squared norms that they explain: 75.0% of"
+    assert [*codes_in_words(statistics)] == [f"{CODES}: {explained} other tokens"]
+    (warning,) = code_warnings(statistics)
+    assert "of first tokens of documents" in warning and "2.5 times" in warning
+    empty = {CODES: Statistics(codes={"sinks": CodeSums(), "others": CodeSums()})}
+    assert [*codes_in_words(empty)] == [f"{CODES}: 0.0 features per token"]
+    assert not [*code_warnings(empty)]
 
 
 @pytest.mark.long
@@ -219,6 +240,7 @@ def test_what_is_cut_is_said_before_and_after(usual, autoencoders, tmp_path, cap
     assert main(*given, *ONE, "--output_dir", tmp_path) == 0
     printed, logged = capsys.readouterr()
     assert f"its files name {RESID}, and it is used at {hook}" in logged and told in logged
+    assert f"WARNING machine 0 host 0: {hook}.codes: the features explain nothing of" in logged
     dataset = ActivationDataset(tmp_path)
     found = dataset.statistics[f"{hook}.codes"].codes
     both = found["sinks"].merge(found["others"])
@@ -227,6 +249,18 @@ def test_what_is_cut_is_said_before_and_after(usual, autoencoders, tmp_path, cap
     assert f"{line} (--encode_most)" in printed
     (stored,) = {load_file(file)[f"{hook}.codes.values"].dtype for file in tmp_path.glob("*rs")}
     assert stored == ml_dtypes.bfloat16 and dataset.dtypes[f"{hook}.codes"] == np.float32
+
+
+def test_no_default_layers_are_named_where_the_autoencoder_names_the_layer(
+    usual, autoencoders, tmp_path, capsys
+):
+    given = [*usual, *ONE, "--max_samples", 1, "--output_dir"]
+    alone = ["--encode", autoencoders[RESID][0], "--keep_activations"]
+    assert main(*given, tmp_path / "alone", *alone) == 0
+    logged = capsys.readouterr().err
+    assert f"hooks: {RESID}; width 128 each" in logged and "default layers" not in logged
+    assert main(*given, tmp_path / "default") == 0
+    assert "the default layers, 10 to 23, are clipped" in capsys.readouterr().err
 
 
 def test_an_autoencoder_is_an_input_of_the_run(usual, encode, autoencoders, runs, tmp_path, capsys):

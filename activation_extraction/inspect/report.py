@@ -14,7 +14,12 @@ from activation_extraction.common.visible import counted, say, visible
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.features import find_decoder
 from activation_extraction.inspect import report_numbers
-from activation_extraction.inspect.status import codes_in_words, host_states, totals_of
+from activation_extraction.inspect.status import (
+    code_warnings,
+    codes_in_words,
+    host_states,
+    totals_of,
+)
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.folder import Folder, FolderError, local_path
 from activation_extraction.store.host_folders import read_folders
@@ -59,6 +64,7 @@ def make_report(root: Folder, folders: dict[str, Stored]) -> str:
     except OSError as error:
         raise RunError(str(error)) from error
     hooks = [report_numbers.HookReport(sample, number, name) for number, name in enumerate(names)]
+    statistics = totals_of(folders).statistics
     return _template().render(
         dataset=dataset,
         identity=identity,
@@ -66,7 +72,10 @@ def make_report(root: Folder, folders: dict[str, Stored]) -> str:
         sample=sample,
         hooks=sorted(hooks, key=lambda hook: (hook.kind, hook.layer)),
         decode=find_decoder(dataset),
-        codes=codes_in_words(totals_of(folders).statistics),
+        codes=[
+            *codes_in_words(statistics),
+            *(f"Warning: {line}" for line in code_warnings(statistics)),
+        ],
         throughput=report_numbers.throughput(stored.in_order for stored in folders.values()),
         now=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     )

@@ -26,6 +26,8 @@ SILENCE = 900.0  # seconds without a commit before a run counts as silent
 RECENT = 20  # how many shards the current speed of a host is computed from
 WRONG = {"damaged", "silent", "failed"}  # states in which somebody has to do something
 SHOWN = 8  # how many hooks are listed with the errors of their encoding
+# By the keys of Statistics.codes.
+KINDS_OF_TOKENS = {"sinks": "first tokens of documents", "others": "other tokens"}
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,12 @@ def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
         _print_table(hosts, total)
         if not_started := [host.name for host in hosts if host.state == "not started"]:
             say(f"not started: {', '.join(not_started)}")
-        said = *_errors(totals.statistics), *codes_in_words(totals.statistics)
-        for line in (*said, *(f"damaged: {problem}" for problem in problems)):
+        for line in (*_errors(totals.statistics), *codes_in_words(totals.statistics)):
             say(line)
+        for line in code_warnings(totals.statistics):
+            say(f"warning: {line}")
+        for problem in problems:
+            say(f"damaged: {problem}")
     if write:
         root.write(AGGREGATE, seal(total), ANY)
         if not as_json:
@@ -213,18 +218,44 @@ def _errors(statistics: Mapping[str, Statistics]) -> Iterator[str]:
 
 
 def codes_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
-    """Yields a line on the codes at each hook that has some. statistics: by the hooks' names."""
+    """Yields a line on the codes at each hook that has some.
+
+    A share of squared norms that is negative is no statistic but a warning, see `code_warnings`.
+
+    Args:
+        statistics: Statistics by the hooks' names.
+    """
     for name, each in statistics.items():
         if not (kinds := each.codes):
             continue
-        sinks, others = kinds["sinks"], kinds["others"]
-        both = sinks.merge(others)
+        both = kinds["sinks"].merge(kinds["others"])
         line = f"{name}: {both.features / max(both.tokens, 1):.1f} features per token"
         if both.cut:
             line += f", {both.cut:,} cut from {counted(both.cut_tokens, 'token')} (--encode_most)"
-        shares = [(" of first tokens of documents", sinks), (" of other tokens", others)]
-        told = [f"{sums.explained:.1%}{of}" for of, sums in shares if sums.square]
-        yield f"{line}; the share of squared norms that they explain: {', '.join(told)}"
+        shares = [
+            f"{sums.explained:.1%} of {KINDS_OF_TOKENS[kind]}"
+            for kind, sums in kinds.items()
+            if sums.explained >= 0
+        ]
+        if shares:
+            line += f"; the share of squared norms that they explain: {', '.join(shares)}"
+        yield line
+
+
+def code_warnings(statistics: Mapping[str, Statistics]) -> Iterator[str]:
+    """Yields a line for every kind of tokens whose values features reconstruct worse than zeros do.
+
+    Args:
+        statistics: Statistics by the hooks' names.
+    """
+    for name, each in statistics.items():
+        for kind, sums in (each.codes or {}).items():
+            if sums.explained < 0:
+                yield (
+                    f"{name}: the features explain nothing of {KINDS_OF_TOKENS[kind]}: what they "
+                    f"leave has {sums.error / sums.square:.3g} times the squared norm of the "
+                    "values; check that the autoencoder is for this model, hook and kind of tokens"
+                )
 
 
 def _print_table(hosts: list[HostState], total: dict[str, Any]) -> None:

@@ -27,6 +27,9 @@ Config = Mapping[str, Any]
 USUAL = "W_enc", "b_enc", "W_dec", "b_dec"
 LOG_THRESHOLD = "log_jumprelu_threshold"
 DATA_NORM = "dataset_average_activation_norm."
+# SAELens's files beside the weights of a checkpoint whose normalisation is not folded into them.
+SCALER_FILE, WHITENING_FILE = "activation_scaler.json", "activation_whitening.safetensors"
+VALUES_AT_ONCE = 2**22  # how many values of an array are checked at a time
 OUR_NAMES = {  # by those of publishers; SAELens's and Qwen-Scope's are the same
     **{"encoder.weight": "W_enc", "encoder.bias": "b_enc"},  # sparsify
     **{"W_E": "W_enc", "b_E": "b_enc", "W_D": "W_dec", "b_D": "b_dec"},  # Llamascopium
@@ -132,11 +135,16 @@ class Source(NamedTuple):
 
 
 def read_autoencoder(hook: str, name: str) -> Autoencoder:
-    """Reads an autoencoder. name: a folder or a file, local, at a URL or in a hub repository
-    (ORG/REPO/FOLDER). hook: the hook that it is for, "" for the one that its files name; a folder
-    with a file for each layer gives that of the hook.
+    """Reads an autoencoder.
 
-    Raises InputError for what is missing or damaged, and for all forms that are not read.
+    Args:
+        hook: Name of the hook that it encodes, "" for the hook that its files name. It also chooses
+            the file of a folder that has one for each layer.
+        name: A folder or a file: a local path, a URL, or ORG/REPO/FOLDER on the hub.
+
+    Raises:
+        InputError: If a file is missing or damaged, if it has a form that is not read, or if a
+            weight is NaN or infinite.
     """
     root, folder, file = name.rstrip("/"), "", ""
     if root.endswith((".pt", ".safetensors")):
@@ -150,6 +158,7 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
     try:
         found = _fields(source, file)
         _check(source, found)
+        _check_finite(source, found)
     except (LookupError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
         why = f"{type(error).__name__}: {one_line(error):.200}"
         raise source.error(f"cannot be read: {why}") from error
@@ -203,7 +212,11 @@ def qwen_scope(source: Source, _: Config, tensors: Tensors) -> dict[str, Any]:
 
 
 def sae_lens(source: Source, config: Config, tensors: Tensors) -> dict[str, Any]:
-    """Returns what SAELens 6 computes (sae_lens/saes)."""
+    """Returns the fields of an autoencoder of SAELens 6, by the formulas of sae_lens/saes.
+
+    Decoder norms come before the normalisation of activations, so that the features of a checkpoint
+    that is not folded are those of its training (ActivationScaler, and then encode).
+    """
     said = config.get("metadata") or {}
     if not re.match(r"[6-9]|[1-9]\d", str(said.get("sae_lens_version"))):
         raise source.error("is of SAELens before 6; load it with SAELens 6 and save it again")
@@ -211,13 +224,22 @@ def sae_lens(source: Source, config: Config, tensors: Tensors) -> dict[str, Any]
     transcoders = "transcoder", "skip_transcoder", "jumprelu_transcoder", "jumprelu_skip_transcoder"
     architecture = source.one_of(config, "architecture", *plain, *transcoders)
     transcoder = architecture in transcoders
-    folded = "expected_average_only_in", "covariance_whitening"  # into the weights, by saving
-    norms = "none", "constant_norm_rescale", "layer_norm", *folded
+    unfolded = "expected_average_only_in", "covariance_whitening"
+    norms = "none", "constant_norm_rescale", "layer_norm", *unfolded
     norm = source.one_of(config, "normalize_activations", *norms)
+    subtracts = not transcoder and config.get("apply_b_dec_to_input", True)
     if config.get("rescale_acts_by_decoder_norm"):
         of_rows = np.linalg.norm(tensors["W_dec"].astype(np.float32), axis=1)
         tensors |= {name: tensors[name] * of_rows for name in ("W_enc", "b_enc")}
         tensors["W_dec"] = tensors["W_dec"] / of_rows[:, None]
+    if norm in unfolded:
+        if transcoder:
+            raise source.error(
+                f"is a transcoder with normalize_activations {norm!r}: nothing says how its output "
+                "is scaled; fold the normalisation into its weights with SAELens and save it again"
+            )
+        tensors |= _folded(source, norm, tensors, subtracts)
+        norm = "none"
     return {
         **tensors,
         "threshold": tensors["threshold"] if "jumprelu" in architecture else None,
@@ -225,10 +247,59 @@ def sae_lens(source: Source, config: Config, tensors: Tensors) -> dict[str, Any]
         "hook": said.get("hook_name"),
         "target": (said["hook_name_out"] or "") if transcoder else said.get("hook_name"),
         "k": config["k"] if architecture == "topk" else None,
-        "subtracts": not transcoder and config.get("apply_b_dec_to_input", True),
-        "norm": "none" if norm in folded else norm,
+        "subtracts": subtracts,
+        "norm": norm,
         "dtype": config.get("dtype"),
     }
+
+
+def _folded(source: Source, norm: str, tensors: Tensors, subtracts: bool) -> Tensors:
+    """Folds the normalisation of activations into the weights of a SAELens checkpoint.
+
+    SAELens does so at the end of training, and then saves "none" for normalize_activations. The
+    checkpoints before that keep the normalisation in files of their own.
+
+    Args:
+        source: Folder of the checkpoint.
+        norm: "expected_average_only_in", a factor for all activations; or "covariance_whitening",
+            an affine map of them.
+        tensors: Weights for normalised activations: W_enc (D, F), b_enc (F,), W_dec (F, D) and
+            b_dec (D,).
+        subtracts: Whether b_dec is subtracted from the input.
+
+    Returns:
+        The same weights for activations as the model has them, in float32.
+
+    Raises:
+        InputError: If a file of the normalisation is missing or does not hold it.
+    """
+    if not source.has(SCALER_FILE):
+        raise source.error(
+            f"cfg.json says normalize_activations {norm!r}, and {SCALER_FILE} is not beside it: "
+            "the weights are for scaled activations, and the scale is unknown; give a checkpoint "
+            "with this file, or the autoencoder that SAELens saves at the end of training"
+        )
+    scaler = read_json(source.file(SCALER_FILE))
+    W_enc, b_enc, W_dec, b_dec = (tensors[name].astype(np.float64) for name in USUAL)
+    if norm == "expected_average_only_in":
+        factor = scaler.get("scaling_factor")
+        if not isinstance(factor, int | float) or not 0 < factor < np.inf:
+            raise source.error(f"{SCALER_FILE}: scaling_factor is {factor!r}, expected a number")
+        W_enc, W_dec, b_dec = W_enc * factor, W_dec / factor, b_dec / factor
+    else:
+        if not (scaler.get("has_whitening", True) and source.has(WHITENING_FILE)):
+            raise source.error(f"cfg.json says {norm!r}, and {WHITENING_FILE} is not beside it")
+        whitening = source.tensors(WHITENING_FILE)
+        mean, matrix, inverse = (
+            whitening[name].astype(np.float64) for name in ("mean", "matrix", "inverse_matrix")
+        )
+        W_enc = matrix @ W_enc
+        if not subtracts:  # otherwise the new b_dec takes the mean off the input
+            b_enc = b_enc - mean @ W_enc
+        W_dec, b_dec = W_dec @ inverse, b_dec @ inverse + mean
+    folded = zip(USUAL, (W_enc, b_enc, W_dec, b_dec), strict=True)
+    with np.errstate(over="ignore"):  # infinite values are refused later, by name
+        return {name: values.astype(np.float32) for name, values in folded}
 
 
 def sparsify(source: Source, config: Config, tensors: Tensors) -> dict[str, Any]:
@@ -326,3 +397,22 @@ def _check(source: Source, found: dict[str, Any]) -> None:
             raise source.error(f"{name} has shape {array.shape}, expected {shape}")
     if (k := found.get("k")) is not None and not 0 < k <= features:
         raise source.error(f"k is {k!r}, expected 1 to {features}")
+
+
+def _check_finite(source: Source, found: Mapping[str, Any]) -> None:
+    """Raises InputError if a weight is NaN, or is infinite in float32: a feature of such weights
+    would never be active, and nothing else would show it."""
+    for name, array in sorted(found.items()):
+        if not isinstance(array, np.ndarray):
+            continue
+        rows = max(VALUES_AT_ONCE // max(array[:1].size, 1), 1)
+        for start in range(0, len(array), rows):
+            with np.errstate(over="ignore"):
+                values = array[start : start + rows].astype(np.float32)
+            bad = np.argwhere(~np.isfinite(values))
+            if len(bad):
+                at = ", ".join(map(str, (bad[0][0] + start, *bad[0][1:])))
+                raise source.error(
+                    f"{name}[{at}] is {values[tuple(bad[0])]}: weights must be finite numbers; "
+                    "the files are damaged, or the training has diverged"
+                )

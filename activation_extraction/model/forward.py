@@ -357,7 +357,7 @@ def log_hooks(request: ModelRequest, forward: Forward) -> None:
     if not size:
         return
     default = request.layers_to_extract is None and request.hook_names is None
-    if default and depth <= DEFAULT_LAYERS[-1]:
+    if default and not forward.encoders and depth <= DEFAULT_LAYERS[-1]:
         text = "the default layers, %d to %d, are clipped: the model has layers 0 to %d"
         log.info(text, DEFAULT_LAYERS[0], DEFAULT_LAYERS[-1], depth - 1)
     kinds = [hook.kind for hook in forward.hooks.values() if hook.name in size]

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from activation_extraction.cli.console import Clock, Progress
+from activation_extraction.common.log import log
 from activation_extraction.common.positions import Positions
 from activation_extraction.common.visible import counted, say
-from activation_extraction.inspect.status import codes_in_words
+from activation_extraction.inspect.status import code_warnings, codes_in_words
 from activation_extraction.model.devices import peak_flops
 from activation_extraction.model.encode import Encoder
 from activation_extraction.model.hooks import HookTable
@@ -79,6 +80,8 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
         say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({rule})")
     for line in codes_in_words(totals.statistics):
         say(line)
+    for line in code_warnings(totals.statistics):
+        log.warning("%s", line)
     for shortfall in filter(None, shortfalls):
         say(f"short: {shortfall}")
     if job.host.id != 0 and not verbose:

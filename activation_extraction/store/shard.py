@@ -169,8 +169,11 @@ class CodeSums:
 
     @property
     def explained(self) -> float:
-        """The share of the squared norms that the stored features explain, 1 - error / square; NaN
-        if there is none. It is about zero, as the mean of all tokens is not known to any."""
+        """The share of the squared norms that the stored features explain, 1 - error / square.
+
+        Zeros in place of the features' reconstruction give 0, and a reconstruction that is worse
+        than that gives less. NaN if all norms are 0.
+        """
         return 1 - self.error / self.square if self.square else float("nan")
 
 
