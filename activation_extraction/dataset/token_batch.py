@@ -36,7 +36,7 @@ class ByHook(dict[str, T]):
 
     def __missing__(self, name: str) -> T:
         canonical = self.aliases.get(name)
-        if canonical not in self:
+        if canonical is None or canonical not in self:
             raise KeyError(f"no hook {name!r}; there are {', '.join(self) or 'none'}")
         return self[canonical]
 
