@@ -1,46 +1,38 @@
 #!/usr/bin/env python3
 """Extracts the activations of a Qwen model from a stream of text. See --help and README.md.
 
-This script is the story of a run, from the command line to the summary; the modules that it calls
+This script is the story of a run, from the checked flags to the summary; the modules that it calls
 do the work. It finds everything the user can get wrong before it reads the weights.
 """
 
+if __name__ == "__main__":
+    # The flags are parsed before what follows is imported, which takes seconds. `script` imports
+    # this file again, as a module, if the flags ask for more than the help or a stored run.
+    from activation_extraction.__main__ import script
+
+    script()
+
 import gc
-import os
 import signal
-import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
-# These are set before the libraries are imported: otherwise `datasets` would load PyTorch wherever
-# it is installed, and transformers would warn that it has none.
-os.environ.setdefault("USE_TORCH", "false")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-if os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~").startswith("~"):
-    os.environ["XDG_CACHE_HOME"] = os.devnull  # without a home; a folder called ~ would be made
+from activation_extraction.common.late_imports import set_library_defaults
+
+set_library_defaults()
 # Modules stay in memory, so the garbage collector would find nothing while they are imported, and
 # its search would take a quarter of the time.
 gc.disable()
 
-try:
-    import jax
-except ModuleNotFoundError:  # where only reading is installed
-    if __name__ != "__main__":
-        raise
-    from activation_extraction.__main__ import main as look_only
-
-    look_only()
+import jax
 import numpy as np
 
-from activation_extraction.cli.config import parse_args
 from activation_extraction.cli.console import Clock, Progress, stop_on_signals
 from activation_extraction.cli.flags import Config
-from activation_extraction.common.errors import RunError, exit_status, reworded
+from activation_extraction.common.errors import RunError, reworded
 from activation_extraction.common.log import log, start_logging
-from activation_extraction.common.visible import counted, make_streams_safe, say, say_error
+from activation_extraction.common.visible import counted, say
 from activation_extraction.inspect.look import look
 from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint, check_adapter
@@ -87,20 +79,14 @@ gc.freeze()
 gc.enable()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
-
-    def begin() -> int:
-        config = parse_args(argv)
-        start_logging(config.verbose, config.machine_id, config.host_id if config.multihost else 0)
-        leave_out_absent_tpu()
-        if config.list_hooks:
-            return show_hooks(config)
-        if config.plan is not None:
-            return print_estimate(config, FAMILIES)
-        return inspect_output(config) if config.looking else run(config)
-
-    return exit_status(begin)
+def carry_out(config: Config) -> int:
+    """Does what checked flags ask of a model; returns the exit status."""
+    leave_out_absent_tpu()
+    if config.list_hooks:
+        return show_hooks(config)
+    if config.plan is not None:
+        return print_estimate(config, FAMILIES)
+    return recompute_some(config) if config.looking else run(config)
 
 
 def run(config: Config) -> int:
@@ -292,13 +278,13 @@ def show_hooks(config: Config) -> int:
     return 0
 
 
-def inspect_output(config: Config) -> int:
-    """Looks at what is stored for --status, --verify, --report or --export; returns the status."""
-    load = None
-    if config.verify_samples:
-        use_compilation_cache(config.compilation_cache, Path(config.output_dir), several=False)
-        load = partial(load_for_recomputing, FAMILIES, model_request(config), config.dataset_path)
-    return look(config, load)
+def recompute_some(config: Config) -> int:
+    """Verifies what is stored, and computes some samples again; returns the exit status."""
+    use_compilation_cache(config.compilation_cache, Path(config.output_dir), several=False)
+    return look(
+        config,
+        partial(load_for_recomputing, FAMILIES, model_request(config), config.dataset_path),
+    )
 
 
 def join_hosts(config: Config) -> Host:
@@ -309,24 +295,3 @@ def join_hosts(config: Config) -> Host:
     host = join(config)
     start_logging(config.verbose, config.machine_id, host.id)
     return host
-
-
-def script() -> NoReturn:
-    """Runs the command line and ends the process with its exit status."""
-    make_streams_safe()
-    status = 1
-    try:
-        status = main()
-    except SystemExit as stop:  # --help
-        status = int(stop.code or 0)
-    except BaseException:
-        say_error(*traceback.format_exc().splitlines())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Everything that can be committed has been. Native threads of streaming readers, and those of
-    # jax.distributed after a failure, can hang or abort an ordinary exit.
-    os._exit(status)
-
-
-if __name__ == "__main__":
-    script()

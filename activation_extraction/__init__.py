@@ -11,10 +11,10 @@ take and return. They are imported when they are first used, so importing this p
 nothing; none of them needs JAX or PyTorch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # that of `typing`, which takes longer to import than Python takes to start
 if TYPE_CHECKING:
+    from typing import Any
+
     from activation_extraction.common.choices import ROLES
     from activation_extraction.common.codes import Codes
     from activation_extraction.dataset.batches import Batches
@@ -54,7 +54,9 @@ HOMES = {
 __version__ = "0.1.0"  # of the package, too: pyproject.toml reads it here
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
+    from importlib import import_module
+
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)

@@ -35,27 +35,28 @@ from chat_templates import QWEN2_5  # noqa: E402
 from forks import DEVICES, Forked  # noqa: E402
 from gcs_server import Bucket  # noqa: E402
 
-import extract_activations  # noqa: E402
+from activation_extraction import __main__ as command  # noqa: E402
 from activation_extraction.inspect.verify_shard import read_samples  # noqa: E402
 from activation_extraction.run import demo  # noqa: E402
 from activation_extraction.store.folder import Folder  # noqa: E402
 from activation_extraction.store.metadata import read_stored  # noqa: E402
 from activation_extraction.store.sample_table import TableRow, read_table, rows_of  # noqa: E402
 from benchmarks.shapes import SHAPES  # noqa: E402
+from qwen2_jax_with_hooks import FAMILIES  # noqa: E402
 
 # The tool itself, with a pause after every batch: time for somebody to kill it.
 SLOWLY = """
-import sys, time
-import extract_activations as script
+import os, sys, time
+from activation_extraction.__main__ import main
 from activation_extraction.store.storage import ActivationStorage
 add = ActivationStorage.add_batch
 def slowly(*arguments):
     time.sleep(0.15)
     return add(*arguments)
 ActivationStorage.add_batch = slowly
-status = script.main(sys.argv[1:])
+status = main(sys.argv[1:])
 sys.stdout.flush()
-script.os._exit(status)
+os._exit(status)
 """
 LONGEST = 0.8  # seconds between the sign of life and the kill
 TOLERANCE = 1e-5  # of the root mean square
@@ -224,14 +225,14 @@ def texts() -> list[str]:
 
 def make_inputs(folder: Path) -> dict[str, list[str]]:
     """Writes models and data, and returns flags by the kind of input."""
-    model = demo.make_demo(folder, extract_activations.FAMILIES)[0]
+    model = demo.make_demo(folder, FAMILIES)[0]
     experts = folder / "experts"
     experts.mkdir()
     config = {**demo.MODEL_CONFIG, **SHAPES["tiny-moe"], "vocab_size": demo.VOCAB_SIZE}
     (experts / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (experts / name).write_bytes((model / name).read_bytes())
-    family, parsed = extract_activations.FAMILIES.parse_config(config)
+    family, parsed = FAMILIES.parse_config(config)
     demo.write_weights(experts / "model.safetensors", family.weights_of(parsed))
     (folder / "template.jinja").write_text(QWEN2_5)
 
@@ -290,7 +291,7 @@ URL = f"gs://{Bucket.name}/run/machine_000"
 
 def succeed(*flags: object) -> None:
     """Runs the tool in this process."""
-    if status := extract_activations.main([str(flag) for flag in flags]):
+    if status := command.main([str(flag) for flag in flags]):
         raise RuntimeError(f"{flags}: status {status}")
 
 

@@ -8,18 +8,30 @@ import sys
 from pathlib import Path
 
 import extract_activations
+from activation_extraction import __main__ as command
 
 SCRIPT = Path(extract_activations.__file__)
 
 
 def main(*arguments):
     """Runs in this process (quicker than a new one); the exit status."""
-    return extract_activations.main([str(argument) for argument in arguments])
+    return command.main([str(argument) for argument in arguments])
+
+
+# Becomes another command, in which signals do what they do by default. Whoever starts the tests may
+# have them ignored, as `nohup make test &` has Ctrl-C, and children would inherit that.
+WITH_SIGNALS = [
+    *(sys.executable, "-S", "-c"),
+    "import os, signal, sys\n"
+    "for number in (signal.SIGINT, signal.SIGTERM):\n"
+    "    signal.signal(number, signal.SIG_DFL)\n"
+    "os.execvp(sys.argv[1], sys.argv[1:])",
+]
 
 
 def start(*arguments, environment=None, **options):
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        [*WITH_SIGNALS, sys.executable, str(SCRIPT), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

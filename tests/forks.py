@@ -63,6 +63,8 @@ def _become(command: list[str], environment: dict[str, str], log: str, folder: s
     if platforms := environment.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", platforms)
     os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a process of its own,
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever was ignored where the tests started
     sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
     status = 1
     try:

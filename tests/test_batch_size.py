@@ -19,12 +19,12 @@ WITH_MEMORY = """
 import os, sys
 from types import SimpleNamespace
 from activation_extraction.run import batch_size
-import extract_activations
+from activation_extraction.__main__ import main
 
 own_devices, stats = batch_size.own_devices, {"bytes_limit": int(os.environ["MEMORY"])}
 kind = {"platform": "cpu", "device_kind": "a chip", "memory_stats": lambda: stats}
 batch_size.own_devices = lambda devices: [SimpleNamespace(**kind)] * len(own_devices(devices))
-sys.exit(extract_activations.main(sys.argv[1:]))
+sys.exit(main(sys.argv[1:]))
 """
 
 

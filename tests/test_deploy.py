@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from cloud import REPOSITORY, script
+from command_line import WITH_SIGNALS
 from test_readme import PODS, blocks, section
 
 from activation_extraction.cli.config import parse_args
@@ -85,7 +86,7 @@ class Pod:
     def start(self, *arguments, **variables):
         """deploy.sh in a process group of its own, as a terminal would start it."""
         process = subprocess.Popen(
-            ["bash", DEPLOY, *arguments],
+            [*WITH_SIGNALS, "bash", DEPLOY, *arguments],
             env=self.environment | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from command_line import main
+from command_line import main, start
 from datasets import load_from_disk
 from extractions import HIDDEN, HOOKS, activations_of, batches, extract, open_part
 from safetensors.torch import load_file
@@ -140,6 +140,24 @@ def test_one_hook_is_exported_from_a_bucket(run, tmp_path):
     target = save(url, "llamascopium", tmp_path / "export", "blocks.5.*")
     assert [path.name for path in target.iterdir()] == [SECOND]
     check(run, "llamascopium", target, [SECOND])
+
+
+@one_run
+def test_ctrl_c_leaves_nothing_of_an_export(run, tmp_path):
+    """It comes once the folder is made, while the first hook is written."""
+    (tmp_path / "modules").mkdir()
+    interrupt = """
+import signal
+from pathlib import Path
+if Path("out.unfinished").exists():
+    signal.raise_signal(signal.SIGINT)
+"""
+    (tmp_path / "modules/torch.py").write_text(interrupt)
+    flags = "--export", "memmap", "--output_dir", run, "--export_dir", "out"
+    process = start(*flags, environment={"PYTHONPATH": str(tmp_path / "modules")}, cwd=tmp_path)
+    out, err = process.communicate(timeout=600)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["modules"]
 
 
 @one_run

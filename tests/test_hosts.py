@@ -34,6 +34,7 @@ def test_a_mesh_of_four_hosts(demo_inputs, alone_with_few, tmp_path):
 SLOW_TO_LEAVE = """
 import os, time
 import extract_activations
+from activation_extraction.__main__ import script
 print_summary = extract_activations.print_summary
 
 def print_late(*given):
@@ -41,7 +42,7 @@ def print_late(*given):
     print_summary(*given)
 
 extract_activations.print_summary = print_late
-extract_activations.script()
+script()
 """
 
 
@@ -94,7 +95,7 @@ def test_what_differs_or_fails_on_one_host_ends_all(demo_inputs, tmp_path, fault
 # Runs the script, whose second batch cannot be stored on host 0.
 WITH_A_BUG = """
 import os
-import extract_activations
+from activation_extraction.__main__ import script
 from activation_extraction.store.storage import ActivationStorage
 add_batch, added = ActivationStorage.add_batch, []
 
@@ -105,7 +106,7 @@ def fail_later(*given):
     add_batch(*given)
 
 ActivationStorage.add_batch = fail_later
-extract_activations.script()
+script()
 """
 
 

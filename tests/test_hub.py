@@ -33,10 +33,11 @@ from activation_extraction.text.sources import open_hub_dataset
 
 # Runs several commands, the flags of each of which are one argument, with the same end and status.
 COMMANDS = """
-import sys, extract_activations
+import sys
+from activation_extraction.__main__ import main
 status, *commands = sys.argv[1:-2]
 for flags in commands:
-    assert extract_activations.main([*flags.split(), *sys.argv[-2:]]) == int(status)
+    assert main([*flags.split(), *sys.argv[-2:]]) == int(status)
 """
 NO_ROOM = "import shutil; shutil.disk_usage = lambda path: shutil._ntuple_diskusage(9, 9, 9)\n"
 CONFIGS = "---\nconfigs:\n- config_name: small\n  data_files: sample/*.parquet\n---\n"

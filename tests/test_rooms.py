@@ -1,12 +1,15 @@
 """The rooms of the house: who may import whom, and which of them work without JAX."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from cloud import REPOSITORY
+from command_line import SCRIPT
+from extractions import extract
 
 PACKAGE = REPOSITORY / "activation_extraction"
 SCRIPTS = {"extract_activations", "qwen2_jax", "qwen2_jax_with_hooks"}
@@ -61,6 +64,40 @@ def test_a_room_imports_only_what_lies_below_it():
             room = name.split(".")[0]
             assert room not in ARROWS or {name, room} & allowed, f"{path}: {name}"
             assert name not in SCRIPTS, f"{path}: {name}"
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    extract(folder)
+    return folder
+
+
+# The command -> the large packages that it needs.
+LARGE = {"jax", "jaxlib", "flax", "transformers", "datasets", "torch"}
+READING = {"numpy", "pyarrow", "obstore"}
+IMPORTED = {
+    "--help": set(),
+    "--version": set(),
+    "--no_such_flag": set(),
+    "--max_samples many": set(),
+    "--layers_to_extract 1 --hook_names x": set(),  # refused together
+    "--status --output_dir {}": READING,
+    "--verify --output_dir {}": READING,
+    "--report --output_dir {}": READING,
+}
+
+
+@pytest.mark.parametrize("flags", IMPORTED)
+def test_a_command_imports_nothing_large_that_it_does_not_need(flags, finished_run):
+    """JAX and what reads models and data sets take seconds of computing."""
+    given = flags.format(finished_run).split()
+    command = [sys.executable, "-X", "importtime", SCRIPT, *given]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode in (0, 2) and "Traceback" not in done.stderr
+    modules = re.findall(r"^import time:.*\| +([\w.]+)$", done.stderr, re.M)
+    assert "argparse" in modules
+    assert (LARGE | READING) & {module.split(".")[0] for module in modules} == IMPORTED[flags]
 
 
 @pytest.mark.long

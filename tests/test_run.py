@@ -12,6 +12,7 @@ import signal
 import textwrap
 import time
 
+import command_line
 import jax
 import numpy as np
 import pytest
@@ -98,6 +99,41 @@ def test_ctrl_c_commits_what_is_complete(inputs, texts, tmp_path):
     assert metadata["status"] == "interrupted" and metadata["samples"] < 20_000
     assert metadata["samples"] == len(records_of(out)[10]) > 0
     assert not list(out.glob(".*"))
+
+
+# What is imported while the command starts, while it looks at a run, and in the middle of a run.
+@pytest.mark.parametrize(
+    ("module", "flags"),
+    [
+        ("argparse", "--help"),
+        ("pyarrow", "--status"),
+        ("jax", "--demo"),
+        pytest.param("datasets", "--demo", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize("where", ["", "in a destructor"])
+def test_ctrl_c_during_imports_is_told_in_one_line(module, flags, where, tmp_path):
+    """It comes when the module is imported, or when something that was made there is deleted, from
+    which Python would print the exception and go on."""
+    interrupt = "import signal; signal.raise_signal(signal.SIGINT)"
+    if where:
+        interrupt = f"class Made:\n    def __del__(self):\n        {interrupt}\nMade()"
+    (tmp_path / f"{module}.py").write_text(interrupt)
+    process = start(
+        *(flags, "--output_dir", tmp_path / "out"), environment={"PYTHONPATH": str(tmp_path)}
+    )
+    out, err = process.communicate(timeout=600)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
+
+
+def test_a_command_started_with_ctrl_c_ignored_goes_on_ignoring_it(tmp_path, monkeypatch):
+    (tmp_path / "difflib.py").write_text(
+        "import signal; signal.raise_signal(signal.SIGINT); get_close_matches = None"
+    )
+    monkeypatch.setattr(command_line, "WITH_SIGNALS", ["sh", "-c", "trap '' INT; exec \"$@\"", ""])
+    process = start("--version", environment={"PYTHONPATH": str(tmp_path)})
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0 and out and not err
 
 
 @pytest.mark.parametrize("sign", ["", "TPU_WORKER_ID"])

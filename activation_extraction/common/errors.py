@@ -6,12 +6,12 @@ starts. `RunError` (status 1) means that the request was sound, but something fa
 Both carry one line for the user; any other exception that escapes is a bug in this program.
 """
 
-import signal
 import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import TypeVar
 
+from activation_extraction.common.interrupts import INTERRUPTED
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import say_error, without_secrets
 
@@ -100,4 +100,4 @@ def exit_status(action: Callable[[], int]) -> int:
         return 1
     except KeyboardInterrupt:
         say_error("interrupted")
-        return 128 + signal.SIGINT
+        return INTERRUPTED

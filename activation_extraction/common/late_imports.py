@@ -1,11 +1,25 @@
 """This module imports transformers for the code that reads a model's configuration or tokenizer.
 
-The import takes most of a second, so commands that only look at stored activations avoid it.
+The import takes most of a second, so commands that only look at stored activations avoid it. Before
+it, or `datasets`, is imported anywhere, `set_library_defaults` sets variables that both read.
 """
 
 import importlib
+import os
 import sys
 from types import ModuleType
+
+
+def set_library_defaults() -> None:
+    """Sets environment variables that the libraries read when they are imported.
+
+    Otherwise `datasets` would load PyTorch wherever it is installed, and transformers would warn
+    that it has none. Without a home folder, they would make a folder called ~.
+    """
+    os.environ.setdefault("USE_TORCH", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~").startswith("~"):
+        os.environ["XDG_CACHE_HOME"] = os.devnull
 
 
 def transformers() -> ModuleType:

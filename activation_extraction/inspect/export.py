@@ -17,6 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from activation_extraction.common.errors import InputError, RunError, install, one_line, reason_of
+from activation_extraction.common.interrupts import raise_on_ctrl_c
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
@@ -60,7 +61,8 @@ def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None)
     token_bytes = sum(form.token_bytes(dataset, hook) for hook in hooks)
     chunk = max(CHUNK_BYTES // token_bytes // form.row, 1) * form.row
     # Beside activations, the files have up to 16 bytes per token and hook: token ids and masks.
-    with _new_folder(target, dataset.tokens * (token_bytes + 16 * len(hooks))) as folder:
+    most_bytes = dataset.tokens * (token_bytes + 16 * len(hooks))
+    with raise_on_ctrl_c(), _new_folder(target, most_bytes) as folder:
         for hook in () if form.streams else hooks:
             (folder / hook).mkdir()
         tokens = form.write(folder, dataset, hooks, _chunks(dataset, hooks, chunk))

@@ -32,6 +32,7 @@ from jax.experimental import multihost_utils
 from activation_extraction.cli.console import Clock
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError, RunError, for_the_user, one_line
+from activation_extraction.common.interrupts import raise_on_ctrl_c
 from activation_extraction.common.log import activities
 from activation_extraction.common.visible import say_error
 from activation_extraction.model.mesh import host_rows, usable_devices
@@ -292,7 +293,8 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
         start_new_session=True,  # Ctrl-C in the terminal must not reach it
     )
     try:
-        yield
+        with raise_on_ctrl_c():  # which is no abort
+            yield
     finally:
         helper.communicate(".")
 
