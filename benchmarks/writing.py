@@ -223,7 +223,7 @@ def bare_thread(
         shard = shard_of(values)
         for slices in shard.slices.values():
             sums_of(slices, shard.positions)
-        data: list[Any] = pieces(shard, NAMES)
+        data: list[Any] = pieces(shard, NAMES, "")
         if name == "pickle":
             data = [part for block in blocks_of(data) for part in gzip_member(block)]
         digest = hashlib.sha256()

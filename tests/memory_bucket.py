@@ -1,9 +1,11 @@
 """A bucket in memory whose requests fail, have unknown outcomes, or stop a process.
 
 Each process has a `MemoryFolder` of its own into the same `MemoryBucket`. Conditions are obeyed as
-the stores obey them.
+the stores obey them, and the version of an object is the MD5 of its content, as on S3: writing the
+same content again does not change it.
 """
 
+import hashlib
 import json
 import threading
 from collections.abc import Callable
@@ -24,7 +26,6 @@ class MemoryBucket:
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, str]] = {}
         self.lock = threading.Lock()
-        self.versions = 0
         self.replaced: list[str] = []
 
     def put(self, path: str, data: bytes) -> str:
@@ -32,9 +33,9 @@ class MemoryBucket:
             before, now = (json.loads(each) for each in (self.objects.get(path, ["{}"])[0], data))
             if "files" in before and "files" in now and before["run"] == now["run"]:
                 self.replaced.append(path)
-        self.versions += 1
-        self.objects[path] = data, f"v{self.versions}"
-        return self.objects[path][1]
+        version = hashlib.md5(data).hexdigest()
+        self.objects[path] = data, version
+        return version
 
 
 @dataclass

@@ -238,7 +238,10 @@ def test_the_shards_of_a_repair_may_be_lost(run, damaged):
 
 
 class Halted:
-    """A process in a thread, which halts before one of its requests until it may go on."""
+    """A process in a thread, which halts before one of its requests until it may go on.
+
+    halt: the number of the request before which the process halts, or the request itself.
+    """
 
     def __init__(self, run, bucket, halt, **options):
         self._halted, self._go_on, self._halt = threading.Event(), threading.Event(), halt
@@ -248,7 +251,7 @@ class Halted:
         assert self._halted.wait(600)
 
     def _wait(self, number, request):
-        if number >= self._halt:
+        if request == self._halt or (isinstance(self._halt, int) and number >= self._halt):
             self._halted.set()
             assert self._go_on.wait(600)
 
@@ -327,6 +330,29 @@ def test_a_second_process_may_begin_at_any_request_of_the_first(run, halts, does
         run(bucket)
         run.check(bucket, halt)
     assert lost
+
+
+@pytest.mark.parametrize("file", ["pkl.gz", "samples.parquet", "npz"])
+def test_a_committed_file_stays_whoever_wrote_the_same_content_before(run, file):
+    """Where the version of an object is the digest of its content: one process stores the files of
+    a shard and is killed; the next one cuts its shards otherwise, and halts just before it replaces
+    a file; a third one stores what the first one did, and commits it."""
+    bucket, committing = MemoryBucket(), []
+
+    def stop_before_the_commit(number, request):
+        committing.extend([request] * (request == "writing shard_0001.json"))
+        return "stop" if len(committing) > 1 else None  # the first one reserves the number
+
+    with suppress(Stopped, RunError):
+        run(bucket, Process(stop_before_the_commit))
+    assert any(path.endswith(f"shard_0001.{file}") for path in bucket.objects)
+    second = Halted(run, bucket, f"writing shard_0001.{file}", shard_size_gb=1)
+    run(bucket)
+    committed = dict(bucket.objects)
+    error = second.go_on()
+    assert bucket.objects == committed
+    run.check(bucket)
+    assert isinstance(error, LostError) and "has taken over" in str(error)
 
 
 def test_a_writer_may_go_on_at_any_request_of_a_reader(run):

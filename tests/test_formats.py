@@ -9,8 +9,10 @@ import gzip
 import hashlib
 import json
 import pickle
+import pickletools
 import re
 import zipfile
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +73,54 @@ def test_the_page_of_the_format_is_enough_to_read_it(tmp_path, shard_format):
     checksum = content.pop("checksum")
     plain = json.dumps(content, sort_keys=True, ensure_ascii=False)
     assert hashlib.sha256(plain.encode()).hexdigest() == checksum
+
+
+def writer_in(path):
+    """Returns the id of the process that wrote a file, where the page of its format says it is."""
+    data = path.read_bytes()
+    if path.suffix == ".npz":
+        return str(np.load(path)["writer"])
+    if path.suffix == ".parquet":
+        return pyarrow.parquet.read_schema(path).metadata[b"writer"].decode()
+    if path.suffix == ".safetensors":
+        with safetensors.safe_open(path, "numpy") as file:
+            return file.metadata()["writer"]
+    if path.suffix == ".gz":  # RFC 1952
+        assert data[:4] == b"\x1f\x8b\x08\x10"
+        return data[10 : data.index(b"\0", 10)].decode("latin-1")
+    protocol, text, dropped = islice(pickletools.genops(data), 3)
+    assert (protocol[0].name, dropped[0].name) == ("PROTO", "POP")
+    return text[1]
+
+
+@pytest.mark.parametrize("each", BY_SUFFIX.values(), ids=lambda each: each.suffix)
+def test_the_bytes_of_a_file_are_its_writers_own_and_read_the_same(each, tmp_path, capsys):
+    """So the version of an object names one write, even where it is a digest of the content."""
+    pickled = "safetensors" not in each.suffix
+    given = {"shard_format": "pickle" if pickled else "safetensors"}
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        extract(folder, count=3, compress_shards=each.compressed, **given)
+    contents = [json.loads((folder / "shard_0001.json").read_bytes()) for folder in folders]
+    assert f"shard_0001{each.suffix}" in contents[0]["files"] and len(contents[0]["files"]) == 3
+    for name in contents[0]["files"]:
+        writers = [writer_in(folder / name) for folder in folders]
+        assert writers == [content["owner"] for content in contents] and len({*writers}) == 2
+        digests = [content["files"][name]["sha256"] for content in contents]
+        assert digests[0] != digests[1]
+    if pickled:
+        paths = [folder / f"shard_0001{each.suffix}" for folder in folders]
+        read = [path.read_bytes() for path in paths]
+        if each.compressed:
+            read = [gzip.open(path).read() for path in paths]
+            assert read[0] == read[1]
+        np.testing.assert_equal(*map(pickle.loads, read))
+    one, other = map(ActivationDataset, folders)
+    for sample, same in zip(one, other, strict=True):
+        np.testing.assert_equal(dict(sample.activations), dict(same.activations))
+    assert one.samples == other.samples and one.samples.schema.metadata is None
+    assert main("--verify", "--output_dir", folders[0]) == 0
+    assert "0 problems" in capsys.readouterr().out
 
 
 RUNS = ["pickle", "safetensors", "codes", "float8"]

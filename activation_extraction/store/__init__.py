@@ -29,6 +29,11 @@ metadata.json; a JSON with `reserved` counts as none. A committed shard never ch
                                     before it are stored; of those after it, the tables say which
   began, committed                  when its process began, and when it was committed; Unix times
 
+The other files of a shard contain the id of the process that wrote them, `owner`, where no reader
+minds it: `writer` in the metadata of safetensors and of the Arrow schema of Parquet, an array
+`writer` in the .npz, the comment in the first header of a gzip file, and in a shard_0001.pkl a
+string before the dict, which unpickling drops.
+
 Every JSON carries a `checksum`: the SHA-256 of its content without the checksum, as Python's
 json.dumps writes it with sort_keys=True and ensure_ascii=False.
 

@@ -4,6 +4,9 @@ A compressed shard is cut into blocks of equal size (the last may be smaller). T
 block to a gzip member, and the concatenated members are one gzip file. So the bytes depend on
 neither the number of threads nor their timing. They do depend on the version of isal, and may
 depend on the processor family, because isal has different code for some.
+
+Every file contains the id of the process that wrote it, where no reader minds it (owner.py says
+why): a gzip file in the comment of its first header.
 """
 
 import hashlib
@@ -33,6 +36,8 @@ GZIP_BLOCK = 4 * 2**20  # before compression
 MIB = 2**20
 COMPRESSION_LEVEL = 1
 GZIP = 31  # the `wbits` of zlib for a gzip header without a time, and a window of 32 KiB
+COMMENT = 16  # the flag of a gzip header that is followed by a comment
+GZIP_HEADER = 10  # bytes, of which the fourth has the flags
 OVERFLOW = (
     "float16 ends at 65504; start anew with --activation_dtype bfloat16 or float32 and --overwrite"
 )
@@ -62,6 +67,15 @@ def gzip_member(block: Sequence[memoryview]) -> list[bytes]:
     return [*map(packer.compress, block), packer.flush()]
 
 
+def with_comment(member: Sequence[bytes], comment: str) -> list[bytes]:
+    """Returns a gzip member, in pieces, with a comment in its header. Characters that Latin-1 lacks
+    become question marks, because the comment of a gzip header is Latin-1."""
+    front, *rest = filter(None, member)
+    header, data = bytearray(front[:GZIP_HEADER]), front[GZIP_HEADER:]
+    header[3] |= COMMENT
+    return [bytes(header), comment.encode("latin-1", "replace") + b"\0", data, *rest]
+
+
 class Packed(NamedTuple):
     """A shard's file in memory. unpacked: the bytes before compression."""
 
@@ -74,20 +88,35 @@ class Packed(NamedTuple):
 class ShardFormat:
     """A format of shard files.
 
-    pieces: returns the uncompressed bytes of a shard, given the full names of its hooks by key.
-    compressed: whether the bytes are gzipped.
+    Attributes:
+        suffix: The end of a file's name.
+        pieces: Returns the uncompressed bytes of a shard, given the full names of its hooks by key,
+            and the id of the process that writes it ("" to leave the id out).
+        compressed: Whether the bytes are gzipped.
     """
 
     suffix: str
-    pieces: Callable[[Shard, Mapping[Key, str]], list[memoryview]]
+    pieces: Callable[[Shard, Mapping[Key, str], str], list[memoryview]]
     compressed: bool = False
 
-    def pack(self, shard: Shard, names: Mapping[Key, str], threads: Executor) -> Packed:
-        """Returns the file of a shard. names: the hooks' full names by key."""
-        pieces = self.pieces(shard, names)
+    def pack(
+        self, shard: Shard, names: Mapping[Key, str], threads: Executor, writer: str = ""
+    ) -> Packed:
+        """Returns the file of a shard.
+
+        Args:
+            shard: The shard.
+            names: The full names of its hooks by key.
+            threads: The threads that compress.
+            writer: The id of the process that writes the file; "" to leave it out.
+        """
+        pieces = self.pieces(shard, names, "" if self.compressed else writer)
         written: Iterable[bytes | memoryview] = pieces
         if self.compressed:
-            written = chain.from_iterable(threads.map(gzip_member, blocks_of(pieces)))
+            members = iter(threads.map(gzip_member, blocks_of(pieces)))
+            if writer:
+                members = chain([with_comment(next(members), writer)], members)
+            written = chain.from_iterable(members)
         parts: list[bytes | memoryview] = []
         digest = hashlib.sha256()
         for data in written:

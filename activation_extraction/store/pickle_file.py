@@ -14,11 +14,13 @@ plain values and NumPy arrays:
   token_ids               int32 (tokens,), or None
   positions               int32 (tokens,), of the tokens in the sample
   role, turn              int32 (tokens,), where a run has labels
-The bytes depend only on the content. Always read a compressed file to its end, where its checksum
-is; `pickle.load` stops before it.
+The bytes depend only on the content and, in an uncompressed file, on the id of the process that
+wrote it: a string before the dict, which unpickling pushes on its stack and drops. Always read a
+compressed file to its end, where its checksum is; `pickle.load` stops before it.
 """
 
 import pickle
+import struct
 import sys
 from collections.abc import Mapping
 from pickle import PickleBuffer
@@ -35,6 +37,7 @@ from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.store.shard import LABELS, Key, SampleRow, Shard
 
 Records = dict[Key, list[dict[str, Any]]]
+PROTOCOL = 2  # bytes at the beginning of a pickle, which name the protocol
 
 
 class _Pickler(pickle.Pickler):
@@ -63,10 +66,21 @@ class _Pieces(list[memoryview]):
         return self[-1].nbytes
 
 
-def pickle_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryview]:
-    """Returns the bytes of a shard's pickle. Activations are not copied."""
+def pickle_pieces(shard: Shard, names: Mapping[Key, str], writer: str = "") -> list[memoryview]:
+    """Returns the bytes of a shard's pickle. Activations are not copied.
+
+    Args:
+        shard: The shard.
+        names: The full names of its hooks by key.
+        writer: The id of the process that writes the file; "" to leave it out.
+    """
     pieces = _Pieces()
     _Pickler(pieces, protocol=5).dump(records_of(shard, names))
+    if writer:
+        text = writer.encode()
+        dropped = pickle.BINUNICODE + struct.pack("<I", len(text)) + text + pickle.POP
+        first = pieces[0]
+        pieces[:1] = [first[:PROTOCOL], memoryview(dropped), first[PROTOCOL:]]
     return pieces
 
 

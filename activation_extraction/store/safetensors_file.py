@@ -2,8 +2,9 @@
 
 So one hook can be read by mapping a part of a local file, or as one range of bytes from a bucket.
 The package's docstring says which tensors there are; they are in that order, and each hook's scales
-follow it. The bytes of the file depend only on the content. (The safetensors library reads and
-writes whole files, and no header alone: https://huggingface.co/docs/safetensors describes them.)
+follow it. The bytes of the file depend only on the content and on the id of the process that wrote
+it, which is in the metadata of the header as `writer`. (The safetensors library reads and writes
+whole files, and no header alone: https://huggingface.co/docs/safetensors describes them.)
 """
 
 import json
@@ -72,10 +73,15 @@ class Tensor:
         return self.offset + self.dtype.itemsize * math.prod(self.shape)
 
 
-def safetensors_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryview]:
+def safetensors_pieces(
+    shard: Shard, names: Mapping[Key, str], writer: str = ""
+) -> list[memoryview]:
     """Returns the bytes of a shard's file. Activations are not copied.
 
-    names: the hooks' full names by key.
+    Args:
+        shard: The shard.
+        names: The full names of its hooks by key.
+        writer: The id of the process that writes the file; "" to leave it out.
     """
     tensors = {
         "sample_idx": [np.array([sample.sample_idx for sample in shard.samples], np.int64)],
@@ -93,7 +99,8 @@ def safetensors_pieces(shard: Shard, names: Mapping[Key, str]) -> list[memoryvie
         tensors[names[key]] = slices
         if key in shard.scales:
             tensors[names[key] + SCALE] = shard.scales[key]
-    header: dict[str, Any] = {"__metadata__": {"format": FORMAT}}
+    metadata = {"format": FORMAT, "writer": writer} if writer else {"format": FORMAT}
+    header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, parts in tensors.items():
         begin, end = end, end + sum(part.nbytes for part in parts)

@@ -10,7 +10,8 @@ pyarrow finds for its values, where that gives all of them back; fields of a str
 are no fields of the value. Any other column has texts of JSON, with null where a sample lacks the
 column; the metadata of its field in the Arrow schema then says `encoding`: `JSON`.
 
-What is read is what was given. The bytes depend on the content and on the version of pyarrow.
+What is read is what was given. The bytes depend on the content, on the version of pyarrow, and on
+the id of the process that wrote the file, which is `writer` in the metadata of the Arrow schema.
 """
 
 import json
@@ -52,10 +53,20 @@ class TableRow:
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
-def pack_table(samples: Sequence[SampleRow]) -> bytes:
-    """Returns the content of the table's file. Raises StorageError for values that do not fit."""
-    sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(_table(samples), sink, compression="zstd")
+def pack_table(samples: Sequence[SampleRow], writer: str = "") -> bytes:
+    """Returns the content of the table's file.
+
+    Args:
+        samples: The samples of the shard, in order.
+        writer: The id of the process that writes the file; "" to leave it out.
+
+    Raises:
+        StorageError: A value does not fit into the table.
+    """
+    table, sink = _table(samples), pyarrow.BufferOutputStream()
+    if writer:
+        table = table.replace_schema_metadata({"writer": writer})
+    pyarrow.parquet.write_table(table, sink, compression="zstd")
     return sink.getvalue().to_pybytes()
 
 

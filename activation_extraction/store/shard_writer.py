@@ -249,13 +249,14 @@ class ShardWriter:
         self, job: _Job, shard: Shard, mark: Cursor | None, number: int
     ) -> tuple[Commit, list[SampleRow]]:
         """Writes the files of a shard; returns its commit and its samples."""
+        writer = self._owner.id
         commit = Commit(number, self._record.began, None if mark is None else mark.to_json())
         if not shard.samples:
             return commit, []
         with self._packing:
             shard, errors = encode_shard(shard, self.encoded, self._threads)
             hooks, sums = measured(shard, self._names, self._identity, errors, self._threads)
-            packed = self.format.pack(shard, self._names, self._threads)
+            packed = self.format.pack(shard, self._names, self._threads, writer)
         cuts = [row.cut for row in shard.samples if row.cut > 0]
         lengths = [len(row.positions) for row in shard.samples]
         commit = replace(
@@ -272,8 +273,8 @@ class ShardWriter:
             empty_samples=lengths.count(0),
         )
         small = {
-            commit.statistics_file: pack_sums(sums),
-            commit.table_file: pack_table(shard.samples),
+            commit.statistics_file: pack_sums(sums, writer),
+            commit.table_file: pack_table(shard.samples, writer),
         }
         job.phase = "writing"
         write = self._owner.write_file

@@ -2,7 +2,8 @@
 
 `Sums` are totals for every dimension; `Statistics` are the few numbers per hook that the JSON files
 record. `shard_0001.npz`, beside the shard, holds the sums of each hook, which are too long for its
-JSON, as arrays `HOOK/FIELD` that `numpy.load` reads. Its bytes depend on the sums alone.
+JSON, as arrays `HOOK/FIELD` that `numpy.load` reads. Its bytes depend on the sums and on the id of
+the process that wrote the file, the text in the array `writer`.
 """
 
 import io
@@ -251,9 +252,16 @@ FIELDS = [each.name for each in fields(Sums)]
 PARSING = threading.Lock()
 
 
-def pack_sums(sums: Mapping[str, Sums]) -> bytes:
-    """Returns the content of the statistics file. sums: the sums by hook."""
+def pack_sums(sums: Mapping[str, Sums], writer: str = "") -> bytes:
+    """Returns the content of the statistics file.
+
+    Args:
+        sums: The sums by hook.
+        writer: The id of the process that writes the file; "" to leave it out.
+    """
     arrays = {f"{hook}/{name}": getattr(sums[hook], name) for hook in sums for name in FIELDS}
+    if writer:
+        arrays["writer"] = np.array(writer)
     file = io.BytesIO()
     np.savez(file, **arrays)
     return file.getvalue()
