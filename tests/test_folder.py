@@ -132,7 +132,7 @@ def test_a_conditional_write_is_sent_once_and_then_unsure(bucket, url, fault, li
     assert not raised.value.final and folder.retries == 1
     assert bucket.failed == {fault: 1}
     ((_, line),) = lines
-    assert line.endswith("; looking whether it was written")
+    assert line.endswith("; looking at what is there now")
     bucket.rate = 0
     assert folder.read("file") == (b"content" if fault == "lost" else None)
 
@@ -150,6 +150,26 @@ def test_what_may_pass_is_retried_and_every_streak_of_failures_is_one_line(
         assert not faults and folder.retries == before + 4
         reason = f"{name} failed (ServiceUnavailable: no); trying again for up to 600 s"
         assert lines == [("extract_activations", f"{GOOGLE}: {reason} (--some_flag)")]
+@pytest.mark.parametrize("url", BUCKETS)
+@pytest.mark.parametrize("fault", ["503", "lost"])
+def test_a_deletion_is_sent_once_where_a_second_one_could_remove_another_file(
+    bucket, monkeypatch, url, fault
+):
+    folder, faults, requests = Folder(url, 20), [], []
+
+    def choose_fault():
+        requests.append(None)
+        return faults.pop() if faults else None
+
+    folder.write("file", b"1", None)
+    monkeypatch.setattr(bucket, "choose_fault", choose_fault)
+    faults.append(fault)
+    assert folder.remove_once("file") == (fault == "lost")
+    assert len(requests) == 2 and bucket.asked[-1][0] == "HEAD"
+    assert folder.remove_once("file") and folder.remove_once("file")
+    assert len(requests) == 4 and folder.files() == {}
+
+
         lines.clear()
     faults = ["503"] * 10**6
     with pytest.raises(FolderError, match=r"listing kept failing for \d+ s \(--some_flag\): Serv"):

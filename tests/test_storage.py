@@ -23,6 +23,7 @@ from activation_extraction.common.errors import InputError, RunError, StorageErr
 from activation_extraction.store.commit import number_of
 from activation_extraction.store.folder import FolderError
 from activation_extraction.store.identity import Identity
+from activation_extraction.store.owner import LostError
 
 HOOKS = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 HIDDEN = 16
@@ -216,6 +217,49 @@ def test_overwriting_removes_shards_and_nothing_of_others(tmp_path):
         with pytest.raises(InputError, match=f"{name} may not be of this program"):
             fill(folder, overwrite=True)
         assert [path.name for path in folder.iterdir()] == [name]
+
+
+def test_each_file_that_is_left_is_deleted_by_one_request_and_named_if_it_may_be_left(
+    tmp_path, lines
+):
+    bucket, asked = MemoryBucket(), []
+    fates = {"deleting shard_0003.npz": "fail", "deleting shard_0002.json": "lost"}
+
+    def fate(_, request):
+        asked.extend([request] * request.startswith("deleting shard_"))
+        return fates.get(request)
+
+    fill(tmp_path / "old", remote=MemoryFolder(bucket, Process()))
+    fill(tmp_path / "new", 3, overwrite=True, remote=MemoryFolder(bucket, Process(fate)))
+    rest = [f"shard_000{n}.{end}" for n in (2, 3, 4) for end in ("json", "npz", "pkl.gz")]
+    rest += [f"shard_000{n}.samples.parquet" for n in (2, 3, 4)]
+    assert sorted(asked) == sorted(f"deleting {name}" for name in rest)
+    there = {path.removeprefix("mem://bucket/") for path in bucket.objects}
+    assert there & {*rest} == {"shard_0003.npz"}
+    (told,) = (line for _, line in lines if "belongs to no shard" in line)
+    assert told.startswith("mem://bucket: shard_0003.npz: it is not known whether")
+    assert status(tmp_path / "new") == "complete"
+
+
+@pytest.mark.parametrize(
+    "standing,told",
+    [
+        (None, "mem://bucket/metadata.json: is gone; so this process cannot know"),
+        (b"{}", "mem://bucket/metadata.json: is damaged, or was not written by this program; so"),
+    ],
+)
+def test_metadata_that_vanishes_or_is_damaged_in_the_middle_of_a_run_is_told(
+    tmp_path, standing, told
+):
+    bucket = MemoryBucket()
+    storage = open_storage(tmp_path, HOOKS, remote=MemoryFolder(bucket, Process()))
+    with pytest.raises(LostError) as raised, storage:
+        add(storage, 0)
+        bucket.objects.pop("mem://bucket/metadata.json")
+        if standing is not None:
+            bucket.put("mem://bucket/metadata.json", standing)
+    assert str(raised.value).startswith(told) and "taken over" not in str(raised.value)
+    assert "--repair" in str(raised.value) and "--machine_id" not in str(raised.value)
 
 
 SHARD = 1000 * HIDDEN * 4 * len(HOOKS)  # bytes of a sample of 1000 tokens: each fills a shard

@@ -191,7 +191,8 @@ class Bucket:
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
-            self._ask(lambda: obstore.delete(self._store(0), self._key(name)))
+            store = self._store(0, may_retry=False)
+            self._ask(lambda: obstore.delete(store, self._key(name)))
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name

@@ -192,7 +192,10 @@ class Folder:
         return self._retry(f"writing {name}", send, once=expected != ANY)
 
     def remove(self, name: str) -> None:
-        """Deletes a file if it exists."""
+        """Deletes a file if it exists, and repeats the request until it is answered.
+
+        Only for a name that is never used again: a repeated request may arrive twice, and late.
+        """
         self._retry(f"deleting {name}", lambda: self._files.remove(name))
 
     def check_conditions(self) -> None:
@@ -233,8 +236,20 @@ class Folder:
                 if failure.final or self.local:  # trying again is useless on this machine
                     raise FolderError(message) from error
                 self.retries += 1
+    def remove_once(self, name: str) -> bool:
+        """Deletes a file if it exists, by one request that is never sent again.
+
+        Returns:
+            Whether the file is gone. If not, it is unknown whether the store will delete it yet.
+        """
+        try:
+            self._retry(f"deleting {name}", lambda: self._files.remove(name), once=True)
+        except ChangedError:
+            return self.head(name) is None
+        return True
+
                 again = f"trying again for up to {self.patience:g} s{self.by_flag}"
-                next_step = "looking whether it was written" if once else again
+                next_step = "looking at what is there now" if once else again
                 level = log.debug if self._failing else log.warning
                 level("%s: %s failed (%s); %s", self.url, request, f"{failure!s:.200}", next_step)
                 self._failing = True

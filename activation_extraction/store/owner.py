@@ -4,13 +4,23 @@ What is stored is what the committed shards list, and commits are made in order 
 as in the log of Delta Lake (Armbrust et al., VLDB 2020). Every write has one order: read which
 version stands there, check that metadata.json still names this process, and write on condition of
 exactly that version. Whatever goes wrong or stays unknown, the same order begins again; so a write
-that succeeded although its answer was lost does no harm.
+that succeeded although its answer was lost does no harm. Where a version is a digest of the content
+(on S3), it must still name one write. So every file contains the id of its writer, those of a shard
+where no reader minds it.
 
 - A process begins by writing its id into metadata.json; only then it reads what is stored.
 - It reserves the next number: it writes that shard's JSON with its own id alone. From then on no
   earlier process can commit, because JSONs are written strictly one after the other, and none
   replaces a commit of the same run.
 - A shard's JSON follows its files, and records their versions.
+- Files that belong to no commit, such as those of an overwritten run, are deleted at the end. A
+  deletion cannot be conditional (obstore has no such request). So each file is deleted by one
+  request, which is never sent again and whose answer is waited for. A file whose deletion stays
+  unknown is left.
+
+A DELETE that is still on its way when its sender gives up, or is killed, may arrive late and remove
+a file that a later process has committed under that name. Readers then refuse the shard, because a
+file that its JSON lists is missing, and --repair computes it again.
 
 In a local folder there is a lock, too (local_files.py), which the process keeps until it ends.
 """
@@ -24,6 +34,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from activation_extraction.common.errors import InputError
+from activation_extraction.common.log import log
 from activation_extraction.store.commit import (
     FORMAT_VERSION,
     METADATA,
@@ -34,7 +45,7 @@ from activation_extraction.store.commit import (
     seal,
 )
 from activation_extraction.store.folder import ANY, Attempts, ChangedError, Folder, FolderError
-from activation_extraction.store.metadata import RESERVED, own_files, parse_commit, read_metadata
+from activation_extraction.store.metadata import RESERVED, own_files, parse_commit, parse_metadata
 
 
 class LostError(InputError):
@@ -81,14 +92,43 @@ class Owner:
         return seal({**content, "run": run, "owner": self.id})
 
     def check(self, owner: str | None = None) -> None:
-        """Raises LostError unless this process is the owner; None: the one in metadata.json."""
-        owner = owner or (read_metadata(self.folder) or {}).get("owner")
+        """Raises LostError unless this process is the owner.
+
+        Args:
+            owner: The owner that a commit names; None for the one that metadata.json names now.
+        """
+        if owner is None:
+            owner = self._owner_in_metadata()
         if owner != self.id:
             raise LostError(
                 f"{self.folder.url}: {owner or 'somebody who left no name'} has taken over, so "
                 "this process stops; what it has committed is safe; give each machine a "
                 "--machine_id of its own"
             )
+
+    def _owner_in_metadata(self) -> str:
+        """Returns the id of the process that metadata.json names.
+
+        Raises:
+            LostError: metadata.json is gone or damaged, or names no process.
+        """
+        where = f"{self.folder.url}/{METADATA}"
+        data = self.folder.read(METADATA, most=MOST_BYTES)
+        if data is None:
+            state = f"{where}: is gone"
+        else:
+            try:
+                owner = parse_metadata(data, where).get("owner")
+            except DamagedError as error:
+                state = str(error)
+            else:
+                if owner:
+                    return owner
+                state = f"{where}: names no owner"
+        raise LostError(
+            f"{state}; so this process cannot know whether the folder is still its own, and stops; "
+            "find out who changed or deleted the file; --repair writes it again"
+        )
 
     def write_metadata(self, content: Mapping[str, Any], upload: bool = True) -> None:
         """Replaces metadata.json. upload: whether also in a bucket."""
@@ -174,14 +214,30 @@ class Owner:
                 attempts.failed(error)
 
     def remove_rest(self, commits: Sequence[Commit]) -> None:
-        """Deletes the files of shards that do not belong to these commits, which are all that the
-        run has. Raises FolderError if a committed file is missing or has changed."""
+        """Deletes the files of shards that do not belong to these commits, and warns of those that
+        may be left.
+
+        Args:
+            commits: All that the run has.
+
+        Raises:
+            FolderError: A committed file is missing or has changed.
+        """
         kept = {name for commit in commits for name in (commit.name, *commit.files)}
         kept.add(self._reserved)  # as long as it is there, no earlier process can commit
         for name in own_files(self.folder.files(), temporary=True):
+        left = []
             if name.startswith(("shard_", ".shard_")) and name not in kept:
                 self.check()
-                self.folder.remove(name)
+                if not self.folder.remove_once(name):
+                    left.append(name)
+        if left:
+            log.warning(
+                "%s: %s: it is not known whether the store has deleted this, which belongs to no "
+                "shard of the run and harms nothing; delete it once nobody writes to the folder",
+                self.folder.url,
+                ", ".join(left),
+            )
         listing = self.folder.listing()
         for commit in commits:
             for name, facts in commit.files.items():

@@ -102,7 +102,7 @@ class RunRecord:
         if anew:
             self._metrics_file.unlink(missing_ok=True)
             if self._bucket is not None:
-                self._bucket.remove(METRICS)
+                self._bucket.remove_once(METRICS)  # if it is left, the next upload replaces it
         elif self._bucket is not None and not self._metrics_file.exists():
             data = self._bucket.read(METRICS)
             if data is not None:
