@@ -6,7 +6,13 @@ buckets.
 
 import errno
 import os
+import re
 import socket
+import threading
+import time
+from contextlib import suppress
+from itertools import count
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -18,8 +24,15 @@ from pods import flags_for
 from activation_extraction.common.errors import InputError
 from activation_extraction.store import bucket as bucket_module
 from activation_extraction.store import folder as folder_module
+from activation_extraction.store import sending
 from activation_extraction.store.bucket import Bucket
-from activation_extraction.store.folder import ANY, ChangedError, Folder, FolderError
+from activation_extraction.store.folder import (
+    ANY,
+    Attempts,
+    ChangedError,
+    Folder,
+    FolderError,
+)
 from activation_extraction.store.local_files import append_line
 
 GOOGLE, S3, AZURE = BUCKETS = ["gs://bucket/run", "s3a://bucket/run", "az://bucket/run"]
@@ -137,19 +150,6 @@ def test_a_conditional_write_is_sent_once_and_then_unsure(bucket, url, fault, li
     assert folder.read("file") == (b"content" if fault == "lost" else None)
 
 
-def test_what_may_pass_is_retried_and_every_streak_of_failures_is_one_line(
-    bucket, monkeypatch, lines
-):
-    """The repetitions that obstore makes by itself are turned off."""
-    monkeypatch.setattr(bucket_module, "RETRIES", 0)
-    folder, faults = Folder(GOOGLE, 600, flag="--some_flag"), []
-    monkeypatch.setattr(bucket, "choose_fault", lambda: faults.pop() if faults else None)
-    for name in ASK.keys() - {"writing file"}:
-        faults, before = ["429", "lost", "reset", "503"], folder.retries
-        ASK[name](folder)
-        assert not faults and folder.retries == before + 4
-        reason = f"{name} failed (ServiceUnavailable: no); trying again for up to 600 s"
-        assert lines == [("extract_activations", f"{GOOGLE}: {reason} (--some_flag)")]
 @pytest.mark.parametrize("url", BUCKETS)
 @pytest.mark.parametrize("fault", ["503", "lost"])
 def test_a_deletion_is_sent_once_where_a_second_one_could_remove_another_file(
@@ -170,6 +170,19 @@ def test_a_deletion_is_sent_once_where_a_second_one_could_remove_another_file(
     assert len(requests) == 4 and folder.files() == {}
 
 
+def test_what_may_pass_is_retried_and_every_streak_of_failures_is_one_line(
+    bucket, monkeypatch, lines
+):
+    """The repetitions that obstore makes by itself are turned off."""
+    monkeypatch.setattr(bucket_module, "RETRIES", 0)
+    folder, faults = Folder(GOOGLE, 600, flag="--some_flag"), []
+    monkeypatch.setattr(bucket, "choose_fault", lambda: faults.pop() if faults else None)
+    for name in ASK.keys() - {"writing file"}:
+        faults, before = ["429", "lost", "reset", "503"], folder.retries
+        ASK[name](folder)
+        assert not faults and folder.retries == before + 4
+        reason = f"{name} failed (ServiceUnavailable: no); trying again for up to 600 s"
+        assert lines == [("extract_activations", f"{GOOGLE}: {reason} (--some_flag)")]
         lines.clear()
     faults = ["503"] * 10**6
     with pytest.raises(FolderError, match=r"listing kept failing for \d+ s \(--some_flag\): Serv"):
@@ -239,6 +252,124 @@ def test_nobody_listens_and_nobody_answers(bucket, monkeypatch, url, variable):
             folder.files()
         with pytest.raises(ChangedError, match="writing file: no answer"):
             ASK["writing file"](folder)
+
+
+@pytest.mark.parametrize("url", BUCKETS)
+def test_a_store_that_takes_the_body_and_never_answers_is_given_up_after_the_patience(
+    bucket, monkeypatch, url
+):
+    """However large the body is: here, a slow line would have years to send it."""
+    answers = threading.Event()
+    bucket.before = lambda method, name: method != "PUT" or answers.wait(600)
+    for module in (folder_module, bucket_module):
+        monkeypatch.setattr(module, "MIN_BYTES_PER_SECOND", 0.01)
+    folder, data = Folder(url, patience=1, flag="--some_flag"), b"x" * 3 * MIB
+    try:
+        with pytest.raises(ChangedError, match=r"writing file: no answer for \d+ s after the"):
+            folder.write("file", data, None)
+        told = r"writing file kept failing for \d+ s \(--some_flag\): no answer for \d+ s after"
+        with pytest.raises(FolderError, match=told):
+            folder.write("file", data, ANY)
+    finally:
+        answers.set()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds that have passed for `Attempts` and `Patience`, in a list of one number."""
+    seconds = [0.0]
+
+    def sleep(duration):
+        seconds[0] += duration
+
+    fake = SimpleNamespace(monotonic=lambda: seconds[0], sleep=sleep)
+    for module in (folder_module, sending):
+        monkeypatch.setattr(module, "time", fake)
+    return seconds
+
+
+def test_all_attempts_at_a_write_share_one_time_that_grows_in_proportion_to_its_bytes(clock):
+    folder = Folder(GOOGLE, patience=300)
+    longest = []
+    for size in (0, MIB, 2 * MIB, 16 * MIB):
+        patience = folder.patience_for(bytes(size))
+        patience.add(1e9)
+        longest.append(patience.end - clock[0])
+    # Sixteen at once on a line of 16 Mbit/s.
+    assert longest == [300 + size * 16 * 8 / 16e6 for size in (0, MIB, 2 * MIB, 16 * MIB)]
+    patience = folder.patience_for(bytes(MIB))
+    attempts = Attempts(folder, "writing file", patience)
+    with pytest.raises(FolderError, match=r"writing file kept failing for 300 s: no"):
+        while True:
+            clock[0] = min(clock[0] + 90, patience.end)  # as `watched` ends an attempt
+            attempts.failed("no")
+    # What is not a write may take long, and is tried again when it fails.
+    attempts = Attempts(folder, "reading file")
+    clock[0] += 10**6
+    attempts.failed("no")
+
+
+def test_a_write_may_send_for_longer_than_its_patience_but_not_for_ever(monkeypatch):
+    """Also where the system does not tell whether it sends."""
+    for answer in (True, None):
+        answered, asked = threading.Event(), count(1)
+
+        def is_sending(answered=answered, asked=asked, answer=answer):
+            if next(asked) == 20:
+                answered.set()
+            return answer
+
+        monkeypatch.setattr(sending, "is_sending", is_sending)
+        patience = sending.Patience(0.02, 600)
+        assert sending.watched(lambda e=answered: e.wait(600), patience, "") is True
+        with pytest.raises(FolderError, match="no answer within") as raised:
+            sending.watched(threading.Event().wait, sending.Patience(0.02, 0.05), "")
+        assert not raised.value.final
+
+
+@pytest.mark.parametrize(
+    "is_sending,told",
+    [
+        (True, "bytes are being sent"),
+        (False, "everything is sent, and the store has not answered yet"),
+        (None, "there is no answer yet"),
+    ],
+)
+def test_a_write_that_waits_for_minutes_is_logged(monkeypatch, is_sending, told):
+    assert sending.LOGGED_AFTER == 60
+    monkeypatch.setattr(sending, "is_sending", lambda: is_sending)
+    monkeypatch.setattr(sending, "STEP", 0.001)
+    monkeypatch.setattr(sending, "LOGGED_AFTER", 0.001)
+    enough = threading.Event()
+
+    def note(level, text, *values):
+        lines.append(text % values)
+        if len(lines) == 3:
+            enough.set()
+
+    lines = []
+    monkeypatch.setattr(sending.log, "log", note)
+    assert sending.watched(lambda: enough.wait(600), sending.Patience(600), "gs://b: writing x")
+    pattern = rf"gs://b: writing x has been waiting for \d+ s: {told}"
+    assert all(re.fullmatch(pattern, line) for line in lines)
+
+
+def test_the_kernel_tells_whether_bytes_are_leaving():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as client,
+        server.accept()[0] as reader,
+    ):
+        client.setblocking(False)
+        sent = 0
+        with suppress(BlockingIOError):
+            while True:
+                sent += client.send(bytes(MIB))
+        assert sending.is_sending() is True
+        while sent:
+            sent -= len(reader.recv(sent))
+        while sending.is_sending() is not False:
+            time.sleep(0.01)
 
 
 def test_links_are_not_written_through(tmp_path):

@@ -472,7 +472,9 @@ class Config:
         "write local shards as well, beside those in the bucket",
     )
     upload_timeout: int = seconds(
-        "how long to keep retrying a failing upload before the run stops", 300
+        "how long an upload may keep failing, or wait for an answer once all is sent, before the "
+        "run stops; the time for sending it comes on top, at most 8 s per MB",
+        300,
     )
     plan: str | None = flag(
         "estimate what the run would take on a machine, such as v5e:8x8, v5litepod-64, v4-32, h100 "

@@ -8,6 +8,7 @@ FolderError with the store's own words.
 """
 
 import os
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -172,7 +173,7 @@ class Bucket:
         size = sum(part.nbytes for part in parts)
 
         def put() -> str | None:
-            store, key = self._store(size, may_retry=expected == ANY), self._key(name)
+            store, key = self._store(size, may_retry=False), self._key(name)
             mode: Any = {None: "create", ANY: "overwrite"}.get(expected, {"e_tag": expected})
             if "e_tag" in mode and self._kind is GOOGLE:
                 # Google compares generations, which no listing has.
@@ -201,10 +202,11 @@ class Bucket:
         """Returns the bucket for requests that move `size` bytes.
 
         A timeout begins with the request and ignores how much of its body has been moved, so it
-        cannot tell a slow line from a silent server. So each request gets the patience, or the time
-        that its bytes need on a slow line, whichever is longer.
+        cannot tell a slow line from a silent server. So each request gets the patience and the time
+        that its bytes need on a slow line, in multiples of the patience, because each timeout needs
+        a client of its own. A write is given up before that (sending.py).
         """
-        seconds = max(self._patience, 2 ** size.bit_length() / MIN_BYTES_PER_SECOND)
+        seconds = self._patience * math.ceil(1 + size / MIN_BYTES_PER_SECOND / self._patience)
         endpoint = os.environ.get(self._kind.endpoint, "")
         retries = RETRIES if may_retry else 0
         try:

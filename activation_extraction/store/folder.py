@@ -5,7 +5,6 @@ may be repeated. A write can be conditional: it creates a file, or replaces a ce
 This module does not know what the files mean.
 """
 
-import math
 import os
 import random
 import time
@@ -23,7 +22,7 @@ from activation_extraction.common.errors import InputError, one_line, reason_of
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import plain_url
 from activation_extraction.store.answers import Meaning, meaning_of
-from activation_extraction.store.bucket import BUCKETS, Bucket
+from activation_extraction.store.bucket import BUCKETS, MIN_BYTES_PER_SECOND, Bucket
 from activation_extraction.store.local_files import (
     ANY,
     ChangedError,
@@ -32,6 +31,7 @@ from activation_extraction.store.local_files import (
     LocalFolder,
     check_size,
 )
+from activation_extraction.store.sending import Patience, watched
 
 __all__ = ["ANY", "ChangedError", "FileEntry", "Folder", "FolderError"]
 PATIENCE = 300.0  # seconds
@@ -93,12 +93,19 @@ class ForeignFolder:
 
 
 class Folder:
-    """A folder. patience: for how many seconds after its first failure a request is retried.
+    """A folder. Its methods raise FolderError, and may be called from several threads.
 
-    flag: the flag that sets the patience, for messages. `given` is the URL as it was given; `url`
-    lacks its secrets, and is the one to print and to store. `local` says whether it is on this
-    machine. `retries` counts failed attempts. Methods raise FolderError, and may be called from
-    several threads.
+    Args:
+        url: The URL or the path of the folder.
+        patience: Seconds for which a request is retried after its first failure, and for which a
+            write to a bucket may make no progress (sending.py).
+        flag: The flag that sets the patience, for messages.
+
+    Attributes:
+        given: The URL as it was given.
+        url: The URL without its secrets, which is the one to print and to store.
+        local: Whether the folder is on this machine.
+        retries: The number of failed attempts so far.
     """
 
     def __init__(self, url: str, patience: float = PATIENCE, flag: str = "") -> None:
@@ -175,21 +182,47 @@ class Folder:
     def _read(self, name: str, *how: Any) -> tuple[Bytes | bytes, str | None] | None:
         return self._retry(f"reading {name}", lambda: self._files.read(name, *how))
 
-    def write(self, name: str, parts: bytes | Sequence[Any], expected: str | None) -> str | None:
-        """Writes a whole file, and returns its version; None where the store has no versions.
+    def patience_for(self, parts: bytes | Sequence[Any]) -> Patience:
+        """Returns the time that a write of these buffers may take from now on, retries and all."""
+        size = sum(view.nbytes for view in _views(parts))
+        return Patience(self.patience, size / MIN_BYTES_PER_SECOND)
 
-        parts: bytes, or buffers, one after the other. expected: the version to replace; None: no
-        file, so that it is created; ANY: whatever is there. Without ANY there is one attempt: it
-        raises ChangedError if something else is there, or if it cannot be known whether the file
-        was written.
+    def write(
+        self,
+        name: str,
+        parts: bytes | Sequence[Any],
+        expected: str | None,
+        patience: Patience | None = None,
+    ) -> str | None:
+        """Writes a whole file.
+
+        Without ANY there is one attempt.
+
+        Args:
+            name: The name of the file.
+            parts: The content: bytes, or buffers, one after the other.
+            expected: The version to replace; None if there must be no file, so that it is created;
+                ANY to replace whatever is there.
+            patience: The time that is left for the write; None if this is the first attempt.
+
+        Returns:
+            The version of the file; None where the store has no versions.
+
+        Raises:
+            ChangedError: Something else is there, or it cannot be known whether the file was
+                written. Not raised with ANY.
         """
-        buffers: Sequence[Any] = [parts] if isinstance(parts, bytes) else parts
-        views = [memoryview(part).cast("B") for part in buffers if memoryview(part).nbytes]
+        views, files = _views(parts), self._files
+        left = patience or self.patience_for(parts)
 
         def send() -> str | None:
-            return self._files.write(name, views, expected)
+            return files.write(name, views, expected)
 
-        return self._retry(f"writing {name}", send, once=expected != ANY)
+        def attempt() -> str | None:
+            return watched(send, left, f"{self.url}: writing {name}")
+
+        action = attempt if isinstance(files, Bucket) else send
+        return self._retry(f"writing {name}", action, once=expected != ANY, patience=left)
 
     def remove(self, name: str) -> None:
         """Deletes a file if it exists, and repeats the request until it is answered.
@@ -197,6 +230,18 @@ class Folder:
         Only for a name that is never used again: a repeated request may arrive twice, and late.
         """
         self._retry(f"deleting {name}", lambda: self._files.remove(name))
+
+    def remove_once(self, name: str) -> bool:
+        """Deletes a file if it exists, by one request that is never sent again.
+
+        Returns:
+            Whether the file is gone. If not, it is unknown whether the store will delete it yet.
+        """
+        try:
+            self._retry(f"deleting {name}", lambda: self._files.remove(name), once=True)
+        except ChangedError:
+            return self.head(name) is None
+        return True
 
     def check_conditions(self) -> None:
         """Writes a tiny file and deletes it again. Raises InputError if the store ignores what a
@@ -216,13 +261,23 @@ class Folder:
         finally:
             self.remove(name)
 
-    def _retry(self, request: str, action: Callable[[], T], once: bool = False) -> T:
+    def _retry(
+        self,
+        request: str,
+        action: Callable[[], T],
+        once: bool = False,
+        patience: Patience | None = None,
+    ) -> T:
         """Returns the result of `action`, which is retried unless its failure is final. It warns
         about a failure, but only once until a request succeeds.
 
-        request: names it in messages. once: a failure that may pass raises ChangedError at once.
+        Args:
+            request: The name of the request, for messages.
+            action: One attempt.
+            once: Whether a failure that may pass raises ChangedError at once.
+            patience: See `Attempts`.
         """
-        attempts = Attempts(self, request)
+        attempts = Attempts(self, request, patience)
         while True:
             try:
                 result = action()
@@ -236,18 +291,6 @@ class Folder:
                 if failure.final or self.local:  # trying again is useless on this machine
                     raise FolderError(message) from error
                 self.retries += 1
-    def remove_once(self, name: str) -> bool:
-        """Deletes a file if it exists, by one request that is never sent again.
-
-        Returns:
-            Whether the file is gone. If not, it is unknown whether the store will delete it yet.
-        """
-        try:
-            self._retry(f"deleting {name}", lambda: self._files.remove(name), once=True)
-        except ChangedError:
-            return self.head(name) is None
-        return True
-
                 again = f"trying again for up to {self.patience:g} s{self.by_flag}"
                 next_step = "looking at what is there now" if once else again
                 level = log.debug if self._failing else log.warning
@@ -262,24 +305,28 @@ class Folder:
 
 
 class Attempts:
-    """The attempts at one request to a folder. The folder's patience counts from the first failure,
-    so that a long transfer which fails at its end is tried again."""
+    """The attempts at one request to a folder.
 
-    def __init__(self, folder: Folder, request: str) -> None:
-        self._folder, self._request = folder, request
-        self._first_failure = math.inf
+    Args:
+        folder: The folder.
+        request: The name of the request, for messages.
+        patience: The time that they may take; None to let the folder's patience begin with the
+            first failure, so that a long transfer which fails at its end is tried again.
+    """
+
+    def __init__(self, folder: Folder, request: str, patience: Patience | None = None) -> None:
+        self._folder, self._request, self._patience = folder, request, patience
         self._pause = FIRST_PAUSE
 
     def failed(self, reason: object) -> None:
         """Waits before the next attempt, longer each time. Raises FolderError if there is no
         patience left for another one."""
-        now, folder = time.monotonic(), self._folder
-        self._first_failure = min(self._first_failure, now)
-        spent = now - self._first_failure
-        if spent + self._pause > folder.patience:
+        folder, now = self._folder, time.monotonic()
+        self._patience = patience = self._patience or Patience(folder.patience)
+        if now + self._pause > patience.end:
             raise FolderError(
-                f"{folder.url}: {self._request} kept failing for {spent:.0f} s{folder.by_flag}: "
-                f"{reason}",
+                f"{folder.url}: {self._request} kept failing for {now - patience.began:.0f} s"
+                f"{folder.by_flag}: {reason}",
                 final=False,
             )
         time.sleep(self._pause * random.uniform(0.5, 1))
@@ -291,6 +338,12 @@ class SourceFolder(Folder):
 
     def _open(self, scheme: str) -> LocalFolder | Bucket | ForeignFolder:
         return ForeignFolder(self.given)
+
+
+def _views(parts: bytes | Sequence[Any]) -> list[memoryview]:
+    """Returns the bytes of buffers, without empty ones."""
+    buffers: Sequence[Any] = [parts] if isinstance(parts, bytes) else parts
+    return [memoryview(part).cast("B") for part in buffers if memoryview(part).nbytes]
 
 
 def local_path(url: str) -> str:

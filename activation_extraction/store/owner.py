@@ -72,17 +72,29 @@ class Owner:
     def begin(self, run: str, content: Mapping[str, Any], version: str | None) -> bool:
         """Writes the first metadata.json of this process.
 
-        run: the id of the run. version: of the metadata.json that the process has read; None if
-        there was none. Returns False if another process has written it since.
+        Args:
+            run: The id of the run.
+            content: The content, without the ids of the run and of this process.
+            version: The version of the metadata.json that the process has read; None if there was
+                none.
+
+        Returns:
+            False if another process has written or deleted it since.
         """
         data = self._metadata(content, run)
-        try:
-            self.folder.write(METADATA, data, version)
-        except ChangedError:
+        patience = self.folder.patience_for(data)
+        attempts = Attempts(self.folder, f"writing {METADATA}", patience)
+        while True:
             try:
-                self.check()
-            except LostError:
-                return False
+                self.folder.write(METADATA, data, version, patience)
+                break
+            except ChangedError as error:
+                standing = self.folder.read_with_version(METADATA, most=MOST_BYTES)
+                if standing is not None and standing[0] == data:
+                    break
+                if (standing and standing[1]) != version:
+                    return False
+                attempts.failed(error)
         self.run = run
         if self.local is not None:
             self.local.write(METADATA, data, ANY)
@@ -197,7 +209,8 @@ class Owner:
 
         Returns this content, or None if the file was written; and the version of the file.
         """
-        attempts = Attempts(self.folder, f"writing {name}")
+        patience = self.folder.patience_for(parts)  # one for all attempts
+        attempts = Attempts(self.folder, f"writing {name}", patience)
         while True:
             if is_settled is None:  # a file of a shard, which is never read
                 entry = self.folder.head(name)
@@ -209,7 +222,7 @@ class Owner:
                 version = found and found[1]
             self.check()
             try:
-                return None, self.folder.write(name, parts, version)
+                return None, self.folder.write(name, parts, version, patience)
             except ChangedError as error:
                 attempts.failed(error)
 
@@ -225,8 +238,8 @@ class Owner:
         """
         kept = {name for commit in commits for name in (commit.name, *commit.files)}
         kept.add(self._reserved)  # as long as it is there, no earlier process can commit
-        for name in own_files(self.folder.files(), temporary=True):
         left = []
+        for name in own_files(self.folder.files(), temporary=True):
             if name.startswith(("shard_", ".shard_")) and name not in kept:
                 self.check()
                 if not self.folder.remove_once(name):
