@@ -4,6 +4,7 @@ Buckets of Google's, S3's and Azure's and a local folder behave alike; gcs_serve
 buckets.
 """
 
+import copy
 import errno
 import os
 import re
@@ -78,6 +79,23 @@ def test_a_write_is_conditional_on_what_stands_there(folder):
     folder.remove("file")
     folder.remove("file")
     assert folder.files() == {"new": 1}
+
+
+@pytest.mark.parametrize("ask", [Folder.head, Folder.read_with_version, Folder.write])
+def test_a_write_to_google_is_conditional_on_the_generation_that_was_seen(bucket, ask):
+    """Somebody has written the same content again since: the ETag is the same."""
+    folder = Folder(GOOGLE, patience=20)
+    seen = folder.write("file", b"one", None)
+    if ask is not Folder.write:
+        _, seen = ask(folder, "file")
+    bucket.put("run/file", b"one")
+    assert folder.listing()["file"].version == seen
+    for version in (seen, copy.deepcopy(seen)):  # as the dataclasses copy it that hold it
+        bucket.asked.clear()
+        with pytest.raises(ChangedError, match="writing file: is another version now"):
+            folder.write("file", b"two", version)
+        assert bucket.asked == [("PUT", "run/file")]
+    assert folder.read("file") == b"one"
 
 
 def test_ranges_folders_sizes_and_what_is_missing(folder):

@@ -2,14 +2,15 @@
 
 obstore finds the credentials (Google's application default credentials or service account, the
 AWS_* and AZURE_* variables, or the machine's own), and repeats reads that fail. The version of an
-object is its ETag, which every answer and every listing has. A conditional write is sent once,
-because a second attempt could not be told from somebody else's write. What obstore raises becomes a
-FolderError with the store's own words.
+object is its ETag, which every answer and every listing has; a write to Google is conditional on
+the generation that the same answer had. A write or a deletion is sent once: a second attempt at a
+conditional write could not be told from somebody else's, and a second deletion may arrive late.
+What obstore raises becomes a FolderError with the store's own words.
 """
 
-import os
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
@@ -118,6 +119,17 @@ BUCKETS = {
 }
 
 
+class GoogleVersion(str):
+    """The version of an object in a bucket of Google Cloud Storage: its ETag, as on other stores.
+
+    Attributes:
+        generation: The generation of the object. Google's writes are conditional on it, but no
+            listing has it. Another one may have the same ETag, if it has the same content.
+    """
+
+    generation: str
+
+
 class Bucket:
     """The folder at `url`. `LocalFolder` describes its methods; they raise FolderError."""
 
@@ -134,7 +146,7 @@ class Bucket:
         prefix = self._prefix or None
         found = self._ask(lambda: obstore.list_with_delimiter(self._store(0), prefix))
         files = {
-            _last(entry["path"]): FileEntry(entry["size"], _version(entry["e_tag"]))
+            _last(entry["path"]): FileEntry(entry["size"], _tag(entry["e_tag"]))
             for entry in found["objects"]
             if entry["path"] != self._prefix  # what consoles leave in an empty folder
         }
@@ -143,7 +155,7 @@ class Bucket:
     def head(self, name: str) -> FileEntry | None:
         with suppress(FileNotFoundError):
             found = self._ask(lambda: obstore.head(self._store(0), self._key(name)))
-            return FileEntry(found["size"], _version(found["e_tag"]))
+            return FileEntry(found["size"], self._version(found))
         return None
 
     def read(
@@ -163,7 +175,7 @@ class Bucket:
                 raise
             if span is None:
                 check_size(answer.meta["size"], most)
-            return answer.bytes(), _version(answer.meta["e_tag"])
+            return answer.bytes(), self._version(answer.meta)
 
         with suppress(FileNotFoundError):
             return self._ask(get)
@@ -175,15 +187,11 @@ class Bucket:
         def put() -> str | None:
             store, key = self._store(size, may_retry=False), self._key(name)
             mode: Any = {None: "create", ANY: "overwrite"}.get(expected, {"e_tag": expected})
-            if "e_tag" in mode and self._kind is GOOGLE:
-                # Google compares generations, which no listing has.
-                found = obstore.head(self._store(0), key)
-                if _version(found["e_tag"]) != expected:
-                    raise ChangedError
-                mode["version"] = found["version"]
+            if isinstance(expected, GoogleVersion):
+                mode["version"] = expected.generation
             # put_async would often abort a process that ends soon after it.
             answer = obstore.put(store, key, parts, mode=mode, use_multipart=False)
-            return _version(answer["e_tag"])
+            return self._version(answer)
 
         try:
             return self._ask(put)
@@ -194,6 +202,15 @@ class Bucket:
         with suppress(FileNotFoundError):
             store = self._store(0, may_retry=False)
             self._ask(lambda: obstore.delete(store, self._key(name)))
+
+    def _version(self, answer: Mapping[str, Any]) -> str | None:
+        """Returns the version of an object, as an answer about that object alone gives it."""
+        tag = _tag(answer["e_tag"])
+        if self._kind is not GOOGLE or tag is None:
+            return tag
+        version = GoogleVersion(tag)
+        version.generation = answer["version"]
+        return version
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
@@ -272,7 +289,7 @@ def _connect(
     return kind.open(bucket, {"client_options": client, "retry_config": retry})
 
 
-def _version(tag: str | None) -> str | None:
+def _tag(tag: str | None) -> str | None:
     """Returns an ETag in quotes, as the headers of answers have it: Azure's listings lack them."""
     return f'"{tag}"' if tag and not tag.endswith('"') else tag
 
