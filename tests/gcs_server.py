@@ -19,11 +19,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from html import unescape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape, unescape
+from xml.sax.saxutils import escape
 
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # as folder.py
 
@@ -31,8 +32,8 @@ import gcsfs
 import pytest
 
 ACCOUNT = "account"  # as in an emulator of Azure, the first part of each path
-# A number is the HTTP status of the answer; the others are what networks do. Another one is
-# "half", after which nothing arrives.
+# A number is the HTTP status of the answer, and a code may follow it, as in "400 RequestTimeout";
+# the others are what networks do. Another one is "half", after which nothing arrives.
 FAULTS = ("503", "429", "reset", "truncated", "lost")
 
 
@@ -147,8 +148,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.json = url.path.startswith(("/storage/", "/download/"))
         if fault == "reset" or len(body) < length:  # the client is gone
             return self._reset()
-        if fault is not None and fault.isdigit():
-            return self._send(self._error(int(fault), "no"))
+        if fault is not None and fault[0].isdigit():
+            status, _, code = fault.partition(" ")
+            return self._send(self._error(int(status), "no", code))
         where = re.sub(r"^/(download/)?storage/v1/b/([^/]+)(/o/?)?", r"/\2/", url.path)
         where = where.removeprefix(f"/{ACCOUNT}")
         place, _, name = unquote(where).lstrip("/").partition("/")
@@ -188,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "DELETE":
             return (204, {}, b"") if bucket.stored.pop(name, None) else self._error(404, "none")
         if self.azure:  # a batch of requests, each a part of the body
-            (path,) = re.findall(rb"DELETE (\S+) HTTP", body)
+            (path,) = re.findall(rb"DELETE ([^\s?]+)", body)
             key = unquote(path.decode()).removeprefix(f"/{ACCOUNT}/{bucket.name}/")
             status = "202 Accepted" if bucket.stored.pop(key, None) else "404 no such blob"
             part = "Content-Type: application/http\r\nContent-ID: 0\r\n\r\nHTTP/1.1"

@@ -20,13 +20,16 @@ import numpy as np
 import pytest
 from cloud import free_port
 from command_line import main
+from obstore.exceptions import GenericError
 from pods import flags_for
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.store import bucket as bucket_module
 from activation_extraction.store import folder as folder_module
 from activation_extraction.store import sending
+from activation_extraction.store.answers import Meaning, failure_of_obstore
 from activation_extraction.store.bucket import Bucket
+from activation_extraction.store.bucket_kinds import AZURE as AZURE_KIND
 from activation_extraction.store.folder import (
     ANY,
     Attempts,
@@ -154,7 +157,9 @@ ASK = {
 
 
 @pytest.mark.parametrize("url", BUCKETS)
-@pytest.mark.parametrize("fault", ["503", "429", "409", "reset", "lost"])
+@pytest.mark.parametrize(
+    "fault", ["503", "429", "409", "400 RequestTimeout", "400 IncompleteBody", "reset", "lost"]
+)
 def test_a_conditional_write_is_sent_once_and_then_unsure(bucket, url, fault, lines):
     folder = Folder(url, 20)
     bucket.faults, bucket.rate = (fault,), 1.0
@@ -196,9 +201,9 @@ def test_what_may_pass_is_retried_and_every_streak_of_failures_is_one_line(
     folder, faults = Folder(GOOGLE, 600, flag="--some_flag"), []
     monkeypatch.setattr(bucket, "choose_fault", lambda: faults.pop() if faults else None)
     for name in ASK.keys() - {"writing file"}:
-        faults, before = ["429", "lost", "reset", "503"], folder.retries
+        faults, before = ["429", "400 RequestTimeout", "lost", "reset", "503"], folder.retries
         ASK[name](folder)
-        assert not faults and folder.retries == before + 4
+        assert not faults and folder.retries == before + 5
         reason = f"{name} failed (ServiceUnavailable: no); trying again for up to 600 s"
         assert lines == [("extract_activations", f"{GOOGLE}: {reason} (--some_flag)")]
         lines.clear()
@@ -222,7 +227,25 @@ REFUSALS = [
     (S3, "403", f"permission denied (Forbidden: no); needed: {S3_NEEDS}"),
     (GOOGLE, "401", "(Unauthorized: no); run `gcloud auth application-default login`"),
     (S3, "401", "invalid or have expired (Unauthorized: no); set AWS_ACCESS_KEY_ID"),
+    (AZURE, "403", "permission denied (Forbidden: no); needed: the role Storage Blob Data Contrib"),
+    (
+        AZURE,
+        "401",
+        "(Unauthorized: no); set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_K",
+    ),
+    (
+        S3,
+        "301",
+        "in another region or at another address (redirected without an address); set AWS_",
+    ),
+    (S3, "400 AuthorizationHeaderMalformed", "set AWS_REGION to the region of the bucket"),
+    (S3, "400 ExpiredToken", "invalid or have expired (ExpiredToken: no); set AWS_ACCESS_KEY_ID"),
+    (S3, "403 InvalidAccessKeyId", "invalid or have expired (InvalidAccessKeyId: no)"),
+    (AZURE, "403 AuthenticationFailed", "invalid or have expired (AuthenticationFailed: no)"),
+    (AZURE, "409 BlobImmutableDueToPolicy", "BlobImmutableDueToPolicy: no"),
     ("gs://elsewhere/run", None, "no such bucket: elsewhere"),
+    ("s3://elsewhere/run", None, "no such bucket: elsewhere"),
+    ("az://elsewhere/run", None, "no such bucket: elsewhere"),
 ]
 
 
@@ -250,6 +273,235 @@ def test_a_bucket_that_refuses_is_told_in_one_line_before_the_model_is_read(
     (error,) = capsys.readouterr().err.strip().splitlines()
     assert error.startswith("error: ") and "permission denied" in error
     assert not (tmp_path / "out").exists()
+
+
+# What obstore says in its errors stands after the URL, and may stand in the URL as well.
+WORDS = (
+    "NoSuchBucket ContainerNotFound 169.254.169.254 metadata.google.internal token request "
+    "status code: 404 TimedOut <Code>AccessDenied</Code>"
+)
+STRUCTURE = 'Debug source: Generic {", inner: Status { status: 404, body: None, }, }'
+
+
+@pytest.mark.parametrize("url", BUCKETS)
+@pytest.mark.parametrize("words", [WORDS, STRUCTURE])
+def test_words_in_a_name_do_not_decide_what_a_failure_means(bucket, monkeypatch, url, words, lines):
+    monkeypatch.setattr(bucket_module, "RETRIES", 0)
+    folder, faults = Folder(f"{url}/{words}", 600), []
+    monkeypatch.setattr(bucket, "choose_fault", lambda: faults.pop() if faults else None)
+    assert folder.read(words) is None and folder.files() == {}
+    folder.write(words, b"1", None)
+    with pytest.raises(ChangedError):
+        folder.write(words, b"2", None)
+    for ask in (folder.files, lambda: folder.read(words), lambda: folder.write(words, b"1", ANY)):
+        lines.clear()
+        faults = ["503"]
+        ask()
+        ((_, line),) = lines
+        assert not faults and "(ServiceUnavailable: no); trying again" in line
+    folder.remove(words)
+    assert folder.files() == {}
+
+
+CONNECTION = (
+    "DefaultEndpointsProtocol=http;AccountName=account;AccountKey=c2VjcmV0;BlobEndpoint={};"
+)
+REACHED = [  # a URL, and the variables that lead to its store; {} is the address
+    ("s3://bucket", {"AWS_ENDPOINT_URL": "{}/"}),
+    ("s3://bucket", {"AWS_ENDPOINT_URL_S3": "{}", "AWS_ENDPOINT_URL": "http://sts.invalid"}),
+    ("s3://bucket", {"AWS_ENDPOINT": "{}", "AWS_ALLOW_HTTP": "true"}),
+    ("s3://bucket", {"AWS_ENDPOINT": "{}"}),
+    ("az://bucket", {"AZURE_ENDPOINT": "{}/account"}),
+    ("az://bucket", {"AZURE_STORAGE_SERVICE_ENDPOINT": "{}/account"}),
+    ("az://bucket", {"AZURE_STORAGE_CONNECTION_STRING": CONNECTION.format("{}/account")}),
+    (
+        "abfss://bucket@account.dfs.core.windows.net",
+        {"AZURE_STORAGE_CONNECTION_STRING": CONNECTION.format("{}/account/")},
+    ),
+    (
+        "az://bucket",
+        {
+            "AZURE_STORAGE_CONNECTION_STRING": "BlobEndpoint={}/account;"
+            "SharedAccessSignature=sv=1&sig=a%3D"
+        },
+    ),
+    (
+        "az://bucket",
+        {
+            "AZURE_STORAGE_ENDPOINT": "{}/account",
+            "AZURE_STORAGE_ACCOUNT": "account",
+            "AZURE_STORAGE_KEY": "c2VjcmV0",
+        },
+    ),
+    ("gs://bucket", {"STORAGE_EMULATOR_HOST": "{}/"}),
+]
+
+
+@pytest.mark.parametrize("url,variables", REACHED)
+def test_every_variable_that_names_an_address_or_a_key_is_used(bucket, monkeypatch, url, variables):
+    address = bucket.environment["AWS_ENDPOINT_URL"]
+    replaced = {"STORAGE_EMULATOR_HOST", "AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT"}
+    if "AZURE_ENDPOINT" not in variables and "AZURE_STORAGE_SERVICE_ENDPOINT" not in variables:
+        replaced |= {"AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"}
+    for name in replaced:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(address))
+    folder = Folder(f"{url}/run", 20)
+    folder.check_conditions()
+    folder.write("file", b"1", None)
+    assert bucket.objects() == {"run/file": b"1"} and folder.retries == 0
+
+
+CLOUDS = {
+    "data@acct.dfs.core.windows.net": "https://acct.blob.core.windows.net",
+    "data@acct.dfs.core.chinacloudapi.cn": "https://acct.blob.core.chinacloudapi.cn",
+    "data@acct.blob.core.usgovcloudapi.net": "https://acct.blob.core.usgovcloudapi.net",
+    "data@acct.z1.dfs.storage.azure.net": "https://acct.z1.blob.storage.azure.net",
+}
+
+
+@pytest.mark.parametrize("place,address", CLOUDS.items())
+def test_the_host_in_a_url_names_the_account_and_its_cloud(monkeypatch, place, address):
+    monkeypatch.delenv("AZURE_STORAGE_ENDPOINT", raising=False)
+    settings = AZURE_KIND.settings(place)
+    assert (settings["container_name"], settings["account_name"]) == ("data", "acct")
+    assert settings["endpoint"] == address
+
+
+UNUSABLE = [
+    (S3, "AWS_ENDPOINT_URL_S3", "minio:9000", "AWS_ENDPOINT_URL_S3 is 'minio:9000', expected http"),
+    (GOOGLE, "STORAGE_EMULATOR_HOST", "http://", "STORAGE_EMULATOR_HOST is 'http://', expected"),
+    (AZURE, "AZURE_STORAGE_ENDPOINT", "ftp://a/b", "AZURE_STORAGE_ENDPOINT is 'ftp://a/b', expec"),
+    (AZURE, "AZURE_STORAGE_CONNECTION_STRING", "secret", "STRING is '', expected http"),
+    (
+        AZURE,
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "AccountName=a",
+        "has neither AccountKey nor Shared",
+    ),
+    (
+        "abfss://b@other.dfs.core.windows.net/r",
+        "AZURE_STORAGE_CONNECTION_STRING",
+        CONNECTION.format("http://a"),
+        "is for the account account, expected other as in the URL",
+    ),
+    (
+        AZURE,
+        "AZURE_STORAGE_ACCOUNT_KEY",
+        "*",
+        "Invalid Access Key: Invalid symbol 42, offset 0.; se",
+    ),
+]
+
+
+@pytest.mark.parametrize("url,variable,value,message", UNUSABLE)
+def test_settings_that_cannot_work_are_not_retried(
+    bucket, monkeypatch, url, variable, value, message
+):
+    monkeypatch.setenv(variable, value)
+    folder = Folder(url)
+    with pytest.raises(FolderError, match=re.escape(message)) as raised:
+        folder.files()
+    assert raised.value.final and folder.retries == 0 and "secret" not in str(raised.value)
+
+
+def test_what_never_worked_and_cannot_work_is_not_retried(bucket, monkeypatch):
+    """A store that has worked is asked again, because its network may be the reason."""
+    address = bucket.environment["AWS_ENDPOINT_URL"]
+    folder = Folder(S3, 600)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address.replace("http", "https"))
+    with pytest.raises(FolderError, match="does not speak TLS") as raised:
+        folder.files()
+    assert raised.value.final and folder.retries == 0
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    folder.files()
+    monkeypatch.setattr(
+        folder_module.time, "sleep", lambda _: monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    )
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address.replace("http", "https"))
+    assert folder.files() == {} and folder.retries == 1
+
+
+def test_a_machine_without_credentials_is_told_how_to_give_some(bucket, monkeypatch):
+    """The server of credentials answers as a store without the bucket would."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", bucket.environment["AWS_ENDPOINT_URL"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(FolderError, match="no credentials were found, nor given by") as raised:
+        Folder(S3).files()
+    assert raised.value.final and "set AWS_ACCESS_KEY_ID" in str(raised.value)
+
+
+# Errors of obstore, as it prints them, that no server of a test can cause.
+CONNECT = """Generic S3 error: Error performing GET https://host/b/a in 1ms - HTTP error: error
+
+Debug source:
+Generic {
+    store: "S3",
+    source: RetryError(
+        RetryErrorImpl {
+            method: GET,
+            uri: Some(
+                https://host/b/a,
+            ),
+            inner: Http(
+                HttpError {
+                    kind: Connect,
+                    source: reqwest::Error {
+                        kind: Request,
+                        source: hyper_util::client::legacy::Error(
+                            Connect,
+                            %s
+                        ),
+                    },
+                },
+            ),
+        },
+    ),
+}"""
+NO_ANSWER = [
+    (
+        'ConnectError(\n"dns error",\nCustom {\nkind: Uncategorized,\n'
+        'error: "failed to lookup address information: Name or service not known",\n},\n),',
+        Meaning.UNUSABLE,
+        "failed to lookup address information: Name or service not known",
+    ),
+    (
+        'ConnectError(\n"dns error",\nCustom {\nkind: Uncategorized,\n'
+        'error: "failed to lookup address information: Temporary failure in name resolution",\n},',
+        Meaning.MAY_PASS,
+        "failed to lookup address information: Temporary failure in name resolution",
+    ),
+    (
+        "Custom {\nkind: InvalidData,\nerror: InvalidCertificate(\nUnknownIssuer,\n),\n},",
+        Meaning.UNUSABLE,
+        "the certificate of the server is not valid (UnknownIssuer)",
+    ),
+]
+
+
+@pytest.mark.parametrize("cause,meaning,reason", NO_ANSWER)
+def test_a_server_that_cannot_be_found_or_trusted_is_not_an_outage(cause, meaning, reason):
+    found = failure_of_obstore(GenericError(CONNECT % cause.replace("\n", "\n" + 32 * " ")))
+    assert found == (meaning, reason, 0)
+
+
+def test_a_failed_check_of_conditions_is_told_once_and_nothing_else_waits(
+    bucket, monkeypatch, lines
+):
+    monkeypatch.setattr(Bucket, "remove", None)
+    bucket.faults, bucket.rate = ("301",), 1.0
+    with pytest.raises(FolderError, match=r"s3a://bucket/run: writing \.write_test_.*AWS_REGION"):
+        Folder(S3, 600).check_conditions()
+    assert not lines and bucket.failed == {"301": 1}
+    faults = ["503", "503", None]  # the first two writes succeed
+    monkeypatch.setattr(bucket_module, "RETRIES", 0)
+    monkeypatch.setattr(bucket, "choose_fault", lambda: faults.pop() if len(faults) > 1 else "503")
+    with pytest.raises(FolderError, match=r"writing \.write_test_.* kept failing for .*: Serv"):
+        Folder(S3, 0.05).check_conditions()
+    assert len(lines) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ that the user chose.
 
 import http
 import json
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,6 +19,9 @@ from urllib.parse import urlsplit
 
 from obstore.exceptions import GenericError
 
+# Variables that may hold the address at which a machine gives credentials for S3. Without them it
+# is an address in 169.254.0.0/16, which only the machine's own network has.
+CREDENTIAL_ADDRESSES = ("AWS_METADATA_ENDPOINT", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
 DETAILS = "\n\nDebug source:\n"  # in an obstore error: the same failure as a Rust structure follows
 
 
@@ -198,13 +202,17 @@ def _of_connection(details: str) -> Failure:
 
 def _asks_for_credentials(details: str) -> bool:
     """Returns whether the failed request was for credentials, and not for an object."""
+    if _has(details, "source: TokenRequest {"):
+        return True
+    # obstore hides addresses that hold secrets: of Amazon's token service, and with an Azure SAS.
+    if _has(details, 'store: "S3",') and _has(details, "uri: None,"):
+        return True
     address = re.search(r"^ *uri: Some\(\n *(\S+),$", details, re.MULTILINE)
-    host = address and urlsplit(address[1]).hostname
-    of_machine = host and (host.startswith("169.254.") or host == "metadata.google.internal")
-    # obstore hides the address of Amazon's token service.
-    return (
-        bool(of_machine) or _has(details, "source: TokenRequest {") or _has(details, "uri: None,")
-    )
+    if address is None:
+        return False
+    server = urlsplit(address[1]).netloc
+    given = (urlsplit(os.environ.get(name, "")).netloc for name in CREDENTIAL_ADDRESSES)
+    return server.startswith("169.254.") or server in given
 
 
 def _has(details: str, line: str) -> bool:

@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import obstore
 from obstore import Bytes
 from obstore.exceptions import BaseError, GenericError
-from obstore.store import AzureStore, GCSStore, S3Store
 
 from activation_extraction.store.answers import (
     Failure,
@@ -27,6 +26,7 @@ from activation_extraction.store.answers import (
     failure_of_obstore,
     setting_error,
 )
+from activation_extraction.store.bucket_kinds import BUCKET_KINDS, GOOGLE, BucketKind
 from activation_extraction.store.local_files import (
     ANY,
     ChangedError,
@@ -48,77 +48,6 @@ FORKED = (
 )
 
 
-def _open_google(bucket: str, options: dict[str, Any]) -> GCSStore:
-    emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
-    if emulator:
-        options["base_url"] = emulator if "://" in emulator else f"http://{emulator}"
-        options["credential_provider"] = lambda: {"token": "", "expires_at": None}
-    return GCSStore(bucket, **options)
-
-
-def _open_s3(bucket: str, options: dict[str, Any]) -> S3Store:
-    return S3Store(bucket, checksum_algorithm="SHA256", **options)  # S3 compares it
-
-
-def _open_azure(container: str, options: dict[str, Any]) -> AzureStore:
-    name, _, host = container.partition("@")  # abfs://container@account.dfs.core.windows.net
-    if host:
-        options["account_name"] = host.split(".")[0]
-    return AzureStore(name, **options)
-
-
-class BucketKind(NamedTuple):
-    """A kind of store.
-
-    Attributes:
-        open: Makes a client of obstore from the name of a bucket and the options of the client.
-        largest: The number of bytes that one request may write.
-        permission: The permissions that a run needs, for a message.
-        renew: How credentials are given, for a message.
-        address: How the region or the address of the store is given, for a message.
-        endpoint: The variable that holds another address of the store.
-    """
-
-    open: Callable[[str, dict[str, Any]], Any]
-    largest: int
-    permission: str
-    renew: str
-    address: str
-    endpoint: str
-
-
-GOOGLE = BucketKind(
-    _open_google,
-    5 * 2**40,
-    "roles/storage.objectUser on the bucket",
-    "run `gcloud auth application-default login`, or name a service account's key in "
-    "GOOGLE_APPLICATION_CREDENTIALS",
-    "check STORAGE_EMULATOR_HOST",
-    "STORAGE_EMULATOR_HOST",
-)
-S3 = BucketKind(
-    _open_s3,
-    5 * 2**30,
-    "s3:ListBucket on the bucket; s3:GetObject, s3:PutObject and s3:DeleteObject on its objects",
-    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role",
-    "set AWS_REGION to the region of the bucket, and check AWS_ENDPOINT_URL if it is set",
-    "AWS_ENDPOINT_URL",
-)
-AZURE = BucketKind(
-    _open_azure,
-    5000 * 2**20,
-    "the role Storage Blob Data Contributor on the container",
-    "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or log in with `az login`",
-    "check AZURE_STORAGE_ENDPOINT",
-    "AZURE_STORAGE_ENDPOINT",
-)
-BUCKETS = {
-    **dict.fromkeys(("gs", "gcs"), GOOGLE),
-    **dict.fromkeys(("s3", "s3a"), S3),
-    **dict.fromkeys(("az", "abfs", "abfss"), AZURE),
-}
-
-
 class GoogleVersion(str):
     """The version of an object in a bucket of Google Cloud Storage: its ETag, as on other stores.
 
@@ -138,7 +67,7 @@ class Bucket:
     def __init__(self, url: str, patience: float) -> None:
         scheme, _, path = url.partition("://")
         self._bucket, _, self._prefix = path.partition("/")
-        self._kind, self._patience = BUCKETS[scheme], patience
+        self._kind, self._patience = BUCKET_KINDS[scheme], patience
         self.largest = self._kind.largest
         self._worked = False  # whether a request has ever succeeded
 
@@ -224,11 +153,14 @@ class Bucket:
         a client of its own. A write is given up before that (sending.py).
         """
         seconds = self._patience * math.ceil(1 + size / MIN_BYTES_PER_SECOND / self._patience)
-        endpoint = os.environ.get(self._kind.endpoint, "")
         retries = RETRIES if may_retry else 0
         try:
-            return _connect(self._kind, self._bucket, endpoint, seconds, self._patience, retries)
-        except (BaseError, OSError, ValueError) as error:  # of the settings that it finds
+            settings = tuple(sorted(self._kind.settings(self._bucket).items()))
+        except ValueError as error:
+            raise FolderError(str(error)) from error
+        try:
+            return _connect(self._kind, settings, seconds, self._patience, retries)
+        except (BaseError, OSError, ValueError) as error:  # of the settings that obstore finds
             raise FolderError(f"{setting_error(error)}; {self._kind.renew}") from error
 
     def _ask(self, action: Callable[[], Any]) -> Any:
@@ -276,17 +208,20 @@ class Bucket:
 
 @lru_cache(64)
 def _connect(
-    kind: BucketKind, bucket: str, endpoint: str, seconds: float, patience: float, retries: int
+    kind: BucketKind,
+    settings: tuple[tuple[str, Any], ...],
+    seconds: float,
+    patience: float,
+    retries: int,
 ) -> Any:
     """Returns an obstore client, which keeps connections and credentials for all folders."""
-    client = {
-        "timeout": timedelta(seconds=seconds),
-        "allow_http": bool(endpoint) and not endpoint.startswith("https://"),
-    }
+    client: dict[str, Any] = {"timeout": timedelta(seconds=seconds)}
+    if any(str(value).startswith("http://") for _, value in settings):
+        client["allow_http"] = True
     if retries:  # while the answer to a long upload begins late
         client["read_timeout"] = timedelta(seconds=min(READ_TIMEOUT, patience))
     retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=patience)}
-    return kind.open(bucket, {"client_options": client, "retry_config": retry})
+    return kind.store(**dict(settings), client_options=client, retry_config=retry)
 
 
 def _tag(tag: str | None) -> str | None:

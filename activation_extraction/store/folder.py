@@ -22,7 +22,8 @@ from activation_extraction.common.errors import InputError, one_line, reason_of
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import plain_url
 from activation_extraction.store.answers import Meaning, meaning_of
-from activation_extraction.store.bucket import BUCKETS, MIN_BYTES_PER_SECOND, Bucket
+from activation_extraction.store.bucket import MIN_BYTES_PER_SECOND, Bucket
+from activation_extraction.store.bucket_kinds import BUCKET_KINDS
 from activation_extraction.store.local_files import (
     ANY,
     ChangedError,
@@ -125,7 +126,11 @@ class Folder:
     def _open(self, scheme: str) -> LocalFolder | Bucket | ForeignFolder:
         if self.local:
             return LocalFolder(Path(os.path.abspath(local_path(self.given) or "/")))
-        return Bucket(self.given, self.patience) if scheme in BUCKETS else ForeignFolder(self.given)
+        return (
+            Bucket(self.given, self.patience)
+            if scheme in BUCKET_KINDS
+            else ForeignFolder(self.given)
+        )
 
     def child(self, name: str) -> "Folder":
         """Returns the folder `name` inside this one; "" means this one."""
@@ -247,8 +252,8 @@ class Folder:
         """Writes a tiny file and deletes it again. Raises InputError if the store ignores what a
         write is conditional on, because two processes could then write the same file."""
         name = f".write_test_{uuid.uuid4().hex[:8]}"
+        first = self.write(name, b"1", ANY)
         try:
-            first = self.write(name, b"1", ANY)
             self.write(name, b"two", ANY)
             for expected in (None, first):
                 with suppress(ChangedError):
@@ -258,8 +263,12 @@ class Folder:
                         "If-None-Match or If-Match; expected one that obeys them, as Google Cloud "
                         "Storage, S3 and Azure do"
                     )
-        finally:
-            self.remove(name)
+        except (InputError, FolderError) as error:
+            if not isinstance(error, FolderError) or error.final:  # the store still answers
+                with suppress(Exception):  # the first failure is the one to report
+                    self._files.remove(name)
+            raise
+        self.remove(name)
 
     def _retry(
         self,
