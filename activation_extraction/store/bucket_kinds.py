@@ -165,7 +165,8 @@ AZURE = BucketKind(
     AzureStore,
     _azure_settings,
     5000 * 2**20,
-    "the role Storage Blob Data Contributor on the container",
+    "the role Storage Blob Data Contributor on the container, or the key of the account in "
+    "AZURE_STORAGE_ACCOUNT_KEY",
     "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, set "
     "AZURE_STORAGE_CONNECTION_STRING, or run `az login` and set AZURE_USE_AZURE_CLI=true",
     "check the host in the URL, and AZURE_STORAGE_ENDPOINT if it is set",
