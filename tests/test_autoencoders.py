@@ -168,7 +168,7 @@ def test_a_folder_has_a_file_for_each_layer(make, hook, tmp_path):
         assert found.hook == hook and found.files[0].name.endswith(file)  # for their digest
         for name, array in read_autoencoder("", path).arrays.items():
             np.testing.assert_array_equal(array, found.arrays[name])
-        with pytest.raises(InputError, match="nor one of the layer of HOOK in --encode HOOK="):
+        with pytest.raises(InputError, match="N is the layer of HOOK in --encode HOOK="):
             read_autoencoder("", folder)
 
 
@@ -234,7 +234,13 @@ REFUSED = [
     ("W_dec has shape", lambda at: with_tensors(at, W_dec=np.zeros((made.D, 3), np.float32))),
     ("has a tensor b_gate", lambda at: with_tensors(at, b_gate=np.zeros(3, np.float32))),
     ("act_fn 'batchtopk' is not read", lambda at: made.llamascopium(at, "batchtopk")[0]),
-    ("has no files of a form that is read", str),
+    (
+        "has no files of a form that is read; looked for layerN.sae.pt, layer_N.safetensors, "
+        "sae_weights.safetensors with cfg.json, sae.safetensors with cfg.json, "
+        "sae_weights.safetensors with config.json, sae_weights.pt with config.json, "
+        "checkpoints/final.safetensors with config.json; N is the layer of HOOK in --encode HOOK=",
+        str,
+    ),
     ("'expected_average_only_in', and activation_scaler.json is not", without(SCALER)),
     ("scaling_factor is None, expected a number", without(SCALER, {"scaling_factor": None})),
     ("scaling_factor is inf, expected a number", without(SCALER, {"scaling_factor": np.inf})),

@@ -25,6 +25,8 @@ BAD_REQUESTS = """\
 --dtype float8 | argument --dtype
 --layers_to_extract 12 | --layers_to_extract 12: the model
 --layers_to_extract 3-1 | 3-1 is not a range of layers
+--layers_to_extract -1 | argument --layers_to_extract: -1: layers are counted from 0, never from
+--layers_to_extract 2 -3--1 | argument --layers_to_extract: -3--1: layers are counted from 0,
 --positions first | argument --positions: 'first' is no choice of positions; expected all, last
 --positions random:0 | the share is not between 0 and 1
 --positions last_of_turn | --positions last_of_turn: needs --messages_column
@@ -54,6 +56,8 @@ with --max_seq_length 2048; at most 33,554,432 per row are stored; choose a smal
 --model_path nope://b/m | nope://b/m: Protocol not known: nope
 --model_revision v1 | is a folder; only models of the hub have revisions
 --dataset_path {}/x.txt | x.txt: does not end in .jsonl, .ndjson, .json, .csv, .parquet, .arrow
+--dataset_path {}/x.tsv.gz | ; .tsv is not read: save the columns with commas between them, as .csv
+--dataset_path {}/x.txt | ; .txt is not read: write a line {"text": ...} for
 --dataset_path {}/empty.jsonl | is empty
 --dataset_path {}/no.parquet | no.parquet
 --dataset_path {}/no_text.jsonl | no row has text
@@ -80,6 +84,7 @@ bare --verify --verify_samples 3 | --verify_samples: needs --model_path
 FILES = {
     "file": "",
     "x.txt": "a",
+    "x.tsv.gz": "a",
     "empty.jsonl": "",
     "no.parquet": "x",
     "no_text.jsonl": '{"text": ""}\n{"text": null}\n',

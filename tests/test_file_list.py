@@ -97,6 +97,7 @@ def test_which_files_are_read(files, asked, names, others, tmp_path, at, caplog)
 def odd(tmp_path):
     """Makes a folder with what is no data, or is data twice."""
     put(tmp_path, "none/_a.jsonl", "none/b.txt", "none/c.txt", "data/a.jsonl", "two/a.jsonl")
+    put(tmp_path, "others/a.tsv", "others/b.tsv", "others/c.xlsx")
     put(tmp_path, "d/table/part-0.parquet", "d/table/_delta_log/0010.checkpoint.parquet")
     put(tmp_path, "kinds/a.jsonl", "kinds/b.parquet", *(f"names/{n}" for n in SPLITS.split()))
     save(tmp_path / "lost", *range(4), shards=2)
@@ -111,6 +112,8 @@ def odd(tmp_path):
 DELTA = "{}/d/table is a Delta table"  # its folder has files with rows that were deleted from it
 PATHS = [  # below that folder, which {} stands for, and what must be said
     ("/none", "left out: 1 file (name or folder begins with . or _), 2 files (.txt)"),
+    ("/others", "left out: 2 files (.tsv), 1 file (.xlsx); .tsv is not read: save the columns"),
+    ("/others", "as .csv; .xlsx is not read: save the sheet as .csv"),
     ("/nothing", "{}/nothing: no such file or folder"),
     ("/kinds", "{}/kinds: holds both Parquet and JSON; choose one of them, for exam"),
     ("/names", "files of several splits, such as {0}/names/en/dev.parquet and {0}/names/"),

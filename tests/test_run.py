@@ -55,7 +55,7 @@ def test_help_tells_every_flag_with_its_default_and_unit(capsys):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("optimized")
-def test_demo_in_a_new_process_reads_back_as_it_says(demo_inputs, tmp_path):
+def test_demo_in_a_new_process_reads_back_as_it_says(demo_inputs, tmp_path, capsys):
     """The demo's model and documents are the same bytes every time. The demo does not load PyTorch,
     which would take seconds, nor says anything about that."""
     (tmp_path / "torch.py").write_text("print('PyTorch')")
@@ -67,9 +67,13 @@ def test_demo_in_a_new_process_reads_back_as_it_says(demo_inputs, tmp_path):
     assert "done: 300 samples" in out and "tokens/s" in out and "PyTorch" not in out + err
     scope: dict = {}
     exec(textwrap.dedent(out.split("read it with:\n")[1]), scope)
-    dataset = scope["dataset"]
+    dataset, sample, batch = (scope[name] for name in ("dataset", "sample", "batch"))
     hooks = [f"blocks.{layer}.hook_resid_post" for layer in (10, 11)]
     assert dataset.hooks == dict.fromkeys(hooks, 128) and len(dataset) == 300
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith(sample.text_preview[:40]) and shown[0].endswith(", 128)")
+    assert shown[1].endswith(f"{batch[hooks[0]].shape}") and len(batch) == 1024
+    assert sample.sample_idx == 0 and sample[hooks[0]].shape == (len(sample.token_ids), 128)
     records = pickle.loads(gzip.open(tmp_path / "out/shard_0001.pkl.gz").read())
     assert list(records) == [10, 11] and len(records[10]) == 300
     assert (dataset[299][hooks[1]] == records[11][299]["activation"]).all()

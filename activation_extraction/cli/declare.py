@@ -73,6 +73,11 @@ def layers(typed: str) -> tuple[int, ...] | str:
     """Returns the layers of a number or a range such as 1-3, which has both its ends; or "all"."""
     if typed == "all":
         return typed
+    if typed.startswith("-") or "--" in typed:
+        raise argparse.ArgumentTypeError(
+            f"{typed}: layers are counted from 0, never from the end; expected a number, a range "
+            "such as 1-3, or all"
+        )
     first, dash, last = typed.partition("-")
     parse = integer(0)
     if not dash or not first:

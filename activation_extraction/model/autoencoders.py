@@ -179,10 +179,20 @@ def layer_in(hook: str) -> str:
 
 
 def _fields(source: Source, file: str) -> dict[str, Any]:
-    """Returns what the first form says whose files are there. file: the one that was named, "" if a
-    folder was."""
+    """Returns the fields of an Autoencoder, read in the first form whose files are there.
+
+    Args:
+        source: Where the autoencoder lies.
+        file: Name of the file that was given; "" if a folder was given.
+
+    Raises:
+        InputError: The files of no form are there. The message lists the files of all forms.
+    """
+    looked_for = dict[str, None]()
     for form, config, pattern in FORMS:
         own = pattern.format(source.layer)
+        expected = pattern.format(source.layer or "N")
+        looked_for[f"{expected} with {config}" if config else expected] = None
         if file not in ("", own) or (own != pattern and not source.layer) or not source.has(own):
             continue
         if config is None:
@@ -191,9 +201,10 @@ def _fields(source: Source, file: str) -> dict[str, Any]:
             return form(source, read_json(source.file(config)), source.tensors(own))
     if source.has("ae.pt"):
         raise source.error("is of dictionary_learning, whose form is not read")
+    which = "" if source.layer else f"; N is the layer of HOOK in --encode HOOK={source.name}"
     raise source.error(
-        f"has no {file or 'files'} of a form that is read, nor one of the layer of HOOK in "
-        f"--encode HOOK={source.name}"
+        f"has no {file or 'files'} of a form that is read; looked for "
+        f"{', '.join(looked_for)}{which}"
     )
 
 

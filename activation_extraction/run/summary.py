@@ -17,6 +17,7 @@ from activation_extraction.model.encode import Encoder
 from activation_extraction.model.hooks import HookTable
 from activation_extraction.run.hosts import gather
 from activation_extraction.run.prepare import Job
+from activation_extraction.store.commit import Totals
 from activation_extraction.store.resume import repaired_status
 
 ACTIVITIES = ("data", "compute", "copy", "store")
@@ -89,12 +90,32 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
     if new := totals.tokens - before.tokens:
         say(_where_the_time_went(job, clock, new))
     if totals.shards:
-        url = job.folders.bucket_url or str(job.folders.local)
         say(
-            "read it with:",
-            "  from activation_extraction import ActivationDataset",
-            f"  dataset = ActivationDataset({url!r})",
+            "read it with:", *_how_to_read(job.folders.bucket_url or str(job.folders.local), totals)
         )
+
+
+def _how_to_read(url: str, totals: Totals) -> list[str]:
+    """Returns lines of Python that read a sample and a batch.
+
+    Args:
+        url: Folder or URL of the run.
+        totals: Totals of this host, which say whether there is a sample or a token to read.
+    """
+    hook = next(iter(totals.statistics))
+    lines = [
+        "from activation_extraction import ActivationDataset",
+        f"dataset = ActivationDataset({url!r})",
+    ]
+    if totals.samples:
+        lines.append("sample = dataset[0]")
+        lines.append(
+            f"print(sample.text_preview[:40], sample.token_ids[:8], sample[{hook!r}].shape)"
+        )
+    if totals.tokens:
+        lines.append("batch = next(dataset.batches(1024))  # shuffle=0 shuffles the tokens")
+        lines.append(f"print(batch.sample_idx[:8], batch.position[:8], batch[{hook!r}].shape)")
+    return [f"  {line}" for line in lines]
 
 
 def _shortfall(job: Job) -> str:

@@ -34,6 +34,14 @@ FILE_KINDS = {
     "Arrow": (".arrow",),
 }
 TEXT = ("JSON", "CSV")  # kinds of files that may be packed, and that may grow at their ends
+# Extensions of files that hold data in a form that is not read, and how to make one that is.
+OTHER_FORMS = {
+    (".tsv", ".tab"): "save the columns with commas between them, as .csv",
+    (".txt",): 'write a line {"text": ...} for each text into a .jsonl file',
+    (".xlsx", ".xls", ".ods"): "save the sheet as .csv",
+    (".zip", ".tar", ".tgz", ".7z"): "unpack the archive",
+    (".orc", ".avro", ".feather"): "convert it to .parquet",
+}
 # What `datasets` writes beside the files that it saves; the last lists the splits of a data set.
 STATE, SPLITS = "state.json", "dataset_dict.json"
 SAVED = ("dataset_info.json", STATE, SPLITS)
@@ -109,6 +117,7 @@ def list_files(path: str) -> list[TextFile]:
             if not (matches or fs.exists(root)):
                 why = "no such file or folder"
             why += f"; left out: {others}" if others else ""
+            why += _what_to_do(matches or [root])
             raise InputError(f"--dataset_path {path}: {why}")
         if others:
             log.warning("reading %s of %s; left out: %s", counted(len(known), "file"), path, others)
@@ -183,6 +192,18 @@ def _chosen(path: str, fs: Any, root: str, found: Sequence[str]) -> tuple[list[s
     counts = Counter(filter(None, why.values()))
     words = ", ".join(f"{counted(count, 'file')} ({each})" for each, count in counts.items())
     return data, words
+
+
+def _what_to_do(names: Iterable[str]) -> str:
+    """Returns how to make files that are read out of those that are not, one hint for each of
+    OTHER_FORMS that occurs in `names`, each after a semicolon."""
+    hints = dict[str, None]()
+    for name in names:
+        for ends, remedy in OTHER_FORMS.items():
+            for end in ends:
+                if unpacked_name(name).endswith(end):
+                    hints[f"; {end} is not read: {remedy}"] = None
+    return "".join(hints)
 
 
 def _is_hidden(name: str, root: str) -> bool:
