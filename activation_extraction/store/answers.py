@@ -36,8 +36,8 @@ class Meaning(Enum):
         NO_CREDENTIALS: No credentials are set, and the machine gives none.
         FORBIDDEN: The credentials are valid, but do not permit the request.
         ELSEWHERE: The bucket is in another region, or at another address.
-        UNUSABLE: The settings or the address cannot be used. The same failure may pass if a request
-            has succeeded before.
+        UNREACHABLE: No store answers at the address, unless a request has succeeded before.
+        UNUSABLE: A setting or an answer cannot be used, unless a request has succeeded before.
         REFUSED: The same request would be refused again.
         MAY_PASS: The same request may succeed later.
     """
@@ -49,6 +49,7 @@ class Meaning(Enum):
     NO_CREDENTIALS = auto()
     FORBIDDEN = auto()
     ELSEWHERE = auto()
+    UNREACHABLE = auto()
     UNUSABLE = auto()
     REFUSED = auto()
     MAY_PASS = auto()
@@ -186,17 +187,19 @@ def _of_connection(details: str) -> Failure:
     certificate = re.search(r"^ *error: InvalidCertificate\(\n *(\w+)", details, re.MULTILINE)
     if certificate:
         reason = f"the certificate of the server is not valid ({certificate[1]})"
-        return Failure(Meaning.UNUSABLE, reason)
+        return Failure(Meaning.UNREACHABLE, reason)
     if _has(details, r"error: InvalidMessage\("):
-        return Failure(Meaning.UNUSABLE, "the server at this https:// address does not speak TLS")
+        return Failure(
+            Meaning.UNREACHABLE, "the server at this https:// address does not speak TLS"
+        )
     if _has(details, "kind: Builder,"):
-        return Failure(Meaning.UNUSABLE, "its address cannot be used")
+        return Failure(Meaning.UNREACHABLE, "its address cannot be used")
     if _has(details, r"(?:kind|source): (?:Timeout|TimedOut),"):
         return Failure(Meaning.MAY_PASS, "no answer")
     system = re.search(r'^ *(?:message|error): "(.*)",$', details, re.MULTILINE)
     reason = _unescaped(system[1]) if system else "the connection broke"
     if _has(details, '"dns error",') and "Temporary failure" not in reason:
-        return Failure(Meaning.UNUSABLE, reason)
+        return Failure(Meaning.UNREACHABLE, reason)
     return Failure(Meaning.MAY_PASS, reason)
 
 

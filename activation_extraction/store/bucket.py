@@ -178,7 +178,7 @@ class Bucket:
     def _failure(self, failure: Failure) -> FileNotFoundError | FolderError:
         """Returns the exception for a failed request, in the terms of this kind of store."""
         reason, kind = failure.reason, self._kind
-        # A machine that has given credentials before will do so again.
+        # An address, a setting or a machine's credentials that have worked may work again.
         final = not self._worked
         match failure.meaning:
             case Meaning.MISSING:
@@ -198,6 +198,8 @@ class Bucket:
             case Meaning.ELSEWHERE:
                 state = "the bucket is in another region or at another address"
                 return FolderError(f"{state} ({reason}); {kind.address}")
+            case Meaning.UNREACHABLE:
+                return FolderError(f"{reason}; {kind.address}", final)
             case Meaning.UNUSABLE:
                 return FolderError(reason, final)
             case Meaning.REFUSED:

@@ -38,7 +38,7 @@ class BucketKind(NamedTuple):
         largest: The number of bytes that one request may write.
         permission: The permissions that a run needs, for a message.
         renew: The ways to give credentials, for a message.
-        address: The ways to give the region or the address of the store, for a message.
+        address: The settings that determine the region and the address, for a message.
     """
 
     store: Callable[..., Any]
@@ -109,7 +109,12 @@ def _azure_connection(text: str) -> dict[str, str]:
         return {"account_name": "devstoreaccount1", "use_emulator": "true"}
     address = fields.get("BlobEndpoint", "")
     account = fields.get("AccountName", "")
-    if not address and account:
+    if not address:
+        if not account:
+            raise ValueError(
+                f"{CONNECTION_STRING} has neither AccountName nor BlobEndpoint, expected one of "
+                "them, as in the Azure portal"
+            )
         protocol = fields.get("DefaultEndpointsProtocol", "https")
         suffix = fields.get("EndpointSuffix", "core.windows.net")
         address = f"{protocol}://{account}.blob.{suffix}"
@@ -151,7 +156,7 @@ GOOGLE = BucketKind(
     "roles/storage.objectUser on the bucket",
     "run `gcloud auth application-default login`, or name a service account's key in "
     "GOOGLE_APPLICATION_CREDENTIALS",
-    "check STORAGE_EMULATOR_HOST",
+    "STORAGE_EMULATOR_HOST, if it is set, must be the address of the store",
 )
 S3 = BucketKind(
     S3Store,
@@ -159,7 +164,8 @@ S3 = BucketKind(
     5 * 2**30,
     "s3:ListBucket on the bucket; s3:GetObject, s3:PutObject and s3:DeleteObject on its objects",
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role",
-    "set AWS_REGION to the region of the bucket, and check AWS_ENDPOINT_URL if it is set",
+    "AWS_REGION must be the region of the bucket, and AWS_ENDPOINT_URL, if it is set, the address "
+    "of its store",
 )
 AZURE = BucketKind(
     AzureStore,
@@ -169,7 +175,8 @@ AZURE = BucketKind(
     "AZURE_STORAGE_ACCOUNT_KEY",
     "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, set "
     "AZURE_STORAGE_CONNECTION_STRING, or run `az login` and set AZURE_USE_AZURE_CLI=true",
-    "check the host in the URL, and AZURE_STORAGE_ENDPOINT if it is set",
+    "AZURE_STORAGE_ACCOUNT_NAME, the host in the URL or AZURE_STORAGE_ENDPOINT must name the "
+    "account",
 )
 BUCKET_KINDS = {
     **dict.fromkeys(("gs", "gcs"), GOOGLE),
