@@ -277,15 +277,21 @@ def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
             raise RunError(f"{where}: is missing; {REPLACED}") from error
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise RunError(f"{where}: cannot be read: {reason_of(error)}") from error
-        # The JSON of a shard that is replaced changes before its files. A file that was opened
-        # before that keeps its content.
-        data = folder.read(commit.name, most=MOST_BYTES)
-        with suppress(DamagedError):
-            if data is not None and parse_commit(data, commit.name) != commit:
-                raise RunError(f"{where}: {REPLACED}")
+        _check_json(folder, commit, where)  # a file that was opened before keeps its content
     if len(content) != commit.bytes:
         raise RunError(f"{where}: has {len(content)} bytes, its JSON says {commit.bytes}")
     return content
+
+
+def _check_json(folder: Folder, commit: Commit, where: str) -> None:
+    """Raises RunError if the shard has another JSON now: it is replaced before its files are.
+
+    where: the name of one of its files, for the message.
+    """
+    data = folder.read(commit.name, most=MOST_BYTES)
+    with suppress(DamagedError):
+        if data is not None and parse_commit(data, commit.name) != commit:
+            raise RunError(f"{where}: {REPLACED}")
 
 
 def _read(folder: Folder, commit: Commit, name: str, where: str, **options: Any) -> bytes:
@@ -319,9 +325,14 @@ def read_sums(folder: Folder, commit: Commit, hooks: Iterable[str]) -> dict[str,
 def read_beside(folder: Folder, commit: Commit, name: str) -> tuple[bytes, str]:
     """Returns the content of a small file beside a shard, and the file's URL for messages.
 
-    Raises RunError if it is missing or damaged.
+    Raises RunError if it is missing, damaged or replaced.
     """
     facts, where = commit.files[name], f"{folder.url}/{name}"
-    data = _read(folder, commit, name, where, most=facts.bytes)
-    _check_digest(data, facts.sha256, where)
+    try:
+        data = _read(folder, commit, name, where, most=facts.bytes)
+        _check_digest(data, facts.sha256, where)
+    except RunError:
+        if folder.local:  # elsewhere, the file is pinned to its version
+            _check_json(folder, commit, where)
+        raise
     return data, where
