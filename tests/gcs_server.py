@@ -35,6 +35,7 @@ ACCOUNT = "account"  # as in an emulator of Azure, the first part of each path
 # A number is the HTTP status of the answer, and a code may follow it, as in "400 RequestTimeout";
 # the others are what networks do. Another one is "half", after which nothing arrives.
 FAULTS = ("503", "429", "reset", "truncated", "lost")
+PIECE = 2**16  # bytes of a body that are read at once
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Bucket:
     """The bucket `name`. Set `rate` to have that share of the requests fail in one of `faults`;
     `failed` counts what was done. `served` counts the bytes of objects in answers. `asked` lists
     the requests: (method, name of the object). `before` is called with each one before it is
-    served."""
+    served. `received` is called with the size of each piece of a body that was read."""
 
     name = "bucket"
 
@@ -70,6 +71,7 @@ class Bucket:
         self.served = 0
         self.asked: list[tuple[str, str]] = []
         self.before: Callable[[str, str], None] = lambda method, name: None
+        self.received: Callable[[int], None] = lambda size: None
         self.chance = random.Random(0)
         self.lock = threading.RLock()
         self.stored: dict[str, Stored] = {}
@@ -112,6 +114,11 @@ class Bucket:
     def delete(self, name: str) -> None:
         del self.stored[name]
 
+    def keep_little_unread(self) -> None:
+        """Has the kernel accept only a few pieces of a body before they are read, as on a line that
+        is the bottleneck. Holds for connections that are made from now on."""
+        self._server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE)
+
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
@@ -137,11 +144,19 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
+    def _body(self, length: int) -> bytes:
+        pieces = []
+        while length and (piece := self.rfile.read(min(length, PIECE))):
+            pieces.append(piece)
+            length -= len(piece)
+            self.server.bucket.received(len(piece))
+        return b"".join(pieces)
+
     def _serve(self) -> None:
         bucket = self.server.bucket
         fault = bucket.choose_fault()
         length = int(self.headers.get("Content-Length") or 0)
-        body = self.rfile.read(length)
+        body = self._body(length)
         url = urlsplit(self.path)
         self.azure = url.path.startswith(f"/{ACCOUNT}/")
         self.query = {key: values[0] for key, values in parse_qs(url.query, True).items()}

@@ -11,6 +11,7 @@ import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
 from types import SimpleNamespace
@@ -567,6 +568,28 @@ def test_a_store_that_takes_the_body_and_never_answers_is_given_up_after_the_pat
             folder.write("file", data, ANY)
     finally:
         answers.set()
+
+
+@pytest.mark.rare
+def test_sixteen_uploads_that_share_16_mbit_per_second_succeed_at_the_first_attempt(bucket):
+    """Each takes longer than the patience: the line has other bytes to carry."""
+    rate, patience, size = 2e6, 5, 2 * MIB  # bytes per second, seconds, bytes of an upload
+    lock, line_is_free_at = threading.Lock(), [time.monotonic()]
+
+    def received(count):
+        with lock:
+            line_is_free_at[0] = max(line_is_free_at[0], time.monotonic()) + count / rate
+            until = line_is_free_at[0]
+        time.sleep(max(0, until - time.monotonic()))
+
+    bucket.keep_little_unread()
+    bucket.received = received
+    folder = Folder(S3, patience)
+    began = time.monotonic()
+    with ThreadPoolExecutor(16) as threads:
+        [*threads.map(lambda name: folder.write(name, bytes(size), None), map(str, range(16)))]
+    assert time.monotonic() - began >= 16 * size / rate > 3 * patience
+    assert folder.retries == 0 and [*folder.files().values()] == [size] * 16
 
 
 @pytest.fixture

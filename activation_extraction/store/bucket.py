@@ -220,7 +220,7 @@ def _connect(
     client: dict[str, Any] = {"timeout": timedelta(seconds=seconds)}
     if any(str(value).startswith("http://") for _, value in settings):
         client["allow_http"] = True
-    if retries:  # while the answer to a long upload begins late
+    if retries:  # it counts from the beginning of a request: no long upload could end within it
         client["read_timeout"] = timedelta(seconds=min(READ_TIMEOUT, patience))
     retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=patience)}
     return kind.store(**dict(settings), client_options=client, retry_config=retry)

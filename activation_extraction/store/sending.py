@@ -98,10 +98,10 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
             silent = 0.0
             patience.add(now - before)
         before = now
-        if silent >= patience.silence:
-            raise FolderError(f"no answer for {silent:.0f} s after the last byte", final=False)
-        if now >= patience.end:
-            raise FolderError(f"no answer within {now - began:.0f} s", final=False)
+        if silent >= patience.silence or now >= patience.end:
+            within = f"within {now - began:.0f} s"
+            waited = f"for {silent:.0f} s after the last byte" if silent else within
+            raise FolderError(f"no answer {waited}", final=False)
         if now - began >= logged_after:
             logged_after *= 2
             level, state = STATES[sending]
