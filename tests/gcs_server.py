@@ -64,7 +64,7 @@ class Bucket:
 
     name = "bucket"
 
-    def __init__(self) -> None:
+    def __init__(self, handler: "type[Handler] | None" = None) -> None:
         self.rate = 0.0
         self.faults: tuple[str, ...] = FAULTS
         self.failed: Counter[str] = Counter()
@@ -75,15 +75,19 @@ class Bucket:
         self.chance = random.Random(0)
         self.lock = threading.RLock()
         self.stored: dict[str, Stored] = {}
-        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server = _Server(("127.0.0.1", 0), handler or Handler)
         self._server.bucket = self
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return self._server.server_port
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables by which this process or another one reaches gs://bucket, s3://bucket and
         az://bucket."""
-        address = f"http://127.0.0.1:{self._server.server_port}"
+        address = f"http://127.0.0.1:{self.port}"
         return {
             "STORAGE_EMULATOR_HOST": address,
             "AWS_ENDPOINT_URL": address,
@@ -136,7 +140,9 @@ class _Server(ThreadingHTTPServer):
 Answer = tuple[int, dict[str, str], bytes]  # status, headers, content
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
+    """Answers one request. A subclass answers otherwise by its own `answer`."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # or the body of an answer waits 40 ms for its headers
     server: _Server
@@ -165,20 +171,13 @@ class _Handler(BaseHTTPRequestHandler):
             return self._reset()
         if fault is not None and fault[0].isdigit():
             status, _, code = fault.partition(" ")
-            return self._send(self._error(int(status), "no", code))
+            return self._send(self.error(int(status), "no", code))
         where = re.sub(r"^/(download/)?storage/v1/b/([^/]+)(/o/?)?", r"/\2/", url.path)
         where = where.removeprefix(f"/{ACCOUNT}")
         place, _, name = unquote(where).lstrip("/").partition("/")
         bucket.asked.append((self.command, name))
         bucket.before(self.command, name)
-        if place != bucket.name:
-            code = "ContainerNotFound" if self.azure else "NoSuchBucket"
-            answer = self._error(404, "no such bucket", code)
-        elif self.command in ("POST", "PUT", "DELETE"):
-            with bucket.lock:  # a condition and its write are one step
-                answer = self._change(bucket, name, body)
-        else:
-            answer = self._object(bucket, name) if name else self._listing(bucket)
+        answer = self.answer(bucket, place, name, body)
         if fault == "lost":
             self._reset()
         else:
@@ -186,24 +185,41 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_POST = do_PUT = do_DELETE = do_HEAD = _serve
 
+    def answer(self, bucket: Bucket, place: str, name: str, body: bytes) -> Answer:
+        """Returns the answer to this request.
+
+        Args:
+            bucket: The bucket that the server has.
+            place: The first part of the path, which should be the bucket's name.
+            name: The name of the object; empty for a listing.
+            body: The content of the request.
+        """
+        if place != bucket.name:
+            code = "ContainerNotFound" if self.azure else "NoSuchBucket"
+            return self.error(404, "no such bucket", code)
+        if self.command in ("POST", "PUT", "DELETE"):
+            with bucket.lock:  # a condition and its write are one step
+                return self._change(bucket, name, body)
+        return self._object(bucket, name) if name else self._listing(bucket)
+
     def _change(self, bucket: Bucket, name: str, body: bytes) -> Answer:
         found, headers = bucket.stored.get(name), self.headers
         tag, generation = (found.tag, str(found.generation)) if found else (None, "0")
         if "If-Match" in headers and found is None and not self.azure:  # so S3 answers
-            return self._error(404, "no such object", "NoSuchKey")
+            return self.error(404, "no such object", "NoSuchKey")
         if self.azure and headers.get("If-None-Match") == "*" and found is not None:
-            return self._error(409, "The specified blob already exists.", "BlobAlreadyExists")
+            return self.error(409, "The specified blob already exists.", "BlobAlreadyExists")
         if (
             headers.get("If-Match", tag) != tag
             or (headers.get("If-None-Match") == "*" and found is not None)
             or headers.get("x-goog-if-generation-match", generation) != generation
         ):
-            return self._error(412, "changed", "PreconditionFailed")
+            return self.error(412, "changed", "PreconditionFailed")
         if self.command == "PUT":
             bucket.put(name, body)
             return 200, bucket.stored[name].about, b""
         if self.command == "DELETE":
-            return (204, {}, b"") if bucket.stored.pop(name, None) else self._error(404, "none")
+            return (204, {}, b"") if bucket.stored.pop(name, None) else self.error(404, "none")
         if self.azure:  # a batch of requests, each a part of the body
             (path,) = re.findall(rb"DELETE ([^\s?]+)", body)
             key = unquote(path.decode()).removeprefix(f"/{ACCOUNT}/{bucket.name}/")
@@ -220,18 +236,18 @@ class _Handler(BaseHTTPRequestHandler):
     def _object(self, bucket: Bucket, name: str) -> Answer:
         found = bucket.stored.get(name)
         if found is None:
-            return self._error(404, "no such object", "NoSuchKey")
+            return self.error(404, "no such object", "NoSuchKey")
         if self.json and self.query.get("alt") != "media" and "/download/" not in self.path:
             return 200, {}, json.dumps(_resource(name, found)).encode()
         if self.headers.get("If-Match", found.tag) != found.tag:
-            return self._error(412, "changed", "PreconditionFailed")
+            return self.error(412, "changed", "PreconditionFailed")
         status, content, about = 200, found.data, found.about
         if wanted := re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", "")):
             size, start, stop = len(content), wanted[1], wanted[2]
             first = int(start) if start else max(0, size - int(stop))
             last = min(int(stop) + 1, size) if start and stop else size
             if first >= size:
-                return self._error(416, "out of range", "InvalidRange")
+                return self.error(416, "out of range", "InvalidRange")
             status, content = 206, content[first:last]
             about["Content-Range"] = f"bytes {first}-{last - 1}/{size}"
         with bucket.lock:
@@ -262,7 +278,7 @@ class _Handler(BaseHTTPRequestHandler):
             text += f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
         return 200, {}, f"<ListBucketResult>{text}</ListBucketResult>".encode()
 
-    def _error(self, status: int, message: str, code: str = "") -> Answer:
+    def error(self, status: int, message: str, code: str = "") -> Answer:
         """An answer in the language of the API that the request belongs to."""
         if self.json:
             return status, {}, json.dumps({"error": {"code": status, "message": message}}).encode()

@@ -1,7 +1,7 @@
 """Folder: conditions, versions, ranges, sizes, kinds of files, and what a failing request says.
 
-Buckets of Google's, S3's and Azure's and a local folder behave alike; gcs_server.py serves the
-buckets.
+Buckets of Google's, S3's and Azure's, a bucket behind an S3 gateway and a local folder behave
+alike; gcs_server.py and gateway.py serve the buckets.
 """
 
 import copy
@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from cloud import free_port
 from command_line import main
+from gateway import gateway
 from obstore.exceptions import GenericError
 from pods import flags_for
 
@@ -50,11 +51,15 @@ def short_pauses(monkeypatch):
     monkeypatch.setattr(folder_module, "MAX_PAUSE", 0.01)
 
 
-@pytest.fixture(params=[*BUCKETS, "folder", "file://"])
-def folder(request, bucket, tmp_path):
+@pytest.fixture(params=[*BUCKETS, "gateway", "folder", "file://"])
+def folder(request, bucket, monkeypatch, tmp_path):
     """A folder that does not exist yet."""
-    urls = {"folder": f"{tmp_path}/a b%c/run", "file://": f"file://{tmp_path}/run"}
-    return Folder(urls.get(request.param, request.param), patience=20)
+    urls = {"folder": f"{tmp_path}/a b%c/run", "file://": f"file://{tmp_path}/run", "gateway": S3}
+    with gateway() as server:
+        if request.param == "gateway":
+            for name, value in server.environment.items():
+                monkeypatch.setenv(name, value)
+        yield Folder(urls.get(request.param, request.param), patience=20)
 
 
 def test_a_write_is_conditional_on_what_stands_there(folder):
@@ -146,6 +151,17 @@ def test_each_condition_is_tried_before_it_is_relied_on(bucket, monkeypatch, ign
         else:
             Folder(url).check_conditions()
         assert Folder(url).files() == {}
+
+
+def test_a_gateway_whose_other_host_has_its_own_etags_is_refused(monkeypatch):
+    with gateway() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        server.tag = '"of the other host"'
+        told = "has one ETag where it is written and another one where it is read"
+        with pytest.raises(InputError, match=told):
+            Folder(S3).check_conditions()
+        assert server.objects() == {}
 
 
 ASK = {

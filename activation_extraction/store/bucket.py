@@ -102,9 +102,12 @@ class Bucket:
                 if failure_of_obstore(error).status == 416:  # the range begins past the end
                     return Bytes(b""), version
                 raise
+            found = self._version(answer.meta)
+            if version not in (None, found):  # S3 gateways ignore If-Match when they are read
+                raise ChangedError
             if span is None:
                 check_size(answer.meta["size"], most)
-            return answer.bytes(), self._version(answer.meta)
+            return answer.bytes(), found
 
         with suppress(FileNotFoundError):
             return self._ask(get)

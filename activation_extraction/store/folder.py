@@ -250,11 +250,19 @@ class Folder:
 
     def check_conditions(self) -> None:
         """Writes a tiny file and deletes it again. Raises InputError if the store ignores what a
-        write is conditional on, because two processes could then write the same file."""
+        write is conditional on, because two processes could then write the same file, or if a read
+        does not give the version that the next write must be conditional on."""
         name = f".write_test_{uuid.uuid4().hex[:8]}"
         first = self.write(name, b"1", ANY)
         try:
-            self.write(name, b"two", ANY)
+            second = self.write(name, b"two", ANY)
+            content = self.read_with_version(name)
+            if content is not None and content[1] != second:
+                raise InputError(
+                    f"{self.url}: {name} has one ETag where it is written and another one where "
+                    "it is read; expected a store in which they are the same, as in Google Cloud "
+                    "Storage, S3 and Azure"
+                )
             for expected in (None, first):
                 with suppress(ChangedError):
                     self._retry(f"writing {name}", partial(self._files.write, name, [], expected))
