@@ -27,8 +27,9 @@ test: $(VENV)/.dev $(VENV)/.libtpu
 	$(PYTEST) -m "not rare and not slow"
 
 # Also full-size shapes, TPU programs of large models, Slurm, SkyPilot, the real trainers of
-# autoencoders, the package, the image and the benchmarks.
-test-all: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm $(VENV)/skypilot/.done $(VENV)/trainers/.done
+# autoencoders, servers of every store, the package, the image and the benchmarks.
+test-all: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm $(VENV)/skypilot/.done $(VENV)/trainers/.done \
+		$(VENV)/moto/.done $(VENV)/azurite/.done
 	$(PYTEST)
 
 # For the loop of daily work: one tiny model, packing, storage, resuming, bad input.
@@ -85,6 +86,23 @@ $(VENV)/trainers/.done: tests/requirements-trainers.txt tests/requirements-train
 	$(MAKE_VENV) $(VENV)/trainers
 	$(VENV)/trainers/bin/python -m pip install --quiet --requirement tests/requirements-trainers.txt
 	$(VENV)/trainers/bin/python -m pip install --quiet --no-deps --requirement tests/requirements-trainers-alone.txt
+	touch $@
+
+# A server of S3; its versions need not be ours.
+$(VENV)/moto/.done: tests/requirements-moto.txt | $(VENV)/bin/python
+	$(MAKE_VENV) $(VENV)/moto
+	$(VENV)/moto/bin/python -m pip install --quiet --requirement tests/requirements-moto.txt
+	touch $@
+
+# A server of Azure's storage, which runs on Node.
+$(VENV)/azurite/.done: tests/azurite/package.json | $(VENV)/bin/python
+	if ! command -v npm >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+			apt-get install -qq --yes --no-install-recommends nodejs npm >/dev/null; \
+	fi
+	mkdir -p $(VENV)/azurite
+	cp $< $(VENV)/azurite/
+	npm install --prefix $(VENV)/azurite --no-audit --no-fund --no-update-notifier --loglevel error
 	touch $@
 
 $(VENV)/.dev: tests/requirements.txt $(VENV)/.runtime

@@ -1,0 +1,38 @@
+"""Serves S3 by moto, with an empty bucket called `bucket`, on a port that it prints.
+
+It runs with the Python of moto's own environment. moto looks at a condition and writes in two
+steps, and S3 does both in one; so requests are answered one after the other here.
+"""
+
+import io
+import threading
+from urllib.request import Request, urlopen
+
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+
+class Silent(WSGIRequestHandler):
+    def log_request(self, *_):
+        pass
+
+
+def one_at_a_time(application):
+    """Wraps a WSGI application: the body of a request is received before its turn comes."""
+    turn = threading.Lock()
+
+    def answer(environ, start_response):
+        length = int(environ.get("CONTENT_LENGTH") or 0)
+        environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(length))
+        with turn:
+            return list(application(environ, start_response))
+
+    return answer
+
+
+application = one_at_a_time(DomainDispatcherApplication(create_backend_app))
+server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Silent)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+urlopen(Request(f"http://127.0.0.1:{server.server_port}/bucket", method="PUT")).close()
+print(server.server_port, flush=True)
+threading.Event().wait()
