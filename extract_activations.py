@@ -185,7 +185,8 @@ def open_output(job: Job, overwrite: bool, watchdog: Watchdog) -> Job:
     if overwrite:
         job.folders.remove_totals()
     job.storage.open()
-    if job.storage.plan.commits == before.commits:
+    plan = job.storage.plan
+    if (plan.commits, plan.until) == (before.commits, before.until):
         return job
     log.info(
         "another process has written to %s in the meantime; stored there: %s",

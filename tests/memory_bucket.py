@@ -41,8 +41,8 @@ class MemoryBucket:
 @dataclass
 class Process:
     """One process. fate: is called before each of its requests with the request's number and name;
-    it may return "stop" (the process ends instead), "fail" (the request is not carried out) or
-    "lost" (it is, but its answer does not arrive)."""
+    it may return "stop" (the process ends instead), "fail" (the request is not carried out), "lost"
+    (it is, but its answer does not arrive) or "refuse" (the store does not permit it)."""
 
     fate: Callable[[int, str], str | None] = lambda number, request: None
     requests: int = 0
@@ -79,6 +79,8 @@ class _Files:
         if process.dead or fate == "stop":
             process.dead = True
             raise Stopped
+        if fate == "refuse":
+            raise FolderError("permission denied")
         if fate != "fail":
             with self.bucket.lock:
                 result = action(self.bucket.objects)

@@ -56,6 +56,7 @@ def run_over(documents, tokenizer, folder, form=None, rows=2, stop_after=None, *
             if not complete:
                 marks = {"start": place.plan.mark, "stored": place.stored_after_mark}
                 marks |= {"until": place.plan.until, **place.limits}
+                marks["limits_from"] = place.plan.end_of_stored(documents.worker)
                 found = samples(documents, tokenizer, form or SampleForm(LENGTH), **marks)
                 for batch in islice(pack(found, rows, LENGTH), stop_after):
                     kept = slice(None) if batch.kept is None else batch.kept

@@ -6,6 +6,7 @@ after which the first one wakes up. Then the same command must store what an und
 test_inputs.py shows for every form of text that it continues from any sample.
 """
 
+import json
 import threading
 from contextlib import suppress
 from functools import cached_property
@@ -19,7 +20,6 @@ from small_runs import HIDDEN, HOOKS, LENGTH, run_over, stream_of, write_texts
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.positions import Positions
 from activation_extraction.inspect.verify_shard import read_samples
-from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.store import folder
 from activation_extraction.store.commit import Commit, seal
 from activation_extraction.store.identity import Identity
@@ -87,13 +87,12 @@ class Run:
             part = {"hooks": tuple(HOOKS.values()), "host": host, "num_hosts": case.hosts}
             identity = Identity("tiny", data="files", **part)
             limits = NO_LIMITS | (case.before or {} if before else {})
-            planner = RepairPlanner(place, identity, limits) if repair else None
             run_over(
                 stream_of(self.path, Worker(0, 1, host, case.hosts)),
                 self.tokenizer,
                 self.folder / f"{next(self.processes)}",
                 case.form,
-                **{"identity": identity, "remote": place, "planner": planner},
+                **{"identity": identity, "remote": place, "repair": repair},
                 **usual | limits | options,
             )
 
@@ -213,7 +212,7 @@ def damaged(run):
     """A complete run of which a shard in the middle and the last one are bad."""
     bucket = MemoryBucket()
     run(bucket, shard_size_gb=1e-6)
-    jsons = jsons_in(bucket)
+    jsons, bucket.undamaged = jsons_in(bucket), copy_of(bucket)
     assert len(jsons) > 5
     for number, damage in ((1, "a damaged table"), (3, "no JSON"), (-1, "a damaged JSON")):
         DAMAGE[damage](bucket.objects, jsons[number])
@@ -235,6 +234,77 @@ def test_the_shards_of_a_repair_may_be_lost(run, damaged):
                 run(bucket, repair=True)
             run(bucket)
             run.check(bucket, size, name)
+
+
+def test_a_withdrawal_replaces_only_what_was_checked(run, damaged):
+    """Commits of an earlier process land at the names of bad shards, just before the repair writes
+    there. They are checked, too, found good and kept."""
+    jsons = jsons_in(damaged.undamaged)
+    late = {path.rpartition("/")[2]: path for path in (jsons[3], jsons[-1])}
+
+    def land(number, request):
+        path = late.pop(request.removeprefix("writing "), None)
+        if path is not None:
+            damaged.objects[path] = damaged.undamaged.objects[path]
+
+    run(damaged, Process(land), repair=True)
+    assert not late
+    for path in (jsons[3], jsons[-1]):
+        assert damaged.objects[path][0] == damaged.undamaged.objects[path][0]
+    run(damaged)
+    run.check(damaged)
+
+
+def test_a_request_that_is_refused_ends_a_repair_which_then_withdraws_nothing(run, damaged):
+    """It does not make the shard bad that it is about."""
+    requests = []
+    run(copy_of(damaged), Process(lambda _, request: requests.append(request)), repair=True)
+    checks = next(n for n, request in enumerate(requests) if request.startswith("writing"))
+    assert checks > 40
+    before = damaged.objects.copy()
+    for refused in range(checks):
+        process = Process(lambda n, _, refused=refused: "refuse" if n == refused else None)
+        with pytest.raises(RunError, match="permission denied"):
+            run(damaged, process, repair=True)
+        assert damaged.objects == before, requests[refused]
+
+
+def test_a_lost_shard_that_is_put_back_doubles_no_sample(run, damaged):
+    """Its samples were stored under other numbers. Whichever shard lists a sample second is bad."""
+    lost = jsons_in(damaged.undamaged)[1]
+    run(damaged, repair=True, shard_size_gb=4e-6)
+    assert b'"count": 0' in damaged.objects[lost][0]
+    for path, found in damaged.undamaged.objects.items():
+        if path.startswith(lost.removesuffix("json")):
+            damaged.objects[path] = found
+    with pytest.raises(InputError, match="stored more than once; --repair"):
+        run(damaged)
+    run(damaged, repair=True)
+    run(damaged)
+    run.check(damaged)
+
+
+def test_samples_after_one_that_a_limit_had_cut_come_back(run):
+    """The repair stores the cut sample whole, and so more tokens than the limit of the run, which
+    ends before them. The same command takes this as it is."""
+    bucket, limits = MemoryBucket(), {"max_tokens": 180, "shard_size_gb": 1e-6}
+    run(bucket, max_tokens=101, shard_size_gb=1e-6)
+    run(bucket, **limits)
+    before, whole = run.stored_in(bucket), run.undisturbed[0]
+    cut, _ = (number for number in before if before[number] != whole[number])
+    lost = []
+    for path in jsons_in(bucket):
+        samples = json.loads(bucket.objects[path][0])["samples"]
+        if samples["first"] <= cut <= samples["last"] or cut < samples["first"]:
+            lost.append(path)
+    *lost, last = lost
+    assert len(lost) > 1
+    for path in lost:
+        del bucket.objects[path]
+    run(bucket, repair=True, **limits)
+    for _ in range(2):
+        assert run.stored_in(bucket) == before | {cut: whole[cut]}
+        run(bucket, **limits)
 
 
 class Halted:

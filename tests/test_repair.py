@@ -3,15 +3,18 @@
 test_exactly_once.py sweeps what may happen to shards and repairs.
 """
 
+import errno
+import os
 import shutil
 
 import numpy as np
 import pytest
 from command_line import main
 from extractions import edit, flip, shard_file
-from small_runs import set_status
+from small_runs import files_in, set_status
 
 from activation_extraction import ActivationDataset
+from activation_extraction.store import shard_reader
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,22 @@ def test_the_command_repairs_a_folder(flags, undisturbed, tmp_path, capsys):
     same_values(out, undisturbed)
     assert main(*repair, "--layers_to_extract", 2) == 2
     assert "differs in hooks" in capsys.readouterr().err
+
+
+def test_a_disk_that_cannot_be_read_makes_no_shard_bad(
+    flags, undisturbed, tmp_path, monkeypatch, capsys
+):
+    out = shutil.copytree(undisturbed, tmp_path / "out")
+    before = files_in(out)
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(shard_reader.mmap, "mmap", fail)
+    assert main(*flags, "--output_dir", out, "--repair") == 1
+    told = "shard_0001.pkl.gz: cannot be read: Input/output error; shard 1 could not be checked"
+    assert told in capsys.readouterr().err.splitlines()[-1]
+    assert files_in(out) == before
 
 
 def test_in_a_bucket(flags, undisturbed, bucket, tmp_path, capsys):

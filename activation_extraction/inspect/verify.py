@@ -5,24 +5,17 @@ and recomputes a few samples. It lists the first problem of every shard, and all
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from activation_extraction.common.codes import Codes
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import counted, say
-from activation_extraction.inspect.verify_shard import (
-    CheckedShard,
-    ChosenSample,
-    check_shard,
-    file_path,
-)
-from activation_extraction.store.commit import METADATA, Commit, Totals
+from activation_extraction.inspect.verify_shard import ChosenSample, check_and_choose
+from activation_extraction.store.commit import METADATA, Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SHARD_FILE
 from activation_extraction.store.host_folders import (
@@ -31,13 +24,16 @@ from activation_extraction.store.host_folders import (
     strangers,
 )
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.metadata import COUNTED, Stored, identity_of
+from activation_extraction.store.metadata import Stored, identity_of, total_problems
 from activation_extraction.store.resume import furthest_mark
 from activation_extraction.store.shard import Values
+from activation_extraction.store.shard_check import (
+    NO_NUMBERS,
+    CheckedShard,
+    file_path,
+    for_each_shard,
+)
 from activation_extraction.store.statistics import defined_tokens
-
-WORKERS = 4  # shards read at the same time; one with chosen samples is unpacked in memory
-NO_NUMBERS = np.zeros(0, np.int64)
 
 
 class Recompute(NamedTuple):
@@ -72,13 +68,14 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
         recompute = load(metadata)
         allowed = tolerance(identity, metadata.get("backend") == recompute.platform)
     problems = list(check_folders(folders))
-    checked = list(check_shards(root, folders, count if recompute is not None else 0))
-    problems += [problem for shard in checked for problem in shard.problems]
+    results = list(check_shards(root, folders, count if recompute is not None else 0))
+    checked = [shard for shard, _ in results]
+    problems += [shard.problem for shard in checked if shard.problem]
     problems += check_numbers(folders, checked)
     hint = "no model is recorded" if without_model else "give --model_path"
     recomputed = f"nothing recomputed ({hint})"
     if recompute is not None:
-        chosen = [sample for shard in checked for sample in shard.chosen]
+        chosen = [sample for _, samples in results for sample in samples]
         problems += _compare(identity, chosen, recompute, allowed)
         recomputed = f"{counted(len(chosen), 'sample')} recomputed"
     samples = sum(shard.commit.count for shard in checked)
@@ -94,27 +91,21 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
 
 def check_shards(
     root: Folder, folders: dict[str, Stored], count: int = 0
-) -> Iterator[CheckedShard]:
+) -> Iterator[tuple[CheckedShard, list[ChosenSample]]]:
     """Checks every shard, several at the same time, and yields the results in order.
 
-    count: how many random samples are chosen, over all shards.
+    Args:
+        root: The output.
+        folders: What is stored in each folder, by its name.
+        count: How many random samples to choose, over all shards.
     """
     shards = [(name, commit) for name in folders for commit in folders[name].in_order]
-    total = sum(commit.bytes for _, commit in shards)
-    with (
-        ThreadPoolExecutor(WORKERS) as pool,
-        tqdm(total=total, unit="B", unit_scale=True, desc="verifying", disable=None) as bar,
-    ):
-        jobs = [
-            pool.submit(check_shard, root.child(name), name, folders[name], commit, wanted)
-            for (name, commit), wanted in zip(shards, _pick(shards, count), strict=True)
-        ]
-        try:
-            for job, (_, commit) in zip(jobs, shards, strict=True):
-                yield job.result()
-                bar.update(commit.bytes)
-        finally:  # Ctrl-C waits only for the shards that are being read
-            pool.shutdown(cancel_futures=True)
+    picks = _pick(shards, count)
+    arguments = [
+        (commit, (root.child(name), name, folders[name], commit, wanted))
+        for (name, commit), wanted in zip(shards, picks, strict=True)
+    ]
+    return for_each_shard(check_and_choose, arguments)
 
 
 def _pick(shards: list[tuple[str, Commit]], count: int) -> list[list[int]]:
@@ -237,7 +228,7 @@ def check_numbers(folders: dict[str, Stored], checked: Sequence[CheckedShard]) -
     for name, stored in folders.items():
         identity, last = stored.identity, max(stored.commits, default=0)
         # Only a run over a data set numbers its samples without gaps.
-        if identity is None or not identity.data or not 0 < last == len(found[name]):
+        if identity is None or not identity.from_dataset or not 0 < last == len(found[name]):
             continue
         numbers = np.unique(np.concatenate(found[name]))
         if (stored.metadata or {})["status"] != "complete":
@@ -270,11 +261,3 @@ def check_folders(folders: dict[str, Stored]) -> Iterator[str]:
             for file in sorted(stored.files.keys() - {commit.file for commit in stored.in_order}):
                 if SHARD_FILE.fullmatch(file):
                     yield f"{file_path(name, file)}: has no JSON"
-
-
-def total_problems(commits: Iterable[Commit], metadata: dict[str, Any]) -> Iterator[str]:
-    """Yields the totals in the metadata of a finished host that differ from those of its shards."""
-    totals = Totals.of(commits)
-    for field in COUNTED:
-        if metadata[field] != (total := getattr(totals, field)):
-            yield f"has {counted(metadata[field], field.removesuffix('s'))}, there are {total}"

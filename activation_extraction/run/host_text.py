@@ -217,6 +217,7 @@ class Text:
             start=storage.plan.mark,
             stored=storage.stored_after_mark,
             until=storage.plan.until,
+            limits_from=storage.plan.end_of_stored(worker),
             **storage.limits,
         )
         # While the devices compute the batches of a group, the next one is read.

@@ -41,9 +41,7 @@ from activation_extraction.run.inputs import (
     settings_of,
     step_of,
 )
-from activation_extraction.run.repair import RepairPlanner
 from activation_extraction.run.run_folders import RunFolders
-from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import RunFacts, StorageOptions
 from activation_extraction.store.local_files import check_output_dir, nearest
 from activation_extraction.store.resume import FLAGS_REMEDY
@@ -57,7 +55,7 @@ class Job:
     """A checked request: the model, the text, and where the result goes.
 
     batches: those that were not stored yet when the text was opened; documents: what the batches
-    are made from. repair: None without --repair.
+    are made from.
     """
 
     host: Host
@@ -67,7 +65,6 @@ class Job:
     text: Text
     documents: Documents
     batches: Prefetch[Batch]
-    repair: RepairPlanner | None
 
     @property
     def where(self) -> str:
@@ -112,7 +109,7 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
     )
     log_hooks(request, job.forward)
     totals = job.storage.totals
-    if totals.shards and job.repair is None and not job.storage.complete:
+    if totals.shards and not job.storage.repair and not job.storage.complete:
         done = [counted(getattr(totals, f"{unit}s"), unit) for unit in ("sample", "token", "shard")]
         log.info("continuing %s after %s and %s in %s", job.where, *done)
     if special := text.form.special:
@@ -231,10 +228,6 @@ def prepare(
         max_samples=worker.share_of(config.max_samples),
         max_tokens=worker.share_of(config.max_tokens),
     )
-    repair = None
-    if config.repair:
-        target = folders.remote or Folder(str(folders.folder))
-        repair = RepairPlanner(target, identity, options.limits)
     configuration = {**config.to_json(), "batch_size": forward.shape[0]}
     adapter = forward.checkpoint.adapter
     checkpoints = {"model_path": forward.checkpoint} | ({"lora": adapter.files} if adapter else {})
@@ -260,12 +253,12 @@ def prepare(
         identity,
         folders.remote,
         RunFacts(metadata, hooks, files),
-        repair,
+        config.repair,
         # Uploads have time limits of their own.
         on_wait=watchdog.reset if folders.remote is not None else lambda: None,
     )
     documents, batches = text.open(worker, forward.shape, storage, watchdog)
-    job = Job(host, forward, folders, storage, text, documents, batches, repair)
+    job = Job(host, forward, folders, storage, text, documents, batches)
     return job, fingerprint(inputs, identity)
 
 

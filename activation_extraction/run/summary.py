@@ -18,7 +18,6 @@ from activation_extraction.model.hooks import HookTable
 from activation_extraction.run.hosts import gather
 from activation_extraction.run.prepare import Job
 from activation_extraction.store.commit import Totals
-from activation_extraction.store.resume import repaired_status
 
 ACTIVITIES = ("data", "compute", "copy", "store")
 COLUMNS = "hook", "Hugging Face module", "width", "dtype", "bytes/token", "other names"
@@ -30,7 +29,7 @@ def make_progress(job: Job, log_every: int) -> Progress:
     devices = job.forward.rows.mesh.shape["device"]
     return Progress(
         job.storage.options.max_samples,
-        job.storage.options.max_tokens if job.repair is None else None,
+        job.storage.options.max_tokens if not job.storage.repair else None,
         (job.storage.totals.samples, job.storage.totals.tokens),
         log_every,
         chips=devices,
@@ -47,11 +46,11 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
     print that too. All hosts must call this.
     """
     storage, totals, before = job.storage, job.storage.totals, job.storage.plan.totals
-    if job.repair is not None:
+    if storage.repair:
         made = ranges(sorted(commit.number for commit in storage.made)) or "none"
         say(f"{'repaired' if complete else 'interrupted'}: shards stored in {job.where}: {made}")
-        recorded = storage.plan.recorded
-        if complete and recorded and repaired_status(recorded, totals.samples) != "complete":
+        filled = complete and storage.plan.recorded is not None
+        if filled and storage.plan.repaired_status(totals.samples) != "complete":
             say("the run is not complete: the same command continues it")
         return
     shortfalls = gather(job.host, _shortfall(job) if complete else "")

@@ -101,6 +101,12 @@ class Identity:
         return Worker(self.machine, self.total_machines, self.host, self.num_hosts)
 
     @property
+    def from_dataset(self) -> bool:
+        """Whether the samples come from a data set, rather than from a program with a loop of its
+        own, which gives its samples any ascending numbers."""
+        return bool(self.data)
+
+    @property
     def every_token(self) -> bool:
         """Whether the run keeps all tokens of its samples."""
         masked = self.mask_column not in ("", ATTENTION_MASK)

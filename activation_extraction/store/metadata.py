@@ -6,7 +6,7 @@ numbers without gaps; a JSON of another run is left from one that was overwritte
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,6 +15,7 @@ from itertools import chain, islice, pairwise
 from typing import Any
 
 from activation_extraction.common.errors import InputError
+from activation_extraction.common.visible import counted
 from activation_extraction.store.commit import (
     FORMAT_VERSION,
     METADATA,
@@ -51,15 +52,23 @@ RESERVED = "reserved"  # the field of a JSON that reserves a number and commits 
 class Stored:
     """The content of one host's folder.
 
-    metadata: None if there is none. version: that of metadata.json. commits: by the shards'
-    numbers, those of the run alone. files: sizes by name. damaged: maps the name of each unreadable
-    JSON file to the reason. metrics: the last ones of the run. local: whether the folder is on this
-    machine.
+    Attributes:
+        metadata: The content of metadata.json; None if there is none.
+        version: The version of metadata.json.
+        commits: The commits of the run that metadata.json names, by the numbers of the shards.
+        versions: The versions of all JSONs of shards that were read, by the names of the files. A
+            name that is not in it stands for no file.
+        files: The sizes of the files in bytes, by name.
+        damaged: Why each unreadable JSON cannot be read, by its name.
+        metrics: The last metrics of the run.
+        url: The URL of the folder, without secrets.
+        local: Whether the folder is on this machine.
     """
 
     metadata: dict[str, Any] | None = None
     version: str | None = None
     commits: dict[int, Commit] = field(default_factory=dict)
+    versions: dict[str, str | None] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -126,6 +135,14 @@ class Stored:
         return [*self.damaged.values(), *jsons, *files]
 
 
+def total_problems(commits: Iterable[Commit], metadata: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the totals in the metadata of a finished host that differ from those of its shards."""
+    totals = Totals.of(commits)
+    for name in COUNTED:
+        if metadata[name] != (total := getattr(totals, name)):
+            yield f"has {counted(metadata[name], name.removesuffix('s'))}, there are {total}"
+
+
 def gaps(numbers: Iterable[int]) -> list[range]:
     """Returns the ranges of numbers that are missing between ascending ones."""
     return [range(a + 1, b) for a, b in pairwise(numbers) if b > a + 1]
@@ -160,6 +177,7 @@ def read_stored(folder: Folder) -> Stored:
 def _read_once(folder: Folder) -> Stored:
     found = folder.read_with_version(METADATA, most=MOST_BYTES)
     damaged: dict[str, str] = {}
+    versions: dict[str, str | None] = {}
     metadata = None
     if found is not None:
         try:
@@ -168,13 +186,22 @@ def _read_once(folder: Folder) -> Stored:
             damaged[METADATA] = str(error)
     files = folder.files()
     listed = {name for name in files if COMMIT.fullmatch(name)}
-    commits = _read_commits(folder, listed, metadata, damaged)
+    commits = _read_commits(folder, listed, metadata, versions, damaged)
     # A listing that comes in pages is no snapshot: a JSON that it lacks is asked for by its name.
     missing = chain.from_iterable(gaps([0, *sorted(commits)]))
     absent = {commit_name(number) for number in islice(missing, MOST_ABSENT)} - listed
-    commits |= _read_commits(folder, absent, metadata, damaged)
-    version, metrics = found and found[1], _last_metrics(folder, files)
-    stored = Stored(metadata, version, commits, files, damaged, metrics, folder.url, folder.local)
+    commits |= _read_commits(folder, absent, metadata, versions, damaged)
+    stored = Stored(
+        metadata=metadata,
+        version=found and found[1],
+        commits=commits,
+        versions=versions,
+        files=files,
+        damaged=damaged,
+        metrics=_last_metrics(folder, files),
+        url=folder.url,
+        local=folder.local,
+    )
     # A commit may be younger than the listing, and then its files may be, too.
     return replace(stored, files=folder.files()) if stored.lacking else stored
 
@@ -183,18 +210,25 @@ def _read_commits(
     folder: Folder,
     names: Iterable[str],
     metadata: Mapping[str, Any] | None,
+    versions: dict[str, str | None],
     damaged: dict[str, str],
 ) -> dict[int, Commit]:
-    """Returns the commits in the JSONs of these names, and adds to `damaged` why others cannot be
-    read. Those of other runs than that of the metadata, and those that only reserve their number,
-    are left out."""
+    """Returns the commits in the JSONs of these names, by the numbers of the shards.
+
+    Commits of another run than that of the metadata, and JSONs that only reserve their number, are
+    left out. Adds the version of each JSON to `versions`, and the reason why a JSON cannot be read
+    to `damaged`.
+    """
     commits: dict[int, Commit] = {}
     ordered = sorted(names)
     with ThreadPoolExecutor(JSONS_AT_ONCE) as pool:
-        contents = pool.map(lambda name: folder.read(name, most=MOST_BYTES), ordered)
-        for name, data in zip(ordered, contents, strict=True):
+        found = pool.map(lambda name: folder.read_with_version(name, most=MOST_BYTES), ordered)
+        for name, content in zip(ordered, found, strict=True):
+            if content is None:
+                continue
+            data, versions[name] = content
             try:
-                commit = None if data is None else parse_commit(data, f"{folder.url}/{name}")
+                commit = parse_commit(data, f"{folder.url}/{name}")
             except DamagedError as error:
                 damaged[name] = str(error)
                 continue

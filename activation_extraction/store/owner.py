@@ -160,11 +160,34 @@ class Owner:
         """Reserves the number of the first shard to store. Returns False if the run has committed
         that shard in the meantime."""
         self._reserved = commit_name(number)
-        return self._write_json(self._reserved, self._reservation(), replaces=False) is None
+        return self._write_json(self._reserved, self._reservation()) is None
 
-    def withdraw(self, number: int) -> None:
-        """Replaces a commit, whose shard is damaged, by a reservation."""
-        self._write_json(commit_name(number), self._reservation(), replaces=True)
+    def withdraw(self, number: int, version: str | None) -> bool:
+        """Replaces the JSON of a shard that was found to be bad by a reservation.
+
+        Args:
+            number: The number of the shard.
+            version: The version of the JSON that was checked; None if there was no JSON.
+
+        Returns:
+            False if something else stands there now, such as a commit that has landed since. It has
+            to be checked, too, before it may be withdrawn.
+        """
+        name, reservation = commit_name(number), seal(self._reservation())
+        patience = self.folder.patience_for(reservation)
+        attempts = Attempts(self.folder, f"writing {name}", patience)
+        while True:
+            found = self.folder.read_with_version(name, most=MOST_BYTES)
+            if found is not None and found[0] == reservation:
+                return True
+            self.check()
+            if (found and found[1]) != version:
+                return False
+            try:
+                self.folder.write(name, reservation, version, patience)
+                return True
+            except ChangedError as error:  # or nobody knows whether it was written
+                attempts.failed(error)
 
     def _reservation(self) -> dict[str, Any]:
         head = {"format_version": FORMAT_VERSION, "run": self.run, "owner": self.id}
@@ -175,18 +198,18 @@ class Owner:
         commit = replace(commit, run=self.run, owner=self.id, url=self.folder.url)
         if self.local is not None and self.keeps_shards:
             self.local.write(commit.name, seal(commit.to_json()), ANY)
-        standing = self._write_json(commit.name, commit.to_json(), replaces=False)
+        standing = self._write_json(commit.name, commit.to_json())
         if standing is not None:
             self.check(standing.owner)
         return commit
 
-    def _write_json(self, name: str, content: Mapping[str, Any], replaces: bool) -> Commit | None:
-        """Writes the JSON of a shard, unless it has to replace a commit of this run, but may not.
-        Returns the commit that stood there."""
+    def _write_json(self, name: str, content: Mapping[str, Any]) -> Commit | None:
+        """Writes the JSON of a shard, unless a commit of this run stands there, which it returns:
+        no commit may be replaced."""
         data = seal(content)
 
         def is_settled(found: bytes) -> bool:
-            return found == data or (not replaces and self._commit_in(found) is not None)
+            return found == data or self._commit_in(found) is not None
 
         standing, _ = self._write(name, data, is_settled)
         return None if standing is None else self._commit_in(standing)

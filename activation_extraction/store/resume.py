@@ -40,10 +40,11 @@ class StoragePlan:
     up_to_date: whether nothing is left to do, not even an update of metadata.json. skipped_rows,
     empty_rows: the counts of a complete extraction, which include rows after its last sample.
 
-    A repair has more: withdrawn are the numbers of damaged and missing shards, in the order in
-    which reservations replace their commits; holes are those of them that lie before an intact
-    shard, and `until` says how many samples of the host come before the last mark. `recorded` is
-    the metadata, of which only the totals change.
+    A repair has more (repair.py). `withdrawn` maps the number of each damaged or missing shard to
+    the version of its JSON that was checked, None for no JSON, in the order in which reservations
+    replace them. `holes` are those of these numbers that lie before a good shard. `until` is how
+    many samples of the host are read, None for all. `recorded` is the metadata, of which only the
+    totals change.
     """
 
     commits: list[Commit] = field(default_factory=list)
@@ -54,7 +55,7 @@ class StoragePlan:
     up_to_date: bool = False
     skipped_rows: int = 0
     empty_rows: int = 0
-    withdrawn: tuple[int, ...] = ()
+    withdrawn: Mapping[int, str | None] = field(default_factory=dict)
     holes: tuple[int, ...] = ()
     until: int | None = None
     recorded: Mapping[str, Any] | None = None
@@ -66,12 +67,25 @@ class StoragePlan:
         totals.count_rows(self.skipped_rows, self.empty_rows)
         return totals
 
+    def end_of_stored(self, worker: Worker) -> int:
+        """Returns how many samples of a worker come before the end of the largest stored one.
 
-def repaired_status(recorded: Mapping[str, Any], samples: int) -> str:
-    """Returns the status of a repaired run. recorded: its metadata before; samples: how many are
-    stored now. What comes after the mark of its shards may be left to the run that continues."""
-    whole = recorded.get("status") == "complete" and recorded.get("samples") == samples
-    return "complete" if whole else "interrupted"
+        Some of them may not be stored: samples are packed in another order than they are read.
+        """
+        last = max((commit.last for commit in self.commits if commit.count), default=None)
+        return 0 if last is None else worker.number_of(last) + 1
+
+    def repaired_status(self, samples: int) -> str:
+        """Returns the status of a run whose holes are filled, of which `samples` are stored now.
+
+        What comes after its largest stored sample may be left to the run that continues.
+        """
+        recorded = self.recorded or {}
+        before = recorded.get("samples", 0)
+        if self.until is None:  # a loop of its own has given all its samples
+            return "complete" if samples >= before else "interrupted"
+        whole = recorded.get("status") == "complete" and samples == before
+        return "complete" if whole else "interrupted"
 
 
 # Decides what is to be stored, from what is stored in the folder that has the shards. It is asked
@@ -101,18 +115,21 @@ def plan_run(identity: Identity, limits: Mapping[str, int | None], stored: Store
 
 
 def plan_rest(stored: Stored, limits: Mapping[str, int | None]) -> StoragePlan:
-    """Plans what is to be stored after the shards that are stored, which have no gaps."""
-    commits, totals = stored.in_order, stored.totals
+    """Plans what is to be stored after the shards that are stored, which have no gaps.
+
+    Raises InputError if these hold more than the limits allow, unless it is a repair that has
+    stored more than the same limits: samples whole that smaller limits had cut.
+    """
+    commits, totals, metadata = stored.in_order, stored.totals, stored.metadata or {}
     plan = StoragePlan(commits, stored.run, len(commits) + 1, furthest_mark(commits))
     counts = {"max_samples": totals.samples, "max_tokens": totals.tokens}
     for name, limit in limits.items():
-        if limit is not None and counts[name] > limit:
+        if limit is not None and counts[name] > limit and limit != metadata.get(name):
             unit = name.removeprefix("max_").removesuffix("s")
             raise InputError(
                 f"--{name}: {stored.url} already holds {counted(counts[name], unit)}, more than "
                 f"the {limit} that this host may store; {FLAGS_REMEDY}"
             )
-    metadata = stored.metadata or {}
     finished = {"status": "complete", **limits, "samples": totals.samples}
     if all(metadata.get(name) == value for name, value in finished.items()):
         rows = {name: metadata.get(name, 0) for name in ("skipped_rows", "empty_rows")}
@@ -132,8 +149,8 @@ def stored_after(
 ) -> dict[int, StoredSample]:
     """Returns the samples after a mark that are stored, by `sample_idx`, and perhaps some others.
 
-    Raises InputError, naming --repair, if a sample before the mark is not stored or a table is
-    damaged.
+    Raises InputError, naming --repair, if a sample before the mark is not stored, if a sample is
+    stored twice, or if a table is damaged.
     """
     before = 0 if mark is None else mark.samples
     first, found = worker.sample_idx(before), dict[int, StoredSample]()
@@ -144,11 +161,15 @@ def stored_after(
             except RunError as error:
                 raise InputError(f"{error}; {REPAIRS}") from error
     after = sum(number >= first for number in found)
-    if (lost := before + after - sum(commit.count for commit in commits)) > 0:
-        # A shard of an earlier repair, which was the last one, has been deleted.
+    lost = before + after - sum(commit.count for commit in commits)
+    if lost > 0:  # a shard of an earlier repair, which was the last one, has been deleted
         raise InputError(
             f"{folder.url}: {counted(lost, 'sample')} before the mark of its shards not stored; "
             f"{REPAIRS}"
+        )
+    if lost < 0:  # somebody has put a JSON back whose samples a repair had stored again
+        raise InputError(
+            f"{folder.url}: {counted(-lost, 'sample')} stored more than once; {REPAIRS}"
         )
     return found
 

@@ -13,10 +13,11 @@ from activation_extraction.store.identity import Identity, RunFacts
 from activation_extraction.store.local_files import append_line, write_file
 from activation_extraction.store.metadata import COUNTED
 from activation_extraction.store.owner import Owner
-from activation_extraction.store.resume import StoragePlan, repaired_status
+from activation_extraction.store.resume import StoragePlan
 from activation_extraction.store.shard import Key
 from activation_extraction.store.statistics import Statistics
 
+CUT = ("cut_samples", "cut_tokens", "empty_samples")  # totals that follow from the shards, too
 METRICS_SECONDS = 300  # between uploads of metrics.jsonl
 
 
@@ -25,7 +26,8 @@ class RunRecord:
 
     folder: the local one. owner: this process as the owner of the folder with the shards. hooks:
     the hooks' full names by key. limits: the most samples and tokens, by name. A repair keeps the
-    `recorded` metadata, except the totals. `totals` include the shards of earlier runs.
+    metadata that its plan has `recorded`, except the totals. `totals` include the shards of earlier
+    runs.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class RunRecord:
 
     def follow(self, plan: StoragePlan) -> None:
         """Resets all counts to what earlier runs have stored."""
-        self.recorded, self.totals = plan.recorded, plan.totals
+        self._plan, self.totals = plan, plan.totals
 
     def content(self, status: str) -> dict[str, Any]:
         """Returns the content of metadata.json. That of a repair has new totals once it is
@@ -77,13 +79,14 @@ class RunRecord:
             "data_files": self.sources.to_json() if self.sources else [],
             **self._facts.metadata,
         }
-        if self.recorded is not None:
+        recorded = self._plan.recorded
+        if recorded is not None:
             updated = ["written", "remote"]
             if status == "complete":
-                updated += [*COUNTED, "hooks"]
-            content |= {**self.recorded, **{name: content[name] for name in updated}}
+                updated += [*COUNTED, *CUT, "hooks"]
+            content |= {**recorded, **{name: content[name] for name in updated}}
             if status == "complete":
-                content["status"] = repaired_status(self.recorded, self.totals.samples)
+                content["status"] = self._plan.repaired_status(self.totals.samples)
         return content
 
     def write(self, status: str, upload: bool = True) -> None:
@@ -114,7 +117,7 @@ class RunRecord:
 
         Does nothing in a repair, because the file describes the run itself.
         """
-        if self.recorded is not None:
+        if self._plan.recorded is not None:
             return
         try:
             append_line(self._metrics_file, json.dumps(metrics))

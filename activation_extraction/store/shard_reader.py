@@ -25,7 +25,7 @@ from activation_extraction.common.codes import Codes, code_bytes, record_width
 from activation_extraction.common.encodings import FLOAT8, VALUES, decode, token_bytes
 from activation_extraction.common.errors import RunError, reason_of
 from activation_extraction.store.commit import MOST_BYTES, Commit, DamagedError
-from activation_extraction.store.folder import ChangedError, Folder, local_path
+from activation_extraction.store.folder import ChangedError, Folder, FolderError, local_path
 from activation_extraction.store.formats import MIB, SAFETENSORS, format_of
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import parse_commit
@@ -260,7 +260,8 @@ def begin_rows(
 
 
 def check_shard_file(folder: Folder, commit: Commit) -> None:
-    """Raises RunError if the sha256 of a shard's file is not the one in its JSON, or OSError."""
+    """Raises RunError if a shard's file is missing or its sha256 is not the one in its JSON, and
+    FolderError if the file cannot be read."""
     _check_digest(_whole(folder, commit, commit.file), commit.sha256, commit.file)
 
 
@@ -275,8 +276,10 @@ def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError as error:
             raise RunError(f"{where}: is missing; {REPLACED}") from error
-        except (OSError, ValueError) as error:  # ValueError: an empty file
-            raise RunError(f"{where}: cannot be read: {reason_of(error)}") from error
+        except ValueError as error:
+            raise RunError(f"{where}: is empty") from error
+        except OSError as error:  # which does not say that the file is damaged
+            raise FolderError(f"{where}: cannot be read: {reason_of(error)}") from error
         _check_json(folder, commit, where)  # a file that was opened before keeps its content
     if len(content) != commit.bytes:
         raise RunError(f"{where}: has {len(content)} bytes, its JSON says {commit.bytes}")

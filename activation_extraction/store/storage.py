@@ -24,7 +24,7 @@ from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.errors import InputError, RunError, StorageError, reason_of
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, plain_url
-from activation_extraction.store.commit import Totals, number_of
+from activation_extraction.store.commit import METADATA, Totals, number_of
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import DTYPES, SAFETENSORS
 from activation_extraction.store.given import as_int32, check_labels, own_array
@@ -32,6 +32,7 @@ from activation_extraction.store.identity import Identity, RunFacts, StorageOpti
 from activation_extraction.store.local_files import check_output_dir, lock_folder, unlock
 from activation_extraction.store.metadata import check_own, read_stored
 from activation_extraction.store.owner import Owner, new_id
+from activation_extraction.store.repair import RepairPlanner
 from activation_extraction.store.resume import (
     Planner,
     StoragePlan,
@@ -55,9 +56,13 @@ class ActivationStorage:
 
     A stored extraction with the same `identity` is continued: what is stored stays as it is, and a
     program that gives the same samples again has those that are stored skipped. `plan.mark` says
-    where the data continues, and `stored_after_mark` which samples after it are stored. A `planner`
-    may decide otherwise, for a repair. The constructor only reads. Nothing is written before
-    `open`, which is called on entering the context, or by the first sample.
+    where the data continues, and `stored_after_mark` which samples after it are stored. The
+    constructor only reads. Nothing is written before `open`, which is called on entering the
+    context, or by the first sample.
+
+    repair: Whether to look for damaged and missing shards first, for which every shard is read, and
+    to withdraw them (repair.py). A program gives the same samples again, all of them: those that
+    are stored are skipped, and the lost ones are stored again.
 
     remote: a folder in a bucket. Shards are then stored there, from memory, and locally only
     without `delete_local_after_upload`; metadata.json and metrics.jsonl are in both folders. facts:
@@ -84,7 +89,7 @@ class ActivationStorage:
         identity: Identity | None = None,
         remote: Folder | None = None,
         facts: RunFacts | None = None,
-        planner: Planner | None = None,
+        repair: bool = False,
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         if re.match(r"[A-Za-z][\w+.-]*:/", str(output_dir)):
@@ -94,6 +99,9 @@ class ActivationStorage:
             )
         self.folder = Path(output_dir)
         self.options = options = options or StorageOptions()
+        self.repair = repair
+        if repair and options.overwrite:
+            raise InputError(f"{self.folder}: overwrite and repair exclude each other; give one")
         facts = facts or RunFacts()
         self._names = dict(hooks)
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
@@ -130,7 +138,9 @@ class ActivationStorage:
         self.made, self.waited = self._writer.made, self._writer.waited
         self.format, self.gauges = self._writer.format, self._writer.gauges
         self.record = self._record.add_metrics
-        self._planner = planner or partial(plan_run, self._identity, options.limits)
+        self._planner: Planner = partial(plan_run, self._identity, options.limits)
+        if repair:
+            self._planner = RepairPlanner(self.destination, self._identity, options.limits)
         if options.overwrite:
             for folder in {local, self.destination}:
                 check_own(folder)
@@ -226,13 +236,15 @@ class ActivationStorage:
             if not self._owner.begin(run, self._record.content("running"), stored.version):
                 continue
             stored = read_stored(self.destination)
+            withdrawn: dict[int, str | None] = {}
             if self.options.overwrite:  # JSONs that cannot be read are not of the new run
-                for name in stored.damaged:
-                    self._owner.withdraw(number_of(name))
+                names = [name for name in stored.damaged if name != METADATA]
+                withdrawn = {number_of(name): stored.versions[name] for name in names}
                 stored = replace(stored, damaged={})
             self._follow(self._planner(stored))
-            for number in self.plan.withdrawn:
-                self._owner.withdraw(number)
+            withdrawn |= self.plan.withdrawn
+            if not all(self._owner.withdraw(*each) for each in withdrawn.items()):
+                continue  # something else stands there now: it is read and checked, too
             if self.plan.complete or self._owner.reserve(self.plan.next):
                 return True
 

@@ -26,6 +26,10 @@ class Worker:
         """Returns the index of this worker's sample `number`, unique over all workers."""
         return (number * self.hosts + self.host) * self.machines + self.machine
 
+    def number_of(self, sample_idx: int) -> int:
+        """Returns the number of a sample of this worker: the reverse of `sample_idx`."""
+        return (sample_idx - self.sample_idx(0)) // self.stride
+
     def share_of(self, limit: int | None) -> int | None:
         """Returns how many of a machine's samples or tokens are this host's; None: no limit."""
         return None if limit is None else len(range(self.host, limit, self.hosts))

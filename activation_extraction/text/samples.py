@@ -68,36 +68,57 @@ def samples(
     max_tokens: int | None = None,
     stored: Mapping[int, StoredSample] = MappingProxyType({}),
     until: int | None = None,
+    limits_from: int = 0,
 ) -> Iterator[Sample]:
     """Yields the samples of one worker that are not stored.
 
-    tokenizer: None if documents are token ids. start: a cursor from an earlier iteration over the
-    same data. stored: by `sample_idx`. until: the number of the first sample that is not read.
-    Stops after `max_samples` samples, or once the samples keep `max_tokens` tokens: the last one is
-    cut to end there. Both count from the beginning of the data, with stored samples as they are
-    stored. A document without a single token gives no sample, and its row counts as empty; the row
-    of one that the tokenizer cannot take cannot be used. Raises ChangedDataError if a stored sample
-    now comes from another row.
+    The stream stops after `max_samples` samples, or once the samples keep `max_tokens` tokens: the
+    last one is cut to end there. Both count from the beginning of the data, with stored samples as
+    they are stored. A document without a single token gives no sample, and its row counts as empty;
+    the row of a document that the tokenizer cannot take cannot be used.
+
+    Args:
+        documents: The documents of the worker.
+        tokenizer: The tokenizer; None if documents are token ids.
+        form: How documents become samples.
+        max_samples: The most samples; None for no limit.
+        start: A cursor from an earlier iteration over the same data; None for the beginning.
+        max_tokens: The most tokens that are kept; None for no limit.
+        stored: The samples that are stored and left out, by `sample_idx`.
+        until: The number of the first sample that is not read; None to read all.
+        limits_from: The number of the first sample that the limits can end the stream at, or cut.
+            Where later samples are stored, earlier ones must not be left out.
+
+    Raises:
+        ChangedDataError: A stored sample now comes from another row.
     """
     most_samples = math.inf if max_samples is None else max_samples
     most_tokens = math.inf if max_tokens is None else max_tokens
     here = start or Cursor(0)
     number, tokens = here.samples, here.tokens
+
+    def is_over() -> bool:
+        reached = number >= most_samples or tokens >= most_tokens
+        return number >= limits_from and reached
+
     if here.stream:
         documents.restore(here.stream)
-    whole = _whole_samples(documents, tokenizer, form, here, most_samples)
-    while number < most_samples and tokens < most_tokens and number != until:
+    whole = _whole_samples(documents, tokenizer, form, here, max(most_samples, limits_from))
+    while number != until and not is_over():
         sample = next(whole, None)
         if sample is None:
             return
         here = replace(sample.cursor, tokens=tokens)
-        number += 1
-        if (known := stored.get(sample.sample_idx)) is None:
-            count = int(min(sample.num_kept, most_tokens - tokens))
+        known = stored.get(sample.sample_idx)
+        if known is None:
+            count = sample.num_kept
+            if number >= limits_from:
+                count = int(min(count, most_tokens - tokens))
+            number += 1
             tokens += count
-            last = number >= most_samples or tokens >= most_tokens
-            yield _limited(sample, here, count, goes_on=form.split and not last)
+            yield _limited(sample, here, count, goes_on=form.split and not is_over())
             continue
+        number += 1
         if known.row != sample.row:
             raise ChangedDataError(
                 f"sample {sample.sample_idx}: was stored from row {json.dumps(known.row)}, but the "

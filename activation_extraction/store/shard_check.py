@@ -1,0 +1,115 @@
+"""Checks stored shards: compares the sha256 of their files, and their counts, with their JSON.
+
+--verify reports the shards that are bad, and a repair withdraws them. Both must tell a bad shard
+from one that could not be read: only content that was read and differs, or a file that is
+definitely absent, makes a shard bad.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from activation_extraction.common.errors import RunError
+from activation_extraction.store.commit import Commit
+from activation_extraction.store.folder import Folder, FolderError
+from activation_extraction.store.metadata import Stored
+from activation_extraction.store.sample_table import read_table
+from activation_extraction.store.shard_reader import check_shard_file, read_sums
+
+SHARDS_AT_ONCE = 4  # a shard in a bucket is in memory while it is checked
+NO_NUMBERS = np.zeros(0, np.int64)
+T = TypeVar("T")
+
+
+class CheckedShard(NamedTuple):
+    """The result of checking a shard.
+
+    Attributes:
+        folder: The name of the host's folder; "" for the output itself.
+        commit: The commit of the shard.
+        problem: The first problem that was found, with the path of the file; "" if there is none.
+        failure: The request that failed, so that nobody knows whether the shard is good. None if
+            every request was answered.
+        sample_idx: The numbers of the shard's samples, int64; None if there is a problem.
+    """
+
+    folder: str
+    commit: Commit
+    problem: str = ""
+    failure: FolderError | None = None
+    sample_idx: np.ndarray | None = None
+
+
+def file_path(folder: str, name: str) -> str:
+    """Returns the path of a file in the output.
+
+    Args:
+        folder: The name of the host's folder; "" for the output itself.
+        name: The name of the file.
+    """
+    return f"{folder}/{name}" if folder else name
+
+
+def check_shard(store: Folder, folder: str, stored: Stored, commit: Commit) -> CheckedShard:
+    """Checks a shard, up to its first problem.
+
+    Args:
+        store: The host's folder.
+        folder: Its name, for messages.
+        stored: The content of the folder.
+        commit: The commit of the shard.
+    """
+    if not commit.count:
+        return CheckedShard(folder, commit, sample_idx=NO_NUMBERS)
+    where = file_path(folder, commit.file)
+    try:
+        _check_sizes(store, stored, commit)
+        check_shard_file(store, commit)
+        read_sums(store, commit, ())
+        sample_idx = read_table(store, commit)["sample_idx"].to_numpy()
+    except FolderError as failure:
+        return CheckedShard(folder, commit, f"{where}: {failure}", failure)
+    except (RunError, ValueError) as error:
+        problem = f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")
+        return CheckedShard(folder, commit, problem)
+    return CheckedShard(folder, commit, sample_idx=sample_idx)
+
+
+def _check_sizes(store: Folder, stored: Stored, commit: Commit) -> None:
+    """Raises RunError if a file of a shard is absent or has another size than its JSON says."""
+    for name, facts in commit.files.items():
+        size = stored.files.get(name)
+        if size != facts.bytes:  # a listing that comes in pages is no snapshot
+            entry = store.head(name)
+            size = None if entry is None else entry.size
+        if size is None:
+            moved = stored.moved_to
+            where = f" here, it was uploaded to {moved}" if moved else ""
+            raise RunError(f"{name}: is missing{where}")
+        if size != facts.bytes:
+            raise RunError(f"{name}: has {size} bytes, its JSON says {facts.bytes}")
+
+
+def for_each_shard(check: Callable[..., T], shards: Sequence[tuple[Commit, tuple]]) -> Iterator[T]:
+    """Calls `check` for several shards at the same time, and yields its results in order.
+
+    Args:
+        check: The function to call.
+        shards: The commit of each shard, for the progress bar, and the arguments of `check`.
+    """
+    from tqdm import tqdm  # which readers and writers of shards do without
+
+    total = sum(commit.bytes for commit, _ in shards)
+    with (
+        ThreadPoolExecutor(SHARDS_AT_ONCE) as pool,
+        tqdm(total=total, unit="B", unit_scale=True, desc="verifying", disable=None) as bar,
+    ):
+        jobs = [pool.submit(check, *arguments) for _, arguments in shards]
+        try:
+            for job, (commit, _) in zip(jobs, shards, strict=True):
+                yield job.result()
+                bar.update(commit.bytes)
+        finally:  # Ctrl-C and failures wait only for the shards that are being read
+            pool.shutdown(cancel_futures=True)
