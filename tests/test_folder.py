@@ -538,11 +538,18 @@ def test_a_failed_check_of_conditions_is_told_once_and_nothing_else_waits(
     with pytest.raises(FolderError, match=r"s3a://bucket/run: writing \.write_test_.*AWS_REGION"):
         Folder(S3, 600).check_conditions()
     assert not lines and bucket.failed == {"301": 1}
-    faults = ["503", "503", None]  # the first two writes succeed
-    monkeypatch.setattr(bucket_module, "RETRIES", 0)
-    monkeypatch.setattr(bucket, "choose_fault", lambda: faults.pop() if len(faults) > 1 else "503")
-    with pytest.raises(FolderError, match=r"writing \.write_test_.* kept failing for .*: Serv"):
-        Folder(S3, 0.05).check_conditions()
+
+    answers = iter(["1", "2"])  # the first two writes succeed
+
+    def write(*_):
+        version = next(answers, None)
+        if version is None:
+            raise FolderError("an outage", final=False)
+        return version
+
+    monkeypatch.setattr(Bucket, "write", write)
+    with pytest.raises(FolderError, match=r"writing \.write_test_.* kept failing for "):
+        Folder(S3, 0.5).check_conditions()
     assert len(lines) == 1
 
 
