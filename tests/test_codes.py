@@ -24,6 +24,7 @@ from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.codes import ARRAYS, Codes, concatenated_values
 from activation_extraction.common.errors import StorageError
 from activation_extraction.inspect.status import code_warnings, codes_in_words
+from activation_extraction.inspect.trainer_files import EXPORT_FORMS
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.shard import CodeSums
 from activation_extraction.store.statistics import Statistics
@@ -381,8 +382,12 @@ def test_delphi_finds_the_same_features(runs, tmp_path, monkeypatch, capsys):
     """The files are read as delphi's LatentDataset reads them; contexts have 5 tokens here,
     so that one more would be a whole one in a sample of 64."""
     monkeypatch.setattr("activation_extraction.inspect.latent_files.ROW", 5)
+    monkeypatch.setitem(EXPORT_FORMS, "delphi", EXPORT_FORMS["delphi"]._replace(row=5))
     monkeypatch.setattr("activation_extraction.inspect.export.CHUNK_BYTES", 4096)
     run = ActivationDataset(runs["safetensors"])
+    every, left_out = dense(whole(run, CODES)), 0
+    least = float(np.median(every[every > 0]))  # delphi leaves out codes of at most 1e-5
+    monkeypatch.setattr("activation_extraction.inspect.latent_files.LEAST", least)
     target, rows, expected = tmp_path / "raw", [], []
     given = ["--output_dir", run.url, "--hook_names", CODES, "--export", "delphi"]
     assert main(*given, "--export_dir", target) == 0
@@ -390,7 +395,8 @@ def test_delphi_finds_the_same_features(runs, tmp_path, monkeypatch, capsys):
         values = dense(sample[CODES])
         for start in range(0, len(values) - 4, 5):
             part = values[start : start + 5]
-            places = map(tuple, np.argwhere(part > 1e-5))
+            left_out += int(((part > 0) & (part <= least)).sum())
+            places = map(tuple, np.argwhere(part > least))
             expected += [(len(rows), *place, part[place]) for place in places]
             rows.append(sample.token_ids[start : start + 5])
     assert [path.name for path in target.iterdir()] == [CODES]
@@ -409,4 +415,11 @@ def test_delphi_finds_the_same_features(runs, tmp_path, monkeypatch, capsys):
     assert following == made.F and sorted(found) == sorted(expected)
     config = json.loads((target / CODES / "config.json").read_text())
     assert config["model_name"] == run.tokenizer_path and config["n_tokens"] == 5 * len(rows)
-    assert " tokens, too few for a row of " in capsys.readouterr().out
+    out, rest = capsys.readouterr().out, run.tokens - 5 * len(rows)
+    assert f"left out: {rest} tokens, too few for a row of 5, at the ends of their samples\n" in out
+    told = f"left out: {left_out:,} codes of at most {least:g} at {CODES}, as by delphi itself\n"
+    assert rest and left_out and told in out
+    monkeypatch.setattr("activation_extraction.inspect.latent_files.ROW", 65)
+    assert main(*given, "--export_dir", tmp_path / "new") == 2
+    assert f"no sample of {run.url} has 65 tokens" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

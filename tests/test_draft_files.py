@@ -3,6 +3,7 @@ the loss is the row's own, that of the assistant, or all ones."""
 
 import json
 import re
+import subprocess
 
 import torch
 from chat_templates import QWEN3, chat_model, talk
@@ -101,6 +102,19 @@ def test_rows_have_their_own_mask_of_which_each_piece_has_its_part(
         check(exported(tmp_path, form), form, model, expected)
     told = capsys.readouterr().out
     assert "--target-layer-ids 2 5 --on" in told and "left out: ln_final.hook_out; " in told
+    check_specforge_config(told, tmp_path, model)
+
+
+def check_specforge_config(told, folder, model):
+    """The lines that are printed run in a shell, and its config has the fields of SpecForge 0.2's
+    Config: the layers by SpecForge's numbers, and no cut of samples."""
+    echo, train = told.split("read it with:\n")[-1].splitlines()
+    assert train.strip() == "specforge train --config specforge.json"
+    subprocess.run(["bash", "-c", echo], cwd=folder, check=True)
+    assert json.loads((folder / "specforge.json").read_text()) == {
+        "model": {"target_model_path": str(model), "aux_hidden_state_layer_ids": [*LAYERS, 11]},
+        "data": {"hidden_states_path": str(folder / "specforge"), "max_length": LENGTH},
+    }
 
 
 def test_conversations_teach_what_the_assistant_says_and_texts_every_token(demo_inputs, tmp_path):
@@ -131,7 +145,9 @@ def test_what_a_trainer_cannot_take_is_refused(demo_inputs, tmp_path, capsys):
     flags = "--ids_column ids --keep_columns loss_mask --overwrite".split()
     run(tmp_path, demo_inputs / "model", rows, *flags)
     assert "needs the hooks blocks.11.hook_resid_post and " in told("speculators", *few)
-    assert "needs the hooks ln_final.hook_out and blocks.K" in told("specforge", *few)
+    three = "needs the hooks ln_final.hook_out and blocks.K.hook_resid_post of exactly three"
+    assert three in told("specforge", *few)
+    assert three in told("specforge", "--hook_names", *STREAM[1:], "ln_final.hook_out")
     assert "sample 0: its column loss_mask: expected a 0 or 1 for" in told("speculators")
     run(tmp_path, demo_inputs / "model", rows, *flags, "--positions", "last")
     assert "stores some tokens only" in told("speculators")

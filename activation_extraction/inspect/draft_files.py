@@ -5,6 +5,7 @@ Both trainers mean the same tensors by other numbers: the stream after block k, 
 k + 1 for speculators, as in transformers' `hidden_states`, and k for SpecForge.
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
@@ -15,6 +16,7 @@ import numpy as np
 
 from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.common.visible import counted
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import (
     ByHook,
@@ -24,12 +26,14 @@ from activation_extraction.dataset.token_batch import (
     piece_of,
 )
 from activation_extraction.inspect.arrow_files import ArrowFolder
+from activation_extraction.inspect.exported import Exported
 
 LOSS_MASK = "loss_mask"  # the name of a kept column: 1 for each token of the row that is learned
 LEARNED = [ROLES.index(role) for role in ("assistant", "thinking")]
 STREAMS = "blocks.*.hook_resid_pre", "blocks.*.hook_resid_post"
 NORMED = "ln_final.hook_out"
 PER_FOLDER = 2000  # samples, as SpecForge groups them
+EAGLE3_LAYERS = 3  # layers whose streams SpecForge's draft models of EAGLE-3 read, no more or less
 
 
 class Sample(NamedTuple):
@@ -41,9 +45,10 @@ class Sample(NamedTuple):
 
 
 def samples_in(dataset: ActivationDataset, chunks: Iterable[TokenBatch]) -> Iterator[Sample]:
-    """Puts the samples together again; those without tokens are left out.
+    """Yields all samples that have tokens, which lie in consecutive chunks.
 
-    Raises RunError for a `loss_mask` that does not fit its row.
+    Raises:
+        RunError: A `loss_mask` is not a 0 or 1 for each token of its row.
     """
     more, rest = iter(chunks), list[TokenBatch]()
     for number, length in enumerate(dataset.samples["tokens"].to_pylist()):
@@ -84,17 +89,38 @@ def layer_ids(hooks: Iterable[str]) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def _check_layers(form: str, dataset: ActivationDataset, hooks: Sequence[str], last: str) -> None:
-    if last not in hooks or len(hooks) < 2:
-        raise InputError(
-            f"--export {form}: needs the hooks {last} and blocks.K.hook_resid_post of at least one "
-            f"other layer; it has {', '.join(hooks)} of {dataset.url}"
-        )
+def specforge_config(folder: str, dataset: ActivationDataset, hooks: Iterable[str]) -> str:
+    """Returns the JSON with which `specforge train` of SpecForge 0.2 reads an export.
+
+    SpecForge would cut samples that are longer than 2,048 tokens. It counts the stream after block
+    k as k, and the trained draft model later gets the streams of the layers that are named here.
+
+    Args:
+        folder: Folder of the export.
+        dataset: The run that was exported.
+        hooks: Names of the exported hooks.
+    """
+    lengths = dataset.samples["tokens"].to_pylist()
+    layers = [number - 1 for number in layer_ids(hooks)]
+    config = {
+        "model": {
+            "target_model_path": dataset.tokenizer_path,
+            "aux_hidden_state_layer_ids": layers,
+        },
+        "data": {"hidden_states_path": folder, "max_length": max(lengths, default=1)},
+    }
+    return json.dumps(config)
+
+
+def _empty_samples(dataset: ActivationDataset) -> tuple[str, ...]:
+    """Returns in words how many samples have no tokens, which no trainer reads."""
+    empty = dataset.samples["tokens"].to_pylist().count(0)
+    return (f"{counted(empty, 'sample')} without tokens",) if empty else ()
 
 
 def write_speculators(
     folder: Path, dataset: ActivationDataset, hooks: Sequence[str], chunks: Iterable[TokenBatch]
-) -> int:
+) -> Exported:
     """Writes the data set and the hidden states that speculators 0.9 trains on.
 
     `hidden_states/hs_i.safetensors` belongs to row i of the data set: (tokens, layers, width), the
@@ -104,7 +130,12 @@ def write_speculators(
     from safetensors.numpy import save
 
     depth = dataset.metadata.get("model", {}).get("num_hidden_layers", 0)
-    _check_layers("speculators", dataset, hooks, f"blocks.{depth - 1}.hook_resid_post")
+    last = f"blocks.{depth - 1}.hook_resid_post"
+    if last not in hooks or len(hooks) < 2:
+        raise InputError(
+            f"--export speculators: needs the hooks {last} and blocks.K.hook_resid_post of at "
+            f"least one other layer; it has {', '.join(hooks)} of {dataset.url}"
+        )
     (folder / "hidden_states").mkdir()
     of_tokens = datasets.List(datasets.Value("int64"))
     columns = {"input_ids": of_tokens, LOSS_MASK: of_tokens, "seq_len": datasets.Value("int64")}
@@ -116,23 +147,29 @@ def write_speculators(
         rows.write({"input_ids": [ids], LOSS_MASK: [mask], "seq_len": [len(ids)]})
         tokens += len(ids)
     rows.finalize()
-    return tokens
+    return Exported(tokens, _empty_samples(dataset))
 
 
 def write_specforge(
     folder: Path, dataset: ActivationDataset, hooks: Sequence[str], chunks: Iterable[TokenBatch]
-) -> int:
+) -> Exported:
     """Writes the files that SpecForge trains EAGLE-3 on offline: a file for each sample, with the
-    stream of some layers side by side, and the last hidden state after the final norm."""
+    stream of three layers side by side, and the last hidden state after the final norm."""
     import torch
 
-    _check_layers("specforge", dataset, hooks, NORMED)
+    layers = layer_ids(hooks)
+    if NORMED not in hooks or len(layers) != EAGLE3_LAYERS or 0 in layers:
+        raise InputError(
+            f"--export specforge: needs the hooks {NORMED} and blocks.K.hook_resid_post of exactly "
+            f"three layers, which --hook_names can choose; it has {', '.join(hooks)} of "
+            f"{dataset.url}"
+        )
     tokens = 0
     for number, (ids, mask, values) in enumerate(samples_in(dataset, chunks)):
         first = number // PER_FOLDER * PER_FOLDER
         place = folder / f"rows_{first}-{first + PER_FOLDER}"
         place.mkdir(exist_ok=True)
-        stream = np.concatenate([values[hook] for hook in layer_ids(hooks).values()], axis=1)
+        stream = np.concatenate([values[hook] for hook in layers.values()], axis=1)
         content = {
             "input_ids": as_tensor(ids),
             LOSS_MASK: as_tensor(mask),
@@ -142,4 +179,4 @@ def write_specforge(
         with open(place / f"data_{number}.ckpt", "wb") as file:  # which reports a full disk
             torch.save(content, file)
         tokens += len(ids)
-    return tokens
+    return Exported(tokens, _empty_samples(dataset))

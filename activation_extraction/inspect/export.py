@@ -7,6 +7,7 @@ once it is complete, so a folder of the final name holds a whole export.
 
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -21,7 +22,7 @@ from activation_extraction.common.interrupts import raise_on_ctrl_c
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
-from activation_extraction.inspect.draft_files import layer_ids
+from activation_extraction.inspect.draft_files import layer_ids, specforge_config
 from activation_extraction.inspect.status import host_states
 from activation_extraction.inspect.trainer_files import EXPORT_FORMS
 from activation_extraction.store.folder import Folder
@@ -65,16 +66,22 @@ def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None)
     with raise_on_ctrl_c(), _new_folder(target, most_bytes) as folder:
         for hook in () if form.streams else hooks:
             (folder / hook).mkdir()
-        tokens = form.write(folder, dataset, hooks, _chunks(dataset, hooks, chunk))
+        written = form.write(folder, dataset, hooks, _chunks(dataset, hooks, chunk))
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    exported = f"{counted(tokens, 'token')}, {counted(len(hooks), 'hook')}, {size / 1e9:,.3f} GB"
-    say(f"exported: {exported} in {target}")
-    if left_out := dataset.tokens - tokens:
-        say(f"left out: {counted(left_out, 'token')}, too few for a row of {form.row}")
+    exported = counted(written.tokens, "token"), counted(len(hooks), "hook")
+    say(f"exported: {', '.join(exported)}, {size / 1e9:,.3f} GB in {target}")
+    if rest := dataset.tokens - written.tokens:
+        where = ", at the ends of their samples" if form.of_codes else ""
+        say(f"left out: {counted(rest, 'token')}, too few for a row of {form.row}{where}")
+    for left_out in written.left_out:
+        say(f"left out: {left_out}")
     names = {"folder": target, "hook": hooks[0], "path": os.path.join(target, hooks[0])}
-    names["model"] = dataset.metadata.get("configuration", {}).get("model_path")
-    names["layers"] = " ".join(map(str, [*layer_ids(hooks)][:-1]))
-    say("read it with:", f"  {form.read_with.format(**names, row=form.row)}")
+    if form.streams:
+        names["quoted_folder"] = shlex.quote(target)
+        names["model"] = shlex.quote(dataset.tokenizer_path)
+        names["layers"] = " ".join(map(str, [*layer_ids(hooks)][:-1]))
+        names["config"] = shlex.quote(specforge_config(target, dataset, hooks))
+    say("read it with:", *f"  {form.read_with.format(**names, row=form.row)}".split("\n"))
 
 
 def _finished_run(root: Folder) -> ActivationDataset:

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from activation_extraction.common.errors import InputError
+from activation_extraction.common.visible import counted
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
+from activation_extraction.inspect.exported import Exported
 
 ROW = 64  # tokens of a context, of which delphi's examples have half
 SPLITS = 5  # files of a hook, as delphi makes by default; more where one would be too large
@@ -19,17 +22,25 @@ ENTRY = np.dtype([("row", "u4"), ("position", "u4"), ("latent", "u4"), ("value",
 
 def write_delphi(
     folder: Path, dataset: ActivationDataset, hooks: Sequence[str], chunks: Iterable[TokenBatch]
-) -> int:
+) -> Exported:
     """Writes the cache of latents that delphi 0.1 reads, a folder for each hook.
 
-    Its contexts all have ROW tokens: what is left at the end of a sample is left out. A file
-    START_END.safetensors has the active features START to END, END included: `locations` (row,
-    position, feature - START), sorted by feature, `activations`, and `tokens`, of all rows.
+    Its contexts all have ROW tokens: tokens at the end of a sample that do not fill one are left
+    out. A file START_END.safetensors has the active features START to END, inclusive: `locations`
+    (row, position, feature - START), sorted by feature, `activations`, and `tokens`, of all rows.
+
+    Raises:
+        InputError: No sample has ROW tokens.
     """
     from safetensors.numpy import save
 
     lengths = dataset.samples["tokens"].to_numpy()
+    if not (lengths >= ROW).any():
+        raise InputError(
+            f"--export delphi: no sample of {dataset.url} has {ROW} tokens, which a row needs"
+        )
     begins, seen, kept = np.cumsum([0, *lengths]), 0, 0  # kept: tokens in whole rows
+    small = dict.fromkeys(hooks, 0)  # values in whole rows that are left out
     token_ids: list[np.ndarray] = []
     # By features; until all entries are there, each has its own as they come, row by row.
     files: dict[str, dict[tuple[int, int], Path]] = {}
@@ -43,7 +54,9 @@ def write_delphi(
         token_ids.append(batch.token_ids[whole])
         for hook, codes in batch.items():
             token = np.repeat(np.arange(len(batch)), np.diff(codes.indptr))
-            chosen = whole[token] & (np.abs(codes.data) > LEAST)
+            is_small = np.abs(codes.data) <= LEAST
+            small[hook] += int(np.count_nonzero(whole[token] & is_small))
+            chosen = whole[token] & ~is_small
             where = np.divmod(place[token[chosen]], ROW)
             arrays = [*where, codes.indices[chosen], codes.data[chosen]]
             added = np.rec.fromarrays(arrays, dtype=ENTRY)
@@ -71,7 +84,12 @@ def write_delphi(
             "n_splits": len(files[hook]),
         }
         (folder / hook / "config.json").write_text(json.dumps(config, indent=2))
-    return tokens.size
+    left_out = [
+        f"{counted(count, 'code')} of at most {LEAST:g} at {hook}, as by delphi itself"
+        for hook, count in small.items()
+        if count
+    ]
+    return Exported(tokens.size, tuple(left_out))
 
 
 def _edges(dataset: ActivationDataset, hook: str) -> list[int]:

@@ -4,7 +4,7 @@ of draft models.
 A function for each form writes them. It gets a folder, which has an empty folder for each hook
 unless the form is one for draft models, a run, the names of the hooks to export, and all tokens of
 the run in chunks; every chunk but the last has a multiple of the form's `row` tokens. It returns
-how many tokens it wrote. The libraries are imported where they are needed.
+what it wrote and what it left out. The libraries are imported where they are needed.
 """
 
 import json
@@ -23,21 +23,28 @@ from activation_extraction.inspect.draft_files import (
     write_specforge,
     write_speculators,
 )
+from activation_extraction.inspect.exported import Exported
 from activation_extraction.inspect.latent_files import ROW, write_delphi
 
-Write = Callable[[Path, ActivationDataset, Sequence[str], Iterable[TokenBatch]], int]
+Write = Callable[[Path, ActivationDataset, Sequence[str], Iterable[TokenBatch]], Exported]
 
 
 class ExportForm(NamedTuple):
     """One value of --export.
 
-    library: needed to write the files. write: see above. read_with: a line with which the trainer
-    reads them, a format of `folder`, `hook`, `path` (the hook's own folder), `row`, `model` and
-    `layers` (the numbers of hidden states but the last). row: how many tokens a row of the files
-    has; tokens that are too few for a row are left out. has_bfloat16: whether the files can have
-    it; otherwise float32 is written. of_codes: whether it takes codes, and no other hooks. streams:
-    the hooks that a form for draft models takes, as globs. The last two kinds need all tokens of
-    their samples.
+    Attributes:
+        library: Package that is needed to write the files.
+        write: Function that writes the files; see above.
+        read_with: Lines with which the trainer reads the files. They are a format of `folder`,
+            `hook`, `path` (the folder of the hook) and `row`; in commands also of `model` (the
+            model's path), `layers` (numbers of all hidden states but the last, as transformers
+            counts them) and `config` (specforge_config), all of which are quoted for a shell.
+        row: Number of tokens in a row of the files. Tokens that do not fill a row are left out.
+        has_bfloat16: Whether the files can hold bfloat16; otherwise float32 is written.
+        of_codes: Whether the form takes codes, and no other hooks. Such a form needs all tokens of
+            the samples.
+        streams: Hooks that a form for draft models takes, as globs; empty for other forms. A form
+            for draft models needs all tokens of the samples.
     """
 
     library: str
@@ -62,7 +69,7 @@ class ExportForm(NamedTuple):
 
 def write_llamascopium(
     folder: Path, dataset: ActivationDataset, hooks: Sequence[str], chunks: Iterable[TokenBatch]
-) -> int:
+) -> Exported:
     """Writes Llamascopium's cached activations, for its target `activations-1d`.
 
     There are files of chunks for each hook. There is no padding, so both masks are 1.
@@ -78,12 +85,12 @@ def write_llamascopium(
             data = save({**shared, "activation": values})
             (folder / hook / f"chunk-{number:08d}.safetensors").write_bytes(data)
         tokens += len(batch)
-    return tokens
+    return Exported(tokens)
 
 
 def write_memmap(
     folder: Path, dataset: ActivationDataset, hooks: Sequence[str], chunks: Iterable[TokenBatch]
-) -> int:
+) -> Exported:
     """Writes the activation cache of jkminder's dictionary_learning, which trains crosscoders.
 
     Each hook has a folder with config.json, with `shard_i.memmap` and `shard_i.meta` per chunk, and
@@ -130,7 +137,7 @@ def write_memmap(
             floats = {"mean": of_hook.mean, "std": std, "M2": squares}
             tensors = {name: torch.tensor(values).float() for name, values in floats.items()}
             _save(folder / hook, count=torch.tensor(of_hook.tokens), **tensors)
-    return tokens
+    return Exported(tokens)
 
 
 def _save(folder: Path, **tensors: Any) -> None:
@@ -144,7 +151,7 @@ def _save(folder: Path, **tensors: Any) -> None:
 
 def write_sae_lens(
     folder: Path, dataset: ActivationDataset, hooks: Sequence[str], chunks: Iterable[TokenBatch]
-) -> int:
+) -> Exported:
     """Writes SAELens's cached activations, as its CacheActivationsRunner does.
 
     Each hook has a folder that `datasets.load_from_disk` reads. Like the rows that SAELens itself
@@ -170,7 +177,7 @@ def write_sae_lens(
         tokens += whole
     for writer in writers.values():
         writer.finalize()
-    return tokens
+    return Exported(tokens)
 
 
 EXPORT_FORMS = {
@@ -191,14 +198,14 @@ EXPORT_FORMS = {
     "speculators": ExportForm(
         "datasets",
         write_speculators,
-        "python -m speculators.train --data-path {folder} --verifier-name-or-path {model} "
+        "python -m speculators.train --data-path {quoted_folder} --verifier-name-or-path {model} "
         "--target-layer-ids {layers} --on-missing raise",
         streams=STREAMS,
     ),
     "specforge": ExportForm(
         "torch",
         write_specforge,
-        "scripts/train_eagle3.py --train-hidden-states-path {folder} --target-model-path {model}",
+        "echo {config} > specforge.json\n  specforge train --config specforge.json",
         streams=(*STREAMS, NORMED),
     ),
     "delphi": ExportForm(
