@@ -126,8 +126,9 @@ def test_a_run_that_stopped_at_a_bad_row_goes_on_and_skips(demo_inputs, tmp_path
     def recorded():
         return json.loads((out / "metadata.json").read_text())
 
-    assert main(*flags) == 1
-    assert f"{path} line 91: not JSON" in capsys.readouterr().err
+    for _ in range(2):  # at once, and when it is started again
+        assert main(*flags) == 2
+        assert f"{path} line 91: not JSON" in capsys.readouterr().err
     assert (recorded()["status"], recorded()["skipped_rows"]) == ("interrupted", 0)
     assert recorded()["samples"] == 90
     for more, skipped in ((["--max_samples", 100], 2), ([], 3), ([], 3)):  # at last, all is done

@@ -110,23 +110,31 @@ script()
 """
 
 
-@pytest.mark.parametrize("fault", ["bug", "sigterm"])
+@pytest.mark.parametrize("fault", ["bug", "bad row", "sigterm"])
 def test_a_fault_on_one_host_ends_both_in_order(demo_inputs, texts, tmp_path, fault):
-    """Nobody hangs or is aborted; what was complete where there was no fault is stored."""
+    """Nobody hangs or is aborted; what was complete where there was no fault is stored. A bad row
+    would end the run again, so both hosts have the status that no scheduler retries."""
     out, with_a_bug = tmp_path / "out", tmp_path / "with_a_bug.py"
     with_a_bug.write_text(WITH_A_BUG)
-    path = texts([{"text": f"row {n} " * 30} for n in range(20_000)])
+    rows = [{"text": f"row {n} " * 30} for n in range(20_000)]
+    if fault == "bad row":
+        rows = [*rows[:41], {"text": 5}, *rows[:50]]  # the 21st row of host 1
+    path = texts(rows)
     flags = flags_for(demo_inputs, out, "--dataset_path", path, "--batch_size", 4)
     flags += ["--shard_size_gb", 3e-4]
     pod = Pod(tmp_path, 2, 2, *flags, script=with_a_bug if fault == "bug" else SCRIPT)
     if fault == "sigterm":
         pod.wait_until((out / "machine_000_host_01/shard_0002.json").exists)
         pod.processes[1].send_signal(signal.SIGTERM)
-    assert pod.wait() == ([1, 1] if fault == "bug" else [143, 143]), printed(pod)
+    status = {"bug": 1, "bad row": 2, "sigterm": 143}[fault]
+    assert pod.wait() == [status, status], printed(pod)
     assert not any("Terminating process" in text for text in printed(pod))
     found = [json.loads(path.read_text()) for path in sorted(out.glob("*/metadata.json"))]
     first, second = (each["samples"] for each in found)
     assert found[1]["status"] == "interrupted" and 8 <= second < 10_000
+    if fault == "bad row":
+        assert second == 20 and f"{path} line 42: " in pod.text(1)
+        assert "another host failed" in pod.text(0)
     if fault == "bug":
         assert first < second and "another host failed" in pod.text(1)
     else:

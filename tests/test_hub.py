@@ -8,6 +8,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import autoencoder_files
@@ -26,6 +28,7 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common import retries
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.retries import hub_unreachable, unwritable_cache
+from activation_extraction.model import checkpoint
 from activation_extraction.model.checkpoint import SINGLE_FILE, Checkpoint
 from activation_extraction.model.weight_files import FIRST_BYTES
 from activation_extraction.run import demo
@@ -255,6 +258,109 @@ def test_a_hub_that_cannot_be_reached_is_not_asked_again(host, address, lines, m
     with pytest.raises(InputError, match=f"--dataset_name org/x.*{data}"):
         open_hub_dataset("org/x", None, "train")
     assert not lines
+
+
+COMMIT = "a" * 40
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """Puts files into an empty cache of the hub as `hf download` leaves them, which does not note
+    the files that a repository lacks. Returns a function of the names of files, those with no
+    content that matters."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    checkpoint._log_that_the_cache_is_read.cache_clear()
+
+    def fill(*names, index=()):
+        repository = tmp_path / "cache/models--org--x"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs/main").write_text(COMMIT)
+        for name in names:
+            path = repository / "snapshots" / COMMIT / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("{}")
+        if index:
+            written = {"weight_map": {f"model.{shard}": shard for shard in index}}
+            (path.parent / checkpoint.INDEX_FILE).write_text(json.dumps(written))
+
+    return fill
+
+
+SHARDS = ["1.safetensors", "2.safetensors"]
+
+
+class Unavailable(BaseHTTPRequestHandler):
+    """Answers as a proxy does that cannot reach the hub."""
+
+    def do_HEAD(self):
+        self.send_error(503)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(params=["nothing listens", "a proxy"])
+def dead_hub(request, address):
+    if request.param == "nothing listens":
+        address(f"http://127.0.0.1:{free_port()}")
+        yield
+        return
+    with ThreadingHTTPServer(("127.0.0.1", 0), Unavailable) as server:
+        thread = threading.Thread(target=server.serve_forever, args=[0.01])
+        thread.start()
+        address(f"http://127.0.0.1:{server.server_port}")
+        yield
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "index", "lacking"),
+    [
+        (checkpoint.MODEL, ["config.json", SINGLE_FILE], (), "chat_template.jinja"),
+        (checkpoint.MODEL, ["config.json", *SHARDS], SHARDS, "tokenizer_config.json"),
+        (checkpoint.ADAPTER, [checkpoint.ADAPTER.config, checkpoint.ADAPTER.weights], (), "x.json"),
+        (checkpoint.AUTOENCODER, ["k/cfg.json", "k/sae.safetensors"], (), "k/x.json"),
+    ],
+)
+def test_a_whole_model_in_the_cache_is_read_if_the_hub_cannot_be_reached(
+    kind, names, index, lacking, cached, dead_hub, lines
+):
+    """As transformers does. The log says so once."""
+    cached(*names, index=index)
+    for _ in range(2):
+        found = Checkpoint("org/x", kind=kind)
+        assert found.find(lacking) is None
+        assert all(found.file(name).parts[-2 - name.count("/")] == COMMIT for name in names)
+    told = [line for name, line in lines if name == "extract_activations" and COMMIT in line]
+    (line,) = told
+    assert line.startswith(f"{kind.flag} org/x: the hub cannot be reached; commit {COMMIT} is read")
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "index", "lacking"),
+    [
+        (checkpoint.MODEL, [], (), "config.json"),
+        (checkpoint.MODEL, [SINGLE_FILE], (), "config.json"),
+        (checkpoint.MODEL, ["config.json"], (), checkpoint.INDEX_FILE),
+        (checkpoint.MODEL, ["config.json", *SHARDS[:1]], SHARDS, "chat_template.jinja"),
+        (checkpoint.MODEL, ["config.json", *SHARDS[:1]], SHARDS, SHARDS[1]),
+        (checkpoint.ADAPTER, [checkpoint.ADAPTER.config], (), checkpoint.ADAPTER.weights),
+        (checkpoint.AUTOENCODER, ["k/cfg.json"], (), "k/sae.safetensors"),
+    ],
+)
+def test_a_part_of_a_model_in_the_cache_is_refused_and_offline_is_named(
+    kind, names, index, lacking, cached, address
+):
+    address(f"http://127.0.0.1:{free_port()}")
+    if names:
+        cached(*names, index=index)
+    with pytest.raises(InputError) as refused:
+        Checkpoint("org/x", kind=kind).file(lacking)
+    told = str(refused.value)
+    assert told.startswith(f"{kind.flag} org/x: ") and "HF_HUB_OFFLINE=1" in told
+    assert f"cannot be reached for {lacking}" in told
+    assert ("nothing of this repository" in told) == (not names)
 
 
 def test_a_moment_s_failure_to_connect_is_none(monkeypatch):

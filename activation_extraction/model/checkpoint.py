@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from huggingface_hub import _CACHED_NO_EXIST, constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import (
+    _CACHED_NO_EXIST,
+    constants,
+    hf_hub_download,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
@@ -49,6 +55,7 @@ TOKENIZER_FILES = (
     *("added_tokens.json", "special_tokens_map.json"),
 )
 WEIGHT_FILE = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # a file in the folder of its index
+AUTOENCODER_WEIGHTS = (".safetensors", ".npz", ".pt")
 # Weights in forms that are not read.
 OTHER_WEIGHTS = re.compile(r"(\w+_)?model.*\.(bin|pt|pth)|consolidated.*\.pth|.*\.gguf")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -95,6 +102,8 @@ class Checkpoint:
         # The first file replaces this by its commit, to which all others belong as well.
         self._revision = revision
         self._keep = keep
+        # Whether the hub, which seemed to be there, has not answered a request.
+        self._unanswered = False
         self._files: dict[str, Path | None] = {}
         self._opened: dict[str, WeightFile] = {}
         if os.path.isfile(self._local):
@@ -161,31 +170,32 @@ class Checkpoint:
         return Path(folder)
 
     def _download(self, name: str) -> Path | None:
-        unreachable = None if constants.HF_HUB_OFFLINE else hub_unreachable(constants.ENDPOINT)
-        offline = unreachable is not None
+        """Returns the path of a file in the hub's cache, where it is put if the hub has it.
+
+        If the hub cannot be reached, a file that the cache lacks counts as missing from the model
+        only where the rest of the model is in the cache, or where HF_HUB_OFFLINE says so.
+        """
         try:
             with hub_requests(self.where):
                 path = hf_hub_download(
-                    self.model_path, name, revision=self._revision, local_files_only=offline
+                    self.model_path, name, revision=self._revision, local_files_only=self._offline
                 )
             # The folder that holds the files is named after the commit.
             self._revision = Path(path.removesuffix(name)).name
+            if self._offline and not constants.HF_HUB_OFFLINE:
+                _log_that_the_cache_is_read(self.where, self._revision)
             return Path(path)
         except LocalEntryNotFoundError as error:
             # This EntryNotFoundError means that the network is missing, not the file.
-            known, config = (
-                try_to_load_from_cache(self.model_path, each, revision=self._revision)
-                for each in (name, self.kind.config)
-            )
+            self._unanswered = True
+            known = try_to_load_from_cache(self.model_path, name, revision=self._revision)
+            snapshot = self._snapshot()
             # A cache that another program has filled does not say which files the model lacks.
-            if known is _CACHED_NO_EXIST or (constants.HF_HUB_OFFLINE and isinstance(config, str)):
+            if known is _CACHED_NO_EXIST or (
+                snapshot is not None and (constants.HF_HUB_OFFLINE or self._whole(snapshot, name))
+            ):
                 return None
-            reason = f"cannot be reached for {name} (no network, or HF_HUB_OFFLINE)"
-            if name_unknown(unreachable or error):
-                reason = (
-                    f"has a name that does not resolve: offline? {self.kind.flag} takes a folder"
-                )
-            raise InputError(f"{self.where}: no such local folder, and the hub {reason}") from error
+            raise self._unreachable(name, snapshot is not None, error) from error
         except EntryNotFoundError:
             return None
         except (HfHubHTTPError, HFValidationError, OSError) as error:
@@ -195,6 +205,64 @@ class Checkpoint:
             raise InputError(
                 f"{self.where}{asked}: no such local folder, and the hub says: {one_line(error)}"
             ) from error
+
+    def _snapshot(self) -> Path | None:
+        """Returns the folder of the hub's cache that holds files of this commit; None without."""
+        try:
+            return Path(
+                snapshot_download(self.model_path, revision=self._revision, local_files_only=True)
+            )
+        except LocalEntryNotFoundError:
+            return None
+
+    def _whole(self, snapshot: Path, name: str) -> bool:
+        """Returns whether a folder of the hub's cache holds a configuration and all weights.
+
+        Args:
+            snapshot: The folder.
+            name: The file that is looked for. A repository may hold many autoencoders; the one in
+                the folder of this file counts.
+        """
+        if self.kind is AUTOENCODER:
+            folder = (snapshot / name).parent
+            return folder.is_dir() and any(
+                path.name.endswith(AUTOENCODER_WEIGHTS) for path in folder.iterdir()
+            )
+        if not (snapshot / self.kind.config).is_file():
+            return False
+        if (snapshot / self.kind.weights).is_file():
+            return True
+        if self.kind is not MODEL or not (snapshot / INDEX_FILE).is_file():
+            return False
+        shards = set((self.file_of_tensor or {}).values())
+        return all((snapshot / shard).is_file() for shard in shards)
+
+    def _unreachable(self, name: str, has_some: bool, error: Exception) -> InputError:
+        """Returns the refusal of a model for which the hub must be asked and cannot be.
+
+        Args:
+            name: The file that is looked for.
+            has_some: Whether the hub's cache holds other files of the model.
+            error: Why the hub could not be asked.
+        """
+        if constants.HF_HUB_OFFLINE:
+            return InputError(
+                f"{self.where}: no such local folder, and the hub's cache "
+                f"{constants.HF_HUB_CACHE} has nothing of it; HF_HUB_OFFLINE=1 forbids to ask the "
+                "hub"
+            )
+        reason = f"the hub cannot be reached for {name}"
+        if name_unknown(hub_unreachable(constants.ENDPOINT) or error):
+            reason = (
+                f"the hub has a name that does not resolve: offline? {self.kind.flag} takes a "
+                "folder"
+            )
+        held = "does without what its cache lacks" if has_some else "reads its cache"
+        nothing = "" if has_some else ", which has nothing of this repository"
+        return InputError(
+            f"{self.where}: no such local folder, and {reason}; HF_HUB_OFFLINE=1 {held} "
+            f"({constants.HF_HUB_CACHE}){nothing}"
+        )
 
     @property
     def weight_files(self) -> list[WeightFile]:
@@ -328,7 +396,7 @@ class Checkpoint:
         self.file(self.kind.config)  # from now on the revision is a commit
         if isinstance(try_to_load_from_cache(self.model_path, name, revision=self._revision), str):
             return True
-        if not self._keep or constants.HF_HUB_OFFLINE:
+        if not self._keep or self._offline:
             return self._keep
         cache = Path(constants.HF_HUB_CACHE)
         size, free = self._sizes.get(name, 0), shutil.disk_usage(cache).free
@@ -351,7 +419,9 @@ class Checkpoint:
         """Returns whether the model is on the hub, which cannot be asked."""
         on_hub = not (self.local or self._url)
         return on_hub and (
-            constants.HF_HUB_OFFLINE or hub_unreachable(constants.ENDPOINT) is not None
+            constants.HF_HUB_OFFLINE
+            or self._unanswered
+            or hub_unreachable(constants.ENDPOINT) is not None
         )
 
     @functools.cached_property
@@ -370,6 +440,17 @@ class Checkpoint:
             if error.final:
                 raise InputError(f"{self.kind.flag} {error}") from error
             raise
+
+
+@functools.cache
+def _log_that_the_cache_is_read(where: str, commit: str) -> None:
+    """Logs once for each model that its newest commit is not known."""
+    log.warning(
+        "%s: the hub cannot be reached; commit %s is read from its cache, %s",
+        where,
+        commit,
+        constants.HF_HUB_CACHE,
+    )
 
 
 def check_adapter(lora: str | None) -> None:

@@ -40,6 +40,8 @@ from activation_extraction.text.batch import Batch
 
 MOST_SHOWN = 400  # of a value with more characters, messages show a digest
 STEPS_AHEAD = 2
+# What `raise_together` finds on a host. A problem may pass, or it can only recur.
+NO_PROBLEM, BAD_INPUT, RECURS, MAY_PASS = range(4)
 LOOK_SECONDS = 1.0  # between two looks of the watchdog
 T = TypeVar("T")
 
@@ -176,11 +178,15 @@ def raise_together(
 
     All hosts must call this; it is a barrier. A host with a problem may leave the fields out.
     Raises `problem` on the host that has one. The others raise an error that names that host:
-    InputError, or RunError if no host found bad input. If there is no problem but a field differs,
-    or some hosts lack it, raises InputError with the field, its values and their hosts. All hosts
-    leave the run before that.
+    InputError, or RunError if no host found bad input. If the problem of any host can only recur,
+    so can that of the whole run, and the errors of all hosts say so. If there is no problem but a
+    field differs, or some hosts lack it, raises InputError with the field, its values and their
+    hosts. All hosts leave the run before that.
     """
-    kind = 0 if problem is None else 1 if isinstance(problem, InputError) else 2
+    kind = NO_PROBLEM
+    if problem is not None:
+        kind = RECURS if getattr(problem, "recurs", False) else MAY_PASS
+        kind = BAD_INPUT if isinstance(problem, InputError) else kind
     values = {name: _shown(value) for name, value in fields.items()}
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     kinds, digests = zip(*gather(host, (kind, digest)), strict=True)
@@ -188,10 +194,12 @@ def raise_together(
         hosts = ", ".join(str(number) for number, each in enumerate(kinds) if each)
         told = f"host {hosts} failed: see the message there"
         remedy = "it says what to do on all hosts"
-        problem = InputError(told) if 1 in kinds else RunError(told, remedy=remedy)
+        problem = InputError(told) if BAD_INPUT in kinds else RunError(told, remedy=remedy)
     elif problem is None and len({*digests}) > 1:
         # A data set of many files has many fields, so they are seldom sent.
         problem = InputError(_difference(gather(host, values)))
+    if isinstance(problem, RunError) and {BAD_INPUT, RECURS} & {*kinds}:
+        problem.recurs = True
     if problem is not None:
         leave(host)
         raise problem

@@ -73,7 +73,8 @@ class RowCounts:
         """Counts a row that cannot be used. Raises RunError unless such rows are skipped."""
         if not self.skip_bad_rows:
             cause = why if isinstance(why, Exception) else None
-            raise RunError(f"a row cannot be used: {where}: {why}", remedy=SKIP) from cause
+            told = f"a row cannot be used: {where}: {why}"
+            raise RunError(told, remedy=SKIP, recurs=True) from cause
         self.skipped += 1
         level = logging.WARNING if self.skipped <= LOGGED_ROWS else logging.DEBUG
         log.log(level, "skipped a row: %s: %s", where, why)

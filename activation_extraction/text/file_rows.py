@@ -109,7 +109,10 @@ def _naming(url: str, rows: Iterable[FileRow]) -> Iterator[FileRow]:
             remedy = "unpack it with zstd -d --long=31, or pack it again without --long"
         elif isinstance(error, DAMAGE) or unpacking:
             remedy = REPLACE
-        raise RunError(f"{url}: {one_line(error)}{so_far}", remedy=remedy) from error
+        # What is wrong with a local file stays wrong; other files may have come incomplete.
+        recurs = remedy is not None and ("://" not in url or isinstance(error, RunError))
+        told = f"{url}: {one_line(error)}{so_far}"
+        raise RunError(told, remedy=remedy, recurs=recurs) from error
 
 
 def _lines_or_elements(file: TextFile) -> Iterator[FileRow]:

@@ -124,6 +124,7 @@ def samples(
                 f"sample {sample.sample_idx}: was stored from row {json.dumps(known.row)}, but the "
                 f"data set now gives it row {json.dumps(sample.row)}",
                 remedy="the data set has changed: restore it, or give another --output_dir",
+                recurs=True,
             )
         tokens += known.tokens
     # What was read on does not count.
