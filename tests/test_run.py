@@ -38,7 +38,7 @@ from activation_extraction.store.storage import ActivationStorage
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (DEBUG|INFO|WARNING) machine 3 host \d: .+")
 GAUGES = {"batches_ready": 4, "shards_stored": 2, "bytes_stored": 3 * 10**9}
-GAUGES |= {"shards_writing": 4, "upload_retries": 5}
+GAUGES |= {"shards_writing": 4, "upload_retries_since_start": 5}
 
 
 def test_help_tells_every_flag_with_its_default_and_unit(capsys):
@@ -213,6 +213,7 @@ def test_a_run_that_continues_says_so_and_from_where(texts, demo_inputs, tmp_pat
     last = json.loads(of_both.splitlines()[-1])
     assert of_both.startswith(metrics) and last.keys() >= GAUGES.keys()
     assert last["samples"] == 60 and last["tflops_per_second_per_chip"] > 0
+    assert last["tokens"] == whole["tokens"] > first["tokens"] > 0
     again = printed("--max_samples", 60)
     assert "everything has been computed already" in again and "continuing" not in again
     printed("--overwrite")
@@ -231,15 +232,20 @@ def test_log_lines_say_when_where_and_how_grave(capsys, host, verbose, levels):
 
 
 def test_a_line_of_progress_and_of_metrics_every_interval(monkeypatch, capsys):
-    """They count what earlier runs stored. Seconds pass only when the test says so."""
+    """They count what earlier runs stored. Seconds pass only when the test says so. A quarter of
+    the tokens is not kept."""
     now, recorded = [100.0], []
     monkeypatch.setattr(console.time, "perf_counter", lambda: now[0])
     start_logging(False, 3, 0)
     progress = Progress(None, 9900, (40, 900), 30, 4, 8e12, lambda: dict(GAUGES), recorded.append)
     for _ in range(10):
         now[0] += 10
-        progress.advance(samples=5, tokens=2000, flops=2e13, kept=2000)
+        progress.advance(samples=5, tokens=2000, flops=2e13, kept=1500)
     assert [metrics["samples"] for metrics in recorded] == [55, 70, 85]
+    assert [metrics["tokens"] for metrics in recorded] == [5400, 9900, 14400]
+    computed = [metrics["tokens_computed_since_start"] for metrics in recorded]
+    assert computed == [6000, 12000, 18000]
+    assert [metrics["steps_since_start"] for metrics in recorded] == [3, 6, 9]
     for metrics in recorded:
         assert metrics["tokens_per_second"] == 200 and metrics["tokens_per_second_per_chip"] == 50
         assert metrics["tflops_per_second_per_chip"] == 0.5
@@ -250,7 +256,7 @@ def test_a_line_of_progress_and_of_metrics_every_interval(monkeypatch, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4 and all(map(LINE.fullmatch, lines))
     stored = "stored 2 shards, 3.00 GB, 4 being written, retries: 5"
-    counts = "55 samples, 6,900 of 9,900 tokens"
+    counts = "55 samples, 5,400 of 9,900 tokens"
     assert lines[0].endswith(f": {counts}, 200 tokens/s, 25% of peak; {stored}")
 
 

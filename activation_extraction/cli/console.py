@@ -64,11 +64,24 @@ class Clock:
 class Progress:
     """Shows a bar on a terminal, else logs a line every `interval` seconds; also writes metrics.
 
-    max_samples, max_tokens: this host's limits; None if unknown. stored: samples and tokens of
-    earlier runs, which the bar and the lines count, too; `kept` counts tokens like them, `tokens`
-    those that were computed since the start. chips: this host's devices. peak_flops: what they can
-    do per second together; None if unknown. gauges: returns what else belongs in the metrics.
-    record: takes the metrics of every interval, a JSON object.
+    The bar, the lines and the metrics count samples and tokens of the whole run, those of earlier
+    processes included. What counts from the start of this process says so in its name.
+
+    Args:
+        max_samples: The most samples of this host; None if there is no such limit.
+        max_tokens: The most tokens that this host stores; None if there is no such limit.
+        stored: Samples and tokens that earlier processes have stored.
+        interval: Seconds between two lines.
+        chips: Number of this host's devices.
+        peak_flops: FLOP/s of these devices together; None if unknown.
+        gauges: Returns the metrics of the storage and of the data, by name.
+        record: Takes the metrics of an interval, a JSON object.
+
+    Attributes:
+        samples: Samples computed since the start.
+        tokens: Tokens computed since the start, whether or not they are kept.
+        steps: Steps since the start.
+        kept: Tokens that the whole run has kept.
     """
 
     def __init__(
@@ -127,8 +140,9 @@ class Progress:
         metrics = {
             "time": round(time.time(), 3),
             "samples": self._stored + self.samples,
-            "tokens": self.tokens,
-            "steps": self.steps,
+            "tokens": self.kept,
+            "tokens_computed_since_start": self.tokens,
+            "steps_since_start": self.steps,
             "tokens_per_second": round(rate, 1),
             "tokens_per_second_per_chip": round(rate / self._chips, 1),
             "tflops_per_second_per_chip": round(used / self._chips / 1e12, 4),
@@ -146,7 +160,7 @@ class Progress:
                 "%s, %s, %.0f tokens/s%s; stored %s, %.2f GB, %d being written, retries: %d",
                 *(samples, kept, rate, "" if share is None else f", {share:.0%} of peak"),
                 *(counted(metrics["shards_stored"], "shard"), metrics["bytes_stored"] / 1e9),
-                *(metrics["shards_writing"], metrics["upload_retries"]),
+                *(metrics["shards_writing"], metrics["upload_retries_since_start"]),
             )
 
     def close(self) -> None:

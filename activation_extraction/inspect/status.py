@@ -98,7 +98,9 @@ def host_states(folders: dict[str, Stored]) -> list[HostState]:
 def _host_state(name: str, stored: Stored) -> HostState:
     folder = host_folders([name]).get(name, HostFolder(0))
     commits, metadata, totals = stored.in_order, stored.metadata, stored.totals
-    phases = {key: re.fullmatch("waited_([a-z]+)_seconds", key) for key in stored.metrics}
+    phases = {
+        key: re.fullmatch("waited_([a-z]+)_seconds_since_start", key) for key in stored.metrics
+    }
     known = HostState(
         name=name,
         machine=folder.machine,

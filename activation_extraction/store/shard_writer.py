@@ -207,15 +207,19 @@ class ShardWriter:
         self.check()
 
     def gauges(self) -> dict[str, Any]:
-        """Returns metrics about the shards that are stored, and about those that are not yet."""
+        """Returns metrics about the shards of the run that are stored, and about those that are
+        not yet. The names of counts of this process alone end in `since_start`."""
         phases = [job.phase for job in list(self._jobs)]
         return {
             "shards_stored": self._record.totals.shards,
             "bytes_stored": self._record.totals.bytes,
             "bytes_waiting": self.bytes_waiting,
             **{f"shards_{phase}": phases.count(phase) for phase in self.waited},
-            **{f"waited_{key}_seconds": round(value, 3) for key, value in self.waited.items()},
-            "upload_retries": self._owner.folder.retries,
+            **{
+                f"waited_{phase}_seconds_since_start": round(seconds, 3)
+                for phase, seconds in self.waited.items()
+            },
+            "upload_retries_since_start": self._owner.folder.retries,
         }
 
     def close(self, patient: bool) -> None:
