@@ -161,6 +161,28 @@ def test_the_aggregate_adds_up_and_is_left_alone(tmp_path, capsys):
     assert len(parts_at(tmp_path)) == 6 and main("--verify", "--output_dir", tmp_path) == 0
 
 
+def test_rows_that_are_left_out_add_up_over_hosts_but_not_over_shards(tmp_path, capsys):
+    """The mark of each shard counts the rows of its host from the beginning. Host 1 is not
+    complete: of its rows, only those up to its marks are known."""
+    of_hosts = [(4, 5), (2, 1)]
+    for host, counts in enumerate(of_hosts):
+        with open_part(tmp_path, 0, host, 1, 2) as storage:
+            for batch in batches(7, 0, host, 1, 2):
+                storage.add_batch(batch, activations_of(batch))
+            storage.finalize(host == 0, *(counts if host == 0 else ()))
+        for path in (tmp_path / f"machine_000_host_{host:02d}").glob("shard_*.json"):
+            skipped, empty = (min(int(path.stem[-4:]), count) for count in counts)
+            edit(
+                path, lambda it, s=skipped, e=empty: it["mark"].update(skipped_rows=s, empty_rows=e)
+            )
+    assert main("--status", "--aggregate", "--output_dir", tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "\nskipped: 6 rows that could not be used\n" in out
+    assert "\nempty: 6 rows without text, which gave no sample\n" in out
+    content = json.loads((tmp_path / AGGREGATE).read_bytes())
+    assert (content["skipped_rows"], content["empty_rows"]) == (6, 6)
+
+
 @pytest.mark.parametrize("flags", [["--status", "--aggregate"], ["--verify"]])
 def test_nothing_to_look_at_is_bad_input(flags, tmp_path, capsys):
     (tmp_path / "machine_000").mkdir()

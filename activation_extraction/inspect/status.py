@@ -76,6 +76,10 @@ def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
         _print_table(hosts, total)
         if not_started := [host.name for host in hosts if host.state == "not started"]:
             say(f"not started: {', '.join(not_started)}")
+        if totals.skipped_rows:
+            say(f"skipped: {counted(totals.skipped_rows, 'row')} that could not be used")
+        if totals.empty_rows:
+            say(f"empty: {counted(totals.empty_rows, 'row')} without text, which gave no sample")
         for line in (*_errors(totals.statistics), *codes_in_words(totals.statistics)):
             say(line)
         for line in code_warnings(totals.statistics):
@@ -181,7 +185,10 @@ def _state(stored: Stored, metadata: dict[str, Any], pace: Pace | None, last_sig
 
 def totals_of(folders: Mapping[str, Stored]) -> Totals:
     """Returns the totals over all folders."""
-    return Totals.of(commit for stored in folders.values() for commit in stored.in_order)
+    totals = Totals()
+    for stored in folders.values():
+        totals.add_host(stored.totals)
+    return totals
 
 
 def aggregate(
@@ -194,7 +201,7 @@ def aggregate(
     return {
         "format_version": FORMAT_VERSION,
         "status": "complete" if complete else "incomplete",
-        **{field: getattr(totals, field) for field in COUNTED},
+        **totals.counts,
         "hooks": [
             {key: hooks[name][key] for key in ("key", "name", "width")} | each.to_json()
             for name, each in totals.statistics.items()

@@ -199,14 +199,14 @@ class Totals:
 
     @classmethod
     def of(cls, commits: Iterable[Commit]) -> "Totals":
-        """Returns the totals of several shards."""
+        """Returns the totals of several shards of one host."""
         totals = cls()
         for commit in commits:
             totals.add(commit)
         return totals
 
     def add(self, commit: Commit) -> None:
-        """Adds a shard."""
+        """Adds a shard of the same host, whose marks count rows from the beginning of its data."""
         self.shards += 1
         self.samples += commit.count
         for name in ("tokens", "bytes", "cut_samples", "cut_tokens", "empty_samples"):
@@ -216,6 +216,14 @@ class Totals:
         for hook in commit.hooks:
             before = self.statistics.get(hook["name"], Statistics())
             self.statistics[hook["name"]] = before.merge(Statistics.from_json(hook))
+
+    def add_host(self, host: "Totals") -> None:
+        """Adds the totals of another host. No row belongs to two hosts, so all counts add up."""
+        for name, count in host.counts.items():
+            setattr(self, name, getattr(self, name) + count)
+        for name, statistics in host.statistics.items():
+            before = self.statistics.get(name, Statistics())
+            self.statistics[name] = before.merge(statistics)
 
     def count_rows(self, skipped: int, empty: int) -> None:
         """Raises the counts of skipped and empty rows to those up to some point of the data."""

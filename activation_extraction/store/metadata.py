@@ -92,8 +92,10 @@ class Stored:
 
     @cached_property
     def totals(self) -> Totals:
-        """The totals of all shards."""
-        return Totals.of(self.in_order)
+        """The totals of all shards, and of the rows that metadata.json counts beyond them."""
+        totals, metadata = Totals.of(self.in_order), self.metadata or {}
+        totals.count_rows(metadata.get("skipped_rows", 0), metadata.get("empty_rows", 0))
+        return totals
 
     @property
     def moved_to(self) -> str | None:
