@@ -5,9 +5,11 @@ import json
 import re
 import subprocess
 
+import datasets
 import fsspec
 import pytest
 from command_line import main
+from extractions import edit
 from pods import flags_for
 from small_runs import content
 from test_file_kinds import as_arrow, as_lines, as_parquet, rows_of
@@ -15,6 +17,7 @@ from test_file_kinds import as_arrow, as_lines, as_parquet, rows_of
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.run import open_data
 from activation_extraction.run.data_files import DataFiles
 from activation_extraction.run.host_text import Text
 from activation_extraction.store.identity import Identity
@@ -113,6 +116,44 @@ def test_a_continued_run_reads_the_same_rows_or_names_the_file(data, case, asked
     assert [each for each in caplog.messages if "left out: " not in each] == [told] * bool(of)
     assert texts_of(again) == before
     assert metadata_of(again) == stored
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--dataset_name org/texts --dataset_split train", "--dataset_name org/texts train"),
+        ("--mix {}/more=1 org/texts::train=2", "--mix org/texts::train"),
+    ],
+)
+def test_a_data_set_of_the_hub_is_continued_by_the_same_datasets(flags, named, data, monkeypatch):
+    """Another version may divide or order its rows otherwise. A record without the version, as runs
+    of other programs have it, is continued, and so are files."""
+    rows, asked = datasets.IterableDataset.from_generator(lambda: iter([{"text": "a"}])), []
+
+    def open_hub(*given):
+        asked.append(given)
+        return rows, "f00"
+
+    monkeypatch.setattr(open_data, "open_hub_dataset", open_hub)
+    config = parse_args(flags.format(data.parent).split())
+
+    def start(earlier):
+        return Text(config, Checkpoint("none"), 0, earlier).dataset
+
+    first = start([])
+    identity = Identity(data=first.name, data_revision=first.content).to_json()
+    metadata = {"identity": identity, "data_files": first.files.to_json()}
+    installed = {"versions": {"datasets": datasets.__version__}}
+    for continued in ({}, {"versions": {}}, installed):
+        start([metadata | installed, metadata | continued])
+    assert [given[3] for given in asked] == [None, "f00", "f00", "f00"]
+    with pytest.raises(InputError) as refused:
+        start([metadata | installed, metadata | {"versions": {"datasets": "5.1.9"}}])
+    assert len(asked) == 4  # the hub is not asked for what is refused
+    told = f"{named}: the run has read it with datasets 5.1.9, and datasets {datasets.__version__}"
+    assert str(refused.value).startswith(told) and "pip install datasets==5.1.9" in str(
+        refused.value
+    )
 
 
 ROWS, LINES = rows_of([1]), as_lines(rows_of([1]))
@@ -242,5 +283,7 @@ def test_a_run_records_every_file_and_refuses_others(demo_inputs, data, tmp_path
         assert capsys.readouterr().err.splitlines()[-1].startswith(told)
     assert content(tmp_path / "out") == before
     change(data, f"{REVERSE}; {GROW}; {RENAME}")
+    # Another version of datasets changes nothing about files.
+    edit(tmp_path / "out/metadata.json", lambda metadata: metadata["versions"].update(datasets="5"))
     assert extract("out") == 0
     assert recorded()["data_files"] == listed and recorded()["samples"] == 60

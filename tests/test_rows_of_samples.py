@@ -75,6 +75,37 @@ def test_rows_of_hub_data_sets(tmp_path, monkeypatch):
         assert all('"share": ' in row for _, row in every)
 
 
+def test_files_are_divided_and_continued_as_stored_runs_have_it(tmp_path):
+    """Their marks and shares were those of `datasets`, on which they no longer depend."""
+    for name, count in {"a": 7, "b": 1, "c": 4}.items():  # in row groups of two
+        write_parquet(tmp_path / f"{name}.parquet", 2, text=[f"{name}{n}" for n in range(count)])
+    files = sources.open_files(str(tmp_path), TEXT.columns)
+    kwargs = {"pieces": [*files._pieces], "wanted": TEXT.columns}
+    before = datasets.IterableDataset.from_generator(sources.file_rows, gen_kwargs=kwargs)
+    assert files.num_shards == before.num_shards == 7 and len([*files]) == 12
+
+    def rows_and_marks(rows):
+        return [(row.where, rows.state_dict()["examples_iterable"]) for row in rows]
+
+    for count in range(1, 8):
+        for index in range(count):
+            share, old = (each.shard(num_shards=count, index=index) for each in (files, before))
+            expected = [
+                (where, {name: value for name, value in mark.items() if name != "type"})
+                for where, mark in rows_and_marks(old)
+            ]
+            assert rows_and_marks(share) == expected
+            assert rows_and_marks(share) == expected  # again from the beginning
+            for number in range(len(expected)):
+                position = iter(old)
+                for _ in range(number + 1):
+                    next(position)
+                share.load_state_dict(old.state_dict())
+                assert share.state_dict()["examples_iterable"] == expected[number][1]
+                assert rows_and_marks(share) == expected[number + 1 :]
+                share = files.shard(num_shards=count, index=index)
+
+
 def test_what_is_cut_is_counted_and_said(extract, tmp_path, capsys, tokenizer):
     """Of a corpus of long documents, most may be left out."""
     texts = [f"word {n} and more " * count for n, count in enumerate((1, 500, 2, 3000, 3))]

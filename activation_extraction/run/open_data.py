@@ -6,9 +6,8 @@ A run that continues reads the same data: the files that it has recorded, and th
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from typing import Any, NamedTuple
-
-import datasets
 
 from activation_extraction.cli.flags import DATASET, Config
 from activation_extraction.common.errors import InputError
@@ -18,7 +17,7 @@ from activation_extraction.store.commit import METADATA
 from activation_extraction.store.metadata import identity_of
 from activation_extraction.text.file_list import is_path, list_files, refuse_repeated
 from activation_extraction.text.rows import Columns
-from activation_extraction.text.sources import open_files, open_hub_dataset
+from activation_extraction.text.sources import Rows, open_files, open_hub_dataset
 
 FILES = "files"  # what an identity calls a data set of files
 
@@ -26,7 +25,7 @@ FILES = "files"  # what an identity calls a data set of files
 class Source(NamedTuple):
     """An open data set, which has a name in a mixture."""
 
-    rows: datasets.IterableDataset
+    rows: Rows
     name: str | None = None
     weight: float = 1.0
 
@@ -70,7 +69,9 @@ def open_dataset(
     name, subset, split = config.dataset_name, config.dataset_config, config.dataset_split
     assert name is not None  # cli/config.py fills it in where no other source is given
     source = " ".join(filter(None, (name, subset, split)))
-    rows, revision = open_hub_dataset(name, subset, split, _recorded(source, earlier)[1] or None)
+    stored, recorded = _recorded(source, earlier)
+    _check_reader(f"--dataset_name {source}", stored)
+    rows, revision = open_hub_dataset(name, subset, split, recorded or None)
     return Dataset((Source(rows),), source, revision)
 
 
@@ -83,6 +84,28 @@ def _recorded(
     """
     found = [each for each in earlier if identity_of(each, METADATA).data == name]
     return found, identity_of(found[0], METADATA).data_revision if found else ""
+
+
+def _check_reader(source: str, stored: Sequence[Mapping[str, Any]]) -> None:
+    """Raises InputError if another version of `datasets` has read a data set of the hub before.
+
+    `datasets` cuts such a data set into pieces, gives them an order, and decides what a position
+    means. After an upgrade, a position may lie before other rows. Files do not depend on it.
+
+    Args:
+        source: The flag and the name of the data set, for the message.
+        stored: Metadata of the hosts of the run; without a recorded version, any version continues.
+    """
+    now = version("datasets")
+    for metadata in stored:
+        before = metadata.get("versions", {}).get("datasets", now)
+        if before != now:
+            raise InputError(
+                f"{source}: the run has read it with datasets {before}, and datasets {now} is "
+                "installed here, which may divide or order its rows differently: rows could be "
+                f"skipped or stored twice; pip install datasets=={before}, or begin anew with "
+                "--overwrite or in another folder"
+            )
 
 
 def _open_mixture(
@@ -115,6 +138,7 @@ def _open_mixture(
             hub_name, config, split, *more = [*source.split(":"), "", ""]
             if any(more):
                 raise InputError(f"--mix {plain}: no such path, and not NAME:CONFIG:SPLIT")
+            _check_reader(f"--mix {plain}", stored)
             rows, revisions[plain] = open_hub_dataset(
                 hub_name, config or None, split or DATASET[2], revisions.get(plain)
             )

@@ -14,8 +14,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import datasets
-
 from activation_extraction.common.errors import InputError, RunError, one_line, reworded
 from activation_extraction.common.log import activity, log
 from activation_extraction.common.retries import hub_requests
@@ -29,7 +27,7 @@ from activation_extraction.text.rows import (
     UnusableRowError,
     as_structs,
 )
-from activation_extraction.text.sources import ShuffledRows
+from activation_extraction.text.sources import Rows, ShuffledRows
 
 # With fewer pieces per share than this, Parquet files are split into row groups, for even shares.
 PIECES_PER_SHARE = 16
@@ -95,7 +93,7 @@ class DocumentStream:
 
     def __init__(
         self,
-        dataset: datasets.IterableDataset,
+        dataset: Rows,
         form: RowForm,
         worker: Worker | None = None,
         counts: RowCounts | None = None,
@@ -251,9 +249,7 @@ class Mixture:
 Documents = DocumentStream | Mixture
 
 
-def check_dataset(
-    dataset: datasets.IterableDataset, form: RowForm, skip_bad_rows: bool = False
-) -> None:
+def check_dataset(dataset: Rows, form: RowForm, skip_bad_rows: bool = False) -> None:
     """Raises InputError unless the first row can be used.
 
     With `skip_bad_rows`, one of the first CHECKED_ROWS rows is enough.

@@ -13,7 +13,7 @@ from copy import deepcopy
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
 import numpy as np
@@ -42,24 +42,109 @@ from activation_extraction.text.rows import Columns, as_structs
 BLOCK_ROWS = 1024
 
 
-def open_files(
-    path: str, columns: Columns, files: Sequence[TextFile] | None = None
-) -> datasets.IterableDataset:
-    """Opens the files of `path`. files: in the order in which they are read; None: as listed.
+class Rows(Protocol):
+    """Rows of a data set in a fixed order, in pieces, read from any position.
+
+    A `datasets.IterableDataset` has these members, too.
+
+    Attributes:
+        num_shards: Number of pieces that can be read independently.
+        features: Types of the columns by `datasets`; None for files, whose rows have their own.
+    """
+
+    @property
+    def num_shards(self) -> int: ...
+    @property
+    def features(self) -> Any: ...
+    def shard(self, num_shards: int, index: int) -> Any:
+        """Returns share `index` of `num_shards` shares of the pieces."""
+
+    def reshard(self) -> Any:
+        """Returns the same rows in more pieces, if they can be divided further."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position after the row that was read last, as JSON."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Makes the next iteration continue from a position."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class FilePieces:
+    """The rows of files, piece by piece, with the members of `Rows`.
+
+    The order of the pieces, the shares of them and the meaning of a position are decided here, so a
+    run over files continues with any version of `datasets`.
+    """
+
+    features = None
+
+    def __init__(self, pieces: Sequence[tuple[TextFile, int]], wanted: Columns) -> None:
+        """Takes pieces, as `file_rows` does, in the order in which they are read."""
+        self._pieces = tuple(pieces)
+        self._wanted = wanted
+        self._start = self._position = (0, 0)  # a piece, and how many of its rows were read
+
+    @property
+    def num_shards(self) -> int:
+        return len(self._pieces)
+
+    def shard(self, num_shards: int, index: int) -> "FilePieces":
+        """Returns contiguous pieces; the first shares have one more if they cannot be equal."""
+        size, larger = divmod(len(self._pieces), num_shards)
+        start = index * size + min(index, larger)
+        return FilePieces(self._pieces[start : start + size + (index < larger)], self._wanted)
+
+    def reshard(self) -> "FilePieces":
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position after the row that was read last, as JSON.
+
+        It has the form that `datasets` gives to the positions of a generator's rows, which stored
+        runs have.
+        """
+        piece, row = self._position
+        return {"examples_iterable": {"shard_idx": piece, "shard_example_idx": row}}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        position = state["examples_iterable"]
+        self._start = self._position = position["shard_idx"], position["shard_example_idx"]
+
+    def __iter__(self) -> Iterator[FileRow]:
+        first, skipped = self._start
+        self._position = self._start
+        for number in range(first, len(self._pieces)):
+            rows = file_rows([self._pieces[number]], self._wanted)
+            for read, row in enumerate(islice(rows, skipped, None), start=skipped + 1):
+                self._position = number, read
+                yield row
+            skipped = 0
+            self._position = number + 1, 0
+
+
+def open_files(path: str, columns: Columns, files: Sequence[TextFile] | None = None) -> FilePieces:
+    """Opens the files of a data set.
 
     Of local files of text, which may grow, no more is read than their size in `files`. Only the
-    needed columns of Parquet and Arrow files are read. Raises InputError if a Parquet file is not
-    what its name says.
+    needed columns of Parquet and Arrow files are read.
+
+    Args:
+        path: Value of --dataset_path.
+        columns: Columns that are read.
+        files: Files in the order in which they are read; None to list those of `path`.
+
+    Raises:
+        InputError: If there is no row, or if a Parquet file is not what its name says.
     """
     files = list_files(path) if files is None else files
-    with refusing(path), _scratch_cache():
-        with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-            counts = zip(files, pool.map(_row_groups, files), strict=True)
-            pieces = [(file, number) for file, count in counts for number in range(count)]
-        if not pieces:
-            raise InputError(f"--dataset_path {path}: is empty; expected rows with text")
-        kwargs = {"pieces": pieces, "wanted": columns}
-        return datasets.IterableDataset.from_generator(file_rows, gen_kwargs=kwargs)
+    with refusing(path), ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+        counts = zip(files, pool.map(_row_groups, files), strict=True)
+        pieces = [(file, number) for file, count in counts for number in range(count)]
+    if not pieces:
+        raise InputError(f"--dataset_path {path}: is empty; expected rows with text")
+    return FilePieces(pieces, columns)
 
 
 def _row_groups(file: TextFile) -> int:
@@ -122,7 +207,7 @@ class ShuffledRows:
     shuffle buffer of `datasets` cannot be restored.
     """
 
-    def __init__(self, dataset: datasets.IterableDataset, seed: int) -> None:
+    def __init__(self, dataset: Rows, seed: int) -> None:
         self._dataset = dataset
         self._seed = seed
         self._order = np.random.default_rng(seed).permutation(dataset.num_shards).tolist()
