@@ -1,13 +1,17 @@
 """A program's own loop over ActivationStorage: started again it continues; --verify checks what it
 stores, and --export takes the name of no hook for a path."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from command_line import main
+from extractions import flip
 from storages import open_storage
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
+from activation_extraction.common.errors import InputError
 
 HOOKS = {"third": "my.layers.3.output", "last": "my.layers.9.output"}
 COUNT = 10
@@ -57,6 +61,53 @@ def test_the_same_loop_started_again_continues(tmp_path, check, again, shard_for
     with pytest.raises(ValueError, match=told):
         loop(folder, range(COUNT + 1), shard_format=shard_format)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def lose(folder, *numbers):
+    """Damages the tables of these shards, but of the last one deletes the JSON."""
+    *others, last = numbers
+    for number in others:
+        flip(folder / f"shard_{number:04d}.samples.parquet", 50)
+    (folder / f"shard_{last:04d}.json").unlink()
+
+
+@pytest.mark.parametrize("stop,lost", [(None, (2,)), (None, (1, 3)), (None, (2, 4)), (9, (1, 2))])
+def test_a_loop_repairs_what_it_has_stored(stop, lost, tmp_path, check):
+    """Bad shards are withdrawn, in the middle and at the end, and the same loop gives their samples
+    again. It may be stopped again."""
+    with pytest.raises(ZeroDivisionError) if stop else nullcontext():
+        loop(tmp_path, range(COUNT), stop)
+    lose(tmp_path, *lost)
+    told = r"ActivationStorage\(..., repair=True\) repairs it"
+    for _ in range(2):
+        with pytest.raises(InputError, match=told):
+            loop(tmp_path, range(COUNT))
+        with pytest.raises(ZeroDivisionError):
+            loop(tmp_path, range(COUNT), 1, repair=True)
+    loop(tmp_path, range(COUNT), repair=True)
+    dataset = ActivationDataset(tmp_path)
+    assert dataset.complete and len(dataset) == COUNT and check(tmp_path) == []
+    for sample in dataset:
+        for key, hook in HOOKS.items():
+            np.testing.assert_array_equal(sample[hook], values_of(sample.sample_idx, key))
+
+
+def test_a_loop_that_does_not_give_lost_samples_again_is_told(tmp_path):
+    """The holes are filled, so what is left can be read, and the missing samples may come later."""
+    loop(tmp_path, range(COUNT))
+    lose(tmp_path, 2)
+    with pytest.raises(ValueError, match="holds 7 samples, but 10 before the repair; give the"):
+        loop(tmp_path, the_rest, repair=True)
+    dataset = ActivationDataset(tmp_path)
+    assert not dataset.complete and len(dataset) == 7
+    loop(tmp_path, range(COUNT))
+    dataset = ActivationDataset(tmp_path)
+    assert dataset.complete and sorted(s.sample_idx for s in dataset) == [*range(COUNT)]
+
+
+def test_a_repair_does_not_overwrite(tmp_path):
+    with pytest.raises(InputError, match="overwrite and repair exclude each other"):
+        loop(tmp_path, range(COUNT), repair=True, overwrite=True)
 
 
 def test_numbers_may_have_gaps(tmp_path, check):

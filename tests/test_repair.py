@@ -5,6 +5,7 @@ test_exactly_once.py sweeps what may happen to shards and repairs.
 
 import errno
 import os
+import re
 import shutil
 
 import numpy as np
@@ -79,6 +80,23 @@ def test_the_command_repairs_a_folder(flags, undisturbed, tmp_path, capsys):
     same_values(out, undisturbed)
     assert main(*repair, "--layers_to_extract", 2) == 2
     assert "differs in hooks" in capsys.readouterr().err
+
+
+def test_a_lost_sample_that_a_limit_had_cut_is_stored_whole(flags, tmp_path, capsys):
+    """This is told. The same command then finds the run complete, though it exceeds its limit."""
+    run = [*flags, "--output_dir", tmp_path, "--max_tokens"]
+    assert main(*run, 1000) == 0
+    assert main(*run, 3000) == 0
+    before, _ = values_in(tmp_path)
+    harm(tmp_path, 2, 3)
+    assert main(*run, 3000, "--repair") == 0
+    _, told, verdict = capsys.readouterr().out.splitlines()[-3:]
+    more = re.fullmatch("stored whole: .* --max_tokens had cut, with ([0-9]+) tokens more", told)
+    assert verdict.startswith("in order: 1 folder, ")
+    after, _ = values_in(tmp_path)
+    assert len(after) == 3000 + int(more[1]) and {*after} == {*before}
+    assert main(*run, 3000) == 0
+    assert len(values_in(tmp_path)[0]) == len(after)
 
 
 def test_a_disk_that_cannot_be_read_makes_no_shard_bad(

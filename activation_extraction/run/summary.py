@@ -49,9 +49,15 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
     if storage.repair:
         made = ranges(sorted(commit.number for commit in storage.made)) or "none"
         say(f"{'repaired' if complete else 'interrupted'}: shards stored in {job.where}: {made}")
-        filled = complete and storage.plan.recorded is not None
-        if filled and storage.plan.repaired_status(totals.samples) != "complete":
-            say("the run is not complete: the same command continues it")
+        recorded = storage.plan.recorded
+        if complete and recorded is not None:
+            if storage.plan.repaired_status(totals.samples) != "complete":
+                say("the run is not complete: the same command continues it")
+            elif (more := totals.tokens - recorded["tokens"]) > 0:
+                say(
+                    "stored whole: samples that an earlier --max_tokens had cut, with "
+                    f"{counted(more, 'token')} more"
+                )
         return
     shortfalls = gather(job.host, _shortfall(job) if complete else "")
     say(

@@ -107,6 +107,11 @@ class Identity:
         return bool(self.data)
 
     @property
+    def repair_option(self) -> str:
+        """The option that asks for a repair, for messages."""
+        return "--repair" if self.from_dataset else "ActivationStorage(..., repair=True)"
+
+    @property
     def every_token(self) -> bool:
         """Whether the run keeps all tokens of its samples."""
         masked = self.mask_column not in ("", ATTENTION_MASK)

@@ -20,8 +20,9 @@ A repair begins as any process does: it writes its id into metadata.json, and re
 - *Limits.* Up to the largest stored sample, no limit ends or cuts the stream, because samples after
   the hole are stored. So a lost sample that a limit had cut is stored whole.
 
-A program with a loop of its own has no text to be read again: it gives all its samples, and those
-that are stored are skipped.
+A program with a loop of its own has no text that could be read again: it gives all its samples, and
+those that are stored are skipped. At its end, all holes are filled. If it has given fewer samples
+than there were before, the run is not complete, and the program is told.
 """
 
 from collections.abc import Mapping
@@ -92,13 +93,13 @@ class RepairPlanner:
     def _newest_run(self, stored: Stored) -> str:
         """Returns the run that the newest shard belongs to, for a folder that lacks metadata."""
         if not stored.commits:
-            raise InputError(f"{self.target.url}: holds no extraction that --repair could work on")
+            raise InputError(f"{self.target.url}: holds no extraction that could be repaired")
         newest = max(stored.commits.values(), key=lambda commit: commit.committed)
         found = tuple(newest.names.values())
         if found and found != self.identity.hooks:
             raise InputError(
                 f"{self.target.url}: its shards have the hooks {' '.join(found)}, expected "
-                f"{' '.join(self.identity.hooks)}, as these flags ask; give the flags of the run"
+                f"{' '.join(self.identity.hooks)}, as asked now; ask for the same as before"
             )
         return newest.run
 
@@ -113,8 +114,8 @@ class RepairPlanner:
         elif not self._warned:
             self._warned = True
             log.warning(
-                "%s/%s is damaged or missing and is written again: from these flags, which nothing "
-                "compares with those of the run",
+                "%s/%s is damaged or missing and is written again, as asked now: nothing compares "
+                "this with the run",
                 *(self.target.url, METADATA),
             )
         refuse_elsewhere(stored)
@@ -130,7 +131,7 @@ class RepairPlanner:
             if (failure := shard.failure) is not None:
                 raise FolderError(
                     f"{shard.problem}; shard {shard.commit.number} could not be checked, so "
-                    "--repair ends",
+                    "the repair ends",
                     failure.final,
                 ) from failure
             if shard.problem:

@@ -14,7 +14,6 @@ from activation_extraction.common.visible import counted
 from activation_extraction.store.commit import (
     METADATA,
     OTHER_VERSION,
-    REPAIRS,
     Commit,
     Totals,
 )
@@ -99,18 +98,19 @@ def plan_run(identity: Identity, limits: Mapping[str, int | None], stored: Store
     Raises InputError if another run is stored there, if what is stored is damaged or has gaps, or
     if it is more than the limits allow.
     """
+    repairs = f"{identity.repair_option} repairs it"
     for why in stored.damaged.values():
-        raise InputError(f"{why}; {VERSION_REMEDY if OTHER_VERSION in why else REPAIRS}")
+        raise InputError(f"{why}; {VERSION_REMEDY if OTHER_VERSION in why else repairs}")
     if stored.identity is not None:
         refuse_difference(stored.url, identity.compare(stored.identity))
     elif any(name.startswith("shard_") for name in own_files(stored.files)):
         raise InputError(
-            f"{stored.url}: already holds shards, but no {METADATA}; --repair writes it again; or "
-            "give another folder"
+            f"{stored.url}: already holds shards, but no {METADATA}; {identity.repair_option} "
+            "writes it again; or give another folder"
         )
     refuse_elsewhere(stored)
     for problem in stored.problems if stored.metadata is not None else ():
-        raise InputError(f"{problem}; {REPAIRS}")
+        raise InputError(f"{problem}; {repairs}")
     return plan_rest(stored, limits)
 
 
@@ -145,31 +145,32 @@ def furthest_mark(commits: Iterable[Commit], most: float = math.inf) -> Cursor |
 
 
 def stored_after(
-    folder: Folder, commits: list[Commit], mark: Cursor | None, worker: Worker
+    folder: Folder, commits: list[Commit], mark: Cursor | None, identity: Identity
 ) -> dict[int, StoredSample]:
     """Returns the samples after a mark that are stored, by `sample_idx`, and perhaps some others.
 
-    Raises InputError, naming --repair, if a sample before the mark is not stored, if a sample is
+    Raises InputError, naming the repair, if a sample before the mark is not stored, if a sample is
     stored twice, or if a table is damaged.
     """
     before = 0 if mark is None else mark.samples
-    first, found = worker.sample_idx(before), dict[int, StoredSample]()
+    first, found = identity.worker.sample_idx(before), dict[int, StoredSample]()
+    repairs = f"{identity.repair_option} repairs it"
     for commit in commits:
         if commit.count and commit.last >= first:
             try:
                 found |= stored_in(read_table(folder, commit))
             except RunError as error:
-                raise InputError(f"{error}; {REPAIRS}") from error
+                raise InputError(f"{error}; {repairs}") from error
     after = sum(number >= first for number in found)
     lost = before + after - sum(commit.count for commit in commits)
     if lost > 0:  # a shard of an earlier repair, which was the last one, has been deleted
         raise InputError(
             f"{folder.url}: {counted(lost, 'sample')} before the mark of its shards not stored; "
-            f"{REPAIRS}"
+            f"{repairs}"
         )
     if lost < 0:  # somebody has put a JSON back whose samples a repair had stored again
         raise InputError(
-            f"{folder.url}: {counted(-lost, 'sample')} stored more than once; {REPAIRS}"
+            f"{folder.url}: {counted(-lost, 'sample')} stored more than once; {repairs}"
         )
     return found
 

@@ -60,9 +60,9 @@ class ActivationStorage:
     constructor only reads. Nothing is written before `open`, which is called on entering the
     context, or by the first sample.
 
-    repair: Whether to look for damaged and missing shards first, for which every shard is read, and
-    to withdraw them (repair.py). A program gives the same samples again, all of them: those that
-    are stored are skipped, and the lost ones are stored again.
+    repair: whether to repair what is stored (repair.py). The constructor then reads every shard and
+    finds those that are damaged or missing; opening withdraws them. Give all samples again, in the
+    same order: those that are stored are skipped, and the lost ones are stored.
 
     remote: a folder in a bucket. Shards are then stored there, from memory, and locally only
     without `delete_local_after_upload`; metadata.json and metrics.jsonl are in both folders. facts:
@@ -176,8 +176,9 @@ class ActivationStorage:
         """The samples after the mark that are stored, by `sample_idx`, and perhaps some others.
         Raises InputError if a sample before the mark is not stored."""
         if self._after_mark is None:
-            plan, worker = self.plan, self._identity.worker
-            self._after_mark = stored_after(self.destination, plan.commits, plan.mark, worker)
+            self._after_mark = stored_after(
+                self.destination, self.plan.commits, self.plan.mark, self._identity
+            )
         return self._after_mark
 
     @property
@@ -402,7 +403,8 @@ class ActivationStorage:
 
         complete: False if the run ends before its data does. skipped_rows, empty_rows: their total
         numbers, if these are larger than in the marks. A second call does nothing. Raises
-        ValueError, after committing, if a complete run has a sample that lacks hooks.
+        ValueError, after committing, if a complete run has a sample that lacks hooks, or if a
+        program's own loop has not given all samples again that its repair has lost.
         """
         if self._state == "planned":
             self.open()
@@ -430,6 +432,18 @@ class ActivationStorage:
         for number, (_, slices) in self._incomplete.items() if complete else ():
             missing = [key for key in self._names if key not in slices]
             raise ValueError(f"sample {number} has no activation for {missing}; it is not stored")
+        if complete and not self._identity.from_dataset:
+            self._check_repaired()
+
+    def _check_repaired(self) -> None:
+        """Raises ValueError if a program has not given all samples again that a repair has lost."""
+        before = (self.plan.recorded or {}).get("samples", 0)
+        if self.totals.samples < before:
+            raise ValueError(
+                f"{self.folder}: holds {counted(self.totals.samples, 'sample')}, but "
+                f"{before} before the repair; give the others again: a repair needs all samples "
+                "in ascending order, and skips those that are stored"
+            )
 
     def close(self, patient: bool = False) -> None:
         """Releases the folder and ends the threads. Shards that are not committed are lost."""
