@@ -258,14 +258,14 @@ class Qwen2(nn.Module):
     layout: Layout = Layout()
 
     @property
-    def whole_layers(self) -> int:
+    def num_layers(self) -> int:
         return self.config.num_hidden_layers
 
     @nn.compact
     def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> Array:
         """Returns float32 logits (B, T, V), which mean nothing for padding; inputs are (B, T)."""
         layers = decoder(self.config, self.dtype, self.kernels, self.layout)
-        params = self.param("layers", layers.init, self.whole_layers)
+        params = self.param("layers", layers.init, self.num_layers)
         rotary = rotary_table(positions, self.config)
 
         def block(layer: Callable, x: Array, _: None) -> Array:
@@ -283,7 +283,7 @@ def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> dict[ParamP
 
     It works for any module that follows this file's naming, and computes and allocates nothing.
     tensors: the names in the checkpoint, which say whether experts, and the projections of a delta
-    net, are fused. The stacked layers beyond `model.whole_layers`, which make the stages of a
+    net, are fused. The stacked layers beyond `model.num_layers`, which make the stages of a
     pipeline equally long, have no tensors.
     """
     fused = any(name.endswith("experts.gate_up_proj") for name in tensors)
@@ -294,24 +294,21 @@ def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> dict[ParamP
 
 
 def _weight(path: ParamPath, box: Any, model: nn.Module, renamed: Mapping[str, Any]) -> WeightSpec:
-    config, last, shape, axes = model.config, model.whole_layers, box.value.shape, box.names
-    if path[0] not in ("layers", "last_layer"):
+    config, shape, axes = model.config, box.value.shape, box.names
+    if path[0] != "layers":
         if path[0] == "lm_head":
             tied = "model.embed_tokens.weight"
             return WeightSpec(shape, axes, (tied if config.tie_word_embeddings else HEAD,))
         return WeightSpec(shape, axes, (f"model.{path[0]}.weight",))
-    layers, inside = [last], path[1:]
-    if path[0] == "layers":
-        types, mixed = config.layer_types, len(set(config.layer_types)) > 1
-        inside = path[2:] if mixed else path[1:]
-        layers = [k for k in range(last) if not mixed or types[k] == path[1]]
+    types, mixed = config.layer_types, len(set(config.layer_types)) > 1
+    inside = path[2:] if mixed else path[1:]
+    layers = [k for k in range(model.num_layers) if not mixed or types[k] == path[1]]
     tensor, tensor_slice = renamed.get(".".join(inside), (".".join(inside), None))
     names = [f"model.layers.{k}.{tensor}" for k in layers]
     per_expert = "{}" in tensor
     if per_expert:
         names = [name.format(e) for name in names for e in range(config.experts.count)]
-    stacked = (path[0] == "layers") + per_expert
-    return WeightSpec(shape, axes, tuple(names), stacked, tensor_slice)
+    return WeightSpec(shape, axes, tuple(names), 1 + per_expert, tensor_slice)
 
 
 def _renamed(config: QwenConfig, fused: bool) -> dict[str, tuple[str, TensorSlice | None]]:

@@ -16,10 +16,10 @@ from jax import Array, lax
 
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.model.capture import Buffers, Capture, Writes
-from activation_extraction.model.decoder import Decoder, Layers, ParamPath, stage_length
+from activation_extraction.model.decoder import Decoder, Layers, stage_length
 from activation_extraction.model.family import Families, ModelFamily
-from activation_extraction.model.hooks import HOOK_KINDS, Form, Hook, HookKind
 from activation_extraction.model.hooks import HOOKS as HOOKS
+from activation_extraction.model.hooks import Form, Hook, HookKind
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import (
     STREAM,
@@ -44,24 +44,14 @@ from activation_extraction.model.model_config import (
 from activation_extraction.model.predictions import predictions
 from qwen2_jax import Embedding, Qwen2, decoder, weight_table
 
-# A layer computes these before its attention, or before the recurrence in its place.
-IN_ORDER = [value for _, _, _, value, _, _ in HOOK_KINDS]
-BEFORE_ATTENTION = frozenset(IN_ORDER[: IN_ORDER.index("attn.pattern")])
-BEFORE_ATTENTION -= {f"linear_attn.{name}" for name in ("recurrence_out", "gated", "out")}
-
-# A kind in the loop costs each layer a write, and an exchange of values that are split over
-# devices; a layer after the loop takes time to compile.
-MOST_KINDS_OF_ONE_LAYER = 2
-
 
 class HookedQwen2(nn.Module):
     """The hooked model runs the part of a model that the hooks need and returns their values.
 
-    Its parameters are the corresponding part of `qwen2_jax.Qwen2`'s. Layers run in a loop. The last
-    layer follows the loop if the hooks need only a part of it, or many kinds that no other layer is
-    asked for; the parameters that it needs are then "last_layer". With
-    `stages` > 1 all layers are whole and split into that many pipeline stages of equal length; the
-    last stages may be filled up with layers of zeros, which change nothing.
+    Its parameters are the corresponding part of `qwen2_jax.Qwen2`'s. Layers run in a loop, up to
+    the deepest one with a hook, which is computed whole like the others. With `stages` > 1 they are
+    split into that many pipeline stages of equal length; the last stages may be filled up with
+    layers of zeros, which change nothing.
     """
 
     config: QwenConfig
@@ -79,26 +69,8 @@ class HookedQwen2(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        """Returns how many layers run; the last one may run only in part."""
+        """Returns how many layers run, which is one more than the number of the deepest one."""
         return self.hooks[-1].layer + 1
-
-    @property
-    def whole_layers(self) -> int:
-        return self.num_layers - (self.last_layer is not None)
-
-    @property
-    def last_layer(self) -> frozenset[ParamPath] | None:
-        """Returns the parameters of the layer after the loop; None if there is no such layer."""
-        if self.stages > 1:
-            return None
-        in_layers = [hook for hook in self.hooks if not hook.kind.at_end]
-        last = {hook.kind for hook in in_layers if hook.layer == self.num_layers - 1}
-        others = {hook.kind for hook in in_layers if hook.layer < self.num_layers - 1}
-        separate = len(last - others) > MOST_KINDS_OF_ONE_LAYER
-        values = {kind.value for kind in last}
-        if self.runs_to_the_end:
-            values.add("resid_post")
-        return _last_layer(self.config, self.num_layers - 1, frozenset(values), separate)
 
     @property
     def runs_to_the_end(self) -> bool:
@@ -110,7 +82,7 @@ class HookedQwen2(nn.Module):
 
     @property
     def layers_per_stage(self) -> int:
-        return stage_length(self.config.layer_types[: self.whole_layers], self.stages)
+        return stage_length(self.config.layer_types[: self.num_layers], self.stages)
 
     def micro_batches(self, rows: int) -> int:
         """Returns how many micro-batches a step has, each with one row per data-parallel device."""
@@ -120,11 +92,8 @@ class HookedQwen2(nn.Module):
         """Returns the floating-point operations for samples of these lengths."""
         total = 0.0
         for layer in range(self.num_layers):
-            last = layer == self.whole_layers
-            paths = self.last_layer if last else None
-            attends = not last or self.hooks[-1].kind.value not in BEFORE_ATTENTION
-            weights = _weights_of_a_token(self.config, layer, paths)
-            total += self.config.flops_of(layer, weights, attends, lengths)
+            weights = _weights_of_a_token(self.config, layer)
+            total += self.config.flops_of(layer, weights, lengths)
         if self.predicts:
             total += 2.0 * self.config.hidden_size * self.config.vocab_size * sum(lengths)
         return total
@@ -139,13 +108,7 @@ class HookedQwen2(nn.Module):
         norm, head = RMSNorm(self.config, self.dtype, name="norm"), embed
         if not self.config.tie_word_embeddings:
             head = Embedding(self.config, self.dtype, self.layout, name="lm_head")
-        params, layers = {}, self._layers()
-        if self.whole_layers:
-            length = self.layers_per_stage
-            params["layers"] = self.param("layers", layers.init, length, self.stages)
-        if self.last_layer:
-            number, paths = self.whole_layers, self.last_layer
-            params["last_layer"] = self.param("last_layer", layers.init_partial, number, paths)
+        params = self.param("layers", self._layers().init, self.layers_per_stage, self.stages)
         if self.is_initializing():
             x = embed(token_ids)
             if self.runs_to_the_end:
@@ -188,28 +151,14 @@ class HookedQwen2(nn.Module):
     def _scanned(
         self, capture: Capture, params: Any, embed: Embedding, end: Callable, *batch: Array
     ) -> dict[Form, Array]:
-        """Runs a loop over the whole layers, then what is needed of the last one."""
-        (token_ids, segment_ids, positions), whole = batch, self.whole_layers
-        inside, after = capture.plan(range(whole)), capture.plan(range(whole, self.num_layers))
-        at_end = capture.plan_end()
-        carry = embed(token_ids), capture.buffers([inside, after, at_end], token_ids.shape)
+        """Runs one loop over all layers."""
+        token_ids, segment_ids, positions = batch
+        plan, at_end = capture.plan(range(self.num_layers)), capture.plan_end()
+        carry = embed(token_ids), capture.buffers([plan, at_end], token_ids.shape)
         inputs = rotary_table(positions, self.config), segment_ids
-        if whole:
-            with jax.named_scope("layers"):
-                layers = self._layers().stacked(params["layers"])
-                carry = self._loop(capture, layers, inside, carry, inputs)
-        x, buffers = carry
-        if self.last_layer is not None:
-            with jax.named_scope("last_layer"):
-
-                def keep_last(out: Out) -> tuple[list[Array], Array | None]:
-                    stream = to_bits(out["resid_post"]) if self.runs_to_the_end else None
-                    return capture.bits_of(after.kinds, out), stream
-
-                last, partial_layer = params.get("last_layer", {}), self._layers().partial_layer
-                values, stream = partial_layer(whole, last, keep_last, x, *inputs)
-                buffers = capture.write(buffers, after.only(), values)
-                x = x if stream is None else from_bits(stream, self.dtype)
+        with jax.named_scope("layers"):
+            layers = self._layers().stacked(params)
+            x, buffers = self._loop(capture, layers, plan, carry, inputs)
         if self.runs_to_the_end:
             buffers = capture.write(buffers, at_end.only(), end(x))
         return capture.result(buffers)
@@ -217,7 +166,7 @@ class HookedQwen2(nn.Module):
     def _loop(
         self, capture: Capture, layers: Layers, plan: Writes, carry: Any, inputs: Any, *at: Array
     ) -> tuple[Array, Buffers]:
-        """Runs all whole layers, or those of one stage; the carry is the stream and the buffers.
+        """Runs all layers, or those of one stage; the carry is the stream and the buffers.
 
         inputs: of a layer, the rotary table and the segment ids. at: the micro-batch in a pipeline.
         """
@@ -240,7 +189,7 @@ class HookedQwen2(nn.Module):
         """
         stages, (rows, length) = self.stages, batch[0].shape
         micro_batches = self.micro_batches(rows)
-        layers = self._layers().stacked(params["layers"])
+        layers = self._layers().stacked(params)
         per_stage = jax.tree.map(lambda x: x.reshape(stages, -1, *x.shape[1:]), layers)
         token_ids, segment_ids, positions = (
             x.reshape(-1, micro_batches, length).swapaxes(0, 1) for x in batch
@@ -287,28 +236,11 @@ def _is_predicted(hook: Hook) -> bool:
 
 
 @cache
-def _last_layer(
-    config: QwenConfig, number: int, values: frozenset[str], separate: bool
-) -> frozenset[ParamPath] | None:
-    """Returns the parameters of this layer that these values need; None if it runs in the loop.
-
-    separate: whether it must follow the loop even if all of it is needed.
-    """
-    layers = decoder(config, jnp.float32, Kernels(), Layout())
-    paths = layers.paths_for(number, values)
-    whole = paths == layers.paths_for(number, {"resid_post"})
-    return None if whole and not separate else paths
-
-
-@cache
-def _weights_of_a_token(config: QwenConfig, number: int, paths: frozenset[ParamPath] | None) -> int:
-    """Returns how many weights of this layer's matrices a token is multiplied by.
-
-    paths: the parameters that the layer has; None for all.
-    """
+def _weights_of_a_token(config: QwenConfig, layer: int) -> int:
+    """Returns how many weights of this layer's matrices a token is multiplied by."""
     layers, total = decoder(config, jnp.float32, Kernels(), Layout()), 0
-    for path, box in layers.parameters(config.layer_types[number]).items():
-        if path[-1] == "weight" and len(box.names) > 1 and (paths is None or path in paths):
+    for path, box in layers.parameters(config.layer_types[layer]).items():
+        if path[-1] == "weight" and len(box.names) > 1:
             size = math.prod(box.value.shape)
             if config.experts is not None and "experts" in path:
                 size = size * config.experts.per_token // config.experts.count
@@ -324,7 +256,7 @@ def create_model_with_hooks(
     kernels: Kernels | None = None,
     layout: Layout | None = None,
 ) -> HookedQwen2:
-    """Creates the model that computes `hooks` and nothing more.
+    """Creates the model that computes `hooks`, and no layer beyond the deepest of them.
 
     dtype: the type of weights and matrix products (float32 or bfloat16; sums are float32).
     activation_dtype: the type in which activations are stored, by default `dtype`. layout: the mesh

@@ -1,11 +1,10 @@
 """A decoder is a stack of layers as pure functions of their parameters.
 
-Layers are of one type or of a few. The parameters of whole layers are stacked by type, and all
-layers run in one loop; a layer of which only a part is needed has parameters of its own. The
-model's file decides what a layer computes.
+Layers are of one type or of a few. Their parameters are stacked by type, and all layers run in one
+loop. The model's file decides what a layer computes.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -17,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
-from jax.extend.core import Literal
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.layers import STACKS, ParamPath, from_bits, rotary_table, to_bits
@@ -63,11 +61,6 @@ class Decoder:
             boxes = self.parameters(type_).items()
             stacks[type_] = unflatten_dict({path: stack(box) for path, box in boxes})
         return stacks if self.mixed else stacks[types[0]]
-
-    def init_partial(self, _: Array, number: int, paths: frozenset[ParamPath]) -> Any:
-        """Returns those parameters of one layer that are at `paths`; they are zeros, too."""
-        boxes = self.parameters(self.config.layer_types[number])
-        return _zeros(unflatten_dict({path: boxes[path] for path in paths}))
 
     def _example(self) -> tuple[Any, ...]:
         nothing = jnp.zeros((1, 1), jnp.int32)
@@ -144,22 +137,6 @@ class Decoder:
         stacks = {path: flat.pop(path) for path in stay}
         return stacks, unflatten_dict(flat)
 
-    def partial_layer(self, number: int, params: Any, keep: Keep, *inputs: Any) -> Any:
-        """Returns what `keep` makes of the intermediates of a layer that has only some parameters.
-
-        `keep` must not depend on the other parameters (see `paths_for`): zeros stand for them, and
-        the compiled program computes nothing with them.
-        """
-        type_ = self.config.layer_types[number]
-        zeros = _zeros({path: box.value for path, box in self.parameters(type_).items()})
-        params = unflatten_dict(zeros | flatten_dict(params))
-        layer = self._apply(type_, params, self._slides(number), keep)
-
-        def kept(x: Array, *others: Any) -> tuple[Array, Any]:
-            return x, layer(x, *others)[1]
-
-        return in_groups(kept, self.modules[type_])(*inputs)[1]
-
     def _apply(
         self, type_: str, params: Any, slides: Any, keep: Keep, in_place: Any = None
     ) -> Callable:
@@ -176,19 +153,6 @@ class Decoder:
             return x, keep(out)
 
         return layer
-
-    def paths_for(self, number: int, values: Iterable[str]) -> frozenset[ParamPath]:
-        """Returns the parameters that these intermediates of this layer depend on."""
-        type_ = self.config.layer_types[number]
-        params = {path: box.value for path, box in self.parameters(type_).items()}
-        layer = self.modules[type_].clone(layout=Layout())
-
-        def compute(params: Any) -> list[Array | None]:
-            _, out = layer.apply({"params": unflatten_dict(params)}, *self._example())
-            return [intermediate(out, value) for value in values]
-
-        needed = needed_inputs(compute, params)
-        return frozenset(path for path, used in zip(sorted(params), needed, strict=True) if used)
 
 
 @partial(jax.jit, static_argnums=0)  # jit traces it only once
@@ -269,17 +233,3 @@ def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
         return from_bits(x, module.dtype), kept
 
     return apply
-
-
-def needed_inputs(function: Callable[..., Any], *arguments: Any) -> list[bool]:
-    """Returns, for every leaf of the arguments (arrays or shapes), whether any output needs it."""
-    program = jax.make_jaxpr(function)(*arguments).jaxpr
-    needed = {out for out in program.outvars if not isinstance(out, Literal)}
-    for equation in reversed(program.eqns):
-        inputs = equation.invars
-        if equation.primitive.name == "optimization_barrier":  # of which each output is one input
-            pairs = zip(inputs, equation.outvars, strict=True)
-            inputs = [value for value, out in pairs if out in needed]
-        if needed.intersection(equation.outvars):
-            needed.update(value for value in inputs if not isinstance(value, Literal))
-    return [value in needed for value in program.invars]

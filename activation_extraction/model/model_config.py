@@ -165,16 +165,16 @@ class QwenConfig:
         """Returns which of these layers have a window; None if no layer of the model has one."""
         return np.isin(layers, self.sliding_layers) if self.sliding_layers else None
 
-    def flops_of(self, layer: int, weights: int, attends: bool, lengths: Iterable[int]) -> float:
+    def flops_of(self, layer: int, weights: int, lengths: Iterable[int]) -> float:
         """Returns the floating-point operations of this layer for samples of these lengths.
 
         A token takes two for each of `weights` weights of matrices, and what causal attention needs
-        (arXiv:2204.02311, appendix B, without the half above the diagonal) if the layer `attends`.
-        The lengths are in tokens.
+        (arXiv:2204.02311, appendix B, without the half above the diagonal). The lengths are in
+        tokens.
         """
         if self.delta is not None and layer in self.delta.layers:
             products = 3 * self.sizes["O"] * self.delta.key_size  # three for each head's state
-            return 2.0 * (weights + attends * products) * sum(lengths)
+            return 2.0 * (weights + products) * sum(lengths)
         heads = self.num_attention_heads * self.head_dim
         window = self.sliding_window if layer in self.sliding_layers else None
 
@@ -183,7 +183,7 @@ class QwenConfig:
             most = n if window is None else min(window, n)
             return most * (2 * n - most)
 
-        return float(sum(2 * (weights * n + attends * heads * seen(n)) for n in lengths))
+        return float(sum(2 * (weights * n + heads * seen(n)) for n in lengths))
 
 
 def qwen2_config(hf: Any, source: str) -> QwenConfig:
