@@ -126,7 +126,7 @@ def test_experts_move_little_more_than_they_must_and_send_while_they_compute(
     assert found.products > busy * found.device
 
 
-def test_an_estimate_compiles_the_very_program_in_a_process_of_its_own(tmp_path, capsys):
+def test_an_estimate_compiles_the_very_program_of_a_run(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["tiny"]))
     flags = "--layers_to_extract 3 8 --dtype bfloat16 --max_seq_length 128"
     given = [*flags.split(), "--plan", "v5e-4", "--model_path", tmp_path, "--json"]

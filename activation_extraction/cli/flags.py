@@ -26,6 +26,7 @@ from activation_extraction.cli.declare import (
     pair,
     path,
     path_or_default,
+    positive,
     positive_or_0,
     rows,
     seconds,
@@ -478,9 +479,9 @@ class Config:
     )
     plan: str | None = flag(
         "estimate what the run would take on a machine, such as v5e:8x8, v5litepod-64, v4-32, h100 "
-        "or h100-8, on the mesh of auto and on the one that is asked for: whether it fits, what a "
-        "step is bound by, hours, dollars and bytes. If the package libtpu is installed, the TPU "
-        "compiler also says whether the program fits",
+        "or h100-8, on the mesh of auto and on the one that is asked for: whether it fits, bytes, "
+        "and hours, which are a guess without --tokens_per_second. If the package libtpu is "
+        "installed, the TPU compiler also says whether the program fits",
         metavar="TOPOLOGY",
     )
     chips_per_host: int | None = number(
@@ -488,9 +489,18 @@ class Config:
         default_is="4; all of v5e-1, v5e-8, v6e-1 and v6e-8; up to 8 GPUs",
         needs="plan",
     )
+    tokens_per_second: float | None = flag(
+        "with --plan: how many stored tokens per second each host of the machine reaches, as a run "
+        "with --max_samples 200 prints it at its end",
+        default_is="a guess from the peak speed of the chips",
+        parse=positive,
+        needs="plan",
+        metavar="X",
+    )
     chip_hour_dollars: tuple[float, ...] | None = flag(
-        "with --plan: what a chip costs per hour, on demand and, after a comma, on a spot machine",
-        default_is="from a small table of Google Cloud's prices, whose date is printed",
+        "with --plan: what a chip costs per hour, on demand and, after a comma, on a spot machine; "
+        "the estimate then says dollars, too",
+        default_is="none",
         parse=dollars,
         needs="plan",
         metavar="X[,Y]",
@@ -507,7 +517,7 @@ class Config:
     json: bool = switch(
         "with --status or --plan: print one JSON object. That of --plan has meshes, best (the "
         "fastest mesh that fits), hours and dollars as [least, most], and terabytes before "
-        "compression; null is unknown",
+        "compression; what is unknown is null, as dollars are without --chip_hour_dollars",
         needs="status or plan",
     )
     verify: bool = switch(

@@ -1,4 +1,4 @@
-"""This module knows the machines that can be rented: their names, devices, hosts and prices.
+"""This module knows the machines that can be rented: their names, devices and hosts.
 
 A `Topology` describes the devices of a machine that is not here: enough to choose a mesh, and for
 TPUs to compile programs, which needs libtpu, the TPU compiler, but no TPU.
@@ -22,33 +22,29 @@ USUAL = 4  # chips of a TPU host, always so with CUBES
 class ChipKind(NamedTuple):
     """A kind of chip that can be rented.
 
-    chip: a name in CHIPS; shapes: arrangements of TPUs, "" for GPUs; units: how many the names of
-    machines count per chip; devices: of JAX, per chip; cores, network: virtual cores and bytes per
-    second of a host, for each of its chips, None if no source says it; dollars: of a chip and an
-    hour, on demand and on a spot machine, () if no source says it.
+    Attributes:
+        chip: The name in CHIPS.
+        shapes: How many chips machines have along each axis, of TPUs; "" for GPUs.
+        units: By how much the names of machines count each chip.
+        devices: The number of JAX devices per chip.
     """
 
     chip: str
     shapes: str
     units: int
     devices: int
-    cores: int | None
-    network: float | None
-    dollars: tuple[float, ...]
 
 
-# Hosts: the documentation of Cloud TPU and of Compute Engine's accelerator-optimized machines.
-# Prices: the lowest of Google Cloud in the USA, by SkyPilot's catalogue.
-PRICES_OF = "November 2026"
+# The documentation of Cloud TPU and of Compute Engine's accelerator-optimized machines.
 MACHINES = {
-    "v4": ChipKind("TPU v4", CUBES, 2, 1, None, None, (3.22, 0.92)),
-    "v5e": ChipKind("TPU v5 lite", FLAT, 1, 1, 28, 3.1e9, (1.20, 0.30)),
-    "v5p": ChipKind("TPU v5", CUBES, 2, 1, 52, 6.2e9, (4.20, 0.78)),
-    "v6e": ChipKind("TPU v6", FLAT, 1, 1, 45, 12.5e9, (2.70, 0.35)),
-    "tpu7x": ChipKind("TPU7x", CUBES, 2, 2, 56, 12.5e9, ()),
-    "a100": ChipKind("A100", "", 1, 1, 12, 1.6e9, (5.52, 1.70)),
-    "h100": ChipKind("H100", "", 1, 1, 26, 15.6e9, (10.98, 2.51)),
-    "h200": ChipKind("H200", "", 1, 1, None, None, ()),
+    "v4": ChipKind("TPU v4", CUBES, 2, 1),
+    "v5e": ChipKind("TPU v5 lite", FLAT, 1, 1),
+    "v5p": ChipKind("TPU v5", CUBES, 2, 1),
+    "v6e": ChipKind("TPU v6", FLAT, 1, 1),
+    "tpu7x": ChipKind("TPU7x", CUBES, 2, 2),
+    "a100": ChipKind("A100", "", 1, 1),
+    "h100": ChipKind("H100", "", 1, 1),
+    "h200": ChipKind("H200", "", 1, 1),
 }
 
 
