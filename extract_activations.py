@@ -28,6 +28,7 @@ gc.disable()
 import jax
 import numpy as np
 
+from activation_extraction.cli.config import task_without_machine
 from activation_extraction.cli.console import Clock, Progress, stop_on_signals
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import RunError, reworded
@@ -91,9 +92,14 @@ def carry_out(config: Config) -> int:
 
 def run(config: Config) -> int:
     """Runs one extraction from beginning to end; returns the exit status."""
-    if config.machine_from is not None:
-        machine, count = config.machine_id, config.total_machines
-        log.info("machine %d of %d (%s)", machine, count, config.machine_from)
+    if config.total_machines > 1:
+        log.info("machine %d of %d", config.machine_id, config.total_machines)
+    elif task := task_without_machine(config):
+        log.warning(
+            "%s is set, but this is machine 0 of 1, as every other task of the array would be; set "
+            "MACHINE_ID and TOTAL_MACHINES in each task to share the data",
+            task,
+        )
     host = join_hosts(config)
     watchdog = Watchdog(config.stall_timeout)
     remedy = how_to_continue(host.count, config.overwrite)

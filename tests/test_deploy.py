@@ -303,7 +303,7 @@ def test_words_are_quoted_and_flags_go_behind_the_variables():
     ("variables", "line"),
     [
         ("MODEL_PATH=m", "GCS_BUCKET: is not set"),
-        (f"{BOTH} MACHINE_ID=1", "--machine_id 1: out of range for --total_machines 1"),
+        (f"{BOTH} MACHINE_ID=1", "TOTAL_MACHINES: is not set; MACHINE_ID says which machine"),
         (f"{BOTH} DELETE_LOCAL_AFTER_UPLOAD=1", "DELETE_LOCAL_AFTER_UPLOAD=1: expected"),
     ],
 )

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from cloud import REPOSITORY, script
-from command_line import assert_refused
+from command_line import assert_refused, main
 from pods import Pod, flags_for
 
-from activation_extraction.cli.config import parse_args
+from activation_extraction.cli.config import parse_args, task_without_machine
 from activation_extraction.store.local_files import lock_folder
 
 
@@ -21,38 +21,63 @@ def array(index, count, first=0, last=None):
     return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in numbers.items()}
 
 
-SKYPILOT = {"SKYPILOT_JOB_RANK": "4", "SKYPILOT_NUM_JOBS": "9"}
-INDEX = {"JOB_COMPLETION_INDEX": "5"}
-TOTAL, SLURM = "--total_machines 256", "SLURM_ARRAY_TASK_ID"
-MACHINES: list[tuple[Any, str, Any]] = [  # variables, flags, (machine, of how many, who says so)
-    ({}, "", (0, 1, None)),
-    (array(3, 8), "", (3, 8, SLURM)),
-    (array(3, 8), "--machine_id 0", (0, 8, "--machine_id")),
-    (array(17, 2, 3, 17), TOTAL, (17, 256, SLURM)),
-    (SKYPILOT | INDEX, "--multihost", (4, 9, "SKYPILOT_JOB_RANK")),
-    ({"SKYPILOT_JOB_RANK": "0", "SKYPILOT_NUM_JOBS": "None"}, "", (0, 1, None)),
-    (INDEX, TOTAL, (5, 256, "JOB_COMPLETION_INDEX")),
-    (INDEX, f"--multihost {TOTAL}", (0, 256, None)),  # the index is the host's
+MACHINE, TOTAL = {"MACHINE_ID": "5"}, {"TOTAL_MACHINES": "256"}
+MACHINES: list[tuple[Any, str, Any]] = [  # variables, flags, (machine, of how many)
+    ({}, "", (0, 1)),
+    (MACHINE | TOTAL, "", (5, 256)),
+    (MACHINE | TOTAL, "--multihost", (5, 256)),
+    (MACHINE | TOTAL, "--machine_id 0", (0, 256)),
+    (MACHINE | TOTAL, "--total_machines 8", (5, 8)),
+    (MACHINE, "--total_machines 8", (5, 8)),
+    # Nothing is extracted, so the variables of a job do not count.
+    *(
+        (MACHINE, mode, (0, 1))
+        for mode in ("--status", "--verify", "--report", "--plan v5e-4", "--list_hooks", "--demo")
+    ),
+    (MACHINE, "--export sae_lens --export_dir new", (0, 1)),
+    (array(3, 8), "", (0, 1)),  # no scheduler is asked
 ]
 REFUSED: list[tuple[Any, str, Any]] = [  # variables, flags, the message
-    (array(1, 8, 1), "", "--total_machines: is missing and cannot be read off this Slurm array"),
-    (array(2, 4, 0, 6), "", "has 4 indices from 0 to 6; expected 0 to N-1 without gaps"),
-    (INDEX, "", "--total_machines: is missing; JOB_COMPLETION_INDEX says which machine"),
-    (SKYPILOT | {"SKYPILOT_JOB_RANK": "9"}, "", "SKYPILOT_JOB_RANK 9: out of range for"),
+    (MACHINE, "", "TOTAL_MACHINES: is not set; MACHINE_ID says which machine this is"),
+    (MACHINE | {"TOTAL_MACHINES": "5"}, "", "--machine_id 5: out of range for --total_machines 5"),
+    ({"MACHINE_ID": "None"} | TOTAL, "", "environment variable MACHINE_ID: argument --machine_id"),
 ]
 
 
 @pytest.mark.parametrize(("variables", "flags", "expected"), MACHINES + REFUSED)
-def test_the_engine_says_which_machine_this_is(
+def test_variables_say_which_machine_this_is(
     variables, flags, expected, monkeypatch, tmp_path, capsys
 ):
-    """What cannot be mapped is refused."""
     for pair in variables.items():
         monkeypatch.setenv(*pair)
     if isinstance(expected, str):
         return assert_refused(capsys, tmp_path, flags.split(), expected)
     config = parse_args(flags.split())
-    assert (config.machine_id, config.total_machines, config.machine_from) == expected
+    assert (config.machine_id, config.total_machines) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags", "named"),
+    [
+        ({}, "", None),
+        (array(0, 8), "", "SLURM_ARRAY_TASK_ID"),
+        (array(0, 8) | {"MACHINE_ID": "0", "TOTAL_MACHINES": "8"}, "", None),
+        (array(0, 8), "--total_machines 8", None),
+        ({"JOB_COMPLETION_INDEX": "5"}, "", "JOB_COMPLETION_INDEX"),
+        ({"JOB_COMPLETION_INDEX": "5"}, "--multihost", None),  # it is the number of the host
+    ],
+)
+def test_a_task_of_an_array_that_is_machine_0_of_1_is_found(variables, flags, named, monkeypatch):
+    for pair in variables.items():
+        monkeypatch.setenv(*pair)
+    assert task_without_machine(parse_args(flags.split())) == named
+
+
+def test_a_task_of_an_array_that_is_machine_0_of_1_is_warned_of(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    main("--model_path", tmp_path / "none", "--output_dir", tmp_path / "out")
+    warning = "SLURM_ARRAY_TASK_ID is set, but this is machine 0 of 1, as every other task"
+    assert warning in capsys.readouterr().err
 
 
 JOIN = """
@@ -87,6 +112,42 @@ def test_a_folder_in_use_is_no_bad_input(demo_inputs, tmp_path):
     assert "host_01: another process is writing to it" in pod.text(1)
     assert "error: host 1 failed: see the message there" in pod.text(0)
     os.close(lock)
+
+
+SRUN = """#!/bin/sh
+echo "$MACHINE_ID of $TOTAL_MACHINES"
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "total", "flags", "said"),
+    [
+        (array(2, 3), "", "", "2 of 3"),
+        (array(17, 2, 3, 17), "", "--total_machines 256", "17 of "),
+        (array(17, 2, 3, 17), "", "--total_machines=256", "17 of "),
+        (array(17, 2, 3, 17), "256", "", "17 of 256"),
+        (array(17, 2, 3, 17), "", "", None),
+        (array(1, 3, 1), "", "", None),
+    ],
+)
+def test_the_template_for_slurm_says_which_machine_a_task_is(task, total, flags, said, tmp_path):
+    """An array with gaps, as in a rerun of some machines, needs the number of all machines."""
+    script(tmp_path / "srun", SRUN)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **task}
+    variables |= {"SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "2", "TOTAL_MACHINES": total}
+    done = subprocess.run(
+        ["bash", "deploy/slurm.sbatch", *flags.split()],
+        cwd=REPOSITORY,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+    if said is None:
+        assert done.returncode == 2 and not done.stdout
+        assert done.stderr.startswith("error: --total_machines: is missing; this array has ")
+        assert done.stderr.count("\n") == 1
+    else:
+        assert (done.returncode, done.stdout) == (0, f"{said}\n"), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,11 @@ def test_machines_of_one_host_and_of_several(monkeypatch, accelerator, topology,
     assert container["resources"]["limits"] == {"google.com/tpu": chips}
     assert {accelerator, topology, "true"} == set(pod["nodeSelector"].values())
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")  # of the machine, or of the host of a slice
+    for variable in container.get("env", []):
+        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        source = variable.get("valueFrom", {"fieldRef": {"fieldPath": None}})
+        is_index = source["fieldRef"]["fieldPath"] == index
+        monkeypatch.setenv(variable["name"], "3" if is_index else variable["value"])
     config = parse_args(container["args"])
     assert config.multihost == (hosts > 1)
     assert (config.machine_id, config.total_machines) == (3, 256)

@@ -26,10 +26,8 @@ from activation_extraction.common.choices import MAX_COLUMNS, SAMPLE_COLUMNS
 from activation_extraction.common.errors import InputError, exit_status, near_miss
 from activation_extraction.common.visible import counted, make_streams_safe, plain_url
 
-# How schedulers number the machines that they start: this one's number, and how many there are.
-SLURM = "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT"
-SKYPILOT = "SKYPILOT_JOB_RANK", "SKYPILOT_NUM_JOBS"
-KUBERNETES = "JOB_COMPLETION_INDEX", ""
+# What schedulers call the number of a task of an array. It is only warned of, never used.
+ARRAY_VARIABLES = ("SLURM_ARRAY_TASK_ID", "SKYPILOT_JOB_RANK", "JOB_COMPLETION_INDEX")
 BEFORE_ENVIRONMENT = """\
 examples:
   extract_activations.py --demo
@@ -62,13 +60,12 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     """Returns the command line as a Config. Raises InputError for flags that are wrong together."""
     given: Given = vars(build_parser().parse_args(argv))
     _fill_from_environment(given)
-    machine_from = _fill_from_scheduler(given)
     _refuse_conflicts(given)
     _check_hosts(given)
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = FLAGS[name].collect(value)
-    config = Config(**{**given, **_depending(given), "machine_from": machine_from})
+    config = Config(**{**given, **_depending(given)})
     _check_values(config)
     return config
 
@@ -129,9 +126,16 @@ def _epilog() -> str:
 
 
 def _fill_from_environment(given: Given) -> None:
-    """Takes missing flags from environment variables; those about hosts only with --multihost."""
+    """Takes missing flags from environment variables.
+
+    Those about hosts count only with --multihost, those about machines only where something is
+    extracted. Raises InputError for MACHINE_ID without a number of machines.
+    """
+    extracts = not any(mode in given for mode in (*LOOKING, "plan", "list_hooks", "demo"))
     for name, flag in FLAGS.items():
         usable = flag.needs != "multihost" or "multihost" in given
+        if name in ("machine_id", "total_machines"):
+            usable = extracts
         # With a mesh type on the command line, the shape is not used; nor are axes without a shape.
         if name == "mesh_shape":
             usable = "mesh_type" not in given and given.get("use_data_parallel", True)
@@ -140,6 +144,11 @@ def _fill_from_environment(given: Given) -> None:
         variables = [variable for variable in flag.variables if os.environ.get(variable)]
         if usable and variables and name not in given:
             _take_variable(given, name, variables[0])
+    if extracts and os.environ.get("MACHINE_ID") and "total_machines" not in given:
+        raise InputError(
+            "TOTAL_MACHINES: is not set; MACHINE_ID says which machine this is, but not how many "
+            "there are; set it, or give --total_machines"
+        )
 
 
 def _take_variable(given: Given, name: str, variable: str) -> None:
@@ -150,54 +159,23 @@ def _take_variable(given: Given, name: str, variable: str) -> None:
         raise InputError(f"environment variable {variable}: {error}") from error
 
 
-def _fill_from_scheduler(given: Given) -> str | None:
-    """Takes --machine_id and --total_machines from the scheduler, if they are not given.
-
-    Returns the flag or variable that says which machine this is.
-    """
-    number = count = ""
-    if not _looking(given):
-        number, count = _variables_of_scheduler("multihost" in given)
-    if count and "total_machines" not in given:
-        if count == SLURM[1]:
-            _check_slurm_array()
-        _take_variable(given, "total_machines", count)
-    if "machine_id" in given:
-        return "--machine_id"
-    if number and "total_machines" not in given:
-        raise InputError(
-            f"--total_machines: is missing; {number} says which machine this is, but not how many "
-            "there are"
-        )
-    if number:
-        _take_variable(given, "machine_id", number)
-    return number or None
-
-
 def _looking(given: Given) -> bool:
     return any(mode in given for mode in LOOKING)
 
 
-def _variables_of_scheduler(multihost: bool) -> tuple[str, str]:
-    """Returns the names of the two variables of the scheduler that started this process, or "".
+def task_without_machine(config: Config) -> str | None:
+    """Returns the variable that numbers this task of a scheduler's array, if no flag or variable of
+    ours says which machine it is: all tasks of the array would then do the same work.
 
     If the hosts of a pod are an indexed Job of Kubernetes, its index is the number of the host.
     """
-    if os.environ.get(SKYPILOT[1], "").isdigit():  # "None" unless there are several jobs
-        return SKYPILOT
-    if SLURM[0] in os.environ:
-        return SLURM
-    return KUBERNETES if KUBERNETES[0] in os.environ and not multihost else ("", "")
-
-
-def _check_slurm_array() -> None:
-    """Raises InputError unless the indices of the Slurm array are 0 to N-1."""
-    count, first, last = (os.environ.get(f"SLURM_ARRAY_TASK_{n}") for n in ("COUNT", "MIN", "MAX"))
-    if first != "0" or not (count or "").isdigit() or last != str(int(count or 0) - 1):
-        raise InputError(
-            "--total_machines: is missing and cannot be read off this Slurm array, which has "
-            f"{count} indices from {first} to {last}; expected 0 to N-1 without gaps, or the flag"
-        )
+    if config.total_machines > 1:
+        return None
+    for variable in ARRAY_VARIABLES:
+        of_a_host = variable == "JOB_COMPLETION_INDEX" and config.multihost
+        if os.environ.get(variable) and not of_a_host:
+            return variable
+    return None
 
 
 def _refuse_conflicts(given: Given) -> None:
@@ -314,7 +292,7 @@ def _check_values(config: Config) -> None:
         )
     if config.machine_id >= config.total_machines:
         raise InputError(
-            f"{config.machine_from} {config.machine_id}: out of range for --total_machines "
+            f"--machine_id {config.machine_id}: out of range for --total_machines "
             f"{config.total_machines}; machines are counted from 0"
         )
 

@@ -103,8 +103,7 @@ class Config:
     run/host_text.py replaces by ids. mesh_type: None if --mesh_shape is given instead.
     compress_shards: false for safetensors, which are never compressed. verify_samples: 0 without
     --model_path. report: the file to write the report to, "" for the default one; None without
-    --report. machine_from: the flag or variable that says which machine this is; None if nothing
-    does.
+    --report.
     """
 
     model_path: str = flag(
@@ -319,18 +318,19 @@ class Config:
         default_is="all",
     )
     machine_id: int = number(
-        "the number of this machine, from 0; each machine extracts its own share of the data",
+        "the number of this machine, from 0; each machine extracts its own share of the data. No "
+        "scheduler's variables are read: all tasks of a script of your own are machine 0 of 1, "
+        "unless it sets MACHINE_ID and TOTAL_MACHINES, as the templates in deploy/ do",
         0,
         least=0,
-        default_is="SLURM_ARRAY_TASK_ID, SKYPILOT_JOB_RANK or, without --multihost, "
-        "JOB_COMPLETION_INDEX; else 0",
+        variables=("MACHINE_ID",),
         metavar="I",
     )
     total_machines: int = number(
         "the number of independent machines that share the data; it may be much larger than the "
         "number that runs at a time",
         1,
-        default_is="SLURM_ARRAY_TASK_COUNT or SKYPILOT_NUM_JOBS, else 1",
+        variables=("TOTAL_MACHINES",),
     )
     batch_size: int | str | None = flag(
         "rows per host and step; several samples share a row. auto: the most, up to 512, that the "
@@ -567,7 +567,6 @@ class Config:
     verbose: bool = switch(
         "log every step and shard, on all hosts (default: hosts other than 0 log problems only)"
     )
-    machine_from: str | None = None
 
     @property
     def looking(self) -> bool:

@@ -337,10 +337,9 @@ def duration(hours: float) -> str:
 
 def size(terabytes: float) -> str:
     """Returns a number of bytes in the largest unit of which there is at least one."""
-    for unit, length in (("TB", 1), ("GB", 1e-3), ("MB", 1e-6)):
-        if terabytes >= length:
-            break
-    return f"{short(terabytes / length)} {unit}"
+    units = {"TB": 1.0, "GB": 1e-3, "MB": 1e-6}
+    unit = next((unit for unit, length in units.items() if terabytes >= length), "MB")
+    return f"{short(terabytes / units[unit])} {unit}"
 
 
 def between(ends: Iterable[str]) -> str:
