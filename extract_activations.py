@@ -12,7 +12,6 @@ if __name__ == "__main__":
 
     script()
 
-import gc
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -21,9 +20,6 @@ from pathlib import Path
 from activation_extraction.common.late_imports import set_library_defaults
 
 set_library_defaults()
-# Modules stay in memory, so the garbage collector would find nothing while they are imported, and
-# its search would take a quarter of the time.
-gc.disable()
 
 import jax
 import numpy as np
@@ -75,9 +71,6 @@ from activation_extraction.run.summary import (
 )
 from activation_extraction.text.batch import Batch
 from qwen2_jax_with_hooks import FAMILIES
-
-gc.freeze()
-gc.enable()
 
 
 def carry_out(config: Config) -> int:

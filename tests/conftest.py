@@ -22,8 +22,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-gc.disable()  # while all this is imported; see extract_activations.py
-
 MEMORY = "/dev/shm"
 ENOUGH = 8e9  # bytes; files of a session take 2.3e9 at most
 
@@ -97,7 +95,6 @@ from qwen2_jax_with_hooks import FAMILIES
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-gc.enable()
 gc.set_threshold(20_000, 20, 20)  # a million objects stay, and few others are garbage
 
 pytest_plugins = ["small_runs", "gcs_server", "pods"]
