@@ -26,7 +26,7 @@ BAD_REQUESTS = """\
 --layers_to_extract 12 | --layers_to_extract 12: the model
 --layers_to_extract 3-1 | 3-1 is not a range of layers
 --layers_to_extract -1 | argument --layers_to_extract: -1: layers are counted from 0, never from
---layers_to_extract 2 -3--1 | argument --layers_to_extract: -3--1: layers are counted from 0,
+--layers_to_extract=-3--1 | argument --layers_to_extract: -3--1: layers are counted from 0,
 --positions first | argument --positions: 'first' is no choice of positions; expected all, last
 --positions random:0 | the share is not between 0 and 1
 --positions last_of_turn | --positions last_of_turn: needs --messages_column

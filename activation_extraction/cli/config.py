@@ -58,7 +58,8 @@ Given = dict[str, Any]
 
 def parse_args(argv: Sequence[str] | None = None) -> Config:
     """Returns the command line as a Config. Raises InputError for flags that are wrong together."""
-    given: Given = vars(build_parser().parse_args(argv))
+    words = sys.argv[1:] if argv is None else argv
+    given: Given = vars(build_parser().parse_args(_with_slices(words)))
     _fill_from_environment(given)
     _refuse_conflicts(given)
     _check_hosts(given)
@@ -68,6 +69,17 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     config = Config(**{**given, **_depending(given)})
     _check_values(config)
     return config
+
+
+def _with_slices(words: Sequence[str]) -> list[str]:
+    """Joins --positions and a slice such as -8: by "=", as argparse would take it for a flag."""
+    joined: list[str] = []
+    for word in words:
+        if joined[-1:] == ["--positions"] and re.match(r"-\d", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 class _Parser(argparse.ArgumentParser):
@@ -97,8 +109,6 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    # As in Python 3.14: what begins with - and a digit, such as the slice -8:, is a value.
-    parser._negative_number_matcher = re.compile(r"-\.?\d")
     group = parser.add_argument_group("")
     for name, flag in FLAGS.items():
         if name in GROUPS:

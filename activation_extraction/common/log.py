@@ -23,11 +23,7 @@ def start_logging(verbose: bool, machine: int, host: int | None) -> None:
     What libraries log passes the same filter. Hosts other than the first one log only warnings and
     errors. host: None while it is not known.
     """
-    handler: logging.Handler = logging.StreamHandler()
-    if on_terminal():
-        from tqdm.contrib.logging import _TqdmLoggingHandler
-
-        handler = _TqdmLoggingHandler()
+    handler: logging.Handler = AboveProgressBar() if on_terminal() else logging.StreamHandler()
     who = f"machine {machine} host {'?' if host is None else host}"
     line = f"%(asctime)s %(levelname)s {who}: %(message)s"
     handler.setFormatter(VisibleFormatter(line, "%Y-%m-%d %H:%M:%S"))
@@ -44,6 +40,15 @@ def start_logging(verbose: bool, machine: int, host: int | None) -> None:
 def on_terminal() -> bool:
     """Returns whether stderr is a terminal: terminals get a progress bar, log files get lines."""
     return sys.stderr.isatty()
+
+
+class AboveProgressBar(logging.StreamHandler):
+    """Writes to stderr, above the progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm  # which reading does not need otherwise
+
+        tqdm.write(self.format(record), file=sys.stderr)
 
 
 @contextmanager
