@@ -5,7 +5,6 @@ padded  the loop people write: batches padded to their longest document, attenti
         output_hidden_states, widened to float32, pickle and gzip at its default level
 sorted  the same with documents sorted by length, and the quick gzip of isal
 alone   one document at a time, so neither padding nor mask; values as they are, isal
-lens    TransformerLens: run_with_cache of the residual stream, otherwise as `alone`
 
 Every one writes records {sample_idx, hook, activation, shape, text_preview, token_ids, doc_id} by
 hook into shards of gzip and pickle, each synced to the disk. Hooks are the residual stream after a
@@ -43,14 +42,12 @@ class Way:
     by_length: bool = False
     widen: bool = False
     quick_gzip: bool = True
-    lens: bool = False
 
 
 WAYS = {
     "padded": Way(batched=True, widen=True, quick_gzip=False),
     "sorted": Way(batched=True, by_length=True, widen=True),
     "alone": Way(),
-    "lens": Way(lens=True),
 }
 
 
@@ -110,37 +107,6 @@ def pad(documents: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor 
     tokens = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in documents])
     mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in documents])
     return tokens, mask
-
-
-def load_lens(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> Forward:
-    """TransformerLens on the same model, computing no more than it must.
-
-    It goes through its own attention, which keeps all scores: that is what its hooks need. Of the
-    output layer only the last token is computed; layers beyond the last one asked for are not.
-    """
-    from transformer_lens.model_bridge import TransformerBridge
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    bridge = TransformerBridge.boot_transformers(folder, hf_model=model, dtype=dtype)
-    depth = model.config.num_hidden_layers
-    needed = max(map(layer_of, hooks)) + 1
-    stop = needed if needed < depth else None
-
-    def forward(documents: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        _, cache = bridge.run_with_cache(
-            torch.tensor(documents),
-            names_filter=list(hooks),
-            stop_at_layer=stop,
-            logits_to_keep=1,
-            output_attentions=False,
-            use_cache=False,
-        )
-        return [
-            cache[hook].to(torch.int16)[None] if chooses(hook) else cache[hook] for hook in hooks
-        ]
-
-    return forward
 
 
 def as_numpy(values: torch.Tensor, widen: bool) -> np.ndarray:
@@ -250,7 +216,7 @@ def main() -> None:
     way, dtype = WAYS[given.way], getattr(torch, given.dtype)
     documents = json.loads(given.token_ids.read_text())
     began = time.perf_counter()
-    forward = (load_lens if way.lens else load_transformers)(given.model, dtype, given.hooks)
+    forward = load_transformers(given.model, dtype, given.hooks)
     with torch.inference_mode():
         forward([documents[0][:16]])  # as compiling elsewhere: not part of the time
     loaded = time.perf_counter()
@@ -259,8 +225,6 @@ def main() -> None:
     shards = Shards(given.output, given.hooks, way)
     done = run(forward, documents, groups, shards, given.written_every)
     versions = {name: version(name) for name in ("torch", "transformers", "isal")}
-    if way.lens:
-        versions["transformer-lens"] = version("transformer-lens")
     print(json.dumps(done | {"load_seconds": loaded - began, "versions": versions}))
 
 

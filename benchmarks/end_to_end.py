@@ -45,15 +45,14 @@ from typing import Any
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.model_config import SPARSE, QwenConfig
 from benchmarks.agreement import CHOSEN, RESIDUAL, Agreement, Comparison, Disagreement
-from benchmarks.inputs import make_documents, make_model, tokenise
+from benchmarks.inputs import SHAPES, make_documents, make_model, tokenise
 from benchmarks.peak import DTYPES, best
-from benchmarks.processes import ROOT, extract, machine, run
-from benchmarks.shapes import SHAPES
+from benchmarks.processes import ROOT, extract, print_result, run
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 
 Row = dict[str, Any]
 # Contender -> one batch computed of so many, one document of these written of so many.
-PARTS = {"ours": (1, 1), "alone": (4, 1), "sorted": (4, 1), "padded": (4, 8), "lens": (8, 1)}
+PARTS = {"ours": (1, 1), "alone": (4, 1), "sorted": (4, 1), "padded": (4, 8)}
 COMPETITORS = ROOT / ".venv/competitors/bin/python"
 LAYERS = range(10, 24)  # the tool's default
 HEADER = (
@@ -260,7 +259,6 @@ def report(bench: Bench, rows: dict[str, dict[str, list[Row]]], peaks: dict[str,
     lengths = [len(ids) for ids in bench.documents]
     asked = {name: value for name, value in vars(bench.given).items() if name != "competitors"}
     return {
-        "machine": machine(),
         "versions": {name: version(name) for name in ("jax", "jaxlib", "numpy", "isal")},
         "asked": asked,
         "documents": {"count": len(lengths), "tokens": sum(lengths), "layers": bench.layers},
@@ -315,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         after = measure_peaks(given)
         best_of = {dtype: max(before[dtype], after[dtype]) for dtype in before}
         found = report(bench, rows, {"before": before, "after": after, "best": best_of})
-    print(json.dumps(found))
+    print_result(found)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ tokenizer is a small one, unless FOLDER has another, such as the real one of Qwe
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -28,6 +27,7 @@ from activation_extraction.text.batch import Worker
 from activation_extraction.text.chat import END, START
 from activation_extraction.text.packing import pack, samples_of
 from activation_extraction.text.samples import samples
+from benchmarks.processes import print_result
 
 TEMPLATE = """\
 {%- for message in messages %}
@@ -126,7 +126,7 @@ def main() -> None:
         medians = {kind: statistics.median(each) for kind, each in found.items()}
         ratios = {kind: round(each / medians["text"], 2) for kind, each in medians.items()}
         empty = {f"{rows} x {length}": round(padding(rows, length), 4) for rows, length in SHAPES}
-        print(json.dumps({"tokens_per_second": medians, "of_text": ratios, "padding": empty}))
+        print_result({"tokens_per_second": medians, "of_text": ratios, "padding": empty})
 
 
 if __name__ == "__main__":

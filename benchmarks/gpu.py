@@ -19,10 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.inputs import make_documents, make_model
+from benchmarks.inputs import SHAPES, evenly_spaced, make_documents, make_model
 from benchmarks.peak import best
-from benchmarks.processes import ROOT, extract, machine, run
-from benchmarks.shapes import SHAPES, evenly_spaced
+from benchmarks.processes import ROOT, extract, print_result, run
 
 Row = dict[str, Any]
 
@@ -123,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shutil.rmtree(folder)
     result = {"device": device, "peak_flops_per_second": peaks, "rows": rows}
     asked = {name: value for name, value in vars(given).items() if name != "folder"}
-    print(json.dumps({"machine": machine(), "asked": asked, **result}))
+    print_result({"asked": asked, **result})
     return 0
 
 

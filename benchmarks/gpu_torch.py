@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModel
 
-from benchmarks.shapes import evenly_spaced
+from benchmarks.inputs import evenly_spaced
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

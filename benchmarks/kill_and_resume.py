@@ -41,7 +41,8 @@ from activation_extraction.run import demo  # noqa: E402
 from activation_extraction.store.folder import Folder  # noqa: E402
 from activation_extraction.store.metadata import read_stored  # noqa: E402
 from activation_extraction.store.sample_table import TableRow, read_table, rows_of  # noqa: E402
-from benchmarks.shapes import SHAPES  # noqa: E402
+from benchmarks.inputs import SHAPES  # noqa: E402
+from benchmarks.processes import print_result  # noqa: E402
 from qwen2_jax_with_hooks import FAMILIES  # noqa: E402
 
 # The tool itself, with a pause after every batch: time for somebody to kill it.
@@ -371,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             compare(kind, found)
     result = {"kills": killed, "rounds": given.rounds, "writers": ended}
     result |= {"largest_deviation_of_rms": deviations}
-    print(json.dumps({**result, "seconds": round(time.perf_counter() - began, 1)}))
+    print_result({**result, "seconds": round(time.perf_counter() - began, 1)})
 
 
 if __name__ == "__main__":

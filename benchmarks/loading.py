@@ -26,9 +26,8 @@ from activation_extraction.common.encodings import VALUES
 from activation_extraction.model.checkpoint import SINGLE_FILE, Checkpoint
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weights import load_params
-from benchmarks.inputs import make_model
-from benchmarks.processes import machine
-from benchmarks.shapes import SHAPES
+from benchmarks.inputs import SHAPES, make_model
+from benchmarks.processes import print_result
 from qwen2_jax_with_hooks import FAMILIES
 
 BLOCK = 128  # rows and columns
@@ -118,7 +117,7 @@ def main() -> None:
                     "a share of {:.2f} ({:.2f} to {:.2f})".format(*speeds["share"]),
                     flush=True,
                 )
-    print(json.dumps({"dtype": asked.dtype, "gb_per_second": found, "machine": machine()}))
+    print_result({"dtype": asked.dtype, "gb_per_second": found})
 
 
 if __name__ == "__main__":

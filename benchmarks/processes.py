@@ -1,14 +1,18 @@
-"""Processes that are measured: peak memory, seconds, what they print; and what machine this is."""
+"""Runs processes that are measured, and prints what benchmarks have found.
+
+Every benchmark ends with `print_result`, whose line of JSON is the last one that it prints.
+"""
 
 import json
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,3 +151,26 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
     }
+
+
+def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the median over the rounds of every figure."""
+    return {name: statistics.median(figures[name] for figures in rounds) for name in rounds[0]}
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints rows with the same keys as a table, numbers with three significant digits."""
+    cells = [[*rows[0]], *([_shown(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join(padded).rstrip(), flush=True)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def print_result(result: Mapping[str, Any]) -> None:
+    """Prints what a benchmark has found, and the machine that it ran on, as one line of JSON."""
+    print(json.dumps({"machine": machine(), **result}))

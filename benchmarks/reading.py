@@ -1,279 +1,429 @@
-"""Reading alone: `python -m benchmarks.reading`. Needs PyTorch, as the tests do.
+"""Reading from a bucket: `python -m benchmarks.reading`. Needs PyTorch, as the tests do.
 
-It stores a run of 14 hooks in both formats and reads it back while the page cache is warm. It
-prints GB/s of activations, by the clock and per second of a core:
+It stores runs in bfloat16 and safetensors, serves them from benchmarks/bucket_server.py with a
+latency per request and a rate per connection, and prints MB/s of activations for
 
-- shuffled batches of all hooks from safetensors, with the default buffer of 64 batches and with
-  one of 4, beside a copy in memory;
-- shuffled batches of all hooks from gzip pickles, beside isal's decompression alone, beside that
-  and the sha256 of the same files, and beside `pickle.load(gzip.open(...))`;
-- one hook of the 14: from safetensors, from one torch.save file per sample, and from a `datasets`
-  folder read as SAELens reads it. For safetensors the bytes that are touched are counted.
+- one hook of one, width 3584, shuffled and in order;
+- one hook of fourteen, width 896, shuffled and in order;
+- the assistant's tokens of conversations, shuffled;
+- two runs of the same data with shards of different sizes, paired, shuffled;
+- the training loop of the README with few features, and its steps alone on data in memory.
 
-Shares are medians over the rounds, with the least and the largest one: what is compared follows
-each other in a round, so that other processes disturb both alike. By the clock, reading pickles may
-exceed isal alone, since it uses several threads. Where no other core is free, the share per second
-of a core counts. The last line printed is one JSON object.
+Each follows, in a round, three bare readers of the same hooks' bytes, in another process, so that
+neither finds memory as the other has left it:
+
+- `bare`: 32 ranges of at most 8 MiB at the same time with obstore, the client that the product
+  uses, where each range is looked through once, as somebody would do it by hand; `share` is of it;
+- `of 16`: the same with 16 ranges of at most 2 MiB;
+- sockets that receive 32 ranges of 8 MiB into buffers that are used again: the least it can cost.
+
+Every figure is of the second of two passes, and the first round is left out: the buffer of 256 MiB
+of each hook is new memory once in a run, however long it is, and a virtual machine may take longer
+for it than for a GB of such a small run. Opening a run is not measured, unless --open asks for it
+alone: of a run of so many shards of 14 hooks. Figures are the median over the rounds, with the
+least and the largest. The last line printed is one JSON object. The runs take 12 GB on the disk,
+and should fit into the page cache.
 """
 
 import argparse
-import gzip
-import hashlib
+import http.client
 import json
-import os
-import pickle
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import closing
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
-import datasets
 import ml_dtypes
 import numpy as np
+import obstore
 import torch
-from isal import igzip
+from obstore.store import GCSStore
 
-from activation_extraction import ActivationDataset
-from activation_extraction.common.choices import SHARD_FORMATS
-from activation_extraction.dataset.token_source import BUFFER_BATCHES
+from activation_extraction import ROLES, ActivationDataset, paired
 from activation_extraction.store.identity import Identity, RunFacts, StorageOptions
-from activation_extraction.store.shard_reader import ShardBytes
 from activation_extraction.store.storage import ActivationStorage
-from benchmarks.processes import machine
+from benchmarks.bucket_server import BUCKET, RATE, bucket_server, counts
+from benchmarks.processes import print_result
 
-HOOKS, WIDTH, LENGTH, BATCH = 14, 896, 512, 512
-BUFFER, SMALL_BUFFER = BUFFER_BATCHES * BATCH, 4 * BATCH  # tokens; the first is the default
-COPIED = 2**29  # bytes, in memory
-NAMES: dict[int | str, str] = {layer: f"blocks.{layer}.hook_resid_post" for layer in range(HOOKS)}
-ONE = NAMES[HOOKS // 2]
-BY = ("clock", "core")
-SIZES = np.random.default_rng(0).lognormal(0.0, 0.5, WIDTH).astype(np.float32)
-
-
-class Rate(NamedTuple):
-    """GB per second, and per second of a core."""
-
-    clock: float
-    core: float
+BATCH, MIB = 1024, 2**20
+BARE, OF_16 = (32, 8 * MIB), (16, 2 * MIB)  # how many ranges at the same time, and their bytes
+LENGTH = 2048  # tokens of a sample
+TURNS = ("system", 40), *(("user", 60), ("assistant", 250)) * 8  # roles, and median tokens
+LATENCIES = 0.0, 10.0, 30.0, 100.0  # ms
+TRAINED_AT = 30.0  # ms
 
 
-Rates = dict[str, list[Rate]]  # of every round, by what is read
+class Run(NamedTuple):
+    """A run to store. bytes: of the hook that is read. shard: bytes."""
+
+    bytes: int
+    hooks: int = 1
+    width: int = 3584
+    shard: int = 128_000_000
+    chat: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [f"blocks.{layer}.hook_resid_post" for layer in range(self.hooks)]
+
+    @property
+    def read(self) -> str:
+        """The hook that is read."""
+        return self.names[self.hooks // 2]
+
+    @property
+    def folder(self) -> str:
+        chat = "_chat" if self.chat else ""
+        return f"{self.hooks}x{self.width}_{self.bytes}_by_{self.shard}{chat}"
+
+    def store(self, folder: Path) -> None:
+        """Stores the run, unless it is there already."""
+        identity = Identity(
+            data="files",
+            activation_dtype="bfloat16",
+            max_seq_length=LENGTH,
+            shard_format="safetensors",
+            messages_column="messages" if self.chat else "",
+        )
+        options = StorageOptions(shard_size_gb=self.shard / 1e9, shard_format="safetensors")
+        facts = RunFacts(hooks={name: {"width": self.width} for name in self.names})
+        chance = np.random.default_rng(0)
+        values = chance.standard_normal((4 * LENGTH, self.width), np.float32)
+        pool = values.astype(ml_dtypes.bfloat16)
+        hooks = dict.fromkeys(self.names)
+        with ActivationStorage(
+            folder, {name: name for name in hooks}, options, identity, facts=facts
+        ) as storage:
+            for sample in range(0 if storage.complete else self.bytes // (LENGTH * self.width * 2)):
+                ids = chance.integers(0, 150_000, LENGTH, np.int32)
+                labels = labels_of(chance) if self.chat else None
+                row = {"file": "0.jsonl", "line": sample}
+                for name in hooks:
+                    start = int(chance.integers(len(pool) - LENGTH))
+                    each = pool[start : start + LENGTH]
+                    storage.add_activation(name, each, sample, "", ids, row=row, labels=labels)
 
 
-def values_of(sample: int) -> np.ndarray:
-    """(LENGTH, WIDTH) bfloat16: normal, with another size in every dimension."""
-    chance = np.random.default_rng(sample)
-    values = chance.standard_normal((LENGTH, WIDTH), np.float32) * SIZES
-    return values.astype(ml_dtypes.bfloat16)
+def labels_of(chance: np.random.Generator) -> dict[str, np.ndarray]:
+    """The role and the turn of every token of a conversation, with tokens of the template around
+    each message."""
+    roles, turns = list[int](), list[int]()
+    for turn, (role, median) in enumerate(TURNS):
+        content = [ROLES.index(role)] * int(chance.lognormal(np.log(median), 0.8) + 1)
+        roles += [0, 0, 0, *content, 0, 0]
+        turns += [turn] * (len(content) + 5)
+    missing = max(0, LENGTH - len(roles))
+    roles += roles[-6:-5] * missing
+    turns += turns[-1:] * missing
+    return {"role": np.array(roles[:LENGTH], np.int32), "turn": np.array(turns[:LENGTH], np.int32)}
 
 
-def store(folder: Path, shard_format: str, samples: int) -> None:
-    identity = Identity(
-        activation_dtype="bfloat16", max_seq_length=LENGTH, shard_format=shard_format
-    )
-    facts: dict[int | str, dict[str, Any]] = {key: {"width": WIDTH} for key in NAMES}
-    token_ids = np.arange(LENGTH, dtype=np.int32)
-    options = StorageOptions(shard_size_gb=0.1, shard_format=shard_format)
-    with ActivationStorage(
-        folder, NAMES, options, identity, facts=RunFacts(hooks=facts)
-    ) as storage:
-        for sample in range(samples):
-            values = values_of(sample)
-            for number, key in enumerate(NAMES):
-                rolled = np.roll(values.view(np.uint16), number, axis=1).view(values.dtype)
-                storage.add_activation(key, rolled, sample, "", token_ids)
-
-
-def store_for_others(folder: Path, samples: int) -> None:
-    """One hook as files of torch.save, and as a folder of `datasets` in float16."""
-    (folder / "torch").mkdir(parents=True)
-    for sample in range(samples):
-        values = torch.from_numpy(values_of(sample).view(np.int16)).view(torch.bfloat16)
-        torch.save(values, folder / "torch" / f"{sample}.pt")
-    features = datasets.Features({ONE: datasets.Array2D((LENGTH, WIDTH), "float16")})
-
-    def rows() -> Iterator[dict[str, np.ndarray]]:
-        for sample in range(samples):
-            yield {ONE: values_of(sample).astype(np.float16)}
-
-    cache = str(folder / "cache")
-    table = datasets.Dataset.from_generator(rows, features=features, cache_dir=cache)
-    table.save_to_disk(folder / "datasets")
-
-
-def read_batches(dataset: ActivationDataset, shuffle: int | None = 0, buffer: int = BUFFER) -> None:
-    for _ in dataset.batches(BATCH, shuffle=shuffle, buffer=buffer):
-        pass
-
-
-def read_on(
-    dataset: ActivationDataset, shuffle: int | None = 0, buffer: int = BUFFER
-) -> Iterator[int]:
-    """Yields once all memory has been used, as in a long pass: memory that is used for the first
-    time is slow. So is memory that a virtual machine has not used for some seconds, the page cache
-    too: everything is read once before. Then reads on, and yields the bytes. It ends one window
-    before the end, so that as much is read ahead at the end as was at the beginning."""
-    read_batches(dataset, shuffle, buffer)
-    batches = dataset.batches(BATCH, shuffle=shuffle, buffer=buffer)
-    first, last = buffer // BATCH, (dataset.tokens - buffer // 2) // BATCH
-    for _ in range(first):
-        next(batches)
-    yield 0
-    row = sum(dataset.hooks.values()) * dataset.dtype.itemsize
-    yield sum(len(next(batches)) for _ in range(first, last)) * row
-
-
-def read_torch_files(folder: Path) -> None:
-    paths = sorted((folder / "torch").iterdir())
-    for number in np.random.default_rng(0).permutation(len(paths)):
-        torch.load(paths[number])
-
-
-def read_datasets(folder: Path) -> None:
-    """In blocks of samples that are flattened to tokens, as SAELens' activation store does it."""
-    table = datasets.load_from_disk(str(folder / "datasets"))
-    table.set_format(type="torch", columns=[ONE], dtype=torch.float16)
-    for start in range(0, len(table), BATCH // LENGTH):
-        table[start : start + BATCH // LENGTH][ONE].reshape(-1, WIDTH)
-
-
-def decompress(folder: Path) -> None:
-    space = bytearray(2**20)
-    for path in sorted(folder.glob("*.pkl.gz")):
-        with igzip.open(path) as file:
-            while file.readinto(space):
-                pass
-
-
-def decompress_and_hash(folder: Path) -> None:
-    """What reading gzip pickles takes at the least, as it checks their sha256."""
-    decompress(folder)
-    for path in folder.glob("*.pkl.gz"):
+def spans(folder: Path, hook: str, most: int) -> list[tuple[str, int, int]]:
+    """Files and ranges of at most so many bytes, of all bytes of a hook, as safetensors' headers
+    tell."""
+    found = []
+    for path in sorted(folder.glob("*.safetensors")):
         with open(path, "rb") as file:
-            hashlib.file_digest(file, "sha256")
-
-
-def unpickle(folder: Path) -> None:
-    for path in sorted(folder.glob("*.pkl.gz")):
-        with gzip.open(path) as file:
-            pickle.load(file)
-
-
-def touched_share(folder: Path) -> float:
-    """The bytes that reading one hook touches, as a share of the hook's own."""
-    touched = 0
-    original = ShardBytes.begin
-
-    def counting(file: ShardBytes, start: int, stop: int) -> Callable[[], np.ndarray]:
-        nonlocal touched
-        touched += stop - start
-        return original(file, start, stop)
-
-    with mock.patch.object(ShardBytes, "begin", counting):
-        dataset = ActivationDataset(folder, [ONE])
-        read_batches(dataset)
-    return touched / (dataset.tokens * WIDTH * 2)
-
-
-def measure(root: Path, samples: int, rounds: int) -> Rates:
-    """Each round does everything once, so that all meet the same load."""
-    pickles, tensors = root / "pickle", root / "safetensors"
-    one = samples * LENGTH * WIDTH * 2
-    source = np.random.default_rng(0).integers(0, 2**16, COPIED // 2, np.uint16)
-    target = np.empty_like(source)
-    every, single = ActivationDataset(tensors), ActivationDataset(tensors, [ONE])
-    pickled = ActivationDataset(pickles)
-
-    def copied() -> Iterator[int]:
-        """As in `read_on`, all memory has just been used."""
-        np.copyto(target, source)
-        yield 0
-        np.copyto(target, source)
-        yield target.nbytes
-
-    def whole(size: int, action: Callable[..., object], *arguments: Any) -> Iterator[int]:
-        yield 0
-        action(*arguments)
-        yield size
-
-    actions: dict[str, Callable[[], Iterator[int]]] = {
-        "memory copy": copied,
-        "safetensors, shuffled": lambda: read_on(every),
-        "safetensors, small buffer": lambda: read_on(every, 0, SMALL_BUFFER),
-        "safetensors, in order": lambda: read_on(every, None),
-        "isal and sha256": lambda: whole(HOOKS * one, decompress_and_hash, pickles),
-        "isal alone": lambda: whole(HOOKS * one, decompress, pickles),
-        "gzip pickles, shuffled": lambda: whole(HOOKS * one, read_batches, pickled),
-        "gzip pickles, in order": lambda: whole(HOOKS * one, read_batches, pickled, None),
-        "pickle.load(gzip.open)": lambda: whole(HOOKS * one, unpickle, pickles),
-        "one hook, safetensors, shuffled": lambda: read_on(single),
-        "one hook, torch.load per sample": lambda: whole(one, read_torch_files, root / "others"),
-        "one hook, datasets": lambda: whole(one, read_datasets, root / "others"),
-    }
-    rates: Rates = {name: [] for name in actions}
-    for _ in range(rounds):
-        for name, action in actions.items():
-            rates[name].append(timed(action()))
-    return rates
-
-
-def timed(steps: Iterator[int]) -> Rate:
-    """GB per second, and per second of a core, of what follows the first step."""
-    next(steps)
-    clock, core = time.perf_counter(), time.process_time()
-    size = next(steps)
-    seconds = time.perf_counter() - clock, time.process_time() - core
-    return Rate(size / seconds[0] / 1e9, size / seconds[1] / 1e9)
-
-
-def medians(rates: Rates) -> dict[str, dict[str, float]]:
-    return {
-        name: {by: round(statistics.median(getattr(rate, by) for rate in each), 3) for by in BY}
-        for name, each in rates.items()
-    }
-
-
-def shares(rates: Rates, what: str, whole: str) -> dict[str, list[float]]:
-    """Median, least and largest share in a round, by the clock and per second of a core."""
-    found = {}
-    for by in BY:
-        pairs = zip(rates[what], rates[whole], strict=True)
-        each = [getattr(one, by) / getattr(other, by) for one, other in pairs]
-        found[by] = [round(f(each), 3) for f in (statistics.median, min, max)]
+            length = int.from_bytes(file.read(8), "little")
+            begin, end = json.loads(file.read(length))[hook]["data_offsets"]
+        parts = -(-(end - begin) // most)
+        cuts = [8 + length + begin + (end - begin) * n // parts for n in range(parts + 1)]
+        name = f"{folder.name}/{path.name}"
+        found += [(name, *each) for each in zip(cuts, cuts[1:], strict=False)]
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=256, help="of 512 tokens (default: 256)")
-    parser.add_argument("--rounds", type=int, default=3, help="medians of so many (default: 3)")
-    arguments = parser.parse_args()
-    datasets.disable_progress_bars()
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        for shard_format in SHARD_FORMATS:
-            store(root / shard_format, shard_format, arguments.samples)
-        store_for_others(root / "others", arguments.samples)
-        rates = measure(root, arguments.samples, arguments.rounds)
-        touched = touched_share(root / "safetensors")
-    typical = medians(rates)
-    print("  GB/s  GB/s of a core")
-    for name, rate in typical.items():
-        print(f"{rate['clock']:>6.2f} {rate['core']:>6.2f}  {name}")
-    result = {
-        "gb_per_second": typical,
-        "shuffled_of_memory_copy": shares(rates, "safetensors, shuffled", "memory copy"),
-        "small_buffer_of_memory_copy": shares(rates, "safetensors, small buffer", "memory copy"),
-        "gzip_pickles_of_isal": shares(rates, "gzip pickles, shuffled", "isal alone"),
-        "isal_and_sha256_of_isal": shares(rates, "isal and sha256", "isal alone"),
-        "one_hook_touched": touched,
-        "load": os.getloadavg()[0],
-        "machine": machine(),
+def read_by_obstore(address: str, ranges: list[tuple[str, int, int]], readers: int) -> int:
+    """Reads these ranges, so many at once, and returns how many bytes they are."""
+
+    def no_credentials() -> Any:
+        return {"token": "", "expires_at": None}
+
+    store = GCSStore(
+        BUCKET,
+        base_url=f"http://{address}",
+        credential_provider=no_credentials,
+        client_options={"allow_http": True},
+    )
+
+    def work(span: tuple[str, int, int]) -> int:
+        content = obstore.get_range(store, span[0], start=span[1], end=span[2])
+        values = np.frombuffer(memoryview(content), np.uint8)
+        values.max()  # touches every byte
+        return values.nbytes
+
+    with ThreadPoolExecutor(readers) as pool:
+        return sum(pool.map(work, ranges))
+
+
+def read_by_sockets(address: str, ranges: list[tuple[str, int, int]], readers: int) -> int:
+    """Reads these ranges with so many connections, and returns how many bytes they are."""
+    rest = iter(ranges)  # whose `next` is atomic
+
+    def work(_: int) -> int:
+        buffer, done = memoryview(bytearray(max(b - a for _, a, b in ranges))), 0
+        with closing(http.client.HTTPConnection(address)) as connection:
+            for name, start, stop in rest:
+                span = {"Range": f"bytes={start}-{stop - 1}"}
+                connection.request("GET", f"/{BUCKET}/{name}", headers=span)
+                answer, at = connection.getresponse(), 0
+                while at < stop - start and (got := answer.readinto(buffer[at : stop - start])):
+                    at += got
+                answer.read()
+                if at < stop - start:
+                    raise SystemExit(f"{name}: got {at:,} bytes of {stop - start:,}")
+                done += at
+        return done
+
+    with ThreadPoolExecutor(readers) as pool:
+        return sum(pool.map(work, range(readers)))
+
+
+def bytes_of(batches: Iterable[Any], hooks: Callable[[Any], list[Any]]) -> int:
+    """Takes all batches, and returns how many bytes their activations have."""
+    return sum(values.nbytes for batch in batches for values in hooks(batch))
+
+
+def step_of(hook: str, width: int, features: int) -> Callable[[Any], None]:
+    """The README's training step."""
+    encoder, decoder = torch.nn.Linear(width, features), torch.nn.Linear(features, width)
+    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-3)
+
+    def step(batch: Any) -> None:
+        x = batch[hook]
+        found = encoder(x).relu()
+        loss = (decoder(found) - x).square().mean() + 1e-3 * found.abs().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def train(dataset: ActivationDataset, hook: str, features: int) -> int:
+    """Runs the loop, and returns the bytes of activations as they are stored."""
+    width, tokens = dataset.hooks[hook], 0
+    step = step_of(hook, width, features)
+    batches = dataset.batches(BATCH, hooks=[hook], shuffle=0, skip_first=1, dtype="float32")
+    for batch in batches.torch():
+        step(batch)
+        tokens += len(batch[hook])
+    return tokens * width * 2
+
+
+def step_alone(width: int, features: int, steps: int = 20) -> float:
+    """MB/s of activations in bfloat16 that training takes from memory."""
+    batch = {"x": torch.randn(BATCH, width)}
+    step = step_of("x", width, features)
+    step(batch)
+    began = time.perf_counter()
+    for _ in range(steps):
+        step(batch)
+    return steps * BATCH * width * 2 / 1e6 / (time.perf_counter() - began)
+
+
+class Scenario(NamedTuple):
+    """A way to read some runs, whose bytes the bare readers read as well.
+
+    prepare: opens them, and returns a function to be measured, which returns how many bytes of
+    activations it got.
+    """
+
+    runs: list[Run]
+    prepare: Callable[[], Callable[[], int]]
+
+
+def scenarios(one: Run, many: Run, chat: Run, other: Run, features: int) -> dict[str, Scenario]:
+    def of_one(run: Run, **options: Any) -> Scenario:
+        def prepare() -> Callable[[], int]:
+            dataset = ActivationDataset(f"gs://{BUCKET}/{run.folder}", [run.read])
+            return lambda: bytes_of(dataset.batches(BATCH, **options), lambda b: [b[run.read]])
+
+        return Scenario([run], prepare)
+
+    def pairs() -> Callable[[], int]:
+        both = paired(*(f"gs://{BUCKET}/{run.folder}" for run in (one, other)))
+        batches = both.batches(BATCH, shuffle=0)
+        return lambda: bytes_of(batches, lambda b: [b.first[one.read], b.second[one.read]])
+
+    def training() -> Callable[[], int]:
+        dataset = ActivationDataset(f"gs://{BUCKET}/{one.folder}")
+        return lambda: train(dataset, one.read, features)
+
+    return {
+        "one hook of one, shuffled": of_one(one, shuffle=0),
+        "one hook of one, in order": of_one(one),
+        "one hook of fourteen, shuffled": of_one(many, shuffle=0),
+        "one hook of fourteen, in order": of_one(many),
+        "assistant's tokens, shuffled": of_one(chat, shuffle=0, roles="assistant"),
+        "two runs paired, shuffled": Scenario([one, other], pairs),
+        "training": Scenario([one], training),
     }
-    print(json.dumps(result))
+
+
+def measure(
+    address: str, scenario: Scenario, root: Path, other: ProcessPoolExecutor
+) -> dict[str, float]:
+    """One round: the bare readers, in the other process, and after them the scenario."""
+
+    def rate_there(read: Callable[..., int], readers: int, most: int) -> Rate:
+        ranges = [s for run in scenario.runs for s in spans(root / run.folder, run.read, most)]
+        return [other.submit(rate_of, read, address, ranges, readers) for _ in range(2)][1].result()
+
+    bare, of_16 = (rate_there(read_by_obstore, *how) for how in (BARE, OF_16))
+    sockets = rate_there(read_by_sockets, *BARE)
+    scenario.prepare()()
+    read, before = scenario.prepare(), counts(address)
+    ours, after = rate_of(read), counts(address)
+    return {
+        "bare": bare.speed,
+        "of_16": of_16.speed,
+        "sockets": sockets.speed,
+        "read": ours.speed,
+        "share": ours.speed / bare.speed,
+        "share_of_16": ours.speed / of_16.speed,
+        "share_of_sockets": ours.speed / sockets.speed,
+        "core_seconds_per_gb_bare": bare.core_seconds,
+        "core_seconds_per_gb_of_16": of_16.core_seconds,
+        "core_seconds_per_gb_sockets": sockets.core_seconds,
+        "core_seconds_per_gb": ours.core_seconds,
+        "requests_per_gb": (after.requests - before.requests) / ours.bytes * 1e9,
+        "downloaded": (after.bytes - before.bytes) / ours.bytes,
+    }
+
+
+class Rate(NamedTuple):
+    """MB/s, and the seconds of a core, of this process, for each GB of so many bytes."""
+
+    speed: float
+    core_seconds: float
+    bytes: int
+
+
+def rate_of(read: Callable[..., int], *arguments: Any) -> Rate:
+    """How fast something is read, which returns how many bytes it got."""
+    cores, began = time.process_time(), time.perf_counter()
+    size = read(*arguments)
+    seconds = time.perf_counter() - began
+    return Rate(size / 1e6 / seconds, (time.process_time() - cores) / size * 1e9, size)
+
+
+def store_shards(folder: Path, shards: int) -> None:
+    """Stores a run of so many shards with a sample each, unless it is there already."""
+    run = Run(0, hooks=14, width=4)
+    hooks: dict[int | str, str] = {name: name for name in run.names}
+    options = StorageOptions(shard_size_gb=1e-9, shard_format="safetensors")
+    facts = RunFacts(hooks={name: {"width": run.width} for name in hooks})
+    identity = Identity(data="files", activation_dtype="bfloat16", shard_format="safetensors")
+    values = np.ones((2, run.width), ml_dtypes.bfloat16)
+    with ActivationStorage(folder, hooks, options, identity, facts=facts) as storage:
+        for sample in range(0 if storage.complete else shards):
+            for name in run.names:
+                storage.add_activation(name, values, sample, "", np.arange(2, dtype=np.int32))
+
+
+def measure_opening(root: Path, shards: int, latency: float, rate: float) -> dict[str, float]:
+    """Seconds and requests until a run of so many shards is open."""
+    store_shards(root / "shards", shards)
+    with bucket_server(root, latency, rate) as address:
+        before, began = counts(address), time.perf_counter()
+        cores = time.process_time()
+        dataset = ActivationDataset(f"gs://{BUCKET}/shards")
+        seconds, after = time.perf_counter() - began, counts(address)
+    assert len(dataset) == len(dataset.shards.commits) == shards
+    return {
+        "shards": shards,
+        "latency": latency,
+        "seconds": round(seconds, 2),
+        "core_seconds": round(time.process_time() - cores, 2),
+        "requests": after.requests - before.requests,
+        "mb": round((after.bytes - before.bytes) / 1e6, 1),
+    }
+
+
+def summary(rounds: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Median, least and largest of every figure."""
+    each = {name: [found[name] for found in rounds] for name in rounds[0]}
+    return {
+        name: [round(f(values), 3) for f in (statistics.median, min, max)]
+        for name, values in each.items()
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mb", type=float, default=1800.0, help="of a run (default: 1800)")
+    parser.add_argument(
+        "--mb_of_fourteen", type=float, default=450.0, help="of one hook of 14 (default: 450)"
+    )
+    parser.add_argument("--latency", type=float, nargs="+", default=LATENCIES, help="ms")
+    parser.add_argument("--rate", type=float, default=RATE, help="MB/s of a connection")
+    parser.add_argument("--rounds", type=int, default=3, help="medians of so many (default: 3)")
+    parser.add_argument("--features", type=int, default=4, help="of training (default: 4)")
+    parser.add_argument("--open", type=int, default=0, help="open a run of so many shards, only")
+    parser.add_argument("--only", default="", help="scenarios with this in their names")
+    parser.add_argument("--folder", type=Path, help="keeps the runs (default: a temporary one)")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    size = int(arguments.mb * 1e6)
+    one, chat = Run(size), Run(size, chat=True)
+    many = Run(int(arguments.mb_of_fourteen * 1e6), hooks=14, width=896)
+    other = Run(size, shard=200_000_000)
+    found: dict[float, dict[str, Any]] = defaultdict(dict)
+    with tempfile.TemporaryDirectory() as temporary:
+        root = arguments.folder or Path(temporary)
+        if arguments.open:
+            opened = [
+                measure_opening(root, arguments.open, latency, arguments.rate)
+                for latency in arguments.latency
+            ]
+            print_result({"opened": opened})
+            return
+        asked = {
+            name: scenario
+            for name, scenario in scenarios(one, many, chat, other, arguments.features).items()
+            if arguments.only in name
+        }
+        for run in {run for scenario in asked.values() for run in scenario.runs}:
+            run.store(root / run.folder)
+        print(
+            "   ms  bare MB/s  of 16  MB/s  share (least to largest)  of 16  of sockets  s/GB  "
+            "bare s/GB  requests/GB  downloaded"
+        )
+        for latency in arguments.latency:
+            with (
+                bucket_server(root, latency, arguments.rate) as address,
+                ProcessPoolExecutor(1, get_context("spawn")) as other_process,
+            ):
+                for name, scenario in asked.items():
+                    if name == "training" and latency != TRAINED_AT:
+                        continue
+                    rounds = range(1 + arguments.rounds)  # of which the first is left out
+                    of_rounds = [measure(address, scenario, root, other_process) for _ in rounds]
+                    each = found[latency][name] = summary(of_rounds[1:])
+                    print(line(latency, name, each), flush=True)
+    alone = round(step_alone(one.width, arguments.features), 1)
+    print(f"training alone, on data in memory: {alone:.0f} MB/s")
+    print_result({"latency": found, "training_alone": alone})
+
+
+def line(latency: float, name: str, each: dict[str, list[float]]) -> str:
+    share = "{:.2f} ({:.2f} to {:.2f})".format(*each["share"])
+    names = "bare", "of_16", "read", "share_of_16", "share_of_sockets"
+    bare, of_16, read, share_of_16, sockets = (each[name][0] for name in names)
+    core, core_bare = each["core_seconds_per_gb"][0], each["core_seconds_per_gb_bare"][0]
+    requests, downloaded = each["requests_per_gb"][0], each["downloaded"][0]
+    return (
+        f"{latency:>5g} {bare:>10.0f} {of_16:>6.0f} {read:>5.0f}  {share:<24} {share_of_16:>6.2f} "
+        f"{sockets:>11.2f} {core:>5.2f} {core_bare:>10.2f} {requests:>12.0f} {downloaded:>11.2f}  "
+        f"{name}"
+    )
 
 
 if __name__ == "__main__":

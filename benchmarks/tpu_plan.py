@@ -17,7 +17,6 @@ same functions.
 """
 
 import argparse
-import json
 import os
 from functools import cache
 from pathlib import Path
@@ -37,8 +36,9 @@ from activation_extraction.model.mesh import in_words
 from activation_extraction.model.model_config import QwenConfig
 from activation_extraction.run.prepare import model_request
 from activation_extraction.run.topologies import topology_of
+from benchmarks.inputs import SHAPES
+from benchmarks.processes import print_result
 from benchmarks.program_text import ProgramText
-from benchmarks.shapes import SHAPES
 from benchmarks.step_plan import StepPlan, StepTimes, read_step, text_of, times_of
 from qwen2_jax_with_hooks import FAMILIES
 
@@ -145,7 +145,7 @@ def main() -> None:
     step["tokens_per_second"] = compiled.rows * compiled.length / found.device
     memory = compiled.memory
     given = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    print(json.dumps(step | {"memory_gb": (given + 2 * memory.output_size_in_bytes) / 1e9}))
+    print_result(step | {"memory_gb": (given + 2 * memory.output_size_in_bytes) / 1e9})
 
 
 if __name__ == "__main__":

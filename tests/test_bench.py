@@ -6,10 +6,9 @@ import sys
 
 import pytest
 
-from benchmarks import end_to_end, gpu, hooks, reading_bucket, writing
-from benchmarks.inputs import make_documents, make_model
+from benchmarks import end_to_end, gpu, reading, writing
+from benchmarks.inputs import SHAPES, make_documents, make_model
 from benchmarks.processes import extract
-from benchmarks.shapes import SHAPES
 
 pytestmark = [pytest.mark.long, pytest.mark.rare]
 
@@ -49,21 +48,19 @@ def test_side_by_side(capsys, monkeypatch):
 
 def test_others_end_with_their_numbers(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(writing, "LENGTH", 64)
-    monkeypatch.setattr(hooks, "fastest_product", lambda *_: 1e12)  # takes long
 
-    def last(run, name, flags):
-        (tmp_path / name).mkdir()
-        run([*flags.split(), *(SMALL if run is hooks.main else ["--folder", str(tmp_path / name)])])
+    def result(benchmark, flags):
+        benchmark.main(flags.split())
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
-    last(writing.main, "writing", "--dtypes float32 --rounds 1 --batches 1")
-    per_token = last(hooks.main, "hooks", "--shape tiny --rounds 1")["requests"]
-    pairs, residual = (per_token[name]["bytes_per_token"] for name in ("pairs", "residual"))
-    assert 1.8 < pairs / residual < 2.2
-    of_reading = "--mb 60 --mb_of_fourteen 8 --latency 0 --rounds 1"
-    for each in last(reading_bucket.main, "reading", of_reading)["latency"]["0.0"].values():
-        assert each["bare"][0] > 0 and each["read"][0] > 0 and 1 <= each["downloaded"][0] < 3
-    (opened,) = last(reading_bucket.main, "open", "--open 40 --latency 0")["opened"]
+    rows = result(writing, f"--dtypes float32 --rounds 1 --batches 1 --folder {tmp_path}")["rows"]
+    assert {"ours, pickle, to files", "torch.save"} < {row["way"] for row in rows}
+    assert all(row["mb_per_second"] > 0 < row["core_seconds_per_gb"] for row in rows)
+    at_no_latency = result(reading, "--mb 60 --mb_of_fourteen 8 --latency 0 --rounds 1")["latency"]
+    for figures in at_no_latency["0.0"].values():
+        assert figures["bare"][0] > 0 and figures["read"][0] > 0
+        assert 1 <= figures["downloaded"][0] < 3
+    (opened,) = result(reading, "--open 40 --latency 0")["opened"]
     assert opened["shards"] == 40 <= opened["requests"] < 50  # one for each
     assert gpu.main(["--shapes", "7B"]) == 2
     assert capsys.readouterr().err == "no GPU: JAX finds only cpu\n"

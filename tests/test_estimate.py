@@ -17,7 +17,7 @@ from activation_extraction.model.devices import CHIPS
 from activation_extraction.run import estimate
 from activation_extraction.run.estimate import GUESSED_SHARES, Amount, amount_of, duration
 from activation_extraction.run.topologies import topology_of
-from benchmarks.shapes import SHAPES
+from benchmarks.inputs import SHAPES
 
 KEYS = ["meshes", "best", "hours", "dollars", "terabytes"]
 MESH = ["shape", "fits", "memory_gb", "compiled_gb", "step_ms", "tokens_per_second"]

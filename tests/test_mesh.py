@@ -28,7 +28,7 @@ from activation_extraction.model.mesh import (
     usable_devices,
 )
 from activation_extraction.run.prepare import model_request
-from benchmarks.shapes import SHAPES, evenly_spaced
+from benchmarks.inputs import SHAPES, evenly_spaced
 from qwen2_jax import weight_table
 from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
 

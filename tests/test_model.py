@@ -36,7 +36,7 @@ from activation_extraction.model.mesh import HostRows, build_layout, usable_devi
 from activation_extraction.model.model_config import as_stored
 from activation_extraction.model.weights import check_tensors, load_params, oriented
 from benchmarks.agreement import few_more, same_experts
-from benchmarks.shapes import SHAPES
+from benchmarks.inputs import SHAPES
 from qwen2_jax import Qwen2, weight_table
 from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
 

@@ -22,8 +22,8 @@ from activation_extraction.model.experts import Stacks
 from activation_extraction.model.kept import take
 from activation_extraction.model.released import released_config
 from activation_extraction.run.topologies import MACHINES, topology_of
+from benchmarks.inputs import SHAPES
 from benchmarks.program_text import COLLECTIVE, groups
-from benchmarks.shapes import SHAPES
 from benchmarks.tpu_plan import Compiled, chips, compile_for, moved_once, times
 from qwen2_jax_with_hooks import FAMILIES
 

@@ -1,6 +1,6 @@
 """Hooks against TransformerLens, whose values for tiny models are stored beside this file.
 
-benchmarks/transformer_lens_expectations.py wrote them, and says with which versions.
+tests/transformer_lens_expectations.py wrote them, and says with which versions.
 """
 
 import json

@@ -31,7 +31,7 @@ from activation_extraction.model.trial import (
     largest_error,
     try_kernels,
 )
-from benchmarks.shapes import SHAPES
+from benchmarks.inputs import SHAPES
 from qwen2_jax_with_hooks import FAMILIES
 
 BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")

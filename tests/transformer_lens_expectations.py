@@ -1,8 +1,9 @@
 """Writes what TransformerLens finds at our hooks in tiny models; tests compare with that file.
 
-Runs in an interpreter of its own (benchmarks/requirements.txt), without JAX:
+Nothing runs it: the file that it wrote is in tests/. It needs a virtual environment of its own,
+with transformer-lens and torch and without JAX:
 
-    .venv/competitors/bin/python -m benchmarks.transformer_lens_expectations
+    python tests/transformer_lens_expectations.py
 
 The file in tests/ was made with transformer-lens 4.3.0, transformers 5.23.0, torch 2.13.0 and
 numpy 2.4.6; it also names its versions. TransformerLens's bridge runs with unprocessed weights. It
