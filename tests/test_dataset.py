@@ -323,8 +323,8 @@ READS = {
     "the table": lambda dataset: dataset.samples,
 }
 DAMAGE = [  # file (an asterisk: in either format), change, what is then read, message
-    ("shard_0001.*", "gone", "a dataset", "is missing or cut short; --repair"),
-    ("shard_0002.json", "gone", "a dataset", "is missing; --repair"),
+    ("shard_0001.*", "gone", "a dataset", "is missing or cut short; .* repairs it"),
+    ("shard_0002.json", "gone", "a dataset", "is missing; .* repairs it"),
     ("metadata.json", "gone", "a dataset", "is missing; --repair"),
     ("shard_0001.*", "flipped", "a sample", "is damaged in MiB 0: its crc32c is not the one in"),
     ("shard_0001.*", "cut", "a batch", r"has \d+ bytes, its JSON"),

@@ -78,7 +78,7 @@ def test_a_damaged_table_is_refused_where_it_is_needed(run, tmp_path):
     run(tmp_path, stop_after=5)
     for path in tmp_path.glob("*.parquet"):
         path.write_bytes(b"?" + path.read_bytes()[1:])
-    with pytest.raises(InputError, match=r"samples.parquet: is damaged.*--repair"):
+    with pytest.raises(InputError, match=r"samples.parquet: is damaged.*repair=True"):
         run(tmp_path)
 
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import Stored, own_files, read_stored
 from activation_extraction.store.resume import shown
 
@@ -75,7 +74,7 @@ def read_run(url: str) -> tuple[Folder, dict[str, Stored]]:
         raise OSError(str(error)) from error
     for stored in folders.values():
         for problem in stored.problems:
-            option = (stored.identity or Identity()).repair_option
+            option = "--repair" if stored.identity is None else stored.identity.repair_option
             raise OSError(problem if stored.damaged else f"{problem}; {option} repairs it")
         if stored.moved_to and stored.lacking:
             raise OSError(f"{stored.url}: the shards were uploaded to {stored.moved_to}")
