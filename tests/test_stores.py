@@ -7,7 +7,7 @@ verified, repaired and read. What is stored in the end is what an undisturbed lo
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class Run:
         self._folder = folder
         self._flags = [*flags, "--upload_to_gcs", "--gcs_bucket", store.bucket]
         self._flags += ["--gcs_prefix", f"runs/{name}"]
-        self._starts = 0
+        self._started: list[Started] = []
         self.root = f"{store.bucket}/runs/{name}"
         self.url = f"{self.root}/machine_000"
         self.released = folder / "released"
@@ -75,7 +75,7 @@ class Run:
         if batches:
             script = self._folder / "held.py"
             script.write_text(HELD)
-        output = self._folder / f"disk_{self._starts}"
+        output = self._folder / f"disk_{len(self._started)}"
         command = [str(script), *self._flags, "--output_dir", str(output), *map(str, flags)]
         return self._process(command, {"BATCHES": str(batches), "RELEASED": str(self.released)})
 
@@ -85,12 +85,17 @@ class Run:
         process, log = self._process(command, {})
         return process.wait(), log.read_text()
 
+    def kill(self) -> None:
+        """Kills the processes that still run, stopped and held ones, too."""
+        for process, _ in self._started:
+            process.kill()
+
     def _process(self, command: list[str], variables: Mapping[str, str]) -> Started:
-        self._starts += 1
-        log = self._folder / f"{self._starts}.log"
+        log = self._folder / f"{len(self._started)}.log"
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
-        environment |= variables
-        return Started(Forked(command, environment, log), log)
+        started = Started(Forked(command, environment | dict(variables), log), log)
+        self._started.append(started)
+        return started
 
     def wait_for_commits(self, count: int, started: Started) -> int:
         """Waits until so many shards are committed, and returns how many there are."""
@@ -110,6 +115,20 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
             variables.setenv(name, value)
         yield store
         store.was_used()
+
+
+@pytest.fixture
+def new_run(store: Store, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Makes runs in the store, from the name and the flags of each."""
+    runs = []
+
+    def new_run(name: str, flags: list[str]) -> Run:
+        runs.append(Run(store, name, tmp_path, flags))
+        return runs[-1]
+
+    yield new_run
+    for run in runs:
+        run.kill()
 
 
 @pytest.fixture(scope="module")
@@ -163,9 +182,9 @@ def tokens(dataset: ActivationDataset, shuffle: int | None) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("shard_format", ["pickle", "safetensors"])
 def test_a_run_that_is_killed_goes_on_with_other_batch_sizes(
-    store, flags, undisturbed, tmp_path, shard_format
+    new_run, flags, undisturbed, shard_format
 ):
-    run = Run(store, f"killed_{shard_format}", tmp_path, [*flags, "--shard_format", shard_format])
+    run = new_run(f"killed_{shard_format}", [*flags, "--shard_format", shard_format])
     commits = 0
     for batch_size, batches in ((4, 9), (7, 4)):
         started = run.start("--batch_size", batch_size, batches=batches)
@@ -182,9 +201,9 @@ def test_a_run_that_is_killed_goes_on_with_other_batch_sizes(
     assert status == 0 and "8 samples recomputed" in printed, printed
 
 
-def test_of_two_writers_the_later_one_goes_on(store, flags, undisturbed, tmp_path):
+def test_of_two_writers_the_later_one_goes_on(new_run, flags, undisturbed):
     """The earlier one is stopped for as long as the later one runs."""
-    run = Run(store, "two_writers", tmp_path, [*flags, "--shard_format", "safetensors"])
+    run = new_run("two_writers", [*flags, "--shard_format", "safetensors"])
     earlier = run.start("--batch_size", 4, batches=9)
     run.wait_for_commits(1, earlier)
     earlier.process.send_signal(signal.SIGSTOP)
@@ -195,16 +214,16 @@ def test_of_two_writers_the_later_one_goes_on(store, flags, undisturbed, tmp_pat
     assert_whole(run, undisturbed)
 
 
-def test_writers_that_start_together(store, flags, undisturbed, tmp_path):
-    run = Run(store, "together", tmp_path, flags)
+def test_writers_that_start_together(new_run, flags, undisturbed):
+    run = new_run("together", flags)
     writers = [run.start("--batch_size", size) for size in (3, 4, 5)]
     ends = [writer.end() for writer in writers]
     assert set(ends) <= {"done", "lost"} and "done" in ends
     assert_whole(run, undisturbed)
 
 
-def test_damage_is_found_and_repaired(store, flags, undisturbed, tmp_path):
-    run = Run(store, "damaged", tmp_path, [*flags, "--shard_format", "safetensors"])
+def test_damage_is_found_and_repaired(new_run, flags, undisturbed):
+    run = new_run("damaged", [*flags, "--shard_format", "safetensors"])
     assert run.start("--batch_size", 4).end() == "done"
     folder, before = Folder(run.url), ActivationDataset(run.root)
     name = "shard_0002.safetensors"
@@ -225,9 +244,9 @@ def test_damage_is_found_and_repaired(store, flags, undisturbed, tmp_path):
     assert_whole(run, undisturbed)
 
 
-def test_a_reader_notices_that_the_run_is_overwritten(store, flags, tmp_path):
+def test_a_reader_notices_that_the_run_is_overwritten(new_run, flags):
     """Reading is never conditional on a gateway, where the answer's version tells."""
-    run = Run(store, "overwritten", tmp_path, [*flags, "--shard_format", "safetensors"])
+    run = new_run("overwritten", [*flags, "--shard_format", "safetensors"])
     assert run.start().end() == "done"
     before = ActivationDataset(run.root)
     assert run.start("--overwrite", "--activation_dtype", "bfloat16").end() == "done"
