@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.rare, pytest.mark.long]
 HOOK = "blocks.3.hook_resid_post"
 HELD = """
 import os, pathlib, sys, time
-import extract_activations
+from activation_extraction.__main__ import main
 from activation_extraction.store.storage import ActivationStorage
 
 released, add_batch = pathlib.Path(os.environ["RELEASED"]), ActivationStorage.add_batch
@@ -41,7 +41,7 @@ def add_and_wait(*arguments):
         time.sleep(0.02)
 
 ActivationStorage.add_batch = add_and_wait
-sys.exit(extract_activations.main(sys.argv[1:]))
+sys.exit(main(sys.argv[1:]))
 """
 
 
