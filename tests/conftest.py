@@ -334,7 +334,8 @@ def inputs_with(model: Mapping[str, Any], demo_inputs: Path, folder: Path) -> Pa
 
 def tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer:
     """Returns the tokenizer in a model's folder."""
-    return load_tokenizer(Checkpoint(str(folder)).tokenizer_files(), str(folder), vocab_size)
+    files = Checkpoint(str(folder)).tokenizer_files()
+    return load_tokenizer(files, str(folder), vocab_size).backend_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,8 @@ def byte_tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     demo.write_tokenizer(folder, [])
     (folder / "config.json").write_text("{}")
-    return load_tokenizer(Checkpoint(str(folder)).tokenizer_files(), str(folder), 2048)
+    files = Checkpoint(str(folder)).tokenizer_files()
+    return load_tokenizer(files, str(folder), 2048).backend_tokenizer
 
 
 both_formats = pytest.mark.parametrize("shard_format", SHARD_FORMATS)

@@ -35,7 +35,7 @@ from activation_extraction.text.messages import MessagesColumn
 from activation_extraction.text.rows import RowForm, UnusableRowError
 from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.token_choice import TokenChoice
-from activation_extraction.text.tokenizer import load_tokenizer, pretrained
+from activation_extraction.text.tokenizer import load_tokenizer
 
 OPEN = {"add_generation_prompt": True}
 
@@ -47,9 +47,9 @@ def model(demo_inputs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizers(model):
-    """Ours, and that of transformers."""
-    path = model / "tokenizer.json"
-    return load_tokenizer([path], str(model), VOCABULARY), pretrained(path)
+    """What makes token ids, and the object of transformers around it."""
+    loaded = load_tokenizer([model / "tokenizer.json"], str(model), VOCABULARY)
+    return loaded.backend_tokenizer, loaded
 
 
 @pytest.fixture
@@ -289,7 +289,6 @@ def model_with(demo_inputs, tmp_path):
     tools."""
 
     def make(template=None, beside=None, tool_use=None):
-        pretrained.cache_clear()  # a run is a process of its own
         folder = chat_model(demo_inputs, tmp_path / "inputs", template)
         for name, source in (
             ("chat_template", beside),

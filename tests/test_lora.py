@@ -3,6 +3,7 @@
 An adapter that cannot be merged is refused by name."""
 
 import json
+import logging
 import shutil
 from typing import Any
 
@@ -11,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chat_templates import QWEN3, chat_model
+from chat_templates import VOCABULARY as CHAT_VOCABULARY
 from command_line import assert_refused, main, records_of
 from conftest import make_reference
 from flax.traverse_util import flatten_dict
@@ -18,11 +21,15 @@ from float8_models import BFLOAT16
 from safetensors.numpy import load_file, save_file
 from test_model import MESHES, checked
 from tiny_models import MOE, MOE_TEXT
+from transformers import AutoTokenizer
 
+from activation_extraction import ActivationDataset
+from activation_extraction.cli.config import parse_args
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.lora import Adapter
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weights import load_params
+from activation_extraction.run.host_text import Text
 from qwen2_jax_with_hooks import FAMILIES
 
 EMBED, HEAD, ATTENTION, MLP = "model.embed_tokens", "lm_head", "self_attn", "mlp"
@@ -343,3 +350,134 @@ def test_an_adapter_is_an_input_of_the_run(demo_inputs, tmp_path, capsys, monkey
     ):
         capsys.readouterr()
         assert main(*asked) == status and told in capsys.readouterr().err
+
+
+OWN, SAID = "<|sum|>", "some words <|sum|>"
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+def tokenizer_in(folder, model, tokens=(), settings=None):
+    """Writes a model's tokenizer to an adapter's folder, as transformers saves it, with further
+    tokens and settings."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(list(tokens))
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **(settings or {})}))
+
+
+@pytest.fixture(scope="module")
+def chat_base(demo_inputs, tmp_path_factory):
+    return chat_model(demo_inputs, tmp_path_factory.mktemp("chat"), QWEN3)
+
+
+@pytest.fixture
+def adapter_of(chat_base, tmp_path):
+    """Makes adapters of a model, the same but for the files beside their weights."""
+
+    def make(name):
+        made = Made(chat_base)
+        made.linear("model.layers.0.self_attn.q_proj", 5 / 3)
+        return made.save(tmp_path / name)
+
+    return make
+
+
+def chosen(base, lora, column):
+    """The text of a run with an adapter."""
+    flags = ["--lora", str(lora), f"--{column}_column", column, "--dataset_path", "x.jsonl"]
+    checkpoint = Checkpoint(str(base))
+    checkpoint.adapter = Adapter(str(lora), checkpoint, tied=True)
+    return Text(parse_args(["--model_path", str(base), *flags]), checkpoint, CHAT_VOCABULARY)
+
+
+# What an adapter's folder has: further tokens and settings, the text of a file with a template, and
+# whether token ids and the template are the adapter's. None: no tokenizer.
+BESIDE: dict[str, tuple[Any, ...]] = {
+    "nothing": (None, {}, None, False, False),
+    "the same": ((), {}, None, False, False),
+    "other tokens": ((OWN,), {}, None, True, False),
+    "a setting": ((), {"split_special_tokens": True}, None, True, False),
+    "a template alone": (None, {}, PLAIN, False, True),
+    "a template": ((), {}, PLAIN, False, True),
+    "both": ((OWN,), {}, PLAIN, True, True),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_an_adapter_brings_its_own_tokenizer_and_template(
+    case, chat_base, adapter_of, caplog, monkeypatch
+):
+    """They are used where they differ from the model's, which the log says."""
+    caplog.set_level("INFO", "extract_activations")
+    monkeypatch.setattr(logging.getLogger("extract_activations"), "propagate", True)
+    tokens, settings, template, own_ids, own_template = BESIDE[case]
+    lora = adapter_of("lora")
+    if tokens is not None:
+        tokenizer_in(lora, chat_base, tokens, settings)
+    if template is not None:
+        (lora / "chat_template.jinja").write_text(template)
+    text = chosen(chat_base, lora, "messages")
+    reference = AutoTokenizer.from_pretrained(lora if own_ids else chat_base)
+    for said in (SAID, "x<|im_end|>y"):
+        due = reference(said, add_special_tokens=False).input_ids
+        assert text.tokenizer.encode(said, add_special_tokens=False).ids == due
+    assert text.template.sources == {"default": PLAIN if own_template else QWEN3}
+    home = f"--lora {lora}" if own_template else f"--model_path {chat_base}"
+    assert text.template.where == home
+    assert (f"tokenizer: that of --lora {lora}" in caplog.text) == own_ids
+    assert (f"chat template: that of --lora {lora}" in caplog.text) == own_template
+
+
+def test_the_tokenizer_of_an_adapter_is_an_input_of_the_run(
+    chat_base, adapter_of, texts, tmp_path, capsys
+):
+    """An equal one is the model's. Without it, or with another one, the run is another run."""
+    lost, same, other = (adapter_of(name) for name in ("lost", "same", "other"))
+    tokenizer_in(same, chat_base)
+    tokenizer_in(other, chat_base, [OWN])
+    path = texts([{"text": SAID}, {"text": f"{OWN}{OWN} again"}])
+    flags = ["--model_path", chat_base, "--dataset_path", path, "--max_seq_length", 64]
+    flags += ["--layers_to_extract", 1, "--positions", "last"]
+    for name, lora in (("of_lost", lost), ("of_other", other)):
+        assert main(*flags, "--lora", lora, "--output_dir", tmp_path / name) == 0
+    known = [
+        json.loads((tmp_path / name / "metadata.json").read_text())
+        for name in ("of_lost", "of_other")
+    ]
+    digests = [each["identity"]["tokenizer_digest"] for each in known]
+    assert digests[0] != digests[1]
+    assert [each["tokenizer_path"] for each in known] == [str(chat_base), str(other)]
+    ids = [sample.token_ids.tolist() for sample in ActivationDataset(tmp_path / "of_other")]
+    reference = AutoTokenizer.from_pretrained(other)
+    assert ids == [reference(text).input_ids[-1:] for text in (SAID, f"{OWN}{OWN} again")]
+    assert ActivationDataset(tmp_path / "of_other").tokenizer_path == str(other)
+    differs = "already holds an extraction that differs in tokenizer_digest: "
+    came = "the tokenizer is not the one that the stored activations came from\n"
+    for name, lora, status, told in (
+        ("of_lost", same, 0, ""),
+        ("of_lost", other, 2, differs),
+        ("of_other", lost, 2, differs),
+        ("of_other", other, 0, ""),
+    ):
+        asked = ["--lora", lora, "--output_dir", tmp_path / name]
+        capsys.readouterr()
+        assert main(*flags, *asked) == status and told in capsys.readouterr().err
+        status = main("--verify", "--model_path", chat_base, *asked)
+        printed = capsys.readouterr()
+        if told:
+            assert status == 2
+            assert f"--model_path {chat_base} with --lora {lora}: {came}" in printed.err
+        else:
+            assert status == 0 and "2 samples recomputed; 0 problems" in printed.out
+
+
+def test_tokens_of_an_adapter_that_the_model_has_no_rows_for_are_refused(
+    chat_base, adapter_of, texts, tmp_path, capsys
+):
+    lora = adapter_of("lora")
+    tokenizer_in(lora, chat_base, [f"<|{n}|>" for n in range(9)])
+    flags = ["--model_path", chat_base, "--lora", lora, "--dataset_path", texts([{"text": "a"}])]
+    assert main(*flags, "--layers_to_extract", 1, "--output_dir", tmp_path / "out") == 2
+    told = f"{lora}/tokenizer.json: the tokenizer has token id {CHAT_VOCABULARY + 1}, but vocab_si"
+    assert f"error: {told}" in capsys.readouterr().err

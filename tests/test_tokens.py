@@ -247,6 +247,90 @@ def test_token_ids_are_those_of_the_files(kind, demo_inputs, tmp_path):
         assert found.encode(text, add_special_tokens=False).ids == due
 
 
+OWN, RIGHT = "<|mine|>", "<|right|>"
+ADDED = dict(lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
+# What may stand beside tokenizer.json and changes token ids -> settings of tokenizer_config.json,
+# and other files.
+SETTINGS = {
+    "added_tokens_decoder": ({"added_tokens_decoder": {"2060": dict(ADDED, content=OWN)}}, {}),
+    "extra_special_tokens": ({"extra_special_tokens": [OWN]}, {}),
+    "extra_special_tokens by name": ({"extra_special_tokens": {"my_token": OWN}}, {}),
+    "additional_special_tokens": ({"additional_special_tokens": [OWN]}, {}),
+    "bos_token": ({"bos_token": OWN}, {}),
+    "a token of its own name": ({"image_token": OWN}, {}),
+    "a token that takes the spaces around it": (
+        {"eos_token": {"__type": "AddedToken", "content": OWN, **ADDED, "rstrip": True}},
+        {},
+    ),
+    "added_tokens.json": ({}, {"added_tokens.json": {OWN: 2060}}),
+    "special_tokens_map.json": (
+        {},
+        {"special_tokens_map.json": {"additional_special_tokens": [OWN], "bos_token": RIGHT}},
+    ),
+    "split_special_tokens": ({"split_special_tokens": True}, {}),
+    "add_prefix_space": ({"add_prefix_space": True}, {}),
+}
+# Other classes of transformers have words of their own, but not other special tokens.
+CLASSES = ["Qwen2Tokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast", None]
+SAID = [
+    "a word,no space",
+    f" a  {OWN}  b{OWN}{OWN}{RIGHT} c",
+    f"{START}user\nx<|endoftext|>{END}\n<think>\n\n</think>",
+    f"It's 2048 a\u0301 é\n\n中文 🙂{OWN}",
+]
+
+
+def with_settings(model, settings, files=()):
+    """Changes what stands beside a model's tokenizer.json."""
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    for name, content in dict(files).items():
+        (model / name).write_text(json.dumps(content))
+    return model
+
+
+def ids_of(tokenizer, special):
+    return [tokenizer.encode(text, add_special_tokens=special).ids for text in SAID]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("case", SETTINGS)
+def test_what_stands_beside_the_vocabulary_counts_as_in_transformers(case, kind, model_with):
+    settings, files = SETTINGS[case]
+    model = with_settings(model_with(BOTH), {**settings, "tokenizer_class": kind}, files)
+    found, reference = tokenizer_of(model, VOCABULARY), AutoTokenizer.from_pretrained(model)
+    for special in (True, False):
+        due = [reference(text, add_special_tokens=special).input_ids for text in SAID]
+        assert ids_of(found, special) == due
+    alone = ids_of(Tokenizer.from_file(str(model / "tokenizer.json")), False)
+    assert due != alone  # or the case shows nothing
+    assert {*files, "tokenizer_config.json"} <= {
+        path.name for path in Checkpoint(str(model)).tokenizer_files()
+    }
+
+
+@pytest.mark.parametrize("kind", [*CLASSES, "LlamaTokenizerFast", "GPT2TokenizerFast", "Unknown"])
+def test_the_words_are_those_of_tokenizer_json_whatever_class_is_named(kind, model_with):
+    """The class decides in transformers. A token that only a setting has counts all the same."""
+
+    def split(tokenizer):
+        words = pre_tokenizers.Split(Regex(WORDS.replace(r"\p{N}", r"\p{N}{1,3}")), "isolated")
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+        tokenizer.normalizer = None
+
+    settings = {"tokenizer_class": kind, "extra_special_tokens": [OWN]}
+    model = with_settings(model_with(BOTH, split), settings)
+    words = Tokenizer.from_file(str(model / "tokenizer.json"))
+    found = tokenizer_of(model, VOCABULARY)
+    (own,) = {found.token_to_id(OWN)} - {None}
+    for text in SAID:
+        pieces = text.split(OWN)
+        due = [words.encode(piece, add_special_tokens=False).ids for piece in pieces]
+        joined = due[0] + [token for ids in due[1:] for token in (own, *ids)]
+        assert found.encode(text, add_special_tokens=False).ids == joined
+
+
 MARKER, RULE = "<|object_ref_start|>", "-" * 80
 LINES = "".join(f"line {n}: some words, and 12 more\n" * (n % 3 + 1) for n in range(300))
 LONG = [each * 3000 for each in ("word ", "é", "ab\n", "a\u0301", "!! \n", "中文\n\n")]

@@ -264,7 +264,7 @@ def test_a_model_in_a_bucket_that_fails_is_the_local_one(demo_inputs, monkeypatc
     assert bucket.served - served < 2.5 * size
     assert remote.commit is None and model_digest(remote) == model_digest(local)
     tokenizers = [load_tokenizer(where.tokenizer_files(), "", 2048) for where in (remote, local)]
-    assert len({tokenizer.to_str() for tokenizer in tokenizers}) == 1
+    assert len({tokenizer.backend_tokenizer.to_str() for tokenizer in tokenizers}) == 1
 
 
 @pytest.mark.parametrize("missing", ["config.json", SINGLE_FILE])

@@ -119,7 +119,8 @@ class Config:
     lora: str | None = flag(
         "a LoRA adapter, as PEFT stores it (adapter_config.json, adapter_model.safetensors): a "
         "folder, local or in a bucket, or the name of a hub adapter; it is merged into the weights "
-        "in float32 while they are read",
+        "in float32 while they are read. A tokenizer or chat template that is stored with it is "
+        "used where it differs from the model's",
         default_is="none",
         metavar="PATH",
     )
@@ -203,8 +204,8 @@ class Config:
         metavar="ROLE",
     )
     drop_token_ids: tuple[Any, ...] = several(
-        "of the tokens that --positions keeps, leave out these: ids, or names as in "
-        "tokenizer.json, such as '<|im_end|>'; a number is an id",
+        "of the tokens that --positions keeps, leave out these: ids, or names as the "
+        "tokenizer has them, such as '<|im_end|>'; a number is an id",
         token,
         collect=_ids_and_names,
         metavar="ID|NAME",
@@ -247,7 +248,7 @@ class Config:
     )
     chat_template: str | None = flag(
         "a file with a chat template for all rows",
-        default_is="the model's own; where it names several, tool_use for rows with tools",
+        default_is="the adapter's or the model's own; of several, tool_use for rows with tools",
         needs="messages_column",
         metavar="FILE",
     )

@@ -149,10 +149,11 @@ class ActivationDataset(Samples):
 
     @property
     def tokenizer_path(self) -> str:
-        """The folder, an absolute path, or the URL or hub name of the model, whose tokenizer made
-        the token ids."""
+        """The folder, an absolute path, or the URL or hub name of the model or adapter whose
+        tokenizer made the token ids. The model's if the data set had token ids."""
         try:
-            return str(self.metadata["configuration"]["model_path"])
+            model = self.metadata["configuration"]["model_path"]
+            return str(self.metadata.get("tokenizer_path", model))
         except KeyError:
             raise ValueError(f"{self.url}: its metadata does not name the model") from None
 

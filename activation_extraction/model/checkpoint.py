@@ -38,6 +38,7 @@ from activation_extraction.common.retries import (
     name_unknown,
     unwritable_cache,
 )
+from activation_extraction.common.tokenizer_files import TOKENIZER_FILES
 from activation_extraction.model.float8 import Float8Format, Scales, float8_format
 from activation_extraction.model.tensor_names import text_names
 from activation_extraction.model.weight_files import Index, LocalFile, RemoteFile, WeightFile
@@ -50,10 +51,6 @@ if TYPE_CHECKING:
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_config.json"
-TOKENIZER_FILES = (
-    *("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json"),
-    *("added_tokens.json", "special_tokens_map.json"),
-)
 WEIGHT_FILE = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # a file in the folder of its index
 AUTOENCODER_WEIGHTS = (".safetensors", ".npz", ".pt")
 # Weights in forms that are not read.

@@ -15,8 +15,14 @@ from tokenizers import Tokenizer
 
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError, RunError, near_miss, one_line
-from activation_extraction.model.checkpoint import Checkpoint, read_json
+from activation_extraction.common.tokenizer_files import WHOLE, read_tokenizer
+from activation_extraction.model.checkpoint import ADAPTER, Checkpoint
 from activation_extraction.run.open_data import Dataset, open_dataset
+from activation_extraction.run.tokenizer_choice import (
+    ChosenTokenizer,
+    choose_templates,
+    choose_tokenizer,
+)
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
 from activation_extraction.text.chat import END, START, ChatTemplate
@@ -33,20 +39,11 @@ from activation_extraction.text.packing import pack, rows_of_group
 from activation_extraction.text.rows import IdsColumn, Reader, RowForm, TextColumn
 from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.token_choice import TokenChoice
-from activation_extraction.text.tokenizer import (
-    SpecialTokens,
-    load_tokenizer,
-    pretrained,
-    read_tokenizer,
-    special_tokens_of,
-    tokenizer_file,
-)
+from activation_extraction.text.tokenizer import SpecialTokens, special_tokens_of
 
 T = TypeVar("T")
 BATCHES_AHEAD = 4
 POLL = 0.2  # seconds between checks whether to stop
-TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
-PROCESSOR_TEMPLATE = "chat_template.json"  # of models that also take images; some have no other
 
 
 class Prefetch(Generic[T]):
@@ -118,28 +115,29 @@ class Text:
     names: Sequence[str] = ()
 
     @cached_property
-    def tokenizer(self) -> Tokenizer | None:
-        """Returns the model's tokenizer; None if the data set has token ids."""
+    def chosen_tokenizer(self) -> ChosenTokenizer | None:
+        """Returns the tokenizer of the model or its adapter; None if the data set has token ids."""
         if self.config.ids_column:
             return None
-        if self.config.messages_column:
-            for beside in TEMPLATE_FILES:  # transformers looks for them when it loads the tokenizer
-                self.checkpoint.find(beside)
-        name = self.checkpoint.model_path
-        return load_tokenizer(self.checkpoint.tokenizer_files(), name, self.vocabulary)
+        return choose_tokenizer(self.checkpoint, self.vocabulary)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Returns what makes token ids of texts; None if the data set has token ids."""
+        chosen = self.chosen_tokenizer
+        return None if chosen is None else chosen.backend
 
     @cached_property
     def template(self) -> ChatTemplate | None:
         """Returns what renders conversations; None if there are none."""
-        config, name = self.config, self.checkpoint.model_path
-        # The tokenizer comes first: what brings it here also brings the templates.
-        if not config.messages_column or self.tokenizer is None:
+        config, chosen = self.config, self.chosen_tokenizer
+        if not config.messages_column or chosen is None:
             return None
-        own = pretrained(tokenizer_file(self.checkpoint.tokenizer_files(), name))
-        if not own.chat_template and (path := self.checkpoint.find(PROCESSOR_TEMPLATE)) is not None:
-            template = read_json(path).get("chat_template")
-            own.chat_template = template if isinstance(template, str) else None
-        return ChatTemplate.load(own, name, config.chat_template, dict(config.chat_template_args))
+        arguments = dict(config.chat_template_args)
+        if config.chat_template is not None:
+            return ChatTemplate.of_file(chosen.pretrained, config.chat_template, arguments)
+        home, sources = choose_templates(self.checkpoint)
+        return ChatTemplate.of_model(chosen.pretrained, sources, home.where, arguments)
 
     @cached_property
     def rows(self) -> RowForm:
@@ -249,13 +247,16 @@ def special_tokens(config: Config, tokenizer: Tokenizer | None) -> SpecialTokens
 
 
 def known_special_tokens(config: Config) -> SpecialTokens:
-    """Returns the same without a run: nothing if there is no tokenizer.json that can be read."""
+    """Returns the special tokens of the model for --list_hooks, where there is no run.
+
+    Returns none if neither the adapter nor the model has a tokenizer.json that can be read.
+    """
     tokenizer = None
     if not (config.demo or config.ids_column):
-        checkpoint = Checkpoint(config.model_path, config.model_revision)
         with suppress(InputError):  # a run says what is wrong
-            if (path := checkpoint.find("tokenizer.json")) is not None:
-                tokenizer = read_tokenizer(path)
+            path = Checkpoint(config.lora, kind=ADAPTER).find(WHOLE) if config.lora else None
+            path = path or Checkpoint(config.model_path, config.model_revision).find(WHOLE)
+            tokenizer = None if path is None else read_tokenizer(path)
     return special_tokens(config, tokenizer)
 
 

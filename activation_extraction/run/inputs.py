@@ -77,8 +77,8 @@ def _autoencoder_digest(inputs: Inputs) -> str:
 
 
 def _tokenizer_digest(inputs: Inputs) -> str:
-    files = inputs.forward.checkpoint.tokenizer_files()
-    return "" if inputs.text.tokenizer is None else digest_files(files)
+    chosen = inputs.text.chosen_tokenizer
+    return "" if chosen is None else digest_files(chosen.home.tokenizer_files())
 
 
 def _template_digest(inputs: Inputs) -> str:
@@ -91,14 +91,15 @@ def _model_digest(inputs: Inputs) -> str:
 
 MODEL_FLAGS, LORA, SAE = ("model_path", "model_revision"), ("lora",), ("encode",)
 TEMPLATE_FLAGS = ("chat_template", "model_path", "chat_template_args")
+TEMPLATE_PATHS = ("chat_template", "lora")
 DATA_FLAGS = ("mix", "dataset_path", "dataset_name", "dataset_config", "dataset_split")
 DATA_PATHS = ("dataset_path", "mix")  # settings_of has what hosts compare of a mixture
 INPUTS = (
     Input("model", "model_digest", _model_digest, MODEL_FLAGS, ("model_path",), of_text=False),
     Input("adapter", "lora_digest", _adapter_digest, LORA, LORA, of_text=False),
     Input("autoencoder", "autoencoder_digest", _autoencoder_digest, SAE, SAE, of_text=False),
-    Input("tokenizer", "tokenizer_digest", _tokenizer_digest, MODEL_FLAGS, ("model_path",)),
-    Input("chat template", "chat_template", _template_digest, TEMPLATE_FLAGS, ("chat_template",)),
+    Input("tokenizer", "tokenizer_digest", _tokenizer_digest, MODEL_FLAGS, ("model_path", "lora")),
+    Input("chat template", "chat_template", _template_digest, TEMPLATE_FLAGS, TEMPLATE_PATHS),
     Input("data set", "data", lambda it: it.text.dataset.name, DATA_FLAGS, DATA_PATHS),
     Input("data set", "data_revision", lambda it: it.text.dataset.content, DATA_FLAGS, DATA_PATHS),
 )
@@ -121,6 +122,9 @@ def check_inputs(inputs: Inputs, identity: Identity, of_text: bool) -> None:
             flag = next((flag for flag in each.flags if given[flag]), each.flags[0])
             told = "is not the one" if given[flag] else "is missing, the one"
             value = f" {plain_url(given[flag])}" if isinstance(given[flag], str) else ""
+            # The adapter has a tokenizer and a template of its own, or has lost them.
+            if flag in MODEL_FLAGS and "lora" in each.paths and given["lora"]:
+                value += f" with --lora {plain_url(given['lora'])}"
             raise InputError(
                 f"--{flag}{value}: the {each.name} {told} that the stored activations came from"
             )

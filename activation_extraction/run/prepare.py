@@ -234,6 +234,10 @@ def prepare(
     for name, found in checkpoints.items():
         if found.local:  # readers find its tokenizer from any folder
             configuration[name] = os.path.abspath(os.path.expanduser(found.model_path))
+    chosen = text.chosen_tokenizer
+    if chosen is not None:  # readers show the text of tokens with it
+        name = "model_path" if chosen.home is forward.checkpoint else "lora"
+        facts = {**facts, "tokenizer_path": configuration[name]}
     metadata = {
         "configuration": configuration,
         "model": asdict(forward.model.config),

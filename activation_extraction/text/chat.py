@@ -68,25 +68,34 @@ class ChatTemplate:
     arguments: Mapping[str, Any]
 
     @classmethod
-    def load(
-        cls, tokenizer: Any, model_path: str, file: str | None, arguments: Mapping[str, Any]
+    def of_file(cls, tokenizer: Any, file: str, arguments: Mapping[str, Any]) -> "ChatTemplate":
+        """Takes the template in a file, which --chat_template names.
+
+        Raises InputError if it cannot be read, or does not take the arguments.
+        """
+        where = f"--chat_template {file}"
+        try:
+            sources = {"default": Path(file).read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{where}: cannot be read: {one_line(error)}") from error
+        return cls._checked(tokenizer, sources, where, arguments)
+
+    @classmethod
+    def of_model(
+        cls, tokenizer: Any, sources: Mapping[str, str], where: str, arguments: Mapping[str, Any]
     ) -> "ChatTemplate":
-        """Takes the template of a file, or else the tokenizer's own ones. Raises InputError if
-        there is none."""
-        where = f"--chat_template {file}" if file else f"--model_path {model_path}"
-        if file is not None:
-            try:
-                sources = {"default": Path(file).read_text(encoding="utf-8")}
-            except (OSError, UnicodeDecodeError) as error:
-                raise InputError(f"{where}: cannot be read: {one_line(error)}") from error
-        else:
-            own = tokenizer.chat_template
-            named = own if isinstance(own, dict) else {"default": own}
-            sources = {name: named[name] for name in ("default", "tool_use") if named.get(name)}
-            if not sources:
-                raise InputError(
-                    f"{where}: has no chat template; give one with --chat_template FILE"
-                )
+        """Takes the templates of a model or adapter, named `where` in messages.
+
+        Raises InputError if it has none, or they do not take the arguments.
+        """
+        if not sources:
+            raise InputError(f"{where}: has no chat template; give one with --chat_template FILE")
+        return cls._checked(tokenizer, sources, where, arguments)
+
+    @classmethod
+    def _checked(
+        cls, tokenizer: Any, sources: Mapping[str, str], where: str, arguments: Mapping[str, Any]
+    ) -> "ChatTemplate":
         taken = {"messages", *tokenizer.apply_chat_template.__annotations__} - PASSED_ON
         for name in arguments:
             if name in taken:

@@ -3,10 +3,10 @@
 samples.py makes samples of these.
 """
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,13 @@ import numpy as np
 from tokenizers import Tokenizer, models
 
 from activation_extraction.common.errors import InputError, one_line
-from activation_extraction.common.late_imports import transformers
+from activation_extraction.common.tokenizer_files import (
+    EXPECTED,
+    MERGES,
+    WORDS,
+    pretrained,
+    vocabulary_file,
+)
 from activation_extraction.text.rows import TEMPLATE, Content
 
 PIECE_CHARACTERS = 2**16  # of a long text
@@ -82,18 +88,27 @@ def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
     return SpecialTokens(ids[:place], ids[place + 1 :], " + ".join(parts) if ids[1:] else "")
 
 
-def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> Tokenizer:
-    """Loads the tokenizer in tokenizer.json, or what transformers makes of the other files.
+def load_tokenizer(files: Iterable[Path], where: str, vocab_size: int) -> Any:
+    """Loads the tokenizer of a model or adapter.
 
-    files: the model's files for its tokenizer, with config.json beside them. model_path: names the
-    model in messages. Raises InputError if a file is missing or broken, or belongs to a model with
-    another vocabulary.
+    Args:
+        files: The checkpoint's files for its tokenizer, with config.json beside them.
+        where: The checkpoint's flag and path, for messages.
+        vocab_size: The number of token ids that the model has.
+
+    Returns:
+        An object of transformers. Its `backend_tokenizer` neither cuts nor pads.
+
+    Raises:
+        InputError: A file is missing or broken, or belongs to a model with another vocabulary.
     """
-    path = tokenizer_file(files, model_path)
-    if path.name == "tokenizer.json":
-        tokenizer = read_tokenizer(path)
-    else:
-        tokenizer = pretrained(path).backend_tokenizer
+    files = list(files)
+    path = vocabulary_file(files)
+    if path is None:
+        missing = MERGES if WORDS in {file.name for file in files} else WORDS
+        raise InputError(f"{where}: has no {missing}; {EXPECTED}")
+    loaded = pretrained(path)
+    tokenizer: Tokenizer = loaded.backend_tokenizer
     tokenizer.no_truncation()
     tokenizer.no_padding()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True).values()
@@ -101,45 +116,38 @@ def load_tokenizer(files: Iterable[Path], model_path: str, vocab_size: int) -> T
     if largest >= vocab_size:
         raise InputError(
             f"{path}: the tokenizer has token id {largest}, but vocab_size in config.json is "
-            f"{vocab_size}; put the model's own tokenizer there"
+            f"{vocab_size}; put the model's own tokenizer there, or give the model that has it"
         )
-    return tokenizer
+    return loaded
 
 
-def read_tokenizer(path: Path) -> Tokenizer:
-    """Reads a tokenizer.json. Raises InputError."""
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises no other type
-        raise _broken(path, error) from error
+def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Returns whether two tokenizers give every text the same token ids.
+
+    False may also mean that they do, but are written differently.
+    """
+    return _what_decides_ids(one) == _what_decides_ids(other)
 
 
-def tokenizer_file(files: Iterable[Path], model_path: str) -> Path:
-    """Returns the file that the vocabulary is read from. Raises InputError if one is missing."""
-    paths = {path.name: path for path in files}
-    if own := paths.get("tokenizer.json"):
-        return own
-    for name in ("vocab.json", "merges.txt"):
-        if name not in paths:
-            raise InputError(
-                f"--model_path {model_path}: has no {name}; a tokenizer is read from "
-                "tokenizer.json, or from vocab.json with merges.txt"
-            )
-    return paths["vocab.json"]
+def _what_decides_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(tokenizer.to_str(), object_hook=_without_defaults)
+    for name in ("version", "truncation", "padding", "decoder", "post_processor"):
+        state.pop(name, None)
+    state["in front and at the end"] = [tokenizer.encode(text).ids for text in ("", "x")]
+    state["split"] = tokenizer.encode_special_tokens
+    if not tokenizer.encode_special_tokens:
+        for token in state.get("added_tokens", ()):
+            token.pop("special", None)
+    return state
 
 
-@lru_cache(1)
-def pretrained(path: Path) -> Any:
-    """Returns the tokenizer of transformers beside a file. Raises InputError."""
-    loader = transformers().AutoTokenizer
-    try:
-        return loader.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers does not say what it raises
-        raise _broken(path, error) from error
-
-
-def _broken(path: Path, error: Exception) -> InputError:
-    return InputError(f"{path}: the tokenizer cannot be loaded: {one_line(error)}")
+def _without_defaults(part: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out of a tokenizer's JSON the settings that are off or change no token id."""
+    return {
+        name: value
+        for name, value in part.items()
+        if not (value is None or value is False or value == "" or name == "trim_offsets")
+    }
 
 
 def tokenise(

@@ -1,0 +1,125 @@
+"""Chooses the tokenizer and the chat template of a run: those of the model, or of its adapter.
+
+An adapter that was trained with further tokens, or with another chat template, is stored with its
+own tokenizer. Where it gives other token ids than the model's, the adapter has to have its own.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.common.log import log
+from activation_extraction.common.tokenizer_files import vocabulary_file
+from activation_extraction.model.checkpoint import Checkpoint, read_json
+from activation_extraction.text.tokenizer import load_tokenizer, same_ids
+
+# Where chat templates are looked for: files of their own first, by the names of the templates ...
+TEMPLATE_FILES = {
+    "default": "chat_template.jinja",
+    "tool_use": "additional_chat_templates/tool_use.jinja",
+}
+# ... then these, the second of which models have that also take images.
+TEMPLATE_SETTINGS = ("tokenizer_config.json", "chat_template.json")
+
+
+class ChosenTokenizer(NamedTuple):
+    """The tokenizer of a run.
+
+    Attributes:
+        home: The model or adapter that it is read from.
+        pretrained: The object of transformers, which renders chat templates.
+    """
+
+    home: Checkpoint
+    pretrained: Any
+
+    @property
+    def backend(self) -> Tokenizer:
+        """Returns the object that makes token ids."""
+        return self.pretrained.backend_tokenizer
+
+
+class ChosenTemplates(NamedTuple):
+    """The chat templates of a run.
+
+    Attributes:
+        home: The model or adapter that they are read from.
+        sources: Jinja source by template name, "default" or "tool_use". Empty if there is none.
+    """
+
+    home: Checkpoint
+    sources: Mapping[str, str]
+
+
+def choose_tokenizer(model: Checkpoint, vocabulary: int) -> ChosenTokenizer:
+    """Returns the adapter's tokenizer if it gives other token ids, otherwise the model's.
+
+    Args:
+        model: The model, with its adapter if it has one.
+        vocabulary: The number of token ids that the model has.
+
+    Raises:
+        InputError: A tokenizer cannot be read, or has more token ids than the model.
+    """
+    adapter = None if model.adapter is None else model.adapter.files
+    if adapter is None or vocabulary_file(adapter.tokenizer_files()) is None:
+        return _load(model, vocabulary)
+    of_adapter = _load(adapter, vocabulary)
+    if vocabulary_file(model.tokenizer_files()) is not None:
+        of_model = _load(model, vocabulary)
+        if same_ids(of_adapter.backend, of_model.backend):
+            return of_model
+    log.info("tokenizer: that of %s, which differs from the model's", adapter.where)
+    return of_adapter
+
+
+def _load(checkpoint: Checkpoint, vocabulary: int) -> ChosenTokenizer:
+    files = checkpoint.tokenizer_files()
+    return ChosenTokenizer(checkpoint, load_tokenizer(files, checkpoint.where, vocabulary))
+
+
+def choose_templates(model: Checkpoint) -> ChosenTemplates:
+    """Returns the adapter's chat templates if it has others, otherwise the model's.
+
+    Raises:
+        InputError: A file with a template cannot be read.
+    """
+    of_model = templates_in(model)
+    if model.adapter is not None:
+        adapter = model.adapter.files
+        of_adapter = templates_in(adapter)
+        if of_adapter and of_adapter != of_model:
+            log.info("chat template: that of %s, which differs from the model's", adapter.where)
+            return ChosenTemplates(adapter, of_adapter)
+    return ChosenTemplates(model, of_model)
+
+
+def templates_in(checkpoint: Checkpoint) -> dict[str, str]:
+    """Returns the Jinja source of a checkpoint's chat templates by name; empty without any.
+
+    Only "default" and, for conversations with tools, "tool_use" are looked for.
+    """
+    found = {}
+    for name, file in TEMPLATE_FILES.items():
+        if (path := checkpoint.find(file)) is not None:
+            try:
+                found[name] = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
+    for file in TEMPLATE_SETTINGS:
+        if not found and (path := checkpoint.find(file)) is not None:
+            templates = read_json(path).get("chat_template")
+            try:
+                if isinstance(templates, list):
+                    templates = {entry["name"]: entry["template"] for entry in templates}
+                elif not isinstance(templates, dict):
+                    templates = {"default": templates}
+                found = {name: templates[name] for name in TEMPLATE_FILES if templates.get(name)}
+                _ = "".join(found.values())
+            except (KeyError, TypeError) as error:
+                raise InputError(
+                    f"{path}: chat_template is neither text nor a list of templates with names"
+                ) from error
+    return found
