@@ -107,8 +107,8 @@ def test_arrow_adds_no_keys_to_tools_and_arguments(source, texts_of, tmp_path):
 
 
 def test_a_null_in_json_is_a_value(texts_of, tokenizer, tmp_path):
-    """It is in tools and arguments, as for transformers; messages and calls lose such keys. A
-    column may hold JSON by a type of `datasets`."""
+    """It is in tools, arguments and calls, as for transformers. A column may hold JSON by a type of
+    `datasets`."""
     messages = talk("find", {"city": None})
     tools = [tool("find", days={"type": "integer", "default": None})]
     shown = QWEN3 + "{% for m in messages %}{{ m.keys() | list }}{{ m.tool_calls }}{% endfor %}"
@@ -119,7 +119,9 @@ def test_a_null_in_json_is_a_value(texts_of, tokenizer, tmp_path):
     more = [{"name": None, **message} for message in messages]
     more[1]["tool_calls"] = [{"id": None, **call} for call in messages[1]["tool_calls"]]
     rows = [{"messages": each, "tools": tools} for each in (messages, more)]
-    assert texts_of(write_rows(tmp_path / "a.jsonl", rows), shown) == [expected] * 2
+    both = [tokenizer.apply_chat_template(each, **given) for each in (messages, more)]
+    assert "'id': None" in both[1]
+    assert texts_of(write_rows(tmp_path / "a.jsonl", rows), shown) == both
     message = {key: datasets.Value("string") for key in ("role", "content")}
     message["tool_calls"] = datasets.List(datasets.Json())
     features = {"messages": datasets.List(message), "tools": datasets.List(datasets.Json())}
@@ -128,6 +130,49 @@ def test_a_null_in_json_is_a_value(texts_of, tokenizer, tmp_path):
     saved.to_parquet(tmp_path / "b.parquet")
     for hub in (False, True):
         assert texts_of(tmp_path / "b.parquet", shown, hub=hub) == [expected]
+
+
+def answers(**answer):
+    """A conversation whose first answer is a call, with these keys as well."""
+    question, call, *others = talk()
+    return [question, {**call, **answer}, *others]
+
+
+# Messages that have null keys, by what is null.
+NULLS = {
+    "content": answers(content=None),
+    "no calls": [{**message, "tool_calls": None} for message in exchange()],
+    "reasoning": answers(reasoning_content=None, reasoning=None, thinking=None),
+    "a name": answers(name=None),
+    "in a call": answers(tool_calls=[{"id": None, "function": {"name": "look", "arguments": {}}}]),
+    "in a function": answers(
+        tool_calls=[{"function": {"name": "look", "arguments": {"a": None}, "strict": None}}]
+    ),
+    "arguments": answers(tool_calls=[{"function": {"name": "look", "arguments": None}}]),
+    "spoken": [{"from": "human", "value": "q", "role": None}, {"from": "gpt", "value": None}],
+}
+SHOWN = """\
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.content is none %}null{% elif m.content is defined %}{{ m.content }}{% endif %}
+{{- m.keys() | list }}{{ m.tool_calls }}<|im_end|>
+{% endfor %}"""
+
+
+@pytest.mark.parametrize("source", [SHOWN, *TEMPLATES.values()], ids=["shown", *TEMPLATES])
+@pytest.mark.parametrize("case", NULLS)
+def test_null_keys_of_messages_are_what_transformers_makes_of_them(
+    case, source, texts_of, tokenizer, tmp_path
+):
+    """Also in JSON in a column. Where transformers cannot render them, the row is a bad one."""
+    rows = [{"messages": NULLS[case]}, {"messages": json.dumps(NULLS[case])}]
+    due = exchange("q", "") if case == "spoken" else NULLS[case]
+    try:
+        expected = [tokenizer.apply_chat_template(due, chat_template=source, tokenize=False)] * 2
+    except Exception:
+        expected = []
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    assert texts_of(path, source, skip=True) == expected
+    assert expected or case in ("content", "arguments")
 
 
 @every_template

@@ -141,7 +141,7 @@ class ChatTemplate:
     def content(
         self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
     ) -> Content:
-        """Renders messages, whose contents are text or missing.
+        """Renders messages, whose contents are text, null or missing.
 
         Raises UnusableRowError if that fails, if the rendering lacks the text of a message, or if
         roles would be unclear.
@@ -221,7 +221,7 @@ class ChatTemplate:
 
     def _texts_of(self, message: Mapping[str, Any]) -> list[str]:
         """The texts of a message that a template has to write: before and after its thinking."""
-        text = valid(message.get("content", ""))
+        text = valid(message.get("content") or "")
         before, mark, after = text.partition(THOUGHT)
         if not (mark and self.marks_thinking and message["role"] == "assistant"):
             return [text.strip()]
@@ -275,18 +275,18 @@ def _turns_of(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> lis
 def with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
     """Returns a message with the arguments of its tool calls converted.
 
-    A call has them itself, or in its `function`. No other key of it stays null.
+    A call has them itself, or in its `function`.
     """
 
     def converted(call: Any) -> Any:
         if not isinstance(call, dict):
             return call
-        given = {k: value for k, value in call.items() if k == "arguments" or value is not None}
-        if "arguments" in given:
-            given["arguments"] = convert(given["arguments"])
-        if "function" in given:
-            given["function"] = converted(given["function"])
-        return given
+        changed = dict(call)
+        if "arguments" in call:
+            changed["arguments"] = convert(call["arguments"])
+        if "function" in call:
+            changed["function"] = converted(call["function"])
+        return changed
 
     if not isinstance(message.get("tool_calls"), list):
         return dict(message)

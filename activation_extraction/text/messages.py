@@ -74,21 +74,28 @@ def _parsed(value: Any) -> Any:
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates take it: its content is text, or is missing, as are keys that are
-    null. Raises UnusableRowError."""
-    message = {key: value for key, value in given.items() if value is not None}
-    if "from" in message and "role" not in message:
-        message["role"], message["content"] = message.pop("from"), message.pop("value", "")
+    """Returns a message as transformers takes it, with text as its content if it has any.
+
+    Keys that are null stay: transformers decides what the template sees of them.
+
+    Raises:
+        UnusableRowError: Its role is unknown, or its content is no text.
+    """
+    message = dict(given)
+    if message.get("role") is None and "from" in message:
+        message["role"], content = message.pop("from"), message.pop("value", None)
+        message["content"] = "" if content is None else content
     for spelling in ("thinking", "reasoning"):
-        if spelling in message and "reasoning_content" not in message:
-            message["reasoning_content"] = message[spelling]
+        thinking = message.get(spelling)
+        if thinking is not None and message.get("reasoning_content") is None:
+            message["reasoning_content"] = thinking
     role = message.get("role")
     role = SPEAKERS.get(role, role) if isinstance(role, str) else role
     if role not in ROLES[1:] or role == "thinking":
         raise UnusableRowError(
             f"a message has the role {role!r:.40}, expected system, user, assistant or tool"
         )
-    if "content" in message:
+    if message.get("content") is not None:
         message["content"] = _text_of(message["content"])
     return with_arguments({**message, "role": role}, _as_object)
 
