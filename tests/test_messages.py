@@ -12,11 +12,11 @@ from row_files import as_arrow, as_parquet, write_rows
 from small_runs import stream_of
 
 from activation_extraction.common.errors import RunError
-from activation_extraction.common.tokenizer_files import pretrained
 from activation_extraction.run import demo
 from activation_extraction.text.chat import ChatTemplate
 from activation_extraction.text.documents import DocumentStream
 from activation_extraction.text.messages import MessagesColumn
+from activation_extraction.text.pretrained import pretrained
 from activation_extraction.text.rows import RowForm
 
 # As Qwen3.5 and VL: a part that has the key is an image, whatever its value is.

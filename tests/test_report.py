@@ -8,14 +8,19 @@ from base64 import b64decode
 import numpy as np
 import pytest
 from command_line import main
+from conftest import inputs_with
 from extractions import HIDDEN, HOOKS, TOKENS, VOCABULARY, change_shard, change_table, edit, extract
+from model_tokenizers import as_two_files, with_settings
 from tokenizers import Tokenizer, decoders, models
 
 from activation_extraction import ActivationDataset, ActivationStorage
+from activation_extraction.dataset.features import find_decoder
 from activation_extraction.inspect import report
 from activation_extraction.inspect.report_numbers import HookReport, read_sample
+from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.store.folder import Folder
 
+NEEDED = "needs tokenizer.json, or vocab.json and merges.txt, of "
 WIDTHS = {key: {"width": HIDDEN} for key in HOOKS}
 
 
@@ -71,7 +76,8 @@ def test_tokens_are_shown_as_text_with_the_tokenizer_of_the_model(run, tmp_path)
     largest = max(ActivationDataset(run), key=lambda s: np.linalg.norm(s[HOOKS[3]], axis=1).max())
     own = int(largest.token_ids[np.linalg.norm(largest[HOOKS[3]], axis=1).argmax()])
     page = page_of(run, tmp_path)
-    assert f"<mark>{own}</mark>" in page and "tokenizer is not on this machine" in page
+    assert f"<mark>{own}</mark>" in page
+    assert "their text needs the name of the model, which metadata.json lacks" in text_of(page)
     letters = bytes(range(ord("!"), ord("!") + VOCABULARY)).decode()  # a token is one byte
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.decoder = decoders.ByteLevel()
@@ -82,7 +88,32 @@ def test_tokens_are_shown_as_text_with_the_tokenizer_of_the_model(run, tmp_path)
     page = page_of(root, tmp_path)
     shown = html.escape(letters[own], quote=True)
     assert f"<mark>{shown}</mark>" in page.replace("&#34;", "&quot;")
-    assert "tokenizer is not on this machine" not in page
+    assert NEEDED not in page
+
+
+@pytest.mark.parametrize("form", [lambda model: None, as_two_files], ids=["whole", "two files"])
+def test_text_is_shown_with_what_the_run_read(form, demo_inputs, texts, tmp_path):
+    """A token may stand beside the vocabulary, and an id may have no token."""
+    model, said = tmp_path / "model", [" a word<|mine|>é🙂<|endoftext|>", "one more<|mine|> time"]
+    inputs_with({**MODEL_CONFIG, "vocab_size": 2064}, demo_inputs, tmp_path)
+    form(model)
+    with_settings(model, {"extra_special_tokens": ["<|mine|>"]})
+    flags = ["--model_path", model, "--layers_to_extract", 1, "--output_dir", tmp_path / "out"]
+    rows = [{"text": text} for text in said]
+    assert main(*flags, "--dataset_path", texts(rows)) == 0
+    dataset = ActivationDataset(tmp_path / "out")
+    decode = find_decoder(dataset)
+    assert [decode(sample.token_ids) for sample in dataset] == said
+    one = dataset[0].token_ids[:1]
+    assert decode(np.array([*one, 2063, -1, *one])) == f"{decode(one)}[2063][-1]{decode(one)}"
+    assert "&lt;|mine|&gt;" in page_of(tmp_path / "out", tmp_path)
+    for path in (model / "merges.txt", model / "tokenizer.json"):
+        path.unlink(missing_ok=True)
+    told = f"{NEEDED}{model} on this machine"
+    with pytest.raises(LookupError, match=f"^{told}$"):
+        find_decoder(dataset)
+    page = text_of(page_of(tmp_path / "out", tmp_path))
+    assert f"These are token ids; their text {told}." in page
 
 
 def test_cut_documents_are_found_whatever_is_kept_of_them(tmp_path):

@@ -1,7 +1,6 @@
 """The token ids of a text are those of the tokenizer's files, with what its post-processor adds, as
 in transformers; conversations and given token ids get nothing."""
 
-import json
 import shutil
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from chat_templates import QWEN3, VOCABULARY, chat_model, talk
 from command_line import assert_refused, main
 from conftest import tokenizer_of
+from model_tokenizers import as_two_files, with_settings
 from small_runs import stream_of
 from tokenizers import (
     AddedToken,
@@ -229,15 +229,7 @@ def test_token_ids_are_those_of_the_files(kind, demo_inputs, tmp_path):
         reference.save(str(model / "tokenizer.json"))
         reference = Tokenizer.from_file(str(model / "tokenizer.json"))
     if kind == "older":
-        settings = json.loads((model / "tokenizer_config.json").read_text())
-        whole = json.loads((model / "tokenizer.json").read_text())
-        added = {str(token.pop("id")): token for token in whole["added_tokens"]}
-        settings["added_tokens_decoder"] = added
-        (model / "tokenizer_config.json").write_text(json.dumps(settings))
-        (model / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
-        merges = [" ".join(pair) for pair in whole["model"]["merges"]]
-        (model / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
-        (model / "tokenizer.json").unlink()
+        as_two_files(model)
     largest = max(reference.get_vocab().values())
     with pytest.raises(InputError, match=f"token id {largest}, but vocab_size in config.json is"):
         tokenizer_of(model, largest)
@@ -278,15 +270,6 @@ SAID = [
     f"{START}user\nx<|endoftext|>{END}\n<think>\n\n</think>",
     f"It's 2048 a\u0301 é\n\n中文 🙂{OWN}",
 ]
-
-
-def with_settings(model, settings, files=()):
-    """Changes what stands beside a model's tokenizer.json."""
-    path = model / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
-    for name, content in dict(files).items():
-        (model / name).write_text(json.dumps(content))
-    return model
 
 
 def ids_of(tokenizer, special):

@@ -329,7 +329,8 @@ class ActivationDataset(Samples):
         mean, maximum: of its values where it is active, null where it never is. contexts: the
         tokens with its largest values, descending; of each, the value, sample_idx, position, the
         token_ids of it and of up to `around` tokens of its sample on each side, `token`, which of
-        these it is, and their text, null where the model's tokenizer.json is not found.
+        these it is, and their text, null where the tokenizer (tokenizer.json, or vocab.json with
+        merges.txt) is neither in the folder of `tokenizer_path` nor in the hub's cache here.
 
         `pyarrow.parquet.write_table(table, "features.parquet")` keeps it. Raises ValueError for a
         hook that has no codes; reading raises OSError, as `batches` does.

@@ -4,13 +4,23 @@ One pass over the codes counts and keeps the strongest tokens of every feature, 
 the number of features and not with the run. The tokens around them are read afterwards.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
 
+from activation_extraction.common.errors import install, one_line
+from activation_extraction.common.tokenizer_files import (
+    MERGES,
+    VOCABULARY_FILES,
+    WHOLE,
+    WORDS,
+    vocabulary_file,
+)
 from activation_extraction.dataset.paired import Run
 
 SIZE = 2**14  # tokens that are read at a time
@@ -99,7 +109,9 @@ def _contexts(dataset: Run, strongest: Strongest, around: int) -> pyarrow.Array:
     values, numbers = strongest.values[kept], strongest.tokens[kept]
     begins = np.cumsum([0, *(commit.tokens for commit in dataset.shards.commits)])
     of_shard = np.searchsorted(begins, numbers, "right") - 1
-    decode = find_decoder(dataset)
+    decode = None
+    with suppress(LookupError):
+        decode = find_decoder(dataset)
     places, tables = [np.arange(0)], [CONTEXT.empty_table()]
     for shard in np.unique(of_shard).tolist():
         reader, place = dataset.shards.get(shard), np.flatnonzero(of_shard == shard)
@@ -124,19 +136,73 @@ def _contexts(dataset: Run, strongest: Strongest, around: int) -> pyarrow.Array:
     return pyarrow.ListArray.from_arrays(offsets, each.to_struct_array().combine_chunks())
 
 
-def find_decoder(dataset: Run) -> Callable[[np.ndarray], str] | None:
-    """Returns a function that decodes token ids, if the model's tokenizer.json is in its folder or
-    in the hub's local cache; None otherwise."""
-    metadata, name = dataset.metadata, "tokenizer.json"
-    try:
-        from huggingface_hub import try_to_load_from_cache
-        from tokenizers import Tokenizer
+def find_decoder(dataset: Run) -> Callable[[np.ndarray], str]:
+    """Returns a function that decodes token ids with the vocabulary that the run read.
 
-        path: Any = Path(dataset.tokenizer_path).expanduser() / name
-        if not path.is_file():
-            commit = metadata.get("model_commit") or metadata["configuration"].get("model_revision")
-            path = try_to_load_from_cache(dataset.tokenizer_path, name, revision=commit)
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception:  # not installed, missing or damaged: there are ids instead
-        return None
-    return lambda ids: tokenizer.decode(ids.clip(0).tolist(), skip_special_tokens=False)
+    The run recorded the tokens that stand beside that vocabulary. An id without a token is shown as
+    a number in brackets.
+
+    Raises:
+        LookupError: The vocabulary is not on this machine, or cannot be read. Says what is needed.
+    """
+    try:
+        from tokenizers import Tokenizer, decoders, models
+    except ImportError:
+        raise LookupError(f"needs the package tokenizers; {install('tokenizers')}") from None
+    metadata = dataset.metadata
+    try:
+        home = dataset.tokenizer_path
+    except ValueError:
+        raise LookupError("needs the name of the model, which metadata.json lacks") from None
+    path = vocabulary_file(_local_files(home, metadata))
+    if path is None:
+        raise LookupError(f"needs {WHOLE}, or {WORDS} and {MERGES}, of {home} on this machine")
+    try:
+        if path.name == WHOLE:
+            tokenizer = Tokenizer.from_file(str(path))
+        else:
+            tokenizer = Tokenizer(models.BPE.from_file(str(path), str(path.with_name(MERGES))))
+            tokenizer.decoder = decoders.ByteLevel()
+    except Exception as error:  # tokenizers raises no other type
+        raise LookupError(f"needs {path}, which cannot be read: {one_line(error)}") from error
+    added = {int(number): text for number, text in metadata.get("added_tokens", {}).items()}
+    beside = {n: text for n, text in added.items() if tokenizer.id_to_token(n) != text}
+
+    def is_known(token: int) -> bool:
+        return token not in beside and token >= 0 and tokenizer.id_to_token(token) is not None
+
+    def decode(ids: np.ndarray) -> str:
+        texts: list[str] = []
+        for known, tokens in groupby(ids.tolist(), is_known):
+            if known:
+                texts.append(tokenizer.decode(list(tokens), skip_special_tokens=False))
+            else:
+                texts += [beside.get(token, f"[{token}]") for token in tokens]
+        return "".join(texts)
+
+    return decode
+
+
+def _local_files(home: str, metadata: Mapping[str, Any]) -> list[Path]:
+    """Returns the files of a vocabulary in its folder, or else in the hub's cache here.
+
+    Args:
+        home: The folder, URL or hub name of the model or adapter.
+        metadata: The metadata of the run, which may name a commit of its model.
+    """
+    configuration, commit = metadata["configuration"], None
+    if home == configuration["model_path"]:
+        commit = metadata.get("model_commit") or configuration.get("model_revision")
+    try:
+        folder = Path(home).expanduser()
+        found = [folder / name for name in VOCABULARY_FILES if (folder / name).is_file()]
+        if not found:
+            from huggingface_hub import try_to_load_from_cache
+
+            cached = (
+                try_to_load_from_cache(home, name, revision=commit) for name in VOCABULARY_FILES
+            )
+            found = [Path(path) for path in cached if isinstance(path, str)]
+    except (ImportError, OSError, RuntimeError, ValueError):  # neither a path nor a hub name
+        return []
+    return found

@@ -63,6 +63,11 @@ def make_report(root: Folder, folders: dict[str, Stored]) -> str:
         raise InputError(str(error)) from error
     except OSError as error:
         raise RunError(str(error)) from error
+    decode, undecoded = None, ""
+    try:
+        decode = find_decoder(dataset)
+    except LookupError as error:
+        undecoded = str(error)
     hooks = [report_numbers.HookReport(sample, number, name) for number, name in enumerate(names)]
     statistics = totals_of(folders).statistics
     return _template().render(
@@ -71,7 +76,8 @@ def make_report(root: Folder, folders: dict[str, Stored]) -> str:
         hosts=host_states(folders),
         sample=sample,
         hooks=sorted(hooks, key=lambda hook: (hook.kind, hook.layer)),
-        decode=find_decoder(dataset),
+        decode=decode,
+        undecoded=undecoded,
         codes=[
             *codes_in_words(statistics),
             *(f"Warning: {line}" for line in code_warnings(statistics)),

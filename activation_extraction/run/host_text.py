@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError, RunError, near_miss, one_line
-from activation_extraction.common.tokenizer_files import WHOLE, read_tokenizer
+from activation_extraction.common.tokenizer_files import WHOLE
 from activation_extraction.model.checkpoint import ADAPTER, Checkpoint
 from activation_extraction.run.open_data import Dataset, open_dataset
 from activation_extraction.run.tokenizer_choice import (
@@ -36,6 +36,7 @@ from activation_extraction.text.documents import (
 )
 from activation_extraction.text.messages import MessagesColumn
 from activation_extraction.text.packing import pack, rows_of_group
+from activation_extraction.text.pretrained import read_tokenizer
 from activation_extraction.text.rows import IdsColumn, Reader, RowForm, TextColumn
 from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.token_choice import TokenChoice

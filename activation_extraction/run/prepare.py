@@ -235,9 +235,14 @@ def prepare(
         if found.local:  # readers find its tokenizer from any folder
             configuration[name] = os.path.abspath(os.path.expanduser(found.model_path))
     chosen = text.chosen_tokenizer
-    if chosen is not None:  # readers show the text of tokens with it
+    if chosen is not None:  # readers show the text of tokens with these
         name = "model_path" if chosen.home is forward.checkpoint else "lora"
-        facts = {**facts, "tokenizer_path": configuration[name]}
+        added = chosen.backend.get_added_tokens_decoder().items()
+        facts = {
+            **facts,
+            "tokenizer_path": configuration[name],
+            "added_tokens": {str(number): token.content for number, token in added},
+        }
     metadata = {
         "configuration": configuration,
         "model": asdict(forward.model.config),

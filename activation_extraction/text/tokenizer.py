@@ -15,13 +15,8 @@ import numpy as np
 from tokenizers import Tokenizer, models
 
 from activation_extraction.common.errors import InputError, one_line
-from activation_extraction.common.tokenizer_files import (
-    EXPECTED,
-    MERGES,
-    WORDS,
-    pretrained,
-    vocabulary_file,
-)
+from activation_extraction.common.tokenizer_files import MERGES, WHOLE, WORDS, vocabulary_file
+from activation_extraction.text.pretrained import pretrained
 from activation_extraction.text.rows import TEMPLATE, Content
 
 PIECE_CHARACTERS = 2**16  # of a long text
@@ -106,7 +101,10 @@ def load_tokenizer(files: Iterable[Path], where: str, vocab_size: int) -> Any:
     path = vocabulary_file(files)
     if path is None:
         missing = MERGES if WORDS in {file.name for file in files} else WORDS
-        raise InputError(f"{where}: has no {missing}; {EXPECTED}")
+        raise InputError(
+            f"{where}: has no {missing}; a tokenizer is read from {WHOLE}, or from {WORDS} with "
+            f"{MERGES}"
+        )
     loaded = pretrained(path)
     tokenizer: Tokenizer = loaded.backend_tokenizer
     tokenizer.no_truncation()
