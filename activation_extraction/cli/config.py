@@ -48,9 +48,9 @@ environment variables that stand in for flags that are not given:
 AFTER_ENVIRONMENT = """
   HF_TOKEN gives access to private and gated repositories of the Hugging Face hub.
 
-exit status: 0 done; 1 failed on the way, or --verify or --status found a problem; 2 bad input
-or NaN; 130 or 143 stopped by Ctrl-C or SIGTERM (complete samples are stored). A scheduler
-should never retry 2.
+exit status: 0 done; 1 failed on the way, or --verify or --status found a problem; 2 bad input,
+also a row that cannot be used, or NaN; 130 or 143 stopped by Ctrl-C or SIGTERM (complete
+samples are stored). A scheduler should never retry 2.
 """
 # The flags that were given, by name, as argparse read them.
 Given = dict[str, Any]

@@ -14,10 +14,10 @@ folders of a run. The format (5) is the same in a local folder and in a bucket:
       shard_0001.json                 commits the shard, after its other files
 
 A line of metrics.jsonl counts `samples`, `tokens` (those that are kept), `shards_stored` and
-`bytes_stored` of the whole run; the last samples may not be stored yet. Speeds (`..._per_second`,
-`..._per_chip`, `model_flops_utilisation`) are those since the line before. `batches_ready`,
-`bytes_waiting` and `shards_...` of each phase describe the moment. All other counts are those of
-one process, from its start, and have names that end in `since_start`.
+`bytes_stored` of the whole run in this folder; the last samples may not be stored yet. Speeds
+(`..._per_second`, `..._per_chip`, `model_flops_utilisation`) are those since the line before.
+`batches_ready`, `bytes_waiting` and `shards_...` of each phase describe the moment. All other
+counts are those of one process, from its start, and have names that end in `since_start`.
 
 Shards are numbered from 1 without gaps. Only those count whose JSON names the `run` of
 metadata.json; a JSON with `reserved` counts as none. A committed shard never changes. Its JSON:
