@@ -7,6 +7,8 @@ JAX's threads holds would never be released.
 import multiprocessing
 import pickle
 import re
+import subprocess
+import sys
 from itertools import islice
 
 import pytest
@@ -71,6 +73,42 @@ def test_every_epoch_has_each_token_once(run, workers):
             assert sorted(tokens_of(loader)) == every
     batches.restore(batches_of(run).state())
     assert sorted(tokens_of(DataLoader(batches.torch(), batch_size=None, **workers))) == every
+
+
+def test_a_state_that_only_workers_know_is_refused(run):
+    """Saved and restored, it would let every epoch begin anew, without a word."""
+    batches = batches_of(run)
+    start = batches.state()
+    loader = iter(DataLoader(batches.torch(), batch_size=None, **FORKED))
+    next(loader)
+    for ask in (batches.state, batches.torch().state_dict):
+        with pytest.raises(ValueError, match="workers of a DataLoader have read these batches"):
+            ask()
+    del loader
+    batches.restore(start)
+    assert batches.state() == start
+    next(iter(batches.torch()))
+    assert batches.state() != start
+
+
+FORK = """
+import sys
+from torch.utils.data import DataLoader
+from activation_extraction import ActivationDataset
+batches = ActivationDataset(sys.argv[1]).batches(16)
+start = batches.state()
+workers = dict(num_workers=1, multiprocessing_context="fork")
+loader = DataLoader(batches.torch(), batch_size=None, **workers)
+assert batches.state() == start
+next(iter(loader))
+batches.state()
+"""
+
+
+def test_so_is_that_of_workers_that_are_forked(run):
+    """Nothing is pickled for these. They are forked from a process of their own, without JAX."""
+    done = subprocess.run([sys.executable, "-c", FORK, str(run)], capture_output=True, text=True)
+    assert done.returncode == 1 and "ValueError: workers of a DataLoader have" in done.stderr
 
 
 @pytest.mark.parametrize("workers", [{}, FORKED])

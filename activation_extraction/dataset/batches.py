@@ -5,9 +5,11 @@ Batches are shuffled in bounded memory by windows of tokens out of many shards (
 
 import hashlib
 import json
+import mmap
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from multiprocessing.context import get_spawning_popen
 from typing import Any, TypeVar
 
 from activation_extraction.common.log import log
@@ -50,12 +52,26 @@ class Batches(Iterator[T]):
         self._looped = False  # whether a loop over tensors has begun here since `restore`
         self._windows: Generator[Window, None, None] | None = None
         self._window: Window | None = None
+        # A byte of memory that forked workers share, from `torch` on: not 0 if workers of a
+        # DataLoader have read batches since `restore`.
+        self._read_by_workers: mmap.mmap | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_windows": None, "_window": None}
+        return {**vars(self), "_windows": None, "_window": None, "_read_by_workers": None}
 
     def state(self) -> dict[str, Any]:
-        """Returns where the iteration stands, as plain JSON values."""
+        """Returns where the iteration stands, as plain JSON values.
+
+        Raises:
+            ValueError: Workers of a DataLoader have read these batches since they were made or
+                restored: where each worker stands is not known here.
+        """
+        if _loader_worker() is None and self._read_by_workers and self._read_by_workers[0]:
+            raise ValueError(
+                "workers of a DataLoader have read these batches, and only they know where they "
+                "stand: save the state_dict() of torchdata's StatefulDataLoader, or read with "
+                "num_workers=0"
+            )
         return {**self._setting(), **asdict(self._position)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -74,6 +90,8 @@ class Batches(Iterator[T]):
     def _begin(self, position: Position) -> None:
         self.close()
         self._position, self._loader_worker, self._looped = position, _loader_worker(), False
+        if self._read_by_workers is not None and _loader_worker() is None:
+            self._read_by_workers[0] = 0
 
     def _setting(self) -> dict[str, Any]:
         """Everything on which the order of the tokens depends."""
@@ -97,14 +115,20 @@ class Batches(Iterator[T]):
 
         The first loop goes on where the batches stand, and every later one begins anew, unless
         `restore` was called before it. Give a DataLoader `batch_size=None`, and for a run in a
-        bucket `multiprocessing_context="spawn"`, if it has workers. Each of its workers
-        reads its own share of the data, of which `state` and `restore` know nothing here, so a loop
-        with workers raises ValueError after `restore`. The result has `state_dict` and
-        `load_state_dict`, by which torchdata's StatefulDataLoader continues its workers, if there
+        bucket `multiprocessing_context="spawn"`, if it has workers.
+
+        Each worker of a DataLoader reads a share of its own, and moves only its own copy of the
+        batches. So a loop with workers raises ValueError if the batches were restored, and `state`
+        raises ValueError once workers have read. The result has `state_dict` and
+        `load_state_dict`, with which torchdata's StatefulDataLoader continues its workers, if there
         are equally many.
         """
         from torch.utils.data import IterableDataset
         from torch.utils.data._utils.collate import default_collate_fn_map
+
+        if self._read_by_workers is None:
+            self._read_by_workers = mmap.mmap(-1, 1)
+        read_by_workers = self._read_by_workers
 
         class TorchBatches(IterableDataset):
             def __init__(self, batches: Batches[Any]) -> None:
@@ -124,6 +148,8 @@ class Batches(Iterator[T]):
                 self._batches.restore(state)
 
             def __reduce__(self) -> tuple[Any, ...]:  # such a class cannot be pickled by its name
+                if get_spawning_popen() is not None:
+                    read_by_workers[0] = 1  # the process that is being started shares no memory
                 return Batches.torch, (self._batches,)
 
         default_collate_fn_map[TokenBatch] = _refuse_to_collate
@@ -143,6 +169,8 @@ class Batches(Iterator[T]):
                 )
             self.close()  # the threads of another process do not run here
             self._loader_worker = worker
+            if worker is not None and self._read_by_workers is not None:
+                self._read_by_workers[0] = 1
         if self._window is None:
             self._window = self._next_window()
         window, taken = self._window, self._position.taken
