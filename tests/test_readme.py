@@ -81,7 +81,7 @@ def hub(tmp_path_factory, demo_inputs):
     (texts / "sample").mkdir(parents=True)
     card = "configs:\n- config_name: sample-10BT\n  data_files: sample/*.parquet\n"
     (texts / "README.md").write_text(f"---\n{card}---\n")
-    rows = [{"text": f"document {number}", "id": str(number)} for number in range(150)]
+    rows = [{"text": f"document {number} " * 20, "id": str(number)} for number in range(150)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), texts / "sample/0.parquet")
     with serve_hub(root) as server:
         yield server
@@ -120,7 +120,10 @@ def checkout(tmp_path_factory, hub):
 def test_the_commands_do_what_is_said(checkout):
     root, printed, recorded, bucket = checkout
     assert "done: 300 samples" in printed and "ActivationDataset('demo_activations')" in printed
-    assert printed.count("done: 100 samples") == 2  # here, and to the bucket
+    assert printed.count("done: 100 samples") == 4  # out, more, draft, and to the bucket
+    assert printed.count(" tokens, 4 hooks, ") == 2  # two exports for draft models
+    assert "--target-layer-ids 2 12 21 " in printed and "left out: ln_final.hook_out; " in printed
+    assert '"aux_hidden_state_layer_ids": [1, 11, 20]' in printed
     assert json.loads((root / "out/metadata.json").read_text())["samples"] == 100
     assert "prefix/machine_000/shard_0001.pkl.gz" in bucket.objects()
     assert "tokens/s" in printed and "0 problem" in printed  # --status, --verify
@@ -140,9 +143,11 @@ def test_the_commands_do_what_is_said(checkout):
 
 
 @pytest.mark.rare
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata
 def test_the_snippets_read_what_is_stored(checkout, monkeypatch):
     root, _, _, bucket = checkout
-    training, own = (with_bucket(block) for block in BLOCKS if is_python(block))
+    python = [with_bucket(block) for block in BLOCKS if is_python(block)]
+    training, own, resumed, workers = python
     monkeypatch.chdir(root)
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
@@ -158,8 +163,32 @@ def test_the_snippets_read_what_is_stored(checkout, monkeypatch):
     assert list(found["records"]) == [12, 18] and len(found["records"][12]) == 100
     exec(own, found)
     assert found["sample"].doc_id == "doc 7" and len(ActivationDataset("own")) == 100
+    check_training(found, resumed, workers)
     for field in found["records"][12][0]:
         assert f"`{field}`" in section("What it writes"), field
+
+
+def check_training(found, resumed, workers):
+    """A loop that is broken off and started again has every token once, with and without workers;
+    layers of two runs are read as one."""
+    dataset, every = found["dataset"], len(list(found["dataset"].batches(1024)))
+    assert every > 2
+    broken_off = resumed + "\n    break"
+    for _ in range(2):
+        exec(broken_off, found)
+    found["rest"] = []
+    exec(resumed.replace("saved.write_text", "rest.append(len(batch)), saved.write_text"), found)
+    assert sum(found["rest"]) == dataset.tokens - 2 * 1024
+    exec(workers, found)
+    first = len(found["batch"])
+    exec(workers.partition("batch = ")[0], found)
+    found["loader"].load_state_dict(found["state"])
+    rest = sum(map(len, found["loader"]))
+    assert first == 1024 and first + rest == ActivationDataset("out").tokens
+    (joined,) = re.findall(r"`(\S+\.join\(.*?\))`", section("Training on it"))
+    batch = next(eval(joined, found).batches(1024))
+    assert list(batch) == [f"blocks.{layer}.hook_resid_post" for layer in (12, 18, 15)]
+    assert len(batch) == 1024
 
 
 def test_every_flag_exists():
