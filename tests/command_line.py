@@ -21,7 +21,9 @@ def main(*arguments):
 # Becomes another command, in which signals do what they do by default. Whoever starts the tests may
 # have them ignored, as `nohup make test &` has Ctrl-C, and children would inherit that.
 WITH_SIGNALS = [
-    *(sys.executable, "-S", "-c"),
+    sys.executable,
+    "-S",
+    "-c",
     "import os, signal, sys\n"
     "for number in (signal.SIGINT, signal.SIGTERM):\n"
     "    signal.signal(number, signal.SIG_DFL)\n"

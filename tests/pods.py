@@ -80,9 +80,15 @@ LAYERS = "--layers_to_extract", 1, 3
 
 def flags_for(demo_inputs, output, *more, hooks=LAYERS):
     return [
-        *("--model_path", demo_inputs / "model"),
-        *("--dataset_path", demo_inputs / "documents.parquet"),
-        *("--max_seq_length", 64, *hooks, "--output_dir", output),
+        "--model_path",
+        demo_inputs / "model",
+        "--dataset_path",
+        demo_inputs / "documents.parquet",
+        "--max_seq_length",
+        64,
+        *hooks,
+        "--output_dir",
+        output,
         *more,
     ]
 

@@ -47,7 +47,9 @@ FORMS = {  # the hooks that are read and reconstructed, who writes the files, an
     "SAELens whitened": (RESID, RESID, made.sae_lens, WHITENED | dict(architecture="jumprelu")),
     "SAELens whitened, topk": (RESID, RESID, made.sae_lens, WHITENED | RESCALED),
     "SAELens whitened without b_dec": (
-        *(RESID, RESID, made.sae_lens),
+        RESID,
+        RESID,
+        made.sae_lens,
         WHITENED | dict(apply_b_dec_to_input=False),
     ),
     "SAELens transcoder": (RESID, OUT, made.sae_lens, LAYER_NORM | dict(architecture=TRANSCODER)),

@@ -148,11 +148,29 @@ def test_what_cannot_be_dequantised_is_refused_by_name(dense, tmp_path, told):
 
 
 OF_CACHES = (  # and of what attention computes; from checkpoints that vLLM and SGLang read
-    *("k_proj.k_scale", "v_proj.v_scale", "qkv_proj.k_scale", "qkv_proj.v_scale", "kv_scale"),
-    *("q_scale", "k_scale", "v_scale", "attn.q_scale", "attn.k_scale", "attn.v_scale"),
-    *("attn.prob_scale", "prob_output_scale", "q_zero_point", "k_zero_point", "v_zero_point"),
-    *("q_proj.output_scale", "k_proj.output_scale", "v_proj.output_scale", "k_global_scale"),
-    *("k_proj.output_zero_point", "q_proj.input_zero_point", "k_proj.kv_cache_scale"),
+    "k_proj.k_scale",
+    "v_proj.v_scale",
+    "qkv_proj.k_scale",
+    "qkv_proj.v_scale",
+    "kv_scale",
+    "q_scale",
+    "k_scale",
+    "v_scale",
+    "attn.q_scale",
+    "attn.k_scale",
+    "attn.v_scale",
+    "attn.prob_scale",
+    "prob_output_scale",
+    "q_zero_point",
+    "k_zero_point",
+    "v_zero_point",
+    "q_proj.output_scale",
+    "k_proj.output_scale",
+    "v_proj.output_scale",
+    "k_global_scale",
+    "k_proj.output_zero_point",
+    "q_proj.input_zero_point",
+    "k_proj.kv_cache_scale",
 )
 
 

@@ -21,9 +21,20 @@ from activation_extraction.store import shard_reader
 @pytest.fixture(scope="module")
 def flags(demo_inputs):
     return [
-        *("--model_path", demo_inputs / "model", "--layers_to_extract", 1, 3),
-        *("--dataset_path", demo_inputs / "documents.parquet", "--max_seq_length", 64),
-        *("--max_samples", 120, "--shard_size_gb", 0.0008, "--no_data_parallel"),
+        "--model_path",
+        demo_inputs / "model",
+        "--layers_to_extract",
+        1,
+        3,
+        "--dataset_path",
+        demo_inputs / "documents.parquet",
+        "--max_seq_length",
+        64,
+        "--max_samples",
+        120,
+        "--shard_size_gb",
+        0.0008,
+        "--no_data_parallel",
     ]
 
 

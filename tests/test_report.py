@@ -152,7 +152,9 @@ def test_the_table_says_what_numpy_computes(tmp_path):
     assert row_of(page, "blocks.1.a") == [
         "blocks.1.a",
         *(f"{number:.4g}" for number in numbers),
-        *(f"{low:.4g} – {high:.4g}", f"{norms.max():.4g}", f"{1 / 500:.2%}"),
+        f"{low:.4g} – {high:.4g}",
+        f"{norms.max():.4g}",
+        f"{1 / 500:.2%}",
         f"2 ({ratio[2]:.3g}×)5 ({ratio[5]:.3g}×)",
     ]
     assert row_of(page, "zeros")[-1] == ""

@@ -60,7 +60,7 @@ def test_demo_in_a_new_process_reads_back_as_it_says(demo_inputs, tmp_path, caps
     which would take seconds, nor says anything about that."""
     (tmp_path / "torch.py").write_text("print('PyTorch')")
     process = start(
-        *("--demo", "--output_dir", tmp_path / "out"), environment={"PYTHONPATH": str(tmp_path)}
+        "--demo", "--output_dir", tmp_path / "out", environment={"PYTHONPATH": str(tmp_path)}
     )
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
@@ -124,7 +124,7 @@ def test_ctrl_c_during_imports_is_told_in_one_line(module, flags, where, tmp_pat
         interrupt = f"class Made:\n    def __del__(self):\n        {interrupt}\nMade()"
     (tmp_path / f"{module}.py").write_text(interrupt)
     process = start(
-        *(flags, "--output_dir", tmp_path / "out"), environment={"PYTHONPATH": str(tmp_path)}
+        flags, "--output_dir", tmp_path / "out", environment={"PYTHONPATH": str(tmp_path)}
     )
     out, err = process.communicate(timeout=600)
     assert (process.returncode, out, err) == (130, "", "interrupted\n")

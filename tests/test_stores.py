@@ -134,9 +134,20 @@ def new_run(store: Store, tmp_path: Path) -> Iterator[Callable[..., Run]]:
 @pytest.fixture(scope="module")
 def flags(demo_inputs: Path) -> list[str]:
     return [
-        *("--model_path", str(demo_inputs / "model"), "--layers_to_extract", "1", "3"),
-        *("--dataset_path", str(demo_inputs / "documents.parquet"), "--max_seq_length", "64"),
-        *("--max_samples", "120", "--shard_size_gb", "0.0005", "--no_data_parallel"),
+        "--model_path",
+        str(demo_inputs / "model"),
+        "--layers_to_extract",
+        "1",
+        "3",
+        "--dataset_path",
+        str(demo_inputs / "documents.parquet"),
+        "--max_seq_length",
+        "64",
+        "--max_samples",
+        "120",
+        "--shard_size_gb",
+        "0.0005",
+        "--no_data_parallel",
     ]
 
 

@@ -129,9 +129,24 @@ def test_a_text_without_tokens_of_its_own_is_no_sample(model_with, texts):
 
 def flags_of(model, path, out, *more):
     return [
-        *("--model_path", model, "--dataset_path", path, "--output_dir", out),
-        *("--max_seq_length", 24, "--batch_size", 2, "--layers_to_extract", 1),
-        *("--dtype", "float32", "--no_data_parallel", "--shard_size_gb", 3e-5, *more),
+        "--model_path",
+        model,
+        "--dataset_path",
+        path,
+        "--output_dir",
+        out,
+        "--max_seq_length",
+        24,
+        "--batch_size",
+        2,
+        "--layers_to_extract",
+        1,
+        "--dtype",
+        "float32",
+        "--no_data_parallel",
+        "--shard_size_gb",
+        3e-5,
+        *more,
     ]
 
 

@@ -39,17 +39,20 @@ PROGRAMS = {  # shape, flags, machine, kernels of a layer
     "delta net": (
         SHAPES["9B"],
         "--mesh_shape 8 --mesh_axes data --layers_to_extract 3 15 31",
-        *("v6e:2x4", [SPLASH, DELTA]),
+        "v6e:2x4",
+        [SPLASH, DELTA],
     ),
     "pipeline": (
         SHAPES["72B"],
         "--mesh_shape 4,16,4 --mesh_axes pipeline,data,model --batch_size 4 --layers_to_extract 79",
-        *("v5e:16x16", [SPLASH]),
+        "v5e:16x16",
+        [SPLASH],
     ),
     "delta net and experts": (
         SHAPES["35B-A3B"],
         "--mesh_shape 8,8 --mesh_axes data,expert --batch_size 4 --layers_to_extract 3 31 39",
-        *("v5e:8x8", [SPLASH, DELTA, EXPERTS]),
+        "v5e:8x8",
+        [SPLASH, DELTA, EXPERTS],
     ),
 }
 

@@ -158,9 +158,14 @@ class Progress:
                 samples = f"{metrics['samples']:,} of {counted(self._most, 'sample')}"
             log.info(
                 "%s, %s, %.0f tokens/s%s; stored %s, %.2f GB, %d being written, retries: %d",
-                *(samples, kept, rate, "" if share is None else f", {share:.0%} of peak"),
-                *(counted(metrics["shards_stored"], "shard"), metrics["bytes_stored"] / 1e9),
-                *(metrics["shards_writing"], metrics["upload_retries_since_start"]),
+                samples,
+                kept,
+                rate,
+                "" if share is None else f", {share:.0%} of peak",
+                counted(metrics["shards_stored"], "shard"),
+                metrics["bytes_stored"] / 1e9,
+                metrics["shards_writing"],
+                metrics["upload_retries_since_start"],
             )
 
     def close(self) -> None:

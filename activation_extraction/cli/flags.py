@@ -557,9 +557,18 @@ class Config:
     demo: bool = switch(
         "make a tiny model and sample documents in --output_dir/demo_inputs and extract from them",
         excludes=(
-            *("model_path", "model_revision", "lora"),
-            *("dataset_name", "dataset_config", "dataset_split", "dataset_path", "mix"),
-            *("messages_column", "ids_column", "id_column", "keep_columns"),
+            "model_path",
+            "model_revision",
+            "lora",
+            "dataset_name",
+            "dataset_config",
+            "dataset_split",
+            "dataset_path",
+            "mix",
+            "messages_column",
+            "ids_column",
+            "id_column",
+            "keep_columns",
         ),
     )
     log_every: int = seconds(

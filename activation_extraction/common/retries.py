@@ -32,7 +32,8 @@ def hub_requests(what: str) -> Iterator[None]:
             logged = True
             log.warning(
                 "%s: the hub is not answering%s; trying again for about half a minute",
-                *(what, f" ({retry[1]:.200})" if retry[1] else ""),
+                what,
+                f" ({retry[1]:.200})" if retry[1] else "",
             )
         return retry is None
 

@@ -7,7 +7,9 @@ WHOLE, WORDS, MERGES = VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "merg
 # Every file that decides how text is tokenised.
 TOKENIZER_FILES = (
     *VOCABULARY_FILES,
-    *("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"),
+    "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
 )
 
 

@@ -74,8 +74,14 @@ TOO_LARGE = (
 # What shows that a machine has a TPU: its device files, and what its environment says.
 TPU_FILES = "/dev/accel*", "/dev/vfio/[0-9]*"
 TPU_VARIABLES = (
-    *("TPU_NAME", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES"),
-    *("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "CLOUD_TPU_TASK_ID", "JAX_FORCE_TPU_INIT"),
+    "TPU_NAME",
+    "TPU_ACCELERATOR_TYPE",
+    "TPU_WORKER_ID",
+    "TPU_WORKER_HOSTNAMES",
+    "TPU_VISIBLE_CHIPS",
+    "TPU_VISIBLE_DEVICES",
+    "CLOUD_TPU_TASK_ID",
+    "JAX_FORCE_TPU_INIT",
 )
 
 OFF = "off"  # of --compilation_cache

@@ -455,9 +455,13 @@ def read_weights(forward: Forward) -> dict[str, Any]:
     parameters = sum(math.prod(spec.shape) for spec in weights.values())
     log.info(
         "model: layers 0 to %d of %d, %.3g M parameters, %s%s; %s mesh: %s%s",
-        *(model.num_layers - 1, model.config.num_hidden_layers, parameters / 1e6, model.dtype),
+        model.num_layers - 1,
+        model.config.num_hidden_layers,
+        parameters / 1e6,
+        model.dtype,
         f" ({model.config.weights})" if model.config.weights else "",
-        *(jax.default_backend(), in_words(layout.shape)),
+        jax.default_backend(),
+        in_words(layout.shape),
         f" ({layout.why})" if layout.why else "",
     )
     if model.stages > 1:
@@ -470,7 +474,10 @@ def read_weights(forward: Forward) -> dict[str, Any]:
         total=size, unit="B", unit_scale=True, desc="loading weights", leave=False, disable=quiet
     ) as bar:
         return load_params(
-            *(weights, forward.checkpoint, model.dtype, layout),
+            weights,
+            forward.checkpoint,
+            model.dtype,
+            layout,
             as_bits=forward.as_bits,
             progress=bar.update,
         )

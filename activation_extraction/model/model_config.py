@@ -25,8 +25,13 @@ HEAD = "lm_head.weight"  # the tensor that makes logits
 
 # These fields must be positive integers; of the others, name here -> name in config.json.
 SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
 )
 EXPERT_SIZES = dict(
     count="num_experts", per_token="num_experts_per_tok", width="moe_intermediate_size"

@@ -52,8 +52,13 @@ RELEASED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     ),
 }
 NUMBERS = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "linear_num_value_heads", "num_experts"),
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "linear_num_value_heads",
+    "num_experts",
 )
 TIED = re.compile(r"Qwen(2\.5-(0\.5|1\.5|3)B|3-(0\.6|1\.7|4)B|3\.5-(0\.8|2|4)B)")
 VARIANT = re.compile(r"-(Base|Instruct|Thinking|Chat)(-\d+)?$")

@@ -13,8 +13,16 @@ AROUND = {"thinker", "model", "language_model", "transformer"}  # what holds the
 # What stands beside it: inputs and outputs of other kinds, the draft of further tokens, and heads
 # of reward models, value models and classifiers. No hook needs them.
 BESIDE = {
-    *("visual", "audio_tower", "talker", "code2wav", "token2wav", "mtp"),
-    *("score", "v_head", "classifier", "qa_outputs"),
+    "visual",
+    "audio_tower",
+    "talker",
+    "code2wav",
+    "token2wav",
+    "mtp",
+    "score",
+    "v_head",
+    "classifier",
+    "qa_outputs",
 }
 RECOMPUTED = ".rotary_emb.inv_freq"  # some exporters write it; every model has it from rope_theta
 

@@ -106,7 +106,11 @@ INPUTS = (
 
 # Flags that may differ between the hosts of a run.
 HOST_FIELDS = {
-    *("host_id", "coordinator_address", "output_dir", "verbose", "compilation_cache"),
+    "host_id",
+    "coordinator_address",
+    "output_dir",
+    "verbose",
+    "compilation_cache",
     *(path for each in INPUTS for path in each.paths),
 }
 

@@ -22,8 +22,16 @@ MAY_TURN_ON = {"skip_bad_rows"}  # fields that a run that continues may turn on
 # What decides the samples of a row and their tokens. The tokenizer's files are not among it: those
 # of a base and a chat model differ, but may give the same ids.
 OF_SAMPLES = (
-    *("data", "data_revision", "text_column", "messages_column", "ids_column", "chat_template"),
-    *("special_tokens", "max_seq_length", "long_documents", "overlap"),
+    "data",
+    "data_revision",
+    "text_column",
+    "messages_column",
+    "ids_column",
+    "chat_template",
+    "special_tokens",
+    "max_seq_length",
+    "long_documents",
+    "overlap",
 )
 BLOCKS = "blocks "  # what the fingerprint of a local file begins with
 LOSS = "loss"

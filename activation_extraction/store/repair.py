@@ -116,7 +116,8 @@ class RepairPlanner:
             log.warning(
                 "%s/%s is damaged or missing and is written again, as asked now: nothing compares "
                 "this with the run",
-                *(self.target.url, METADATA),
+                self.target.url,
+                METADATA,
             )
         refuse_elsewhere(stored)
 
