@@ -69,8 +69,9 @@ GROUPS = {
     "output_dir": ("output", None),
     "upload_to_gcs": (
         "upload",
-        "credentials come from the environment: gcloud auth application-default login, "
-        "GOOGLE_APPLICATION_CREDENTIALS, or the machine's service account",
+        "credentials come from the environment: for Google Cloud, gcloud auth application-default "
+        "login, GOOGLE_APPLICATION_CREDENTIALS or the machine's service account; for S3, AWS_* "
+        "variables; for Azure, AZURE_STORAGE_* variables. README.md names them",
     ),
     "plan": (
         "before a machine is rented",
@@ -336,7 +337,8 @@ class Config:
     batch_size: int | str | None = flag(
         "rows per host and step; several samples share a row. auto: the most, up to 512, that the "
         "devices and the host have memory for; on a CPU, the default",
-        default_is="8; on a CPU, no more than 2,048 tokens fill, but a multiple of the devices",
+        default_is="8; on a CPU at most as many as 2,048 tokens fill, rounded up to a multiple of "
+        "the devices",
         parse=rows,
         metavar="ROWS|auto",
     )
@@ -457,7 +459,8 @@ class Config:
         needs="gcs_bucket",
     )
     gcs_bucket: str | None = flag(
-        "the name of a bucket of Google Cloud, or a URL: gs://, s3://, s3a://, az:// or abfs://",
+        "the name of a bucket of Google Cloud, or a URL: gs://, s3://, s3a://, az://, "
+        "abfs:// or abfss://",
         parse=bucket,
         needs="upload_to_gcs",
     )
@@ -509,7 +512,7 @@ class Config:
     status: bool = switch(
         "show what all machines and hosts have stored, how fast they are and when they will be "
         "done; also works during a run; exits with status 1 if a host has failed or has been "
-        "silent for 15 minutes and for as long as five shards take, or if files are damaged or "
+        "silent for 15 minutes (longer, if five shards take longer), or if files are damaged or "
         "missing"
     )
     aggregate: bool = switch(
