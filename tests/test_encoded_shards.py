@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import main
+from datasets import load_from_disk
 from extractions import identity_of
 from pods import first_documents
 from runs_of_rows import decoded
@@ -35,7 +36,7 @@ def float8_run(root, hooks, **options):
 
 def test_what_a_reader_finds_without_this_program(tmp_path):
     """test_dataset.py has what this program reads."""
-    values = np.random.default_rng(0).standard_normal((30, 33), np.float32)
+    values = np.random.default_rng(0).standard_normal((130, 33), np.float32)
     for shard_format in SHARD_FORMATS:
         folder, hooks = tmp_path / shard_format, {"h": "h", 5: "choices"}
         with float8_run(folder, hooks, shard_format=shard_format) as storage:
@@ -55,10 +56,10 @@ def test_what_a_reader_finds_without_this_program(tmp_path):
     assert np.concatenate([r["scale"] for r in records["h"]]).tobytes() == scale.tobytes()
     np.testing.assert_array_equal(stored.float().numpy() * scale, decoded(values))
     assert "choices.scale" not in tensors and "scale" not in records[5][0]
-    flags = "--export_dir", tmp_path / "memmap", "--hook_names", "h"
-    assert main("--export", "memmap", *flags, "--output_dir", tmp_path / "pickle") == 0
-    (path,) = (tmp_path / "memmap").rglob("shard_0.memmap")
-    np.testing.assert_array_equal(np.fromfile(path, np.float32).reshape(-1, 33), decoded(values))
+    flags = "--export_dir", tmp_path / "export", "--hook_names", "h"
+    assert main("--export", "sae_lens", *flags, "--output_dir", tmp_path / "safetensors") == 0
+    exported = load_from_disk(str(tmp_path / "export/h")).with_format("numpy")[:]["h"]
+    np.testing.assert_array_equal(exported, decoded(values)[None, :128], strict=True)
 
 
 def test_samples_without_tokens_and_the_size_of_shards(tmp_path):

@@ -1,19 +1,19 @@
-"""--export: what trainers find in the files is what the run stored, whatever happened meanwhile."""
+"""--export: what a trainer finds in the files is what the run stored, whatever happened meanwhile.
 
-import json
+The form here is sae_lens; test_draft_files.py and test_codes.py have the others.
+"""
+
 import tracemalloc
 from types import SimpleNamespace
 
 import extractions
 import fsspec
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from command_line import main, start
 from datasets import load_from_disk
 from extractions import HIDDEN, HOOKS, activations_of, batches, extract, open_part
-from safetensors.torch import load_file
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError, RunError
@@ -48,41 +48,9 @@ def run(request, tmp_path_factory):
 one_run = pytest.mark.parametrize("run", ["float32"], indirect=True)
 
 
-def save(run, form, target, *patterns):
-    export(Folder(str(run)), form, str(target), patterns or None)
+def save(run, target, *patterns):
+    export(Folder(str(run)), "sae_lens", str(target), patterns or None)
     return target
-
-
-def read_memmap(target, hook):
-    """Reads an export as jkminder's dictionary_learning does, with statistics of dimensions."""
-    config, values = json.loads((target / hook / "config.json").read_text()), []
-    assert config["store_tokens"] and config["store_sequence_ranges"]
-    for i in range(config["shard_count"]):
-        meta = json.loads((target / hook / f"shard_{i}.meta").read_text())
-        number_type = {"torch.bfloat16": np.int16}.get(meta["dtype"], meta["dtype"][6:])
-        file, shape = target / hook / f"shard_{i}.memmap", tuple(meta["shape"])
-        found = torch.tensor(np.memmap(file, number_type, mode="r", shape=shape))
-        values.append(found.view(getattr(torch, meta["dtype"].removeprefix("torch."))))
-    assert torch.cat(values).shape == (config["total_size"], config["d_model"])
-    tokens = torch.load(target / "tokens.pt", weights_only=True)
-    starts = torch.load(target / "sequence_ranges.pt", weights_only=True)
-    assert starts.tolist() == [*range(0, len(tokens) + 1, 10)]
-    x = torch.cat(values).double()
-    mean, squares = x.mean(0), (x - x.mean(0)).square().sum(0)
-    for name, each in {"mean": mean, "std": x.std(0), "M2": squares, "count": len(x)}.items():
-        found = torch.load(target / hook / f"{name}.pt", weights_only=True)
-        assert found.dtype == (torch.int64 if name == "count" else torch.float32)
-        np.testing.assert_allclose(found.numpy(), each, rtol=1e-5, atol=1e-6)
-    return torch.cat(values), tokens
-
-
-def read_llamascopium(target, hook):
-    """Reads an export as Llamascopium's CachedActivationLoader does."""
-    chunks = [load_file(path) for path in sorted((target / hook).glob("chunk-*.safetensors"))]
-    for chunk in chunks:
-        assert chunk["mask"].all() and chunk["attention_mask"].all()
-        assert chunk["mask"].shape == chunk["attention_mask"].shape == chunk["tokens"].shape
-    return tuple(torch.cat([chunk[name] for chunk in chunks]) for name in ("activation", "tokens"))
 
 
 def read_sae_lens(target, hook):
@@ -97,54 +65,45 @@ def read_sae_lens(target, hook):
     return found[hook].reshape(-1, HIDDEN), found["token_ids"].reshape(-1)
 
 
-READ = {"memmap": read_memmap, "llamascopium": read_llamascopium, "sae_lens": read_sae_lens}
-
-
-def check(run, form, target, hooks=(FIRST, SECOND)):
-    """What the trainer reads is what the run holds; only SAELens leaves out the last tokens, and
-    has no bfloat16."""
+def check(run, target, hooks=(FIRST, SECOND)):
+    """Compares what the trainer reads with what the run holds. There is no bfloat16, and the last
+    two tokens do not fill a row."""
     samples = list(ActivationDataset(run))
-    count = 198 if form == "sae_lens" else 200
     for hook in hooks:
-        found, tokens = READ[form](target, hook)
-        values = np.concatenate([sample[hook] for sample in samples])[:count]
-        if form == "sae_lens" and values.dtype == ml_dtypes.bfloat16:
-            values = values.astype(np.float32)
-        assert tokens.dtype == torch.int64 and str(found.dtype) == f"torch.{values.dtype}"
-        expected = np.concatenate([sample.token_ids for sample in samples])[:count]
+        found, tokens = read_sae_lens(target, hook)
+        values = np.concatenate([sample[hook] for sample in samples])[:198].astype(np.float32)
+        assert (tokens.dtype, found.dtype) == (torch.int64, torch.float32)
+        expected = np.concatenate([sample.token_ids for sample in samples])[:198]
         np.testing.assert_array_equal(tokens, expected)
-        bits = torch.int32 if values.dtype == np.float32 else torch.int16
-        assert found.view(bits).numpy().tobytes() == values.tobytes()
+        assert found.numpy().tobytes() == values.tobytes()
 
 
-@pytest.mark.parametrize("form", READ)
-def test_trainers_find_what_all_hosts_stored(form, run, tmp_path, capsys):
+def test_the_trainer_finds_what_all_hosts_stored(run, tmp_path, capsys):
     target = tmp_path / "deep/export"
-    flags = ["--output_dir", run, "--export", form, "--export_dir", target]
+    flags = ["--output_dir", run, "--export", "sae_lens", "--export_dir", target]
     assert main(*flags) == 0
     out = capsys.readouterr().out
-    check(run, form, target)
-    beside = ["sequence_ranges.pt", "tokens.pt"] if form == "memmap" else []
-    assert sorted(path.name for path in target.iterdir()) == [FIRST, SECOND, *beside]
+    check(run, target)
+    assert sorted(path.name for path in target.iterdir()) == [FIRST, SECOND]
     assert [path.name for path in target.parent.iterdir()] == ["export"]
-    assert out.startswith(f"exported: {198 if form == 'sae_lens' else 200} tokens, 2 hooks, ")
-    left_out = "left out: 2 tokens, too few for a row of 3\n"
-    assert (left_out in out) == (form == "sae_lens")
-    assert form != "memmap" or f"ActivationCache('{target}', '{FIRST}')" in out
+    assert out.startswith("exported: 198 tokens, 2 hooks, ")
+    assert "left out: 2 tokens, too few for a row of 3\n" in out
+    assert f"hook_name='{FIRST}', context_size=3, use_cached_activations=True" in out
+    assert f"cached_activations_path='{target}/{FIRST}')" in out
 
 
 @one_run
 def test_one_hook_is_exported_from_a_bucket(run, tmp_path):
     url = f"memory:/{tmp_path}/bucket"
     fsspec.filesystem("memory").put(f"{run}/", url, recursive=True)
-    target = save(url, "llamascopium", tmp_path / "export", "blocks.5.*")
+    target = save(url, tmp_path / "export", "blocks.5.*")
     assert [path.name for path in target.iterdir()] == [SECOND]
-    check(run, "llamascopium", target, [SECOND])
+    check(run, target, [SECOND])
 
 
 @one_run
 def test_ctrl_c_leaves_nothing_of_an_export(run, tmp_path):
-    """It comes once the folder is made, while the first hook is written."""
+    """It comes once the folder is made, as the library that writes the files is imported."""
     (tmp_path / "modules").mkdir()
     interrupt = """
 import signal
@@ -152,8 +111,8 @@ from pathlib import Path
 if Path("out.unfinished").exists():
     signal.raise_signal(signal.SIGINT)
 """
-    (tmp_path / "modules/torch.py").write_text(interrupt)
-    flags = "--export", "memmap", "--output_dir", run, "--export_dir", "out"
+    (tmp_path / "modules/datasets.py").write_text(interrupt)
+    flags = "--export", "sae_lens", "--output_dir", run, "--export_dir", "out"
     process = start(*flags, environment={"PYTHONPATH": str(tmp_path / "modules")}, cwd=tmp_path)
     out, err = process.communicate(timeout=600)
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
@@ -172,7 +131,7 @@ def test_an_export_that_fails_leaves_nothing(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(exporting, "_chunks", failing)
     with pytest.raises(RunError, match="No space left"):
-        save(run, "sae_lens", tmp_path / "export")
+        save(run, tmp_path / "export")
     assert not list(tmp_path.iterdir())
 
 
@@ -182,7 +141,7 @@ def test_a_target_that_is_there_is_left_alone(there, told, run, tmp_path):
     (tmp_path / there).mkdir()
     (tmp_path / there / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=f"^--export_dir {tmp_path}/export: .*{told}"):
-        save(run, "memmap", f"{tmp_path}/export/")
+        save(run, f"{tmp_path}/export/")
     assert [*tmp_path.rglob("*")] == [tmp_path / there, tmp_path / there / "notes.txt"]
     assert (tmp_path / there / "notes.txt").read_text() == "mine"
 
@@ -192,10 +151,12 @@ def test_too_little_room_and_a_missing_library_are_refused(run, tmp_path, monkey
     usage = SimpleNamespace(free=200 * (128 + 32) - 1)
     monkeypatch.setattr(exporting.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(InputError, match=r"has 0.000 GB free, needs 0.000 GB$"):
-        save(run, "memmap", tmp_path / "export")
-    monkeypatch.setattr(exporting, "find_spec", {"torch": None}.get)
-    with pytest.raises(InputError, match="^--export memmap: needs torch; run: .* -m pip install"):
-        save(run, "memmap", tmp_path / "export")
+        save(run, tmp_path / "export")
+    monkeypatch.setattr(exporting, "find_spec", {"datasets": None}.get)
+    with pytest.raises(
+        InputError, match="^--export sae_lens: needs datasets; run: .* -m pip install"
+    ):
+        save(run, tmp_path / "export")
     assert not [*tmp_path.iterdir()]
 
 
@@ -209,15 +170,15 @@ def test_memory_is_bounded_by_the_chunks(tmp_path, monkeypatch):
         root = tmp_path / f"run{count}"
         extract(root, count=count, shard_size_gb=64e-5)
         tracemalloc.start()
-        save(root, "memmap", tmp_path / f"export{count}")
+        save(root, tmp_path / f"export{count}")
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.5 * peaks[0]
 
 
-EXPORT = "--export memmap --export_dir"
+EXPORT = "--export sae_lens --export_dir"
 REFUSED = [
-    ("--export memmap", "--export: needs --export_dir"),
+    ("--export sae_lens", "--export: needs --export_dir"),
     (f"{EXPORT} gs://b/x", "gs://b/x: is a URL"),
     (f"{EXPORT} x --hook_names blocks.4.*", f"has no hook 'blocks.4.*'; it has {FIRST}, {SECOND}"),
     (f"{EXPORT} x --output_dir started", "started is interrupted; expected a finished run"),

@@ -151,7 +151,7 @@ def test_names_that_a_run_lacks_are_refused(run, tmp_path, capsys):
         ActivationDataset(run, hooks=["blocks.2.mlp.hook_in"])
     with pytest.raises(KeyError, match=ASKED[0]):  # which is not read
         ActivationDataset(run, hooks=[STORED[4]])[0][ASKED[0]]
-    export = "--export", "memmap", "--output_dir", run, "--export_dir", tmp_path / "copy"
+    export = "--export", "sae_lens", "--output_dir", run, "--export_dir", tmp_path / "copy"
     assert main(*export, "--hook_names", "blocks.2.mlp.hook_in") == 2
     assert lacks in capsys.readouterr().err
     assert main(*export, "--hook_names", "blocks.[12].mlp.hook_in") == 0

@@ -79,7 +79,7 @@ def test_the_wheel_and_its_command_look_at_runs_and_say_what_the_rest_needs(tmp_
     for flags, told in {
         "--report": "pip install -e '.[report]'",
         "--demo": "pip install -e '.[extract]'",
-        "--export memmap --export_dir x": f"needs torch; run: {python} -m pip install torch",
+        "--export specforge --export_dir x": f"needs torch; run: {python} -m pip install torch",
     }.items():
         done = call(*flags.split())
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr

@@ -136,15 +136,13 @@ def test_verify_of_a_program_of_ones_own(tmp_path, capsys):
         assert told in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize(
-    "form,name", [("memmap", "../escaped"), ("llamascopium", "/tmp/escaped"), ("sae_lens", "..")]
-)
-def test_names_of_hooks_are_no_paths(name, form, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", ".."])
+def test_names_of_hooks_are_no_paths(name, tmp_path, capsys):
     """The export writes nothing, in its folder or elsewhere."""
     with open_storage(tmp_path / "run", {1: name}) as storage:
         for number in range(10):
             storage.add_activation(1, np.zeros((20, 4), np.float32), number, "", [*range(20)])
     flags = "--export_dir", tmp_path / "out/copy", "--output_dir", tmp_path / "run"
-    assert main("--export", form, *flags) == 2
+    assert main("--export", "sae_lens", *flags) == 2
     assert "cannot name a folder" in capsys.readouterr().err
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and "run" not in path.parts]

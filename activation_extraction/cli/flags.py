@@ -540,16 +540,15 @@ class Config:
         metavar="FILE",
     )
     export: str | None = flag(
-        "copy a finished run to --export_dir: memmap makes the files of jkminder's "
-        "dictionary_learning (crosscoders), llamascopium those of Llamascopium, sae_lens the "
-        "cached activations of SAELens; for draft models (EAGLE-3), speculators and specforge make "
-        "a file for each sample, with a mask of the loss from the kept column loss_mask or from "
-        "the roles; delphi, for codes, makes the cache from which it explains features, without "
-        "codes of at most 1e-5 and without tokens at the end of a sample that do not fill a row of "
-        "64. --hook_names chooses hooks; how many tokens and codes are left out is printed",
+        "copy a finished run to --export_dir: sae_lens makes the cached activations of SAELens; "
+        "for draft models (EAGLE-3), speculators and specforge make a file for each sample, with a "
+        "mask of the loss from the kept column loss_mask or from the roles; delphi, for codes, "
+        "makes the cache from which it explains features, without codes of at most 1e-5 and "
+        "without tokens at the end of a sample that do not fill a row of 64. --hook_names chooses "
+        "hooks; how many tokens and codes are left out is printed",
         default_is="all",
         needs="export_dir",
-        choices=("memmap", "llamascopium", "sae_lens", "speculators", "specforge", "delphi"),
+        choices=("sae_lens", "speculators", "specforge", "delphi"),
     )
     export_dir: str | None = flag(
         "the folder that --export makes; it must not exist yet",

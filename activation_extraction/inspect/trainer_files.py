@@ -1,16 +1,16 @@
-"""The forms of --export, and the files that trainers of autoencoders read. draft_files.py has those
-of draft models.
+"""The forms of --export, and the files of one of them, SAELens. draft_files.py writes the files of
+draft models, and latent_files.py those of delphi.
 
-A function for each form writes them. It gets a folder, which has an empty folder for each hook
-unless the form is one for draft models, a run, the names of the hooks to export, and all tokens of
-the run in chunks; every chunk but the last has a multiple of the form's `row` tokens. It returns
-what it wrote and what it left out. The libraries are imported where they are needed.
+A function for each form writes its files. The function gets a folder, a run, the names of the hooks
+to export, and all tokens of the run in chunks; every chunk but the last has a multiple of the
+form's `row` tokens. The folder has an empty folder for each hook, unless the form is one for draft
+models. The function returns what it wrote and what it left out. Libraries are imported where they
+are needed.
 """
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -67,88 +67,6 @@ class ExportForm(NamedTuple):
         return dataset.hooks[hook] * self.dtype_of(dataset, hook).itemsize
 
 
-def write_llamascopium(
-    folder: Path, dataset: ActivationDataset, hooks: Sequence[str], chunks: Iterable[TokenBatch]
-) -> Exported:
-    """Writes Llamascopium's cached activations, for its target `activations-1d`.
-
-    There are files of chunks for each hook. There is no padding, so both masks are 1.
-    """
-    from safetensors.numpy import save
-
-    tokens = 0
-    for number, batch in enumerate(chunks):
-        ones = np.ones(len(batch), np.int32)
-        shared = {"mask": ones, "attention_mask": ones, "tokens": batch.token_ids.astype(np.int64)}
-        for hook, values in batch.items():
-            # `save_file` reports a full disk as an error of its own.
-            data = save({**shared, "activation": values})
-            (folder / hook / f"chunk-{number:08d}.safetensors").write_bytes(data)
-        tokens += len(batch)
-    return Exported(tokens)
-
-
-def write_memmap(
-    folder: Path, dataset: ActivationDataset, hooks: Sequence[str], chunks: Iterable[TokenBatch]
-) -> Exported:
-    """Writes the activation cache of jkminder's dictionary_learning, which trains crosscoders.
-
-    Each hook has a folder with config.json, with `shard_i.memmap` and `shard_i.meta` per chunk, and
-    with the statistics of every dimension. Beside these folders are tokens.pt, and
-    sequence_ranges.pt with the start of each sample and the end of the last one.
-    """
-    import torch
-
-    scratch = folder / "tokens.bin"  # the ids of all tokens need not fit into memory
-    tokens, shards, starts, sample = 0, [], [], None
-    with open(scratch, "wb") as file:
-        for number, batch in enumerate(chunks):
-            batch.token_ids.astype(np.int64).tofile(file)
-            changes = np.flatnonzero(np.diff(batch.sample_idx)) + 1
-            first = [] if batch.sample_idx[0] == sample else [0]
-            starts.append(tokens + np.array([*first, *changes], np.int64))
-            for hook, values in batch.items():
-                meta = {"shape": list(values.shape), "dtype": f"torch.{values.dtype.name}"}
-                (folder / hook / f"shard_{number}.meta").write_text(json.dumps(meta))
-                values.tofile(folder / hook / f"shard_{number}.memmap")
-            tokens, sample = tokens + len(batch), batch.sample_idx[-1]
-            shards.append(len(batch))
-    token_ids = torch.from_file(str(scratch), False, tokens, dtype=torch.int64)
-    ranges = torch.from_numpy(np.concatenate([*starts, [tokens]]))
-    _save(folder, tokens=token_ids, sequence_ranges=ranges)
-    scratch.unlink()
-    for hook in hooks:
-        config = {
-            "d_model": dataset.hooks[hook],
-            "shard_size": shards[0],
-            "shard_count": len(shards),
-            "total_size": tokens,
-            "shuffle_shards": False,
-            "io": "out",
-            "store_tokens": True,
-            "store_sequence_ranges": True,
-        }
-        (folder / hook / "config.json").write_text(json.dumps(config, indent=2))
-        of_hook = dataset.statistics[hook].all_tokens
-        if of_hook.tokens:  # hooks that hold no activations have no statistics
-            # The cache calls the sum of the squared deviations M2 (RunningStatWelford).
-            squares = of_hook.variance * of_hook.tokens
-            std = np.sqrt(squares / max(of_hook.tokens - 1, 1))
-            floats = {"mean": of_hook.mean, "std": std, "M2": squares}
-            tensors = {name: torch.tensor(values).float() for name, values in floats.items()}
-            _save(folder / hook, count=torch.tensor(of_hook.tokens), **tensors)
-    return Exported(tokens)
-
-
-def _save(folder: Path, **tensors: Any) -> None:
-    """Writes tensors to files of their names for torch.load."""
-    import torch
-
-    for name, tensor in tensors.items():
-        with open(folder / f"{name}.pt", "wb") as file:  # which reports a full disk as OSError
-            torch.save(tensor, file)
-
-
 def write_sae_lens(
     folder: Path, dataset: ActivationDataset, hooks: Sequence[str], chunks: Iterable[TokenBatch]
 ) -> Exported:
@@ -181,12 +99,6 @@ def write_sae_lens(
 
 
 EXPORT_FORMS = {
-    "memmap": ExportForm("torch", write_memmap, "ActivationCache({folder!r}, {hook!r})"),
-    "llamascopium": ExportForm(
-        "safetensors",
-        write_llamascopium,
-        "ActivationFactoryActivationsSource(path={folder!r}, name={hook!r})",
-    ),
     "sae_lens": ExportForm(
         "datasets",
         write_sae_lens,

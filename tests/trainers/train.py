@@ -9,17 +9,17 @@ import torch
 
 from activation_extraction import ActivationDataset
 
-FIRST, SECOND = "blocks.3.hook_resid_post", "blocks.5.hook_resid_post"
+HOOK = "blocks.5.hook_resid_post"
 SIZE, STEPS = 2048, 80
-WIDTH = ActivationDataset("activations").hooks[SECOND]
+WIDTH = ActivationDataset("activations").hooks[HOOK]
 
 
 def activations():
     """Batches (SIZE, WIDTH) without end, shuffled differently in every epoch."""
-    dataset = ActivationDataset("activations", hooks=[SECOND])
+    dataset = ActivationDataset("activations", hooks=[HOOK])
     for epoch in itertools.count():
         for batch in dataset.batches(SIZE, shuffle=epoch, dtype="float32").torch():
-            yield batch[SECOND]
+            yield batch[HOOK]
 
 
 def sae_lens():
@@ -45,10 +45,10 @@ def sae_lens_cached():
     )
     config = lens.LanguageModelSAERunnerConfig(
         sae=lens.StandardTrainingSAEConfig(d_in=WIDTH, d_sae=8 * WIDTH),
-        hook_name=SECOND,
+        hook_name=HOOK,
         context_size=128,
         use_cached_activations=True,
-        cached_activations_path=f"export/{SECOND}",
+        cached_activations_path=f"export/{HOOK}",
         training_tokens=SIZE * STEPS,
         train_batch_size_tokens=SIZE,
         lr=1e-3,
@@ -70,42 +70,6 @@ def dictionary_learning():
     trainer = dict(trainer=StandardTrainer, steps=STEPS, activation_dim=WIDTH, dict_size=8 * WIDTH)
     trainer |= dict(layer=5, lm_name="demo", warmup_steps=5, sparsity_warmup_steps=None)
     trainSAE(activations(), [trainer | {"device": "cpu"}], steps=STEPS, device="cpu")
-
-
-def llamascopium():
-    """Llamascopium's own runner makes a transcoder, with nothing of ours but the export."""
-    import llamascopium as lm
-
-    source = lm.ActivationFactoryActivationsSource(
-        path="export", name="run", dtype=torch.float32, num_workers=0, prefetch=None
-    )
-    hooks, rule = dict(hook_point_in=FIRST, hook_point_out=SECOND), dict(act_fn="topk", top_k=8)
-    usual = dict(d_model=WIDTH, expansion_factor=8, dtype=torch.float32, device="cpu")
-    steps = dict(lr=1e-3, lr_warm_up_steps=5, total_training_tokens=SIZE * STEPS, n_checkpoints=0)
-    trainer = lm.TrainerConfig(
-        amp_dtype=torch.float32,
-        initial_k=8,
-        l1_coefficient=None,
-        exp_result_path="results",
-        **steps,
-    )
-    factory = lm.ActivationFactoryConfig(
-        sources=[source],
-        target=lm.ActivationFactoryTarget.ACTIVATIONS_1D,
-        hook_points=[FIRST, SECOND],
-        batch_size=SIZE,
-        buffer_size=4 * SIZE,
-    )
-    settings = lm.TrainSAESettings(
-        sae=lm.SAEConfig(**hooks, **rule, **usual),
-        initializer=lm.InitializerConfig(),
-        trainer=trainer,
-        activation_factory=factory,
-        sae_name="demo",
-        sae_series="demo",
-        device_type="cpu",
-    )
-    lm.train_sae(settings)
 
 
 def main(name):
