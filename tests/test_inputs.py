@@ -325,6 +325,23 @@ def test_padding_does_not_exist(masked, data, tmp_path, capsys):
     assert "2 samples recomputed; 0 problems" in capsys.readouterr().out
 
 
+def test_a_host_that_skips_stored_samples_does_not_keep_others_waiting():
+    """It gives None in the place of a batch, for as long as it skips."""
+    skipping, go_on = threading.Event(), threading.Event()
+
+    def batches():
+        skipping.set()
+        assert go_on.wait(60)
+        yield 1
+
+    found = Prefetch(batches(), 1, skipping, patience=0).until(lambda: False)
+    assert next(found) is None and not skipping.is_set()
+    skipping.set()
+    assert next(found) is None
+    go_on.set()
+    assert [*found] == [1]
+
+
 def test_prefetch_runs_ahead_and_raises_in_turn():
     produced, asked = queue.Queue(), threading.Event()
 

@@ -12,9 +12,10 @@ from activation_extraction.common.errors import RunError
 from activation_extraction.run.hosts import Lockstep, one_step_behind
 
 
-def play(counts, fault="", at=0):
+def play(counts, fault="", at=0, late=0):
     """Runs hosts that have so many batches, each in its thread; what goes wrong on the first one,
-    and at which number of batch or step. Returns what each is fed and stores, and its Lockstep."""
+    and at which number of batch or step. late: for how many steps batch `at` of the first one is
+    not ready. Returns what each is fed and stores, and its Lockstep."""
     brought, total = [], []
 
     def add_up():
@@ -36,6 +37,8 @@ def play(counts, fault="", at=0):
             for number in range(counts[host]):
                 if own == "unreadable" and number == at:
                     raise RunError(f"batch {number} cannot be read")
+                if host == 0 and number == at:
+                    yield from [None] * late
                 yield number
 
         def started():
@@ -64,6 +67,16 @@ def test_all_hosts_take_as_many_steps_as_the_longest_needs(counts):
         assert fed == [*range(count), *[None] * (max(counts) - count)]
         assert stored == list(range(count))
         assert steps.complete and steps.failure is None
+
+
+@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("late", [1, 2, 5])
+def test_no_host_waits_for_one_whose_batch_is_not_ready(at, late):
+    """Others go on, which tells their watchdogs that nobody hangs, and nothing ends before it."""
+    (slow_fed, slow_stored, _), (fed, stored, _) = play((3, 4), at=at, late=late)
+    assert slow_fed[: 3 + late] == [*range(at), *[None] * late, *range(at, 3)]
+    assert slow_stored == [*range(3)] and stored == [*range(4)]
+    assert len(fed) == len(slow_fed)
 
 
 @pytest.mark.parametrize("at", range(8))

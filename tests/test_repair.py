@@ -4,9 +4,12 @@ test_exactly_once.py sweeps what may happen to shards and repairs.
 """
 
 import errno
+import json
 import os
 import re
 import shutil
+import threading
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from extractions import edit, flip, shard_file
 from small_runs import files_in, set_status
 
 from activation_extraction import ActivationDataset
+from activation_extraction.run.hosts import Watchdog
 from activation_extraction.store import shard_reader
 
 
@@ -108,6 +112,25 @@ def test_a_lost_sample_that_a_limit_had_cut_is_stored_whole(flags, tmp_path, cap
     assert len(after) == 3000 + int(more[1]) and {*after} == {*before}
     assert main(*run, 3000) == 0
     assert len(values_in(tmp_path)[0]) == len(after)
+
+
+def test_skipping_what_is_stored_is_progress_for_the_watchdog(
+    flags, undisturbed, tmp_path, monkeypatch
+):
+    """However much there is between two bad shards."""
+    out, reset = shutil.copytree(undisturbed, tmp_path / "out"), Watchdog.reset
+    by_thread = Counter()
+
+    def count(watchdog):
+        by_thread[threading.current_thread().name] += 1
+        reset(watchdog)
+
+    monkeypatch.setattr(Watchdog, "reset", count)
+    harm(out, 1, 10)
+    shards = [json.loads((out / f"shard_{n:04d}.json").read_text()) for n in range(2, 10)]
+    stored = sum(shard["samples"]["count"] for shard in shards)
+    assert main(*flags, "--output_dir", out, "--repair") == 0
+    assert stored > 60 and by_thread["prefetch"] >= stored
 
 
 def test_a_disk_that_cannot_be_read_makes_no_shard_bad(

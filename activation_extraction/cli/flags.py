@@ -403,7 +403,10 @@ class Config:
     )
     connect_timeout: int = seconds("how long to wait for the other hosts at the start", 300)
     heartbeat_timeout: int = seconds("how long a host may be silent before it counts as dead", 100)
-    stall_timeout: int = seconds("end the process if no step finishes for this long", 600)
+    stall_timeout: int = seconds(
+        "end the process if no step finishes for this long; skipping what is stored is progress",
+        600,
+    )
     output_dir: str = flag(
         "the folder for the shards; the same command continues a run that was interrupted there",
         "activations",

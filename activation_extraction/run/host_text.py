@@ -5,8 +5,9 @@ A thread prepares the next batches while the devices compute.
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -17,6 +18,7 @@ from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError, RunError, near_miss, one_line
 from activation_extraction.common.tokenizer_files import WHOLE
 from activation_extraction.model.checkpoint import ADAPTER, Checkpoint
+from activation_extraction.run.hosts import Watchdog
 from activation_extraction.run.open_data import Dataset, open_dataset
 from activation_extraction.run.tokenizer_choice import (
     ChosenTokenizer,
@@ -45,15 +47,32 @@ from activation_extraction.text.tokenizer import SpecialTokens, special_tokens_o
 T = TypeVar("T")
 BATCHES_AHEAD = 4
 POLL = 0.2  # seconds between checks whether to stop
+PATIENCE = 10.0  # seconds; a host that skips samples then takes part in a step without a batch
 
 
 class Prefetch(Generic[T]):
     """Yields the items of an iterator, of which a background thread prepares up to `depth`.
 
     An exception in the iterator is raised here when its turn comes, whatever kind it is.
+
+    Args:
+        items: The iterator.
+        depth: The most items that are prepared.
+        skipping: An event that is set again and again while the iterator leaves out samples that
+            are stored. As long as it does, None is yielded from time to time, so that the other
+            hosts of a pod, which wait for this one, can go on. None to wait for an item, however
+            long it takes.
+        patience: The seconds after which None is yielded.
     """
 
-    def __init__(self, items: Iterator[T], depth: int) -> None:
+    def __init__(
+        self,
+        items: Iterator[T],
+        depth: int,
+        skipping: threading.Event | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
+        self._skipping, self._patience = skipping, patience
         self._head: T | None = None
         self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
         threading.Thread(target=self._run, args=(items,), name="prefetch", daemon=True).start()
@@ -71,24 +90,34 @@ class Prefetch(Generic[T]):
         return self._ready.qsize()
 
     def peek(self) -> T | None:
-        """Returns the next item, without consuming it; None at the end."""
+        """Returns the next item, without consuming it; None at the end, or if it is not ready yet
+        because samples are skipped."""
         if self._head is None:
             self._head = next(iter(self), None)
         return self._head
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[T | None]:
         return self.until(lambda: False)
 
-    def until(self, stopped: Callable[[], object]) -> Iterator[T]:
-        """Yields items until `stopped` returns true; it is called several times a second."""
+    def until(self, stopped: Callable[[], object]) -> Iterator[T | None]:
+        """Yields items until `stopped` returns true; it is called several times a second. Yields
+        None for an item that is not ready because samples are skipped."""
+        waiting_since = time.monotonic()
         while not stopped():
             if (head := self._head) is not None:
                 self._head = None
                 yield head
+                waiting_since = time.monotonic()
                 continue
             try:
                 item, error = self._ready.get(timeout=POLL)
             except queue.Empty:
+                waited = time.monotonic() - waiting_since
+                skipping = self._skipping is not None and self._skipping.is_set()
+                if self._skipping is not None and skipping and waited >= self._patience:
+                    self._skipping.clear()
+                    yield None
+                    waiting_since = time.monotonic()
                 continue
             if isinstance(error, Exception):
                 raise error
@@ -98,6 +127,7 @@ class Prefetch(Generic[T]):
                 self._ready.put((None, None))  # the next iteration ends as well
                 return
             yield item
+            waiting_since = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -199,16 +229,29 @@ class Text:
         worker: Worker,
         shape: tuple[int, int],
         storage: ActivationStorage,
-        watchdog: AbstractContextManager[object],
+        watchdog: Watchdog,
     ) -> tuple[Documents, Prefetch[Batch]]:
         """Returns the worker's documents, and the batches whose samples are not stored yet.
 
-        shape: rows of a batch, and tokens of a row. watchdog: watches over the wait for the first
-        batch. Raises InputError if that one cannot be read, or if there is no text at all.
+        Args:
+            worker: The host.
+            shape: The rows of a batch, and the tokens of a row.
+            storage: What is stored already.
+            watchdog: The watchdog, which also watches over the wait for the first batch. Every
+                stored sample that is skipped is progress.
+
+        Raises:
+            InputError: The first batch cannot be read, or there is no text at all.
         """
         documents, (rows, length) = self.documents(worker), shape
         if storage.complete:
             return documents, Prefetch(iter(()), BATCHES_AHEAD)
+        skipping = threading.Event()
+
+        def on_stored() -> None:
+            watchdog.reset()
+            skipping.set()
+
         stream = samples(
             documents,
             self.tokenizer,
@@ -217,11 +260,17 @@ class Text:
             stored=storage.stored_after_mark,
             until=storage.plan.until,
             limits_from=storage.plan.end_of_stored(worker),
+            on_stored=on_stored,
             **storage.limits,
         )
         # While the devices compute the batches of a group, the next one is read.
         ahead = BATCHES_AHEAD + rows_of_group(length) // rows
-        batches = Prefetch(pack(stream, rows, length), ahead)
+        batches = Prefetch(
+            pack(stream, rows, length),
+            ahead,
+            skipping if worker.hosts > 1 else None,
+            min(PATIENCE, self.config.stall_timeout / 4),
+        )
         try:
             with watchdog:
                 first = batches.peek()

@@ -313,27 +313,37 @@ class Lockstep:
     Hosts run out of data at different times, and any of them may fail or be asked to stop. Along
     with step n, each host sends its `votes`: what it knows about step n + 2. The sum over all hosts
     comes back with the results of step n, in time for step n + 2, and `learn` takes it in; so no
-    host waits for it. Iterating yields None when this host has no batch left but another host has
-    one. All hosts end at the same step: when none has data, or two steps after any host failed or
-    was asked to stop.
+    host waits for it. Iterating yields None when this host has no batch for a step: none is left
+    although another host has one, or none is ready because this host skips samples that are stored.
+    All hosts end at the same step: when none has data, or two steps after any host failed or was
+    asked to stop.
 
-    stopped: whether this host has been asked to stop. any_host: for each of several flags, whether
-    any host has set it; called once, by all hosts together. complete: whether the run came to the
-    end of its data. failure: what failed on this host or, once this host has learned of it, on
-    another one.
+    Args:
+        batches: The batches of this host; None for a batch that is not ready yet.
+        stopped: Whether this host has been asked to stop.
+        any_host: Returns, for each of several flags, whether any host has set it. It is called
+            once, by all hosts together.
+        clock: The clock that measures the wait for batches.
+
+    Attributes:
+        complete: Whether the run came to the end of its data.
+        failure: The failure of this host or, once this host has learned of it, of another one.
     """
 
     def __init__(
         self,
-        batches: Iterator[Batch],
+        batches: Iterator[Batch | None],
         stopped: Callable[[], object],
         any_host: Callable[[Sequence[bool]], Sequence[bool]],
         clock: Clock,
     ) -> None:
         self.failure: Exception | None = None
         self._batches, self._stopped, self._clock = batches, stopped, clock
-        self._upcoming = deque(self._fetch() for _ in range(STEPS_AHEAD))
-        present = [batch is not None for batch in self._upcoming]
+        self._upcoming: deque[Batch | None] = deque()
+        present = []
+        for _ in range(STEPS_AHEAD):
+            self._upcoming.append(self._fetch())
+            present.append(self._has_data)
         flags = [*present, bool(stopped()), self.failure is not None]
         *some_data, stopping, failed = any_host(flags)
         self.complete = not stopping
@@ -347,10 +357,17 @@ class Lockstep:
             yield batch
 
     def _fetch(self) -> Batch | None:
+        """Returns the batch of a later step, or None; `_has_data` says whether there may be more
+        batches from that step on."""
+        self._has_data = False
         if self.failure is None and not self._stopped():
             try:
                 with self._clock.measure("data"):
-                    return next(self._batches, None)
+                    batch = next(self._batches)
+                self._has_data = True
+                return batch
+            except StopIteration:
+                return None
             except Exception as error:  # it is raised once all hosts have stopped
                 self.fail(error)
         return None
@@ -359,7 +376,7 @@ class Lockstep:
     def votes(self) -> tuple[bool, bool, bool]:
         """Returns what to send with the step of the batch that was yielded last: whether this host
         has data, whether it was asked to stop, and whether it failed."""
-        return self._upcoming[-1] is not None, bool(self._stopped()), self.failure is not None
+        return self._has_data, bool(self._stopped()), self.failure is not None
 
     def learn(self, votes: Iterable[float]) -> None:
         """Learns how many hosts cast each vote with a step; decides on the step two later."""

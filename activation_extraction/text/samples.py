@@ -6,7 +6,7 @@ number of samples to skip within it. A run that continues leaves out the samples
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import MappingProxyType
@@ -69,6 +69,7 @@ def samples(
     stored: Mapping[int, StoredSample] = MappingProxyType({}),
     until: int | None = None,
     limits_from: int = 0,
+    on_stored: Callable[[], object] = lambda: None,
 ) -> Iterator[Sample]:
     """Yields the samples of one worker that are not stored.
 
@@ -88,6 +89,8 @@ def samples(
         until: The number of the first sample that is not read; None to read all.
         limits_from: The number of the first sample that the limits can end the stream at, or cut.
             Where later samples are stored, earlier ones must not be left out.
+        on_stored: A function that is called for each sample that is left out. This may be the only
+            sign of progress for hours.
 
     Raises:
         ChangedDataError: A stored sample now comes from another row.
@@ -127,6 +130,7 @@ def samples(
                 recurs=True,
             )
         tokens += known.tokens
+        on_stored()
     # What was read on does not count.
     documents.counts.skipped, documents.counts.empty = here.skipped_rows, here.empty_rows
 
