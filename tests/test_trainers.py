@@ -75,7 +75,7 @@ def test_codes_are_those_of_publishers_own_code(tmp_path):
     run("autoencoders.py", str(made.D), str(made.F), folder=tmp_path)
     expected = np.load(tmp_path / "expected.npz")
     x, names = expected["x"], {name.rpartition("/")[0] for name in expected.files} - {""}
-    assert len(names) == 15
+    assert len(names) == 17
     for name in names:
         transcodes = any(word in name for word in ("transcoder", "mlp", "layer_"))
         target = np.zeros_like(x) if transcodes else x

@@ -12,20 +12,28 @@ import torch
 
 HOOK = "blocks.1.hook_resid_post"
 D, F = map(int, sys.argv[1:])
-SAE_LENS = {
+SAE_LENS: dict[str, dict[str, Any]] = {
     "standard": {},
     "jumprelu": {"normalize_activations": "layer_norm"},
     "topk": {"k": 9, "rescale_acts_by_decoder_norm": True, "apply_b_dec_to_input": False},
     "transcoder": {"d_out": D, "apply_b_dec_to_input": False},
     "jumprelu_skip_transcoder": {"d_out": D, "apply_b_dec_to_input": False},
 }
-LLAMASCOPIUM = {
+# Checkpoints from the middle of training, by their folders.
+NOT_FOLDED: dict[str, dict[str, Any]] = {
+    "scaled": {"architecture": "standard", "normalize_activations": "expected_average_only_in"},
+    "whitened": {
+        **{"architecture": "topk", "k": 9, "rescale_acts_by_decoder_norm": True},
+        "normalize_activations": "covariance_whitening",
+    },
+}
+LLAMASCOPIUM: dict[str, dict[str, Any]] = {
     "relu": {"norm_activation": "token-wise"},
     "jumprelu": {"norm_activation": "inference", "use_decoder_bias": False},
     "topk": {"norm_activation": "dataset-wise"},
 }
 # By hook point, which names the folder. Of 150 features, some are not positive.
-SPARSIFY = {
+SPARSIFY: dict[str, dict[str, Any]] = {
     "layers.1": {"k": 9},
     "layers.2": {"k": 9, "normalize_decoder": False},
     "layers.1.mlp": {"k": 150, "transcode": True},
@@ -42,15 +50,26 @@ def randomize(module):
         parameter.data = values.abs() if name.endswith("threshold") else values
 
 
-def sae_lens(architecture, config, x):
+def sae_lens(folder, config, x):
+    """Returns the features and the result, with the scaler of a trainer where there is one."""
     from sae_lens import SAE
+    from sae_lens.training.activation_scaler import ActivationScaler
 
     said = {"hook_name": HOOK, "hook_name_out": "blocks.1.hook_mlp_out", "model_name": "tiny"}
-    config = {"architecture": architecture, "d_in": D, "d_sae": F, "metadata": said, **config}
-    sae = SAE.from_dict(config)
+    sae = SAE.from_dict({"d_in": D, "d_sae": F, "metadata": said, **config})
     randomize(sae)
-    sae.save_model(architecture)
-    return sae.encode(x), sae(x)
+    sae.save_model(folder)
+    scaler = ActivationScaler()
+    if folder == "scaled":
+        scaler.scaling_factor = 0.27
+    if folder == "whitened":
+        mixed = torch.randn(D, D) / D**0.5 + torch.eye(D)
+        batches = iter(lambda: torch.randn(512, D) @ mixed + 1, None)
+        scaler.estimate_whitening(D, batches, n_batches_for_norm_estimate=8)
+    if folder in NOT_FOLDED:
+        scaler.save(f"{folder}/activation_scaler.json")
+    scaled = scaler.scale(x)
+    return sae.encode(scaled), scaler.unscale(sae(scaled))
 
 
 def llamascopium(rule, config, x):
@@ -102,7 +121,9 @@ torch.set_grad_enabled(False)
 x = torch.randn(64, D)
 found = {}
 for architecture, config in SAE_LENS.items():
-    found[architecture] = sae_lens(architecture, config, x)
+    found[architecture] = sae_lens(architecture, {"architecture": architecture, **config}, x)
+for folder, config in NOT_FOLDED.items():
+    found[folder] = sae_lens(folder, config, x)
 for rule, config in LLAMASCOPIUM.items():
     found[f"llamascopium_{rule}"] = llamascopium(rule, config, x)
 for hookpoint, config in SPARSIFY.items():
