@@ -1,6 +1,7 @@
 """The token ids of a text are those of the tokenizer's files, with what its post-processor adds, as
 in transformers; conversations and given token ids get nothing."""
 
+import random
 import shutil
 
 import numpy as np
@@ -352,3 +353,36 @@ def test_a_long_text_has_the_tokens_of_the_whole(text, tokenizer, texts, monkeyp
     starts = [start for start, _ in own.encode(text, add_special_tokens=False).offsets[::30]]
     found = samples(stream_of(path), own, SampleForm(30, split=True))
     assert [each.text_preview for each in found] == [text[at : at + 200] for at in starts]
+
+
+# Tokens that take the spaces beside them, and tokens with spaces within.
+GREEDY = [
+    AddedToken("<|r|>", rstrip=True, normalized=False),
+    AddedToken("<|l|>", lstrip=True, normalized=False),
+    AddedToken("two words", normalized=False),
+    AddedToken("a\nb", normalized=False),
+]
+PIPELINES = {
+    "as Qwen2": None,
+    "a space in front": pre_tokenizers.ByteLevel(add_prefix_space=True),
+    "a space in front of every word": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False),
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_no_long_text_is_cut_where_its_tokens_would_differ(pipeline, tokenizer, texts, monkeypatch):
+    monkeypatch.setattr(text_tokenizer, "PIECE_CHARACTERS", 20)
+    own, chance = Tokenizer.from_str(tokenizer.to_str()), random.Random(pipeline)
+    if PIPELINES[pipeline] is not None:
+        own.pre_tokenizer = PIPELINES[pipeline]
+    own.add_tokens(GREEDY)
+    words = ["the", "and", *(token.content for token in GREEDY), " ", " ", "\n", "  ", "."]
+    said = ["x" + "".join(chance.choices(words, k=300)) for _ in range(40)]
+    found = samples(stream_of(texts([{"text": text} for text in said])), own, SampleForm(4000))
+    for text, sample in zip(said, found, strict=True):
+        assert sample.token_ids.tolist() == own.encode(text, add_special_tokens=False).ids

@@ -21,8 +21,9 @@ from activation_extraction.text.rows import TEMPLATE, Content
 
 PIECE_CHARACTERS = 2**16  # of a long text
 PIECES_AT_ONCE = 64  # of all texts; what the tokenizer makes of them takes 100 bytes per token
-# No word of Qwen's tokenizers goes on over a space after a word, or from a new line to the next.
-WORD_END = re.compile(r"(?<=\S)(?= )|(?<=\n)(?=\S)")
+# No word of Qwen's tokenizers goes on over a space after a word, or from a new line to the next:
+# where a text may be cut, and the two sides of such a cut.
+WORD_ENDS = {r"(?<=\S)(?= )": ("a", " b"), r"(?<=\n)(?=\S)": ("a\n", "b")}
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,10 @@ def tokenise(
 def _tokenise_all(
     tokenizer: Tokenizer, contents: Sequence[Content], most: int | None
 ) -> list[Tokens | str]:
-    pieces = [_pieces(content.text) for content in contents]
+    cuts = None
+    if any(len(content.text) > PIECE_CHARACTERS for content in contents):
+        cuts = _cuts(tokenizer)
+    pieces = [_pieces(content.text, cuts) for content in contents]
     asked = zip(contents, pieces, strict=True)
     texts = [content.text[span] for content, own in asked for span in own]
     with_offsets = most is None or any(content.spans for content in contents)
@@ -196,11 +200,46 @@ def _tokenise_all(
     return tokens
 
 
-def _pieces(text: str) -> list[slice]:
-    """Cuts a long text where words end. Its pieces take less memory together, and more threads."""
+def _cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Returns where a text may be cut so that its pieces have the tokens of the whole.
+
+    A tokenizer may put a space in front of every text, and an added token may take the spaces
+    beside it or have some in it. None if a text must stay whole.
+    """
+
+    def ids_of(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    allowed = [
+        cut
+        for cut, (left, right) in WORD_ENDS.items()
+        if ids_of(left) + ids_of(right) == ids_of(left + right)
+    ]
+    if not allowed:
+        return None
+    ends = f"(?:{'|'.join(allowed)})"
+    forbidden = ""
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if token.rstrip:
+            forbidden += f"(?<!{re.escape(token.content)})"
+        if token.lstrip:
+            forbidden += f"(?!{re.escape(token.content)})"
+        for inside in re.finditer(ends, token.content):
+            before, after = token.content[: inside.start()], token.content[inside.start() :]
+            forbidden += f"(?!(?<={re.escape(before)}){re.escape(after)})"
+    return re.compile(ends + forbidden)
+
+
+def _pieces(text: str, cuts: re.Pattern[str] | None) -> list[slice]:
+    """Cuts a long text. Its pieces take less memory together, and more threads.
+
+    Args:
+        text: A text of any length.
+        cuts: Where it may be cut; None if it must stay whole.
+    """
     ends = [0]
     while ends[-1] < len(text) or len(ends) == 1:
-        found = WORD_END.search(text, ends[-1] + PIECE_CHARACTERS)
+        found = cuts.search(text, ends[-1] + PIECE_CHARACTERS) if cuts is not None else None
         ends.append(found.end() if found else len(text))
     return [slice(*each) for each in pairwise(ends)]
 
