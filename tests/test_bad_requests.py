@@ -23,6 +23,8 @@ BAD_REQUESTS = """\
 --max_seq_length 4096 | the model has 2048 positions
 --waiting_shards_gb 1.5 | --waiting_shards_gb 1.5: has no room for two shards; give at least 2
 --dtype float8 | argument --dtype
+--activation_dtype float8 | --activation_dtype float8: needs --shard_format safetensors
+--activation_dtype float8 --shard_format pickle | float8: needs --shard_format safetensors
 --layers_to_extract 12 | --layers_to_extract 12: the model
 --layers_to_extract 3-1 | 3-1 is not a range of layers
 --layers_to_extract -1 | argument --layers_to_extract: -1: layers are counted from 0, never from

@@ -104,7 +104,8 @@ def test_values_that_float16_does_not_hold_are_not_read_as_it(tmp_path, stored, 
     """Such as those of tokens whose norms are hundreds of times the median."""
     values = np.ones((40, 16), np.float32)
     values[0, 3] = 70_000
-    options = dict(identity=replace(identity_of(), activation_dtype=stored))
+    identity = replace(identity_of(), activation_dtype=stored)
+    options = dict(identity=identity, shard_format="safetensors")
     with open_storage(tmp_path, {0: "blocks.0.hook_resid_post"}, **options) as storage:
         given = values if stored == "float8" else values.astype(stored)
         storage.add_activation(0, given, 0, "", np.arange(40))

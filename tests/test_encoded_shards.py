@@ -1,8 +1,6 @@
 """Activations with a byte per value, `--activation_dtype float8`: its formula, and what is stored,
 read, exported, measured and shown."""
 
-import gzip
-import pickle
 from dataclasses import replace
 
 import ml_dtypes
@@ -19,8 +17,8 @@ from safetensors.torch import load_file
 from storages import open_storage
 
 from activation_extraction import ActivationDataset
-from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.encodings import VALUES, decode, encode
+from activation_extraction.common.errors import InputError
 
 
 def errors_of(found, x):
@@ -29,35 +27,36 @@ def errors_of(found, x):
     return np.linalg.norm(found - exact, axis=1) / np.linalg.norm(exact, axis=1)
 
 
-def float8_run(root, hooks, **options):
+def float8_run(root, hooks, shard_format="safetensors", **options):
     identity = replace(identity_of(), activation_dtype="float8", integer_hooks=("choices",))
-    return open_storage(root, hooks, identity=identity, **options)
+    return open_storage(root, hooks, identity=identity, shard_format=shard_format, **options)
+
+
+def test_pickles_hold_no_float8(tmp_path):
+    told = "activation_dtype float8: needs shard_format safetensors, found 'pickle'"
+    with pytest.raises(InputError, match=f"^{told}$"):
+        float8_run(tmp_path / "run", {0: "h"}, shard_format="pickle")
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_a_reader_finds_without_this_program(tmp_path):
     """test_dataset.py has what this program reads."""
     values = np.random.default_rng(0).standard_normal((130, 33), np.float32)
-    for shard_format in SHARD_FORMATS:
-        folder, hooks = tmp_path / shard_format, {"h": "h", 5: "choices"}
-        with float8_run(folder, hooks, shard_format=shard_format) as storage:
-            for index, part in enumerate((values[:10], values[10:])):
-                ids = np.arange(len(part), dtype=np.int32)
-                storage.add_activation("h", part, index, "", ids)
-                storage.add_activation(5, np.stack([ids] * 2, 1), index, "", ids)
-    dataset = ActivationDataset(tmp_path / "safetensors")
+    with float8_run(tmp_path / "run", {"h": "h", 5: "choices"}) as storage:
+        for index, part in enumerate((values[:10], values[10:])):
+            ids = np.arange(len(part), dtype=np.int32)
+            storage.add_activation("h", part, index, "", ids)
+            storage.add_activation(5, np.stack([ids] * 2, 1), index, "", ids)
+    dataset = ActivationDataset(tmp_path / "run")
     assert [dtype.name for dtype in dataset.dtypes.values()] == ["float32", "int32"]
     assert next(dataset.batches(8, dtype="float16"))["choices"].dtype == np.int32
-    tensors = load_file(tmp_path / "safetensors/shard_0001.safetensors")
-    records = pickle.loads(gzip.open(tmp_path / "pickle/shard_0001.pkl.gz").read())
+    tensors = load_file(tmp_path / "run/shard_0001.safetensors")
     stored, scale = tensors["h"], tensors["h.scale"].numpy()
     assert stored.dtype == torch.float8_e4m3fn and scale.dtype == "float32"
-    pickled = np.concatenate([record["activation"] for record in records["h"]])
-    np.testing.assert_array_equal(pickled, stored.view(torch.uint8).numpy(), strict=True)
-    assert np.concatenate([r["scale"] for r in records["h"]]).tobytes() == scale.tobytes()
     np.testing.assert_array_equal(stored.float().numpy() * scale, decoded(values))
-    assert "choices.scale" not in tensors and "scale" not in records[5][0]
+    assert "choices.scale" not in tensors
     flags = "--export_dir", tmp_path / "export", "--hook_names", "h"
-    assert main("--export", "sae_lens", *flags, "--output_dir", tmp_path / "safetensors") == 0
+    assert main("--export", "sae_lens", *flags, "--output_dir", tmp_path / "run") == 0
     exported = load_from_disk(str(tmp_path / "export/h")).with_format("numpy")[:]["h"]
     np.testing.assert_array_equal(exported, decoded(values)[None, :128], strict=True)
 
@@ -79,7 +78,7 @@ def test_some_tokens_are_measured_of_a_shard_that_has_many(tmp_path, check):
     width, lengths = 1024, (9000, 500, 2500, 2000)
     chance = np.random.default_rng(0)
     exact = [chance.standard_normal((tokens, width), np.float32) for tokens in lengths]
-    with float8_run(tmp_path, {0: "h"}, shard_format="safetensors", shard_size_gb=1) as storage:
+    with float8_run(tmp_path, {0: "h"}, shard_size_gb=1) as storage:
         for index, values in enumerate(exact):
             storage.add_activation(0, values, index, "text", np.arange(len(values)))
     found = [decoded(values) for values in exact]
@@ -174,7 +173,7 @@ STORED = ["blocks.0.hook_attn_out", "blocks.1.mlp.hook_post", "blocks.3.hook_res
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--no_data_parallel", "--shard_format", "safetensors"],
+        ["--no_data_parallel"],
         pytest.param(["--mesh_type", "2d", "--positions", "every:3"], marks=pytest.mark.long),
     ],
     ids=" ".join,
@@ -182,7 +181,8 @@ STORED = ["blocks.0.hook_attn_out", "blocks.1.mlp.hook_post", "blocks.3.hook_res
 def test_a_run_stores_what_numpy_makes_of_a_plain_run(demo_inputs, tmp_path, capsys, flags):
     text = first_documents(demo_inputs, tmp_path / "few.parquet", 24)
     usual = ["--model_path", demo_inputs / "model", "--dataset_path", text, "--hook_names", *STORED]
-    usual += ["--max_seq_length", 64, "--batch_size", 4, "--shard_size_gb", 2e-4, *flags]
+    usual += ["--max_seq_length", 64, "--batch_size", 4, "--shard_size_gb", 2e-4]
+    usual += ["--shard_format", "safetensors", *flags]
     runs = {}
     for dtype in ("float8", "float32"):
         out = tmp_path / dtype

@@ -160,7 +160,8 @@ def test_names_that_a_run_lacks_are_refused(run, tmp_path, capsys):
 
 def test_list_hooks_needs_nothing_but_the_configuration(demo_inputs, tmp_path, capsys):
     (tmp_path / "config.json").write_text((demo_inputs / "model" / "config.json").read_text())
-    listed = "--model_path", tmp_path, "--list_hooks", "--activation_dtype"
+    listed = "--model_path", tmp_path, "--list_hooks", "--shard_format", "safetensors"
+    listed += ("--activation_dtype",)
     for dtype, stored in (("float16", "256"), ("float8", "132")):
         assert main(*listed, dtype) == 0
         lines = capsys.readouterr().out.splitlines()

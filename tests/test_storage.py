@@ -146,12 +146,13 @@ def test_wrong_additions_are_refused_by_name(tmp_path):
 )
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 def test_nan_and_infinity_stop_the_run_and_are_not_stored(tmp_path, value, dtype, stored, remedy):
-    identity = Identity(activation_dtype=stored)
+    about = dict(identity=Identity(activation_dtype=stored), shard_format="safetensors")
+    ids = np.arange(4, dtype=np.int32)
     with pytest.raises(StorageError, match="sample 1, hook 5: NaN or infinite ") as raised:
-        with open_storage(tmp_path, HOOKS, identity=identity) as storage:
+        with open_storage(tmp_path, HOOKS, **about) as storage:
             add(storage, 0, dtype=dtype)
-            storage.add_activation(3, activation(1, 3, 4, dtype), 1, "")
-            storage.add_activation(5, np.full((4, HIDDEN), value).astype(dtype), 1, "")
+            storage.add_activation(3, activation(1, 3, 4, dtype), 1, "", ids)
+            storage.add_activation(5, np.full((4, HIDDEN), value).astype(dtype), 1, "", ids)
     assert raised.value.remedy and remedy in raised.value.remedy
     assert not commits(tmp_path)
 

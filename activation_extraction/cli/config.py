@@ -259,6 +259,8 @@ def _check_values(config: Config) -> None:
             f"--output_dir {config.output_dir}: is a URL, expected a local folder; to store shards "
             "in a bucket, use --upload_to_gcs with --gcs_bucket and --gcs_prefix"
         )
+    if config.activation_dtype == "float8" and config.shard_format != "safetensors":
+        raise InputError("--activation_dtype float8: needs --shard_format safetensors")
     if config.positions.last_of_turn and config.messages_column is None:
         raise InputError("--positions last_of_turn: needs --messages_column")
     names = [token for token in config.drop_token_ids if isinstance(token, str)]

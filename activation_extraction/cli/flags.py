@@ -419,9 +419,9 @@ class Config:
         parse=positive_or_0,
     )
     activation_dtype: str = flag(
-        "the type of the stored activations; float8 takes half of bfloat16 plus 4 bytes per token "
-        "and hook, is read as float32, float16 or bfloat16, and its error is measured on some of "
-        "the tokens",
+        "the type of the stored activations; float8, which needs --shard_format safetensors, takes "
+        "half of bfloat16 plus 4 bytes per token and hook, is read as float32, float16 or "
+        "bfloat16, and its error is measured on some of the tokens",
         "auto",
         default_is="auto = as --dtype",
         choices=("auto", "float32", "float16", "bfloat16", "float8"),

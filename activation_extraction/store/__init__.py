@@ -55,9 +55,9 @@ stored token has the position `start` + its own in the document, and every token
 
 The identity's `integer_hooks` are int32 and have no statistics; its `float32_hooks` are float32.
 One of these is `loss`: NaN says there that the first token of a sample has no value. No other value
-is NaN or infinite. If `activation_dtype` is float8, all other hooks are stored as e4m3 (uint8 in
-pickles) with a float32 scale for every token, (tokens, 1): the tensor HOOK.scale, or the field
-`scale` of a record. What is read is their product; `error` in the JSON says how far off it is.
+is NaN or infinite. If `activation_dtype` is float8, which only safetensors hold, all other hooks
+are stored as e4m3 with a float32 scale for every token, (tokens, 1), the tensor HOOK.scale. What is
+read is their product; `error` in the JSON says how far off it is.
 
 The identity's `code_hooks`, HOOK.codes, hold the active features of an autoencoder at HOOK, of each
 token at most as many as `encode_most` says (the largest), in CSR form. A safetensors shard has five

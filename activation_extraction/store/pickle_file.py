@@ -3,9 +3,7 @@
 `pickle.loads(gzip.open(path).read())` reads it. There is one record per sample, in order, a dict of
 plain values and NumPy arrays:
   sample_idx, hook        the sample's number, and the hook's full name
-  activation, shape       (tokens, width), and that shape; if it is encoded (common/encodings.py),
-                          uint8, the bits of e4m3, so that unpickling needs no more than NumPy
-  scale                   float32 (tokens, 1), of an encoded activation only
+  activation, shape       (tokens, width), and that shape
   ids, values, offsets,   of codes, in the place of `activation`: int32 and float32 (or bfloat16),
   error, norm             the active features of all tokens, one token after the other; int64
                           (tokens + 1,), where those of each token begin; float32 (tokens,) each,
@@ -32,7 +30,6 @@ from isal import igzip
 
 from activation_extraction.common.allow_list import AllowListUnpickler
 from activation_extraction.common.codes import ARRAYS, Codes
-from activation_extraction.common.encodings import VALUES
 from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.store.shard import LABELS, Key, SampleRow, Shard
 
@@ -93,7 +90,7 @@ def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
             values = {name: getattr(activation, field) for name, field in ARRAYS.items()}
         else:
             values = {"activation": activation}
-        record = {
+        return {
             "sample_idx": row.sample_idx,
             "hook": names[key],
             **values,
@@ -102,11 +99,8 @@ def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
             "token_ids": row.token_ids,
             "positions": row.positions,
             "doc_id": row.doc_id,
+            **row.labels,
         }
-        if key in shard.scales:
-            record["scale"] = shard.scales[key][number]
-            record["activation"] = activation.view(np.uint8)
-        return {**record, **row.labels}
 
     numbers = range(len(shard.samples))
     return {key: [record_of(key, number) for number in numbers] for key in shard.slices}
@@ -145,16 +139,12 @@ def read_pickle(file: IO[bytes], where: str, limit: int) -> Shard:
     """
     records = read_records(file, where, limit)
     slices: dict[Key, list[Any]] = {}
-    scales: dict[Key, list[np.ndarray]] = {}
     try:
         for key, of_hook in records.items():
             if any("ids" in record for record in of_hook):
                 slices[key] = [_codes_of(record) for record in of_hook]
-                continue
-            slices[key] = [record["activation"] for record in of_hook]
-            if any("scale" in record for record in of_hook):
-                slices[key] = [values.view(VALUES) for values in slices[key]]
-                scales[key] = [record["scale"] for record in of_hook]
+            else:
+                slices[key] = [record["activation"] for record in of_hook]
         samples = [
             SampleRow(
                 sample_idx=record["sample_idx"],
@@ -166,7 +156,7 @@ def read_pickle(file: IO[bytes], where: str, limit: int) -> Shard:
         ]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RunError(f"{where}: its records cannot be read: {error!r:.200}") from error
-    return Shard(samples, slices, scales=scales)
+    return Shard(samples, slices)
 
 
 def _codes_of(record: Mapping[str, Any]) -> Codes:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from activation_extraction.common.codes import ARRAYS, Codes
-from activation_extraction.common.encodings import VALUES
+from activation_extraction.common.encodings import FLOAT8, VALUES
 from activation_extraction.common.errors import InputError, RunError, StorageError, reason_of
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, plain_url
@@ -76,9 +76,10 @@ class ActivationStorage:
     Leaving the context commits the complete samples, even after an exception or Ctrl-C;
     metadata.json then says "interrupted", or "failed" if a shard could not be committed. Without an
     exception the extraction is complete, and takes no more samples. Raises InputError if
-    `output_dir` is not a local folder or holds another extraction, or for an unknown shard format;
-    StorageError at the next call after a shard could not be stored; and LostError, an InputError,
-    once another process has begun to write to the same folder.
+    `output_dir` is not a local folder or holds another extraction, for an unknown shard format, or
+    for activations in float8 that are not to be stored in safetensors; StorageError at the next
+    call after a shard could not be stored; and LostError, an InputError, once another process has
+    begun to write to the same folder.
     """
 
     def __init__(
@@ -105,6 +106,11 @@ class ActivationStorage:
         facts = facts or RunFacts()
         self._names = dict(hooks)
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
+        if self._identity.activation_dtype == FLOAT8 and options.shard_format != "safetensors":
+            raise InputError(
+                f"activation_dtype float8: needs shard_format safetensors, found "
+                f"{options.shard_format!r:.40}"
+            )
         taken = set(OF_TOKENS)
         for name in hooks.values():
             parts = ["", SCALE] if self._identity.is_encoded(name) else [""]
