@@ -48,6 +48,8 @@ from obstore.store import GCSStore
 from activation_extraction import ROLES, ActivationDataset, paired
 from activation_extraction.store.identity import Identity, RunFacts, StorageOptions
 from activation_extraction.store.storage import ActivationStorage
+from activation_extraction.text.batch import Cursor, Sample
+from activation_extraction.text.packing import pack
 from benchmarks.bucket_server import BUCKET, RATE, bucket_server, counts
 from benchmarks.processes import print_result
 
@@ -101,13 +103,23 @@ class Run(NamedTuple):
             folder, {name: name for name in hooks}, options, identity, facts=facts
         ) as storage:
             for sample in range(0 if storage.complete else self.bytes // (LENGTH * self.width * 2)):
-                ids = chance.integers(0, 150_000, LENGTH, np.int32)
-                labels = labels_of(chance) if self.chat else None
-                row = {"file": "0.jsonl", "line": sample}
-                for name in hooks:
-                    start = int(chance.integers(len(pool) - LENGTH))
-                    each = pool[start : start + LENGTH]
-                    storage.add_activation(name, each, sample, "", ids, row=row, labels=labels)
+                self._add(storage, sample, chance, pool)
+
+    def _add(
+        self, storage: ActivationStorage, number: int, chance: np.random.Generator, pool: np.ndarray
+    ) -> None:
+        """Adds a sample of LENGTH tokens, with random slices of the pool as activations."""
+        ids = chance.integers(0, 150_000, LENGTH, np.int32)
+        labels = labels_of(chance) if self.chat else {}
+        row, here, after = {"file": "0.jsonl", "line": number}, Cursor(number), Cursor(number + 1)
+        sample = Sample(number, ids, "", None, here, after, row, labels=labels)
+        starts = chance.integers(len(pool) - LENGTH, size=self.hooks)
+        values: dict[int | str, np.ndarray] = {
+            name: pool[None, start : start + LENGTH]
+            for name, start in zip(self.names, starts, strict=True)
+        }
+        (batch,) = pack([sample], 1, LENGTH)
+        storage.add_batch(batch, values)
 
 
 def labels_of(chance: np.random.Generator) -> dict[str, np.ndarray]:

@@ -117,40 +117,18 @@ def add(storage, number, tokens=3, **known):
 
 
 @pytest.mark.parametrize("shard_format", SHARD_FORMATS)
-def test_a_program_of_ones_own_stores_them_too(tmp_path, shard_format):
+def test_a_program_of_ones_own_stores_columns_and_no_roles(tmp_path, shard_format):
     with open_storage(tmp_path / "run", {0: "h"}, shard_format=shard_format) as storage:
         for number in range(4):
             row = {"file": "a", "piece": number % 2, "start": 3 * (number % 2)}
-            labels = {"turn": range(3), "role": [3, 1, 0]}
-            add(storage, number, row=row, columns={"n": number, "tags": ["a", "b"]}, labels=labels)
+            add(storage, number, row=row, columns={"n": number, "tags": ["a", "b"]})
     dataset = ActivationDataset(tmp_path / "run")
     assert dataset[1].columns == {"n": 1, "tags": ["a", "b"]}
-    assert dataset[1].turn.tolist() == [0, 1, 2]
     assert dataset.samples["n"].to_pylist() == [0, 1, 2, 3]
     batch = next(dataset.batches(3, columns="tags"))
     assert batch.columns["tags"].tolist() == 3 * [["a", "b"]]
     assert dataset.document(-1).position.tolist() == [*range(6)]
     assert dataset.document(-1).columns["n"] == 2
-    with open_storage(tmp_path / "plain", {0: "h"}, shard_format=shard_format) as storage:
-        add(storage, 0)
-    plain = ActivationDataset(tmp_path / "plain")
-    assert plain[0].role is plain[0].turn is next(plain.batches(1)).role is None
-    assert plain[0].columns == {}
-    with pytest.raises(ValueError, match="roles: .*plain has no roles"):
-        plain.batches(1, roles=["user"])
-
-
-@pytest.mark.parametrize(
-    "labels,told",
-    [
-        ({"role": [0, 1]}, r"role of dtype int32, shape \(2,\): expected int32, \(3,\)"),
-        ({"role": [0, 1, len(ROLES)]}, f"role {len(ROLES)}: expected 0 to {len(ROLES) - 1}"),
-        ({}, "labels none: expected role"),
-    ],
-)
-def test_labels_that_cannot_be_stored(tmp_path, labels, told):
-    with open_storage(tmp_path, {0: "h"}) as storage:
-        add(storage, 0, labels={"role": np.zeros(3, np.uint8)})
-        with pytest.raises(ValueError, match=f"^sample 1: {told}"):
-            add(storage, 1, labels=labels)
-        add(storage, 2, tokens=0, labels={"role": []})
+    assert dataset[1].role is dataset[1].turn is batch.role is None
+    with pytest.raises(ValueError, match="roles: .*run has no roles"):
+        dataset.batches(1, roles=["user"])

@@ -1,6 +1,7 @@
 """A program's own loop over ActivationStorage: started again it continues; --verify checks what it
 stores, and --export takes the name of no hook for a path."""
 
+import json
 from contextlib import nullcontext
 
 import numpy as np
@@ -93,14 +94,16 @@ def test_a_loop_repairs_what_it_has_stored(stop, lost, tmp_path, check):
 
 
 def test_a_loop_that_does_not_give_lost_samples_again_is_told(tmp_path):
-    """The holes are filled, so what is left can be read, and the missing samples may come later."""
+    """The repair is then not finished, and only another one goes on."""
     loop(tmp_path, range(COUNT))
     lose(tmp_path, 2)
-    with pytest.raises(ValueError, match="holds 7 samples, but 10 before the repair; give the"):
+    with pytest.raises(ValueError, match="sample 7, .*: expected sample 0 next"):
         loop(tmp_path, the_rest, repair=True)
-    dataset = ActivationDataset(tmp_path)
-    assert not dataset.complete and len(dataset) == 7
-    loop(tmp_path, range(COUNT))
+    with pytest.raises(ValueError, match="5 samples not given again; a repair needs all samples"):
+        loop(tmp_path, range(5), repair=True)
+    with pytest.raises(InputError, match="repair=True"):
+        loop(tmp_path, range(COUNT))
+    loop(tmp_path, range(COUNT), repair=True)
     dataset = ActivationDataset(tmp_path)
     assert dataset.complete and sorted(s.sample_idx for s in dataset) == [*range(COUNT)]
 
@@ -110,17 +113,24 @@ def test_a_repair_does_not_overwrite(tmp_path):
         loop(tmp_path, range(COUNT), repair=True, overwrite=True)
 
 
-def test_numbers_may_have_gaps(tmp_path, check):
-    """Where a number was left out, nothing is skipped in silence, and it may come later."""
-    numbers = [2, 3, 5, 8, 9, 10, 14, 20]
-    for stop in (10, 20):
-        with pytest.raises(ZeroDivisionError):
-            loop(tmp_path, numbers, stop)
-    with pytest.raises(ValueError, match="sample 6, .*: given twice or out of order"):
-        loop(tmp_path, [2, 7, 6])
-    loop(tmp_path, sorted([*numbers, 7, 21]))
-    assert sorted(s.sample_idx for s in ActivationDataset(tmp_path)) == sorted([*numbers, 7, 21])
-    assert check(tmp_path) == []
+@pytest.mark.parametrize("numbers,expected", [([1], 0), ([0, 1, 3], 2), ([-1], 0)])
+def test_numbers_have_no_gaps(numbers, expected, tmp_path):
+    """Neither in a new run nor in one that continues."""
+    with pytest.raises(ValueError, match=f"sample {numbers[-1]}, .*: expected sample {expected} n"):
+        loop(tmp_path, numbers)
+    with pytest.raises(ValueError, match=f"sample {expected + 1}, .*: expected sample {expected} "):
+        loop(tmp_path, [expected + 1])
+    loop(tmp_path, range(COUNT))
+    assert len(ActivationDataset(tmp_path)) == COUNT
+
+
+def test_a_loop_that_continues_reads_no_table(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        loop(tmp_path, range(COUNT), 9)
+    for path in tmp_path.glob("*.parquet"):
+        path.write_bytes(b"unreadable")
+    loop(tmp_path, range(COUNT))
+    assert json.loads((tmp_path / "metadata.json").read_text())["samples"] == COUNT
 
 
 def test_verify_of_a_program_of_ones_own(tmp_path, capsys):

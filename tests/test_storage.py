@@ -105,7 +105,7 @@ def test_a_sample_that_lacks_hooks_is_an_error_at_the_end_of_a_complete_run(tmp_
 ONE = np.float32(1)
 AS_BEFORE = "expected width 4, dtype float32, as in the rest of the run"
 SHAPE = "expected (tokens, width) with as many tokens as there are token ids"
-REFUSED = [  # the activation of sample 9 at hook 0, of which hook 1 has 2 tokens; token ids; told
+REFUSED = [  # the activation of sample 3 at hook 0, of which hook 1 has 2 tokens; token ids; told
     (np.full((3, 4), ONE), [1, 2, 3], "3, expected 2 tokens as at other hooks"),
     (np.full((2, 5), ONE), [1, 2], f"width 5, dtype float32, {AS_BEFORE}"),
     (np.ones((2, 4)), [1, 2], f"width 4, dtype float64, {AS_BEFORE}"),
@@ -118,7 +118,7 @@ REFUSED = [  # the activation of sample 9 at hook 0, of which hook 1 has 2 token
 
 def test_wrong_additions_are_refused_by_name(tmp_path):
     """The run that continues refuses them, too: widths and dtypes are those of stored shards."""
-    good = np.full((2, 4), ONE), 9, "", [1, 2]
+    good = np.full((2, 4), ONE), 3, "", [1, 2]
     for numbers in (range(3), []):
         storage = open_storage(tmp_path, {0: "h", 1: "i"}, shard_size_gb=1e-9)
         with pytest.raises(ZeroDivisionError), storage:
@@ -127,11 +127,11 @@ def test_wrong_additions_are_refused_by_name(tmp_path):
                     storage.add_activation(key, good[0], number, "", [1, 2])
             storage.add_activation(1, *good)
             for values, ids, told in REFUSED:
-                with pytest.raises(ValueError, match=re.escape(f"sample 9, hook 0: {told}")):
-                    storage.add_activation(0, values, 9, "", ids)
+                with pytest.raises(ValueError, match=re.escape(f"sample 3, hook 0: {told}")):
+                    storage.add_activation(0, values, 3, "", ids)
             with pytest.raises(KeyError, match="hook 7 is not one of"):
                 storage.add_activation(7, *good)
-            with pytest.raises(ValueError, match="sample 9, hook 1: given twice or out of order"):
+            with pytest.raises(ValueError, match="sample 3, hook 1: given twice or out of order"):
                 storage.add_activation(1, *good)
             raise ZeroDivisionError
 
@@ -164,10 +164,9 @@ def test_a_buffer_that_the_caller_uses_again_is_copied(tmp_path):
         for number in range(3):
             values[:], ids[:] = number, number
             row["line"] = columns["tags"][0] = number
-            labels = {"role": ids, "turn": ids}
-            storage.add_activation(0, values, number, "", ids, None, row, 0, columns, labels)
+            storage.add_activation(0, values, number, "", ids, None, row, 0, columns)
     for number, sample in enumerate(ActivationDataset(tmp_path)):
-        for found in (sample["h"], sample.token_ids, sample.role, sample.turn):
+        for found in (sample["h"], sample.token_ids):
             assert (found == number).all()
         assert (sample.row, sample.columns) == ({"line": number}, {"tags": [number]})
 

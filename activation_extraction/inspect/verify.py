@@ -215,8 +215,10 @@ def _other_codes(identity: Identity, stored: Codes, now: Codes, allowed: float) 
 
 def check_numbers(folders: dict[str, Stored], checked: Sequence[CheckedShard]) -> Iterator[str]:
     """Yields whether sample numbers are stored more than once, and the first number that a folder
-    lacks; of a run that is not complete, the first one before its mark. Of shards that have
-    problems of their own, the numbers are not known."""
+    lacks; of a run over a data set that is not complete, the first one before its mark.
+
+    Of shards that have problems of their own, the numbers are not known.
+    """
     found: dict[str, list[np.ndarray]] = {name: [] for name in folders}
     for shard in checked:
         if shard.sample_idx is not None:
@@ -227,11 +229,10 @@ def check_numbers(folders: dict[str, Stored], checked: Sequence[CheckedShard]) -
         yield f"{counted(len(twice), 'sample number')} stored more than once, such as {twice[0]}"
     for name, stored in folders.items():
         identity, last = stored.identity, max(stored.commits, default=0)
-        # Only a run over a data set numbers its samples without gaps.
-        if identity is None or not identity.from_dataset or not 0 < last == len(found[name]):
+        if identity is None or not 0 < last == len(found[name]):
             continue
         numbers = np.unique(np.concatenate(found[name]))
-        if (stored.metadata or {})["status"] != "complete":
+        if identity.from_dataset and (stored.metadata or {})["status"] != "complete":
             mark = furthest_mark(stored.commits.values())
             numbers = numbers[: 0 if mark is None else mark.samples]
         worker = identity.worker

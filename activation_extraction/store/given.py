@@ -1,19 +1,16 @@
-"""Copies and checks what the callers of ActivationStorage give: arrays, and labels of tokens.
+"""Copies and checks the arrays that callers give to ActivationStorage.
 
 Arrays may be those of other programs, such as PyTorch's; neither PyTorch nor JAX is imported. The
 caller may use its own array again for the next sample.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import one_line
-from activation_extraction.store.shard import LABELS
 
 
 def own_array(values: Any) -> np.ndarray:
@@ -48,22 +45,3 @@ def as_int32(values: Any) -> np.ndarray:
     array = own_array(values)
     whole = array.dtype.kind in "iu" and (array == array.astype(np.int32)).all()
     return array.astype(np.int32) if whole or not array.size else array
-
-
-def check_labels(labels: Mapping[str, np.ndarray], tokens: int, due: Sequence[str] | None) -> None:
-    """Raises ValueError for labels of so many tokens that cannot be stored.
-
-    due: the names that the samples before have; None for the first sample.
-    """
-    names = [name for name in LABELS if name in labels] if due is None else list(due)
-    if list(labels) != names:
-        expected = ", ".join(LABELS if due is None else names) or "none"
-        raise ValueError(f"labels {', '.join(labels) or 'none'}: expected {expected}")
-    for name, values in labels.items():
-        if (values.dtype, values.shape) != (np.int32, (tokens,)):
-            found = f"dtype {values.dtype}, shape {values.shape}"
-            raise ValueError(f"{name} of {found}: expected int32, ({tokens},)")
-    roles = labels.get("role", np.zeros(0, np.int32))
-    if roles.size and (roles.min() < 0 or roles.max() >= len(ROLES)):
-        wrong = roles.min() if roles.min() < 0 else roles.max()
-        raise ValueError(f"role {wrong}: expected 0 to {len(ROLES) - 1}")

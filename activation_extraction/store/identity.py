@@ -111,7 +111,7 @@ class Identity:
     @property
     def from_dataset(self) -> bool:
         """Whether the samples come from a data set, rather than from a program with a loop of its
-        own, which gives its samples any ascending numbers."""
+        own, which numbers its samples 0, 1, 2, ... and has no marks."""
         return bool(self.data)
 
     @property

@@ -21,8 +21,8 @@ A repair begins as any process does: it writes its id into metadata.json, and re
   the hole are stored. So a lost sample that a limit had cut is stored whole.
 
 A program with a loop of its own has no text that could be read again: it gives all its samples, and
-those that are stored are skipped. At its end, all holes are filled. If it has given fewer samples
-than there were before, the run is not complete, and the program is told.
+those that are stored are skipped. If it ends before it has given all that there were, the last hole
+stays open, so that the repair is not finished, and the program is told.
 """
 
 from collections.abc import Mapping

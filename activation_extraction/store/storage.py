@@ -27,7 +27,7 @@ from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.store.commit import METADATA, Totals, number_of
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import DTYPES, SAFETENSORS
-from activation_extraction.store.given import as_int32, check_labels, own_array
+from activation_extraction.store.given import as_int32, own_array
 from activation_extraction.store.identity import Identity, RunFacts, StorageOptions
 from activation_extraction.store.local_files import check_output_dir, lock_folder, unlock
 from activation_extraction.store.metadata import check_own, read_stored
@@ -51,8 +51,7 @@ class ActivationStorage:
     """Writes activations to shards in a folder. It is a context manager.
 
     hooks: the hooks' full names by key (the layer number or hook name that the shards use). A
-    sample is complete when it has an activation for every key; samples must become complete in
-    ascending order.
+    sample is complete when it has an activation for every key.
 
     A stored extraction with the same `identity` is continued: what is stored stays as it is, and a
     program that gives the same samples again has those that are stored skipped. `plan.mark` says
@@ -156,7 +155,6 @@ class ActivationStorage:
                 refuse_elsewhere(read_stored(local), remote.url)
             self._follow(self._planner(read_stored(self.destination)))
         self._incomplete: dict[int, tuple[SampleRow, dict[Key, np.ndarray]]] = {}
-        self._labels: list[str] | None = None  # the names that all samples have
         self._last = -1  # the last sample that `add_activation` has completed
         self._lock: int | None = None
         # planned: the stored shards are known, and nothing has been written; open: this process
@@ -170,6 +168,9 @@ class ActivationStorage:
         # The width and dtype at each hook so far.
         self._forms = {hook["key"]: (hook["width"], hook["dtype"]) for hook in hooks}
         self._after_mark: dict[int, StoredSample] | None = None
+        self._stored_samples = sum(commit.count for commit in plan.commits)
+        # The number that `add_activation` expects next. A repair gets all samples again.
+        self._next_sample = 0 if self.repair else self._stored_samples
         self._writer.follow(plan)
 
     @property
@@ -323,26 +324,41 @@ class ActivationStorage:
         row: Mapping[str, Any] | None = None,
         cut: int = 0,
         columns: Mapping[str, Any] | None = None,
-        labels: Mapping[str, Any] | None = None,
     ) -> None:
-        """Adds one sample's activation (tokens, width) at one hook.
+        """Adds one sample's activation at one hook.
 
-        All arguments are copied. Arrays may be NumPy's, JAX's or, on the CPU, PyTorch's. A sample
-        that an earlier run has stored is skipped, by its number alone: its content is not compared.
-        The arguments after `sample_idx` are fields of SampleRow, and are taken from the first hook
-        of the sample; ActivationDataset reads only samples that have token ids.
+        Samples are numbered 0, 1, 2, ... without gaps, and each has an activation at every hook. A
+        program that continues a run may give all samples again, or go on with the number of those
+        that are stored (`totals.samples`): a sample that is stored is skipped, by its number alone.
+        A repair needs all samples from 0 on. All arguments are copied. Arrays may be NumPy's, JAX's
+        or, on the CPU, PyTorch's. What follows `sample_idx` is taken from the sample's first hook.
 
-        Raises KeyError for an unknown hook. Raises ValueError for a sample that is out of order,
-        given twice or not two-dimensional, that has another width or dtype than those before it or
-        another number of tokens than at its first hook, that follows a complete extraction, that
-        lacks the token ids which safetensors need, or whose labels are not one int32 number per
-        token, or not those of the samples before it.
+        Args:
+            layer_idx: The key of the hook.
+            activation: The activation, (tokens, width).
+            sample_idx: The number of the sample.
+            text_preview: The beginning of the text.
+            token_ids: The ids of the tokens, (tokens,), int32. Safetensors need them, and so does
+                ActivationDataset; None for pickles without them.
+            doc_id: The id of the document.
+            row: Where the sample comes from, as a JSON object.
+            cut: How many tokens of the document were left out at its end.
+            columns: Values to keep with the sample, by name, as a JSON object.
+
+        Raises:
+            KeyError: The hook is unknown.
+            ValueError: The sample has another number than the next one, was given twice, or follows
+                a complete extraction; the activation is not two-dimensional, has another width or
+                dtype than those before it, or another number of tokens than at the sample's first
+                hook; or token ids are missing that safetensors need.
+            StorageError: Something has failed in the background.
         """
         self.open()
         if layer_idx not in self._names or layer_idx in self._features:
             raise KeyError(f"hook {layer_idx!r} is not one of {list(self._names)}")
         number = index(sample_idx)
-        if number in self.stored_after_mark:
+        if self._is_stored(number):
+            self._next_sample = max(self._next_sample, number + 1)
             return
         self._check_open(number)
         where = f"sample {number}, hook {layer_idx!r}"
@@ -354,22 +370,28 @@ class ActivationStorage:
         for problem in self._problems(layer_idx, activation, ids, number):
             raise ValueError(f"{where}: {problem}")
         if number not in self._incomplete:
-            try:
-                given = {name: as_int32(each) for name, each in sorted((labels or {}).items())}
-                check_labels(given, len(activation), self._labels)
-            except ValueError as error:
-                raise ValueError(f"sample {number}: {error}") from error
-            self._labels = list(given)
-            known = text_preview, doc_id, deepcopy(row), cut, deepcopy(columns or {}), given
             positions = np.arange(len(activation), dtype=np.int32)
-            self._incomplete[number] = SampleRow(number, ids, positions, *known), {}
+            row, columns = deepcopy(row), deepcopy(columns or {})
+            sample = SampleRow(number, ids, positions, text_preview, doc_id, row, cut, columns, {})
+            self._incomplete[number] = sample, {}
+            self._next_sample += 1
         sample, slices = self._incomplete[number]
         slices[layer_idx] = activation
         if len(slices) == len(self._names):
             del self._incomplete[number]
-            self._writer.take(sum(each.nbytes for each in slices.values()))
+            self._writer.take(sum(values.nbytes for values in slices.values()))
             self._last = number
             self._writer.add(sample, slices)
+
+    def _is_stored(self, number: int) -> bool:
+        """Returns whether an earlier process has stored a sample that `add_activation` gets.
+
+        Samples have no gaps, so the counts of the shards tell it, and no table is read. After
+        damage they have gaps, which are filled in the order of the samples.
+        """
+        if self.repair:
+            return number <= self._next_sample and number in self.stored_after_mark
+        return 0 <= number < self._stored_samples
 
     def _problems(
         self, key: Key, activation: np.ndarray, ids: np.ndarray | None, number: int
@@ -389,6 +411,8 @@ class ActivationStorage:
         sample, slices = self._incomplete.get(number, (None, {}))
         if key in slices or number <= self._last:
             yield "given twice or out of order"
+        if sample is None and number != self._next_sample:
+            yield f"expected sample {self._next_sample} next: samples are 0, 1, 2, ..."
         if sample is not None and len(sample.positions) != shape[0]:
             expected = counted(len(sample.positions), "token")
             yield f"{shape[0]}, expected {expected} as at other hooks"
@@ -410,13 +434,15 @@ class ActivationStorage:
         complete: False if the run ends before its data does. skipped_rows, empty_rows: their total
         numbers, if these are larger than in the marks. A second call does nothing. Raises
         ValueError, after committing, if a complete run has a sample that lacks hooks, or if a
-        program's own loop has not given all samples again that its repair has lost.
+        program's own loop has not given all samples again that its repair has lost: the repair is
+        then not finished.
         """
         if self._state == "planned":
             self.open()
         if self._state != "open":
             return self.close()
-        complete = complete or self.plan.complete
+        missing_samples = self._samples_not_given_again() if complete else 0
+        complete = (complete and not missing_samples) or self.plan.complete
         self.totals.count_rows(skipped_rows, empty_rows)
         self._state = "closed"
         done = False
@@ -438,18 +464,20 @@ class ActivationStorage:
         for number, (_, slices) in self._incomplete.items() if complete else ():
             missing = [key for key in self._names if key not in slices]
             raise ValueError(f"sample {number} has no activation for {missing}; it is not stored")
-        if complete and not self._identity.from_dataset:
-            self._check_repaired()
-
-    def _check_repaired(self) -> None:
-        """Raises ValueError if a program has not given all samples again that a repair has lost."""
-        before = (self.plan.recorded or {}).get("samples", 0)
-        if self.totals.samples < before:
+        if missing_samples:
             raise ValueError(
-                f"{self.folder}: holds {counted(self.totals.samples, 'sample')}, but "
-                f"{before} before the repair; give the others again: a repair needs all samples "
-                "in ascending order, and skips those that are stored"
+                f"{self.folder}: {counted(missing_samples, 'sample')} not given again; a repair "
+                "needs all samples from 0 on, and skips those that are stored"
             )
+
+    def _samples_not_given_again(self) -> int:
+        """Returns how many samples a program with a loop of its own still has to give to a repair:
+        all up to the last one that is, or was, stored."""
+        if not self.repair or self._identity.from_dataset:
+            return 0
+        before = (self.plan.recorded or {}).get("samples", 0)
+        end = max(before, self.plan.end_of_stored(self._identity.worker))
+        return max(end - self._next_sample, 0)
 
     def close(self, patient: bool = False) -> None:
         """Releases the folder and ends the threads. Shards that are not committed are lost."""
