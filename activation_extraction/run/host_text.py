@@ -161,8 +161,11 @@ class Text:
     @cached_property
     def template(self) -> ChatTemplate | None:
         """Returns what renders conversations; None if there are none."""
-        config, chosen = self.config, self.chosen_tokenizer
-        if not config.messages_column or chosen is None:
+        config = self.config
+        if not config.messages_column:
+            return None
+        chosen = self.chosen_tokenizer
+        if chosen is None:
             return None
         arguments = dict(config.chat_template_args)
         if config.chat_template is not None:
