@@ -6,6 +6,7 @@ import pickle
 import re
 import struct
 import tracemalloc
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -17,7 +18,8 @@ from extractions import HOOKS, extract, records_in, replace_shard
 
 import extract_activations
 from activation_extraction import ActivationDataset
-from activation_extraction.common.errors import RunError
+from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.model.torch_file import read_torch_file
 from activation_extraction.store.formats import chosen_format
 from activation_extraction.store.pickle_file import pickle_pieces, records_of
 from activation_extraction.store.shard import SampleRow, Shard
@@ -114,6 +116,34 @@ def test_a_decompression_bomb_takes_little_memory(tmp_path):
     assert peak_of(lambda: read_fails(path, "unpacks to more than 1000000 b")) < 10**7
     with pytest.raises(OSError, match="shard_0002.pkl.gz: unpacks to more than 9000 bytes"):
         ActivationDataset(tmp_path)[3]
+
+
+# Pickles of less than 30 bytes that claim as many MB or more.
+CLAIMS = {
+    "a number in the memo": b"\x80\x02]r" + struct.pack("<I", 2**24) + b".",
+    "a number in the memo in digits": b"\x80\x02]p16777216\n.",
+    "a negative number in the memo": b"\x80\x02]p-1\n.",
+    "bytes": b"\x80\x04\x8e" + struct.pack("<Q", 2**28) + b"few.",
+    "bytes of a bytearray": b"\x80\x05\x96" + struct.pack("<Q", 2**28) + b"few.",
+    "text": b"\x80\x04\x8d" + struct.pack("<Q", 2**28) + b"few.",
+    "a number of many digits": b"\x80\x02\x8b" + struct.pack("<i", 2**28) + b"few.",
+    "a frame": b"\x80\x04\x95" + struct.pack("<Q", 2**28) + b"].",
+}
+
+
+@pytest.mark.parametrize("content", CLAIMS.values(), ids=CLAIMS)
+def test_a_claimed_size_takes_no_memory_before_its_bytes_are_there(content, tmp_path):
+    shard, saved = tmp_path / "shard_0001.pkl", tmp_path / "saved.pt"
+    shard.write_bytes(content)
+    assert peak_of(lambda: read_fails(shard, "^shard_0001.pkl: ")) < 2 * 10**6
+    with zipfile.ZipFile(saved, "w") as archive:
+        archive.writestr("saved/data.pkl", content)
+
+    def fails():
+        with pytest.raises(InputError, match="^saved.pt: not a file of PyTorch tensors: "):
+            read_torch_file(saved, "saved.pt")
+
+    assert peak_of(fails) < 2 * 10**6
 
 
 def test_a_flipped_bit_never_gives_other_activations(tmp_path):

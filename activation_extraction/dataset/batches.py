@@ -115,7 +115,8 @@ class Batches(Iterator[T]):
 
         The first loop goes on where the batches stand, and every later one begins anew, unless
         `restore` was called before it. Give a DataLoader `batch_size=None`, and for a run in a
-        bucket `multiprocessing_context="spawn"`, if it has workers.
+        bucket `multiprocessing_context="spawn"`, if it has workers. With any other size, it raises
+        TypeError, because it would make batches of batches.
 
         Each worker of a DataLoader reads a share of its own, and moves only its own copy of the
         batches. So a loop with workers raises ValueError if the batches were restored, and `state`
@@ -124,7 +125,6 @@ class Batches(Iterator[T]):
         are equally many.
         """
         from torch.utils.data import IterableDataset
-        from torch.utils.data._utils.collate import default_collate_fn_map
 
         if self._read_by_workers is None:
             self._read_by_workers = mmap.mmap(-1, 1)
@@ -152,7 +152,6 @@ class Batches(Iterator[T]):
                     read_by_workers[0] = 1  # the process that is being started shares no memory
                 return Batches.torch, (self._batches,)
 
-        default_collate_fn_map[TokenBatch] = _refuse_to_collate
         return TorchBatches(self)
 
     def jax(self) -> Iterator[T]:
@@ -249,7 +248,3 @@ def _loader_worker() -> tuple[int, int] | None:
     data = sys.modules.get("torch.utils.data")
     info = data.get_worker_info() if data is not None else None
     return None if info is None else (info.id, info.num_workers)
-
-
-def _refuse_to_collate(*_: Any, **__: Any) -> Any:
-    raise TypeError("these are batches already: give the DataLoader batch_size=None")

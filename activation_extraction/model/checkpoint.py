@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from huggingface_hub import (
-    _CACHED_NO_EXIST,
     constants,
     hf_hub_download,
     snapshot_download,
@@ -187,8 +186,9 @@ class Checkpoint:
             self._unanswered = True
             known = try_to_load_from_cache(self.model_path, name, revision=self._revision)
             snapshot = self._snapshot()
-            # A cache that another program has filled does not say which files the model lacks.
-            if known is _CACHED_NO_EXIST or (
+            # If the cache records that the model lacks the file, the answer is neither a path nor
+            # None. A cache that another program has filled may lack such records.
+            if not isinstance(known, str | None) or (
                 snapshot is not None and (constants.HF_HUB_OFFLINE or self._whole(snapshot, name))
             ):
                 return None
