@@ -9,6 +9,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,15 @@ class MemoryBucket:
         self.objects: dict[str, tuple[bytes, str]] = {}
         self.lock = threading.Lock()
         self.replaced: list[str] = []
+        self.late: list[Callable[[dict[str, tuple[bytes, str]]], Any]] = []
+
+    def deliver(self) -> None:
+        """Carries out all late requests, as far as their conditions still hold."""
+        with self.lock:
+            for action in self.late:
+                with suppress(ChangedError):
+                    action(self.objects)
+            self.late.clear()
 
     def put(self, path: str, data: bytes) -> str:
         if "/shard_" in path and path.endswith(".json"):
@@ -42,7 +52,8 @@ class MemoryBucket:
 class Process:
     """One process. fate: is called before each of its requests with the request's number and name;
     it may return "stop" (the process ends instead), "fail" (the request is not carried out), "lost"
-    (it is, but its answer does not arrive) or "refuse" (the store does not permit it)."""
+    (it is, but its answer does not arrive), "late" (it is when the bucket delivers late requests,
+    unlike its answer) or "refuse" (the store does not permit it)."""
 
     fate: Callable[[int, str], str | None] = lambda number, request: None
     requests: int = 0
@@ -81,10 +92,12 @@ class _Files:
             raise Stopped
         if fate == "refuse":
             raise FolderError("permission denied")
-        if fate != "fail":
+        if fate == "late":
+            self.bucket.late.append(action)
+        elif fate != "fail":
             with self.bucket.lock:
                 result = action(self.bucket.objects)
-        if fate in ("fail", "lost"):
+        if fate in ("fail", "lost", "late"):
             raise FolderError("no answer", final=False)
         return result
 

@@ -373,6 +373,47 @@ def test_any_request_may_fail_or_have_an_unknown_outcome(run):
             run.check(bucket, fate, every)
 
 
+FIRST = {  # a process whose requests arrive late, and what was stored before
+    "overwrites": {"overwrite": True, "max_samples": 7},
+    "repairs": {"repair": True, "shard_size_gb": 4e-6},
+}
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_a_request_may_arrive_after_its_sender_gave_up(run, damaged, first):
+    """A PUT or DELETE arrives at some request of the next process, or after it. Its sender was
+    killed, or has gone on. A late DELETE may remove what is committed by then: this is refused, and
+    a repair computes it again."""
+    original = damaged if first == "repairs" else damaged.undamaged
+    requests = []
+    run(copy_of(original), Process(lambda _, name: requests.append(name)), **FIRST[first])
+    changes = [n for n, name in enumerate(requests) if name.startswith(("writing", "deleting"))]
+    assert {requests[n].split()[0] for n in changes} == {"writing", "deleting"}
+    refused = 0
+    for case, late in enumerate(changes):
+        for killed in (False, True):
+
+            def lose_answer(number, _, late=late, killed=killed):
+                return "late" if number == late else "stop" if killed and number > late else None
+
+            bucket, arrival = copy_of(original), (7 * case + 40 * killed) % 90
+            with suppress(Stopped, RunError):
+                run(bucket, Process(lose_answer), **FIRST[first])
+            next_one = Process(lambda n, _, b=bucket, at=arrival: b.deliver() if n == at else None)
+            with suppress(InputError, RunError):
+                run(bucket, next_one)
+            bucket.deliver()
+            try:
+                run(bucket)
+            except InputError as error:
+                assert "--repair" in str(error)
+                refused += 1
+                run(bucket, repair=True)
+                run(bucket)
+            run.check(bucket, requests[late], killed, arrival)
+    assert refused
+
+
 SECOND = [  # when the second process halts, what it does, and at which requests of the first
     (10**6, {}, 2),
     (12, {}, 5),

@@ -12,10 +12,10 @@ A repair begins as any process does: it writes its id into metadata.json, and re
   folder is read and planned again, and only the new commits are checked.
 - *Bad shards at the end* are then gone, and the run simply goes on after those that are left.
 - *Holes* are the numbers of bad shards that lie before a good one. The text is read again, from the
-  mark of the last shard before the first hole up to the largest sample that is stored, and every
-  sample that no good shard lists is stored under the numbers of the holes. The last hole is
-  committed last. As long as it is open, no other run goes on, so a repair that was killed is
-  repaired by the next one. What comes after the largest stored sample is left to the run that
+  mark of the last shard before the first hole up to the largest sample that is stored or lies
+  before a mark. Every sample in between that no good shard lists is stored under the numbers of the
+  holes. The last hole is committed last. As long as it is open, no other run goes on, so a repair
+  that was killed is repaired by the next one. The samples after that are left to the run that
   continues; if the run was complete, the repair reads on up to its last sample.
 - *Limits.* Up to the largest stored sample, no limit ends or cuts the stream, because samples after
   the hole are stored. So a lost sample that a limit had cut is stored whole.

@@ -67,12 +67,15 @@ class StoragePlan:
         return totals
 
     def end_of_stored(self, worker: Worker) -> int:
-        """Returns how many samples of a worker come before the end of the largest stored one.
+        """Returns the number of samples of a worker up to the largest one that is stored, or that
+        lies before a mark, since that one was stored.
 
-        Some of them may not be stored: samples are packed in another order than they are read.
+        Some of them may not be stored: samples are packed in another order than they are read, and
+        shards may be lost.
         """
-        last = max((commit.last for commit in self.commits if commit.count), default=None)
-        return 0 if last is None else worker.number_of(last) + 1
+        mark = furthest_mark(self.commits)
+        ends = [worker.number_of(commit.last) + 1 for commit in self.commits if commit.count]
+        return max([0 if mark is None else mark.samples, *ends])
 
     def repaired_status(self, samples: int) -> str:
         """Returns the status of a run whose holes are filled, of which `samples` are stored now.
