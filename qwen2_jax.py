@@ -213,7 +213,9 @@ class DecoderLayer(nn.Module):
     type_: str = DENSE
 
     def setup(self) -> None:
-        config, dtype, words = self.config, self.dtype, self.type_.split()
+        config = self.config
+        dtype = self.dtype
+        words = self.type_.split()
         self.input_layernorm = RMSNorm(config, dtype)
         if LINEAR in words:
             self.linear_attn = GatedDeltaNet(config, dtype, self.kernels.delta_rule, self.layout)
@@ -294,7 +296,9 @@ def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> dict[ParamP
 
 
 def _weight(path: ParamPath, box: Any, model: nn.Module, renamed: Mapping[str, Any]) -> WeightSpec:
-    config, shape, axes = model.config, box.value.shape, box.names
+    config = model.config
+    shape = box.value.shape
+    axes = box.names
     if path[0] != "layers":
         if path[0] == "lm_head":
             tied = "model.embed_tokens.weight"
@@ -347,12 +351,16 @@ def _interleaved(
     renamed: dict[str, tuple[str, TensorSlice]] = {}
     if delta is None or not delta.interleaved:
         return renamed
-    heads, key, value = delta.values_per_key, delta.key_size, delta.value_size
+    heads = delta.values_per_key
+    key = delta.key_size
+    value = delta.value_size
     for shared, sizes in (
         ("in_proj_qkvz", {"q": key, "k": key, "v": heads * value, "z": heads * value}),
         ("in_proj_ba", {"b": heads, "a": heads}),
     ):
-        tensor, start, total = f"linear_attn.{shared}.weight", 0, sum(sizes.values())
+        tensor = f"linear_attn.{shared}.weight"
+        start = 0
+        total = sum(sizes.values())
         # Some who quantise such a model store it as Qwen3.5 is stored.
         if not tensors or any(name.endswith(tensor) for name in tensors):
             for letter, size in sizes.items():

@@ -65,7 +65,9 @@ class Codes:
         kept = np.arange(most) < active[:, None]
         indptr = np.cumsum([0, *np.minimum(active, most)], dtype=np.int64)
         values = numbers[:, HEAD + most :][kept].astype(dtype, copy=False)
-        ids, error, norm = records[:, HEAD : HEAD + most][kept], numbers[:, 1], numbers[:, 2]
+        ids = records[:, HEAD : HEAD + most][kept]
+        error = numbers[:, 1]
+        norm = numbers[:, 2]
         return cls(indptr, ids, values, error.copy(), norm.copy(), features, active)
 
     def records(self, most: int) -> np.ndarray:

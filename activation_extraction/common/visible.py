@@ -40,7 +40,9 @@ def plain_url(path: str) -> str:
 
 
 def _stripped(url: re.Match[str]) -> str:
-    scheme, user, query = url["scheme"], url["user"], url["query"] or ""
+    scheme = url["scheme"]
+    user = url["user"]
+    query = url["query"] or ""
     named = user is not None and ":" not in user and scheme in NAMES_BEFORE_AT
     kept = "" if scheme in ("http", "https") or "=" in query else query
     return f"{scheme}://{f'{user}@' if named else ''}{url['rest']}{kept}"

@@ -89,7 +89,9 @@ class Batches(Iterator[T]):
 
     def _begin(self, position: Position) -> None:
         self.close()
-        self._position, self._loader_worker, self._looped = position, _loader_worker(), False
+        self._position = position
+        self._loader_worker = _loader_worker()
+        self._looped = False
         if self._read_by_workers is not None and _loader_worker() is None:
             self._read_by_workers[0] = 0
 
@@ -202,7 +204,9 @@ class Batches(Iterator[T]):
         Workers share chunks of the first run, or its whole pickles, which they then read in chunks
         as well.
         """
-        sources, options, seed = self._sources, self.options, self.options.shuffle
+        sources = self._sources
+        options = self.options
+        seed = self.options.shuffle
         hooks = max(sum(len(source.options.hooks) for source in sources), 1)
         row = max(sum(source.row_bytes for source in sources), 1)
         local = all(source.shards.local for source in sources)

@@ -173,7 +173,9 @@ class ActivationDataset(Samples):
             return self[index]
         piece, _, document = found
         # The pieces of a document have consecutive numbers, but may lie in any shards of the host.
-        stride, starts, numbers = self._strides[folder], list[int](), list[int]()
+        stride = self._strides[folder]
+        starts = list[int]()
+        numbers = list[int]()
         first = own.sample_idx - piece * stride
         while (place := self.shards.find(folder, first + len(numbers) * stride)) is not None:
             found = piece_of(self.shards.row(place).row)

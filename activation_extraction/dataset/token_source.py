@@ -203,7 +203,9 @@ class TokenSource:
     def tokens(self, chunks: Sequence[Chunk]) -> FoundTokens:
         """Returns all tokens of some chunks of a shard, in its order, and which of them are wanted.
         Raises OSError."""
-        shard, start, stop = chunks[0].shard, chunks[0].start, chunks[-1].stop
+        shard = chunks[0].shard
+        start = chunks[0].start
+        stop = chunks[-1].stop
         at = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
         with as_os_errors():
             reader = self.shards.get(shard)
@@ -227,7 +229,9 @@ class TokenSource:
         Activations are views of the file where that is possible. Encoded ones are decoded to the
         dtype of the result. What lies between tokens that are far apart is not read.
         """
-        hooks, names, dtype = self.shards.hooks, self.options.hooks, self.options.dtype
+        hooks = self.shards.hooks
+        names = self.options.hooks
+        dtype = self.options.dtype
         widest = max((self.shards.row_bytes([name]) for name in names), default=0)
         ascending = np.sort(rows)
         apart = np.diff(ascending) * widest > LEAST_GAP

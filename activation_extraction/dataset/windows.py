@@ -95,7 +95,9 @@ class Windows:
 
     def _fill(self, begin: Position, pool: ThreadPoolExecutor) -> Window | None:
         """The window that begins there; None if no tokens are left."""
-        chunk, row, filled = begin.chunk, begin.row, 0
+        chunk = begin.chunk
+        row = begin.row
+        filled = 0
         memory, parts = self._memory[begin.window % 2], list[list[Block]]()
         places = np.arange(self.most)
         if self.seed is not None:

@@ -18,7 +18,9 @@ class ArrowFolder:
         import datasets
         from datasets.arrow_writer import ArrowWriter
 
-        self._state_file, self._form, self._columns = folder / "state.json", form, [*columns]
+        self._state_file = folder / "state.json"
+        self._form = form
+        self._columns = [*columns]
         features = datasets.Features(columns)
         datasets.DatasetInfo(features=features).write_to_directory(str(folder))
         self._writer = ArrowWriter(features=features, path=str(folder / FILE))

@@ -139,7 +139,9 @@ def write_speculators(
     (folder / "hidden_states").mkdir()
     of_tokens = datasets.List(datasets.Value("int64"))
     columns = {"input_ids": of_tokens, LOSS_MASK: of_tokens, "seq_len": datasets.Value("int64")}
-    rows, layers, tokens = ArrowFolder(folder, columns, "torch"), layer_ids(hooks).values(), 0
+    rows = ArrowFolder(folder, columns, "torch")
+    layers = layer_ids(hooks).values()
+    tokens = 0
     for number, (ids, mask, values) in enumerate(samples_in(dataset, chunks)):
         states = np.stack([values[hook] for hook in layers], axis=1)
         data = save({"hidden_states": states, "token_ids": ids})

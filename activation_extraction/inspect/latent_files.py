@@ -39,7 +39,9 @@ def write_delphi(
         raise InputError(
             f"--export delphi: no sample of {dataset.url} has {ROW} tokens, which a row needs"
         )
-    begins, seen, kept = np.cumsum([0, *lengths]), 0, 0  # kept: tokens in whole rows
+    begins = np.cumsum([0, *lengths])
+    seen = 0
+    kept = 0  # kept: tokens in whole rows
     small = dict.fromkeys(hooks, 0)  # values in whole rows that are left out
     token_ids: list[np.ndarray] = []
     # By features; until all entries are there, each has its own as they come, row by row.

@@ -101,7 +101,9 @@ def host_states(folders: dict[str, Stored]) -> list[HostState]:
 
 def _host_state(name: str, stored: Stored) -> HostState:
     folder = host_folders([name]).get(name, HostFolder(0))
-    commits, metadata, totals = stored.in_order, stored.metadata, stored.totals
+    commits = stored.in_order
+    metadata = stored.metadata
+    totals = stored.totals
     phases = {
         key: re.fullmatch("waited_([a-z]+)_seconds_since_start", key) for key in stored.metrics
     }
@@ -117,7 +119,9 @@ def _host_state(name: str, stored: Stored) -> HostState:
     )
     if metadata is None:
         return known
-    pace, expected_end, share = _pace(commits), None, None
+    pace = _pace(commits)
+    expected_end = None
+    share = None
     last_sign = max([metadata["written"], *(commit.committed for commit in commits)])
     state = _state(stored, metadata, pace, last_sign)
     limits = {name: metadata.get(f"max_{name}") for name in ("samples", "tokens")}
@@ -300,7 +304,9 @@ def _sum(hosts: list[HostState], total: dict[str, Any]) -> HostState:
 
 def _row(host: HostState) -> dict[str, str]:
     """Returns the cells of a host by column; they are empty where a value is unknown."""
-    now, state, waited = time.time(), host.state, ""
+    now = time.time()
+    state = host.state
+    waited = ""
     if host.state == "silent" and host.last_sign is not None:
         state = f"silent for {_duration(now - host.last_sign)}"
     if (seconds := sum(host.waited.values())) >= 1:

@@ -78,7 +78,9 @@ def write_sae_lens(
     """
     import datasets
 
-    form, tokens, writers = EXPORT_FORMS["sae_lens"], 0, {}
+    form = EXPORT_FORMS["sae_lens"]
+    tokens = 0
+    writers = {}
     for hook in hooks:
         shape, dtype = (form.row, dataset.hooks[hook]), form.dtype_of(dataset, hook).name
         ids = datasets.List(datasets.Value("int32"), length=form.row)

@@ -146,7 +146,9 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
         InputError: If a file is missing or damaged, if it has a form that is not read, or if a
             weight is NaN or infinite.
     """
-    root, folder, file = name.rstrip("/"), "", ""
+    root = name.rstrip("/")
+    folder = ""
+    file = ""
     if root.endswith((".pt", ".safetensors")):
         root, file = os.path.split(root)
     if os.path.exists(local := os.path.abspath(os.path.expanduser(root))):
@@ -296,7 +298,9 @@ def _folded(source: Source, norm: str, tensors: Tensors, subtracts: bool) -> Ten
         factor = scaler.get("scaling_factor")
         if not isinstance(factor, int | float) or not 0 < factor < np.inf:
             raise source.error(f"{SCALER_FILE}: scaling_factor is {factor!r}, expected a number")
-        W_enc, W_dec, b_dec = W_enc * factor, W_dec / factor, b_dec / factor
+        W_enc = W_enc * factor
+        W_dec = W_dec / factor
+        b_dec = b_dec / factor
     else:
         if not (scaler.get("has_whitening", True) and source.has(WHITENING_FILE)):
             raise source.error(f"cfg.json says {norm!r}, and {WHITENING_FILE} is not beside it")

@@ -106,7 +106,10 @@ def _compute_block(
     of_queries *= _beside(q_scale)
     gates, (of_each, _, values) = gates_ref[...].T, v_ref.shape
     log_decays, betas = jnp.split(gates, 2, axis=1)  # TG
-    inverses, withins, sinces, until_ends = [], [], [], []
+    inverses = []
+    withins = []
+    sinces = []
+    until_ends = []
     for head in range(of_each):
         within, since_begun = _decays(log_decays[:, head, None])
         inverses.append(_inverse(_beside(betas[:, head, None] * k_scale) * among_keys * within))

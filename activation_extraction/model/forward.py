@@ -451,7 +451,9 @@ def bytes_of_step(program: Program) -> float:
 
 def read_weights(forward: Forward) -> dict[str, Any]:
     """Reads the parameters straight into their shards, with a progress bar."""
-    model, layout, weights = forward.model, forward.layout, forward.weights
+    model = forward.model
+    layout = forward.layout
+    weights = forward.weights
     parameters = sum(math.prod(spec.shape) for spec in weights.values())
     log.info(
         "model: layers 0 to %d of %d, %.3g M parameters, %s%s; %s mesh: %s%s",

@@ -99,7 +99,9 @@ def _multiply(
 ) -> None:
     """Multiplies one tile of rows with one block of columns. others: the weights, the result."""
     *stacks, out_ref = others
-    start, end, expert = start_ref[0], end_ref[0], expert_ref[0]
+    start = start_ref[0]
+    end = end_ref[0]
+    expert = expert_ref[0]
     rows = pl.ds(start, ROWS)
     real = (start + jnp.arange(ROWS) < end)[:, None]
 

@@ -242,7 +242,9 @@ class Adapter:
             count = sum(pattern.fullmatch(tensor) is not None for tensor in self._base.tensors)
         else:
             return []
-        rows, into, out = self._shapes[a][0], self._shapes[a][-1], self._shapes[b][0]
+        rows = self._shapes[a][0]
+        into = self._shapes[a][-1]
+        out = self._shapes[b][0]
         which, shape = "gate_up", (2 * width, hidden)
         if {out, into} == {hidden, width}:
             which, shape = "down", (hidden, width)

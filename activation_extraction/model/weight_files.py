@@ -74,7 +74,9 @@ class LocalFile(WeightFile):
     at_once = 2**20
 
     def __init__(self, path: Path) -> None:
-        self.path, self.name, self.where = path, path.name, str(path)
+        self.path = path
+        self.name = path.name
+        self.where = str(path)
         self.size = path.stat().st_size
 
     def read_bytes(self, start: int, stop: int) -> bytes:
@@ -103,7 +105,9 @@ class RemoteFile(WeightFile):
     at_once = 4 * PIECE  # else few requests would be under way
 
     def __init__(self, folder: SourceFolder, name: str, size: int) -> None:
-        self.name, self.where, self.size = name, f"{folder.url}/{name}", size
+        self.name = name
+        self.where = f"{folder.url}/{name}"
+        self.size = size
         self._folder = folder
 
     def read_bytes(self, start: int, stop: int) -> bytes:

@@ -338,7 +338,9 @@ class Lockstep:
         clock: Clock,
     ) -> None:
         self.failure: Exception | None = None
-        self._batches, self._stopped, self._clock = batches, stopped, clock
+        self._batches = batches
+        self._stopped = stopped
+        self._clock = clock
         self._upcoming: deque[Batch | None] = deque()
         present = []
         for _ in range(STEPS_AHEAD):

@@ -66,7 +66,9 @@ def open_dataset(
         stored, _ = _recorded(FILES, earlier)
         files = DataFiles.as_recorded(list_files(path), stored)
         return Dataset((Source(open_files(path, columns, files.files)),), FILES, "", files)
-    name, subset, split = config.dataset_name, config.dataset_config, config.dataset_split
+    name = config.dataset_name
+    subset = config.dataset_config
+    split = config.dataset_split
     assert name is not None  # cli/config.py fills it in where no other source is given
     source = " ".join(filter(None, (name, subset, split)))
     stored, recorded = _recorded(source, earlier)

@@ -214,7 +214,9 @@ def prepare(
 
     facts: what metadata.json records besides what this function knows. Raises InputError.
     """
-    forward, text, worker = inputs.forward, inputs.text, folders.worker
+    forward = inputs.forward
+    text = inputs.text
+    worker = folders.worker
     files = text.dataset.files  # listing them is not watched: it may take long
     config = replace(text.config, drop_token_ids=text.drop_token_ids)
     with watchdog:

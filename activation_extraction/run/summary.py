@@ -45,7 +45,9 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
     The first host also prints where the time went, and how to read it. verbose: whether the others
     print that too. All hosts must call this.
     """
-    storage, totals, before = job.storage, job.storage.totals, job.storage.plan.totals
+    storage = job.storage
+    totals = job.storage.totals
+    before = job.storage.plan.totals
     if storage.repair:
         made = ranges(sorted(commit.number for commit in storage.made)) or "none"
         say(f"{'repaired' if complete else 'interrupted'}: shards stored in {job.where}: {made}")

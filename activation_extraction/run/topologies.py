@@ -114,7 +114,9 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
         if len(sides) != len(largest) or not 0 < math.prod(sides) <= math.prod(largest):
             known = ", ".join(f"{key}-{size} ({key}:{x})" for size, x in sizes.items())
             raise InputError(f"--plan {name}: no such size; there are {known}")
-        known_as, chips, flat = f"{key}:{shape}", math.prod(sides), len(sides) == 2
+        known_as = f"{key}:{shape}"
+        chips = math.prod(sides)
+        flat = len(sides) == 2
         usual = chips if flat and chips in (1, 8) else USUAL
         hosts = [n for n in HOSTS if chips % n == 0 and (flat or n == USUAL)]
     else:

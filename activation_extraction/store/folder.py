@@ -332,7 +332,9 @@ class Attempts:
     """
 
     def __init__(self, folder: Folder, request: str, patience: Patience | None = None) -> None:
-        self._folder, self._request, self._patience = folder, request, patience
+        self._folder = folder
+        self._request = request
+        self._patience = patience
         self._pause = FIRST_PAUSE
 
     def failed(self, reason: object) -> None:

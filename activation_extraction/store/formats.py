@@ -54,7 +54,9 @@ def blocks_of(pieces: Iterable[memoryview], size: int = GZIP_BLOCK) -> Iterator[
     for piece in pieces:
         while piece.nbytes > room:
             yield [*block, piece[:room]]
-            piece, block, room = piece[room:], [], size
+            piece = piece[room:]
+            block = []
+            room = size
         block.append(piece)
         room -= piece.nbytes
     if block:

@@ -228,4 +228,6 @@ ALLOWED: dict[str, Any] = {
 class _Unpickler(AllowListUnpickler):
     """Unpickles plain containers and NumPy arrays of numbers, and nothing else."""
 
-    allowed, error, why = ALLOWED, UnsafeError, "no shard of ours does"
+    allowed = ALLOWED
+    error = UnsafeError
+    why = "no shard of ours does"

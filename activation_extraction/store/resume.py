@@ -123,7 +123,9 @@ def plan_rest(stored: Stored, limits: Mapping[str, int | None]) -> StoragePlan:
     Raises InputError if these hold more than the limits allow, unless it is a repair that has
     stored more than the same limits: samples whole that smaller limits had cut.
     """
-    commits, totals, metadata = stored.in_order, stored.totals, stored.metadata or {}
+    commits = stored.in_order
+    totals = stored.totals
+    metadata = stored.metadata or {}
     plan = StoragePlan(commits, stored.run, len(commits) + 1, furthest_mark(commits))
     counts = {"max_samples": totals.samples, "max_tokens": totals.tokens}
     for name, limit in limits.items():

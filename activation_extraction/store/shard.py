@@ -111,7 +111,9 @@ def encode_shard(
     """Returns the shard with these hooks encoded, and the errors by key."""
     if not keys:
         return shard, {}
-    slices, scales, found = dict(shard.slices), dict(shard.scales), {}
+    slices = dict(shard.slices)
+    scales = dict(shard.scales)
+    found = {}
     offsets, positions = shard.offsets, np.concatenate(shard.positions)
     measured = _every_nth(positions == 0) | _every_nth(positions != 0)
     sinks = positions[measured] == 0

@@ -134,7 +134,9 @@ class ShardBytes:
     """
 
     def __init__(self, folder: Folder, commit: Commit, where: str) -> None:
-        self._folder, self._commit, self._where = folder, commit, where
+        self._folder = folder
+        self._commit = commit
+        self._where = where
         self._crcs = commit.files[commit.file].crc32c
         self._mapped: np.ndarray | None = None
         if folder.local:

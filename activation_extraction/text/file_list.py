@@ -97,7 +97,9 @@ def list_files(path: str) -> list[TextFile]:
             fs, root = url_to_fs(path)
         else:  # url_to_fs would take :: for a chain of URLs
             fs, root = fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(path))
-        what, others, matches = "has no files that end in", "", {}
+        what = "has no files that end in"
+        others = ""
+        matches = {}
         if fs.isfile(root):
             base = plain_url(root).rpartition("/")[0]  # a query may have a /
             what = "does not end in"

@@ -152,7 +152,9 @@ def _whole_samples(
     chunk: list[Document | None]
     failure: RunError | None = None
     while failure is None:
-        state, begin, chunk = documents.state(), number, []
+        state = documents.state()
+        begin = number
+        chunk = []
         wanted = int(min(CHUNK_ROWS, most_samples - number))
         try:
             for row in islice(rows, wanted):

@@ -191,7 +191,9 @@ def _tokenise_all(
             ids.append(np.asarray(each.ids, np.int32))
             if with_offsets:
                 offsets.append(span.start + np.asarray(each.offsets, np.int32).reshape(-1, 2))
-        total, starts, labels = sum(map(len, ids)), None, {}
+        total = sum(map(len, ids))
+        starts = None
+        labels = {}
         if with_offsets:
             of_tokens = np.concatenate(offsets)
             starts, labels = of_tokens[:most, 0], _labels(content, of_tokens)
