@@ -113,7 +113,7 @@ def test_a_repair_does_not_overwrite(tmp_path):
         loop(tmp_path, range(COUNT), repair=True, overwrite=True)
 
 
-@pytest.mark.parametrize("numbers,expected", [([1], 0), ([0, 1, 3], 2), ([-1], 0)])
+@pytest.mark.parametrize("numbers,expected", [([1], 0), ([0, 1, 3], 2)])
 def test_numbers_have_no_gaps(numbers, expected, tmp_path):
     """Neither in a new run nor in one that continues."""
     with pytest.raises(ValueError, match=f"sample {numbers[-1]}, .*: expected sample {expected} n"):
@@ -128,7 +128,7 @@ def test_a_loop_that_continues_reads_no_table(tmp_path):
     with pytest.raises(ZeroDivisionError):
         loop(tmp_path, range(COUNT), 9)
     for path in tmp_path.glob("*.parquet"):
-        path.write_bytes(b"unreadable")
+        path.write_bytes(bytes(path.stat().st_size))
     loop(tmp_path, range(COUNT))
     assert json.loads((tmp_path / "metadata.json").read_text())["samples"] == COUNT
 

@@ -44,7 +44,7 @@ def begin(root, *part, count=7, **options):
 def fail(root, *part):
     with pytest.raises(StorageError), begin(root, *part) as storage:
         for key in HOOKS:
-            storage.add_activation(key, np.full((3, HIDDEN), np.nan, np.float32), 99, "")
+            storage.add_activation(key, np.full((3, HIDDEN), np.nan, np.float32), 0, "")
 
 
 STATES = {
