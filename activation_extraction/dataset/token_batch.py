@@ -16,9 +16,6 @@ import numpy as np
 from activation_extraction.common.codes import Codes
 from activation_extraction.common.visible import counted
 
-ALIGNMENT = 64  # bytes: JAX on CPUs shares an array's memory when it begins at a multiple of these
-
-
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -136,7 +133,7 @@ class TokenBatch:
         return self.map(as_tensor)
 
     def jax(self) -> "TokenBatch":
-        """Returns the same as JAX arrays on JAX's default device; a CPU shares the memory.
+        """Returns the same as JAX arrays on JAX's default device.
 
         `sample_idx` stays a NumPy array: JAX would cut it to 32 bits.
         """
@@ -181,25 +178,17 @@ def as_tensor(values: np.ndarray) -> Any:
 
 
 def empty_batch(like: TokenBatch, size: int, dtypes: Mapping[str, str] | None = None) -> TokenBatch:
-    """Returns a batch of `size` tokens, with any content. dtypes: by hook, if other than in `like`.
+    """Returns a batch whose content is undefined.
 
-    Its arrays lie in one block: many smaller ones would be given back to the system whenever a
-    batch is freed, and the first use of memory takes longer than copying.
+    Args:
+        like: A batch with the same hooks, widths and dtypes.
+        size: The number of tokens.
+        dtypes: The dtypes of hooks where they differ from `like`. None if they do not.
     """
-    rows = like.map(lambda values: np.dtype((values.dtype, values.shape[1:])))
+    batch = like.map(lambda values: np.empty((size, *values.shape[1:]), values.dtype))
     for hook, dtype in (dtypes or {}).items():
-        rows.activations[hook] = np.dtype((dtype, rows.activations[hook].shape))
-    room = sum(size * row.itemsize + ALIGNMENT for row in rows.arrays)
-    block, offset = np.empty(room, np.uint8), 0
-
-    def place(row: Any) -> np.ndarray:
-        nonlocal offset
-        offset += -(block.ctypes.data + offset) % ALIGNMENT
-        placed: np.ndarray = np.ndarray(size, row, block, offset)
-        offset += placed.nbytes
-        return placed
-
-    return rows.map(place)
+        batch.activations[hook] = np.empty(batch.activations[hook].shape, dtype)
+    return batch
 
 
 def concatenated(batches: Sequence[TokenBatch]) -> TokenBatch:

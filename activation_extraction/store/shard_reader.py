@@ -40,11 +40,6 @@ FLOATS: np.dtype = np.dtype(np.float32)
 RANGE = 8 * MIB  # of one request; a range may have up to twice as much
 HEADER = 2**16  # bytes: room for the header of most safetensors files
 IN_FLIGHT = 32  # requests to buckets at the same time, over all runs, shards and hooks
-# glibc's malloc learns from the largest block that it has given back to the system, of up to 32
-# MiB: smaller ones come from its heap from then on, which keeps twice as much of what is freed.
-# Once it has had a block of this size, ranges are received in memory that was used before. New
-# memory would take longer than copying them.
-LARGEST_KEPT = 2**25 - 2**16
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,6 @@ class StoredHook:
 def request_threads(process: int) -> ThreadPoolExecutor:
     """Returns the threads for requests to buckets. process: the number of this process; a fork of
     it has none of its threads."""
-    np.empty(LARGEST_KEPT, np.uint8)  # which is freed at once
     return ThreadPoolExecutor(IN_FLIGHT, "requests")
 
 
