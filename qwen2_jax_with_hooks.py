@@ -69,7 +69,7 @@ class HookedQwen2(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        """Returns how many layers run, which is one more than the number of the deepest one."""
+        """Returns how many layers run: all up to the deepest one with a hook."""
         return self.hooks[-1].layer + 1
 
     @property

@@ -63,14 +63,13 @@ class Decoder:
         return stacks if self.mixed else stacks[types[0]]
 
     def _example(self) -> tuple[Any, ...]:
+        """Returns inputs of a layer's module for one token; only their shapes and types matter."""
         nothing = jnp.zeros((1, 1), jnp.int32)
         dtype = self.modules[self.config.layer_types[0]].dtype
         x = jnp.zeros((1, 1, self.config.hidden_size), dtype)
-        return x, rotary_table(nothing, self.config), nothing, self._slides(0)
-
-    def _slides(self, layer: int) -> Any:
-        sliding = self.config.sliding(range(layer, layer + 1))
-        return None if sliding is None else sliding[0]
+        sliding = self.config.sliding(range(1))
+        slides = None if sliding is None else sliding[0]
+        return x, rotary_table(nothing, self.config), nothing, slides
 
     def stacked(self, params: Any) -> Layers:
         """Returns the layers that have these stacked parameters, from the first layer on."""
@@ -138,15 +137,28 @@ class Decoder:
         return stacks, unflatten_dict(flat)
 
     def _apply(
-        self, type_: str, params: Any, slides: Any, keep: Keep, in_place: Any = None
+        self,
+        type_: str,
+        params: Any,
+        slides: Any,
+        keep: Keep,
+        in_place: Mapping[ParamPath, tuple[Array, Array]],
     ) -> Callable:
-        """Returns a layer. in_place: path -> the stack of all layers, the layer's row in it."""
+        """Returns a layer as a function (x, rotary, segment_ids) -> (x, result of `keep`).
+
+        Args:
+            type_: The type of the layer.
+            params: Its parameters, without those that are read in place.
+            slides: Whether the layer has a window; None in a model without windows.
+            keep: Picks what is kept of the layer's intermediates.
+            in_place: Path of a parameter -> the stack of all layers, and the layer's row in it.
+        """
         module, boxes = self.modules[type_], self.parameters(type_)
         gathered = {
             path: from_bits(module.layout.gather(weight, boxes[path].names))
             for path, weight in flatten_dict(params).items()
         }
-        variables = {"params": unflatten_dict(gathered), STACKS: unflatten_dict(in_place or {})}
+        variables = {"params": unflatten_dict(gathered), STACKS: unflatten_dict(in_place)}
 
         def layer(*inputs: Any) -> tuple[Array, Any]:
             x, out = module.apply(variables, *inputs, slides)
@@ -158,10 +170,6 @@ class Decoder:
 @partial(jax.jit, static_argnums=0)  # jit traces it only once
 def _init(module: nn.Module, key: Array, *example: Any) -> Any:
     return module.init(key, *example)["params"]
-
-
-def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
 
 
 def stage_length(types: Sequence[str], stages: int) -> int:
@@ -218,7 +226,8 @@ def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
         return to_bits(x), kept
 
     def skip(x: Array, *others: Any) -> Any:
-        return x, _zeros(jax.eval_shape(compute, x, *others)[1])
+        _, shapes = jax.eval_shape(compute, x, *others)
+        return x, jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
 
     def group(inputs: Any) -> Any:
         return jax.lax.cond(inputs[-1].any(), compute, skip, *inputs)
