@@ -180,14 +180,13 @@ def estimate_mesh(run: PlannedRun, request: ModelRequest, program: Program) -> d
         except (InputError, jax.errors.JaxRuntimeError) as error:
             log.warning("mesh %s: %s", in_words(layout.shape), one_line(error))
             fits = fits and "RESOURCE_EXHAUSTED" not in str(error)
-    seconds = max(step.products, step.hbm, step.gathers) + step.exchanges
-    speed = rows * request.max_seq_length / seconds
+    speed = rows * request.max_seq_length / step.seconds
     return {
         "shape": layout.shape,
         "fits": fits,
         "memory_gb": step.memory / 1e9,
         "compiled_gb": None if compiled is None else compiled / 1e9,
-        "step_ms": 1e3 * seconds,
+        "step_ms": 1e3 * step.seconds,
         "tokens_per_second": [share * speed for share in GUESSED_SHARES],
     }
 
@@ -220,13 +219,13 @@ def amount_of(config: Config) -> Amount | None:
     Returns:
         None if nothing says how much data there is.
     """
-    length = min(TOKENS_OF_A_DOCUMENT, config.max_seq_length)
+    length = tokens_of_a_sample(config.max_seq_length)
     kept = config.positions.expected(length) / length
     tokens_of_all_samples = math.inf
     documents = KNOWN_DOCUMENTS.get((config.dataset_name or "", config.dataset_config or ""))
     if documents is not None:
-        of_each = TOKENS_OF_A_DOCUMENT if config.long_documents == "split" else length
-        tokens_of_all_samples = documents / config.total_machines * of_each
+        tokens = TOKENS_OF_A_DOCUMENT if config.long_documents == "split" else length
+        tokens_of_all_samples = documents / config.total_machines * tokens
     if config.max_samples is not None:
         tokens_of_all_samples = min(tokens_of_all_samples, config.max_samples * length)
     if config.max_tokens is not None and kept:
@@ -234,6 +233,11 @@ def amount_of(config: Config) -> Amount | None:
     if math.isinf(tokens_of_all_samples):
         return None
     return Amount(tokens_of_all_samples, tokens_of_all_samples * kept)
+
+
+def tokens_of_a_sample(max_seq_length: int) -> int:
+    """Returns how long the estimate takes a sample to be: a document, cut to a row."""
+    return min(TOKENS_OF_A_DOCUMENT, max_seq_length)
 
 
 def totals_of(
@@ -260,7 +264,7 @@ def totals_of(
             hours = [tokens / fastest / 3600, tokens / slowest / 3600]
         if hours is not None and config.chip_hour_dollars:
             prices = config.chip_hour_dollars
-            least, most = (hours[0] * min(prices), hours[1] * max(prices))
+            least, most = hours[0] * min(prices), hours[1] * max(prices)
             dollars = [run.topology.chips * least, run.topology.chips * most]
     return {"hours": hours, "dollars": dollars, "terabytes": terabytes}
 
@@ -320,7 +324,7 @@ def lines_of(
 
 def samples_in_words(run: PlannedRun) -> str:
     """Says how long the estimate takes samples to be."""
-    length = min(TOKENS_OF_A_DOCUMENT, run.request.max_seq_length)
+    length = tokens_of_a_sample(run.request.max_seq_length)
     return f"a sample is taken to have {counted(length, 'token')}, as FineWeb-Edu's have on average"
 
 
