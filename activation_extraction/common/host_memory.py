@@ -48,15 +48,18 @@ class _Group(NamedTuple):
 
 def host_memory() -> int:
     """Returns the bytes of memory of this host: its machine's, or the least limit of a group."""
-    machine = os.sysconf("SC_PHYS_PAGES") * PAGE
-    return min([machine, *(group.limit for group in _limited_groups())])
+    return min([_machine_memory(), *(group.limit for group in _limited_groups())])
 
 
 def available_memory() -> int:
     """Returns how many bytes of memory this process can still get, as far as the system says."""
-    room = min([host_memory(), *(max(limit - used, 0) for limit, used in _limited_groups())])
+    room = min([_machine_memory(), *(max(limit - used, 0) for limit, used in _limited_groups())])
     available = re.search(r"MemAvailable: *([0-9]+) kB", _text(MACHINE))
     return min(room, int(available[1]) * 1024) if available else room
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * PAGE
 
 
 def _limited_groups() -> Iterator[_Group]:
@@ -68,7 +71,7 @@ def _limited_groups() -> Iterator[_Group]:
                 used = _text(folder / files.used).strip()
                 stat = dict(line.split()[:2] for line in _text(folder / "memory.stat").splitlines())
                 reclaimable = int(stat.get(files.reclaimable, 0))
-                yield _Group(int(limit), int(used or 0) - reclaimable)
+                yield _Group(int(limit), max(int(used or 0) - reclaimable, 0))
             if folder == top:
                 break
             folder = folder.parent
