@@ -29,7 +29,8 @@ from activation_extraction.text.rows import (
 )
 from activation_extraction.text.sources import Rows, ShuffledRows
 
-# With fewer pieces per share than this, Parquet files are split into row groups, for even shares.
+# With fewer pieces per share than this, Parquet files of the hub are split into row groups, for
+# even shares. Local ones always are.
 PIECES_PER_SHARE = 16
 CHECKED_ROWS = 1000  # at least one of this many rows at the start must be usable
 LOGGED_ROWS = 10  # how many skipped rows are logged: there may be millions

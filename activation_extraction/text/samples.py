@@ -131,7 +131,7 @@ def samples(
             )
         tokens += known.tokens
         on_stored()
-    # What was read on does not count.
+    # Rows that were read ahead but not used yet do not count.
     documents.counts.skipped, documents.counts.empty = here.skipped_rows, here.empty_rows
 
 
