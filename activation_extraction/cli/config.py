@@ -72,7 +72,10 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
 
 
 def _with_slices(words: Sequence[str]) -> list[str]:
-    """Joins --positions and a slice such as -8: by "=", as argparse would take it for a flag."""
+    """Joins --positions and a slice such as -8: by "=".
+
+    argparse would take a word that begins with a minus for a flag.
+    """
     joined: list[str] = []
     for word in words:
         if joined[-1:] == ["--positions"] and re.match(r"-\d", word):
@@ -138,14 +141,17 @@ def _epilog() -> str:
 def _fill_from_environment(given: Given) -> None:
     """Takes missing flags from environment variables.
 
-    Those about hosts count only with --multihost, those about machines only where something is
-    extracted. Raises InputError for MACHINE_ID without a number of machines.
+    Variables about hosts count only with --multihost. Variables about machines count only in a run
+    over the user's data, so looking, planning, listing hooks and the demo work inside any job.
+
+    Raises:
+        InputError: A variable has a bad value, or MACHINE_ID stands without a number of machines.
     """
-    extracts = not any(mode in given for mode in (*LOOKING, "plan", "list_hooks", "demo"))
+    shares_data = not any(mode in given for mode in (*LOOKING, "plan", "list_hooks", "demo"))
     for name, flag in FLAGS.items():
         usable = flag.needs != "multihost" or "multihost" in given
         if name in ("machine_id", "total_machines"):
-            usable = extracts
+            usable = shares_data
         # With a mesh type on the command line, the shape is not used; nor are axes without a shape.
         if name == "mesh_shape":
             usable = "mesh_type" not in given and given.get("use_data_parallel", True)
@@ -154,7 +160,7 @@ def _fill_from_environment(given: Given) -> None:
         variables = [variable for variable in flag.variables if os.environ.get(variable)]
         if usable and variables and name not in given:
             _take_variable(given, name, variables[0])
-    if extracts and os.environ.get("MACHINE_ID") and "total_machines" not in given:
+    if shares_data and os.environ.get("MACHINE_ID") and "total_machines" not in given:
         raise InputError(
             "TOTAL_MACHINES: is not set; MACHINE_ID says which machine this is, but not how many "
             "there are; set it, or give --total_machines"
@@ -174,10 +180,13 @@ def _looking(given: Given) -> bool:
 
 
 def task_without_machine(config: Config) -> str | None:
-    """Returns the variable that numbers this task of a scheduler's array, if no flag or variable of
-    ours says which machine it is: all tasks of the array would then do the same work.
+    """Returns the variable by which a scheduler numbers this task, if the task is machine 0 of 1.
 
-    If the hosts of a pod are an indexed Job of Kubernetes, its index is the number of the host.
+    All tasks of the scheduler's array would then do the same work. Where the hosts of a pod are an
+    indexed Kubernetes Job, its index is the number of the host and is not returned.
+
+    Returns:
+        None if there are several machines, or if no scheduler has numbered this task.
     """
     if config.total_machines > 1:
         return None

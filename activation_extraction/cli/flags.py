@@ -322,7 +322,8 @@ class Config:
     machine_id: int = number(
         "the number of this machine, from 0; each machine extracts its own share of the data. No "
         "scheduler's variables are read: all tasks of a script of your own are machine 0 of 1, "
-        "unless it sets MACHINE_ID and TOTAL_MACHINES, as the templates in deploy/ do",
+        "unless it sets MACHINE_ID and TOTAL_MACHINES, which --demo and flags that only look or "
+        "plan ignore. The templates in deploy/ number their tasks",
         0,
         least=0,
         variables=("MACHINE_ID",),
