@@ -2,11 +2,14 @@
 
 model_config.py and rope.py read config.json; checkpoint.py finds a model's files, tensor_names.py
 finds the text model in them, weight_files.py reads tensors, float8.py multiplies those of float8 by
-their scales, lora.py merges an adapter, and weights.py turns them into parameters; mesh.py spreads
+their scales, lora.py merges an adapter, and weights.py turns them into parameters of the modules in
+layers.py, which decoder.py stacks; autoencoders.py reads autoencoders, those in .pt files by
+torch_file.py, and encode.py computes their codes; devices.py knows the devices, mesh.py spreads
 arrays over devices, and automatic_mesh.py chooses how; attention.py, experts.py and delta_net.py
 define what kernels.py, on TPUs delta_kernel.py and expert_kernel.py, and on GPUs flash_kernel.py
 and grouped_kernel.py, compute faster, and trial.py compares them; hooks.py lists the hooks,
-predictions.py computes those that need the logits, and capture.py collects all values; forward.py
-assembles all that. The script passes the model families in.
-This folder knows nothing of files of activations, of other hosts or of the loop.
+predictions.py computes those that need the logits, capture.py collects all values, and kept.py
+moves those of kept tokens off the devices; forward.py assembles all that. The script passes the
+model families (family.py) in. released.py has the sizes of released models. This folder knows
+nothing of files of activations, of other hosts or of the loop.
 """
