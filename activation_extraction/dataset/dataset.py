@@ -149,8 +149,8 @@ class ActivationDataset(Samples):
 
     @property
     def tokenizer_path(self) -> str:
-        """The folder, an absolute path, or the URL or hub name of the model or adapter whose
-        tokenizer made the token ids. The model's if the data set had token ids."""
+        """The model or adapter whose tokenizer made the token ids: the absolute path of its folder,
+        its URL or its hub name. It is the model if the data set had token ids."""
         try:
             model = self.metadata["configuration"]["model_path"]
             return str(self.metadata.get("tokenizer_path", model))

@@ -100,8 +100,10 @@ class Prefetch(Generic[T]):
         return self.until(lambda: False)
 
     def until(self, stopped: Callable[[], object]) -> Iterator[T | None]:
-        """Yields items until `stopped` returns true; it is called several times a second. Yields
-        None for an item that is not ready because samples are skipped."""
+        """Yields items until `stopped` returns true, which is called several times a second.
+
+        Yields None in the place of an item that is not ready because samples are skipped.
+        """
         waiting_since = time.monotonic()
         while not stopped():
             if (head := self._head) is not None:
@@ -113,9 +115,9 @@ class Prefetch(Generic[T]):
                 item, error = self._ready.get(timeout=POLL)
             except queue.Empty:
                 waited = time.monotonic() - waiting_since
-                skipping = self._skipping is not None and self._skipping.is_set()
-                if self._skipping is not None and skipping and waited >= self._patience:
-                    self._skipping.clear()
+                skipping = self._skipping
+                if skipping is not None and skipping.is_set() and waited >= self._patience:
+                    skipping.clear()
                     yield None
                     waiting_since = time.monotonic()
                 continue

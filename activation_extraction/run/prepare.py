@@ -73,8 +73,9 @@ class Job:
 
     def with_text_reopened(self, watchdog: Watchdog) -> "Job":
         """Returns the same job, with the batches that are still not stored."""
-        given = self.folders.worker, self.forward.shape, self.storage, watchdog
-        documents, batches = self.text.open(*given)
+        documents, batches = self.text.open(
+            self.folders.worker, self.forward.shape, self.storage, watchdog
+        )
         return replace(self, documents=documents, batches=batches)
 
 

@@ -1,7 +1,8 @@
 """Chooses the tokenizer and the chat template of a run: those of the model, or of its adapter.
 
 An adapter that was trained with further tokens, or with another chat template, is stored with its
-own tokenizer. Where it gives other token ids than the model's, the adapter has to have its own.
+own tokenizer. Where that gives other token ids than the model's tokenizer, or has another chat
+template, the adapter needs its own.
 """
 
 from collections.abc import Mapping
@@ -15,12 +16,13 @@ from activation_extraction.common.tokenizer_files import vocabulary_file
 from activation_extraction.model.checkpoint import Checkpoint, read_json
 from activation_extraction.text.tokenizer import load_tokenizer, same_ids
 
-# Where chat templates are looked for: files of their own first, by the names of the templates ...
+# Name of a chat template -> its file. Where one of these files is there, TEMPLATE_SETTINGS do not
+# count.
 TEMPLATE_FILES = {
     "default": "chat_template.jinja",
     "tool_use": "additional_chat_templates/tool_use.jinja",
 }
-# ... then these, the second of which models have that also take images.
+# JSON files with chat templates as settings. Models that also take images have the second one.
 TEMPLATE_SETTINGS = ("tokenizer_config.json", "chat_template.json")
 
 
@@ -117,7 +119,8 @@ def templates_in(checkpoint: Checkpoint) -> dict[str, str]:
                 elif not isinstance(templates, dict):
                     templates = {"default": templates}
                 found = {name: templates[name] for name in TEMPLATE_FILES if templates.get(name)}
-                _ = "".join(found.values())
+                if not all(isinstance(source, str) for source in found.values()):
+                    raise TypeError("a template is not text")
             except (KeyError, TypeError) as error:
                 raise InputError(
                     f"{path}: chat_template is neither text nor a list of templates with names"

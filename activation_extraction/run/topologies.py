@@ -25,7 +25,7 @@ class ChipKind(NamedTuple):
     Attributes:
         chip: The name in CHIPS.
         shapes: How many chips machines have along each axis, of TPUs; "" for GPUs.
-        units: By how much the names of machines count each chip.
+        units: By how much a chip raises the number in the name of a machine: v4-32 has 16 chips.
         devices: The number of JAX devices per chip.
     """
 
