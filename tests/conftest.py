@@ -351,6 +351,27 @@ def inputs(demo_inputs: Path) -> list[Any]:
     return [*files, demo_inputs / "documents.parquet", "--max_seq_length", 64]
 
 
+@pytest.fixture(scope="session")
+def many_shards(demo_inputs: Path) -> list[str]:
+    """Flags of a run on one device that stores 120 samples in many small shards."""
+    return [
+        "--model_path",
+        str(demo_inputs / "model"),
+        "--layers_to_extract",
+        "1",
+        "3",
+        "--dataset_path",
+        str(demo_inputs / "documents.parquet"),
+        "--max_seq_length",
+        "64",
+        "--max_samples",
+        "120",
+        "--shard_size_gb",
+        "0.0005",
+        "--no_data_parallel",
+    ]
+
+
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """The warnings of anybody, in their order: (name of the logger, message)."""

@@ -21,25 +21,8 @@ URL = "gs://bucket/run/machine_000"
 
 
 @pytest.fixture(scope="module")
-def flags(demo_inputs):
-    return [
-        "--model_path",
-        str(demo_inputs / "model"),
-        "--layers_to_extract",
-        "1",
-        "3",
-        "--dataset_path",
-        str(demo_inputs / "documents.parquet"),
-        "--max_seq_length",
-        "64",
-        "--batch_size",
-        "4",
-        "--max_samples",
-        "120",
-        "--shard_size_gb",
-        "0.0005",
-        "--no_data_parallel",
-    ]
+def flags(many_shards):
+    return ["--batch_size", "4", *many_shards]
 
 
 @pytest.fixture(scope="module")

@@ -132,29 +132,9 @@ def new_run(store: Store, tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 @pytest.fixture(scope="module")
-def flags(demo_inputs: Path) -> list[str]:
-    return [
-        "--model_path",
-        str(demo_inputs / "model"),
-        "--layers_to_extract",
-        "1",
-        "3",
-        "--dataset_path",
-        str(demo_inputs / "documents.parquet"),
-        "--max_seq_length",
-        "64",
-        "--max_samples",
-        "120",
-        "--shard_size_gb",
-        "0.0005",
-        "--no_data_parallel",
-    ]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(many_shards: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert main(*flags, "--batch_size", 4, "--output_dir", folder) == 0
+    assert main(*many_shards, "--batch_size", 4, "--output_dir", folder) == 0
     return folder
 
 
@@ -193,9 +173,9 @@ def tokens(dataset: ActivationDataset, shuffle: int | None) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("shard_format", ["pickle", "safetensors"])
 def test_a_run_that_is_killed_goes_on_with_other_batch_sizes(
-    new_run, flags, undisturbed, shard_format
+    new_run, many_shards, undisturbed, shard_format
 ):
-    run = new_run(f"killed_{shard_format}", [*flags, "--shard_format", shard_format])
+    run = new_run(f"killed_{shard_format}", [*many_shards, "--shard_format", shard_format])
     commits = 0
     for batch_size, batches in ((4, 9), (7, 4)):
         started = run.start("--batch_size", batch_size, batches=batches)
@@ -207,14 +187,14 @@ def test_a_run_that_is_killed_goes_on_with_other_batch_sizes(
     assert run.start("--batch_size", 5).end() == "done"
     assert run.commits() > commits
     assert_whole(run, undisturbed)
-    model = flags[:2]
+    model = many_shards[:2]
     status, printed = run.look("--verify", *model)
     assert status == 0 and "8 samples recomputed" in printed, printed
 
 
-def test_of_two_writers_the_later_one_goes_on(new_run, flags, undisturbed):
+def test_of_two_writers_the_later_one_goes_on(new_run, many_shards, undisturbed):
     """The earlier one is stopped for as long as the later one runs."""
-    run = new_run("two_writers", [*flags, "--shard_format", "safetensors"])
+    run = new_run("two_writers", [*many_shards, "--shard_format", "safetensors"])
     earlier = run.start("--batch_size", 4, batches=9)
     run.wait_for_commits(1, earlier)
     earlier.process.send_signal(signal.SIGSTOP)
@@ -225,16 +205,16 @@ def test_of_two_writers_the_later_one_goes_on(new_run, flags, undisturbed):
     assert_whole(run, undisturbed)
 
 
-def test_writers_that_start_together(new_run, flags, undisturbed):
-    run = new_run("together", flags)
+def test_writers_that_start_together(new_run, many_shards, undisturbed):
+    run = new_run("together", many_shards)
     writers = [run.start("--batch_size", size) for size in (3, 4, 5)]
     ends = [writer.end() for writer in writers]
     assert set(ends) <= {"done", "lost"} and "done" in ends
     assert_whole(run, undisturbed)
 
 
-def test_damage_is_found_and_repaired(new_run, flags, undisturbed):
-    run = new_run("damaged", [*flags, "--shard_format", "safetensors"])
+def test_damage_is_found_and_repaired(new_run, many_shards, undisturbed):
+    run = new_run("damaged", [*many_shards, "--shard_format", "safetensors"])
     assert run.start("--batch_size", 4).end() == "done"
     folder, before = Folder(run.url), ActivationDataset(run.root)
     name = "shard_0002.safetensors"
@@ -255,9 +235,9 @@ def test_damage_is_found_and_repaired(new_run, flags, undisturbed):
     assert_whole(run, undisturbed)
 
 
-def test_a_reader_notices_that_the_run_is_overwritten(new_run, flags):
+def test_a_reader_notices_that_the_run_is_overwritten(new_run, many_shards):
     """Reading is never conditional on a gateway, where the answer's version tells."""
-    run = new_run("overwritten", [*flags, "--shard_format", "safetensors"])
+    run = new_run("overwritten", [*many_shards, "--shard_format", "safetensors"])
     assert run.start().end() == "done"
     before = ActivationDataset(run.root)
     assert run.start("--overwrite", "--activation_dtype", "bfloat16").end() == "done"
