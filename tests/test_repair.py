@@ -162,3 +162,22 @@ def test_in_a_bucket(flags, undisturbed, bucket, tmp_path, capsys):
     assert main("--verify", "--output_dir", "gs://bucket/run") == 0
     assert main(*flags, "--output_dir", tmp_path / "elsewhere", "--repair") == 2
     assert "holds no extraction" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_metadata_a_repair_compares_its_flags_with_the_shards(
+    flags, undisturbed, tmp_path, capsys
+):
+    """Otherwise the shards that it stores would have other tokens than those beside them."""
+    out = tmp_path / "out"
+    shutil.copytree(undisturbed, out)
+    (out / "metadata.json").unlink()
+    flip(shard_file(out, 2), 50)
+    before = files_in(out)
+    for other in (["--positions", "first:8"], ["--dtype", "bfloat16"]):
+        assert main(*flags, *other, "--output_dir", out, "--repair") == 2
+        told = "metadata.json: is damaged or missing, and the shards were stored with other settin"
+        assert told in capsys.readouterr().err.splitlines()[-1]
+        assert files_in(out) == before
+    main(*flags, "--output_dir", out, "--repair")
+    main(*flags, "--output_dir", out)
+    same_values(out, undisturbed)

@@ -99,7 +99,8 @@ class FileFacts:
 class Commit:
     """A committed shard, as its JSON describes it; the package's docstring explains the fields.
 
-    url: a copy in another folder has other versions. file: "" for a shard without samples, which
+    url: a copy in another folder has other versions. identity: the digest of the run's identity;
+    "" in shards that do not record it. file: "" for a shard without samples, which
     has no files. hooks: the key, name, width, dtype, scale and statistics of each.
     """
 
@@ -109,6 +110,7 @@ class Commit:
     run: str = ""
     owner: str = ""
     url: str = ""
+    identity: str = ""
     file: str = ""
     files: Mapping[str, FileFacts] = field(default_factory=dict)
     unpacked: int = 0
@@ -171,7 +173,8 @@ class Commit:
             if content["format_version"] != FORMAT_VERSION:
                 raise DamagedError(f"{where}: {OTHER_VERSION}")
             files = {name: _known(FileFacts, each) for name, each in content["files"].items()}
-            return _known(cls, {**content, **content["samples"], "files": files})
+            added_later = {"identity": content.get("identity", "")}
+            return _known(cls, {**content, **content["samples"], **added_later, "files": files})
 
 
 def _known(kind: type[T], content: Mapping[str, Any]) -> T:

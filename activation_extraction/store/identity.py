@@ -5,6 +5,8 @@ A run that continues must have the same identity, but its batch size, mesh, devi
 change.
 """
 
+import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -149,6 +151,12 @@ class Identity:
     def is_encoded(self, hook: str) -> bool:
         """Returns whether a hook's values are stored as float8, beside their scales."""
         return self.activation_dtype == FLOAT8 and self.has_activations(hook)
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of all fields that must stay as they are, which every shard's JSON has."""
+        content = {name: each for name, each in self.to_json().items() if name not in MAY_TURN_ON}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
     def shared(self) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class RepairPlanner:
             FolderError: A request failed, so it is not known which shards are bad.
         """
         run = stored.run or self._newest_run(stored)
-        self._refuse_others(stored)
+        self._refuse_others(stored, run)
         commits = {number: each for number, each in stored.commits.items() if each.run == run}
         good = self._good_shards(replace(stored, commits=commits))
         return self._plan(stored, run, good)
@@ -103,7 +103,7 @@ class RepairPlanner:
             )
         return newest.run
 
-    def _refuse_others(self, stored: Stored) -> None:
+    def _refuse_others(self, stored: Stored, run: str) -> None:
         """Raises InputError if the folder holds another run than this one, or files of another
         version of this program, which are not damaged."""
         for why in stored.damaged.values():
@@ -111,15 +111,28 @@ class RepairPlanner:
                 raise InputError(f"{why}; {VERSION_REMEDY}")
         if stored.identity is not None:
             refuse_difference(stored.url, self.identity.compare(stored.identity))
-        elif not self._warned:
-            self._warned = True
-            log.warning(
-                "%s/%s is damaged or missing and is written again, as asked now: nothing compares "
-                "this with the run",
-                self.target.url,
-                METADATA,
-            )
+        else:
+            self._refuse_other_shards(stored, run)
         refuse_elsewhere(stored)
+
+    def _refuse_other_shards(self, stored: Stored, run: str) -> None:
+        """Does for a folder without metadata.json what comparing with it does: the shards record
+        the digest of their run's identity, though not which setting differs.
+
+        Raises:
+            InputError: A shard was stored with other settings.
+        """
+        where = f"{self.target.url}/{METADATA}"
+        digests = {each.identity for each in stored.commits.values() if each.run == run}
+        if digests - {self.identity.digest, ""}:
+            raise InputError(
+                f"{where}: is damaged or missing, and the shards were stored with other settings "
+                "than those of this repair; give the same flags or arguments as before"
+            )
+        if not self._warned:
+            self._warned = True
+            compared = "nothing compares them with the run" if "" in digests else "as before"
+            log.warning("%s is written again with the settings of this repair: %s", where, compared)
 
     def _good_shards(self, stored: Stored) -> list[CheckedShard]:
         """Checks every shard whose commit was not checked before, and returns the good ones, in the

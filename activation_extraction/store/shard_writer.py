@@ -254,7 +254,12 @@ class ShardWriter:
     ) -> tuple[Commit, list[SampleRow]]:
         """Writes the files of a shard; returns its commit and its samples."""
         writer = self._owner.id
-        commit = Commit(number, self._record.began, None if mark is None else mark.to_json())
+        commit = Commit(
+            number,
+            self._record.began,
+            None if mark is None else mark.to_json(),
+            identity=self._identity.digest,
+        )
         if not shard.samples:
             return commit, []
         with self._packing:
