@@ -95,7 +95,9 @@ from qwen2_jax_with_hooks import FAMILIES
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-gc.set_threshold(20_000, 20, 20)  # a million objects stay, and few others are garbage
+# A million objects stay, and few others are garbage. With these thresholds, the tests of batches,
+# formats and encoded shards take 19.5 CPU seconds instead of 20.8.
+gc.set_threshold(20_000, 20, 20)
 
 pytest_plugins = ["small_runs", "gcs_server", "pods"]
 
