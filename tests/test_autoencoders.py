@@ -230,7 +230,7 @@ def renamed(folder):
 SCALER = "activation_scaler.json"
 REFUSED = [
     ("architecture 'gated' is not read, only", lambda at: made.sae_lens(at, "gated")[0]),
-    ("SAELens before 6", of_older_sae_lens),
+    ("no metadata.sae_lens_version of 6 or later", of_older_sae_lens),
     ("activations 'odd'", lambda at: made.sae_lens(at, normalize_activations="odd")[0]),
     ("which ends in -L0_K", renamed),
     ("W_dec has shape", lambda at: with_tensors(at, W_dec=np.zeros((made.D, 3), np.float32))),

@@ -90,7 +90,7 @@ def test_the_command_repairs_a_folder(flags, undisturbed, tmp_path, capsys):
     told, left, *_, verdict = capsys.readouterr().out.splitlines()
     assert told.startswith("repaired: ") and verdict.startswith("FAILED")
     assert " 120 samples" not in verdict
-    assert left == "the run is not complete: the same command continues it"
+    assert left == "the run is not complete: the same command without --repair continues it"
     assert main(*repair) == 0
     same_values(out, undisturbed)
     assert main(*repair, "--layers_to_extract", 2) == 2

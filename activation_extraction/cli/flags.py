@@ -498,8 +498,8 @@ class Config:
         needs="plan",
     )
     tokens_per_second: float | None = flag(
-        "with --plan: how many stored tokens per second each host of the machine reaches, as a run "
-        "with --max_samples 200 prints it at its end",
+        "with --plan: how many stored tokens per second each host of the machine reaches, as the "
+        "line 'time: ...' at the end of a run with --max_samples 200 says it",
         default_is="a guess from the peak speed of the chips",
         parse=positive,
         needs="plan",

@@ -232,7 +232,10 @@ def sae_lens(source: Source, config: Config, tensors: Tensors) -> dict[str, Any]
     """
     said = config.get("metadata") or {}
     if not re.match(r"[6-9]|[1-9]\d", str(said.get("sae_lens_version"))):
-        raise source.error("is of SAELens before 6; load it with SAELens 6 and save it again")
+        raise source.error(
+            "cfg.json has no metadata.sae_lens_version of 6 or later; load it with SAELens 6 and "
+            "save it again"
+        )
     plain = "standard", "topk", "jumprelu"
     transcoders = "transcoder", "skip_transcoder", "jumprelu_transcoder", "jumprelu_skip_transcoder"
     architecture = source.one_of(config, "architecture", *plain, *transcoders)

@@ -309,7 +309,7 @@ def lines_of(
             f"time: {between(map(duration, totals['hours']))}; a guess, which assumes that the "
             f"fastest mesh above reaches {low} to {high} of its chips' peak speed, and that hosts "
             "and uploads keep up. To know it, run --max_samples 200 on this machine and give the "
-            "speed that it prints as --tokens_per_second"
+            "tokens/s of its last line, 'time: ...', as --tokens_per_second"
         )
     if totals["terabytes"] is not None:
         yield (

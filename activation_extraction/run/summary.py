@@ -54,7 +54,7 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
         recorded = storage.plan.recorded
         if complete and recorded is not None:
             if storage.plan.repaired_status(totals.samples) != "complete":
-                say("the run is not complete: the same command continues it")
+                say("the run is not complete: the same command without --repair continues it")
             elif (more := totals.tokens - recorded["tokens"]) > 0:
                 say(
                     "stored whole: samples that an earlier --max_tokens had cut, with "
