@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.store.commit import OTHER_VERSION
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import Stored, own_files, read_stored
 from activation_extraction.store.resume import shown
@@ -75,7 +76,8 @@ def read_run(url: str) -> tuple[Folder, dict[str, Stored]]:
     for stored in folders.values():
         for problem in stored.problems:
             option = "--repair" if stored.identity is None else stored.identity.repair_option
-            raise OSError(problem if stored.damaged else f"{problem}; {option} repairs it")
+            remedy = "" if OTHER_VERSION in problem else f"; {option} repairs it"
+            raise OSError(f"{problem}{remedy}")
         if stored.moved_to and stored.lacking:
             raise OSError(f"{stored.url}: the shards were uploaded to {stored.moved_to}")
     for stranger in strangers(folders):
