@@ -553,6 +553,20 @@ def test_a_failed_check_of_conditions_is_told_once_and_nothing_else_waits(
     assert len(lines) == 1
 
 
+@pytest.mark.parametrize("url", BUCKETS)
+def test_a_test_file_that_cannot_be_deleted_is_left_and_named(bucket, monkeypatch, lines, url):
+    """Azurite answers so if a shared access signature is for an account."""
+
+    def refuse(*_):
+        raise FolderError("500 Internal Server Error", final=False)
+
+    monkeypatch.setattr(Bucket, "remove", refuse)
+    Folder(url, 600).check_conditions()
+    ((_, failed), (_, left)) = lines
+    assert "500 Internal Server Error" in failed
+    assert re.search(r"/\.write_test_\w+: may be left", left)
+
+
 @pytest.mark.parametrize(
     "url,variable",
     [("gs://b/run", "STORAGE_EMULATOR_HOST"), ("s3://b/run", "AWS_ENDPOINT_URL")],

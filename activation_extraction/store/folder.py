@@ -276,7 +276,8 @@ class Folder:
                 with suppress(Exception):  # the first failure is the one to report
                     self._files.remove(name)
             raise
-        self.remove(name)
+        if not self.remove_once(name):
+            log.warning("%s/%s: may be left; it was a test of the store; delete it", self.url, name)
 
     def _retry(
         self,
