@@ -41,7 +41,7 @@ def write_delphi(
         )
     begins = np.cumsum([0, *lengths])
     seen = 0
-    kept = 0  # kept: tokens in whole rows
+    kept = 0  # tokens in whole rows
     small = dict.fromkeys(hooks, 0)  # values in whole rows that are left out
     token_ids: list[np.ndarray] = []
     # By features; until all entries are there, each has its own as they come, row by row.

@@ -51,7 +51,11 @@ def randomize(module):
 
 
 def sae_lens(folder, config, x):
-    """Returns the features and the result, with the scaler of a trainer where there is one."""
+    """Saves an autoencoder of SAELens; returns its features for x, and what it reconstructs.
+
+    In the folders "scaled" and "whitened", activations are scaled first, as in training, and the
+    scaler is saved beside the autoencoder.
+    """
     from sae_lens import SAE
     from sae_lens.training.activation_scaler import ActivationScaler
 
