@@ -24,8 +24,8 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import demo
 from activation_extraction.run.host_text import Text
 from activation_extraction.text.batch import Worker
-from activation_extraction.text.chat import END, START
 from activation_extraction.text.packing import pack, samples_of
+from activation_extraction.text.roles import END, START
 from activation_extraction.text.samples import samples
 from benchmarks.processes import print_result
 

@@ -30,8 +30,7 @@ from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.positions import parse_positions
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run.host_text import Text
-from activation_extraction.text.chat import ChatTemplate
-from activation_extraction.text.messages import MessagesColumn
+from activation_extraction.text.chat import ChatTemplate, MessagesColumn
 from activation_extraction.text.rows import RowForm, UnusableRowError
 from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.token_choice import TokenChoice

@@ -13,9 +13,8 @@ from small_runs import stream_of
 
 from activation_extraction.common.errors import RunError
 from activation_extraction.run import demo
-from activation_extraction.text.chat import ChatTemplate
+from activation_extraction.text.chat import ChatTemplate, MessagesColumn
 from activation_extraction.text.documents import DocumentStream
-from activation_extraction.text.messages import MessagesColumn
 from activation_extraction.text.pretrained import pretrained
 from activation_extraction.text.rows import RowForm
 

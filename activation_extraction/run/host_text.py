@@ -27,7 +27,7 @@ from activation_extraction.run.tokenizer_choice import (
 )
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
-from activation_extraction.text.chat import END, START, ChatTemplate
+from activation_extraction.text.chat import ChatTemplate, MessagesColumn
 from activation_extraction.text.documents import (
     Documents,
     DocumentStream,
@@ -36,9 +36,9 @@ from activation_extraction.text.documents import (
     check_dataset,
     with_remedy,
 )
-from activation_extraction.text.messages import MessagesColumn
 from activation_extraction.text.packing import pack, rows_of_group
 from activation_extraction.text.pretrained import read_tokenizer
+from activation_extraction.text.roles import END, START
 from activation_extraction.text.rows import IdsColumn, Reader, RowForm, TextColumn
 from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.token_choice import TokenChoice

@@ -4,8 +4,9 @@ A batch is made in this order. file_list.py lists the files of a data set, sourc
 data sets of the hub, in their order or that of a seed, and file_rows.py reads the rows of files,
 whose bytes file_forms.py unpacks and whose form it knows. documents.py picks this host's rows, and
 merges several data sets. rows.py takes what a row has: text, token ids, or a conversation, which
-messages.py reads and chat.py renders. pretrained.py loads a tokenizer, tokenizer.py makes token ids
-of documents with it, samples.py cuts or splits them, and token_choice.py says which of their tokens
-are kept. packing.py lays groups of samples out in rows. batch.py has the types. This folder imports
-no JAX and knows nothing of the model or of what is stored.
+chat.py reads and renders and in which roles.py finds the roles. pretrained.py loads a tokenizer,
+tokenizer.py makes token ids of documents with it, samples.py cuts or splits them, and
+token_choice.py says which of their tokens are kept. packing.py lays groups of samples out in rows.
+batch.py has the types. This folder imports no JAX and knows nothing of the model or of what is
+stored.
 """

@@ -1,42 +1,58 @@
-"""Renders conversations by a model's chat template, and finds the role of every character.
+"""Reads the conversation of a row and renders it by a model's chat template.
 
-The template is the checkpoint's own, or one that the user gives; transformers renders it. Every
-message's text has to be in the rendering. messages.py reads the messages of a row.
-
-Qwen's templates write every turn as a block: <|im_start|>ROLE, a new line, the content and
-<|im_end|>. A role is found by the blocks: the text of a message may not hold these two markers, and
-the blocks have to be those of the messages, so no content can pass for another role. Tokens have no
-roles where a template writes no such blocks.
-
-The header of a block, and what stands between blocks, is "template"; <|im_end|> belongs to the
-block. Where the template marks thinking, a block that begins with <think> is "thinking" up to
-</think> and the new lines after it. Tool messages are "tool", also where a template puts several of
-them into one block of the user.
+A conversation passes this module from top to bottom. MessagesColumn reads messages and tools from
+their columns. Data sets spell messages in several ways (OpenAI's, ShareGPT's, JSON in a text
+column, Arrow's objects with null for every key that they lack), which become the one form that
+transformers takes. ChatTemplate has transformers render them, by the checkpoint's template or by
+one that the user gives; every message's text has to be in the rendering. roles.py then finds the
+role of every character.
 """
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.log import activity
-from activation_extraction.text.rows import TEMPLATE, Content, Span, UnusableRowError, valid
+from activation_extraction.text.roles import (
+    END,
+    END_THINK,
+    START,
+    THINK,
+    refuse_marks,
+    require_texts,
+    role_spans,
+)
+from activation_extraction.text.rows import (
+    Columns,
+    Content,
+    UnusableRowError,
+    arc_prompt,
+    column_of,
+    is_arc_task,
+    valid,
+    without_nulls,
+)
 
-START, END = "<|im_start|>", "<|im_end|>"
-TURN_BLOCK = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)<\|im_end\|>", re.DOTALL)
-MARKS = THINK, THOUGHT = "<think>", "</think>"
-THINKING = re.compile(r"<think>.*?</think>\n{0,2}", re.DOTALL)
-ONCE = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
-LOOK = {
+# Other spellings of the roles, such as ShareGPT's and OpenAI's.
+ROLE_ALIASES = {
+    "human": "user",
+    "gpt": "assistant",
+    "developer": "system",
+    "observation": "tool",
+    "function": "tool",
+}
+MESSAGE_ROLES = ("system", "user", "assistant", "tool")
+# Parameters of transformers' apply_chat_template that it hands on to the template.
+TEMPLATE_PARAMETERS = {"add_generation_prompt", "documents"}
+# A conversation and a tool, with which templates are tried.
+TRIAL = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
+TRIAL_TOOL = {
     "type": "function",
     "function": {
         "name": "look",
@@ -44,238 +60,128 @@ LOOK = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-# What transformers' apply_chat_template passes on to the template, of its own arguments.
-PASSED_ON = {"add_generation_prompt", "documents"}
-# A run that continues on another day would render other text.
+# Replaces transformers' function that gives templates the date of today: a run that continues on
+# another day would render other text.
 NO_DATE = """\
 {%- macro strftime_now(format) %}
 {{- raise_exception("it asks for today's date; --chat_template_args can give it one") }}
 {%- endmacro %}{{ '' }}"""
-Turn = tuple[str, list[dict[str, Any]]]  # the role of a block, and its messages
 
 
 @dataclass(frozen=True)
-class ChatTemplate:
-    """Templates, and the tokenizer of transformers that renders them.
+class MessagesColumn:
+    """Reads the messages of a column, with the tools of a column `tools`.
 
-    sources: Jinja, by name: "default" and, for conversations with tools, "tool_use", or only one of
-    them. where: names them in messages. arguments: what they are given besides the messages.
+    A row of ARC-AGI without such a column is a message of the user.
+
+    Attributes:
+        name: The name of the column of messages.
+        template: The template that renders the messages.
     """
 
-    tokenizer: Any
-    sources: Mapping[str, str]
-    where: str
-    arguments: Mapping[str, Any]
-
-    @classmethod
-    def of_file(cls, tokenizer: Any, file: str, arguments: Mapping[str, Any]) -> "ChatTemplate":
-        """Takes the template in a file, which --chat_template names.
-
-        Raises InputError if it cannot be read, or does not take the arguments.
-        """
-        where = f"--chat_template {file}"
-        try:
-            sources = {"default": Path(file).read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{where}: cannot be read: {one_line(error)}") from error
-        return cls._checked(tokenizer, sources, where, arguments)
-
-    @classmethod
-    def of_model(
-        cls, tokenizer: Any, sources: Mapping[str, str], where: str, arguments: Mapping[str, Any]
-    ) -> "ChatTemplate":
-        """Takes the templates of a model or adapter, named `where` in messages.
-
-        Raises InputError if it has none, or they do not take the arguments.
-        """
-        if not sources:
-            raise InputError(f"{where}: has no chat template; give one with --chat_template FILE")
-        return cls._checked(tokenizer, sources, where, arguments)
-
-    @classmethod
-    def _checked(
-        cls, tokenizer: Any, sources: Mapping[str, str], where: str, arguments: Mapping[str, Any]
-    ) -> "ChatTemplate":
-        taken = {"messages", *tokenizer.apply_chat_template.__annotations__} - PASSED_ON
-        for name in arguments:
-            if name in taken:
-                raise InputError(f"--chat_template_args {name}: is no argument of a template")
-            if name != "add_generation_prompt" and not any(name in s for s in sources.values()):
-                raise InputError(f"--chat_template_args {name}: {where} does not mention it")
-        return cls(tokenizer, sources, where, arguments)
-
-    def check(self) -> None:
-        """Raises InputError unless the templates render a conversation, always in the same way, and
-        all or none of them write turns between markers."""
-        if len({START in source for source in self.sources.values()}) > 1:
-            raise InputError(
-                f"{self.where}: of its templates default and tool_use, one writes turns between "
-                f"{START} and {END} and the other does not; expected both or neither"
-            )
-        for name in self.sources:
-            tools = [LOOK] if name == "tool_use" else None
-            try:
-                with activity(f"rendering the chat template of {self.where}"):
-                    same = self.content(ONCE, tools) == self.content(ONCE, tools)
-            except UnusableRowError as error:
-                raise InputError(f"{self.where}: cannot render a conversation: {error}") from error
-            if not same:
-                raise InputError(f"{self.where}: renders the same conversation in different ways")
+    doing: ClassVar = "rendering the chat template of"
+    name: str
+    template: "ChatTemplate"
 
     @property
-    def digest(self) -> str:
-        """SHA-256 of the templates and their arguments."""
-        default, *others = self.sources.values()
-        content = json.dumps([default, dict(self.arguments), *others], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+    def columns(self) -> Columns:
+        return Columns((self.name,), ("tools", "train", "test"))
 
-    @cached_property
-    def has_roles(self) -> bool:
-        """Whether its turns are blocks between markers, so that every token has a role."""
-        return any(START in source for source in self.sources.values())
+    def read(self, row: Mapping[str, Any]) -> Content | None:
+        """Returns the rendered conversation of a row; None if it has no messages.
 
-    @cached_property
-    def marks_thinking(self) -> bool:
-        return any(mark in source for mark in MARKS for source in self.sources.values())
-
-    def content(
-        self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
-    ) -> Content:
-        """Renders messages, whose contents are text, null or missing.
-
-        Raises UnusableRowError if that fails, if the rendering lacks the text of a message, or if
-        roles would be unclear.
+        Raises:
+            UnusableRowError: If the messages or tools have another form, or cannot be rendered.
         """
-        if self.has_roles:
-            _refuse([messages, tools], (START, END), "its text holds {}, which would end a turn")
-        for message in messages if self.marks_thinking else ():
-            # The marks could end the thinking early, or look like it.
-            if message.get("reasoning_content"):
-                texts = [message["reasoning_content"], message.get("content")]
-                _refuse(texts, MARKS, "a message has its thinking apart, and {} in its text")
-        text = self._render(messages, tools)
-        if not self.has_roles:
-            try:
-                self._require(messages, text, 0, len(text))
-            except UnusableRowError:
-                # Some templates put the system's text first, wherever its message is.
-                ordered = sorted(messages, key=lambda message: message["role"] != "system")
-                self._require(ordered, text, 0, len(text))
-            return Content(text)
-        if START not in text:
-            raise UnusableRowError(f"the template writes no turns that begin with {START}")
-        blocks = list(TURN_BLOCK.finditer(text))
-        end = blocks[-1].end() if blocks else 0
-        if text.count(START) - len(blocks) != text.count(START, end) or text.count(START, end) > 1:
-            raise UnusableRowError(f"the template writes no blocks of {START} and {END}")
-        if text.count(END) != len(blocks):  # a text that ends within one, and the template's ">"
-            raise UnusableRowError(f"rendered, it holds another {END} than those of its turns")
-        turns = _turns_of([block[1].strip() for block in blocks], messages)
-        return Content(text, list(self._spans(text, blocks, turns)))
-
-    def _render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
-        try:
-            return self._rendered(messages, tools)
-        except Exception as error:  # a template may raise anything
-            with suppress(Exception):  # some take the arguments of a call as text alone
-                as_text = [with_arguments(message, _as_text) for message in messages]
-                if as_text != messages:
-                    return self._rendered(as_text, tools)
+        if self.name not in row and is_arc_task(row):
+            return self.template.content([{"role": "user", "content": arc_prompt(row)}])
+        messages = _decoded(without_nulls(column_of(row, self.name, "--messages_column")))
+        if messages is None or messages == []:
+            return None
+        if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
             raise UnusableRowError(
-                f"the chat template refuses it: {one_line(error):.200}"
-            ) from error
-
-    def _rendered(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
-        name = "tool_use" if tools and "tool_use" in self.sources else "default"
-        if name not in self.sources:
-            raise ValueError("the model names one for conversations with tools, tool_use, alone")
-        source = self.sources[name]
-        text: str = self.tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            chat_template=NO_DATE + source if "strftime_now" in source else source,
-            tokenize=False,
-            **self.arguments,
-        )
-        return valid(text)
-
-    def _require(
-        self, messages: Iterable[Mapping[str, Any]], text: str, start: int, end: int
-    ) -> None:
-        """Raises UnusableRowError unless text[start:end] has the texts of messages, in order.
-
-        A template may trim them, and may leave out thinking; it may also write them as JSON.
-        """
-        for message in messages:
-            for said in self._texts_of(message):
-                found, size = text.find(said, start, end), len(said)
-                if found < 0:
-                    encoded = json.dumps(said, ensure_ascii=False)[1:-1]
-                    found, size = text.find(encoded, start, end), len(encoded)
-                if found < 0:
-                    raise UnusableRowError(
-                        f"the chat template leaves out text of the role {message['role']}: "
-                        f"{said!r:.40}"
-                    )
-                start = found + size
-
-    def _texts_of(self, message: Mapping[str, Any]) -> list[str]:
-        """The texts of a message that a template has to write: before and after its thinking."""
-        text = valid(message.get("content") or "")
-        before, mark, after = text.partition(THOUGHT)
-        if not (mark and self.marks_thinking and message["role"] == "assistant"):
-            return [text.strip()]
-        before, mark, _ = before.partition(THINK)
-        return [before.strip() if mark else "", after.strip()]
-
-    def _spans(
-        self, text: str, blocks: Sequence[re.Match[str]], turns: Sequence[Turn]
-    ) -> Iterator[Span]:
-        yield Span(0, TEMPLATE, 0)
-        for turn, (block, (role, messages)) in enumerate(zip(blocks, turns, strict=True)):
-            start = block.start(2)
-            yield Span(block.start(), TEMPLATE, turn)
-            if role == "assistant" and self.marks_thinking:
-                if thinking := THINKING.match(block[2]):
-                    yield Span(start, ROLES.index("thinking"), turn)
-                    start += thinking.end()
-            self._require(messages, text, start, block.end(2))
-            yield Span(start, ROLES.index(role), turn)
-            yield Span(block.end(), TEMPLATE, turn)
-        if (opened := text.find(START, block.end())) >= 0:
-            yield Span(opened, TEMPLATE, len(blocks))
+                f"--messages_column {self.name}: expected a list of messages, found "
+                f"{type(messages).__name__} {messages!r:.40}"
+            )
+        tools = _decoded(without_nulls(row.get("tools")))
+        if tools is not None and not isinstance(tools, list):
+            raise UnusableRowError(f"its tools are {type(tools).__name__}, expected a list")
+        return self.template.content([_message(item) for item in messages], tools or None)
 
 
-def _turns_of(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> list[Turn]:
-    """The turn of each block. Raises UnusableRowError unless the blocks are those of the messages.
+def _decoded(value: Any) -> Any:
+    """Returns messages or tools, which some data sets store as JSON text; None for an empty text.
 
-    A template may begin with a system block of its own, and put tool messages that follow each
-    other into one block, which is the user's in some templates.
+    Text that is not JSON is returned as it is.
     """
-    alone: list[Turn] = [(message["role"], [message]) for message in messages]
-    merged: list[Turn] = []
-    for role, group in groupby(messages, itemgetter("role")):
-        said = list(group)
-        merged += [(role, said)] if role == "tool" else [(role, [each]) for each in said]
-    for expected in (merged, alone):
-        if len(headers) == len(expected) + 1 and alone[0][0] != "system":
-            expected = [("system", []), *expected]
-        allowed = {"tool": ("tool", "user"), "system": ("system", "developer")}
-        if len(headers) == len(expected) and all(
-            header in allowed.get(role, (role,))
-            for header, (role, _) in zip(headers, expected, strict=True)
-        ):
-            return expected
-    raise UnusableRowError(
-        f"the template's blocks ({', '.join(headers)}) are not those of its messages "
-        f"({', '.join(role for role, _ in alone)})"
-    )
+    if isinstance(value, str) and value.strip():
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return None if value == "" else value
 
 
-def with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+def _message(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message in the form that transformers takes, with a single text as its content.
+
+    Keys that are null stay null: transformers decides what the template sees of them.
+
+    Args:
+        stored: The message as the data set spells it.
+
+    Raises:
+        UnusableRowError: If its role is unknown, or if its content is not text.
+    """
+    message = dict(stored)
+    if message.get("role") is None and "from" in message:
+        message["role"] = message.pop("from")
+        content = message.pop("value", None)
+        message["content"] = "" if content is None else content
+    for spelling in ("thinking", "reasoning"):
+        thinking = message.get(spelling)
+        if thinking is not None and message.get("reasoning_content") is None:
+            message["reasoning_content"] = thinking
+    role = message.get("role")
+    if isinstance(role, str):
+        role = ROLE_ALIASES.get(role, role)
+    if role not in MESSAGE_ROLES:
+        raise UnusableRowError(
+            f"a message has the role {role!r:.40}, expected system, user, assistant or tool"
+        )
+    message["role"] = role
+    if message.get("content") is not None:
+        message["content"] = _content_text(message["content"])
+    return _with_arguments(message, _as_object)
+
+
+def _content_text(content: Any) -> str:
+    """Returns the text of a message's content.
+
+    The texts of several parts are joined without a separator, as templates for parts join them.
+
+    Raises:
+        UnusableRowError: If the content, or a part of it, is not text.
+    """
+    for part in content if isinstance(content, list) else []:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise UnusableRowError(f"a message has a part of type {kind!r:.40}, expected text")
+        if not isinstance(part.get("text"), str):
+            raise UnusableRowError("a message has a part of text without its text")
+    if not isinstance(content, str | list):
+        raise UnusableRowError(f"a message's content is {type(content).__name__}, expected text")
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
     """Returns a message with the arguments of its tool calls converted.
 
-    A call has them itself, or in its `function`.
+    A call has its arguments at its top level or in its `function`.
+
+    Args:
+        message: The message.
+        convert: Returns the converted arguments of a call.
     """
 
     def converted(call: Any) -> Any:
@@ -293,24 +199,205 @@ def with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) ->
     return {**message, "tool_calls": [converted(call) for call in message["tool_calls"]]}
 
 
+def _as_object(arguments: Any) -> Any:
+    """Returns the arguments of a call as an object if they are the JSON text of one.
+
+    Other text stays as it is: the template writes it as it does for transformers.
+    """
+    try:
+        decoded = json.loads(arguments) if isinstance(arguments, str) else None
+    except ValueError:
+        return arguments
+    return decoded if isinstance(decoded, dict) else arguments
+
+
 def _as_text(arguments: Any) -> Any:
+    """Returns the arguments of a call as JSON text if they are an object."""
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
-def _refuse(value: Any, marks: Iterable[str], why: str) -> None:
-    for text in _texts(value):
-        for mark in marks:
-            if mark in text:
-                raise UnusableRowError(why.format(mark))
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The chat templates of a run, and the tokenizer of transformers that renders them.
 
+    Attributes:
+        tokenizer: The tokenizer, an object of transformers.
+        sources: Jinja sources by name: "default" and, for conversations with tools, "tool_use", or
+            only one of the two.
+        where: The flag and path of the templates, for messages.
+        arguments: Arguments of the templates besides messages and tools.
+    """
 
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield str(key)
-            yield from _texts(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts(each)
+    tokenizer: Any
+    sources: Mapping[str, str]
+    where: str
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def of_file(cls, tokenizer: Any, file: str, arguments: Mapping[str, Any]) -> "ChatTemplate":
+        """Returns the template in a file.
+
+        Args:
+            tokenizer: The tokenizer, an object of transformers.
+            file: Value of --chat_template: the path of the file.
+            arguments: Values of --chat_template_args by name.
+
+        Raises:
+            InputError: If the file cannot be read, or if the template does not take the arguments.
+        """
+        where = f"--chat_template {file}"
+        try:
+            sources = {"default": Path(file).read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{where}: cannot be read: {one_line(error)}") from error
+        return cls._checked(tokenizer, sources, where, arguments)
+
+    @classmethod
+    def of_model(
+        cls, tokenizer: Any, sources: Mapping[str, str], where: str, arguments: Mapping[str, Any]
+    ) -> "ChatTemplate":
+        """Returns the templates of a model or adapter.
+
+        Args:
+            tokenizer: The tokenizer, an object of transformers.
+            sources: Jinja sources by name, as in the class; empty if the model has none.
+            where: The flag and path of the model or adapter, for messages.
+            arguments: Values of --chat_template_args by name.
+
+        Raises:
+            InputError: If there is no template, or if the templates do not take the arguments.
+        """
+        if not sources:
+            raise InputError(f"{where}: has no chat template; give one with --chat_template FILE")
+        return cls._checked(tokenizer, sources, where, arguments)
+
+    @classmethod
+    def _checked(
+        cls, tokenizer: Any, sources: Mapping[str, str], where: str, arguments: Mapping[str, Any]
+    ) -> "ChatTemplate":
+        parameters = {"messages", *tokenizer.apply_chat_template.__annotations__}
+        for name in arguments:
+            if name in parameters - TEMPLATE_PARAMETERS:
+                raise InputError(f"--chat_template_args {name}: is no argument of a template")
+            is_mentioned = any(name in source for source in sources.values())
+            if name != "add_generation_prompt" and not is_mentioned:
+                raise InputError(f"--chat_template_args {name}: {where} does not mention it")
+        return cls(tokenizer, sources, where, arguments)
+
+    def check(self) -> None:
+        """Tries the templates on a conversation.
+
+        Raises:
+            InputError: If a template cannot render the conversation or renders it differently the
+                second time, or if only one of two templates writes turns between markers.
+        """
+        if len({START in source for source in self.sources.values()}) > 1:
+            raise InputError(
+                f"{self.where}: of its templates default and tool_use, one writes turns between "
+                f"{START} and {END} and the other does not; expected both or neither"
+            )
+        for name in self.sources:
+            tools = [TRIAL_TOOL] if name == "tool_use" else None
+            try:
+                with activity(f"rendering the chat template of {self.where}"):
+                    is_same = self.content(TRIAL, tools) == self.content(TRIAL, tools)
+            except UnusableRowError as error:
+                raise InputError(f"{self.where}: cannot render a conversation: {error}") from error
+            if not is_same:
+                raise InputError(f"{self.where}: renders the same conversation in different ways")
+
+    @property
+    def digest(self) -> str:
+        """Returns the SHA-256 of the templates and their arguments."""
+        first, *others = self.sources.values()
+        content = json.dumps([first, dict(self.arguments), *others], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    @cached_property
+    def has_roles(self) -> bool:
+        """Returns whether turns are blocks between markers, so that every token has a role."""
+        return any(START in source for source in self.sources.values())
+
+    @cached_property
+    def marks_thinking(self) -> bool:
+        """Returns whether the templates write thinking between <think> and </think>."""
+        marks = (THINK, END_THINK)
+        return any(mark in source for mark in marks for source in self.sources.values())
+
+    def content(
+        self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
+    ) -> Content:
+        """Renders a conversation.
+
+        Args:
+            messages: Messages as `MessagesColumn` reads them; contents are text, null or missing.
+            tools: The tools that the assistant may call; None for none.
+
+        Returns:
+            The text, with spans of roles if `has_roles`.
+
+        Raises:
+            UnusableRowError: If the template fails, if the rendering lacks the text of a message,
+                or if the roles would be ambiguous.
+        """
+        if self.has_roles:
+            reason = "its text holds {}, which would end a turn"
+            refuse_marks([messages, tools], (START, END), reason)
+        if self.marks_thinking:
+            self._refuse_marked_thinking(messages)
+        text = self._render(messages, tools)
+        if self.has_roles:
+            return Content(text, role_spans(text, messages, self.marks_thinking))
+        try:
+            require_texts(messages, self.marks_thinking, text)
+        except UnusableRowError:
+            # Some templates write the system's text first, wherever its message is.
+            ordered = sorted(messages, key=lambda message: message["role"] != "system")
+            require_texts(ordered, self.marks_thinking, text)
+        return Content(text)
+
+    def _refuse_marked_thinking(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Checks that messages with separate thinking contain no marks of thinking.
+
+        Such a mark could end the thinking early, or make other text look like thinking.
+
+        Raises:
+            UnusableRowError: If a message contains both.
+        """
+        reason = "a message has its thinking apart, and {} in its text"
+        for message in messages:
+            if message.get("reasoning_content"):
+                texts = [message["reasoning_content"], message.get("content")]
+                refuse_marks(texts, (THINK, END_THINK), reason)
+
+    def _render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
+        """Returns the rendered text.
+
+        The arguments of tool calls are objects at first. Some templates take them as text only, so
+        a second try has them as text.
+
+        Raises:
+            UnusableRowError: If the template raises an error for both.
+        """
+        try:
+            return self._apply(messages, tools)
+        except Exception as error:  # a template may raise anything
+            with suppress(Exception):
+                as_text = [_with_arguments(message, _as_text) for message in messages]
+                if as_text != messages:
+                    return self._apply(as_text, tools)
+            raise UnusableRowError(
+                f"the chat template refuses it: {one_line(error):.200}"
+            ) from error
+
+    def _apply(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
+        name = "tool_use" if tools and "tool_use" in self.sources else "default"
+        if name not in self.sources:
+            raise ValueError("the model names one for conversations with tools, tool_use, alone")
+        source = self.sources[name]
+        if "strftime_now" in source:
+            source = NO_DATE + source
+        text: str = self.tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=source, tokenize=False, **self.arguments
+        )
+        return valid(text)
