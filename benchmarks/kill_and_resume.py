@@ -36,8 +36,8 @@ from forks import DEVICES, Forked  # noqa: E402
 from gcs_server import Bucket  # noqa: E402
 
 from activation_extraction import __main__ as command  # noqa: E402
-from activation_extraction.inspect.verify_shard import read_samples  # noqa: E402
 from activation_extraction.run import demo  # noqa: E402
+from activation_extraction.store.chosen_samples import read_samples  # noqa: E402
 from activation_extraction.store.folder import Folder  # noqa: E402
 from activation_extraction.store.metadata import read_stored  # noqa: E402
 from activation_extraction.store.sample_table import TableRow, read_table, rows_of  # noqa: E402

@@ -23,11 +23,11 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.codes import ARRAYS, Codes, concatenated_values
 from activation_extraction.common.errors import StorageError
-from activation_extraction.inspect.status import code_warnings, codes_in_words
 from activation_extraction.inspect.trainer_files import EXPORT_FORMS
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.shard import CodeSums
 from activation_extraction.store.statistics import Statistics
+from activation_extraction.store.statistics_in_words import code_warnings, codes_in_words
 from activation_extraction.text.packing import pack, samples_of
 
 RESID, TRANSCODED = "blocks.1.hook_resid_post", "blocks.1.ln2.hook_out"

@@ -19,8 +19,8 @@ from small_runs import HIDDEN, HOOKS, LENGTH, run_over, stream_of, write_texts
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.positions import Positions
-from activation_extraction.inspect.verify_shard import read_samples
 from activation_extraction.store import folder
+from activation_extraction.store.chosen_samples import read_samples
 from activation_extraction.store.commit import Commit, seal
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import read_stored

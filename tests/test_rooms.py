@@ -24,7 +24,7 @@ ARROWS = {
     "dataset": ("common", "store", *SHARED),
     "inspect": ("common", "cli", "store", "dataset", *SHARED),
     "model": ("common", "store.folder", "store.safetensors_file", *SHARED),
-    "run": ("common", "cli", "text", "store", "model", "inspect"),
+    "run": ("common", "cli", "text", "store", "model"),
 }
 # And of the other rooms, what configurations say and which hooks there are.
 WITHOUT_JAX = ("common", "cli", "text", "store", "dataset", "inspect")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow
@@ -21,7 +21,9 @@ from activation_extraction.common.tokenizer_files import (
     WORDS,
     vocabulary_file,
 )
-from activation_extraction.dataset.paired import Run
+
+if TYPE_CHECKING:  # that module imports this one
+    from activation_extraction.dataset.dataset import ActivationDataset
 
 SIZE = 2**14  # tokens that are read at a time
 CONTEXT = pyarrow.schema(
@@ -66,7 +68,9 @@ class Strongest:
         self.tokens[found] = np.take_along_axis(where, best, 1)
 
 
-def feature_table(dataset: Run, hook: str, contexts: int, around: int) -> pyarrow.Table:
+def feature_table(
+    dataset: "ActivationDataset", hook: str, contexts: int, around: int
+) -> pyarrow.Table:
     """Returns a row for each feature of the codes at a hook. See `ActivationDataset.features`."""
     from tqdm import tqdm  # which reading does not need otherwise
 
@@ -103,7 +107,7 @@ def feature_table(dataset: Run, hook: str, contexts: int, around: int) -> pyarro
     return pyarrow.table(table)
 
 
-def _contexts(dataset: Run, strongest: Strongest, around: int) -> pyarrow.Array:
+def _contexts(dataset: "ActivationDataset", strongest: Strongest, around: int) -> pyarrow.Array:
     """Returns the list of the strongest tokens of every feature, with the tokens around each."""
     kept = np.isfinite(strongest.values)
     values, numbers = strongest.values[kept], strongest.tokens[kept]
@@ -136,7 +140,7 @@ def _contexts(dataset: Run, strongest: Strongest, around: int) -> pyarrow.Array:
     return pyarrow.ListArray.from_arrays(offsets, each.to_struct_array().combine_chunks())
 
 
-def find_decoder(dataset: Run) -> Callable[[np.ndarray], str]:
+def find_decoder(dataset: "ActivationDataset") -> Callable[[np.ndarray], str]:
     """Returns a function that decodes token ids with the vocabulary that the run read.
 
     The run recorded the tokens that stand beside that vocabulary. An id without a token is shown as

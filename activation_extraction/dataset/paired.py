@@ -40,9 +40,7 @@ from activation_extraction.store.resume import shown
 from activation_extraction.store.statistics import HookStatistics
 
 if TYPE_CHECKING:  # that module imports this one
-    from activation_extraction.dataset.dataset import ActivationDataset as Run
-else:
-    Run = Any
+    from activation_extraction.dataset.dataset import ActivationDataset
 
 
 class AlignedRuns:
@@ -52,7 +50,7 @@ class AlignedRuns:
     the number of samples that all have.
     """
 
-    def __init__(self, *runs: Run) -> None:
+    def __init__(self, *runs: "ActivationDataset") -> None:
         self.runs, urls = runs, without_secrets(" and ".join(run.url for run in runs))
         for run in runs[1:]:
             files = runs[0].data_files, run.data_files
@@ -138,7 +136,7 @@ class JoinedRuns(AlignedRuns, Samples):
     hooks, dtypes: the width and the dtype of every hook, by name.
     """
 
-    def __init__(self, *runs: Run) -> None:
+    def __init__(self, *runs: "ActivationDataset") -> None:
         self.hooks: ByHook[int] = _joined_hooks([run.hooks for run in runs])
         self.dtypes: ByHook[np.dtype] = _joined_hooks([run.dtypes for run in runs])
         super().__init__(*runs)
@@ -277,7 +275,7 @@ def _at_positions(sample: SampleActivations, position: np.ndarray) -> SampleActi
     return replace(sample, activations=sample.activations.map(itemgetter(rows)), **kept)
 
 
-def _rows(run: Run, number: str) -> pyarrow.Table:
+def _rows(run: "ActivationDataset", number: str) -> pyarrow.Table:
     """The row of every sample that has one, as JSON, which includes the piece and start of a piece
     of a document, and in column `number` the sample's number. Raises ValueError where two samples
     come from the same row."""

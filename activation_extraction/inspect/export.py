@@ -26,7 +26,7 @@ from activation_extraction.inspect.draft_files import layer_ids, specforge_confi
 from activation_extraction.inspect.status import host_states
 from activation_extraction.inspect.trainer_files import EXPORT_FORMS
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.host_folders import read_folders
+from activation_extraction.store.run_folders import read_folders
 
 CHUNK_BYTES = 256 * 2**20  # of all hooks together; a few times as much is in memory
 FOLDER_NAME = re.compile(r"(?!\.)[\w .:+@-]{1,200}")  # a hook of a stranger's run may be any text

@@ -8,7 +8,8 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.inspect.export import export
 from activation_extraction.inspect.report import show_report
 from activation_extraction.inspect.status import show_status
-from activation_extraction.inspect.verify import Recompute, verify
+from activation_extraction.inspect.verify import verify
+from activation_extraction.store.chosen_samples import Recompute
 from activation_extraction.store.folder import UPLOAD_TIMEOUT, Folder, FolderError
 
 STATUS_PATIENCE = 20.0  # seconds

@@ -14,17 +14,13 @@ from activation_extraction.common.visible import counted, say, visible
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.features import find_decoder
 from activation_extraction.inspect import report_numbers
-from activation_extraction.inspect.status import (
-    code_warnings,
-    codes_in_words,
-    host_states,
-    totals_of,
-)
+from activation_extraction.inspect.status import host_states, totals_of
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.folder import Folder, FolderError, local_path
-from activation_extraction.store.host_folders import read_folders
 from activation_extraction.store.local_files import write_file
 from activation_extraction.store.metadata import Stored, identity_of
+from activation_extraction.store.run_folders import read_folders
+from activation_extraction.store.statistics_in_words import code_warnings, codes_in_words
 
 
 def show_report(root: Folder, file: str) -> int:

@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 from activation_extraction.common.visible import counted, say
 from activation_extraction.store.commit import FORMAT_VERSION, Commit, Totals, seal
 from activation_extraction.store.folder import ANY, Folder
-from activation_extraction.store.host_folders import (
+from activation_extraction.store.metadata import AGGREGATE, COUNTED, Stored
+from activation_extraction.store.run_folders import (
     HostFolder,
     expected_names,
-    host_folders,
     read_folders,
 )
-from activation_extraction.store.metadata import AGGREGATE, COUNTED, Stored
-from activation_extraction.store.statistics import Statistics
+from activation_extraction.store.statistics_in_words import (
+    code_warnings,
+    codes_in_words,
+    errors_in_words,
+)
 
 SILENCE = 900.0  # seconds without a commit before a run counts as silent
 RECENT = 20  # how many shards the current speed of a host is computed from
 WRONG = {"damaged", "silent", "failed"}  # states in which somebody has to do something
-SHOWN = 8  # how many hooks are listed with the errors of their encoding
-# By the keys of Statistics.codes.
-KINDS_OF_TOKENS = {"sinks": "first tokens of documents", "others": "other tokens"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,9 @@ def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
             say(f"skipped: {counted(totals.skipped_rows, 'row')} that could not be used")
         if totals.empty_rows:
             say(f"empty: {counted(totals.empty_rows, 'row')} without text, which gave no sample")
-        for line in (*_errors(totals.statistics), *codes_in_words(totals.statistics)):
+        for line in errors_in_words(totals.statistics):
+            say(line)
+        for line in codes_in_words(totals.statistics):
             say(line)
         for line in code_warnings(totals.statistics):
             say(f"warning: {line}")
@@ -100,7 +102,7 @@ def host_states(folders: dict[str, Stored]) -> list[HostState]:
 
 
 def _host_state(name: str, stored: Stored) -> HostState:
-    folder = host_folders([name]).get(name, HostFolder(0))
+    folder = HostFolder.parse(name) or HostFolder(0)
     commits = stored.in_order
     metadata = stored.metadata
     totals = stored.totals
@@ -213,62 +215,6 @@ def aggregate(
         "parts": [asdict(host) for host in hosts],
         "written": round(time.time(), 3),
     }
-
-
-def _errors(statistics: Mapping[str, Statistics]) -> Iterator[str]:
-    """Yields lines on the encoded hooks with the largest errors, and one on how many others there
-    are."""
-    errors = {name: each.error for name, each in statistics.items() if each.error}
-    encoded = [(error["others"].mean, name, error) for name, error in errors.items()]
-    for _, name, error in sorted(encoded, key=lambda each: -each[0])[:SHOWN]:
-        sinks, others = error["sinks"], error["others"]
-        yield (
-            f"{name}: relative error of a token {others.mean:.2%} on average, at most "
-            f"{others.worst:.2%}; first tokens of documents {sinks.mean:.2%}, {sinks.worst:.2%}"
-        )
-    if len(encoded) > SHOWN:
-        yield f"the errors of {counted(len(encoded) - SHOWN, 'other hook')} are smaller (--json)"
-
-
-def codes_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
-    """Yields a line on the codes at each hook that has some.
-
-    A share of squared norms that is negative is no statistic but a warning, see `code_warnings`.
-
-    Args:
-        statistics: Statistics by the hooks' names.
-    """
-    for name, each in statistics.items():
-        if not (kinds := each.codes):
-            continue
-        both = kinds["sinks"].merge(kinds["others"])
-        line = f"{name}: {both.features / max(both.tokens, 1):.1f} features per token"
-        if both.cut:
-            line += f", {both.cut:,} cut from {counted(both.cut_tokens, 'token')} (--encode_most)"
-        shares = [
-            f"{sums.explained:.1%} of {KINDS_OF_TOKENS[kind]}"
-            for kind, sums in kinds.items()
-            if sums.explained >= 0
-        ]
-        if shares:
-            line += f"; the share of squared norms that they explain: {', '.join(shares)}"
-        yield line
-
-
-def code_warnings(statistics: Mapping[str, Statistics]) -> Iterator[str]:
-    """Yields a line for every kind of tokens whose values features reconstruct worse than zeros do.
-
-    Args:
-        statistics: Statistics by the hooks' names.
-    """
-    for name, each in statistics.items():
-        for kind, sums in (each.codes or {}).items():
-            if sums.explained < 0:
-                yield (
-                    f"{name}: the features explain nothing of {KINDS_OF_TOKENS[kind]}: what they "
-                    f"leave has {sums.error / sums.square:.3g} times the squared norm of the "
-                    "values; check that the autoencoder is for this model, hook and kind of tokens"
-                )
 
 
 def _print_table(hosts: list[HostState], total: dict[str, Any]) -> None:

@@ -6,45 +6,35 @@ and recomputes a few samples. It lists the first problem of every shard, and all
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from activation_extraction.common.codes import Codes
 from activation_extraction.common.encodings import FLOAT8
-from activation_extraction.common.errors import InputError
+from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted, say
-from activation_extraction.inspect.verify_shard import ChosenSample, check_and_choose
+from activation_extraction.store.chosen_samples import ChosenSample, Recompute, read_samples
 from activation_extraction.store.commit import METADATA, Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SHARD_FILE
-from activation_extraction.store.host_folders import (
-    expected_names,
-    read_folders,
-    strangers,
-)
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metadata import Stored, identity_of, total_problems
 from activation_extraction.store.resume import furthest_mark
-from activation_extraction.store.shard import Values
+from activation_extraction.store.run_folders import (
+    expected_names,
+    read_folders,
+    shown_name,
+    strangers,
+)
 from activation_extraction.store.shard_check import (
     NO_NUMBERS,
     CheckedShard,
+    check_shard,
     file_path,
     for_each_shard,
 )
 from activation_extraction.store.statistics import defined_tokens
-
-
-class Recompute(NamedTuple):
-    """Recomputes stored samples. platform: JAX's name of the platform that it uses.
-
-    activations: returns, for each sample, its activations (tokens, width) by the name of the hook,
-    or the reason why it cannot be recomputed.
-    """
-
-    platform: str
-    activations: Callable[[list[ChosenSample]], list[dict[str, Values] | str]]
 
 
 def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, count: int) -> int:
@@ -106,6 +96,33 @@ def check_shards(
         for (name, commit), wanted in zip(shards, picks, strict=True)
     ]
     return for_each_shard(check_and_choose, arguments)
+
+
+def check_and_choose(
+    store: Folder, folder: str, stored: Stored, commit: Commit, wanted: Sequence[int]
+) -> tuple[CheckedShard, list[ChosenSample]]:
+    """Checks a shard, and reads the samples that are to be recomputed if it is good.
+
+    Args:
+        store: The host's folder.
+        folder: Its name, for messages.
+        stored: The content of the folder.
+        commit: The commit of the shard.
+        wanted: The positions in the shard of the samples to read.
+
+    Returns:
+        The result of the check, which has a problem if the samples cannot be read; and the samples,
+        none if there is a problem.
+    """
+    checked = check_shard(store, folder, stored, commit)
+    if checked.problem or not wanted or stored.identity is None:
+        return checked, []
+    where = file_path(folder, commit.file)
+    try:
+        return checked, read_samples(store, stored, commit, wanted, where)
+    except (RunError, OSError, ValueError) as error:
+        problem = f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")
+        return CheckedShard(folder, commit, problem), []
 
 
 def _pick(shards: list[tuple[str, Commit]], count: int) -> list[list[int]]:
@@ -239,7 +256,7 @@ def check_numbers(folders: dict[str, Stored], checked: Sequence[CheckedShard]) -
         expected = worker.sample_idx(0) + worker.stride * np.arange(len(numbers))
         for i in np.flatnonzero(numbers != expected)[:1]:
             problem = "is missing" if numbers[i] > expected[i] else "belongs to another host"
-            yield f"{name or 'the output itself'}: sample {min(numbers[i], expected[i])} {problem}"
+            yield f"{shown_name(name)}: sample {min(numbers[i], expected[i])} {problem}"
 
 
 def check_folders(folders: dict[str, Stored]) -> Iterator[str]:

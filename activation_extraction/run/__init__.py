@@ -1,10 +1,17 @@
-"""This folder holds one run, on one host or many; it alone knows model, text and output together.
+"""Runs one extraction, on one host or many; this room alone knows model, text and output together.
 
-prepare.py turns a checked command line into a job, in the folders of run_folders.py and with the
-rows that batch_size.py chooses. host_text.py makes batches of the data that open_data.py opens,
-with the tokenizer that tokenizer_choice.py chooses. inputs.py says what must be the same between
-starts and hosts, data_files.py and digests.py whether files are. hosts.py joins the hosts, compares
-what must be the same on all of them, and keeps them at the same step. estimate.py serves --plan,
-for the machines in topologies.py, and recompute.py --verify. demo.py makes the demo's inputs, and
-summary.py words what a run prints about itself.
+prepare.py           turns a checked command line into a job
+batch_size.py        chooses the rows of a batch
+host_text.py         makes batches of one host's share of the text
+open_data.py         opens the data that a run reads
+data_files.py        the files of the data, and whether they are still the same
+tokenizer_choice.py  chooses the tokenizer and the chat template
+inputs.py            the inputs of a run, and what must be the same between starts and hosts
+digests.py           digests and fingerprints of files
+hosts.py             joins the hosts, compares what they have, and keeps them at the same step
+summary.py           words what a run prints about itself
+recompute.py         recomputes stored samples for --verify
+estimate.py          --plan
+topologies.py        the machines that --plan knows
+demo.py              makes the inputs of --demo
 """

@@ -41,10 +41,10 @@ from activation_extraction.run.inputs import (
     settings_of,
     step_of,
 )
-from activation_extraction.run.run_folders import RunFolders
 from activation_extraction.store.identity import RunFacts, StorageOptions
 from activation_extraction.store.local_files import check_output_dir, nearest
 from activation_extraction.store.resume import FLAGS_REMEDY
+from activation_extraction.store.run_folders import RunFolders
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
 from activation_extraction.text.documents import Documents

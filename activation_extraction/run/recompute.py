@@ -16,8 +16,6 @@ import numpy as np
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.codes import CODES, Codes
 from activation_extraction.common.encodings import FLOAT8
-from activation_extraction.inspect.verify import Recompute
-from activation_extraction.inspect.verify_shard import ChosenSample
 from activation_extraction.model.devices import device_errors
 from activation_extraction.model.family import Families
 from activation_extraction.model.forward import (
@@ -28,6 +26,7 @@ from activation_extraction.model.forward import (
 from activation_extraction.run.host_text import Text
 from activation_extraction.run.inputs import Inputs, check_inputs
 from activation_extraction.run.prepare import recorded_commit
+from activation_extraction.store.chosen_samples import ChosenSample, Recompute
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.metadata import identity_of
 from activation_extraction.store.shard import Values

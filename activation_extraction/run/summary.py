@@ -11,13 +11,13 @@ from activation_extraction.cli.console import Clock, Progress
 from activation_extraction.common.log import log
 from activation_extraction.common.positions import Positions
 from activation_extraction.common.visible import counted, say
-from activation_extraction.inspect.status import code_warnings, codes_in_words
 from activation_extraction.model.devices import peak_flops
 from activation_extraction.model.encode import Encoder
 from activation_extraction.model.hooks import HookTable
 from activation_extraction.run.hosts import gather
 from activation_extraction.run.prepare import Job
 from activation_extraction.store.commit import Totals
+from activation_extraction.store.statistics_in_words import code_warnings, codes_in_words
 
 ACTIVITIES = ("data", "compute", "copy", "store")
 COLUMNS = "hook", "Hugging Face module", "width", "dtype", "bytes/token", "other names"

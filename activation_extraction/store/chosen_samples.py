@@ -1,0 +1,97 @@
+"""Reads stored samples with all that is needed to compute them again.
+
+--verify chooses samples, compares them with what a `Recompute` returns, and so finds values that
+no longer follow from the model and the text. Recomputing needs the model, which this room does not
+know: run/recompute.py makes the Recompute.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from activation_extraction.store.commit import Commit
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.metadata import Stored
+from activation_extraction.store.resume import furthest_mark
+from activation_extraction.store.shard import SampleRow, Values
+from activation_extraction.store.shard_reader import StoredHook, begin_rows, open_shard
+from activation_extraction.text.batch import Cursor, Worker
+
+
+@dataclass(frozen=True)
+class ChosenSample:
+    """A stored sample that is to be recomputed.
+
+    Attributes:
+        where: The path of the shard's file and the sample's number, for messages.
+        row: The sample's number, and the token ids and positions that are stored.
+        activations: The stored values of each hook, decoded, in the order of the hooks.
+        worker: The host that stored the sample.
+        shard: The number of the sample's shard.
+        start: A mark in the data before all samples of the shard. None for the beginning of the
+            data.
+    """
+
+    where: str
+    row: SampleRow
+    activations: list[Values]
+    worker: Worker
+    shard: int
+    start: Cursor | None
+
+
+class Recompute(NamedTuple):
+    """Recomputes stored samples with the model of their run.
+
+    Attributes:
+        platform: JAX's name of the platform that computes.
+        activations: A function that takes samples and returns a result for each of them: the
+            activations of the stored tokens, (tokens, width), by the name of the hook, or the
+            reason why the sample cannot be recomputed.
+    """
+
+    platform: str
+    activations: Callable[[list[ChosenSample]], list[dict[str, Values] | str]]
+
+
+def read_samples(
+    store: Folder, stored: Stored, commit: Commit, wanted: Sequence[int], where: str
+) -> list[ChosenSample]:
+    """Reads some samples of a shard.
+
+    Args:
+        store: The host's folder.
+        stored: The content of the folder, which has metadata.
+        commit: The commit of the shard.
+        wanted: The positions of the samples in the shard.
+        where: The path of the shard's file, for messages.
+
+    Returns:
+        The samples, in the order of `wanted`.
+
+    Raises:
+        RunError: The file is damaged or missing, or was replaced.
+        OSError: The file cannot be read.
+        ValueError: The width or dtype of a hook is unknown.
+    """
+    identity = stored.identity
+    assert identity is not None
+    worker = identity.worker
+    descriptions = {hook["name"]: hook for hook in (stored.metadata or {}).get("hooks", ())}
+    hooks = {
+        hook["name"]: StoredHook.of(hook | descriptions.get(hook["name"], {}), identity)
+        for hook in commit.hooks
+    }
+    start = furthest_mark(stored.in_order, worker.number_of(commit.first))
+    samples = []
+    reader = open_shard(store, commit, hooks)
+    for i in wanted:
+        span = reader.offsets[i : i + 2].tolist()
+        tokens = reader.tokens(*span)
+        row = SampleRow(int(reader.sample_idx[i]), tokens["token_ids"], tokens["position"])
+        values = [
+            hook.given(begin_rows(reader, name, hook, span)()) for name, hook in hooks.items()
+        ]
+        name = f"{where}: sample {row.sample_idx}"
+        samples.append(ChosenSample(name, row, values, worker, commit.number, start))
+    return samples
