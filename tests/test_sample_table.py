@@ -13,7 +13,7 @@ import pytest
 from storages import open_storage
 
 from activation_extraction.common.errors import StorageError
-from activation_extraction.store.sample_table import concatenated, pack_table, rows_of
+from activation_extraction.store.sample_table import concatenate_tables, pack_table, rows_of
 from activation_extraction.store.shard import SampleRow
 
 NUMBERS = [0, 7, -(2**63), 2**63, 2**70, 1.5, -0.0, math.nan, math.inf]
@@ -91,22 +91,24 @@ def test_plain_values_are_columns_of_their_types():
 )
 def test_tables_of_shards_become_one(shards, expected):
     tables = [table_of(*({"doc_id": each} for each in ids)) for ids in shards]
-    assert concatenated(tables)["doc_id"].to_pylist() == expected
+    assert concatenate_tables(tables)["doc_id"].to_pylist() == expected
     assert [row.doc_id for table in tables for row in rows_of(table)] == sum(shards, [])
 
 
 def test_shards_with_other_rows_and_columns_become_one_table():
     one = table_of({"row": {"file": "a", "line": 1}, "columns": {"label": 1, "tags": ["x"]}})
     two = table_of({"row": {"file": "b", "row": 2}, "columns": {"split": "test"}}, {})
-    table = concatenated([one, two])
+    table = concatenate_tables([one, two])
     assert table["row"].to_pylist()[1:] == [{"file": "b", "line": None, "row": 2}, None]
     assert table["label"].to_pylist() == [1, None, None]
     assert table["tags"].to_pylist() == [["x"], None, None]
-    texts = concatenated([one, table_of({"row": {"file": 3}})])["row"].to_pylist()
+    texts = concatenate_tables([one, table_of({"row": {"file": 3}})])["row"].to_pylist()
     assert texts == ['{"file": "a", "line": 1}', '{"file": 3}']
     shards = [table_of({"columns": {"one": {str(n): n}}}) for n in range(99)]
-    assert concatenated(shards)["one"].to_pylist()[7] == '{"7": 7}'  # and no 99 fields in each row
-    assert concatenated([]).num_rows == 0
+    assert (
+        concatenate_tables(shards)["one"].to_pylist()[7] == '{"7": 7}'
+    )  # and no 99 fields in each row
+    assert concatenate_tables([]).num_rows == 0
 
 
 JSON = "its id, row, text preview or columns are no JSON values: "

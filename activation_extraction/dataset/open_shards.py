@@ -22,7 +22,7 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.safetensors_file import SafetensorsFile
 from activation_extraction.store.sample_table import (
     TableRow,
-    concatenated,
+    concatenate_tables,
     read_table,
     rows_of,
     values_of,
@@ -142,7 +142,7 @@ class OpenShards:
     @cached_property
     def samples(self) -> pyarrow.Table:
         """The table of the samples of all shards."""
-        return concatenated(self.each(self.table))
+        return concatenate_tables(self.each(self.table))
 
     def columns(self, names: Iterable[str]) -> dict[str, np.ndarray]:
         """Returns the values of columns of the table of all samples, as they were given, in arrays

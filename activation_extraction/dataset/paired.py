@@ -25,7 +25,7 @@ from activation_extraction.dataset.token_batch import (
     Samples,
     TokenBatch,
     TokenPair,
-    concatenated,
+    concatenate_batches,
 )
 from activation_extraction.dataset.token_source import (
     BatchOptions,
@@ -234,7 +234,7 @@ def _partners(one: TokenSource, other: TokenSource, ours: FoundTokens, pairs: np
         if (small := other.are_small(block)).any():
             rows[at[wanted][small]] = block.rows[small] + sum(map(len, parts))
             parts.append(block.tokens)
-    return Block(concatenated(parts or [ours.tokens]), rows)
+    return Block(concatenate_batches(parts or [ours.tokens]), rows)
 
 
 def _check_same_tokens(urls: Sequence[str], *runs: Any) -> None:

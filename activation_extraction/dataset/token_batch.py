@@ -191,7 +191,7 @@ def empty_batch(like: TokenBatch, size: int, dtypes: Mapping[str, str] | None = 
     return batch
 
 
-def concatenated(batches: Sequence[TokenBatch]) -> TokenBatch:
+def concatenate_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
     """Returns the tokens of some batches with the same hooks as one; a single one is not copied."""
     if len(batches) == 1:
         return batches[0]

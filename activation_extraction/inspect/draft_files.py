@@ -22,7 +22,7 @@ from activation_extraction.dataset.token_batch import (
     ByHook,
     TokenBatch,
     as_tensor,
-    concatenated,
+    concatenate_batches,
     piece_of,
 )
 from activation_extraction.inspect.arrow_files import ArrowFolder
@@ -55,7 +55,7 @@ def samples_in(dataset: ActivationDataset, chunks: Iterable[TokenBatch]) -> Iter
         while sum(map(len, rest)) < length:
             rest.append(next(more))
         if length:
-            read = concatenated(rest)
+            read = concatenate_batches(rest)
             sample = read.map(itemgetter(slice(length)))
             rest = [read.map(itemgetter(slice(length, None)))]
             mask = _loss_mask(dataset, number, sample)

@@ -13,7 +13,7 @@ import numpy as np
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.float8 import DEQUANTIZED, scale_names
-from activation_extraction.model.rope import TRAINED, Rope, positive
+from activation_extraction.model.rope import TRAINED, Rope, positive_field
 
 # Models are hundreds of times smaller; an absurd one is refused before it is computed with.
 LARGEST_SIZE = 2**27
@@ -275,7 +275,7 @@ def _config(hf: Any, source: str, **details: Any) -> QwenConfig:
         model_type=hf.model_type,
         head_dim=head_dim,
         rope=Rope.from_hf(_rope_parameters(hf, source), head_dim, source, partial=hybrid),
-        rms_norm_eps=positive(vars(hf), "rms_norm_eps", source),
+        rms_norm_eps=positive_field(vars(hf), "rms_norm_eps", source),
         tie_word_embeddings=bool(getattr(hf, "tie_word_embeddings", False)),
         sliding_window=window,
         sliding_layers=sliding,
@@ -315,7 +315,7 @@ def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
     if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
         raise InputError(f"{source}: rope_parameters {rope!r} is not supported, only one flat set")
     if rope.get("rope_type") == "yarn" and rope.get("factor", 0) is None:
-        trained = positive(rope, TRAINED, source)
+        trained = positive_field(rope, TRAINED, source)
         return {**rope, "factor": hf.max_position_embeddings / trained}
     return rope
 
@@ -331,8 +331,8 @@ def _chunk(hf: Any, source: str) -> int | None:
         return None
     if not isinstance(dual, Mapping):
         raise InputError(f"{source}: dual_chunk_attention_config {dual!r} is not a set of fields")
-    chunk = positive({"chunk_size": 8192, **dual}, "chunk_size", source)
-    return int(min(chunk, positive(dual, TRAINED, source) if dual.get(TRAINED) else chunk))
+    chunk = positive_field({"chunk_size": 8192, **dual}, "chunk_size", source)
+    return int(min(chunk, positive_field(dual, TRAINED, source) if dual.get(TRAINED) else chunk))
 
 
 def _sliding(hf: Any, known: tuple[str, ...], source: str) -> tuple[int | None, tuple[int, ...]]:

@@ -53,13 +53,13 @@ class Rope:
         InputError, naming field and value, for types that are not in TYPES and for missing numbers.
         """
         kind, share = _rope_type(rope, source), _rotated_share(rope, head_dim, partial, source)
-        theta = positive(rope, "rope_theta", source)
-        factor = 1.0 if kind == "default" else positive(rope, "factor", source)
+        theta = positive_field(rope, "rope_theta", source)
+        factor = 1.0 if kind == "default" else positive_field(rope, "factor", source)
         if kind in ("default", "dynamic"):
             return cls(theta, kind, share=share)
         if kind == "linear":
             return cls(theta, kind, factor, share=share)
-        trained = positive(rope, TRAINED, source)
+        trained = positive_field(rope, TRAINED, source)
         if kind == "llama3":
             turns = _llama3_turns(rope, source)
             return cls(theta, kind, factor, blended=turns, trained=trained, share=share)
@@ -102,13 +102,22 @@ def check_rope(section: dict[str, Any], source: str) -> None:
         return  # the others have no use for an original length
     for fields in (section, scaled):
         if fields.get(TRAINED) is not None:
-            positive(fields, TRAINED, source)
+            positive_field(fields, TRAINED, source)
         else:
             fields.pop(TRAINED, None)
 
 
-def positive(fields: Mapping[str, Any], field: str, source: str) -> float:
-    """Returns a number above 0 that float32 can hold. Raises InputError for anything else."""
+def positive_field(fields: Mapping[str, Any], field: str, source: str) -> float:
+    """Returns the number in a field of a model's configuration.
+
+    Args:
+        fields: The fields of the configuration, by name.
+        field: The name of the field.
+        source: The path of the configuration's file, for the message.
+
+    Raises:
+        InputError: The value is not a number above 0 that float32 can hold.
+    """
     value: Any = fields.get(field)
     if type(value) not in (int, float) or not 0 < value <= LARGEST:
         raise InputError(f"{source}: {field} must be a positive number, found {value!r}")
@@ -129,7 +138,7 @@ def _rope_type(rope: Mapping[str, Any], source: str) -> str:
 
 def _rotated_share(rope: Mapping[str, Any], head_dim: int, partial: bool, source: str) -> float:
     """Returns the share of a head's dimensions that are rotated. Raises InputError."""
-    share = positive({"partial_rotary_factor": 1.0, **rope}, "partial_rotary_factor", source)
+    share = positive_field({"partial_rotary_factor": 1.0, **rope}, "partial_rotary_factor", source)
     if share != 1 and not partial:
         raise InputError(f"{source}: partial_rotary_factor {share!r} is not supported, only 1.0 is")
     rotated = int(head_dim * share)
@@ -144,20 +153,22 @@ def _rotated_share(rope: Mapping[str, Any], head_dim: int, partial: bool, source
 def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> float:
     """Returns the factor that is given, or else what YaRN's paper suggests for this factor."""
     if rope.get("attention_factor") is not None:
-        return positive(rope, "attention_factor", source)
+        return positive_field(rope, "attention_factor", source)
 
     def suggested(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        scale, of_all = (positive(rope, name, source) for name in ("mscale", "mscale_all_dim"))
+        scale, of_all = (
+            positive_field(rope, name, source) for name in ("mscale", "mscale_all_dim")
+        )
         return suggested(scale) / suggested(of_all)
     return suggested(1.0)
 
 
 def _llama3_turns(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
     """Returns the turns up to which frequencies are divided, and from which on they are left."""
-    low, high = (positive(rope, f"{name}_freq_factor", source) for name in ("low", "high"))
+    low, high = (positive_field(rope, f"{name}_freq_factor", source) for name in ("low", "high"))
     if low >= high:
         raise InputError(f"{source}: high_freq_factor {high} must exceed low_freq_factor {low}")
     return low, high
@@ -173,7 +184,7 @@ def _blended(
         return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     turns = [
-        positive(rope, name, source) if rope.get(name) else default
+        positive_field(rope, name, source) if rope.get(name) else default
         for name, default in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW))
     ]
     try:

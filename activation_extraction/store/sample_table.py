@@ -111,12 +111,17 @@ def values_of(table: pyarrow.Table, name: str) -> list[Any]:
     return [None if value is ABSENT else value for value in _decoded(table, name)]
 
 
-def concatenated(tables: Iterable[pyarrow.Table]) -> pyarrow.Table:
-    """Returns one table of the samples of several tables, without texts of JSON where pyarrow has
-    another type for the values of a column."""
+def concatenate_tables(tables: Iterable[pyarrow.Table]) -> pyarrow.Table:
+    """Returns one table with the samples of several tables.
+
+    A column keeps its texts of JSON only if pyarrow has no other type for all of its values.
+
+    Args:
+        tables: The tables, in the order of the samples; without any, the result has no rows.
+    """
     every = [*tables] or [_table([])]
     names = dict.fromkeys(name for table in every for name in table.column_names)
-    return pyarrow.table({name: _concatenated(every, name) for name in names})
+    return pyarrow.table({name: _concatenate_column(every, name) for name in names})
 
 
 def _table(samples: Sequence[SampleRow]) -> pyarrow.Table:
@@ -184,7 +189,7 @@ def _plain(array: pyarrow.Array) -> list[Any]:
     ]
 
 
-def _concatenated(tables: Sequence[pyarrow.Table], name: str) -> pyarrow.ChunkedArray:
+def _concatenate_column(tables: Sequence[pyarrow.Table], name: str) -> pyarrow.ChunkedArray:
     """Returns a column of all tables. Values become texts where they have no type in common."""
     found = [table.select([name]) for table in tables if name in table.column_names]
     if not any(_is_json(table, name) for table in found):
