@@ -128,9 +128,9 @@ NO_ARRAY = "expected an array of objects, or an object on"
 FORMS = [
     *((f"a.{end}", POINTER, LFS) for end in ("jsonl", "csv", "arrow", "parquet")),
     ("a.jsonl", LINE.decode().encode("utf-16"), UTF16),
-    ("a.jsonl", gzip.compress(b"{}"), "is packed with gzip; give it a name that ends in .gz"),
-    ("a.jsonl.gz", LINE, "is not packed, though its name says so; take .gz off it"),
-    ("a.parquet", b"PK\x03\x04...", "is a zip archive; unpack it"),
+    ("a.jsonl", gzip.compress(b"{}"), "is compressed with gzip; give it a name that ends in .gz"),
+    ("a.jsonl.gz", LINE, "is not compressed, though its name says so; take .gz off it"),
+    ("a.parquet", b"PK\x03\x04...", "is a zip archive; extract it"),
     ("a.json", b"<!DOCTYPE html><html>", "is a web page instead of the data; download"),
     ("a.csv", b'id,text\n1,"she \\"said\\" it"\n', *QUOTES),
     ("a.csv", b"id;text\n1;x, y\n", "'id;text' has semicolons, expected commas; save it with"),
@@ -147,11 +147,11 @@ FORMS = [
 @pytest.mark.parametrize(
     "name,data,told",
     [(name, data, told) for name, data, *told in FORMS],
-    ids=[str(name) for name, *_ in FORMS],  # packed bytes differ in their times
+    ids=[str(name) for name, *_ in FORMS],  # compressed bytes differ in their times
 )
 def test_a_file_is_called_what_it_is(name, data, told, tmp_path, monkeypatch):
     """It is, too, where rows are skipped: which rows it should have is not known."""
-    monkeypatch.setattr(file_rows, "LARGEST_ARRAY", 200_000)
+    monkeypatch.setattr(file_rows, "MAX_ARRAY_BYTES", 200_000)
     (tmp_path / name).write_bytes(data)
     with pytest.raises((RunError, InputError)) as caught:
         list(stream_of(tmp_path, skip=True))

@@ -15,6 +15,7 @@ from activation_extraction.common.errors import RunError
 from activation_extraction.text import sources
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.documents import DocumentStream
+from activation_extraction.text.file_rows import file_rows
 from activation_extraction.text.samples import SampleForm, samples
 
 EMPTY = ['{"text": ""}', '{"text": null}', r'{"text": " \n　"}']
@@ -80,8 +81,13 @@ def test_files_are_divided_and_continued_as_stored_runs_have_it(tmp_path):
     for name, count in {"a": 7, "b": 1, "c": 4}.items():  # in row groups of two
         write_parquet(tmp_path / f"{name}.parquet", 2, text=[f"{name}{n}" for n in range(count)])
     files = sources.open_files(str(tmp_path), TEXT.columns)
-    kwargs = {"pieces": [*files._pieces], "wanted": TEXT.columns}
-    before = datasets.IterableDataset.from_generator(sources.file_rows, gen_kwargs=kwargs)
+
+    def rows_of_pieces(pieces):
+        for file, row_group in pieces:
+            yield from file_rows(file, row_group, TEXT.columns)
+
+    kwargs = {"pieces": [*files._pieces]}
+    before = datasets.IterableDataset.from_generator(rows_of_pieces, gen_kwargs=kwargs)
     assert files.num_shards == before.num_shards == 7 and len([*files]) == 12
 
     def rows_and_marks(rows):

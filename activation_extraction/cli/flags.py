@@ -221,7 +221,7 @@ class Config:
     dataset_split: str = flag("its split", DATASET[2])
     dataset_path: str | None = flag(
         "your own files instead: .jsonl, .ndjson, .json (an array of objects, or lines), .csv "
-        "(with a header), each also packed (.gz, .zst, .bz2, .xz), .parquet, .arrow or what "
+        "(with a header), each also compressed (.gz, .zst, .bz2, .xz), .parquet, .arrow or what "
         "save_to_disk of `datasets` has written; a file, a folder of one split or a glob, local or "
         "a URL. Names that begin with . or _ are left out",
         excludes=("dataset_name", "dataset_config", "dataset_split"),

@@ -18,7 +18,7 @@ from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted
 from activation_extraction.run.digests import BLOCKS_AT_ONCE, file_fingerprint, naming_unreadable
-from activation_extraction.text.file_list import TextFile
+from activation_extraction.text.file_rows import DataFile
 
 ANEW = "a run over other data needs another --output_dir (or --gcs_prefix), or --overwrite"
 PUT_BACK = "put the file back as it was when the run began, or begin anew with --overwrite"
@@ -43,7 +43,7 @@ class DataFiles:
     """
 
     def __init__(
-        self, files: Sequence[TextFile] = (), recorded: Sequence[Recorded] | None = None
+        self, files: Sequence[DataFile] = (), recorded: Sequence[Recorded] | None = None
     ) -> None:
         """Takes the fingerprints of the files, unless they are recorded already."""
         self.files = tuple(files)
@@ -52,14 +52,14 @@ class DataFiles:
                 recorded = list(pool.map(_record, files))
         self.recorded = tuple(recorded)
         # By the names that rows may have for it: those of several sources begin with a number here.
-        self._local: defaultdict[str, list[tuple[TextFile, Recorded]]] = defaultdict(list)
+        self._local: defaultdict[str, list[tuple[DataFile, Recorded]]] = defaultdict(list)
         for file, own in zip(self.files, self.recorded, strict=True):
             for name in {file.name, file.name.partition("/")[2]} if file.local else ():
                 self._local[name].append((file, own))
 
     @classmethod
     def as_recorded(
-        cls, files: Sequence[TextFile], earlier: Sequence[Mapping[str, Any]]
+        cls, files: Sequence[DataFile], earlier: Sequence[Mapping[str, Any]]
     ) -> "DataFiles":
         """Returns the files as a run that continues has to read them.
 
@@ -123,7 +123,7 @@ class DataFiles:
                 raise RunError(problem, remedy=PUT_BACK)
 
 
-def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) -> list[TextFile]:
+def _in_recorded_order(files: Sequence[DataFile], recorded: Sequence[Recorded]) -> list[DataFile]:
     """Returns the files under their recorded names, recognising renamed ones by their content.
 
     Raises InputError if there is one too many or too few.
@@ -151,13 +151,13 @@ def _in_recorded_order(files: Sequence[TextFile], recorded: Sequence[Recorded]) 
     return ordered
 
 
-def _is_recorded(now: TextFile, before: Recorded) -> bool:
+def _is_recorded(now: DataFile, before: Recorded) -> bool:
     """Returns whether a file is the recorded one; a local one of text may have grown."""
     may_be = now.size == before.bytes or now.may_grow
     return may_be and _record(replace(now, size=before.bytes)).fingerprint == before.fingerprint
 
 
-def _record(file: TextFile) -> Recorded:
+def _record(file: DataFile) -> Recorded:
     """Takes the fingerprint of the first `size` bytes of a local file, or a store's version."""
     found = file.version or f"{file.size} bytes"
     if file.local:

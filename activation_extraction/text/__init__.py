@@ -1,8 +1,8 @@
 """Turns a data set into packed batches.
 
 A batch is made in this order. file_list.py lists the files of a data set, sources.py opens them and
-data sets of the hub, in their order or that of a seed, and file_rows.py reads the rows of files,
-whose bytes file_forms.py unpacks and whose form it knows. documents.py picks this host's rows, and
+data sets of the hub, in their order or that of a seed, and file_rows.py reads the rows of files.
+documents.py picks this host's rows, and
 merges several data sets. rows.py takes what a row has: text, token ids, or a conversation, which
 chat.py reads and renders and in which roles.py finds the roles. pretrained.py loads a tokenizer,
 tokenizer.py makes token ids of documents with it, samples.py cuts or splits them, and

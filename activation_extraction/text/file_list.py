@@ -1,7 +1,9 @@
-"""Lists the files of a data set: which of those in a folder are data, and which are left out.
+"""Lists the files of a data set: decides which files are data and which are left out.
 
-Files may be in a local folder or at a URL. Their names say of which kind they are; sources.py opens
-them.
+A source is a file, a folder with its subfolders, or a glob, on this machine or at a URL. All files
+of a data set are of one kind, by their names; file_rows.py declares the kinds and reads the files.
+What would store wrong rows without a word is refused: several splits, Delta tables, a file that is
+listed twice.
 """
 
 import json
@@ -12,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from typing import Any
@@ -24,263 +25,336 @@ from fsspec.implementations.local import LocalFileSystem
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, plain_url
-from activation_extraction.text.file_forms import PACKINGS, packing_of, unpacked_name
+from activation_extraction.text.file_rows import (
+    ARROW,
+    COMPRESSIONS,
+    KINDS,
+    DataFile,
+    kind_of,
+    uncompressed_name,
+)
 
-# A kind of files and how their names end, in small or capital letters.
-FILE_KINDS = {
-    "JSON": (".jsonl", ".ndjson", ".json"),
-    "CSV": (".csv",),
-    "Parquet": (".parquet",),
-    "Arrow": (".arrow",),
-}
-TEXT = ("JSON", "CSV")  # kinds of files that may be packed, and that may grow at their ends
-# Extensions of files that hold data in a form that is not read, and how to make one that is.
-OTHER_FORMS = {
+# Extensions of files that contain data but are not read -> how to convert such a file.
+CONVERSIONS = {
     (".tsv", ".tab"): "save the columns with commas between them, as .csv",
     (".txt",): 'write a line {"text": ...} for each text into a .jsonl file',
     (".xlsx", ".xls", ".ods"): "save the sheet as .csv",
-    (".zip", ".tar", ".tgz", ".7z"): "unpack the archive",
+    (".zip", ".tar", ".tgz", ".7z"): "extract the archive",
     (".orc", ".avro", ".feather"): "convert it to .parquet",
 }
-# What `datasets` writes beside the files that it saves; the last lists the splits of a data set.
+# Files that `datasets` writes beside the data that it saves. STATE lists the data files of a
+# folder, and SPLITS the splits of a data set, each of which has a folder.
 STATE, SPLITS = "state.json", "dataset_dict.json"
-SAVED = ("dataset_info.json", STATE, SPLITS)
-DELTA = "_delta_log"  # the folder that makes another one a Delta table
-# A word in a file's name that says of which split it is; `datasets` looks for the same ones.
-NAMED_SPLIT = re.compile(
+SAVED_WITH_DATA = ("dataset_info.json", STATE, SPLITS)
+DELTA_LOG = "_delta_log"  # the folder of a Delta table's log
+# A word in a file name that names a split; `datasets` looks for the same words. Each split has a
+# group of its own.
+SPLIT_WORD = re.compile(
     r"(?:^|[-._/ ])(?:(train|training)|(test|testing|eval|evaluation)|(validation|valid|val|dev))"
     r"(?=[-._/ 0-9])"
 )
-FILES_AT_ONCE = 32  # files that are described at the same time
-# What stores say of a file's content: Google Cloud Storage, S3, Azure, HTTP servers and the hub.
-VERSIONS = ("md5Hash", "crc32c", "ETag", "etag", "content_md5", "generation", "blob_id")
+WILDCARDS = "*?["
+FILES_AT_ONCE = 32  # files whose size or metadata is requested in parallel
+# Keys of a file's metadata that identify its content, in Google Cloud Storage, S3, Azure, HTTP
+# servers and the hub.
+VERSION_KEYS = ("md5Hash", "crc32c", "ETag", "etag", "content_md5", "generation", "blob_id")
 
 
-@dataclass(frozen=True)
-class TextFile:
-    """A file of a data set. size: in bytes.
+def list_files(path: str) -> list[DataFile]:
+    """Lists the files of a data set, and logs how many other files are left out.
 
-    name: relative to the folder that the data set is, or is in, or that comes before its first
-    wildcard. version: the checksum or version that the store of a URL has for its content, "" if
-    it has none; for a file on this machine, when it was last modified, in nanoseconds.
+    Args:
+        path: Value of --dataset_path, or a source of --mix: a file, a folder, a glob, or a URL of
+            one of them.
+
+    Returns:
+        The files of a single kind, sorted by their paths.
+
+    Raises:
+        InputError: If there is no data file, if there are several kinds or splits, if a folder is a
+            Delta table, if a file is listed twice, or if the file system raises an error.
     """
-
-    url: str
-    name: str
-    size: int
-    version: str = ""
-
-    @property
-    def local(self) -> bool:
-        return "://" not in self.url
-
-    @property
-    def may_grow(self) -> bool:
-        """Returns whether the file can be read up to a byte where it once ended."""
-        return self.local and kind_of(self.url) in TEXT
-
-    @property
-    def read_to(self) -> int | None:
-        """Returns how many of its bytes are read; None for all."""
-        return self.size if self.may_grow else None
-
-
-def list_files(path: str) -> list[TextFile]:
-    """Lists the files of a data set: a file, a folder with its subfolders, a glob, or a URL.
-
-    They are sorted, and of one kind. The log says how many others are left out. Raises InputError
-    if there is none to read, if there are several kinds or splits, if a folder is a Delta table, or
-    if a file is listed twice.
-    """
-    with refusing(path), ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+    with as_input_errors(path), ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         if "://" in path:
             fs, root = url_to_fs(path)
         else:  # url_to_fs would take :: for a chain of URLs
             fs, root = fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(path))
-        what = "has no files that end in"
-        others = ""
-        matches = {}
         if fs.isfile(root):
-            base = plain_url(root).rpartition("/")[0]  # a query may have a /
-            what = "does not end in"
-            known = [root] if kind_of(root) else []
+            if not kind_of(root):
+                raise _no_data(path, "does not end in", [root])
+            paths = [root]
+            folder = plain_url(root).rpartition("/")[0]  # a query of a URL may contain a /
         else:
-            is_glob = any(c in root for c in "*?[") and not fs.exists(root)
-            matches = (fs.glob if is_glob else fs.find)(root, detail=True)
-            found = sorted(name for name in matches if matches[name]["type"] != "directory")
-            base = re.split(r"[*?[]", root)[0].rpartition("/")[0] if is_glob else root
-            _refuse_delta(path, fs, base, found)
-            known, others = _chosen(path, fs, root, found)
-            if not is_glob:
-                _refuse_named_splits(path, root, known)
-        if not known:
-            ends = ", ".join(end for ends in FILE_KINDS.values() for end in ends)
-            why = f"{what} {ends} (JSON and CSV also packed: {', '.join(PACKINGS)})"
-            if not (matches or fs.exists(root)):
-                why = "no such file or folder"
-            why += f"; left out: {others}" if others else ""
-            why += _what_to_do(matches or [root])
-            raise InputError(f"--dataset_path {path}: {why}")
-        if others:
-            log.warning("reading %s of %s; left out: %s", counted(len(known), "file"), path, others)
-        files = list(pool.map(partial(_describe, fs, plain_url(base)), known))
+            paths, folder = _list_folder(path, fs, root)
+        files = list(pool.map(partial(_describe, fs, plain_url(folder)), paths))
     refuse_repeated(files)
     return files
 
 
-def refuse_repeated(files: Iterable[TextFile]) -> None:
-    """Raises InputError if a file is listed twice, be it by two paths: its rows would be, too."""
-    seen: dict[str, str] = {}
+def is_path(source: str) -> bool:
+    """Returns whether a source is one of files, by its form, and not the name of a hub data set."""
+    if "://" in source or source.startswith(("/", ".")):
+        return True
+    if any(character in source for character in WILDCARDS):
+        return True
+    return kind_of(source) is not None or os.path.exists(source)
+
+
+def refuse_repeated(files: Iterable[DataFile]) -> None:
+    """Checks that no file is listed twice, not even by two paths: its rows would be stored twice.
+
+    Raises:
+        InputError: If one is.
+    """
+    urls: dict[str, str] = {}  # the file itself, without links -> the path that lists it
     for file in files:
-        itself = os.path.realpath(file.url) if file.local else file.url
-        if itself in seen:
-            alias = f", also as {seen[itself]}" if seen[itself] != file.url else ""
+        target = os.path.realpath(file.url) if file.local else file.url
+        if target in urls:
+            alias = f", also as {urls[target]}" if urls[target] != file.url else ""
             raise InputError(
                 f"--dataset_path {file.url}: is given twice{alias}; each of its rows would be "
                 "stored twice; leave one of them out, for example with a glob"
             )
-        seen[itself] = file.url
+        urls[target] = file.url
 
 
-def is_path(source: str) -> bool:
-    """Returns whether a source is files, by its form, and not the name of a hub data set."""
-    formed = "://" in source or any(c in source for c in "*?[") or source.startswith(("/", "."))
-    return formed or kind_of(source) is not None or os.path.exists(source)
+@contextmanager
+def as_input_errors(path: str) -> Iterator[None]:
+    """Turns any error of a file system inside the block into an InputError that names the path."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        remedy = getattr(error, "remedy", None)
+        message = f"{one_line(error)}; {remedy}" if remedy else one_line(error)
+        raise InputError(f"--dataset_path {path}: {message}") from error
 
 
-def kind_of(url: str) -> str | None:
-    """Returns which of FILE_KINDS a file is by its name; None: it is no data.
+def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
+    """Lists the data files of a folder or a glob, and logs how many other files are left out.
 
-    A name that ends in .zst alone is JSON Lines, as of the dumps of Reddit.
+    Args:
+        path: Value of the flag, for messages.
+        fs: The file system of fsspec.
+        root: The path of the folder, or the glob, in the file system.
+
+    Returns:
+        The sorted paths of the data files, and the folder that their names are relative to.
     """
-    name, packing = unpacked_name(url), packing_of(url)
-    kind = next((kind for kind, ends in FILE_KINDS.items() if name.endswith(ends)), None)
-    if packing == ".zst" and "." not in name.rpartition("/")[2]:
-        return "JSON"
-    return kind if not packing or kind in TEXT else None
+    is_glob = any(character in root for character in WILDCARDS) and not fs.exists(root)
+    if is_glob:
+        entries = fs.glob(root, detail=True)
+        folder = re.split(f"[{re.escape(WILDCARDS)}]", root)[0].rpartition("/")[0]
+    else:
+        entries = fs.find(root, detail=True)
+        folder = root
+    paths = sorted(name for name, entry in entries.items() if entry["type"] != "directory")
+    _refuse_delta_table(path, fs, folder, paths)
+    data, left_out = _select(path, fs, root, paths)
+    if not is_glob:
+        _refuse_named_splits(path, root, data)
+    if not data:
+        if not (entries or fs.exists(root)):
+            raise InputError(f"--dataset_path {path}: no such file or folder{_remedies([root])}")
+        raise _no_data(path, "has no files that end in", entries or [root], left_out)
+    if left_out:
+        log.warning("reading %s of %s; left out: %s", counted(len(data), "file"), path, left_out)
+    return data, folder
 
 
-def _chosen(path: str, fs: Any, root: str, found: Sequence[str]) -> tuple[list[str], str]:
-    """Returns the files that are data, and in words how many others there are and why.
+def _no_data(path: str, problem: str, names: Iterable[str], left_out: str = "") -> InputError:
+    """Returns the error for a source without data files.
 
-    Not counted are files that `datasets` writes beside its data, and hidden ones of no kind. Raises
-    InputError if there are several kinds or splits.
+    Args:
+        path: Value of the flag.
+        problem: What is wrong, in words that continue with the extensions that are read.
+        names: The files of the source, for which the message says how they can be converted.
+        left_out: How many files were left out and why; "" if nothing was.
     """
-    why: dict[str, str] = {}  # "" for those that are not counted
-    for name in found:
+    extensions = ", ".join(extension for kind in KINDS for extension in kind.extensions)
+    message = f"{problem} {extensions} (JSON and CSV also compressed: {', '.join(COMPRESSIONS)})"
+    if left_out:
+        message += f"; left out: {left_out}"
+    return InputError(f"--dataset_path {path}: {message}{_remedies(names)}")
+
+
+def _remedies(names: Iterable[str]) -> str:
+    """Returns how files can be converted, with a semicolon before each kind of them."""
+    remedies: dict[str, None] = {}  # in the order of the files, each once
+    for name in names:
+        for extensions, remedy in CONVERSIONS.items():
+            for extension in extensions:
+                if uncompressed_name(name).endswith(extension):
+                    remedies[f"; {extension} is not read: {remedy}"] = None
+    return "".join(remedies)
+
+
+def _select(path: str, fs: Any, root: str, paths: Sequence[str]) -> tuple[list[str], str]:
+    """Selects the data files out of all files of a folder or glob.
+
+    Args:
+        path: Value of the flag, for messages.
+        fs: The file system of fsspec.
+        root: The path of the folder, or the glob, in the file system.
+        paths: The sorted paths of all files.
+
+    Returns:
+        The paths of the data files, and in words how many other files there are and why they are
+        left out. Files that `datasets` writes beside its data, and hidden files that are not data,
+        are not counted.
+
+    Raises:
+        InputError: If there are several kinds or saved splits.
+    """
+    reasons: dict[str, str] = {}  # path -> why it is left out; "" if it is not counted
+    for name in paths:
         if _is_hidden(name, root):
-            why[name] = "name or folder begins with . or _" if kind_of(name) else ""
+            reasons[name] = "name or folder begins with . or _" if kind_of(name) else ""
         elif not kind_of(name):
             is_link = isinstance(fs, LocalFileSystem) and os.path.isdir(name)
-            why[name] = "link to a folder" if is_link else os.path.splitext(name)[1] or "no ending"
-    arrow = [name for name in found if name not in why and kind_of(name) == "Arrow"]
+            extension = os.path.splitext(name)[1]
+            reasons[name] = "link to a folder" if is_link else extension or "no ending"
+    arrow = [name for name in paths if name not in reasons and kind_of(name) is ARROW]
     if arrow:
-        _refuse_splits(path, found, arrow)
-        why |= {name: "" for name in found if os.path.basename(name) in SAVED}
-        for folder in sorted(set(map(os.path.dirname, arrow))):
-            inside = {name for name in arrow if os.path.dirname(name) == folder}
-            if (listed := _listed_in(fs, folder)) is not None:
-                why |= dict.fromkeys(inside - listed, f"not listed in {STATE}")
-    data = [name for name in found if name not in why]
-    if not all(unpacked_name(name).endswith(".json") for name in data):  # some have it for settings
-        why |= {name: ".json beside other data" for name in data if name.lower().endswith(".json")}
-    data = [name for name in data if name not in why]
-    kinds = [kind for kind in FILE_KINDS if kind in map(kind_of, data)]
+        _refuse_saved_splits(path, paths, arrow)
+        reasons |= {name: "" for name in paths if os.path.basename(name) in SAVED_WITH_DATA}
+        for folder in sorted({os.path.dirname(name) for name in arrow}):
+            listed = _files_in_state(fs, folder)
+            for name in arrow:
+                if os.path.dirname(name) == folder and listed is not None and name not in listed:
+                    reasons[name] = f"not listed in {STATE}"
+    data = [name for name in paths if name not in reasons]
+    # .json files beside other data are settings more often than data.
+    if not all(uncompressed_name(name).endswith(".json") for name in data):
+        for name in data:
+            if name.lower().endswith(".json"):
+                reasons[name] = ".json beside other data"
+        data = [name for name in data if name not in reasons]
+    kinds_of_data = {kind_of(name) for name in data}
+    kinds = [kind for kind in KINDS if kind in kinds_of_data]
     if len(kinds) > 1:
         raise InputError(
-            f"--dataset_path {path}: holds both {kinds[-1]} and {kinds[-2]}; choose one of "
-            f"them, for example with a glob such as FOLDER/*{FILE_KINDS[kinds[-1]][0]}"
+            f"--dataset_path {path}: holds both {kinds[-1].name} and {kinds[-2].name}; choose one "
+            f"of them, for example with a glob such as FOLDER/*{kinds[-1].extensions[0]}"
         )
-    counts = Counter(filter(None, why.values()))
-    words = ", ".join(f"{counted(count, 'file')} ({each})" for each, count in counts.items())
-    return data, words
-
-
-def _what_to_do(names: Iterable[str]) -> str:
-    """Returns how to make files that are read out of those that are not, one hint for each of
-    OTHER_FORMS that occurs in `names`, each after a semicolon."""
-    hints = dict[str, None]()
-    for name in names:
-        for ends, remedy in OTHER_FORMS.items():
-            for end in ends:
-                if unpacked_name(name).endswith(end):
-                    hints[f"; {end} is not read: {remedy}"] = None
-    return "".join(hints)
+    counts = Counter(reason for reason in reasons.values() if reason)
+    left_out = (f"{counted(count, 'file')} ({reason})" for reason, count in counts.items())
+    return data, ", ".join(left_out)
 
 
 def _is_hidden(name: str, root: str) -> bool:
-    """Whether a file, or a folder that it is in below the root, has a name that is not for data.
+    """Returns whether the name of a file, or of a folder below the root, begins with . or _.
 
-    Such are unfinished files of Spark, left-overs of editors, logs of tables. A root or a glob may
-    name them explicitly.
+    Such names have unfinished files of Spark, backups of editors, and logs of tables. A root or a
+    glob may name them explicitly.
     """
-    asked = root.split("/")
-    return any(
-        part[:1] in (".", "_")
-        and not any(part[0] == each[:1] and fnmatch(part, each) for each in asked)
-        for part in name.removeprefix(root).split("/")
-    )
+    patterns = root.split("/")
+    for part in name.removeprefix(root).split("/"):
+        if part[:1] in (".", "_"):
+            explicit = (p for p in patterns if p[:1] == part[0] and fnmatch(part, p))
+            if not any(explicit):
+                return True
+    return False
 
 
-def _refuse_delta(path: str, fs: Any, base: str, found: Sequence[str]) -> None:
-    """Raises InputError for a Delta table: files lie in it that the table no longer has."""
-    tables = {name.partition(f"/{DELTA}/")[0] for name in found if f"/{DELTA}/" in name}
-    if tables or fs.isdir(f"{base}/{DELTA}"):  # of a glob, the log may not be found
+def _refuse_delta_table(path: str, fs: Any, folder: str, paths: Sequence[str]) -> None:
+    """Checks that no folder is a Delta table, in which there are files that the table deleted.
+
+    Raises:
+        InputError: If one is.
+    """
+    tables = {name.partition(f"/{DELTA_LOG}/")[0] for name in paths if f"/{DELTA_LOG}/" in name}
+    # A glob may match the data and not the log.
+    if tables or fs.isdir(f"{folder}/{DELTA_LOG}"):
         raise InputError(
-            f"--dataset_path {path}: {min(tables, default=base)} is a Delta table, whose files may "
-            "hold rows that it no longer has; save its rows to files of their own, for example "
+            f"--dataset_path {path}: {min(tables, default=folder)} is a Delta table, whose files "
+            "may hold rows that it no longer has; save its rows to files of their own, for example "
             "those of DeltaTable(FOLDER).to_pyarrow_table() from the package deltalake"
         )
 
 
-def _listed_in(fs: Any, folder: str) -> set[str] | None:
-    """Returns the files that `datasets` has saved in a folder according to the state there, which
-    may also hold older ones; None if it does not say. Raises InputError if one is missing."""
+def _files_in_state(fs: Any, folder: str) -> set[str] | None:
+    """Returns the files that `datasets` lists as saved in a folder, which may also hold older ones.
+
+    Returns:
+        The paths of the files; None if nothing there lists them.
+
+    Raises:
+        InputError: If the list is damaged, or if a file on it is missing.
+    """
     state = f"{folder}/{STATE}"
     if not fs.isfile(state):
         return None
     try:
-        listed = json.loads(fs.cat_file(state)).get("_data_files")
-        names = None if listed is None else {f"{folder}/{each['filename']}" for each in listed}
+        entries = json.loads(fs.cat_file(state)).get("_data_files")
+        paths = None if entries is None else {f"{folder}/{entry['filename']}" for entry in entries}
     except Exception as error:
         raise InputError(
             f"--dataset_path {state}: is damaged, but says which files count: {one_line(error)}"
         ) from error
-    if missing := next((name for name in sorted(names or ()) if not fs.isfile(name)), None):
-        raise InputError(
-            f"--dataset_path {state}: lists {os.path.basename(missing)}, which is missing"
-        )
-    return names
+    for name in sorted(paths or ()):
+        if not fs.isfile(name):
+            raise InputError(
+                f"--dataset_path {state}: lists {os.path.basename(name)}, which is missing"
+            )
+    return paths
 
 
-def _refuse_splits(path: str, found: Sequence[str], arrow: Sequence[str]) -> None:
-    """Raises InputError if `datasets` has saved several splits there: they are not one data set."""
-    for lists_splits in (name for name in found if os.path.basename(name) == SPLITS):
-        folder = lists_splits.removesuffix(SPLITS)
-        inside = (name.removeprefix(folder) for name in arrow if name.startswith(folder))
-        splits = sorted({name.split("/")[0] for name in inside})
+def _refuse_saved_splits(path: str, paths: Sequence[str], arrow: Sequence[str]) -> None:
+    """Checks that no folder holds several splits that `datasets` saved: they are not one data set.
+
+    Args:
+        path: Value of the flag, for messages.
+        paths: The paths of all files.
+        arrow: The paths of the Arrow files among them.
+
+    Raises:
+        InputError: If one does.
+    """
+    for name in paths:
+        if os.path.basename(name) != SPLITS:
+            continue
+        folder = name.removesuffix(SPLITS)
+        splits = {
+            data.removeprefix(folder).split("/")[0] for data in arrow if data.startswith(folder)
+        }
         if len(splits) > 1:
             raise InputError(
                 f"--dataset_path {path}: {folder} holds several splits of a data set "
-                f"({', '.join(splits)}); choose the folder of one of them"
+                f"({', '.join(sorted(splits))}); choose the folder of one of them"
             )
 
 
-def _refuse_named_splits(path: str, root: str, known: Sequence[str]) -> None:
-    """Raises InputError if the names of files in a folder say that they are of several splits."""
-    splits = dict[int | None, str]()
-    for name in known:
-        if word := NAMED_SPLIT.search(name.removeprefix(root).lower()):
-            splits.setdefault(word.lastindex, name)
-    if len(splits) > 1:
+def _refuse_named_splits(path: str, root: str, data: Sequence[str]) -> None:
+    """Checks that the names of the data files in a folder do not name several splits.
+
+    Raises:
+        InputError: If they do.
+    """
+    examples: dict[int | None, str] = {}  # group of SPLIT_WORD -> the first file of this split
+    for name in data:
+        if word := SPLIT_WORD.search(name.removeprefix(root).lower()):
+            examples.setdefault(word.lastindex, name)
+    if len(examples) > 1:
         raise InputError(
             f"--dataset_path {path}: holds files of several splits, such as "
-            f"{' and '.join(sorted(splits.values()))}; choose those of one with a glob, or all "
+            f"{' and '.join(sorted(examples.values()))}; choose those of one with a glob, or all "
             f"with {path.rstrip('/')}/**"
         )
 
 
-def _describe(fs: Any, folder: str, path: str) -> TextFile:
+def _describe(fs: Any, folder: str, path: str) -> DataFile:
+    """Returns a file with its size and version.
+
+    Args:
+        fs: The file system of fsspec.
+        folder: The folder that the name of the file is relative to; "" for the whole path.
+        path: The path of the file in the file system.
+
+    Raises:
+        InputError: If the path is not a regular file.
+    """
     plain = plain_url(path)
     relative = (plain.partition(folder)[2] if folder else plain).lstrip("/")
     name = os.fsencode(relative).decode(errors="backslashreplace")
@@ -290,20 +364,7 @@ def _describe(fs: Any, folder: str, path: str) -> TextFile:
             raise InputError(
                 f"--dataset_path {path}: is a named pipe, a socket or a device; expected a file"
             )
-        return TextFile(path, name, status.st_size, str(status.st_mtime_ns))
-    found = fs.info(path)  # out of the listing, if the store's client keeps that
-    version = next((f"{key} {found[key]}" for key in VERSIONS if found.get(key)), "")
-    return TextFile(fs.unstrip_protocol(path), name, found["size"], version)
-
-
-@contextmanager
-def refusing(path: str) -> Iterator[None]:
-    """Turns whatever a file system may raise inside the block into an InputError."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        remedy = getattr(error, "remedy", None)
-        why = f"{one_line(error)}; {remedy}" if remedy else one_line(error)
-        raise InputError(f"--dataset_path {path}: {why}") from error
+        return DataFile(path, name, status.st_size, str(status.st_mtime_ns))
+    metadata = fs.info(path)  # from the listing, if the store's client caches it
+    version = next((f"{key} {metadata[key]}" for key in VERSION_KEYS if metadata.get(key)), "")
+    return DataFile(fs.unstrip_protocol(path), name, metadata["size"], version)

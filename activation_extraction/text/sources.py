@@ -17,8 +17,6 @@ from typing import Any, Protocol
 
 import datasets
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 from huggingface_hub import HfApi, constants
 
 from activation_extraction.common.errors import InputError, one_line
@@ -28,15 +26,8 @@ from activation_extraction.common.retries import (
     name_unknown,
     unwritable_cache,
 )
-from activation_extraction.text.file_forms import FORM_BYTES, check_form, open_file
-from activation_extraction.text.file_list import (
-    FILES_AT_ONCE,
-    TextFile,
-    kind_of,
-    list_files,
-    refusing,
-)
-from activation_extraction.text.file_rows import FileRow, file_rows
+from activation_extraction.text.file_list import FILES_AT_ONCE, as_input_errors, list_files
+from activation_extraction.text.file_rows import DataFile, FileRow, count_row_groups, file_rows
 from activation_extraction.text.rows import Columns, as_structs
 
 BLOCK_ROWS = 1024
@@ -80,8 +71,13 @@ class FilePieces:
 
     features = None
 
-    def __init__(self, pieces: Sequence[tuple[TextFile, int]], wanted: Columns) -> None:
-        """Takes pieces, as `file_rows` does, in the order in which they are read."""
+    def __init__(self, pieces: Sequence[tuple[DataFile, int]], wanted: Columns) -> None:
+        """Takes pieces in the order in which they are read.
+
+        Args:
+            pieces: A file and the number of a row group in it, as `file_rows` takes them.
+            wanted: The columns that are read of Parquet and Arrow files.
+        """
         self._pieces = tuple(pieces)
         self._wanted = wanted
         self._start = self._position = (0, 0)  # a piece, and how many of its rows were read
@@ -116,7 +112,7 @@ class FilePieces:
         first, skipped = self._start
         self._position = self._start
         for number in range(first, len(self._pieces)):
-            rows = file_rows([self._pieces[number]], self._wanted)
+            rows = file_rows(*self._pieces[number], self._wanted)
             for read, row in enumerate(islice(rows, skipped, None), start=skipped + 1):
                 self._position = number, read
                 yield row
@@ -124,7 +120,7 @@ class FilePieces:
             self._position = number + 1, 0
 
 
-def open_files(path: str, columns: Columns, files: Sequence[TextFile] | None = None) -> FilePieces:
+def open_files(path: str, columns: Columns, files: Sequence[DataFile] | None = None) -> FilePieces:
     """Opens the files of a data set.
 
     Of local files of text, which may grow, no more is read than their size in `files`. Only the
@@ -139,25 +135,21 @@ def open_files(path: str, columns: Columns, files: Sequence[TextFile] | None = N
         InputError: If there is no row, or if a Parquet file is not what its name says.
     """
     files = list_files(path) if files is None else files
-    with refusing(path), ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        counts = zip(files, pool.map(_row_groups, files), strict=True)
-        pieces = [(file, number) for file, count in counts for number in range(count)]
+    with as_input_errors(path), ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+        counts = pool.map(_count_row_groups, files)
+        pieces = [
+            (file, row_group)
+            for file, count in zip(files, counts, strict=True)
+            for row_group in range(count)
+        ]
     if not pieces:
         raise InputError(f"--dataset_path {path}: is empty; expected rows with text")
     return FilePieces(pieces, columns)
 
 
-def _row_groups(file: TextFile) -> int:
-    """Returns how many row groups a Parquet file has; 1 for any other file."""
-    if kind_of(file.url) != "Parquet":
-        return 1
-    with refusing(file.url), open_file(file.url) as opened:
-        try:
-            return pyarrow.parquet.ParquetFile(opened).num_row_groups
-        except pyarrow.ArrowException:
-            opened.seek(0)
-            check_form(opened.read(FORM_BYTES))
-            raise
+def _count_row_groups(file: DataFile) -> int:
+    with as_input_errors(file.url):
+        return count_row_groups(file)
 
 
 @contextmanager
