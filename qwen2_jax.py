@@ -52,7 +52,7 @@ from activation_extraction.model.model_config import (
     LINEAR,
     SPARSE,
     DeltaNet,
-    QwenConfig,
+    ModelConfig,
 )
 from activation_extraction.model.weights import TensorSlice, WeightSpec
 
@@ -60,7 +60,7 @@ from activation_extraction.model.weights import TensorSlice, WeightSpec
 class Embedding(nn.Module):
     """Embeds tokens: (B, T) int32 -> (B, T, D)."""
 
-    config: QwenConfig
+    config: ModelConfig
     dtype: Any
     layout: Layout
 
@@ -88,7 +88,7 @@ class SelfAttention(nn.Module):
     With gates, q_proj gives each head its query and then its gate.
     """
 
-    config: QwenConfig
+    config: ModelConfig
     dtype: Any
     attention: Attention
     layout: Layout
@@ -145,7 +145,7 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """This is SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
 
-    config: QwenConfig
+    config: ModelConfig
     dtype: Any
     layout: Layout
     width: str = "F"
@@ -206,7 +206,7 @@ class DecoderLayer(nn.Module):
     type_: in the configuration's words, what is before the layer's MLP, and what that MLP is.
     """
 
-    config: QwenConfig
+    config: ModelConfig
     dtype: Any
     kernels: Kernels
     layout: Layout
@@ -245,7 +245,7 @@ class DecoderLayer(nn.Module):
         return x, out
 
 
-def decoder(config: QwenConfig, dtype: Any, kernels: Kernels, layout: Layout) -> Decoder:
+def decoder(config: ModelConfig, dtype: Any, kernels: Kernels, layout: Layout) -> Decoder:
     """Returns the layers as functions of their parameters."""
     layer = partial(DecoderLayer, config, dtype, kernels, layout, parent=None)
     return Decoder(config, {type_: layer(type_=type_) for type_ in config.layer_types})
@@ -254,7 +254,7 @@ def decoder(config: QwenConfig, dtype: Any, kernels: Kernels, layout: Layout) ->
 class Qwen2(nn.Module):
     """The whole language model maps token ids to next-token logits."""
 
-    config: QwenConfig
+    config: ModelConfig
     dtype: Any = jnp.float32
     kernels: Kernels = Kernels()
     layout: Layout = Layout()
@@ -315,7 +315,7 @@ def _weight(path: ParamPath, box: Any, model: nn.Module, renamed: Mapping[str, A
     return WeightSpec(shape, axes, tuple(names), 1 + per_expert, tensor_slice)
 
 
-def _renamed(config: QwenConfig, fused: bool) -> dict[str, tuple[str, TensorSlice | None]]:
+def _renamed(config: ModelConfig, fused: bool) -> dict[str, tuple[str, TensorSlice | None]]:
     """Returns the parameters of a layer whose tensors have other names: name -> tensor, slice.
 
     fused: whether all experts of a layer have one tensor; else "{}" stands for the expert.

@@ -31,7 +31,7 @@ from activation_extraction.model.layers import (
 )
 from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.model_config import (
-    QwenConfig,
+    ModelConfig,
     config_beside_others,
     qwen2_config,
     qwen2_moe_config,
@@ -54,7 +54,7 @@ class HookedQwen2(nn.Module):
     layers of zeros, which change nothing.
     """
 
-    config: QwenConfig
+    config: ModelConfig
     hooks: tuple[Hook, ...]
     dtype: Any = jnp.float32
     activation_dtype: Any = jnp.float32
@@ -236,7 +236,7 @@ def _is_predicted(hook: Hook) -> bool:
 
 
 @cache
-def _weights_of_a_token(config: QwenConfig, layer: int) -> int:
+def _weights_of_a_token(config: ModelConfig, layer: int) -> int:
     """Returns how many weights of this layer's matrices a token is multiplied by."""
     layers, total = decoder(config, jnp.float32, Kernels(), Layout()), 0
     for path, box in layers.parameters(config.layer_types[layer]).items():
@@ -249,7 +249,7 @@ def _weights_of_a_token(config: QwenConfig, layer: int) -> int:
 
 
 def create_model_with_hooks(
-    config: QwenConfig,
+    config: ModelConfig,
     hooks: Sequence[Hook],
     dtype: Any = jnp.float32,
     activation_dtype: Any = None,
@@ -285,7 +285,7 @@ _family = partial(
 
 
 def _beside_others(
-    model_type: str, models: str, text_config: Callable[[Any, str], QwenConfig]
+    model_type: str, models: str, text_config: Callable[[Any, str], ModelConfig]
 ) -> ModelFamily:
     """Returns the family of models that also take images, video or audio."""
     config = partial(config_beside_others, text_config)

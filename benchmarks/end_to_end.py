@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from activation_extraction.model.hooks import hook_table
-from activation_extraction.model.model_config import SPARSE, QwenConfig
+from activation_extraction.model.model_config import SPARSE, ModelConfig
 from benchmarks.agreement import CHOSEN, RESIDUAL, Agreement, Comparison, Disagreement
 from benchmarks.inputs import SHAPES, make_documents, make_model, tokenise
 from benchmarks.peak import DTYPES, best
@@ -68,7 +68,7 @@ class Bench:
 
     folder: Path
     given: argparse.Namespace
-    config: QwenConfig
+    config: ModelConfig
     documents: list[list[int]]
 
     @property

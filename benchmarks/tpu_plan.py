@@ -33,7 +33,7 @@ from activation_extraction.model.forward import (
     compile_unloaded,
 )
 from activation_extraction.model.mesh import in_words
-from activation_extraction.model.model_config import QwenConfig
+from activation_extraction.model.model_config import ModelConfig
 from activation_extraction.run.prepare import model_request
 from activation_extraction.run.topologies import topology_of
 from benchmarks.inputs import SHAPES
@@ -77,7 +77,7 @@ def chips(topology: str, chips_per_host: int = 4) -> list[Any]:
 
 @cache
 def compile_for(
-    qwen: QwenConfig,
+    shape: ModelConfig,
     flags: str,
     topology: str,
     effort: float = 0.0,
@@ -89,9 +89,9 @@ def compile_for(
     """
     config = parse_args(["--dtype", "bfloat16", *flags.split()])
     request = model_request(config, chips(topology, chips_per_host))
-    family = FAMILIES.by_model_type(qwen.model_type)
-    model, rows = build_model(family, request, qwen)
-    asked = choose_hooks(request, qwen)
+    family = FAMILIES.by_model_type(shape.model_type)
+    model, rows = build_model(family, request, shape)
+    asked = choose_hooks(request, shape)
     program = Program(model, family.weight_table(model), rows, request.shape, *asked)
     compiled = compile_unloaded(program, exec_time_optimization_effort=effort)
     step, text = read_step(program, compiled), text_of(program, compiled)
@@ -114,7 +114,7 @@ def moved_once(compiled: Compiled) -> float:
     return sizes.moved_by_layer(compiled.model.layout)
 
 
-def model_of(name: str) -> QwenConfig:
+def model_of(name: str) -> ModelConfig:
     """Returns the configuration of a shape (shapes.py) or of a config.json. Raises InputError."""
     if name in SHAPES:
         return FAMILIES.config(SHAPES[name])

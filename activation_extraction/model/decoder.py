@@ -20,7 +20,7 @@ from jax import Array
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.layers import STACKS, ParamPath, from_bits, rotary_table, to_bits
 from activation_extraction.model.mesh import Layout
-from activation_extraction.model.model_config import QwenConfig
+from activation_extraction.model.model_config import ModelConfig
 
 TOKENS_AT_ONCE = 2048  # so many are fastest on one CPU, whose caches can hold them
 
@@ -39,7 +39,7 @@ class Decoder:
     layers.
     """
 
-    config: QwenConfig
+    config: ModelConfig
     modules: Mapping[str, Any]
 
     @property

@@ -30,7 +30,7 @@ from jax import Array, lax
 
 from activation_extraction.model.layers import STREAM, Linear, Out, Weight, einsum, parameter
 from activation_extraction.model.mesh import Layout
-from activation_extraction.model.model_config import QwenConfig
+from activation_extraction.model.model_config import ModelConfig
 
 CHUNK = 64  # tokens
 EPSILON = 1e-6  # added to the squared length of queries and keys
@@ -47,7 +47,7 @@ DeltaRule = Callable[[Array, Array, Array, Array, Array, Array], Array]
 class GatedDeltaNet(nn.Module):
     """Maps (B, T, D) to (B, T, D), token by token, with the state of each token's segment."""
 
-    config: QwenConfig
+    config: ModelConfig
     dtype: Any
     rule: DeltaRule
     layout: Layout

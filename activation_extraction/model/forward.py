@@ -46,7 +46,7 @@ from activation_extraction.model.mesh import (
     own_devices,
     usable_devices,
 )
-from activation_extraction.model.model_config import HEAD, QwenConfig, as_stored
+from activation_extraction.model.model_config import HEAD, ModelConfig, as_stored
 from activation_extraction.model.tensor_names import text_name
 from activation_extraction.model.trial import Choice, try_kernels
 from activation_extraction.model.weights import check_tensors, load_params, oriented
@@ -302,7 +302,7 @@ def choose_dtypes(request: ModelRequest, platform: str) -> tuple[Any, Any]:
 
 
 def choose_hooks(
-    request: ModelRequest, config: QwenConfig
+    request: ModelRequest, config: ModelConfig
 ) -> tuple[dict[Key, Hook], tuple[Encoder, ...]]:
     """Returns the hooks that are stored, by their keys in the shards, and the encoders of those
     whose codes are stored.
@@ -324,7 +324,7 @@ def choose_hooks(
     return hooks | {encoder.hook.name: encoder.hook for encoder in encoders}, encoders
 
 
-def _asked_hooks(request: ModelRequest, config: QwenConfig, table: HookTable) -> dict[Key, Hook]:
+def _asked_hooks(request: ModelRequest, config: ModelConfig, table: HookTable) -> dict[Key, Hook]:
     """Returns the hooks that are asked for, by their keys in the shards and in their order.
 
     The default layers are clipped to the model's depth, explicit ones are not.

@@ -36,7 +36,7 @@ import numpy as np
 from activation_extraction.common.choices import DEFAULT_TOP_LOGITS
 from activation_extraction.common.encodings import FLOAT8, token_bytes
 from activation_extraction.common.errors import InputError, near_miss
-from activation_extraction.model.model_config import ATTENTION, DENSE, LINEAR, SPARSE, QwenConfig
+from activation_extraction.model.model_config import ATTENTION, DENSE, LINEAR, SPARSE, ModelConfig
 
 HEAD_SIZES = "HCZ"  # the letters that stand for head sizes
 ACTIVATION_TYPES = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
@@ -299,7 +299,7 @@ HOOK_KINDS = (
 OWN_DTYPES = {"mlp.chosen": "int32"}  # of intermediates that are not activations
 
 
-def hook_table(config: QwenConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> HookTable:
+def hook_table(config: ModelConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> HookTable:
     """Returns the hooks of the model with this configuration.
 
     top_logits: how many of the most likely next tokens `logits.top_ids` has.

@@ -17,7 +17,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from jax import Array, lax
 
-from activation_extraction.model.model_config import QwenConfig
+from activation_extraction.model.model_config import ModelConfig
 
 LOGICAL_AXES = {
     "D": "embed",
@@ -134,7 +134,7 @@ def declared(model: nn.Module) -> Mapping[ParamPath, Any]:
 class Weight(nn.Module):
     """A weight that is used in another way than that of a `Linear`."""
 
-    config: QwenConfig
+    config: ModelConfig
     letters: str
     dtype: Any
 
@@ -150,7 +150,7 @@ class StackedWeight(nn.Module):
     number in it.
     """
 
-    config: QwenConfig
+    config: ModelConfig
     letters: str
     dtype: Any
 
@@ -171,7 +171,7 @@ class Linear(nn.Module):
     split: whether each device has a part of the inputs, so that `einsum_of_parts` adds up results.
     """
 
-    config: QwenConfig
+    config: ModelConfig
     mapping: str
     use_bias: bool = False
     dtype: Any = jnp.float32
@@ -195,7 +195,7 @@ class RMSNorm(nn.Module):
     less 1.
     """
 
-    config: QwenConfig
+    config: ModelConfig
     dtype: Any = jnp.float32
     over: str = "D"
 
@@ -210,7 +210,7 @@ class RMSNorm(nn.Module):
         return out, {"normalized": normalized, "out": out}
 
 
-def rotary_table(positions: Array, config: QwenConfig) -> tuple[Array, Array]:
+def rotary_table(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
     """Returns the cosine and sine of the rotary embedding, both times the attention factor.
 
     positions: (B, T) int32. The two arrays are float32 (B, T, 1, H), the 1 standing for heads. The
@@ -223,7 +223,7 @@ def rotary_table(positions: Array, config: QwenConfig) -> tuple[Array, Array]:
     return jnp.concatenate([cos, cos, 1 + rest], -1), jnp.concatenate([-sin, sin, rest], -1)
 
 
-def rotate(x: Array, rotary: tuple[Array, Array], config: QwenConfig) -> Array:
+def rotate(x: Array, rotary: tuple[Array, Array], config: ModelConfig) -> Array:
     """Rotates the first r dimensions of (B, T, heads, H), which may be all, to float32.
 
     Dimension i pairs with i + r/2, as in Hugging Face.

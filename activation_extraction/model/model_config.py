@@ -1,4 +1,4 @@
-"""QwenConfig holds what a Hugging Face config.json says of a model, checked.
+"""ModelConfig holds what a Hugging Face config.json says of a model, checked.
 
 transformers fills in what a file leaves out and knows every spelling; what this tool would compute
 wrongly is refused here, by name. Sizes of axes and counts of operations follow from the result.
@@ -80,7 +80,7 @@ class DeltaNet:
 
 
 @dataclasses.dataclass(frozen=True)
-class QwenConfig:
+class ModelConfig:
     """The shape and constants of a model, mostly under the names that config.json gives them.
 
     In sliding_layers a token sees only the last `sliding_window` tokens, itself included. Families
@@ -191,40 +191,40 @@ class QwenConfig:
         return float(sum(2 * (weights * n + heads * seen(n)) for n in lengths))
 
 
-def qwen2_config(hf: Any, source: str) -> QwenConfig:
+def qwen2_config(hf: Any, source: str) -> ModelConfig:
     """Reads a configuration that transformers has completed. Raises InputError, as all do here."""
     return _config(hf, source, qkv_bias=True, o_bias=False, qk_norm=False)
 
 
-def qwen3_config(hf: Any, source: str, **details: Any) -> QwenConfig:
+def qwen3_config(hf: Any, source: str, **details: Any) -> ModelConfig:
     bias = bool(hf.attention_bias)
     return _config(hf, source, qkv_bias=bias, o_bias=bias, qk_norm=True, **details)
 
 
-def qwen2_moe_config(hf: Any, source: str) -> QwenConfig:
+def qwen2_moe_config(hf: Any, source: str) -> ModelConfig:
     details = _experts(hf, source)
     return _config(hf, source, qkv_bias=bool(hf.qkv_bias), o_bias=False, qk_norm=False, **details)
 
 
-def qwen3_moe_config(hf: Any, source: str) -> QwenConfig:
+def qwen3_moe_config(hf: Any, source: str) -> ModelConfig:
     return qwen3_config(hf, source, **_experts(hf, source))
 
 
-def qwen3_next_config(hf: Any, source: str) -> QwenConfig:
+def qwen3_next_config(hf: Any, source: str) -> ModelConfig:
     """Reads the configuration of what is Qwen3.5 but for its projections and its dense layers."""
     return qwen3_5_text_config(hf, source, interleaved=True, **_experts(hf, source))
 
 
 def qwen3_5_text_config(
     hf: Any, source: str, interleaved: bool = False, **details: Any
-) -> QwenConfig:
+) -> ModelConfig:
     if not getattr(hf, "attn_output_gate", True):
         raise InputError(f"{source}: attn_output_gate False is not supported, only True is")
     delta = _delta_net(hf, source, interleaved)
     return qwen3_config(hf, source, q_gate=True, norm_offset=1.0, delta=delta, **details)
 
 
-def qwen3_5_moe_text_config(hf: Any, source: str) -> QwenConfig:
+def qwen3_5_moe_text_config(hf: Any, source: str) -> ModelConfig:
     """Reads the configuration of a model without vision inputs whose layers all have experts."""
     return qwen3_5_text_config(
         hf,
@@ -236,8 +236,8 @@ def qwen3_5_moe_text_config(hf: Any, source: str) -> QwenConfig:
 
 
 def config_beside_others(
-    text_config: Callable[[Any, str], QwenConfig], hf: Any, source: str
-) -> QwenConfig:
+    text_config: Callable[[Any, str], ModelConfig], hf: Any, source: str
+) -> ModelConfig:
     """Reads the language model of a model that also takes images, video or audio.
 
     text_config reads one that takes text alone. An Omni model has its language model in its
@@ -251,7 +251,7 @@ def config_beside_others(
     )
 
 
-def as_stored(config: QwenConfig, tensors: Collection[str]) -> QwenConfig:
+def as_stored(config: ModelConfig, tensors: Collection[str]) -> ModelConfig:
     """Returns the configuration of a checkpoint that has these tensors, as transformers reads it.
 
     A head that is stored counts even if config.json ties it to the embedding, and scales count
@@ -262,7 +262,7 @@ def as_stored(config: QwenConfig, tensors: Collection[str]) -> QwenConfig:
     return dataclasses.replace(config, tie_word_embeddings=tied, weights=weights)
 
 
-def _config(hf: Any, source: str, **details: Any) -> QwenConfig:
+def _config(hf: Any, source: str, **details: Any) -> ModelConfig:
     """Reads what all families share. details: what the family adds, or overrides in config.json."""
     if hf.hidden_act != "silu":
         raise InputError(f"{source}: hidden_act {hf.hidden_act!r} is not supported, only 'silu' is")
@@ -271,7 +271,7 @@ def _config(hf: Any, source: str, **details: Any) -> QwenConfig:
     usual = numbers["hidden_size"] // numbers["num_attention_heads"]
     head_dim = usual if getattr(hf, "head_dim", None) is None else hf.head_dim
     window, sliding = _sliding(hf, (ATTENTION, LINEAR if hybrid else SLIDING), source)
-    config = QwenConfig(
+    config = ModelConfig(
         model_type=hf.model_type,
         head_dim=head_dim,
         rope=Rope.from_hf(_rope_parameters(hf, source), head_dim, source, partial=hybrid),
