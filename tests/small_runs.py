@@ -16,7 +16,8 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import demo
 from activation_extraction.text.documents import DocumentStream, RowCounts
 from activation_extraction.text.packing import pack
-from activation_extraction.text.rows import RowForm, TextColumn
+from activation_extraction.text.readers import ArcTask, TextColumn
+from activation_extraction.text.rows import RowForm
 from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.sources import open_files
 from activation_extraction.text.tokenizer import load_tokenizer
@@ -24,12 +25,12 @@ from activation_extraction.text.tokenizer import load_tokenizer
 HOOKS = {1: "blocks.1.hook_resid_post", 2: "blocks.2.hook_resid_post"}
 HIDDEN = 4
 LENGTH = 24  # the most tokens of a sample
-TEXT = RowForm(TextColumn("text"))
+TEXT = RowForm((TextColumn("text"), ArcTask()))
 
 
 def stream_of(path, worker=None, skip=False, form=TEXT):
     """The documents of one worker in the files at `path`. skip: rows that cannot be used."""
-    return DocumentStream(open_files(str(path), form.columns), form, worker, RowCounts(skip))
+    return DocumentStream(open_files(str(path), form), form, worker, RowCounts(skip))
 
 
 def activations(batch):

@@ -31,6 +31,7 @@ from activation_extraction.common.positions import parse_positions
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run.host_text import Text
 from activation_extraction.text.chat import ChatTemplate, MessagesColumn
+from activation_extraction.text.readers import ArcTask
 from activation_extraction.text.rows import RowForm, UnusableRowError
 from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.token_choice import TokenChoice
@@ -58,7 +59,9 @@ def samples_of(tokenizers, tmp_path):
     def read(source, rows, skip=False, arguments=None, length=10_000, **form):
         template = ChatTemplate(tokenizers[1], {"default": source}, "the template", arguments or {})
         path = write_rows(tmp_path / "rows.jsonl", rows)
-        stream = stream_of(path, skip=skip, form=RowForm(MessagesColumn("messages", template)))
+        stream = stream_of(
+            path, skip=skip, form=RowForm((MessagesColumn("messages", template), ArcTask(template)))
+        )
         return list(samples(stream, tokenizers[0], SampleForm(length, **form)))
 
     return read
@@ -250,6 +253,21 @@ def test_tasks_of_arc_are_questions_of_the_user(samples_of, tokenizers, tmp_path
         assert (plain.content.text, plain.doc_id) == (expected, "007bbfb7")
 
 
+def test_rows_of_a_file_may_be_texts_and_tasks_of_arc(tmp_path):
+    """A row with a text is read as text, and its task only gives it an id."""
+    task = {"task_id": "7", "train": [], "test": [{"input": [[7]], "output": [[8]]}]}
+    no_task = {"task_id": "7", "train": "x", "test": [], "text": "no task"}
+    rows = [{"text": "a text"}, task, {"text": "a task", **task}, no_task, {"id": 5, **task}]
+    expected = ["a text", "Test 1\nInput:\n7\nOutput:\n", "a task", "no task"]
+    expected.append(expected[1])
+    found = list(stream_of(write_rows(tmp_path / "rows.jsonl", rows)))
+    assert [document.content.text for document in found] == expected
+    assert [document.doc_id for document in found] == [None, "7", "7", None, 5]
+    (tmp_path / "a.parquet").write_bytes(as_parquet(pyarrow.Table.from_pylist(rows[2:3])))
+    (document,) = stream_of(tmp_path / "a.parquet")
+    assert (document.content.text, document.doc_id) == ("a task", "7")
+
+
 COLUMNS = "the columns are body (text), talk (a conversation), numbers (token ids)"
 TALK = "--messages_column talk --chat_template"
 BAD_FLAGS = [  # {} stands for a folder with the files
@@ -331,10 +349,10 @@ def test_a_row_with_tools_takes_the_template_for_tools(where, model_with, tmp_pa
         row = {"messages": talk(), "tools": tools}
         if not tools and set(where) == {"tool_use"}:
             with pytest.raises(UnusableRowError, match="for conversations with tools, tool"):
-                text.rows.reader.read(row)
+                text.rows.content_of(row)
             continue
         expected = render(row["messages"], tools=tools or None, tokenize=False)
-        assert text.rows.reader.read(row).text == expected
+        assert text.rows.content_of(row).text == expected
         assert ("<tools>" in expected) == bool(tools)
     (tmp_path / "own.jinja").write_text(QWEN3)
     own = text_of(folder, replace(ASKED, chat_template=str(tmp_path / "own.jinja"))).template

@@ -47,7 +47,7 @@ def texts_of(tokenizer):
 
     def texts_of(path, source, skip=False, hub=False):
         template = ChatTemplate(tokenizer, {"default": source}, "", {})
-        form = RowForm(MessagesColumn("messages", template))
+        form = RowForm((MessagesColumn("messages", template),))
         stream = stream_of(path, skip=skip, form=form)
         if hub:
             kind = "parquet" if path.suffix == ".parquet" else "json"

@@ -80,11 +80,11 @@ def test_files_are_divided_and_continued_as_stored_runs_have_it(tmp_path):
     """Their marks and shares were those of `datasets`, on which they no longer depend."""
     for name, count in {"a": 7, "b": 1, "c": 4}.items():  # in row groups of two
         write_parquet(tmp_path / f"{name}.parquet", 2, text=[f"{name}{n}" for n in range(count)])
-    files = sources.open_files(str(tmp_path), TEXT.columns)
+    files = sources.open_files(str(tmp_path), TEXT)
 
     def rows_of_pieces(pieces):
         for file, row_group in pieces:
-            yield from file_rows(file, row_group, TEXT.columns)
+            yield from file_rows(file, row_group, TEXT)
 
     kwargs = {"pieces": [*files._pieces]}
     before = datasets.IterableDataset.from_generator(rows_of_pieces, gen_kwargs=kwargs)

@@ -38,8 +38,9 @@ from activation_extraction.text.documents import (
 )
 from activation_extraction.text.packing import pack, rows_of_group
 from activation_extraction.text.pretrained import read_tokenizer
+from activation_extraction.text.readers import ArcTask, IdsColumn, TextColumn
 from activation_extraction.text.roles import END, START
-from activation_extraction.text.rows import IdsColumn, Reader, RowForm, TextColumn
+from activation_extraction.text.rows import Reader, RowForm
 from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.token_choice import TokenChoice
 from activation_extraction.text.tokenizer import SpecialTokens, special_tokens_of
@@ -179,12 +180,14 @@ class Text:
     def rows(self) -> RowForm:
         """Returns what is read of every row of the data set."""
         config = self.config
-        reader: Reader = TextColumn(config.text_column)
+        readers: tuple[Reader, ...] = (TextColumn(config.text_column), ArcTask())
         if self.template is not None and config.messages_column:
-            reader = MessagesColumn(config.messages_column, self.template)
+            conversations = MessagesColumn(config.messages_column, self.template)
+            readers = (conversations, ArcTask(self.template))
         elif config.ids_column:
-            reader = IdsColumn(config.ids_column, config.mask_column or "", self.vocabulary)
-        return RowForm(reader, config.id_column, config.keep_columns)
+            mask = config.mask_column or ""
+            readers = (IdsColumn(config.ids_column, mask, self.vocabulary),)
+        return RowForm(readers, config.id_column, config.keep_columns)
 
     @cached_property
     def form(self) -> SampleForm:
@@ -201,7 +204,7 @@ class Text:
 
     @cached_property
     def dataset(self) -> Dataset:
-        return open_dataset(self.config, self.rows.columns, self.earlier, self.names)
+        return open_dataset(self.config, self.rows, self.earlier, self.names)
 
     def check(self) -> None:
         """Raises InputError unless the template renders conversations and has the roles that are

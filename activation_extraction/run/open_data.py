@@ -16,7 +16,7 @@ from activation_extraction.run.data_files import DataFiles
 from activation_extraction.store.commit import METADATA
 from activation_extraction.store.metadata import identity_of
 from activation_extraction.text.file_list import is_path, list_files, refuse_repeated
-from activation_extraction.text.rows import Columns
+from activation_extraction.text.rows import RowForm
 from activation_extraction.text.sources import Rows, open_files, open_hub_dataset
 
 FILES = "files"  # what an identity calls a data set of files
@@ -45,7 +45,7 @@ class Dataset:
 
 def open_dataset(
     config: Config,
-    columns: Columns,
+    form: RowForm,
     earlier: Sequence[Mapping[str, Any]] = (),
     names: Sequence[str] = (),
 ) -> Dataset:
@@ -58,14 +58,14 @@ def open_dataset(
     """
     if config.mix:
         try:
-            return _open_mixture(config.mix, columns, earlier, names)
+            return _open_mixture(config.mix, form, earlier, names)
         except InputError as error:
             raise InputError(re.sub("--dataset_(path|name)", "--mix", str(error))) from error
     path = config.dataset_path
     if path is not None:
         stored, _ = _recorded(FILES, earlier)
         files = DataFiles.as_recorded(list_files(path), stored)
-        return Dataset((Source(open_files(path, columns, files.files)),), FILES, "", files)
+        return Dataset((Source(open_files(path, form, files.files)),), FILES, "", files)
     name = config.dataset_name
     subset = config.dataset_config
     split = config.dataset_split
@@ -112,7 +112,7 @@ def _check_reader(source: str, stored: Sequence[Mapping[str, Any]]) -> None:
 
 def _open_mixture(
     given: Sequence[tuple[str, float]],
-    columns: Columns,
+    form: RowForm,
     earlier: Sequence[Mapping[str, Any]],
     names: Sequence[str],
 ) -> Dataset:
@@ -135,7 +135,7 @@ def _open_mixture(
         if is_path(source):
             own = [file for file in files.files if file.name.startswith(f"{number}/")]
             own = [replace(file, name=file.name.removeprefix(f"{number}/")) for file in own]
-            rows = open_files(source, columns, own)
+            rows = open_files(source, form, own)
         else:
             hub_name, config, split, *more = [*source.split(":"), "", ""]
             if any(more):

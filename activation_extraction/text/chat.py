@@ -32,12 +32,10 @@ from activation_extraction.text.rows import (
     Columns,
     Content,
     UnusableRowError,
-    arc_prompt,
     column_of,
-    is_arc_task,
-    valid,
-    without_nulls,
+    without_surrogates,
 )
+from activation_extraction.text.structs import without_nulls
 
 # Other spellings of the roles, such as ShareGPT's and OpenAI's.
 ROLE_ALIASES = {
@@ -72,20 +70,21 @@ NO_DATE = """\
 class MessagesColumn:
     """Reads the messages of a column, with the tools of a column `tools`.
 
-    A row of ARC-AGI without such a column is a message of the user.
-
     Attributes:
         name: The name of the column of messages.
         template: The template that renders the messages.
     """
 
-    doing: ClassVar = "rendering the chat template of"
+    activity: ClassVar = "rendering the chat template of"
     name: str
     template: "ChatTemplate"
 
     @property
     def columns(self) -> Columns:
-        return Columns((self.name,), ("tools", "train", "test"))
+        return Columns((self.name,), ("tools",))
+
+    def can_read(self, row: Mapping[str, Any]) -> bool:
+        return self.name in row
 
     def read(self, row: Mapping[str, Any]) -> Content | None:
         """Returns the rendered conversation of a row; None if it has no messages.
@@ -93,8 +92,6 @@ class MessagesColumn:
         Raises:
             UnusableRowError: If the messages or tools have another form, or cannot be rendered.
         """
-        if self.name not in row and is_arc_task(row):
-            return self.template.content([{"role": "user", "content": arc_prompt(row)}])
         messages = _decoded(without_nulls(column_of(row, self.name, "--messages_column")))
         if messages is None or messages == []:
             return None
@@ -400,4 +397,4 @@ class ChatTemplate:
         text: str = self.tokenizer.apply_chat_template(
             messages, tools=tools, chat_template=source, tokenize=False, **self.arguments
         )
-        return valid(text)
+        return without_surrogates(text)

@@ -25,9 +25,9 @@ from activation_extraction.text.rows import (
     Content,
     RowForm,
     UnusableRowError,
-    as_structs,
 )
 from activation_extraction.text.sources import Rows, ShuffledRows
+from activation_extraction.text.structs import as_structs
 
 # With fewer pieces per share than this, Parquet files of the hub are split into row groups, for
 # even shares. Local ones always are.
@@ -183,15 +183,15 @@ class DocumentStream:
         self._go_on_to(row.row)
         if "file" not in row.row and self._share:
             row = replace(row, row={"share": self._share, **row.row})
-        reader, counts = self._form.reader, self.counts
+        form, counts = self._form, self.counts
         try:
-            with activity(f"{reader.doing} {row.where}"):
+            with activity(f"{form.activity} {row.where}"):
                 columns = row.read()
-                content = reader.read(columns)
+                content = form.content_of(columns)
             if content is None:
                 counts.empty += 1
                 return None
-            doc_id, kept = self._form.id_of(columns), self._form.kept_of(columns)
+            doc_id, kept = form.id_of(columns), form.kept_of(columns)
         except (UnusableRowError, RecursionError) as error:  # there are too many levels of lists
             counts.reject(row.where, error)
             return None

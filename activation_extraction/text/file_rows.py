@@ -34,7 +34,8 @@ from isal.isal_zlib import IsalError
 from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import plain_url
-from activation_extraction.text.rows import Columns, Struct, UnusableRowError
+from activation_extraction.text.rows import RowForm, UnusableRowError
+from activation_extraction.text.structs import Struct
 
 REPLACE = (
     "if the file is damaged, replace it by an intact one; if it has changed since the run began, "
@@ -124,14 +125,14 @@ class FileKind:
         name: Name of the kind, for messages.
         extensions: Extensions of its files, in lower case; names are compared case-insensitively.
         rows: Yields the rows of a file. It takes the file, the number of a row group, which is 0
-            for kinds without row groups, and the columns to read.
+            for kinds without row groups, and what is read of each row.
         is_text: Whether files of this kind are text, which may be compressed, and to whose end rows
             may be appended.
     """
 
     name: str
     extensions: tuple[str, ...]
-    rows: Callable[[DataFile, int, Columns], Iterator[FileRow]]
+    rows: Callable[[DataFile, int, RowForm], Iterator[FileRow]]
     is_text: bool = False
 
 
@@ -167,7 +168,7 @@ def count_row_groups(file: DataFile) -> int:
             raise
 
 
-def file_rows(file: DataFile, row_group: int, wanted: Columns) -> Iterator[FileRow]:
+def file_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[FileRow]:
     """Yields the rows of a file.
 
     Rows are counted from 0 within their file or row group; lines of JSON Lines from 1. Blank lines
@@ -176,14 +177,14 @@ def file_rows(file: DataFile, row_group: int, wanted: Columns) -> Iterator[FileR
     Args:
         file: The file.
         row_group: The number of the row group that is read of a Parquet file; 0 for other files.
-        wanted: The columns that are read of a Parquet or Arrow file.
+        form: What is read of each row: of Parquet and Arrow files, only the needed columns.
 
     Raises:
         RunError: If the file cannot be read. The message names it and the last row before.
     """
     last = None
     try:
-        for row in file.kind.rows(file, row_group, wanted):
+        for row in file.kind.rows(file, row_group, form):
             yield row
             last = row.where
     except Exception as error:
@@ -360,7 +361,7 @@ DOUBLE_QUOTES = (
 AMBIGUOUS_QUOTE = re.compile(r'\\"(?=[,\r\n])')
 
 
-def _json_rows(file: DataFile, row_group: int, wanted: Columns) -> Iterator[FileRow]:
+def _json_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[FileRow]:
     """Yields an object for each line, or for each element if a .json file is an array."""
     with text_content(file) as content:
         if uncompressed_name(file.url).endswith(".json"):
@@ -414,7 +415,7 @@ def _object(value: Any) -> dict[str, Any]:
     return value
 
 
-def _csv_rows(file: DataFile, row_group: int, wanted: Columns) -> Iterator[FileRow]:
+def _csv_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[FileRow]:
     """Yields the rows below the header, which names the columns."""
     csv.field_size_limit(MAX_LINE)  # for the whole process; it is 131,072 by default
     with text_content(file) as content:
@@ -502,11 +503,11 @@ PARQUET_BATCH_ROWS = 256
 AS_BYTES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
 
 
-def _parquet_rows(file: DataFile, row_group: int, wanted: Columns) -> Iterator[FileRow]:
-    """Yields the rows of a row group, with the wanted columns only."""
+def _parquet_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[FileRow]:
+    """Yields the rows of a row group, with the needed columns only."""
     with open_file(file.url) as opened:
         parquet = pyarrow.parquet.ParquetFile(opened)
-        columns = wanted.among(parquet.schema_arrow.names)
+        columns = form.columns_among(parquet.schema_arrow.names)
         batches = parquet.iter_batches(PARQUET_BATCH_ROWS, row_groups=[row_group], columns=columns)
         number = 0
         for batch in batches:
@@ -517,8 +518,8 @@ def _parquet_rows(file: DataFile, row_group: int, wanted: Columns) -> Iterator[F
                 number += 1
 
 
-def _arrow_rows(file: DataFile, row_group: int, wanted: Columns) -> Iterator[FileRow]:
-    """Yields the rows of an Arrow file or stream, with the wanted columns only."""
+def _arrow_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[FileRow]:
+    """Yields the rows of an Arrow file or stream, with the needed columns only."""
     with open_file(file.url) as opened:
         first = opened.read(FORMAT_BYTES)
         refuse_other_formats(first)
@@ -526,7 +527,7 @@ def _arrow_rows(file: DataFile, row_group: int, wanted: Columns) -> Iterator[Fil
         open_arrow = pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file
         opened.seek(0)
         names = open_arrow(opened).schema.names
-        fields = [names.index(column) for column in wanted.among(names)]
+        fields = [names.index(column) for column in form.columns_among(names)]
         opened.seek(0)
         arrow = open_arrow(opened, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))
         batches = arrow if is_stream else map(arrow.get_batch, range(arrow.num_record_batches))

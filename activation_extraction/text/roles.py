@@ -21,7 +21,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from activation_extraction.common.choices import ROLES
-from activation_extraction.text.rows import TEMPLATE, Span, UnusableRowError, valid
+from activation_extraction.text.rows import TEMPLATE, Span, UnusableRowError, without_surrogates
 
 START, END = "<|im_start|>", "<|im_end|>"
 BLOCK = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)<\|im_end\|>", re.DOTALL)
@@ -170,7 +170,7 @@ def require_texts(
 
 def _required_texts(message: Mapping[str, Any], marks_thinking: bool) -> list[str]:
     """Returns the texts of a message that a template has to write: those around its thinking."""
-    text = valid(message.get("content") or "")
+    text = without_surrogates(message.get("content") or "")
     before, end_mark, after = text.partition(END_THINK)
     if not (end_mark and marks_thinking and message["role"] == "assistant"):
         return [text.strip()]

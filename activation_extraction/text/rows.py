@@ -1,4 +1,9 @@
-"""What becomes of a row: its text, conversation or token ids, its id, and the columns to keep."""
+"""Turns the columns of a row into what is stored of it: content, id, and the columns to keep.
+
+`RowForm` says which columns these are. The content is read by a `Reader`: of the columns of text or
+token ids, or of ARC-AGI tasks, in readers.py; of conversations in chat.py. A row that cannot be
+used raises `UnusableRowError`; documents.py decides whether such a row is skipped.
+"""
 
 import datetime
 import decimal
@@ -10,79 +15,36 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from activation_extraction.common.choices import ATTENTION_MASK, ROLES
+from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import near_miss
 from activation_extraction.text.batch import DocId
 
-MAX_COLUMN_BYTES = 2**19  # bytes of JSON that the kept columns of a row may take
+TEMPLATE = ROLES.index("template")
+MAX_COLUMN_BYTES = 2**19  # of the JSON of a row's kept columns
 MAX_LEVELS = 60  # of lists and objects in a kept column; shards have room for a few more
-MAX_ID_BYTES = 2**18  # of JSON that the id of a row may take
+MAX_ID_BYTES = 2**18  # of the JSON of a row's id
+# Types of values that are kept as text, because JSON has no such type.
 AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
+# Values of columns, for messages, and the flags that read them.
+CONVERSATION, TOKEN_IDS = "a conversation", "token ids"
+READING_FLAGS = {CONVERSATION: "messages_column", TOKEN_IDS: "ids_column"}
 
 
 class UnusableRowError(Exception):
-    """A row has nothing in it that can be used. The message says why."""
+    """A row that cannot be used. The message says why."""
 
 
 class ColumnError(UnusableRowError):
-    """A column is missing, or holds what cannot be used in any row."""
-
-
-class Struct(dict[str, Any]):
-    """An object out of Arrow: it has every key that any object beside it has, null if need be."""
-
-
-def as_structs(value: Any, feature: Any = None) -> Any:
-    """Returns a value of a hub data set with its objects out of Arrow as Structs.
-
-    feature: its type in `datasets`, if that is known. One that is Json was text in Arrow, and the
-    nulls in it are its own.
-    """
-    if type(feature).__name__ == "Json":
-        return value
-    if isinstance(value, dict):
-        of = feature if isinstance(feature, Mapping) else {}
-        return Struct({key: as_structs(each, of.get(key)) for key, each in value.items()})
-    inner = getattr(feature, "feature", None)
-    return [as_structs(each, inner) for each in value] if isinstance(value, list) else value
-
-
-def without_nulls(value: Any) -> Any:
-    """Returns a value without the keys of its Structs that are null, at every depth.
-
-    A null in an object that was written as JSON is a value, and so is one in a list.
-    """
-    if isinstance(value, dict):
-        left_out = isinstance(value, Struct)
-        given = value.items()
-        return {key: without_nulls(v) for key, v in given if not (left_out and v is None)}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
-
-
-class Columns(NamedTuple):
-    """The columns that are read: those that every row must have, and others."""
-
-    required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-
-    def among(self, names: Sequence[str]) -> list[str]:
-        """Returns those that are there; all names if a required one is missing, for the message.
-
-        Rows with the columns of ARC-AGI do without the first one.
-        """
-        missing = set(self.required) - set(names)
-        if missing - {self.required[0]} or (missing and not set(ARC) <= set(names)):
-            return list(names)
-        return [name for name in dict.fromkeys((*self.required, *self.optional)) if name in names]
-
-
-TEMPLATE = ROLES.index("template")
+    """A column that is missing, or that holds values which cannot be used in any row."""
 
 
 class Span(NamedTuple):
-    """Where a role begins in the text of a conversation; it ends where the next span begins.
+    """A stretch of a conversation's text with one role; it ends where the next span begins.
 
-    start: in characters. role: a number in ROLES. turn: the number of the turn, from 0.
+    Attributes:
+        start: Offset of its first character.
+        role: Index of its role in ROLES.
+        turn: Number of its turn, from 0.
     """
 
     start: int
@@ -92,10 +54,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Content:
-    """What a sample is made of: text, or token ids.
+    """The content of a row: text, or token ids.
 
-    spans: of a conversation; together they cover its text. token_ids: int32; None for text.
-    mask: bool, the token ids that may be kept; None for all.
+    Attributes:
+        text: The text; "" for token ids.
+        spans: The roles of a conversation's text, which the spans cover; empty for other content.
+        token_ids: Token ids, int32 (tokens,); None for text.
+        mask: The token ids that may be kept, bool (tokens,); None for all.
     """
 
     text: str = ""
@@ -104,170 +69,128 @@ class Content:
     mask: np.ndarray | None = None
 
 
-class Reader(Protocol):
-    """Reads the content of a row; None if there is none. Raises UnusableRowError.
+class Columns(NamedTuple):
+    """The columns that a reader reads.
 
-    doing: what it does, in words that end before the name of a row.
+    Attributes:
+        required: Columns that every row must have.
+        optional: Columns that are read as well if a row has them.
+        ids: Columns that may hold the row's own id. The first one that a row has is its id, unless
+            --id_column names another one.
     """
 
-    doing: ClassVar[str]
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ("id",)
+
+
+class Reader(Protocol):
+    """Reads the content of rows from certain columns.
+
+    Attributes:
+        activity: What reading a row does, in words that continue with the position of the row.
+        columns: The columns that are read.
+    """
+
+    activity: ClassVar[str]
 
     @property
     def columns(self) -> Columns: ...
-    def read(self, row: Mapping[str, Any]) -> Content | None: ...
 
-
-ARC = ("train", "test")
-
-
-def arc_prompt(row: Mapping[str, Any]) -> str:
-    """Returns the prompt for an ARC-AGI task: its training pairs, then each test input to solve.
-
-    Each row of a grid is one line, with spaces between the cells, below a line "Input:" or
-    "Output:". The outputs of the tests are left out. Raises UnusableRowError.
-    """
-
-    def lines(grid: list[list[int]]) -> str:
-        return "\n".join(" ".join(map(str, row)) for row in grid)
-
-    try:
-        examples = [
-            f"Example {n}\nInput:\n{lines(pair['input'])}\nOutput:\n{lines(pair['output'])}\n"
-            for n, pair in enumerate(row["train"], start=1)
-        ]
-        tests = [
-            f"Test {n}\nInput:\n{lines(pair['input'])}\nOutput:\n"
-            for n, pair in enumerate(row["test"], start=1)
-        ]
-    except (KeyError, TypeError) as error:
-        raise UnusableRowError(f"it has ARC-AGI columns but no grids in them: {error!r}") from error
-    return "\n".join(examples + tests)
-
-
-def is_arc_task(row: Mapping[str, Any]) -> bool:
-    return all(isinstance(row.get(column), list) for column in ARC)
-
-
-@dataclass(frozen=True)
-class TextColumn:
-    """Reads the text of a column, or an ARC-AGI task as a prompt where there is no such column."""
-
-    doing: ClassVar = "reading"
-    name: str
-
-    @property
-    def columns(self) -> Columns:
-        return Columns((self.name,), ARC)
+    def can_read(self, row: Mapping[str, Any]) -> bool:
+        """Returns whether a row has the columns of this reader's content."""
 
     def read(self, row: Mapping[str, Any]) -> Content | None:
-        if self.name not in row and is_arc_task(row):
-            return Content(arc_prompt(row))
-        text = column_of(row, self.name, "--text_column")
-        if text is not None and not isinstance(text, str):
-            found = _kind_of(text)
-            message = f"--text_column {self.name}: expected text, found "
-            if found in FLAGS_OF:
-                raise ColumnError(f"{message}{found}; --{FLAGS_OF[found]} {self.name} reads it")
-            raise UnusableRowError(f"{message}{type(text).__name__} {text!r:.40}")
-        return None if text is None or not text.strip() else Content(valid(text))
+        """Returns the content of a row; None if it is empty.
 
-
-@dataclass(frozen=True)
-class IdsColumn:
-    """Reads token ids from a column, and from another one which of them may be kept.
-
-    mask: the name of that column, "" for none; if it is ATTENTION_MASK, it says which of the token
-    ids are not padding, and there are no others. vocabulary: how many token ids the model has.
-    """
-
-    doing: ClassVar = "reading"
-    name: str
-    mask: str
-    vocabulary: int
-
-    @property
-    def columns(self) -> Columns:
-        return Columns((self.name, *filter(None, (self.mask,))))
-
-    def read(self, row: Mapping[str, Any]) -> Content | None:
-        given = column_of(row, self.name, "--ids_column")
-        if given is None or (isinstance(given, list) and not given):
-            return None
-        ids, mask = self._integers(given, self.name, "--ids_column"), None
-        if self.mask:
-            flags = column_of(row, self.mask, "--mask_column")
-            numbers = self._integers(flags, self.mask, "--mask_column")
-            if len(numbers) != len(ids) or not np.isin(numbers, (0, 1)).all():
-                raise UnusableRowError(
-                    f"--mask_column {self.mask}: expected {len(ids)} values, each 0 or 1, one for "
-                    f"each token id, found {len(numbers)}: {numbers[:8].tolist()}"
-                )
-            mask = numbers.astype(bool)
-        if mask is not None and self.mask == ATTENTION_MASK:
-            if not mask.any():
-                raise UnusableRowError(
-                    f"--mask_column {self.mask}: each of its {len(mask)} values is 0, which says "
-                    "that all is padding; expected a 1 for each token"
-                )
-            ids, mask = ids[mask], None  # padding may have any id
-        if ids.min() < 0 or ids.max() >= self.vocabulary:
-            wrong = int(ids.min() if ids.min() < 0 else ids.max())
-            raise UnusableRowError(
-                f"--ids_column {self.name}: token id {wrong}; the model has token ids 0 to "
-                f"{self.vocabulary - 1}"
-            )
-        return Content(token_ids=ids.astype(np.int32), mask=mask)
-
-    def _integers(self, given: Any, name: str, flag: str) -> np.ndarray:
-        try:
-            found = np.array(given)
-        except ValueError:  # lists of several lengths
-            found = np.array(None)
-        if isinstance(given, list) and found.ndim == 1 and found.dtype.kind in "bi":
-            return found.astype(np.int64)
-        raise UnusableRowError(
-            f"{flag} {name}: expected a list of whole numbers, found {type(given).__name__} "
-            f"{given!r:.40}"
-        )
+        Raises:
+            UnusableRowError: If the content cannot be used.
+        """
 
 
 @dataclass(frozen=True)
 class RowForm:
-    """Says what is read of every row.
+    """Declares what is read of every row of a data set.
 
-    reader: of its content. id_column: None is `id`, which a row may lack. keep_columns: stored with
-    the row's samples.
+    Attributes:
+        readers: Readers of the content. Each row is read by the first one that can read it; the
+            first of all reads, and thereby refuses, a row that none can read.
+        id_column: The column of the row's id; None for the id columns of the readers, which a row
+            may lack.
+        keep_columns: Columns that are stored with the samples of the row.
     """
 
-    reader: Reader
+    readers: tuple[Reader, ...]
     id_column: str | None = None
     keep_columns: tuple[str, ...] = ()
 
     @property
-    def columns(self) -> Columns:
-        required, optional = self.reader.columns
-        own = filter(None, (self.id_column,))
-        return Columns((*required, *own, *self.keep_columns), (*optional, "id", "task_id"))
+    def activity(self) -> str:
+        """Returns what reading a row does, in words that continue with its position."""
+        return self.readers[0].activity
+
+    def columns_among(self, names: Sequence[str]) -> list[str]:
+        """Returns which columns of a file need to be read.
+
+        Args:
+            names: The columns of the file.
+
+        Returns:
+            Columns out of `names`: those that any reader reads, the id, and those to keep. All of
+            `names` if required ones are missing, for the message about that.
+        """
+        always = (*self.keep_columns, *([] if self.id_column is None else [self.id_column]))
+        columns = [reader.columns for reader in self.readers]
+        if not any({*always, *reader.required} <= set(names) for reader in columns):
+            return list(names)
+        needed = dict.fromkeys(always)
+        for reader in columns:
+            needed |= dict.fromkeys((*reader.required, *reader.optional, *reader.ids))
+        return [name for name in needed if name in names]
+
+    def content_of(self, row: Mapping[str, Any]) -> Content | None:
+        """Returns the content of a row; None if it is empty.
+
+        Raises:
+            UnusableRowError: If no reader can use the row.
+        """
+        able = (reader for reader in self.readers if reader.can_read(row))
+        return next(able, self.readers[0]).read(row)
 
     def id_of(self, row: Mapping[str, Any]) -> DocId:
-        """Returns the row's own id; for an ARC-AGI task that has none, its `task_id`.
+        """Returns the row's own id; None if it has none.
 
-        Raises UnusableRowError if it is too long.
+        Raises:
+            UnusableRowError: If the column that --id_column names is missing, or if the id is too
+                long.
         """
-        if self.id_column is not None:
-            found = column_of(row, self.id_column, "--id_column")
-        else:
-            found = row.get("id", row.get("task_id") if is_arc_task(row) else None)
-        if found is not None and type(found) not in (str, int, float):
-            found = str(found)  # a date, a decimal or the like: shards hold only plain values
-        if (size := len(json.dumps(found))) > MAX_ID_BYTES:
+        doc_id = self._id_value(row)
+        if doc_id is not None and type(doc_id) not in (str, int, float):
+            doc_id = str(doc_id)  # a date, a decimal or the like: shards hold only plain values
+        size = len(json.dumps(doc_id))
+        if size > MAX_ID_BYTES:
             raise UnusableRowError(
                 f"its id takes {size:,} bytes, there is room for {MAX_ID_BYTES:,}"
             )
-        return found
+        return doc_id
+
+    def _id_value(self, row: Mapping[str, Any]) -> Any:
+        if self.id_column is not None:
+            return column_of(row, self.id_column, "--id_column")
+        # A row with a text column can be an ARC-AGI task as well, and then has the task's id.
+        for reader in self.readers:
+            for name in reader.columns.ids if reader.can_read(row) else ():
+                if name in row:
+                    return row[name]
+        return None
 
     def kept_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the columns to keep, as JSON values. Raises UnusableRowError."""
+        """Returns the columns to keep by name, as JSON values.
+
+        Raises:
+            UnusableRowError: If a column is missing, cannot be stored, or is too deep, or if all
+                together are too long.
+        """
         kept = {name: _as_json(row, name) for name in self.keep_columns}
         if kept and (size := len(json.dumps(kept))) > MAX_COLUMN_BYTES:
             raise UnusableRowError(
@@ -278,6 +201,13 @@ class RowForm:
 
 
 def _as_json(row: Mapping[str, Any], name: str) -> Any:
+    """Returns a column to keep as a JSON value.
+
+    Raises:
+        ColumnError: If the column is missing or holds values that cannot be stored.
+        UnusableRowError: If the value is nested too deeply.
+    """
+
     def convert(value: Any, levels: int = MAX_LEVELS) -> Any:
         if not levels:
             raise UnusableRowError(f"--keep_columns {name}: has more than {MAX_LEVELS} levels")
@@ -286,9 +216,9 @@ def _as_json(row: Mapping[str, Any], name: str) -> Any:
         if isinstance(value, AS_TEXT):
             return str(value)
         if isinstance(value, list | tuple):
-            return [convert(each, levels - 1) for each in value]
+            return [convert(item, levels - 1) for item in value]
         if isinstance(value, dict):
-            return {str(key): convert(each, levels - 1) for key, each in value.items()}
+            return {str(key): convert(item, levels - 1) for key, item in value.items()}
         raise ColumnError(
             f"--keep_columns {name}: {type(value).__name__}, such as an image, cannot be stored; "
             "expected text, numbers, or lists or objects of these"
@@ -298,35 +228,43 @@ def _as_json(row: Mapping[str, Any], name: str) -> Any:
 
 
 def column_of(row: Mapping[str, Any], name: str, flag: str) -> Any:
-    """Returns a column of a row. Raises ColumnError, which says what the other columns hold."""
+    """Returns the value of a column of a row.
+
+    Args:
+        row: The row.
+        name: The name of the column.
+        flag: The flag that names the column, for the message.
+
+    Raises:
+        ColumnError: If the row has no such column. The message lists its columns, and which of them
+            look like text, conversations or token ids.
+    """
     if name in row:
         return row[name]
-    kinds = {column: _kind_of(value) for column, value in row.items()}
-    columns = ", ".join(f"{column} ({kind})" if kind else column for column, kind in kinds.items())
+    columns = []
+    for column, value in row.items():
+        kind = kind_of_value(value)
+        columns.append(f"{column} ({kind})" if kind else column)
     raise ColumnError(
         f"{flag} {name}: no such column{near_miss(name, row)}; "
-        f"the columns are {columns or 'none':.2000}"
+        f"the columns are {', '.join(columns) or 'none':.2000}"
     )
 
 
-CHAT, IDS = "a conversation", "token ids"
-FLAGS_OF = {CHAT: "messages_column", IDS: "ids_column"}
-
-
-def _kind_of(value: Any) -> str:
-    """What a value looks like; "" for none of these."""
+def kind_of_value(value: Any) -> str:
+    """Returns whether a value looks like text, CONVERSATION or TOKEN_IDS; "" for other values."""
     if isinstance(value, str):
         return "text"
     if isinstance(value, list) and value:
-        if all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in value):
-            return CHAT
-        if all(type(each) is int and each >= 0 for each in value):
-            return IDS
+        if all(isinstance(item, dict) and {"role", "from"} & item.keys() for item in value):
+            return CONVERSATION
+        if all(type(item) is int and item >= 0 for item in value):
+            return TOKEN_IDS
     return ""
 
 
-def valid(text: str) -> str:
-    """Returns the text with lone surrogates replaced: JSON may contain them, but UTF-8 may not."""
+def without_surrogates(text: str) -> str:
+    """Returns a text with its lone surrogates replaced: JSON may contain them, UTF-8 may not."""
     try:
         text.encode()
         return text

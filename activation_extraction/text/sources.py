@@ -28,7 +28,8 @@ from activation_extraction.common.retries import (
 )
 from activation_extraction.text.file_list import FILES_AT_ONCE, as_input_errors, list_files
 from activation_extraction.text.file_rows import DataFile, FileRow, count_row_groups, file_rows
-from activation_extraction.text.rows import Columns, as_structs
+from activation_extraction.text.rows import RowForm
+from activation_extraction.text.structs import as_structs
 
 BLOCK_ROWS = 1024
 
@@ -71,15 +72,15 @@ class FilePieces:
 
     features = None
 
-    def __init__(self, pieces: Sequence[tuple[DataFile, int]], wanted: Columns) -> None:
+    def __init__(self, pieces: Sequence[tuple[DataFile, int]], form: RowForm) -> None:
         """Takes pieces in the order in which they are read.
 
         Args:
             pieces: A file and the number of a row group in it, as `file_rows` takes them.
-            wanted: The columns that are read of Parquet and Arrow files.
+            form: What is read of each row.
         """
         self._pieces = tuple(pieces)
-        self._wanted = wanted
+        self._form = form
         self._start = self._position = (0, 0)  # a piece, and how many of its rows were read
 
     @property
@@ -90,7 +91,7 @@ class FilePieces:
         """Returns contiguous pieces; the first shares have one more if they cannot be equal."""
         size, larger = divmod(len(self._pieces), num_shards)
         start = index * size + min(index, larger)
-        return FilePieces(self._pieces[start : start + size + (index < larger)], self._wanted)
+        return FilePieces(self._pieces[start : start + size + (index < larger)], self._form)
 
     def reshard(self) -> "FilePieces":
         return self
@@ -112,7 +113,7 @@ class FilePieces:
         first, skipped = self._start
         self._position = self._start
         for number in range(first, len(self._pieces)):
-            rows = file_rows(*self._pieces[number], self._wanted)
+            rows = file_rows(*self._pieces[number], self._form)
             for read, row in enumerate(islice(rows, skipped, None), start=skipped + 1):
                 self._position = number, read
                 yield row
@@ -120,7 +121,7 @@ class FilePieces:
             self._position = number + 1, 0
 
 
-def open_files(path: str, columns: Columns, files: Sequence[DataFile] | None = None) -> FilePieces:
+def open_files(path: str, form: RowForm, files: Sequence[DataFile] | None = None) -> FilePieces:
     """Opens the files of a data set.
 
     Of local files of text, which may grow, no more is read than their size in `files`. Only the
@@ -128,7 +129,7 @@ def open_files(path: str, columns: Columns, files: Sequence[DataFile] | None = N
 
     Args:
         path: Value of --dataset_path.
-        columns: Columns that are read.
+        form: What is read of each row.
         files: Files in the order in which they are read; None to list those of `path`.
 
     Raises:
@@ -144,7 +145,7 @@ def open_files(path: str, columns: Columns, files: Sequence[DataFile] | None = N
         ]
     if not pieces:
         raise InputError(f"--dataset_path {path}: is empty; expected rows with text")
-    return FilePieces(pieces, columns)
+    return FilePieces(pieces, form)
 
 
 def _count_row_groups(file: DataFile) -> int:
