@@ -6,7 +6,6 @@ weights, documents of FineWeb-Edu's lengths, and their token ids for programs th
 
 import json
 import math
-import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import ml_dtypes
 import numpy as np
 from tokenizers import Tokenizer
 
+from activation_extraction.common.safetensors import pack_header
 from activation_extraction.model.released import released_config
 from activation_extraction.model.weights import WeightSpec
 from activation_extraction.run import demo
@@ -103,18 +103,15 @@ def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
     safetensors file. Large matrices repeat themselves: normal numbers take longer than the disk."""
     normal = np.random.default_rng(0).standard_normal(REPEATED, np.float32)
     specs = {name: spec for spec in table for name in spec.hf_names}
-    header, end = {}, 0
-    for name, spec in specs.items():
-        begin, end = end, end + 2 * math.prod(spec.hf_shape)
-        header[name] = {"dtype": "BF16", "shape": spec.hf_shape, "data_offsets": [begin, end]}
-    described = json.dumps(header).encode()
+    bfloat16 = np.dtype(ml_dtypes.bfloat16)
+    shapes = {name: (bfloat16, spec.hf_shape) for name, spec in specs.items()}
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(described)) + described)
+        file.write(pack_header(shapes, {}))
         for name, spec in specs.items():
             values = normal / np.float32(math.sqrt(spec.hf_shape[-1])) + name.endswith(
                 "norm.weight"
             )
-            values, count = values.astype(ml_dtypes.bfloat16), math.prod(spec.hf_shape)
+            values, count = values.astype(bfloat16), math.prod(spec.hf_shape)
             for begin in range(0, count, REPEATED):
                 file.write(values[: count - begin].tobytes())
 

@@ -27,7 +27,6 @@ and should fit into the page cache.
 
 import argparse
 import http.client
-import json
 import statistics
 import tempfile
 import time
@@ -46,6 +45,7 @@ import torch
 from obstore.store import GCSStore
 
 from activation_extraction import ROLES, ActivationDataset, paired
+from activation_extraction.model.weight_files import LocalFile
 from activation_extraction.store.identity import Identity, RunFacts, StorageOptions
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Cursor, Sample
@@ -141,11 +141,10 @@ def spans(folder: Path, hook: str, most: int) -> list[tuple[str, int, int]]:
     tell."""
     found = []
     for path in sorted(folder.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            begin, end = json.loads(file.read(length))[hook]["data_offsets"]
-        parts = -(-(end - begin) // most)
-        cuts = [8 + length + begin + (end - begin) * n // parts for n in range(parts + 1)]
+        tensor = LocalFile(path).tensors[hook]
+        size = tensor.end - tensor.offset
+        parts = -(-size // most)
+        cuts = [tensor.offset + size * n // parts for n in range(parts + 1)]
         name = f"{folder.name}/{path.name}"
         found += [(name, *each) for each in zip(cuts, cuts[1:], strict=False)]
     return found

@@ -28,9 +28,9 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common import retries
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.retries import hub_unreachable, unwritable_cache
+from activation_extraction.common.safetensors import FIRST_BYTES
 from activation_extraction.model import checkpoint
 from activation_extraction.model.checkpoint import SINGLE_FILE, Checkpoint
-from activation_extraction.model.weight_files import FIRST_BYTES
 from activation_extraction.run import demo
 from activation_extraction.text.sources import open_hub_dataset
 

@@ -23,7 +23,7 @@ ARROWS = {
     "store": ("common", *SHARED),
     "dataset": ("common", "store", *SHARED),
     "inspect": ("common", "cli", "store", "dataset", *SHARED),
-    "model": ("common", "store.folder", "store.safetensors_file", *SHARED),
+    "model": ("common", "store.folder", *SHARED),
     "run": ("common", "cli", "text", "store", "model"),
 }
 # And of the other rooms, what configurations say and which hooks there are.

@@ -21,6 +21,7 @@ from row_files import write_parquet
 from safetensors.numpy import load_file, save, save_file
 from test_model import MESHES, MODELS, TOLERANCE, checked, error_of, load, matching
 
+from activation_extraction.common.safetensors import FIRST_BYTES
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model import weight_files
 from activation_extraction.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
@@ -39,7 +40,7 @@ from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
         ("float64", "x"),
         ("float32", ""),
         ("float16", "xxx"),
-        pytest.param("bfloat16", "x" * weight_files.FIRST_BYTES, id="longer than a request"),
+        pytest.param("bfloat16", "x" * FIRST_BYTES, id="longer than a request"),
     ],
 )
 def test_parts_are_what_the_file_holds_to_the_bit(tmp_path, dtype, metadata):
@@ -232,7 +233,7 @@ def test_any_part_of_any_tensor_of_a_remote_file(memory):
     fsspec.filesystem("memory").pipe(f"{memory}/some.safetensors", save(tensors))
     folder = SourceFolder(memory)
     file = weight_files.RemoteFile(folder, "some.safetensors", folder.files()["some.safetensors"])
-    assert {name: place.shape for name, place in file.header.items()} == shapes
+    assert {name: place.shape for name, place in file.tensors.items()} == shapes
     for name, values in tensors.items():
         for _ in range(20):
             ends = [sorted(chance.integers(0, size + 1, 2)) for size in values.shape]

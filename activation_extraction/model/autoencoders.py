@@ -123,7 +123,7 @@ class Source(NamedTuple):
             found = found.get("sae", found)
         else:
             file = LocalFile(path)
-            found = {tensor: file.read(tensor, ()) for tensor in file.header}
+            found = {tensor: file.read(tensor, ()) for tensor in file.tensors}
         return {OUR_NAMES.get(tensor, tensor): values for tensor, values in found.items()}
 
     def one_of(self, config: Config, key: str, *known: str) -> str:

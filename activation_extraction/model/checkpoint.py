@@ -37,12 +37,12 @@ from activation_extraction.common.retries import (
     name_unknown,
     unwritable_cache,
 )
+from activation_extraction.common.safetensors import Tensor
 from activation_extraction.common.tokenizer_files import TOKENIZER_FILES
 from activation_extraction.model.float8 import Float8Format, Scales, float8_format
 from activation_extraction.model.tensor_names import text_names
 from activation_extraction.model.weight_files import Index, LocalFile, RemoteFile, WeightFile
 from activation_extraction.store.folder import FolderError, SourceFolder
-from activation_extraction.store.safetensors_file import Tensor
 
 if TYPE_CHECKING:
     from activation_extraction.model.lora import Adapter
@@ -297,7 +297,7 @@ class Checkpoint:
         """Returns the names of the language model's tensors, and what each is stored as."""
         if ADAPTER_FILE in self._names:
             raise self._holds_adapter()
-        stored = self.file_of_tensor or self._open(SINGLE_FILE).header
+        stored = self.file_of_tensor or self._open(SINGLE_FILE).tensors
         return text_names(stored, self.where)
 
     def known_tensors(self) -> Collection[str] | None:
@@ -310,11 +310,11 @@ class Checkpoint:
         if (stored := self.tensors.get(tensor)) is None:
             raise InputError(f"{self.where}: tensor {tensor} is missing")
         file = self._open((self.file_of_tensor or {}).get(stored, SINGLE_FILE))
-        if stored not in file.header:
-            other = text_names(file.header, file.where).get(tensor)
+        if stored not in file.tensors:
+            other = text_names(file.tensors, file.where).get(tensor)
             but = f"; it is {other} there: {INDEX_FILE} is of another checkpoint" if other else ""
             raise InputError(f"{file.where}: tensor {stored} is missing{but}")
-        return file, file.header[stored]
+        return file, file.tensors[stored]
 
     def read(self, tensor: str, index: Index, dtype: Any = np.float32) -> np.ndarray:
         """Reads a part of a tensor, with the adapter merged into it if there is one.

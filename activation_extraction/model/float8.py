@@ -15,8 +15,8 @@ import numpy as np
 
 from activation_extraction.common.encodings import AT_ONCE, VALUES
 from activation_extraction.common.errors import InputError
+from activation_extraction.common.safetensors import DTYPE_NAMES, DTYPES, Tensor
 from activation_extraction.model.weight_files import FLOAT_TYPES, Index, WeightFile
-from activation_extraction.store.safetensors_file import ALL_DTYPES, NAMES, Tensor
 
 Shape = tuple[int, ...]
 DEQUANTIZED = "float8 weights, dequantised"
@@ -157,7 +157,7 @@ class Scales:
         a type that is not read, and for scales that are missing or do not fit.
         """
         (file, entry), names = place(tensor), scale_names(tensor, tensors)
-        kind, wanted = NAMES[entry.dtype], int(entry.dtype == VALUES)
+        kind, wanted = DTYPE_NAMES[entry.dtype], int(entry.dtype == VALUES)
         where = f"{file.where}: tensor {tensor} is {kind}"
         if not wanted and kind not in FLOAT_TYPES:
             plain = ", ".join(FLOAT_TYPES)
@@ -171,9 +171,9 @@ class Scales:
             return None
         (beside, scales), (block, types) = place(names[0]), form
         layouts = _layouts(entry.shape, block)
-        if NAMES[scales.dtype] not in types or scales.shape not in layouts:
+        if DTYPE_NAMES[scales.dtype] not in types or scales.shape not in layouts:
             raise InputError(
-                f"{beside.where}: tensor {names[0]} is {NAMES[scales.dtype]} of shape "
+                f"{beside.where}: tensor {names[0]} is {DTYPE_NAMES[scales.dtype]} of shape "
                 f"{scales.shape}; scales of {entry.shape} in blocks of {block} are read in "
                 f"{', '.join(types)} and have one of the shapes {', '.join(map(str, layouts))}"
             )
@@ -214,10 +214,10 @@ class Scales:
 
     def _read(self) -> np.ndarray:
         """Returns all scales in float32, with as many axes as the tensor; they are few."""
-        entry = self.file.header[self.stored]
+        entry = self.file.tensors[self.stored]
         scales = self.file.read(self.stored, tuple(slice(0, size) for size in entry.shape))
         if scales.dtype == np.uint8:
-            scales = scales.view(ALL_DTYPES["F8_E8M0"])
+            scales = scales.view(DTYPES["F8_E8M0"])
         scales = scales.astype(np.float32)
         if not np.isfinite(scales).all():
             raise InputError(f"{self.file.where}: tensor {self.stored} has NaN or infinite scales")

@@ -16,12 +16,12 @@ import numpy as np
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log
+from activation_extraction.common.safetensors import DTYPE_NAMES
 from activation_extraction.common.visible import counted
 from activation_extraction.model.checkpoint import ADAPTER, Checkpoint, read_json
 from activation_extraction.model.model_config import HEAD
 from activation_extraction.model.tensor_names import text_name
 from activation_extraction.model.weight_files import FLOAT_TYPES, Index
-from activation_extraction.store.safetensors_file import NAMES
 
 # What settings may be. By others, weights follow from another formula, or the base changes as well.
 OFF: tuple[Any, ...] = (None, False, [], {})
@@ -82,9 +82,9 @@ class Adapter:
                 what = f"{ADAPTER.config}: {name} is {found!r}"
                 raise InputError(f"{self.files.where}: {what}, expected true or false")
         self._file = self.files.only_file
-        self._shapes = {key: tensor.shape for key, tensor in self._file.header.items()}
-        for key, tensor in self._file.header.items():
-            if (kind := NAMES[tensor.dtype]) not in FLOAT_TYPES:
+        self._shapes = {key: tensor.shape for key, tensor in self._file.tensors.items()}
+        for key, tensor in self._file.tensors.items():
+            if (kind := DTYPE_NAMES[tensor.dtype]) not in FLOAT_TYPES:
                 raise self._error(key, f"is {kind}; only {', '.join(FLOAT_TYPES)} are merged")
         self._factor = lru_cache(KEPT_FACTORS)(self._whole)
         # By the names of the base's tensors: the keys of whole tensors, those of what is added to

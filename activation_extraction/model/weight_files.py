@@ -2,10 +2,9 @@
 
 A caller asks for a part of a tensor and gets its values. A local file is mapped into memory. Of a
 remote file only the bytes that are asked for are downloaded, with many requests at a time, and
-nothing is kept on disk.
+nothing is kept on disk. common/safetensors.py reads the headers.
 """
 
-import json
 import math
 import mmap
 from abc import ABC, abstractmethod
@@ -18,11 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from activation_extraction.common.errors import InputError, RunError
+from activation_extraction.common.safetensors import Header, Tensor, read_header
 from activation_extraction.store.folder import SourceFolder
-from activation_extraction.store.safetensors_file import ALL_DTYPES, MAX_HEADER_BYTES, Tensor
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
-FIRST_BYTES = 2**17  # the first request for a remote file; most headers are shorter
 PIECE = 8 * 2**20  # bytes of one request
 CONNECTIONS = 16  # requests at a time, for all files together
 GAP = 2**20  # reading so many bytes between two ranges takes less time than another request
@@ -31,9 +29,13 @@ Index = tuple[slice, ...]
 
 
 class WeightFile(ABC):
-    """A safetensors file. name: without folders; where: for messages; size: in bytes.
+    """A safetensors file of weights.
 
-    at_once: how many values of a tensor are to be asked for at a time.
+    Attributes:
+        name: The name of the file, without folders.
+        where: The path or URL of the file, for messages.
+        size: The size of the file in bytes.
+        at_once: How many values of a tensor are to be asked for at a time.
     """
 
     name: str
@@ -42,22 +44,14 @@ class WeightFile(ABC):
     at_once: int
 
     @cached_property
-    def header(self) -> dict[str, Tensor]:
-        """Raises InputError, naming the file, if it is not complete."""
-        start = self.read_bytes(0, min(FIRST_BYTES, self.size))
-        length = int.from_bytes(start[:8], "little")
-        if not 0 < length <= min(self.size - 8, MAX_HEADER_BYTES):
-            raise self._incomplete(f"its header would have {length:,}")
-        text = start[8 : 8 + length] + self.read_bytes(len(start), 8 + length)
-        entries = parse_header(text, self.where)
-        end = max((entry.end for entry in entries.values()), default=8 + length)
-        if end != self.size:
-            raise self._incomplete(f"its header describes {end:,}")
-        return entries
+    def header(self) -> Header:
+        """The header of the file. Raises InputError, naming the file, if it is not complete."""
+        return read_header(self.read_bytes, self.size, self.where, InputError)
 
-    def _incomplete(self, why: str) -> InputError:
-        found = f"has {self.size:,} bytes, {why}"
-        return InputError(f"{self.where}: not a complete safetensors file: {found}")
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the file by name. Raises InputError as `header` does."""
+        return self.header.tensors
 
     @abstractmethod
     def read_bytes(self, start: int, stop: int) -> bytes:
@@ -92,7 +86,7 @@ class LocalFile(WeightFile):
 
         The file is mapped for as long as the view lives, so pages that were read do not pile up.
         """
-        entry = self.header[tensor]
+        entry = self.tensors[tensor]
         with open(self.path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         values = np.frombuffer(mapped, entry.dtype, math.prod(entry.shape), entry.offset)
@@ -120,7 +114,7 @@ class RemoteFile(WeightFile):
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
         """Returns a new array; downloads little more than its bytes (see `ranges_of`)."""
-        entry = self.header[tensor]
+        entry = self.tensors[tensor]
         bounds = [part.indices(size)[:2] for part, size in zip(index, entry.shape, strict=True)]
         depth, blocks = ranges_of(entry, bounds)
         content = np.empty(sum(stop - start for start, stop in blocks), np.uint8)
@@ -162,26 +156,6 @@ def ranges_of(
         start, stop = bounds[axis]
         blocks.append((first + start * sizes[axis], first + stop * sizes[axis]))
     return axis, blocks
-
-
-def parse_header(text: bytes, where: str) -> dict[str, Tensor]:
-    """Returns the tensors that a safetensors header describes.
-
-    text: the header without the 8 bytes that give its length. A single number comes as an array of
-    shape (1,). Raises InputError for text that is no such header, and for types not in ALL_DTYPES.
-    """
-    entries = {}
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            if entry["dtype"] not in ALL_DTYPES:
-                raise InputError(f"{where}: tensor {name} is {entry['dtype']}, which is not read")
-            shape = [1] if entry["shape"] == [] else entry["shape"]
-            entries[name] = Tensor.from_json({**entry, "shape": shape}, 8 + len(text))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"{where}: not a safetensors file: {error!r}") from error
-    return entries
 
 
 @cache

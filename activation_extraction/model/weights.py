@@ -199,7 +199,7 @@ def check_tensors(checkpoint: Checkpoint, table: Iterable[WeightSpec], known: se
             checkpoint.scales(name)
     names = set(checkpoint.tensors)
     for file in checkpoint.weight_files:  # they may hold more than the index says
-        names.update(text_names(file.header, file.where))
+        names.update(text_names(file.tensors, file.where))
     where = f"--model_path {checkpoint.model_path}"
     if unknown := sorted(without_scales(names, where) - known):
         raise InputError(

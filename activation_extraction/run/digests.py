@@ -90,8 +90,7 @@ def _of_weights(file: WeightFile, pool: ThreadPoolExecutor) -> str:
     The blocks of a remote file are asked for at the same time.
     """
     with naming_unreadable(file.where):
-        header = 8 + int.from_bytes(file.read_bytes(0, 8), "little")
-        ranges = [(0, header), *sampled_blocks(file.size)]
+        ranges = [(0, file.header.end), *sampled_blocks(file.size)]
         return _digest_of(file.size, pool.map(lambda each: file.read_bytes(*each), ranges))
 
 
