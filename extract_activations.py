@@ -33,11 +33,8 @@ from activation_extraction.common.visible import counted, say
 from activation_extraction.inspect.look import look
 from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint, check_adapter
-from activation_extraction.model.devices import (
-    device_errors,
-    leave_out_absent_tpu,
-    use_compilation_cache,
-)
+from activation_extraction.model.compilation import use_compilation_cache
+from activation_extraction.model.devices import device_errors, leave_out_absent_tpu
 from activation_extraction.model.forward import (
     Activations,
     Step,

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.automatic_mesh import link_speed
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.devices import FLOAT32_TIME, Chip
 from activation_extraction.model.expert_kernel import ADDED, GATED, ROWS, WEIGHTED, block_of
 from activation_extraction.model.forward import Program
 from activation_extraction.model.mesh import RULES, Layout
+from activation_extraction.model.step_cost import link_speed
 from benchmarks.program_text import ProgramText
 
 UNREADABLE = ("TPU7x",)  # chips whose programs send in ways that program_text.py cannot read

@@ -6,7 +6,7 @@
 It compiles the program as a run would, without a TPU, and reads the text (program_text.py). Of the
 loop over layers, it prints every instruction's reads and writes of HBM, and what collectives send,
 along which axes, and whether products run meanwhile; and the layer's bytes over those of weights
-and tokens that move once, see `StepSizes.moved_by_layer`. Nothing runs: the times of a step, in the
+and tokens that move once, see `CostModel.moved_by_layer`. Nothing runs: the times of a step, in the
 JSON of the last line, are its bytes and operations over a chip's peaks. `products_ms` are those
 that the model needs, and `kernel_ms` those that the kernel of delta nets adds; `hidden_ms` is what
 is sent while products run, `exposed_ms` what is sent while nothing else does; `busy` is the share
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from activation_extraction.cli.config import parse_args
-from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.devices import at_dtype, chip_of
 from activation_extraction.model.family import HookedModel
 from activation_extraction.model.forward import (
@@ -34,6 +33,7 @@ from activation_extraction.model.forward import (
 )
 from activation_extraction.model.mesh import in_words
 from activation_extraction.model.model_config import ModelConfig
+from activation_extraction.model.step_cost import CostModel
 from activation_extraction.run.prepare import model_request
 from activation_extraction.run.topologies import topology_of
 from benchmarks.inputs import SHAPES
@@ -110,7 +110,7 @@ def times(compiled: Compiled) -> StepTimes:
 def moved_once(compiled: Compiled) -> float:
     """Returns the bytes of HBM of a layer and chip if weights and tokens move once."""
     program = compiled.program
-    sizes = StepSizes(compiled.model, program.weights, compiled.rows, compiled.length)
+    sizes = CostModel(compiled.model, program.weights, compiled.rows, compiled.length)
     return sizes.moved_by_layer(compiled.model.layout)
 
 

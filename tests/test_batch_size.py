@@ -21,9 +21,9 @@ from types import SimpleNamespace
 from activation_extraction.run import batch_size
 from activation_extraction.__main__ import main
 
-own_devices, stats = batch_size.own_devices, {"bytes_limit": int(os.environ["MEMORY"])}
+of_host, stats = batch_size.devices_of_this_host, {"bytes_limit": int(os.environ["MEMORY"])}
 kind = {"platform": "cpu", "device_kind": "a chip", "memory_stats": lambda: stats}
-batch_size.own_devices = lambda devices: [SimpleNamespace(**kind)] * len(own_devices(devices))
+batch_size.devices_of_this_host = lambda devices: [SimpleNamespace(**kind)] * len(of_host(devices))
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -36,7 +36,7 @@ def devices(monkeypatch):
         stats = None if memory is None else {"bytes_limit": int(memory)}
         kind = {"platform": platform, "device_kind": f"a {platform}", "memory_stats": lambda: stats}
         found = [SimpleNamespace(**kind)] * count
-        monkeypatch.setattr(batch_size, "own_devices", lambda devices: found)
+        monkeypatch.setattr(batch_size, "devices_of_this_host", lambda devices: found)
 
     return fake
 

@@ -8,7 +8,7 @@ from command_line import start
 from pods import flags_for
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.devices import use_compilation_cache
+from activation_extraction.model.compilation import use_compilation_cache
 
 pytestmark = pytest.mark.long
 

@@ -13,8 +13,9 @@ from tiny_models import SHARED, TEXT
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError
+from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.hooks import hook_table
-from activation_extraction.model.mesh import build_layout, usable_devices
+from activation_extraction.model.mesh import build_layout
 from qwen2_jax import weight_table
 from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
 
@@ -81,7 +82,7 @@ def test_only_the_layers_up_to_the_deepest_hook_are_loaded(config, names, layers
 @pytest.mark.parametrize("stages,last", [(2, 5), (4, 5)])
 def test_stages_have_only_the_layers_up_to_the_last_hook(stages, last):
     """The stages are as short as can be."""
-    layout = build_layout(usable_devices(every=True)[:stages], {"pipeline": stages}, 2)
+    layout = build_layout(usable_devices(all_of_host=True)[:stages], {"pipeline": stages}, 2)
     config = dataclasses.replace(QWEN2, num_hidden_layers=16)
     model = create_model_with_hooks(config, HOOKS.of_layers([2, last], "mlp", 16), layout=layout)
     table = weight_table(model)

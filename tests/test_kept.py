@@ -11,10 +11,11 @@ from pods import rounding_of_run
 
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
-from activation_extraction.model import mesh as mesh_module
+from activation_extraction.model import host_rows as host_rows_module
 from activation_extraction.model.hooks import Form
+from activation_extraction.model.host_rows import host_rows
 from activation_extraction.model.kept import take_kept
-from activation_extraction.model.mesh import build_layout, host_rows
+from activation_extraction.model.mesh import build_layout
 from activation_extraction.text.token_choice import TokenChoice
 
 HOOKS = ["blocks.0.attn.hook_k", "blocks.1.hook_resid_post", "blocks.2.mlp.hook_post"]
@@ -78,12 +79,13 @@ def test_kept_tokens_have_the_values_of_the_whole(kept, mesh, stored, demo_input
 def test_only_kept_tokens_leave_the_devices(monkeypatch):
     """Counted in bytes: about as many as are kept; and none of other rows. They go through pinned
     memory, as on GPUs; other tests are without it."""
-    monkeypatch.setattr(mesh_module, "PINNED_ON", ("cpu",))
-    rows, form = host_rows(jax.devices()), Form(5, "float32")
+    monkeypatch.setattr(host_rows_module, "PINNED_ON", ("cpu",))
+    form = Form(5, "float32")
     values = np.random.default_rng(0).standard_normal((3, 8, 60, 5), np.float32)
     # 60 tokens do not divide among eight devices; rows may be theirs instead.
     for axis in ("model", "data"):
         layout = build_layout(jax.devices(), {axis: 8}, 8)
+        rows = host_rows(layout)
         array = jax.device_put(values, rows.outgoing(60, layout))
         np.testing.assert_array_equal(rows.receive({form: array})[form], values)
         for share in (0.0, 0.3, 1.0):

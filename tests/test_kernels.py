@@ -16,6 +16,7 @@ from rounding import assert_rounded_alike, assert_within_rounding
 
 from activation_extraction.model import attention, expert_kernel
 from activation_extraction.model.attention import Segments, blocked_attention, dense_attention
+from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.experts import (
     Stacks,
     one_expert_after_the_other,
@@ -25,9 +26,10 @@ from activation_extraction.model.experts import (
 )
 from activation_extraction.model.flash_kernel import flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
+from activation_extraction.model.host_rows import host_rows
 from activation_extraction.model.kernels import splash_attention
 from activation_extraction.model.layers import others_of_pairs, others_of_pairs_on_tpu
-from activation_extraction.model.mesh import build_layout, host_rows, usable_devices
+from activation_extraction.model.mesh import build_layout
 
 splash, flash, grouped = (
     partial(f, interpret=True) for f in (splash_attention, flash_attention, grouped_experts)
@@ -108,8 +110,9 @@ def test_large_scores_are_not_rounded(kernel):
 def test_kernels_of_gpus_can_be_lowered_into_programs_of_both_meshes():
     """In a run, rows come on one mesh and weights lie on another one. (JAX refuses cuDNN's
     attention there, which needs the one mesh of a program.)"""
-    devices = usable_devices(every=True)[:4]
-    layout, rows = build_layout(devices, {"data": 2, "model": 2}, 2), host_rows(devices)
+    devices = usable_devices(all_of_host=True)[:4]
+    layout = build_layout(devices, {"data": 2, "model": 2}, 2)
+    rows = host_rows(layout)
     q, k, v, segments = inputs(*CASES["rows that end within a block"], jnp.bfloat16)
     k, v = jax.device_put((k, v), layout.sharding(("batch", "", "kv_heads", ""), k.shape))
     q, ids = jax.device_put((q, segments.q), rows.incoming())

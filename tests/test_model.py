@@ -30,9 +30,11 @@ from tiny_models import (
 
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.delta_kernel import pallas_delta_rule
+from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.hooks import hook_table
+from activation_extraction.model.host_rows import HostRows
 from activation_extraction.model.kernels import Kernels
-from activation_extraction.model.mesh import HostRows, build_layout, usable_devices
+from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.model_config import as_stored
 from activation_extraction.model.weights import check_tensors, load_params, oriented
 from benchmarks.agreement import few_more, same_experts
@@ -221,7 +223,7 @@ def batch_of(lengths, size, vocabulary):
 
 def values_on(mesh, reference, hooks, batch, dtype=jnp.float32, kernels=None):
     """Hook -> its values, as a run receives them on a mesh of two hosts if it has eight devices."""
-    config, devices = reference.config, usable_devices(every=True)[: math.prod(mesh.values())]
+    config, devices = reference.config, usable_devices(all_of_host=True)[: math.prod(mesh.values())]
     layout = build_layout(devices, mesh, config.num_key_value_heads)
     grid = np.array(devices, object).reshape(-(-len(devices) // 4), -1)
     rows = HostRows(Mesh(grid, ("host", "device")))

@@ -19,7 +19,9 @@ from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.devices import CHIPS
 from activation_extraction.model.expert_kernel import ROWS, pallas_experts
 from activation_extraction.model.experts import Stacks
+from activation_extraction.model.host_rows import host_rows
 from activation_extraction.model.kept import take
+from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.released import released_config
 from activation_extraction.run.topologies import MACHINES, topology_of
 from benchmarks.inputs import SHAPES
@@ -152,6 +154,18 @@ def test_the_compiler_knows_every_machine_alike():
                 assert hosts == [device.process_index for device in described]
                 assert {device.platform for device in real} == {"tpu"}
                 assert all(kind.chip in device.device_kind for device in real)
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v5e:4x4", "v4:2x2x4", "v4:2x4x4", "tpu7x:2x2x2"])
+def test_every_mesh_keeps_the_devices_of_a_host_together(topology):
+    """JAX knows where the chips of each kind are, and refuses no mesh with an unexpected error."""
+    devices = topology_of(topology).compilable()
+    count = len(devices)
+    for inner in (size for size in range(1, count + 1) if count % size == 0):
+        layout = build_layout(devices, {"data": count // inner, "model": inner}, kv_heads=2)
+        rows = host_rows(layout).mesh.devices
+        assert [*rows.flat] == [*layout.mesh.devices.flat]
+        assert all(len({device.process_index for device in host}) == 1 for host in rows)
 
 
 @rare

@@ -19,10 +19,11 @@ from activation_extraction.model import trial
 from activation_extraction.model.attention import blocked_attention, dense_attention
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.delta_net import gated_delta_rule
+from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.experts import ragged_experts, tiled_experts
 from activation_extraction.model.flash_kernel import flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
-from activation_extraction.model.mesh import Layout, build_layout, usable_devices
+from activation_extraction.model.mesh import Layout, build_layout
 from activation_extraction.model.trial import (
     TOLERANCE,
     attention_trials,
@@ -52,7 +53,7 @@ def trials_of(name, dtype):
     if name in RUNS:
         shape, length, model, changes = RUNS[name]
         config = dataclasses.replace(FAMILIES.config(SHAPES[shape]), **changes)
-        devices = usable_devices(every=True)[:model]
+        devices = usable_devices(all_of_host=True)[:model]
         layout = build_layout(devices, {"model": model}, config.num_key_value_heads)
         return attention_trials(config, layout, length, dtype)
     if len(name) == 3:

@@ -25,7 +25,8 @@ from activation_extraction.common.safetensors import FIRST_BYTES
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model import weight_files
 from activation_extraction.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from activation_extraction.model.mesh import build_layout, usable_devices
+from activation_extraction.model.devices import usable_devices
+from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weights import WeightSpec, load_params
 from activation_extraction.run.digests import model_digest
 from activation_extraction.store.folder import SourceFolder
@@ -86,7 +87,9 @@ def test_weights_are_split_and_read_only_once(tmp_path, name, mesh, most, tensor
     """A device holds what the axes leave of each weight; a process reads every byte once."""
     reference = make_reference(tmp_path, **MODELS[name])
     config, checkpoint = reference.config, Watched(reference.folder)
-    layout = build_layout(usable_devices(every=True), MESHES[mesh], config.num_key_value_heads)
+    layout = build_layout(
+        usable_devices(all_of_host=True), MESHES[mesh], config.num_key_value_heads
+    )
     hooks = matching(config, [f"blocks.{config.num_hidden_layers - 1}.hook_resid_post"])
     table = weight_table(create_model_with_hooks(config, hooks, layout=layout))
     params = load_params(table, checkpoint, np.float32, layout)

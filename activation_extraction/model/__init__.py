@@ -4,10 +4,11 @@ model_config.py and rope.py read config.json; checkpoint.py finds a model's file
 finds the text model in them, weight_files.py reads tensors, float8.py multiplies those of float8 by
 their scales, lora.py merges an adapter, and weights.py turns them into parameters of the modules in
 layers.py, which decoder.py stacks; autoencoders.py reads autoencoders, those in .pt files by
-torch_file.py, and encode.py computes their codes; devices.py knows the devices, mesh.py spreads
-arrays over devices, and automatic_mesh.py chooses how; attention.py, experts.py and delta_net.py
-define what kernels.py, on TPUs delta_kernel.py and expert_kernel.py, and on GPUs flash_kernel.py
-and grouped_kernel.py, compute faster, and trial.py compares them; hooks.py lists the hooks,
+torch_file.py, and encode.py computes their codes; devices.py knows the devices, mesh_choice.py
+chooses the mesh by what step_cost.py estimates, mesh.py builds it, host_rows.py brings rows to it,
+and compilation.py compiles; attention.py, experts.py and delta_net.py define what kernels.py, on
+TPUs delta_kernel.py and expert_kernel.py, and on GPUs flash_kernel.py and grouped_kernel.py,
+compute faster, and trial.py compares them; hooks.py lists the hooks,
 predictions.py computes those that need the logits, capture.py collects all values, and kept.py
 moves those of kept tokens off the devices; forward.py assembles all that. The script passes the
 model families (family.py) in. released.py has the sizes of released models. This folder knows

@@ -26,27 +26,25 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log, on_terminal
 from activation_extraction.common.visible import plain_url
 from activation_extraction.model.autoencoders import Autoencoder, layer_in
-from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.devices import compile_with_options, memory_of, watch_compiling
+from activation_extraction.model.compilation import compile_with_options, watch_compiling
+from activation_extraction.model.devices import devices_of_this_host, memory_of, usable_devices
 from activation_extraction.model.encode import Encoder, Weights, encode, make_encoders
 from activation_extraction.model.family import Families, HookedModel, ModelFamily, WeightTable
 from activation_extraction.model.hooks import Form, Hook, HookTable, hook_table
+from activation_extraction.model.host_rows import HostRows, count_hosts, host_rows
 from activation_extraction.model.kept import KeptTokens, take_kept
 from activation_extraction.model.kernels import Kernels, candidates_for
 from activation_extraction.model.lora import Adapter
-from activation_extraction.model.mesh import (
-    HostRows,
-    Layout,
-    build_layout,
+from activation_extraction.model.mesh import Layout, build_layout, in_words
+from activation_extraction.model.mesh_choice import (
+    MeshChoice,
+    cheapest_mesh,
     check_divisibility,
-    choose_shape,
-    host_rows,
-    in_words,
-    own_devices,
-    usable_devices,
+    choose_mesh,
 )
 from activation_extraction.model.model_config import HEAD, ModelConfig, as_stored
+from activation_extraction.model.step_cost import CostModel
 from activation_extraction.model.tensor_names import text_name
 from activation_extraction.model.trial import Choice, try_kernels
 from activation_extraction.model.weights import check_tensors, load_params, oriented
@@ -270,22 +268,31 @@ def build_model(
                 f"{MOST_BYTES_OF_A_ROW:,} per row are stored; choose a smaller --max_seq_length"
             )
     asked = config, sorted(hooks), dtype, activations
-    model, rows = family.hooked(*asked), host_rows(devices)
-    total_rows = request.batch_size * rows.hosts
+    hosts = count_hosts(devices)
+    total_rows = request.batch_size * hosts
 
-    def automatic() -> tuple[dict[str, int], str]:
-        step = StepSizes(model, family.weight_table(model), total_rows, length, encoders)
-        known = request.memory is not None
-        own = (own_devices(devices) or devices)[0]
-        return step.choose_mesh(devices, request.memory if known else memory_of(own))
+    def automatic() -> MeshChoice:
+        model = family.hooked(*asked)
+        step = CostModel(model, family.weight_table(model), total_rows, length, encoders)
+        memory = request.memory
+        if memory is None:
+            memory = memory_of((devices_of_this_host(devices) or devices)[0])
+        return cheapest_mesh(step, devices, memory)
 
-    given = (request.mesh_shape, request.mesh_axes) if request.use_data_parallel else (None, None)
-    shape, why = choose_shape(request.mesh_type, *given, len(devices), rows.hosts, automatic)
-    layout = build_layout(devices, shape, config.num_key_value_heads, why)
+    several = request.use_data_parallel
+    choice = choose_mesh(
+        request.mesh_type,
+        request.mesh_shape if several else None,
+        request.mesh_axes if several else None,
+        len(devices),
+        hosts,
+        automatic,
+    )
+    layout = build_layout(devices, choice.shape, config.num_key_value_heads, choice.why)
     check_divisibility(layout, total_rows, length, config.sizes)
     candidates = candidates_for(devices[0].platform)
     preferred = {kind: next(iter(each.values())) for kind, each in candidates.items()}
-    return family.hooked(*asked, Kernels(**preferred), layout), rows
+    return family.hooked(*asked, Kernels(**preferred), layout), host_rows(layout)
 
 
 def choose_dtypes(request: ModelRequest, platform: str) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from activation_extraction.model.hooks import Form
-from activation_extraction.model.mesh import own_shards, rows_and_tokens, to_host
+from activation_extraction.model.host_rows import rows_and_tokens, shards_of_host, to_host
 
 PIECES = 16  # of each device if all its tokens are kept
 
@@ -61,7 +61,7 @@ def take_kept(activations: Mapping[Form, Array], kept: np.ndarray) -> KeptTokens
     another part of T.
     kept: bool (B, T), of this host's rows.
     """
-    shards = {form: own_shards(array) for form, array in activations.items()}
+    shards = {form: shards_of_host(array) for form, array in activations.items()}
     first = next(iter(shards.values()))
     mesh = Mesh(np.array([shard.device for shard in first]), ("device",))
     split = NamedSharding(mesh, PartitionSpec("device"))

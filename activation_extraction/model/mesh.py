@@ -1,37 +1,33 @@
-"""This module builds the mesh from the flags and the devices, and says how arrays lie on it.
+"""A mesh arranges the devices along named axes, and a `Layout` says how arrays lie on it.
 
-The model and the step name logical axes only; `RULES` maps them to mesh axes, and an axis that the
-mesh lacks drops out. Users know the mesh axes pipeline, data, fsdp, expert and model. Inside,
-`model` is two axes: `model` proper, along which attention heads are split, and `query`, along which
-the queries of a row are split where the key/value heads do not divide further; all else uses both
-alike.
+The model and the step name logical axes only, such as "batch" and "heads". `RULES` maps a logical
+axis to axes of the mesh, and axes that the mesh lacks drop out. Users know the mesh axes pipeline,
+data, fsdp, expert and model. Inside, `model` is two axes: `model` proper, along which attention
+heads are split, and `query`, along which the queries of a row are split where the key/value heads
+do not divide further. Everything else is split along both alike.
+
+mesh_choice.py decides which mesh a run gets, and host_rows.py brings rows to it.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import groupby
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array, lax
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from activation_extraction.common.choices import MESH_AXES
-from activation_extraction.common.errors import InputError, one_line
-from activation_extraction.common.visible import counted
 from activation_extraction.model.attention import Attention, Segments
-from activation_extraction.model.hooks import Form
 
-PINNED_ON = ("gpu",)  # platforms
-DEFAULT_3D_DEVICES = 64
-DEFAULT_3D_AXES = ("pipeline", "data", "model")
-DEFAULT_2D_AXES = ("data", "model")
+# The two axes of JAX's mesh that are `model` for the user.
 BOTH = ("model", "query")
+# Logical axis -> the axes of the mesh along which it is split.
 RULES: dict[str, tuple[str, ...]] = {
-    # These are axes of weights,
+    # Axes of weights:
     "layers": ("pipeline",),
     "embed": ("fsdp",),
     "heads": ("model",),
@@ -41,10 +37,10 @@ RULES: dict[str, tuple[str, ...]] = {
     "experts": ("expert",),
     "vocab": BOTH,
     "head_vocab": (*BOTH, "pipeline"),
-    # and these of activations.
+    # Axes of activations:
     "stage": ("pipeline",),
     "batch": ("data", "fsdp", "expert"),
-    "fsdp_batch": ("data", "expert"),  # every device along fsdp has the rows of all
+    "fsdp_batch": ("data", "expert"),  # devices along fsdp have one another's rows
     "query_sequence": ("query",),
     "captured_sequence": BOTH,
     "leaving_sequence": (*BOTH, "pipeline"),
@@ -53,9 +49,12 @@ RULES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh with its rules. Without a mesh (one device, shapes only) it does nothing.
+    """A mesh with its rules.
 
-    An abstract mesh knows its axes and no devices. why: for the log, why it was chosen.
+    Attributes:
+        mesh: The mesh. An abstract mesh has axes but no devices. None stands for a single device,
+            or for shapes alone; then nothing is split and nothing is constrained.
+        why: The reason why this mesh was chosen, for the log; "" if the user gave its shape.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -74,10 +73,10 @@ class Layout:
         return sizes
 
     def ring(self, axis: str) -> list[int]:
-        """Returns the devices along a mesh axis in an order in which they send around a ring.
+        """Returns the numbers of the devices along a mesh axis in the order of a ring.
 
-        TPUs that form a rectangle, two of them wide, are each beside the next one. Some cannot
-        compute while they send to others.
+        TPUs that form a rectangle of width two are each beside the next one in the ring. Some
+        devices cannot compute while they send to devices that are not beside them.
         """
         assert isinstance(self.mesh, Mesh)
         devices = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(axis), 0)
@@ -94,8 +93,13 @@ class Layout:
     def sharding(
         self, axes: Sequence[str], shape: Sequence[int], without: str | None = None
     ) -> NamedSharding:
-        """Returns how an array with these logical axes is split, never along the mesh axis
-        `without`. A dimension that does not divide is not split."""
+        """Returns how an array is split. A dimension that does not divide is not split.
+
+        Args:
+            axes: The logical axis of every dimension.
+            shape: The shape of the array.
+            without: A mesh axis along which nothing is split; None for none.
+        """
         assert self.mesh is not None
         entries: list[tuple[str, ...] | None] = []
         for axis, size in zip(axes, shape, strict=True):
@@ -107,18 +111,30 @@ class Layout:
     def shard_shape(
         self, axes: Sequence[str], shape: tuple[int, ...], without: str | None = None
     ) -> tuple[int, ...]:
+        """Returns the shape of one device's part of an array. See `sharding` for the arguments."""
         if self.mesh is None:
             return shape
         return self.sharding(axes, shape, without).shard_shape(shape)
 
     def constrain(self, x: Array, *axes: str, without: str | None = None) -> Array:
-        """Says how `x` lies on the mesh at this point of the computation."""
+        """Fixes how `x` lies on the mesh at this point of the computation.
+
+        Args:
+            x: The array.
+            axes: The logical axis of every dimension.
+            without: A mesh axis along which nothing is split; None for none.
+        """
         if self.mesh is None or self.mesh.size == 1:
             return x
         return lax.with_sharding_constraint(x, self.sharding(axes, x.shape, without))
 
     def gather(self, weight: Array, axes: Sequence[str]) -> Array:
-        """Gathers a weight along fsdp just before its use; its split along the rest stays."""
+        """Gathers a weight along fsdp just before its use; it stays split along other mesh axes.
+
+        Args:
+            weight: The weight.
+            axes: The logical axis of every dimension.
+        """
         return weight if self.size("fsdp") == 1 else self.constrain(weight, *axes, without="fsdp")
 
     def per_device(
@@ -128,9 +144,13 @@ class Layout:
         axes: Sequence[Sequence[str]],
         like: int,
     ) -> Array:
-        """Runs `function` on every device with its own part of the arrays, whose axes are given.
+        """Runs a function on every device, with the device's part of every array.
 
-        like: the number of the array that has the shape and the axes of the result.
+        Args:
+            function: Maps the parts of the arrays to a part of the result.
+            arrays: The arguments of the function.
+            axes: The logical axes of every array.
+            like: The number of the array that has the shape and the axes of the result.
         """
         if self.mesh is None or self.mesh.size == 1:
             return function(*arrays)
@@ -143,7 +163,15 @@ class Layout:
     def attend(
         self, attention: Attention, q: Array, k: Array, v: Array, segment_ids: Array
     ) -> Array:
-        """Runs `attention` on every device with its own rows, heads and queries."""
+        """Runs `attention` on every device, with the device's rows, heads and queries.
+
+        Args:
+            attention: The function; see `Attention` for its arguments and result.
+            q: The queries of whole rows.
+            k: The keys.
+            v: The values.
+            segment_ids: The segments of the tokens, (B, T) int32.
+        """
 
         def local(q: Array, k: Array, v: Array, *segments: Array) -> Array:
             split = self.size("query") > 1
@@ -156,235 +184,83 @@ class Layout:
         return self.per_device(local, arrays, [queries, keys, keys, queries[:2], keys[:2]], like=0)
 
 
-@dataclass(frozen=True)
-class HostRows:
-    """How rows come from the hosts, and how activations go back to them.
-
-    The mesh has the same devices in the same order as the layout's, as hosts x devices of a host,
-    so that one program uses both. Each host feeds its own rows and receives the activations of its
-    own rows, with different rows or a different part of the sequence from every device.
-    """
-
-    mesh: Mesh
-
-    @property
-    def hosts(self) -> int:
-        return self.mesh.shape["host"]
-
-    def incoming(self) -> NamedSharding:
-        """Returns the sharding of arrays whose first axis is the rows of all hosts."""
-        return NamedSharding(self.mesh, PartitionSpec("host"))
-
-    def outgoing(self, length: int, layout: Layout) -> NamedSharding:
-        """Returns the sharding of activations (hooks, rows of all hosts, T, width).
-
-        Devices that compute rows of their own keep those; else each gets another part of T.
-        """
-        if layout.size(*RULES["batch"]) == self.mesh.size:
-            return NamedSharding(self.mesh, PartitionSpec(None, ("host", "device")))
-        split = "device" if length % self.mesh.shape["device"] == 0 else None
-        return NamedSharding(self.mesh, PartitionSpec(None, "host", split))
-
-    def everywhere(self) -> NamedSharding:
-        """Returns the sharding of values that every host needs."""
-        return NamedSharding(self.mesh, PartitionSpec())
-
-    def feed(self, array: np.ndarray) -> Array:
-        """Turns this host's rows into the rows of all hosts."""
-        shape = (array.shape[0] * self.hosts, *array.shape[1:])
-        return jax.make_array_from_process_local_data(self.incoming(), array, shape)
-
-    def receive(self, activations: Mapping[Form, Array]) -> dict[Form, np.ndarray]:
-        """Returns the activations of this host's rows, {form: (hooks, B, T, width)}, as NumPy."""
-        shards = {form: own_shards(array) for form, array in activations.items()}
-        on_host = {form: [to_host(shard.data) for shard in own] for form, own in shards.items()}
-        received = {}
-        for form, (first, *others) in on_host.items():
-            received[form] = np.asarray(first)
-            if others:
-                places = rows_and_tokens(shards[form])
-                hooks, rows = len(first), max(rows.stop for rows, _ in places)
-                received[form] = np.empty((hooks, rows, *activations[form].shape[2:]), first.dtype)
-                for place, part in zip(places, (first, *others), strict=True):
-                    received[form][:, *place] = part
-        return received
-
-
-def to_host(array: Array) -> Array:
-    """Starts to copy an array to the host; returns the one to turn into NumPy's.
-
-    That of a GPU is in pinned memory, which NumPy reads in place: an H100 copied 38 to 51 GB/s
-    there, and 1.5 GB/s to other memory.
-    """
-    if next(iter(array.devices())).platform in PINNED_ON:
-        return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
-    array.copy_to_host_async()
-    return array
-
-
-def own_shards(array: Array) -> list[Any]:
-    """Returns this host's shards of activations, one for each part that it has, in order."""
-    starts = [tuple(part.start or 0 for part in x.index[1:3]) for x in array.addressable_shards]
-    shards = dict(zip(starts, array.addressable_shards, strict=True))
-    return [shards[start] for start in sorted(shards)]
-
-
-def rows_and_tokens(shards: Sequence[Any]) -> list[tuple[slice, slice]]:
-    """Returns which of this host's rows, and which of their tokens, each of its shards has.
-
-    shards: all that the host has of activations (hooks, rows of all hosts, T, width).
-    """
-    starts = [shard.index[1].start or 0 for shard in shards]
-    firsts = [start - min(starts) for start in starts]
-    return [
-        (slice(first, first + shard.data.shape[1]), shard.index[2])
-        for first, shard in zip(firsts, shards, strict=True)
-    ]
-
-
-def in_words(shape: Mapping[str, int]) -> str:
-    """Returns a mesh in words, such as `data 4 x fsdp 2`. shape: mesh axis -> size."""
-    return " x ".join(f"{axis} {size}" for axis, size in shape.items())
-
-
-def host_rows(devices: Sequence[Any]) -> HostRows:
-    """Groups the devices by host. Raises InputError if hosts have different numbers of devices."""
-    counts = Counter(device.process_index for device in devices)
-    if len(set(counts.values())) > 1:
-        found = ", ".join(f"{count} on host {host}" for host, count in sorted(counts.items()))
-        raise InputError(
-            f"hosts have different numbers of devices: {found}; expected the same on all"
-        )
-    return HostRows(Mesh(np.array(devices, object).reshape(len(counts), -1), ("host", "device")))
-
-
 def build_layout(
     devices: Sequence[Any], shape: Mapping[str, int], kv_heads: int, why: str = ""
 ) -> Layout:
-    """Builds the mesh with these axes over the devices in order, the first axis being the slowest.
+    """Builds a mesh over the devices.
 
-    why: for the log, why this shape was chosen.
+    Args:
+        devices: The devices, ordered by host.
+        shape: Mesh axis as the user knows it -> size. The first axis varies slowest.
+        kv_heads: The number of key/value heads of the model.
+        why: The reason why this shape was chosen, for the log.
     """
     names, sizes = mesh_axes(shape, kv_heads)
-    return Layout(Mesh(np.array(devices, object).reshape(sizes), tuple(names)), why)
+    return Layout(Mesh(arrange_devices(devices, sizes), tuple(names)), why)
+
+
+def abstract_layout(shape: Mapping[str, int], kv_heads: int) -> Layout:
+    """Returns the layout of a mesh without devices. See `build_layout` for the arguments."""
+    names, sizes = mesh_axes(shape, kv_heads)
+    return Layout(AbstractMesh(tuple(sizes), tuple(names)))
 
 
 def mesh_axes(shape: Mapping[str, int], kv_heads: int) -> tuple[list[str], list[int]]:
-    """Returns the names and sizes of JAX's mesh axes.
+    """Returns the names and the sizes of the axes of JAX's mesh.
 
-    `model` is split into heads and queries: as many ways over heads as key/value heads allow.
+    `model` is split as many ways over heads as the key/value heads allow, and the rest over
+    queries.
+
+    Args:
+        shape: Mesh axis as the user knows it -> size.
+        kv_heads: The number of key/value heads of the model.
     """
-    heads, sizes = math.gcd(kv_heads, shape.get("model", 1)), dict[str, int]()
+    heads = math.gcd(kv_heads, shape.get("model", 1))
+    sizes: dict[str, int] = {}
     for axis, size in shape.items():
-        split = {"model": heads, "query": size // heads}
-        sizes |= split if axis == "model" else {axis: size}
+        if axis == "model":
+            sizes |= {"model": heads, "query": size // heads}
+        else:
+            sizes[axis] = size
     return [*sizes], [*sizes.values()]
 
 
-def check_divisibility(layout: Layout, rows: int, length: int, sizes: dict[str, int]) -> None:
-    """Raises InputError if rows, tokens or widths do not divide among the devices.
+def arrange_devices(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
+    """Returns the devices as an array with the axes of a mesh.
 
-    rows: of all hosts per step; sizes: letter -> size as in the model's configuration.
+    JAX arranges the TPUs of a slice so that devices along an axis are joined by links, if every
+    axis of the mesh can be whole axes of the slice. Its arrangement is taken only if it keeps the
+    devices of every host together, since otherwise the rows of a host would be computed by other
+    hosts' devices. Elsewhere the devices stay in their order.
+
+    Args:
+        devices: The devices, ordered by host.
+        sizes: The size of every axis. The first axis varies slowest.
     """
-    if "expert" in layout.shape and "E" not in sizes:
-        raise InputError("--mesh_axes expert: the model has no experts")
-    checks = (
-        ("--batch_size, rows of all hosts together", rows, RULES["batch"]),
-        ("--max_seq_length", length, ("query",)),
-        ("intermediate_size", sizes.get("F", 0), BOTH),
-        ("moe_intermediate_size", sizes.get("M", 0), BOTH),
-        ("shared_expert_intermediate_size", sizes.get("P", 0), BOTH),
-        ("num_experts", sizes.get("E", 0), ("expert",)),
-        ("hidden_size", sizes["D"], ("fsdp",)),
-    )
-    for what, size, axes in checks:
-        parts = layout.size(*axes)
-        if size % parts:
-            names = " x ".join(axes)
-            raise InputError(
-                f"{what}: {size} does not divide among {parts} devices ({names}); "
-                "choose another --mesh_shape or size (--no_data_parallel uses one device)"
-            )
-
-
-def usable_devices(every: bool, devices: Sequence[Any] | None = None) -> list[Any]:
-    """Returns all devices, ordered by host, or (not `every`) the first one of each host.
-
-    devices: those of a machine that is only planned; None for JAX's. Raises InputError if JAX has
-    none on the platform that the environment asks for.
-    """
+    in_order = np.array(devices, object).reshape(sizes)
+    slices = {getattr(device, "slice_index", 0) for device in devices}
+    has_coordinates = all(hasattr(device, "coords") for device in devices)
+    if devices[0].platform != "tpu" or len(slices) > 1 or not has_coordinates:
+        return in_order
     try:
-        devices = jax.devices() if devices is None else devices
-        devices = sorted(devices, key=lambda device: (device.process_index, device.id))
-    except (RuntimeError, AssertionError) as error:
-        reason = one_line(error)
-        raise InputError(f"JAX finds no devices (JAX_PLATFORMS, drivers): {reason:.200}") from error
-    firsts = {device.process_index: device for device in reversed(devices)}
-    return devices if every else [firsts[index] for index in sorted(firsts)]
+        arranged = mesh_utils.create_device_mesh(sizes, devices)
+    except (NotImplementedError, AssertionError):
+        # An axis of the mesh would be a part of an axis of the slice, and the squares that hosts
+        # have are better than such parts; or the devices, such as one of each host, are no cuboid.
+        return in_order
+    return arranged if _keeps_hosts_together(arranged) else in_order
 
 
-def own_devices(devices: Sequence[Any]) -> list[Any]:
-    return [each for each in devices if each.process_index == jax.process_index()]
+def _keeps_hosts_together(arranged: np.ndarray) -> bool:
+    """Returns whether the devices of every host follow one another, the last axis fastest."""
+    hosts = [device.process_index for device in arranged.flat]
+    return len([*groupby(hosts)]) == len(set(hosts))
 
 
-def choose_shape(
-    kind: str | None,
-    shape: Sequence[int] | None,
-    axes: Sequence[str] | None,
-    devices: int,
-    hosts: int,
-    automatic: Callable[[], tuple[dict[str, int], str]],
-) -> tuple[dict[str, int], str]:
-    """Returns mesh axis -> size for the flags of the mesh, and why it was chosen, or "".
+def in_words(shape: Mapping[str, int]) -> str:
+    """Returns a mesh in words, such as `data 4 x fsdp 2`.
 
-    kind: --mesh_type; None if only a shape is given. automatic: chooses for `auto`. Raises
-    InputError if a given shape does not fit the axes or the devices.
+    Args:
+        shape: Mesh axis -> size.
     """
-    dimensions = {"1d": 1, "2d": 2, "3d": 3}.get(kind or "")
-    if shape is not None:
-        return _explicit(shape, axes, dimensions, devices), ""
-    if axes is not None and dimensions != 3:
-        raise InputError(f"--mesh_axes {','.join(axes)}: needs --mesh_shape")
-    if kind == "auto":
-        return automatic()
-    if kind == "1d":
-        return {"model": devices}, ""
-    why = ""
-    if kind == "3d":
-        if devices >= DEFAULT_3D_DEVICES and devices % 16 == 0:
-            names = tuple(axes or DEFAULT_3D_AXES)
-            if len(names) != 3:
-                raise InputError(f"--mesh_axes {','.join(names)}: a 3d mesh has three axes")
-            # Two axes get four devices; the one that splits only rows, or the first, gets the rest.
-            rest = next(axis for axis in ("data", "fsdp", names[0]) if axis in names)
-            return {name: devices // 16 if name == rest else 4 for name in names}, ""
-        why = (
-            f"a 3d mesh needs a multiple of 16 devices, {DEFAULT_3D_DEVICES} or more, or "
-            f"--mesh_shape; {counted(devices, 'device')} become a 2d mesh"
-        )
-    data = hosts if hosts > 1 else (2 if devices >= 8 and devices % 2 == 0 else 1)
-    return {"data": data, "model": devices // data}, why
-
-
-def _explicit(
-    shape: Sequence[int], axes: Sequence[str] | None, dimensions: int | None, devices: int
-) -> dict[str, int]:
-    text = ",".join(map(str, shape))
-    if dimensions is not None and len(shape) != dimensions:
-        raise InputError(
-            f"--mesh_shape {text}: has {len(shape)} axes, --mesh_type has {dimensions}"
-        )
-    defaults = {1: ("model",), 2: DEFAULT_2D_AXES, 3: DEFAULT_3D_AXES}
-    names = tuple(axes or defaults.get(len(shape), MESH_AXES))
-    if len(names) != len(shape):
-        raise InputError(f"--mesh_shape {text}: has {len(shape)} axes, --mesh_axes {len(names)}")
-    if math.prod(shape) != devices:
-        factors = [n for n in range(1, devices + 1) if devices % n == 0]
-        shapes = [s for s in product(factors, repeat=len(shape)) if math.prod(s) == devices]
-        shapes.sort(key=lambda s: (max(s) - min(s), s))  # the most even shapes come first
-        fitting = "; ".join(",".join(map(str, s)) for s in shapes[:8])
-        raise InputError(
-            f"--mesh_shape {text}: is {counted(math.prod(shape), 'device')}, there are {devices}; "
-            f"these would fit: {fitting}"
-        )
-    return dict(zip(names, shape, strict=True))
+    return " x ".join(f"{axis} {size}" for axis, size in shape.items())

@@ -16,7 +16,7 @@ from activation_extraction.common.errors import one_line
 from activation_extraction.common.host_memory import available_memory
 from activation_extraction.common.log import log
 from activation_extraction.model.decoder import TOKENS_AT_ONCE
-from activation_extraction.model.devices import USABLE
+from activation_extraction.model.devices import USABLE, devices_of_this_host, usable_devices
 from activation_extraction.model.family import Families
 from activation_extraction.model.forward import (
     Forward,
@@ -24,7 +24,6 @@ from activation_extraction.model.forward import (
     bytes_of_step,
     prepare_model,
 )
-from activation_extraction.model.mesh import own_devices, usable_devices
 from activation_extraction.run.hosts import Host, gather, together
 from activation_extraction.store.identity import GIGABYTE
 
@@ -42,7 +41,7 @@ def default_rows(
     round it up on accelerators, too, so that no mesh refuses it before `fit_rows` finds a better
     one. planned: the devices of a machine that is only planned.
     """
-    devices, rows = own_devices(usable_devices(every_device, planned)), DEFAULT_ROWS
+    devices, rows = devices_of_this_host(usable_devices(every_device, planned)), DEFAULT_ROWS
     on_cpu = devices[0].platform == "cpu"
     if on_cpu:
         rows = min(max(TOKENS_AT_ONCE // length, 1), DEFAULT_ROWS)
@@ -67,7 +66,7 @@ def fit_rows(
     is continued, if any. All hosts must call this together, and all get the same number. If making
     or compiling the model fails on a host, and not for lack of memory, all of them raise.
     """
-    devices = own_devices(usable_devices(request.use_data_parallel))
+    devices = devices_of_this_host(usable_devices(request.use_data_parallel))
     kind, least = devices[0].device_kind, len(devices)
     limit = together(host, lambda: (devices[0].memory_stats() or {}).get("bytes_limit", 0))
     usable = USABLE * min(gather(host, limit))

@@ -2,7 +2,7 @@
 
 The estimate says four things: the mesh, whether the run fits in memory, its hours, and its bytes;
 and its dollars if a price is given. Memory and the fastest possible step follow from the formula by
-which `--mesh_type auto` chooses (automatic_mesh.py). For TPUs, the compiler also says how much
+which `--mesh_type auto` chooses (step_cost.py). For TPUs, the compiler also says how much
 memory the very program takes; that needs libtpu, but no TPU. Of the model, only config.json is
 read. Nothing runs.
 """
@@ -21,7 +21,6 @@ from activation_extraction.cli.flags import DATASET, Config
 from activation_extraction.common.errors import InputError, install_extra, one_line
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, say
-from activation_extraction.model.automatic_mesh import StepSizes
 from activation_extraction.model.checkpoint import Checkpoint, check_adapter
 from activation_extraction.model.devices import USABLE, memory_of
 from activation_extraction.model.family import Families, read_json
@@ -34,6 +33,7 @@ from activation_extraction.model.forward import (
 )
 from activation_extraction.model.mesh import in_words
 from activation_extraction.model.released import released_config
+from activation_extraction.model.step_cost import CostModel
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.prepare import model_request
 from activation_extraction.run.topologies import Topology, topology_of
@@ -166,7 +166,7 @@ def estimate_mesh(run: PlannedRun, request: ModelRequest, program: Program) -> d
     """
     layout, devices = program.layout, [*program.rows.mesh.devices.flat]
     rows = request.batch_size * program.rows.hosts
-    step = StepSizes(
+    step = CostModel(
         program.model, program.weights, rows, request.max_seq_length, program.encoders
     ).estimate(layout, devices)
     room = USABLE * (memory_of(devices[0]) or 0)

@@ -35,7 +35,8 @@ from activation_extraction.common.errors import InputError, RunError, for_the_us
 from activation_extraction.common.interrupts import raise_on_ctrl_c
 from activation_extraction.common.log import activities
 from activation_extraction.common.visible import say_error
-from activation_extraction.model.mesh import host_rows, usable_devices
+from activation_extraction.model.devices import usable_devices
+from activation_extraction.model.host_rows import count_hosts
 from activation_extraction.text.batch import Batch
 
 MOST_SHOWN = 400  # of a value with more characters, messages show a digest
@@ -102,10 +103,10 @@ def join(config: Config) -> Host:
         raise RunError(f"{failed} ({one_line(error):.200})") from error
     finally:
         timer.cancel()
-    devices = usable_devices(every=True)
+    devices = usable_devices(all_of_host=True)
     host = Host(jax.process_index(), jax.process_count())
     try:
-        host_rows(devices)  # first, because JAX can gather nothing from hosts that differ in this
+        count_hosts(devices)  # first, because JAX can gather nothing from hosts that differ in this
     except InputError:  # all hosts know all devices, so all raise
         leave(host)
         raise

@@ -19,7 +19,8 @@ from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.model.autoencoders import read_autoencoder
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.model.devices import memory_of, use_compilation_cache
+from activation_extraction.model.compilation import use_compilation_cache
+from activation_extraction.model.devices import devices_of_this_host, memory_of, usable_devices
 from activation_extraction.model.family import Families
 from activation_extraction.model.forward import (
     Forward,
@@ -28,7 +29,6 @@ from activation_extraction.model.forward import (
     log_hooks,
     prepare_model,
 )
-from activation_extraction.model.mesh import own_devices, usable_devices
 from activation_extraction.run.batch_size import default_rows, fit_rows
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
 from activation_extraction.run.host_text import Prefetch, Text
@@ -137,7 +137,7 @@ def examine_output(
     folders.check_bucket()
     folders.check_stale_folders(config.overwrite)
     earlier = [] if config.overwrite else folders.earlier()
-    memory = memory_of(own_devices(usable_devices(config.use_data_parallel))[0])
+    memory = memory_of(devices_of_this_host(usable_devices(config.use_data_parallel))[0])
     return folders, earlier, choose_commit(config, earlier), memory
 
 
