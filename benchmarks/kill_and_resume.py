@@ -40,7 +40,8 @@ from activation_extraction.run import demo  # noqa: E402
 from activation_extraction.store.chosen_samples import read_samples  # noqa: E402
 from activation_extraction.store.folder import Folder  # noqa: E402
 from activation_extraction.store.metadata import read_stored  # noqa: E402
-from activation_extraction.store.sample_table import TableRow, read_table, rows_of  # noqa: E402
+from activation_extraction.store.sample_table import read_table, stored_samples  # noqa: E402
+from activation_extraction.text.sample_facts import SampleFacts  # noqa: E402
 from benchmarks.inputs import SHAPES  # noqa: E402
 from benchmarks.processes import print_result  # noqa: E402
 from qwen2_jax_with_hooks import FAMILIES  # noqa: E402
@@ -167,10 +168,10 @@ class Extraction:
 
 
 class Sample(NamedTuple):
-    """A stored sample: its tokens and their positions, its row of the table, its activations."""
+    """A stored sample: its tokens and their positions, its facts, its activations."""
 
     tokens: tuple[list[int], list[int]]
-    row: TableRow
+    facts: SampleFacts
     values: Mapping[Any, Any]
 
 
@@ -183,15 +184,15 @@ def samples_in(*urls: object) -> dict[int, Sample]:
         for problem in stored.problems:
             raise RuntimeError(problem)
         for commit in (each for each in stored.in_order if each.count):
-            rows = rows_of(read_table(folder, commit))
+            table = stored_samples(read_table(folder, commit))
             samples = read_samples(folder, stored, commit, range(commit.count), commit.file)
-            for sample, row in zip(samples, rows, strict=True):
-                number, own = row.sample_idx, sample.row
-                if number in found or own.sample_idx != number:
+            for sample, in_table in zip(samples, table, strict=True):
+                number, in_shard = in_table.facts.sample_idx, sample.stored
+                if number in found or in_shard.facts.sample_idx != number:
                     raise RuntimeError(f"{folder.url}: sample {number} is there twice")
                 values = dict(zip(commit.names, sample.activations, strict=True))
-                tokens = np.asarray(own.token_ids).tolist(), own.positions.tolist()
-                found[number] = Sample(tokens, row, values)
+                tokens = np.asarray(in_shard.token_ids).tolist(), in_shard.positions.tolist()
+                found[number] = Sample(tokens, in_table.facts, values)
     return found
 
 
@@ -204,7 +205,7 @@ def deviation(found: Mapping[int, Sample], whole: Mapping[int, Sample]) -> float
             f"missing: {whole.keys() - found.keys()}, more: {found.keys() - whole.keys()}"
         )
     for number, sample in whole.items():
-        if (found[number].tokens, found[number].row) != (sample.tokens, sample.row):
+        if (found[number].tokens, found[number].facts) != (sample.tokens, sample.facts):
             raise RuntimeError(f"sample {number}: {found[number][:2]}, expected {sample[:2]}")
     largest = 0.0
     for key in next(iter(whole.values())).values:

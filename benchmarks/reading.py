@@ -50,6 +50,7 @@ from activation_extraction.store.identity import Identity, RunFacts, StorageOpti
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Cursor, Sample
 from activation_extraction.text.packing import pack
+from activation_extraction.text.sample_facts import SampleFacts
 from benchmarks.bucket_server import BUCKET, RATE, bucket_server, counts
 from benchmarks.processes import print_result
 
@@ -111,8 +112,8 @@ class Run(NamedTuple):
         """Adds a sample of LENGTH tokens, with random slices of the pool as activations."""
         ids = chance.integers(0, 150_000, LENGTH, np.int32)
         labels = labels_of(chance) if self.chat else {}
-        row, here, after = {"file": "0.jsonl", "line": number}, Cursor(number), Cursor(number + 1)
-        sample = Sample(number, ids, "", None, here, after, row, labels=labels)
+        facts = SampleFacts(number, {"file": "0.jsonl", "line": number})
+        sample = Sample(facts, ids, Cursor(number), Cursor(number + 1), labels)
         starts = chance.integers(len(pool) - LENGTH, size=self.hooks)
         values: dict[int | str, np.ndarray] = {
             name: pool[None, start : start + LENGTH]

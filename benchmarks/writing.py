@@ -28,10 +28,11 @@ import torch
 from activation_extraction.store.folder import ANY, Folder
 from activation_extraction.store.identity import StorageOptions
 from activation_extraction.store.pickle_file import records_of
-from activation_extraction.store.shard import SampleRow, Shard
+from activation_extraction.store.shard import Shard, ShardSample
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch
 from activation_extraction.text.packing import pack, samples_of
+from activation_extraction.text.sample_facts import SampleFacts
 from benchmarks.null_bucket import null_bucket
 from benchmarks.processes import medians, print_result, print_table
 
@@ -97,8 +98,8 @@ def ways_of_others(folder: Path, values: np.ndarray) -> dict[str, Callable[[], F
 
     def pickle_and_gzip() -> None:
         ids = np.arange(part.shape[2], dtype=np.int32)
-        rows = [SampleRow(row, ids, ids, "", None) for row in range(part.shape[1])]
-        shard = Shard(rows, {layer: list(of_layer) for layer, of_layer in enumerate(part)})
+        samples = [ShardSample(SampleFacts(number), ids, ids) for number in range(part.shape[1])]
+        shard = Shard(samples, {layer: list(of_layer) for layer, of_layer in enumerate(part)})
         with gzip.open(path, "wb") as file:
             pickle.dump(records_of(shard, NAMES), file)
 

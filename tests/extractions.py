@@ -18,11 +18,12 @@ from activation_extraction.store.folder import ANY, Folder
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.pickle_file import read_records
-from activation_extraction.store.sample_table import pack_table, rows_of
-from activation_extraction.store.shard import SampleRow
+from activation_extraction.store.sample_table import pack_table, stored_samples
+from activation_extraction.store.shard import ShardSample
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Cursor, Sample, Worker
 from activation_extraction.text.packing import pack
+from activation_extraction.text.sample_facts import SampleFacts
 
 HOOKS: dict[Any, str] = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 HIDDEN, VOCABULARY, TOKENS, ROWS = 16, 50, 10, 2
@@ -55,12 +56,13 @@ def samples(count: int, worker: Worker) -> Iterator[Sample]:
         index = worker.sample_idx(number)
         token_ids = np.random.default_rng(index).integers(0, VOCABULARY, TOKENS, np.int32)
         cursor, upcoming = (Cursor(n, skip=n) for n in (number, number + 1))
-        yield Sample(index, token_ids, f"text {index} ä", f"id-{index}", cursor, upcoming)
+        facts = SampleFacts(index, doc_id=f"id-{index}", text_preview=f"text {index} ä")
+        yield Sample(facts, token_ids, cursor, upcoming)
 
 
 def activations_of(batch: Batch) -> dict[Any, np.ndarray]:
     """Key -> (B, T, D)"""
-    first, shape = batch.samples[0].sample.sample_idx, (ROWS, TOKENS, HIDDEN)
+    first, shape = batch.samples[0].sample.facts.sample_idx, (ROWS, TOKENS, HIDDEN)
     return {
         key: np.random.default_rng([first, key]).standard_normal(shape, np.float32) for key in HOOKS
     }
@@ -164,15 +166,18 @@ def change_shard(folder: Path, number: int, change: Callable[[Any], object]) -> 
 
 
 def change_table(folder: Path, number: int, change: Callable[[list[dict]], object]) -> None:
-    """Changes the rows of a shard's table of samples; its JSON agrees."""
+    """Changes the rows of a shard's table of samples, dicts of `tokens` and the facts of a sample;
+    its JSON agrees."""
     path = folder / f"shard_{number:04d}.samples.parquet"
-    rows = [dict(vars(row)) for row in rows_of(pyarrow.parquet.read_table(path))]
+    samples = stored_samples(pyarrow.parquet.read_table(path))
+    rows = [{"tokens": sample.tokens, **vars(sample.facts)} for sample in samples]
     change(rows)
     numbers = [row["sample_idx"] for row in rows]
-    data = pack_table(
-        [SampleRow(token_ids=None, positions=np.arange(r.pop("tokens")), **r) for r in rows]
-    )
-    path.write_bytes(data)
+    changed = []
+    for row in rows:
+        positions = np.arange(row.pop("tokens"))
+        changed.append(ShardSample(SampleFacts(**row), None, positions))
+    path.write_bytes(pack_table(changed))
     cuts = [row["cut"] for row in rows if row["cut"] > 0]
     span = {"first": numbers[0], "last": numbers[-1], "count": len(numbers)}
     agree(path, samples=span, cut_samples=len(cuts), cut_tokens=sum(cuts))

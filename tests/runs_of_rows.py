@@ -10,6 +10,7 @@ from storages import kill, open_storage
 
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.text.batch import Batch, Cursor, Placed, Sample, Worker
+from activation_extraction.text.sample_facts import SampleFacts
 
 LENGTH = 24
 HOOKS = {1: "blocks.1.hook_resid_post", 2: "blocks.2.hook_attn_out"}
@@ -144,9 +145,15 @@ class Run:
         ids, roles = tokens_of(row)
         if self.changed is not None and self.changed[0] == row:
             ids[self.changed[1]] += 1
-        known = sample_idx, ids, f"text {row} ä", f"id-{row}", Cursor(index), Cursor(index + 1)
+        facts = SampleFacts(
+            sample_idx,
+            row_of(row),
+            doc_id=f"id-{row}",
+            text_preview=f"text {row} ä",
+            columns=columns_of(row),
+        )
         labels = {"role": roles, "turn": roles + 1}
-        sample = Sample(*known, row_of(row), columns=columns_of(row), labels=labels)
+        sample = Sample(facts, ids, Cursor(index), Cursor(index + 1), labels)
         kept = self.positions(row)
         values = {key: self.given(row, hook)[kept] for key, hook in self.hooks.items()}
         storage.add_batch(batch_of(sample, kept, LENGTH), values)

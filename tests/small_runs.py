@@ -39,7 +39,7 @@ def activations(batch):
     for placed in batch.samples:
         ramp = np.arange(placed.stop - placed.start, dtype=np.float32)[:, None]
         for number, value in enumerate(values.values()):
-            own = placed.sample.sample_idx + ramp / 64 + np.arange(HIDDEN) + number
+            own = placed.sample.facts.sample_idx + ramp / 64 + np.arange(HIDDEN) + number
             value[placed.row, placed.start : placed.stop] = own
     return values
 

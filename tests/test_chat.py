@@ -124,7 +124,8 @@ def test_a_text_cannot_pass_for_another_role(source, samples_of, tokenizers):
         for row, text in zip(rows, FORGED + HARMLESS, strict=True):
             row["messages"].insert(2 * (where == "tool"), {"role": where, "content": text})
         found = samples_of(source, rows, skip=True)
-        assert [sample.row["line"] - 1 for sample in found] == [*range(len(FORGED), len(rows))]
+        lines = [sample.facts.row["line"] for sample in found]
+        assert lines == [*range(len(FORGED) + 1, len(rows) + 1)]
         for sample, text in zip(found, HARMLESS, strict=True):
             of_role = sample.labels["role"] == ROLES.index(where)
             said, others = (
@@ -228,10 +229,11 @@ def test_the_end_of_a_sample_is_not_that_of_a_turn(samples_of, roles):
             whole, samples_of(QWEN3, rows, length=length, **options), strict=True
         ):
             assert cut.kept.tolist() == [n for n in sample.kept.tolist() if n < length]
-        found = {sample.row["line"]: [] for sample in whole}
+        found = {sample.facts.row["line"]: [] for sample in whole}
         for piece in samples_of(QWEN3, rows, length=length, split=True, overlap=5, **options):
-            found[piece.row["line"]] += (piece.kept + piece.row["start"]).tolist()
-        assert found == {sample.row["line"]: sample.kept.tolist() for sample in whole}
+            row = piece.facts.row
+            found[row["line"]] += (piece.kept + row["start"]).tolist()
+        assert found == {sample.facts.row["line"]: sample.kept.tolist() for sample in whole}
 
 
 def test_tasks_of_arc_are_questions_of_the_user(samples_of, tokenizers, tmp_path):
@@ -246,7 +248,7 @@ def test_tasks_of_arc_are_questions_of_the_user(samples_of, tokenizers, tmp_path
     (asked,) = samples_of(QWEN3, [row], arguments=OPEN)
     user = asked.token_ids[asked.labels["role"] == ROLES.index("user")]
     said = tokenizers[0].decode(user, skip_special_tokens=False)
-    assert said == f"{expected}<|im_end|>" and asked.doc_id == "007bbfb7"
+    assert said == f"{expected}<|im_end|>" and asked.facts.doc_id == "007bbfb7"
     (tmp_path / "rows.parquet").write_bytes(as_parquet(pyarrow.Table.from_pylist([row])))
     for end in ("jsonl", "parquet"):
         (plain,) = stream_of(tmp_path / f"rows.{end}")

@@ -31,6 +31,7 @@ from activation_extraction.dataset import open_shards
 from activation_extraction.store.folder import Folder
 from activation_extraction.text.batch import Cursor, Sample
 from activation_extraction.text.packing import pack
+from activation_extraction.text.sample_facts import SampleFacts
 
 FIRST, SECOND, THIRD = WIDTHS
 KINDS = [
@@ -192,9 +193,10 @@ def store_pieces(root, numbers, finish=True):
             document, piece = divmod(number, PIECES)
             token_ids = np.arange(1 + number % 3, dtype=np.int32) + 10 * number
             row = {"line": document, "piece": piece, "start": 5 * piece}
-            known = 2 * number + 1, token_ids, "", document, Cursor(number), Cursor(number + 1)
             cut = 7 * (piece == PIECES - 1)
-            (batch,) = pack([Sample(*known, row, cut=cut)], 1, 4)
+            facts = SampleFacts(2 * number + 1, row, doc_id=document, cut=cut)
+            sample = Sample(facts, token_ids, Cursor(number), Cursor(number + 1))
+            (batch,) = pack([sample], 1, 4)
             storage.add_batch(batch, {0: np.full((1, 4, 2), number, np.float32)})
         storage.finalize(complete=finish)
     return ActivationDataset(root)
@@ -291,8 +293,9 @@ def test_a_name_that_is_no_hook_says_where_its_values_are(tmp_path):
     """Records call positions `positions`, samples and batches `position`: both names are read."""
     identity = replace(identity_of(), keep_columns=("label",))
     with open_storage(tmp_path, {0: FIRST}, identity=identity) as storage:
-        known = 0, np.arange(3, dtype=np.int32), "", None, Cursor(0), Cursor(1), {"line": 1}
-        (batch,) = pack([Sample(*known, columns={"label": "x"})], 1, 4)
+        facts = SampleFacts(0, {"line": 1}, columns={"label": "x"})
+        sample = Sample(facts, np.arange(3, dtype=np.int32), Cursor(0), Cursor(1))
+        (batch,) = pack([sample], 1, 4)
         storage.add_batch(batch, {0: np.ones((1, 4, 2), np.float32)})
     dataset = ActivationDataset(tmp_path)
     sample, batch = dataset[0], next(dataset.batches(3, columns=["label"]))

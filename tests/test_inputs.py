@@ -20,8 +20,9 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run.host_text import Prefetch, Text
 from activation_extraction.text import packing, sources
 from activation_extraction.text import samples as text_samples
-from activation_extraction.text.batch import Cursor, StoredSample, Worker
+from activation_extraction.text.batch import Cursor, Worker
 from activation_extraction.text.packing import pack
+from activation_extraction.text.sample_facts import SampleFacts, StoredSample
 from activation_extraction.text.samples import ChangedDataError, SampleForm, samples
 
 LENGTH = 24
@@ -111,7 +112,7 @@ def test_every_row_and_index_is_there_once_on_any_machines_and_hosts(case, data)
     text = text_of(CASES[case], data)
 
     def rows_of(found):
-        return sorted(str(sample.row | {"share": 0}) for sample in found)
+        return sorted(str(sample.facts.row | {"share": 0}) for sample in found)
 
     alone, counts = read(text)
     for machines, hosts in ((1, [3]), (5, [1, 2, 4, 2, 1]), (2, [5, 1])):
@@ -124,14 +125,21 @@ def test_every_row_and_index_is_there_once_on_any_machines_and_hosts(case, data)
             assert rows_of(own) == rows_of(read(text, Worker(machine, machines))[0])
             found += own
         assert rows_of(found) == rows_of(alone) and tuple(others) == counts
-        assert len({sample.sample_idx for sample in found}) == len(found)
+        assert len({sample.facts.sample_idx for sample in found}) == len(found)
 
 
 def known(sample):
     """All that is known of a sample but where its row was cut, to compare."""
     arrays = sample.token_ids, sample.kept_positions, *sample.labels.values()
-    others = sample.text_preview, str(sample.doc_id), str(sample.row), str(sample.columns)
-    return sample.sample_idx, *others, *(array.tolist() for array in arrays)
+    facts = sample.facts
+    others = facts.text_preview, str(facts.doc_id), str(facts.row), str(facts.columns)
+    return facts.sample_idx, *others, *(array.tolist() for array in arrays)
+
+
+def as_stored(sample, row=None):
+    """A sample as a table lists it. row: another one than its own."""
+    facts = SampleFacts(sample.facts.sample_idx, json.loads(json.dumps(row or sample.facts.row)))
+    return StoredSample(facts, sample.num_kept)
 
 
 @pytest.mark.parametrize("limit", ["max_tokens", "max_samples"])
@@ -144,10 +152,7 @@ def test_limits_that_are_raised_between_the_starts(case, limit, data):
 
     def packed(start, stored, rows, **limits):
         """What a run that continues makes: samples with their places; and the counts of rows."""
-        table = {
-            s.sample_idx: StoredSample(s.num_kept, json.loads(json.dumps(s.row)))
-            for s in (placed.sample for placed in stored)
-        }
+        table = {p.sample.facts.sample_idx: as_stored(p.sample) for p in stored}
         documents = text.documents(worker)
         start = start and Cursor(**json.loads(json.dumps(start.to_json())))
         found = samples(documents, text.tokenizer, text.form, start=start, stored=table, **limits)
@@ -186,7 +191,7 @@ def test_other_rows_than_those_of_the_table_end_the_run(texts, tokenizer):
     """It ends before anything is made of the data set, however much of it comes before."""
     path = texts([{"text": f"w{n}"} for n in range(30)])
     found = [*samples(stream_of(path), tokenizer, SampleForm(LENGTH))]
-    table = {20: StoredSample(found[20].num_kept, found[21].row)}
+    table = {20: as_stored(found[20], found[21].facts.row)}
     again = samples(stream_of(path), tokenizer, SampleForm(LENGTH), stored=table)
     why = (
         r'^sample 20: was stored from row {"file": "texts.jsonl", "line": 22}, but the data set '
@@ -202,10 +207,10 @@ def test_a_repair_makes_no_sample_at_or_after_the_end_of_its_range(case, data):
     """What it makes is as in the run."""
     text = text_of(CASES[case], data)
     whole, _ = read(text)
-    stored = {s.sample_idx: StoredSample(s.num_kept, s.row) for s in whole if s.sample_idx % 3}
+    stored = {s.number: as_stored(s) for s in whole if s.number % 3}
     for until in (7, 20):
         found, _ = read(text, stored=stored, until=until)
-        due = [known(sample) for sample in whole if sample.sample_idx in range(0, until, 3)]
+        due = [known(sample) for sample in whole if sample.number in range(0, until, 3)]
         assert [known(sample) for sample in found] == due
 
 
@@ -256,14 +261,15 @@ def test_a_budget_is_exact_and_may_grow(data, tmp_path, capsys):
 def test_a_mixture_keeps_its_proportions_and_a_seed_its_order(data):
     """It does so at every moment; a source that is used up ends, and the other goes on."""
     found, _ = read(text_of(CASES["mixture"], data))
-    rows = [sample.row["source"] for sample in found if sample.row["piece"] == 0]
+    of_samples = [sample.facts.row for sample in found]
+    rows = [row["source"] for row in of_samples if row["piece"] == 0]
     names = f"{data}/texts", f"{data}/long.jsonl"
     ends = max(n for n, each in enumerate(rows) if each == names[0])
     for count in range(1, ends):
         assert abs(rows[:count].count(names[0]) - 0.7 * count) <= 1
     assert rows.count(names[1]) == 12
     texts = [text_of(f"--dataset_path {{}}/texts {more}", data) for more in ("", *SEEDS)]
-    orders = [[sample.doc_id for sample in read(text)[0]] for text in texts]
+    orders = [[sample.facts.doc_id for sample in read(text)[0]] for text in texts]
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
     assert len(set(map(tuple, orders))) == 3
     mixed = (text_of(f"--mix {{}}/texts={weight}", data) for weight in ("1", "1.0", "1.0000001"))

@@ -15,7 +15,7 @@ PACKAGE = REPOSITORY / "activation_extraction"
 SCRIPTS = {"extract_activations", "qwen2_jax", "qwen2_jax_with_hooks"}
 
 # A room -> the rooms it may import from. Small modules of shared types are named by themselves.
-SHARED = ("text.batch",)
+SHARED = ("text.batch", "text.sample_facts")
 ARROWS = {
     "common": (),
     "cli": ("common",),

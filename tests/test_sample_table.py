@@ -13,8 +13,14 @@ import pytest
 from storages import open_storage
 
 from activation_extraction.common.errors import StorageError
-from activation_extraction.store.sample_table import concatenate_tables, pack_table, rows_of
-from activation_extraction.store.shard import SampleRow
+from activation_extraction.store.sample_table import (
+    concatenate_tables,
+    pack_table,
+    samples_to_continue,
+    stored_samples,
+)
+from activation_extraction.store.shard import ShardSample
+from activation_extraction.text.sample_facts import SampleFacts, StoredSample
 
 NUMBERS = [0, 7, -(2**63), 2**63, 2**70, 1.5, -0.0, math.nan, math.inf]
 SCALARS: list[Any] = [None, True, *NUMBERS, "", "ä", "\ud800"]
@@ -35,7 +41,7 @@ ROWS = [
 def table_of(*known):
     """The table of samples of 1, 2, 3 and so on tokens, of which these fields are known."""
     samples = [
-        SampleRow(n, None, np.arange(n + 1, dtype=np.int32), **fields)
+        ShardSample(SampleFacts(n, **fields), None, np.arange(n + 1, dtype=np.int32))
         for n, fields in enumerate(known)
     ]
     return pyarrow.parquet.read_table(pyarrow.BufferReader(pack_table(samples)))
@@ -55,12 +61,20 @@ def test_whatever_is_known_of_a_sample_is_read_back():
     for name, pool in POOLS.items():
         for values in combinations_with_replacement(pool, 2):
             table = table_of(*({name: value} for value in values))
-            for number, (row, value) in enumerate(zip(rows_of(table), values, strict=True)):
-                assert (row.sample_idx, row.tokens) == (number, number + 1)
-                found = getattr(row, name)
+            samples = zip(stored_samples(table), values, strict=True)
+            for number, (sample, value) in enumerate(samples):
+                assert (sample.facts.sample_idx, sample.tokens) == (number, number + 1)
+                found = getattr(sample.facts, name)
                 if isinstance(value, dict):
                     found, value = sorted(found.items()), sorted(value.items())
                 assert repr(found) == repr(value), values  # types, too
+
+
+def test_a_start_that_continues_keeps_no_previews_and_columns():
+    rows = [{"file": "a", "line": 1}, None]
+    table = table_of(*({"row": row, "text_preview": "x", "columns": {"a": 1}} for row in rows))
+    first, second = (SampleFacts(number, row) for number, row in enumerate(rows))
+    assert samples_to_continue(table) == {0: StoredSample(first, 1), 1: StoredSample(second, 2)}
 
 
 def test_plain_values_are_columns_of_their_types():
@@ -92,7 +106,7 @@ def test_plain_values_are_columns_of_their_types():
 def test_tables_of_shards_become_one(shards, expected):
     tables = [table_of(*({"doc_id": each} for each in ids)) for ids in shards]
     assert concatenate_tables(tables)["doc_id"].to_pylist() == expected
-    assert [row.doc_id for table in tables for row in rows_of(table)] == sum(shards, [])
+    assert [s.facts.doc_id for table in tables for s in stored_samples(table)] == sum(shards, [])
 
 
 def test_shards_with_other_rows_and_columns_become_one_table():

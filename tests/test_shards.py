@@ -22,7 +22,8 @@ from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.model.torch_file import read_torch_file
 from activation_extraction.store.formats import chosen_format
 from activation_extraction.store.pickle_file import pickle_pieces, records_of
-from activation_extraction.store.shard import SampleRow, Shard
+from activation_extraction.store.shard import Shard, ShardSample
+from activation_extraction.text.sample_facts import SampleFacts
 
 
 def peak_of(action):
@@ -41,8 +42,9 @@ def random(*shape):
 def shard_of(values):
     """Two hooks, which share token ids and activations."""
     ids = np.arange(len(values[0]), dtype=np.int32)
-    rows = [SampleRow(n, ids, ids, "text") for n in range(len(values))]
-    return Shard(rows, {key: list(values) for key in HOOKS})
+    facts = [SampleFacts(n, text_preview="text") for n in range(len(values))]
+    samples = [ShardSample(each, ids, ids) for each in facts]
+    return Shard(samples, {key: list(values) for key in HOOKS})
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])

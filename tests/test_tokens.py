@@ -95,7 +95,7 @@ def test_a_text_has_the_tokens_that_transformers_gives_it(template, models, text
         for text, ids, sample in zip(TEXTS, whole, found, strict=True):
             due = reference(text, truncation=True, max_length=length).input_ids
             assert sample.token_ids.dtype == np.int32 and sample.token_ids.tolist() == due
-            assert sample.cut == len(ids) - len(due)
+            assert sample.facts.cut == len(ids) - len(due)
 
 
 @every_template
@@ -110,7 +110,7 @@ def test_pieces_are_those_of_the_whole(template, overlap, models, texts):
         pieces, joined = read(path, tokenizer, length, split=True, overlap=overlap), []
         for number, piece in enumerate(pieces):
             start, repeated = number * (length - overlap), overlap if number else 0
-            assert (piece.row["start"], piece.cut) == (start, 0)
+            assert (piece.facts.row["start"], piece.facts.cut) == (start, 0)
             assert piece.token_ids.tolist() == ids[start : start + length]
             assert piece.kept_positions[0] == repeated
             joined += piece.token_ids[repeated:].tolist()
@@ -349,10 +349,10 @@ def test_a_long_text_has_the_tokens_of_the_whole(text, tokenizer, texts, monkeyp
     for most in (1, 7, 64, 400):
         (sample,) = samples(stream_of(path), own, SampleForm(most))
         assert sample.token_ids.tolist() == ids[:most]
-        assert sample.cut == max(len(ids) - most, 0)
+        assert sample.facts.cut == max(len(ids) - most, 0)
     starts = [start for start, _ in own.encode(text, add_special_tokens=False).offsets[::30]]
     found = samples(stream_of(path), own, SampleForm(30, split=True))
-    assert [each.text_preview for each in found] == [text[at : at + 200] for at in starts]
+    assert [each.facts.text_preview for each in found] == [text[at : at + 200] for at in starts]
 
 
 # Tokens that take the spaces beside them, and tokens with spaces within.

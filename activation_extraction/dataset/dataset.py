@@ -168,17 +168,18 @@ class ActivationDataset(Samples):
         Raises ValueError where pieces are missing, or may be because the run still goes on.
         """
         number = self.number(index)
-        own, folder = self.shards.row(number), self.shards.shards[self.shards.shard_of(number)][0]
-        if (found := piece_of(own.row)) is None:
+        facts = self.shards.facts(number)
+        folder, _ = self.shards.shards[self.shards.shard_of(number)]
+        if (found := piece_of(facts.row)) is None:
             return self[index]
         piece, _, document = found
         # The pieces of a document have consecutive numbers, but may lie in any shards of the host.
         stride = self._strides[folder]
         starts = list[int]()
         numbers = list[int]()
-        first = own.sample_idx - piece * stride
+        first = facts.sample_idx - piece * stride
         while (place := self.shards.find(folder, first + len(numbers) * stride)) is not None:
-            found = piece_of(self.shards.row(place).row)
+            found = piece_of(self.shards.facts(place).row)
             if found is None or (found[0], found[2]) != (len(numbers), document):
                 break
             starts.append(found[1])
@@ -201,20 +202,16 @@ class ActivationDataset(Samples):
     def _joined(self, numbers: Sequence[int], starts: Sequence[int]) -> SampleActivations:
         """The samples with these numbers, which are all pieces of a document, as one. starts: where
         in the document each begins."""
-        rows, source = [self.shards.row(number) for number in numbers], self._all_tokens
+        facts, last = self.shards.facts(numbers[0]), self.shards.facts(numbers[-1])
+        source = self._all_tokens
         chunks = [chunk for number in numbers for (chunk,) in source.by_shard(np.array([number]))]
         tokens = source.whole_tokens(chunks)
         begins = np.repeat(np.array(starts, np.int32), [len(chunk) for chunk in chunks])
         return SampleActivations(
-            tokens.activations,
-            tokens.token_ids,
-            begins + tokens.position,
-            rows[0].sample_idx,
-            rows[0].text_preview,
-            rows[0].doc_id,
-            rows[0].row,
-            rows[-1].cut,
-            rows[0].columns,
+            **vars(replace(facts, cut=last.cut)),
+            activations=tokens.activations,
+            token_ids=tokens.token_ids,
+            position=begins + tokens.position,
             **tokens.labels,
         )
 

@@ -21,10 +21,9 @@ from activation_extraction.store.commit import Commit, Totals
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.safetensors_file import SafetensorsFile
 from activation_extraction.store.sample_table import (
-    TableRow,
     concatenate_tables,
     read_table,
-    rows_of,
+    stored_samples,
     values_of,
 )
 from activation_extraction.store.shard import MAX_GZIP_RATIO
@@ -37,6 +36,7 @@ from activation_extraction.store.shard_reader import (
     read_sums,
 )
 from activation_extraction.store.statistics import HookStatistics, Statistics, Sums
+from activation_extraction.text.sample_facts import SampleFacts
 
 OPEN_SHARDS = 128  # that are mapped; one pickle stays in memory
 KEPT_BYTES = 2**28  # of what the shards in a bucket say of their tokens
@@ -119,10 +119,11 @@ class OpenShards:
         """Returns the number of the shard that has the sample with this number in the run."""
         return bisect_right(self.firsts, sample) - 1
 
-    def row(self, sample: int) -> TableRow:
-        """Returns what the table says of the sample with this number in the run."""
+    def facts(self, sample: int) -> SampleFacts:
+        """Returns the facts of the sample with this number in the run."""
         shard = self.shard_of(sample)
-        return rows_of(self.table(shard).slice(sample - self.firsts[shard], 1))[0]
+        row = self.table(shard).slice(sample - self.firsts[shard], 1)
+        return stored_samples(row)[0].facts
 
     def find(self, folder: str, sample_idx: int) -> int | None:
         """Returns the number in the run of a sample of a folder; None if no shard has it."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from activation_extraction.common.codes import Codes
 from activation_extraction.common.visible import counted
+from activation_extraction.text.sample_facts import SampleFacts
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -235,29 +236,31 @@ def _bits_of(values: np.ndarray) -> np.ndarray:
     return values.view(np.uint16) if values.dtype.itemsize == 2 else values
 
 
-@dataclass(frozen=True)
-class SampleActivations:
-    """One sample: activations by hook, (tokens, width), and what the run stored with it.
+@dataclass(frozen=True, kw_only=True)
+class SampleActivations(SampleFacts):
+    """One sample: its facts, its tokens, and their activations.
 
-    row: of the data set, where the sample comes from: {"file", "line"} of JSON Lines, counted from
-    1; {"file", "row_group", "row"} of Parquet, from 0; {"row"} of a hub data set, from 0, with
-    {"share"} if it counts only one share of the data. In a mixture it has the {"source"}, too. The
-    pieces of a long document have the same row but for {"piece", "start"}: the number of the piece,
-    from 0, and the position in the document of its first token. cut: how many tokens of the
-    document were left out at its end. columns: those that the run kept, by name.
-    role, turn: int32 (tokens,), None where the run has none; a role is an index in
-    `activation_extraction.ROLES`.
+    Attributes:
+        sample_idx: Number of the sample, unique over all machines and hosts of the run.
+        row: Row of the data set that the sample comes from. The docstring of
+            activation_extraction.text.sample_facts.SampleFacts lists its keys. None if a program
+            has stored no row.
+        doc_id: Id that the row has in the data set; None if it has none.
+        text_preview: The first 200 characters of the text.
+        cut: Number of tokens of the document that were left out at its end.
+        columns: Other columns of the row that the run kept, by name.
+        activations: Values by hook, by any of its names, (tokens, width); Codes at a hook of codes.
+        token_ids: Ids of the stored tokens, int32 (tokens,).
+        position: Positions of the tokens, int32 (tokens,), counted from 0 at the start of the
+            sample, or of the document that `ActivationDataset.document` returns.
+        role: Roles of the tokens, int32 (tokens,), indices in `activation_extraction.ROLES`. None
+            if the run has no roles.
+        turn: Turns of the tokens, int32 (tokens,), counted from 0. None if the run has no turns.
     """
 
     activations: ByHook[np.ndarray]
     token_ids: np.ndarray
     position: np.ndarray
-    sample_idx: int
-    text_preview: str
-    doc_id: Any
-    row: Mapping[str, Any] | None
-    cut: int
-    columns: Mapping[str, Any] = field(default_factory=dict)
     role: np.ndarray | None = None
     turn: np.ndarray | None = None
 

@@ -15,8 +15,9 @@ from tqdm import tqdm
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.inspect.status import shard_seconds
 from activation_extraction.store.commit import Commit
-from activation_extraction.store.sample_table import TableRow, rows_of
+from activation_extraction.store.sample_table import stored_samples
 from activation_extraction.store.statistics import HookStatistics, Sums, sums_of
+from activation_extraction.text.sample_facts import StoredSample
 
 READ_BYTES, BATCH_BYTES = 1e9, 2**24  # about how much is read of activations: in all, and at once
 TOKENS = 1000, 200_000  # are read at least, and at most
@@ -37,7 +38,7 @@ class TokenSample:
     float64 (tokens,) by hook. sums: over these tokens, by hook. shards: how many shards were read.
     """
 
-    documents: Sequence[TableRow]
+    documents: Sequence[StoredSample]
     document: np.ndarray
     token_ids: np.ndarray
     position: np.ndarray
@@ -74,13 +75,13 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
     shards = np.linspace(0, len(commits) - 1, most, dtype=int).tolist()
     count = max(tokens * len(dataset) // dataset.tokens // len(shards), 1)
     firsts = np.cumsum([0, *(commit.count for commit in commits)])
-    chosen, documents = np.zeros(len(dataset), bool), list[TableRow]()
+    chosen, documents = np.zeros(len(dataset), bool), list[StoredSample]()
     for shard in shards:  # successive samples of each
         spare = max(commits[shard].count - count, 0)
         first = int(np.random.default_rng(shard).integers(spare + 1))  # the same every time
         chosen[firsts[shard] : firsts[shard + 1]][first : first + count] = True
-        rows = rows_of(dataset.shards.table(shard).slice(first, count))
-        documents += [row for row in rows if row.tokens]
+        samples = stored_samples(dataset.shards.table(shard).slice(first, count))
+        documents += [sample for sample in samples if sample.tokens]
     size = int(np.clip(BATCH_BYTES // row_bytes, 1, tokens))
     norms: dict[str, list[np.ndarray]] = {hook: [] for hook in hooks}
     sums, shared = {hook: Sums.zeros(dataset.hooks[hook]) for hook in hooks}, []

@@ -200,7 +200,7 @@ def _compare(
             as_computed = name in identity.float32_hooks
             limit = allowed - as_computed * STORED[identity.activation_dtype]
             if identity.leaves_out_firsts(name):
-                positions = sample.row.positions
+                positions = sample.stored.positions
                 defined = defined_tokens(before, positions) | defined_tokens(now, positions)
                 before, now = before[defined], now[defined]
             error = float(np.linalg.norm(now - before)) / max(float(np.linalg.norm(before)), 1e-30)

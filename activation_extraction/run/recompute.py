@@ -82,7 +82,7 @@ def load_for_recomputing(
 
     def recompute(chosen: list[ChosenSample]) -> list[dict[str, Values] | str]:
         results: list[dict[str, Values] | str] = [OTHER_TEXT] * len(chosen)
-        known = {item: np.asarray(sample.row.token_ids) for item, sample in enumerate(chosen)}
+        known = {item: np.asarray(sample.stored.token_ids) for item, sample in enumerate(chosen)}
         if not identity.every_token:
             known = _all_token_ids(text, chosen)
         items = list(known)
@@ -91,7 +91,7 @@ def load_for_recomputing(
                 activations = forward.receive(step(batch, [False] * 3)[0])
             for placed in batch.samples:
                 item = items[placed.sample.number]
-                where = placed.row, placed.start + np.asarray(chosen[item].row.positions, int)
+                where = placed.row, placed.start + np.asarray(chosen[item].stored.positions, int)
                 results[item] = {
                     str(key): Codes.of(each[where], features[key])
                     if key in features
@@ -111,19 +111,21 @@ def _all_token_ids(text: Text, chosen: Sequence[ChosenSample]) -> dict[int, np.n
     its kept tokens stored.
     """
     groups: dict[Any, dict[int, int]] = defaultdict(dict)
-    for item, stored in enumerate(chosen):
-        groups[stored.worker, stored.shard][stored.row.sample_idx] = item
+    for item, sample_chosen in enumerate(chosen):
+        sample_idx = sample_chosen.stored.facts.sample_idx
+        groups[sample_chosen.worker, sample_chosen.shard][sample_idx] = item
     token_ids = {}
     for (worker, _), items in groups.items():
         start = chosen[next(iter(items.values()))].start
         for sample in samples(text.documents(worker), text.tokenizer, text.form, start=start):
-            if sample.sample_idx in items:
-                item = items[sample.sample_idx]
-                row = chosen[item].row
-                positions = sample.kept_positions[: len(row.positions)]
-                same = np.array_equal(sample.token_ids[positions], np.asarray(row.token_ids))
-                if same and np.array_equal(positions, row.positions):
+            sample_idx = sample.facts.sample_idx
+            if sample_idx in items:
+                item = items[sample_idx]
+                stored = chosen[item].stored
+                positions = sample.kept_positions[: len(stored.positions)]
+                same = np.array_equal(sample.token_ids[positions], np.asarray(stored.token_ids))
+                if same and np.array_equal(positions, stored.positions):
                     token_ids[item] = sample.token_ids
-            if sample.sample_idx >= max(items):
+            if sample_idx >= max(items):
                 break
     return token_ids

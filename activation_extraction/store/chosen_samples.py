@@ -13,9 +13,10 @@ from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.metadata import Stored
 from activation_extraction.store.resume import furthest_mark
-from activation_extraction.store.shard import SampleRow, Values
+from activation_extraction.store.shard import ShardSample, Values
 from activation_extraction.store.shard_reader import StoredHook, begin_rows, open_shard
 from activation_extraction.text.batch import Cursor, Worker
+from activation_extraction.text.sample_facts import SampleFacts
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class ChosenSample:
 
     Attributes:
         where: The path of the shard's file and the sample's number, for messages.
-        row: The sample's number, and the token ids and positions that are stored.
+        stored: The sample as the shard has it: its number, and the token ids and positions that are
+            stored. Facts that only the table of samples has are their defaults.
         activations: The stored values of each hook, decoded, in the order of the hooks.
         worker: The host that stored the sample.
         shard: The number of the sample's shard.
@@ -33,7 +35,7 @@ class ChosenSample:
     """
 
     where: str
-    row: SampleRow
+    stored: ShardSample
     activations: list[Values]
     worker: Worker
     shard: int
@@ -88,10 +90,11 @@ def read_samples(
     for i in wanted:
         span = reader.offsets[i : i + 2].tolist()
         tokens = reader.tokens(*span)
-        row = SampleRow(int(reader.sample_idx[i]), tokens["token_ids"], tokens["position"])
+        facts = SampleFacts(int(reader.sample_idx[i]))
+        sample = ShardSample(facts, tokens["token_ids"], tokens["position"])
         values = [
             hook.given(begin_rows(reader, name, hook, span)()) for name, hook in hooks.items()
         ]
-        name = f"{where}: sample {row.sample_idx}"
-        samples.append(ChosenSample(name, row, values, worker, commit.number, start))
+        name = f"{where}: sample {facts.sample_idx}"
+        samples.append(ChosenSample(name, sample, values, worker, commit.number, start))
     return samples

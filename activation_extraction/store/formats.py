@@ -203,7 +203,7 @@ def _measure(
     Integers have no statistics, so their sums are over no tokens.
     """
     values, name = shard.slices[key][samples], names[key]
-    positions = [row.positions for row in shard.samples[samples]]
+    positions = [sample.positions for sample in shard.samples[samples]]
     if isinstance(values[0], Codes):
         pairs = zip(values, positions, strict=True)
         return reduce(Statistics.merge, (Statistics(codes=sums_of_codes(*each)) for each in pairs))
@@ -221,12 +221,12 @@ def _measure(
 
 def _refuse_not_finite(shard: Shard, key: Key, measure: Callable[..., Sums | Statistics]) -> None:
     """Raises StorageError, naming the first sample with NaN or infinity at a hook."""
-    for number, row in enumerate(shard.samples):
+    for number, sample in enumerate(shard.samples):
         one = measure(key, slice(number, number + 1))
         if not (one.statistics if isinstance(one, Sums) else one).finite:
             dtype = shard.slices[key][number].dtype.name
             raise StorageError(
-                f"sample {row.sample_idx}, hook {key}: NaN or infinite {dtype} values",
+                f"sample {sample.facts.sample_idx}, hook {key}: NaN or infinite {dtype} values",
                 remedy=OVERFLOW if dtype == "float16" else NOT_FINITE,
                 recurs=True,
             )

@@ -8,7 +8,7 @@ plain values and NumPy arrays:
   error, norm             the active features of all tokens, one token after the other; int64
                           (tokens + 1,), where those of each token begin; float32 (tokens,) each,
                           see common/codes.py
-  text_preview, doc_id    see SampleRow
+  text_preview, doc_id    see SampleFacts, whose other fields are in the table of samples alone
   token_ids               int32 (tokens,), or None
   positions               int32 (tokens,), of the tokens in the sample
   role, turn              int32 (tokens,), where a run has labels
@@ -31,7 +31,8 @@ from isal import igzip
 from activation_extraction.common.allow_list import AllowListUnpickler
 from activation_extraction.common.codes import ARRAYS, Codes
 from activation_extraction.common.errors import RunError, one_line
-from activation_extraction.store.shard import LABELS, Key, SampleRow, Shard
+from activation_extraction.store.shard import LABELS, Key, Shard, ShardSample
+from activation_extraction.text.sample_facts import SampleFacts
 
 Records = dict[Key, list[dict[str, Any]]]
 PROTOCOL = 2  # bytes at the beginning of a pickle, which name the protocol
@@ -85,21 +86,21 @@ def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
     """Returns the records of a shard. names: the hooks' full names by key."""
 
     def record_of(key: Key, number: int) -> dict[str, Any]:
-        row, activation = shard.samples[number], shard.slices[key][number]
+        sample, activation = shard.samples[number], shard.slices[key][number]
         if isinstance(activation, Codes):
             values = {name: getattr(activation, field) for name, field in ARRAYS.items()}
         else:
             values = {"activation": activation}
         return {
-            "sample_idx": row.sample_idx,
+            "sample_idx": sample.facts.sample_idx,
             "hook": names[key],
             **values,
             "shape": activation.shape,
-            "text_preview": row.text_preview or "",
-            "token_ids": row.token_ids,
-            "positions": row.positions,
-            "doc_id": row.doc_id,
-            **row.labels,
+            "text_preview": sample.facts.text_preview,
+            "token_ids": sample.token_ids,
+            "positions": sample.positions,
+            "doc_id": sample.facts.doc_id,
+            **sample.labels,
         }
 
     numbers = range(len(shard.samples))
@@ -146,8 +147,8 @@ def read_pickle(file: IO[bytes], where: str, limit: int) -> Shard:
             else:
                 slices[key] = [record["activation"] for record in of_hook]
         samples = [
-            SampleRow(
-                sample_idx=record["sample_idx"],
+            ShardSample(
+                SampleFacts(record["sample_idx"]),
                 token_ids=record["token_ids"],
                 positions=record["positions"],
                 labels={name: record[name] for name in LABELS if name in record},

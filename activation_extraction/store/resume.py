@@ -20,8 +20,9 @@ from activation_extraction.store.commit import (
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Difference, Identity
 from activation_extraction.store.metadata import Stored, own_files
-from activation_extraction.store.sample_table import read_table, stored_in
-from activation_extraction.text.batch import Cursor, StoredSample, Worker
+from activation_extraction.store.sample_table import read_table, samples_to_continue
+from activation_extraction.text.batch import Cursor, Worker
+from activation_extraction.text.sample_facts import StoredSample
 
 VERSION_REMEDY = (
     "continue it with the version that began it, give another folder, or --overwrite to start anew"
@@ -163,7 +164,7 @@ def stored_after(
     for commit in commits:
         if commit.count and commit.last >= first:
             try:
-                found |= stored_in(read_table(folder, commit))
+                found |= samples_to_continue(read_table(folder, commit))
             except RunError as error:
                 raise InputError(f"{error}; {repairs}") from error
     after = sum(number >= first for number in found)

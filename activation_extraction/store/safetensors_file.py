@@ -33,7 +33,7 @@ def safetensors_pieces(
         writer: The id of the process that writes the file; "" to leave it out.
     """
     tensors = {
-        "sample_idx": [np.array([sample.sample_idx for sample in shard.samples], np.int64)],
+        "sample_idx": [np.array([sample.facts.sample_idx for sample in shard.samples], np.int64)],
         "sample_offsets": [shard.offsets],
         "token_ids": [np.asarray(sample.token_ids, np.int32) for sample in shard.samples],
         "position": [np.asarray(sample.positions, np.int32) for sample in shard.samples],

@@ -1,6 +1,7 @@
 """The table of a shard's samples, `shard_0001.samples.parquet`, which is read without the shard.
 
-It has a row for every sample, in the order of the shard, and these columns:
+It has a row for every sample, in the order of the shard: how many of its tokens are stored, and the
+fields of its SampleFacts, each in a column of the same name:
   sample_idx, tokens      the number of the sample in the whole run; how many tokens are stored
   doc_id, text_preview    the `id` of its row in the data set; its first 200 characters
   row                     the row that it comes from, such as {"file": "a.jsonl", "line": 7}
@@ -15,9 +16,8 @@ the id of the process that wrote the file, which is `writer` in the metadata of 
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow
@@ -27,10 +27,12 @@ from activation_extraction.common.choices import SAMPLE_COLUMNS
 from activation_extraction.common.errors import RunError, StorageError, one_line
 from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.shard import SampleRow
+from activation_extraction.store.shard import ShardSample
 from activation_extraction.store.shard_reader import expect, read_beside
-from activation_extraction.text.batch import DocId, StoredSample
+from activation_extraction.text.sample_facts import SampleFacts, StoredSample
 
+TOKENS = "tokens"  # the only column of every table that is no field of SampleFacts
+TO_CONTINUE = ["sample_idx", TOKENS, "row"]  # the columns that a start needs to continue a run
 FIXED = {"sample_idx": pyarrow.int64(), "tokens": pyarrow.int32(), "cut": pyarrow.int64()}
 JSON = {b"encoding": b"JSON"}  # the metadata of a column that has texts of JSON
 ABSENT = object()  # the value of a kept column that a sample lacks: null among texts of JSON
@@ -40,20 +42,7 @@ PROMOTED = "permissive"  # columns of several tables get a type that has room fo
 MAX_FIELDS = 32  # lists and fields of structs in a column: each row has room for all; few are deep
 
 
-@dataclass(frozen=True)
-class TableRow:
-    """A row of the table. tokens: how many are stored. The other fields are those of SampleRow."""
-
-    sample_idx: int
-    tokens: int
-    doc_id: DocId
-    row: Mapping[str, Any] | None
-    cut: int
-    text_preview: str
-    columns: Mapping[str, Any] = field(default_factory=dict)
-
-
-def pack_table(samples: Sequence[SampleRow], writer: str = "") -> bytes:
+def pack_table(samples: Sequence[ShardSample], writer: str = "") -> bytes:
     """Returns the content of the table's file.
 
     Args:
@@ -86,22 +75,34 @@ def read_table(folder: Folder, commit: Commit) -> pyarrow.Table:
     return table
 
 
-def rows_of(table: pyarrow.Table) -> list[TableRow]:
-    """Returns the rows of a table, with the values that were given."""
-    columns: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
-    for name in table.column_names[len(SAMPLE_COLUMNS) :]:
-        for values, value in zip(columns, _decoded(table, name), strict=True):
-            if value is not ABSENT:
-                values[name] = value
-    fixed = (_decoded(table, name) for name in SAMPLE_COLUMNS)
-    return [TableRow(*values) for values in zip(*fixed, columns, strict=True)]
+def stored_samples(table: pyarrow.Table) -> list[StoredSample]:
+    """Returns the samples that a table lists, in its order, with the values that were given.
+
+    Args:
+        table: The table, or some of its columns, among them `sample_idx` and `tokens`. A fact whose
+            column is left out has its default.
+    """
+    kept: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
+    for name in table.column_names:
+        if name not in SAMPLE_COLUMNS:
+            for columns, value in zip(kept, _decoded(table, name), strict=True):
+                if value is not ABSENT:
+                    columns[name] = value
+    names = [name for name in SAMPLE_COLUMNS if name in table.column_names]
+    values = zip(*(_decoded(table, name) for name in names), strict=True)
+    samples = []
+    for of_sample, columns in zip(values, kept, strict=True):
+        facts = dict(zip(names, of_sample, strict=True))
+        tokens = facts.pop(TOKENS)
+        samples.append(StoredSample(SampleFacts(**facts, columns=columns), tokens))
+    return samples
 
 
-def stored_in(table: pyarrow.Table) -> dict[int, StoredSample]:
-    """Returns what a continued run has to know of the samples in a table, by `sample_idx`."""
-    numbers, *facts = (_decoded(table, name) for name in ("sample_idx", "tokens", "row"))
-    stored = (StoredSample(*each) for each in zip(*facts, strict=True))
-    return dict(zip(numbers, stored, strict=True))
+def samples_to_continue(table: pyarrow.Table) -> dict[int, StoredSample]:
+    """Returns the samples that a table lists, by `sample_idx`, with nothing but the facts that a
+    start compares: there may be many samples, and their previews and kept columns are large."""
+    samples = stored_samples(table.select(TO_CONTINUE))
+    return {sample.facts.sample_idx: sample for sample in samples}
 
 
 def values_of(table: pyarrow.Table, name: str) -> list[Any]:
@@ -124,19 +125,18 @@ def concatenate_tables(tables: Iterable[pyarrow.Table]) -> pyarrow.Table:
     return pyarrow.table({name: _concatenate_column(every, name) for name in names})
 
 
-def _table(samples: Sequence[SampleRow]) -> pyarrow.Table:
-    for sample in samples:
-        _check(sample)
-    kept = dict.fromkeys(name for sample in samples for name in sample.columns)
-    columns: dict[str, list[Any]] = {
-        "sample_idx": [sample.sample_idx for sample in samples],
-        "tokens": [len(sample.positions) for sample in samples],
-        "doc_id": [sample.doc_id for sample in samples],
-        "row": [sample.row for sample in samples],
-        "cut": [sample.cut for sample in samples],
-        "text_preview": [sample.text_preview or "" for sample in samples],
-        **{name: [sample.columns.get(name, ABSENT) for sample in samples] for name in kept},
-    }
+def _table(samples: Sequence[ShardSample]) -> pyarrow.Table:
+    all_facts = [sample.facts for sample in samples]
+    for facts in all_facts:
+        _check(facts)
+    columns: dict[str, list[Any]] = {}
+    for name in SAMPLE_COLUMNS:
+        if name == TOKENS:
+            columns[name] = [len(sample.positions) for sample in samples]
+        else:
+            columns[name] = [getattr(facts, name) for facts in all_facts]
+    for name in dict.fromkeys(name for facts in all_facts for name in facts.columns):
+        columns[name] = [facts.columns.get(name, ABSENT) for facts in all_facts]
     fields, arrays = zip(*(_packed(*each) for each in columns.items()), strict=True)
     return pyarrow.table(list(arrays), schema=pyarrow.schema(fields))
 
@@ -213,12 +213,12 @@ def _text(value: Any) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _check(sample: SampleRow) -> None:
+def _check(facts: SampleFacts) -> None:
     """Raises StorageError for values that another program gave, and that the table cannot have."""
-    where, columns = f"sample {sample.sample_idx}", sample.columns
+    where, columns = f"sample {facts.sample_idx}", facts.columns
     try:
         " ".join(columns).encode()  # names may not have lone surrogates; values may
-        json.dumps((sample.doc_id, sample.row, columns, sample.text_preview))
+        json.dumps(vars(facts))
     except (TypeError, ValueError, RecursionError) as error:
         raise StorageError(
             f"{where}: its id, row, text preview or columns are no JSON values: {one_line(error)}"

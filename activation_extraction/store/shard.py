@@ -1,7 +1,7 @@
 """A shard in memory: a list of samples, and one array of activations per hook and sample.
 
-Every shard format writes and reads this. What is known of a sample beside its tokens is in the
-table of samples (sample_table.py).
+Every shard format writes and reads this. The facts of its samples are stored in the table of
+samples (sample_table.py).
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,7 +15,7 @@ import numpy as np
 
 from activation_extraction.common.codes import Codes
 from activation_extraction.common.encodings import decode, encode, relative_errors
-from activation_extraction.text.batch import DocId
+from activation_extraction.text.sample_facts import SampleFacts
 
 Values = np.ndarray | Codes  # of some tokens at a hook
 Key = int | str  # a hook's name in a shard: its layer number, or the name the user asked for
@@ -26,25 +26,22 @@ MEASURED = 1024  # at most, of the sinks of a shard, and of its other tokens
 
 
 @dataclass(frozen=True)
-class SampleRow:
+class ShardSample:
     """A sample of a shard, without its activations.
 
-    token_ids and positions: int32, shape (tokens,); positions count from 0 at the start of the
-    sample. token_ids: None if the caller gave none. The other fields are in the table of samples,
-    and have their defaults where a shard is read without it. doc_id: the `id` of the row in the
-    data set. row: identifies that row. cut: how many tokens were left out at the end of the
-    document. columns: other columns of the row, JSON values by name. labels: int32 (tokens,), by
-    names in LABELS.
+    Attributes:
+        facts: Facts of the sample. Those that only the table of samples has are their defaults in a
+            shard that was read.
+        token_ids: Ids of the stored tokens, int32 (tokens,). None if the caller gave none.
+        positions: Positions of the stored tokens, int32 (tokens,), counted from 0 at the start of
+            the sample.
+        labels: Labels of the stored tokens, int32 (tokens,) each, by names in LABELS. Empty if the
+            run has none.
     """
 
-    sample_idx: int
+    facts: SampleFacts
     token_ids: np.ndarray | None
     positions: np.ndarray
-    text_preview: str | None = None
-    doc_id: DocId = None
-    row: Mapping[str, Any] | None = None
-    cut: int = 0
-    columns: Mapping[str, Any] = field(default_factory=dict)
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -57,7 +54,7 @@ class Shard:
     scales of sample i, (tokens, 1).
     """
 
-    samples: list[SampleRow]
+    samples: list[ShardSample]
     slices: dict[Key, list[Any]]
     scales: dict[Key, list[np.ndarray]] = field(default_factory=dict)
 

@@ -210,10 +210,10 @@ def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) 
 
 def _in_memory(shard: Shard, hooks: Mapping[str, StoredHook], where: str) -> SafetensorsFile:
     """Returns a shard with the requested hooks alone, as if it were a safetensors file."""
-    for row in shard.samples:
-        if row.token_ids is None:
+    for sample in shard.samples:
+        if sample.token_ids is None:
             raise RunError(
-                f"{where}: sample {row.sample_idx}: has no token ids, which reading needs"
+                f"{where}: sample {sample.facts.sample_idx}: has no token ids, which reading needs"
             )
     names = {hook.key: name for name, hook in hooks.items() if hook.key in shard.slices}
     asked = replace(shard, slices={key: shard.slices[key] for key in names})

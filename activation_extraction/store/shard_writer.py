@@ -33,7 +33,7 @@ from activation_extraction.store.owner import LostError, Owner
 from activation_extraction.store.resume import StoragePlan
 from activation_extraction.store.run_record import RunRecord
 from activation_extraction.store.sample_table import pack_table
-from activation_extraction.store.shard import Key, SampleRow, Shard, Values, encode_shard
+from activation_extraction.store.shard import Key, Shard, ShardSample, Values, encode_shard
 from activation_extraction.store.statistics import pack_sums
 from activation_extraction.text.batch import Cursor
 
@@ -47,7 +47,7 @@ class _Job:
 
     holds: int
     phase: str = "packing"
-    stored: Future[tuple[Commit, list[SampleRow]]] = field(default_factory=Future)
+    stored: Future[tuple[Commit, list[ShardSample]]] = field(default_factory=Future)
 
 
 class ShardWriter:
@@ -105,7 +105,7 @@ class ShardWriter:
         self._empty()
 
     def _empty(self) -> None:
-        self._pending: list[tuple[SampleRow, Mapping[Key, Values]]] = []
+        self._pending: list[tuple[ShardSample, Mapping[Key, Values]]] = []
         self._bytes = 0
 
     def take(self, size: int) -> None:
@@ -123,11 +123,18 @@ class ShardWriter:
                 self.waited[phase] += time.perf_counter() - began
         self.check()
 
-    def add(self, row: SampleRow, slices: Mapping[Key, Values], mark: Cursor | None = None) -> None:
-        """Adds a sample. slices: its activations (tokens, width) by the key of the hook. mark:
-        where a run continues once this sample and those before it are stored.
+    def add(
+        self, sample: ShardSample, slices: Mapping[Key, Values], mark: Cursor | None = None
+    ) -> None:
+        """Adds a sample.
 
         A sample without tokens counts as one token, so that a shard of such samples is cut, too.
+
+        Args:
+            sample: The sample.
+            slices: Its activations, (tokens, width), by the key of the hook.
+            mark: Where a run continues once this sample and those before it are stored. None if the
+                samples come from no stream.
         """
         size = 0
         for key, each in slices.items():
@@ -139,7 +146,7 @@ class ShardWriter:
             size += max(len(each), 1) * of_token
         if self._pending and self._bytes + size > self._shard_bytes:
             self._cut(self._number())
-        self._pending.append((row, slices))
+        self._pending.append((sample, slices))
         self._bytes += size
         if self._may_move:
             self._mark = mark
@@ -170,9 +177,9 @@ class ShardWriter:
         return self._next - 1
 
     def _cut(self, number: int) -> None:
-        self._pending.sort(key=lambda sample: sample[0].sample_idx)
+        self._pending.sort(key=lambda pending: pending[0].facts.sample_idx)
         slices = {key: [each[key] for _, each in self._pending] for key in self._names}
-        shard = Shard([row for row, _ in self._pending], slices)
+        shard = Shard([sample for sample, _ in self._pending], slices)
         self._empty()  # before Ctrl-C may interrupt `_submit`: no sample may be in two shards
         self._submit(shard, number)
 
@@ -251,7 +258,7 @@ class ShardWriter:
 
     def _store(
         self, job: _Job, shard: Shard, mark: Cursor | None, number: int
-    ) -> tuple[Commit, list[SampleRow]]:
+    ) -> tuple[Commit, list[ShardSample]]:
         """Writes the files of a shard; returns its commit and its samples."""
         writer = self._owner.id
         commit = Commit(
@@ -266,14 +273,14 @@ class ShardWriter:
             shard, errors = encode_shard(shard, self.encoded, self._threads)
             hooks, sums = measured(shard, self._names, self._identity, errors, self._threads)
             packed = self.format.pack(shard, self._names, self._threads, writer)
-        cuts = [row.cut for row in shard.samples if row.cut > 0]
-        lengths = [len(row.positions) for row in shard.samples]
+        cuts = [sample.facts.cut for sample in shard.samples if sample.facts.cut > 0]
+        lengths = [len(sample.positions) for sample in shard.samples]
         commit = replace(
             commit,
             file=shard_name(number, self.format.suffix),
             unpacked=packed.unpacked,
-            first=shard.samples[0].sample_idx,
-            last=shard.samples[-1].sample_idx,
+            first=shard.samples[0].facts.sample_idx,
+            last=shard.samples[-1].facts.sample_idx,
             count=len(lengths),
             tokens=sum(lengths),
             hooks=hooks,
@@ -294,15 +301,21 @@ class ShardWriter:
         job.phase = "committing"
         return replace(commit, files=files), shard.samples
 
-    def _commit(self, commit: Commit, rows: Sequence[SampleRow]) -> None:
-        """Writes the JSON of a shard, once all shards before it are committed. rows: its samples.
+    def _commit(self, commit: Commit, samples: Sequence[ShardSample]) -> None:
+        """Writes the JSON of a shard, once all shards before it are committed.
 
-        Raises StorageError if a file that samples come from has changed, and names the shards that
-        were committed since it was last seen unchanged.
+        Args:
+            commit: The content of the JSON.
+            samples: The samples of the shard.
+
+        Raises:
+            StorageError: A file that samples come from has changed. The message names the shards
+                that were committed since it was last seen unchanged.
         """
         try:
             if self._record.sources is not None:
-                self._record.sources.check(row.row for row in rows if row.row is not None)
+                rows = [sample.facts.row for sample in samples]
+                self._record.sources.check(row for row in rows if row is not None)
         except RunError as error:
             since = [commit.number for commit in self.made[self._unchanged :]]
             names = ", ".join(map(str, since)) or "none"

@@ -42,9 +42,10 @@ from activation_extraction.store.resume import (
 )
 from activation_extraction.store.run_record import RunRecord
 from activation_extraction.store.safetensors_file import OF_TOKENS, SCALE
-from activation_extraction.store.shard import Key, SampleRow, Values
+from activation_extraction.store.shard import Key, ShardSample, Values
 from activation_extraction.store.shard_writer import ShardWriter
-from activation_extraction.text.batch import Batch, DocId, StoredSample
+from activation_extraction.text.batch import Batch
+from activation_extraction.text.sample_facts import DocId, SampleFacts, StoredSample
 
 
 class ActivationStorage:
@@ -154,7 +155,7 @@ class ActivationStorage:
             if remote is not None:
                 refuse_elsewhere(read_stored(local), remote.url)
             self._follow(self._planner(read_stored(self.destination)))
-        self._incomplete: dict[int, tuple[SampleRow, dict[Key, np.ndarray]]] = {}
+        self._incomplete: dict[int, tuple[ShardSample, dict[Key, np.ndarray]]] = {}
         self._last = -1  # the last sample that `add_activation` has completed
         self._lock: int | None = None
         # planned: the stored shards are known, and nothing has been written; open: this process
@@ -285,20 +286,11 @@ class ActivationStorage:
         self._writer.take(sum(values.nbytes for values in activations.values()))
         for placed, (where, positions) in zip(batch.samples, batch.kept_tokens(), strict=True):
             sample = placed.sample
-            row = SampleRow(
-                sample.sample_idx,
-                sample.token_ids[positions],
-                positions,
-                sample.text_preview,
-                sample.doc_id,
-                sample.row,
-                sample.cut,
-                sample.columns,
-                {name: values[positions] for name, values in sample.labels.items()},
-            )
-            self._check_open(row.sample_idx)
+            self._check_open(sample.facts.sample_idx)
+            labels = {name: values[positions] for name, values in sample.labels.items()}
+            stored = ShardSample(sample.facts, sample.token_ids[positions], positions, labels)
             slices = {key: self._sliced(key, activations[key][where]) for key in self._names}
-            self._writer.add(row, slices, placed.mark)
+            self._writer.add(stored, slices, placed.mark)
 
     def _sliced(self, key: Key, values: np.ndarray) -> Values:
         """Returns a sample's values at a hook as shards have them: codes as sparse rows."""
@@ -371,9 +363,10 @@ class ActivationStorage:
             raise ValueError(f"{where}: {problem}")
         if number not in self._incomplete:
             positions = np.arange(len(activation), dtype=np.int32)
-            row, columns = deepcopy(row), deepcopy(columns or {})
-            sample = SampleRow(number, ids, positions, text_preview, doc_id, row, cut, columns, {})
-            self._incomplete[number] = sample, {}
+            facts = SampleFacts(
+                number, deepcopy(row), doc_id, text_preview or "", cut, deepcopy(columns or {})
+            )
+            self._incomplete[number] = ShardSample(facts, ids, positions), {}
             self._next_sample += 1
         sample, slices = self._incomplete[number]
         slices[layer_idx] = activation

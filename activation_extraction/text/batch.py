@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-DocId = str | int | float | None
+from activation_extraction.text.sample_facts import SampleFacts
 
 
 @dataclass(frozen=True)
@@ -61,35 +61,26 @@ class Cursor:
         return {**vars(self), "stream": dict(self.stream)}
 
 
-class StoredSample(NamedTuple):
-    """What the table of samples says of a stored sample: how many tokens are stored, and the row
-    that it comes from, as of the Sample."""
-
-    tokens: int
-    row: Mapping[str, Any]
-
-
 @dataclass(frozen=True)
 class Sample:
-    """One tokenised document, or a piece of one. `cursor` continues at this sample, `next_cursor`
-    after it.
+    """One tokenised document, or a piece of one.
 
-    token_ids: int32 (tokens,); none if the sample keeps no token, since nothing needs them then.
-    row: the row of the data set that it comes from (see `Document`). cut: how many tokens of the
-    document were left out at its end. columns: those of the row that are kept, as JSON values.
-    labels: int32 (tokens,) each, by name: "role" (a number in ROLES) and "turn". kept: the
-    positions of the tokens whose activations are wanted, int32, ascending; None for all.
+    Attributes:
+        facts: All that is known of the sample beside its tokens.
+        token_ids: Ids of the tokens, int32 (tokens,); empty if the sample keeps no token, since
+            nothing needs them then.
+        cursor: Position in the stream from which a run continues with this sample.
+        next_cursor: Position in the stream from which a run continues after this sample.
+        labels: Labels of the tokens, int32 (tokens,) each, by name: "role" (a number in ROLES) and
+            "turn". Empty unless the sample is a conversation.
+        kept: Positions of the tokens whose activations are wanted, int32, ascending. None for all
+            tokens.
     """
 
-    sample_idx: int
+    facts: SampleFacts
     token_ids: np.ndarray
-    text_preview: str
-    doc_id: DocId
     cursor: Cursor
     next_cursor: Cursor
-    row: Mapping[str, Any] | None = None
-    cut: int = 0
-    columns: Mapping[str, Any] = field(default_factory=dict)
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
     kept: np.ndarray | None = None
 

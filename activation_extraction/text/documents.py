@@ -18,7 +18,7 @@ from activation_extraction.common.errors import InputError, RunError, one_line, 
 from activation_extraction.common.log import activity, log
 from activation_extraction.common.retries import hub_requests
 from activation_extraction.common.visible import counted
-from activation_extraction.text.batch import DocId, Worker
+from activation_extraction.text.batch import Worker
 from activation_extraction.text.file_rows import FileRow
 from activation_extraction.text.rows import (
     ColumnError,
@@ -26,6 +26,7 @@ from activation_extraction.text.rows import (
     RowForm,
     UnusableRowError,
 )
+from activation_extraction.text.sample_facts import DocId
 from activation_extraction.text.sources import Rows, ShuffledRows
 from activation_extraction.text.structs import as_structs
 
@@ -39,13 +40,14 @@ SKIP = "add --skip_bad_rows (and leave out --overwrite) to skip such rows and co
 
 @dataclass(frozen=True)
 class Document:
-    """One row with content. doc_id: the row's own id, None if it has none. columns: those to keep.
+    """One row with content.
 
-    row: where it comes from: {"file", "line"} (from 1) of JSON Lines; {"file", "row_group", "row"}
-    (from 0) of Parquet; {"file", "row"} (from 0) of other files; {"row"} (from 0) of a hub data
-    set, with {"share"} if it is counted within one share of several, and {"shard"} if it is counted
-    within one shard of a shuffled one; with {"source"} in a mixture. where: the same in words.
-    skipped_rows, empty_rows: how many rows before it were skipped or empty.
+    Attributes:
+        content: Text, conversation or token ids of the row.
+        doc_id, row, columns: Facts that every sample of the document has (see `SampleFacts`).
+        where: Position of the row in words, for messages.
+        skipped_rows: Number of rows before this one that were skipped.
+        empty_rows: Number of rows before this one that have no content.
     """
 
     content: Content

@@ -14,6 +14,7 @@ import numpy as np
 
 from activation_extraction.common.errors import RunError
 from activation_extraction.text.batch import Batch, Cursor, Placed, Sample
+from activation_extraction.text.sample_facts import SampleFacts
 from activation_extraction.text.samples import ChangedDataError
 
 GROUP_ROWS, LEAST_ROWS = 256, 16  # as many rows as the samples of a group fill, if packed tightly
@@ -25,7 +26,7 @@ def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Samp
     """Makes samples of token ids alone, numbered from 0; they belong to no data set."""
     for number, ids in enumerate(documents):
         here, after = Cursor(number), Cursor(number + 1)
-        yield Sample(number, np.asarray(ids, np.int32), "", None, here, after)
+        yield Sample(SampleFacts(number), np.asarray(ids, np.int32), here, after)
 
 
 def rows_of_group(length: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from activation_extraction.common.choices import ROLES
 from activation_extraction.common.errors import near_miss
-from activation_extraction.text.batch import DocId
+from activation_extraction.text.sample_facts import DocId
 
 TEMPLATE = ROLES.index("template")
 MAX_COLUMN_BYTES = 2**19  # of the JSON of a row's kept columns

@@ -15,8 +15,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from activation_extraction.common.errors import RunError
-from activation_extraction.text.batch import Cursor, Sample, StoredSample
+from activation_extraction.text.batch import Cursor, Sample
 from activation_extraction.text.documents import Document, Documents
+from activation_extraction.text.sample_facts import SampleFacts, StoredSample
 from activation_extraction.text.token_choice import TokenChoice
 from activation_extraction.text.tokenizer import SpecialTokens, Tokens, tokenise
 
@@ -112,8 +113,8 @@ def samples(
         if sample is None:
             return
         here = replace(sample.cursor, tokens=tokens)
-        known = stored.get(sample.sample_idx)
-        if known is None:
+        stored_sample = stored.get(sample.facts.sample_idx)
+        if stored_sample is None:
             count = sample.num_kept
             if number >= limits_from:
                 count = int(min(count, most_tokens - tokens))
@@ -122,14 +123,15 @@ def samples(
             yield _limited(sample, here, count, goes_on=form.split and not is_over())
             continue
         number += 1
-        if known.row != sample.row:
+        stored_row, row = stored_sample.facts.row, sample.facts.row
+        if stored_row != row:
             raise ChangedDataError(
-                f"sample {sample.sample_idx}: was stored from row {json.dumps(known.row)}, but the "
-                f"data set now gives it row {json.dumps(sample.row)}",
+                f"sample {sample.facts.sample_idx}: was stored from row {json.dumps(stored_row)}, "
+                f"but the data set now gives it row {json.dumps(row)}",
                 remedy="the data set has changed: restore it, or give another --output_dir",
                 recurs=True,
             )
-        tokens += known.tokens
+        tokens += stored_sample.tokens
         on_stored()
     # Rows that were read ahead but not used yet do not count.
     documents.counts.skipped, documents.counts.empty = here.skipped_rows, here.empty_rows
@@ -207,19 +209,15 @@ def _sample(
         eligible[: form.overlap if piece else 0] = False
         kept = form.choice.kept(sample_idx, ids, eligible)
     at = int(tokens.starts[span.start]) if piece and tokens.starts is not None else 0
-    return Sample(
+    facts = SampleFacts(
         sample_idx=sample_idx,
-        token_ids=ids,
-        text_preview=document.content.text[at : at + PREVIEW_CHARACTERS],
-        doc_id=document.doc_id,
-        cursor=cursor,
-        next_cursor=cursor,
         row=document.row | ({"piece": piece, "start": span.start} if form.split else {}),
+        doc_id=document.doc_id,
+        text_preview=document.content.text[at : at + PREVIEW_CHARACTERS],
         cut=tokens.total - span.stop,
         columns=document.columns,
-        labels=labels,
-        kept=kept,
     )
+    return Sample(facts, ids, cursor, cursor, labels, kept)
 
 
 def _limited(sample: Sample, here: Cursor, count: int, goes_on: bool) -> Sample:
@@ -233,14 +231,14 @@ def _limited(sample: Sample, here: Cursor, count: int, goes_on: bool) -> Sample:
         kept = None if kept is None else kept[:count]
         stop = count if kept is None else int(kept[-1]) + 1
     after = replace(here, samples=here.samples + 1, skip=here.skip + 1, tokens=here.tokens + count)
-    cut = 0 if goes_on else sample.cut + len(sample.token_ids) - stop
+    cut = 0 if goes_on else sample.facts.cut + len(sample.token_ids) - stop
     stop = stop if count else 0
     return replace(
         sample,
+        facts=replace(sample.facts, cut=cut),
         token_ids=sample.token_ids[:stop],
         cursor=here,
         next_cursor=after,
-        cut=cut,
         labels={name: values[:stop] for name, values in sample.labels.items()},
         kept=kept,
     )
