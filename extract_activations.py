@@ -35,6 +35,7 @@ from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint, check_adapter
 from activation_extraction.model.compilation import use_compilation_cache
 from activation_extraction.model.devices import device_errors, leave_out_absent_tpu
+from activation_extraction.model.family import parse_model_config, read_model_config
 from activation_extraction.model.forward import (
     Activations,
     Step,
@@ -67,7 +68,6 @@ from activation_extraction.run.summary import (
     print_summary,
 )
 from activation_extraction.text.batch import Batch
-from qwen2_jax_with_hooks import FAMILIES
 
 
 def carry_out(config: Config) -> int:
@@ -76,7 +76,7 @@ def carry_out(config: Config) -> int:
     if config.list_hooks:
         return show_hooks(config)
     if config.plan is not None:
-        return print_estimate(config, FAMILIES)
+        return print_estimate(config)
     return recompute_some(config) if config.looking else run(config)
 
 
@@ -95,7 +95,7 @@ def run(config: Config) -> int:
     remedy = how_to_continue(host.count, config.overwrite)
     with explain_abort(host, f"committed shards are safe; {remedy}"):
         with device_errors():
-            job = prepare_together(config, host, FAMILIES, watchdog)
+            job = prepare_together(config, host, watchdog)
         clock, signaled = Clock(), 0
         try:
             if any_host(host, [not job.storage.complete])[0]:
@@ -256,10 +256,10 @@ def show_hooks(config: Config) -> int:
     tokenizer.json and the names of tensors in a local folder if they are there."""
     names = None
     if config.demo:
-        _, model = FAMILIES.parse_config(MODEL_CONFIG)
+        model = parse_model_config(MODEL_CONFIG)
     else:
         checkpoint = Checkpoint(config.model_path, config.model_revision)
-        _, model = FAMILIES.read_config(checkpoint.file("config.json"))
+        model = read_model_config(checkpoint.file("config.json"))
         names = checkpoint.known_tensors()
         check_adapter(config.lora)
     request = model_request(config)
@@ -280,7 +280,7 @@ def recompute_some(config: Config) -> int:
     use_compilation_cache(config.compilation_cache, Path(config.output_dir), several=False)
     return look(
         config,
-        partial(load_for_recomputing, FAMILIES, model_request(config), config.dataset_path),
+        partial(load_for_recomputing, model_request(config), config.dataset_path),
     )
 
 

@@ -10,8 +10,7 @@ Letters: B rows, T tokens per row, D hidden, N query heads, K key/value heads, H
 width, V vocabulary, L layers. Of layers with experts: E experts, X experts of a token, M width of
 an expert, P width of the shared one, R the router's outputs (E, but never split), U one.
 
-The configuration says in what the families differ, and so do their entries in `FAMILIES` at the end
-of qwen2_jax_with_hooks.py.
+A ModelConfig says in what the families of models differ; family.py has the table of families.
 
 References: `transformers.models.qwen2.modeling_qwen2`, and the same of qwen3, qwen2_moe, qwen3_moe,
 qwen3_next, qwen3_5 and qwen3_5_moe, and the reports (arXiv:2407.10671, arXiv:2505.09388).
@@ -29,7 +28,7 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
 from activation_extraction.model.attention import Attention, attention_pattern
-from activation_extraction.model.decoder import Decoder, ParamPath
+from activation_extraction.model.decoder import Decoder
 from activation_extraction.model.delta_net import GatedDeltaNet
 from activation_extraction.model.experts import Experts, ExpertSum, route, scattered
 from activation_extraction.model.kernels import Kernels
@@ -37,6 +36,7 @@ from activation_extraction.model.layers import (
     STREAM,
     Linear,
     Out,
+    ParamPath,
     RMSNorm,
     declared,
     from_bits,
@@ -54,7 +54,7 @@ from activation_extraction.model.model_config import (
     DeltaNet,
     ModelConfig,
 )
-from activation_extraction.model.weights import TensorSlice, WeightSpec
+from activation_extraction.model.weights import TensorSlice, WeightSpec, WeightTable
 
 
 class Embedding(nn.Module):
@@ -280,7 +280,7 @@ class Qwen2(nn.Module):
         return Linear(self.config, "D->V", dtype=self.dtype, name="lm_head")(x)
 
 
-def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> dict[ParamPath, WeightSpec]:
+def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> WeightTable:
     """Returns parameter path -> shape, logical axes and checkpoint tensors of all weights.
 
     It works for any module that follows this file's naming, and computes and allocates nothing.
@@ -293,6 +293,23 @@ def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> dict[ParamP
     # The weights are the same on devices that are not here, whose kernels cannot run.
     plain = model.clone(kernels=Kernels(), layout=Layout(), parent=None)
     return {path: _weight(path, box, model, renamed) for path, box in declared(plain).items()}
+
+
+def tensor_names(config: ModelConfig, tensors: Collection[str]) -> set[str]:
+    """Returns the names that tensors of the language model may have in a checkpoint.
+
+    A checkpoint may hold a tensor for each expert besides the fused ones, and a head even where
+    config.json ties it to the embedding.
+
+    Args:
+        config: The configuration of the model.
+        tensors: The names in the checkpoint, as for `weight_table`.
+    """
+    names = {HEAD}
+    for layout in ((), tensors):
+        for spec in weight_table(Qwen2(config), layout).values():
+            names.update(spec.hf_names)
+    return names
 
 
 def _weight(path: ParamPath, box: Any, model: nn.Module, renamed: Mapping[str, Any]) -> WeightSpec:

@@ -1,7 +1,7 @@
-"""This file has the hooked model, which computes the values at hooks, and the model families.
+"""The hooked model runs the layers of qwen2_jax.py and returns the values at hooks.
 
-`FAMILIES` at the end says of each family what its config.json means. To add a kind of hook, add a
-row to the table of kinds in hooks.py, and a line to the module of qwen2_jax.py that computes it.
+`create_model_with_hooks` makes it for any supported model. To add a kind of hook, add a row to the
+table of kinds in hooks.py, and a line to the module of qwen2_jax.py that computes it.
 """
 
 import math
@@ -17,7 +17,6 @@ from jax import Array, lax
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.model.capture import Buffers, Capture, Writes
 from activation_extraction.model.decoder import Decoder, Layers, stage_length
-from activation_extraction.model.family import Families, ModelFamily
 from activation_extraction.model.hooks import HOOKS as HOOKS
 from activation_extraction.model.hooks import Form, Hook, HookKind
 from activation_extraction.model.kernels import Kernels
@@ -30,22 +29,12 @@ from activation_extraction.model.layers import (
     to_bits,
 )
 from activation_extraction.model.mesh import RULES, Layout
-from activation_extraction.model.model_config import (
-    ModelConfig,
-    config_beside_others,
-    qwen2_config,
-    qwen2_moe_config,
-    qwen3_5_moe_text_config,
-    qwen3_5_text_config,
-    qwen3_config,
-    qwen3_moe_config,
-    qwen3_next_config,
-)
+from activation_extraction.model.model_config import ModelConfig
 from activation_extraction.model.predictions import predictions
-from qwen2_jax import Embedding, Qwen2, decoder, weight_table
+from qwen2_jax import Embedding, decoder
 
 
-class HookedQwen2(nn.Module):
+class HookedModel(nn.Module):
     """The hooked model runs the part of a model that the hooks need and returns their values.
 
     Its parameters are the corresponding part of `qwen2_jax.Qwen2`'s. Layers run in a loop, up to
@@ -255,7 +244,7 @@ def create_model_with_hooks(
     activation_dtype: Any = None,
     kernels: Kernels | None = None,
     layout: Layout | None = None,
-) -> HookedQwen2:
+) -> HookedModel:
     """Creates the model that computes `hooks`, and no layer beyond the deepest of them.
 
     dtype: the type of weights and matrix products (float32 or bfloat16; sums are float32).
@@ -268,7 +257,7 @@ def create_model_with_hooks(
     layout = layout or Layout()
     stages = layout.size("pipeline")
     stage_length(config.layer_types[: max(hooks).layer + 1], stages)
-    return HookedQwen2(
+    return HookedModel(
         config,
         tuple(sorted(set(hooks))),
         dtype,
@@ -277,43 +266,3 @@ def create_model_with_hooks(
         layout,
         stages,
     )
-
-
-_family = partial(
-    ModelFamily, whole=Qwen2, hooked=create_model_with_hooks, weight_table=weight_table
-)
-
-
-def _beside_others(
-    model_type: str, models: str, text_config: Callable[[Any, str], ModelConfig]
-) -> ModelFamily:
-    """Returns the family of models that also take images, video or audio."""
-    config = partial(config_beside_others, text_config)
-    return _family(model_type, f"the text of {models}", config, text_alone=True)
-
-
-FAMILIES = Families(
-    (
-        _family("qwen2", "Qwen2, Qwen2.5, QwQ", qwen2_config),
-        _family("qwen3", "Qwen3, dense", qwen3_config),
-        _family("qwen2_moe", "Qwen1.5-MoE, Qwen2 57B-A14B", qwen2_moe_config),
-        _family("qwen3_moe", "Qwen3 30B-A3B, 235B-A22B", qwen3_moe_config),
-        _family("qwen3_next", "Qwen3-Next 80B-A3B, Qwen3-Coder-Next", qwen3_next_config),
-        _beside_others("qwen2_vl", "Qwen2-VL", qwen2_config),
-        _beside_others("qwen2_5_vl", "Qwen2.5-VL", qwen2_config),
-        _beside_others("qwen2_5_omni", "Qwen2.5-Omni", qwen2_config),
-        _beside_others("qwen3_vl", "Qwen3-VL, dense", qwen3_config),
-        _beside_others("qwen3_vl_moe", "Qwen3-VL 30B-A3B, 235B-A22B", qwen3_moe_config),
-        _beside_others("qwen3_omni_moe", "Qwen3-Omni", qwen3_moe_config),
-        _beside_others("qwen3_5", "Qwen3.5, dense", qwen3_5_text_config),
-        _family("qwen3_5_text", "Qwen3.5, dense, text alone", qwen3_5_text_config),
-        _beside_others(
-            "qwen3_5_moe", "Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B", qwen3_5_moe_text_config
-        ),
-        _family(
-            "qwen3_5_moe_text",
-            "Qwen3.5 with experts, text alone",
-            qwen3_5_moe_text_config,
-        ),
-    )
-)

@@ -21,7 +21,6 @@ from activation_extraction.run.prepare import model_request
 from activation_extraction.text.batch import Batch
 from activation_extraction.text.packing import pack, samples_of
 from benchmarks.inputs import tokenise
-from qwen2_jax_with_hooks import FAMILIES
 
 LEAST_SECONDS = 2  # of the full rows
 
@@ -46,7 +45,7 @@ def seconds_of(step: Step, batches: Sequence[Batch], least: float = 0) -> float:
 def main() -> None:
     config = parse_args(sys.argv[1:])
     logging.getLogger("extract_activations").addHandler(logging.StreamHandler())
-    forward = prepare_model(FAMILIES, model_request(config))
+    forward = prepare_model(model_request(config))
     rows, length = forward.shape
     documents = tokenise(Path(config.model_path), Path(str(config.dataset_path)), length)
     packed = list(pack(samples_of(documents), rows, length))

@@ -42,13 +42,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from activation_extraction.model.family import read_model_config
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.model_config import SPARSE, ModelConfig
 from benchmarks.agreement import CHOSEN, RESIDUAL, Agreement, Comparison, Disagreement
 from benchmarks.inputs import SHAPES, make_documents, make_model, tokenise
 from benchmarks.peak import DTYPES, best
 from benchmarks.processes import ROOT, extract, print_result, run
-from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
+from qwen2_jax_with_hooks import create_model_with_hooks
 
 Row = dict[str, Any]
 # Contender -> one batch computed of so many, one document of these written of so many.
@@ -113,7 +114,7 @@ def prepare(folder: Path, given: argparse.Namespace) -> Bench:
     make_documents(documents, given.documents)
     token_ids = tokenise(model, documents, given.max_seq_length)
     (folder / "token_ids.json").write_text(json.dumps(token_ids))
-    return Bench(folder, given, FAMILIES.read_config(model / "config.json")[1], token_ids)
+    return Bench(folder, given, read_model_config(model / "config.json"), token_ids)
 
 
 def measure_peaks(given: argparse.Namespace) -> dict[str, float]:

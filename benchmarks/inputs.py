@@ -15,10 +15,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from activation_extraction.common.safetensors import pack_header
+from activation_extraction.model.family import parse_model_config
 from activation_extraction.model.released import released_config
 from activation_extraction.model.weights import WeightSpec
 from activation_extraction.run import demo
-from qwen2_jax_with_hooks import FAMILIES
+from qwen2_jax import Qwen2, weight_table
 
 REPEATED = 2**22  # numbers
 MEDIAN_TOKENS, SPREAD, LONGEST = 620, 1.0, 2048  # of the documents' log-normal lengths
@@ -90,8 +91,8 @@ def make_model(folder: Path, config: dict[str, Any]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     demo.write_tokenizer(folder, [])
-    family, read = FAMILIES.parse_config(config)
-    table = family.weight_table(family.whole(read))
+    read = parse_model_config(config)
+    table = weight_table(Qwen2(read))
     if config["tie_word_embeddings"]:
         del table["lm_head", "weight"]
     write_weights(folder / "model.safetensors", table.values())

@@ -36,6 +36,7 @@ from forks import DEVICES, Forked  # noqa: E402
 from gcs_server import Bucket  # noqa: E402
 
 from activation_extraction import __main__ as command  # noqa: E402
+from activation_extraction.model.family import parse_model_config  # noqa: E402
 from activation_extraction.run import demo  # noqa: E402
 from activation_extraction.store.chosen_samples import read_samples  # noqa: E402
 from activation_extraction.store.folder import Folder  # noqa: E402
@@ -44,7 +45,7 @@ from activation_extraction.store.sample_table import read_table, stored_samples 
 from activation_extraction.text.sample_facts import SampleFacts  # noqa: E402
 from benchmarks.inputs import SHAPES  # noqa: E402
 from benchmarks.processes import print_result  # noqa: E402
-from qwen2_jax_with_hooks import FAMILIES  # noqa: E402
+from qwen2_jax import Qwen2, weight_table  # noqa: E402
 
 # The tool itself, with a pause after every batch: time for somebody to kill it.
 SLOWLY = """
@@ -227,15 +228,15 @@ def texts() -> list[str]:
 
 def make_inputs(folder: Path) -> dict[str, list[str]]:
     """Writes models and data, and returns flags by the kind of input."""
-    model = demo.make_demo(folder, FAMILIES)[0]
+    model = demo.make_demo(folder)[0]
     experts = folder / "experts"
     experts.mkdir()
     config = {**demo.MODEL_CONFIG, **SHAPES["tiny-moe"], "vocab_size": demo.VOCAB_SIZE}
     (experts / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (experts / name).write_bytes((model / name).read_bytes())
-    family, parsed = FAMILIES.parse_config(config)
-    demo.write_weights(experts / "model.safetensors", family.weights_of(parsed))
+    parsed = parse_model_config(config)
+    demo.write_weights(experts / "model.safetensors", weight_table(Qwen2(parsed)).values())
     (folder / "template.jinja").write_text(QWEN2_5)
 
     rows: list[dict[str, Any]] = [{"text": text, "id": n} for n, text in enumerate(texts())]

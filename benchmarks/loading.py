@@ -24,11 +24,12 @@ from safetensors.numpy import load_file, save_file
 
 from activation_extraction.common.encodings import VALUES
 from activation_extraction.model.checkpoint import SINGLE_FILE, Checkpoint
+from activation_extraction.model.family import read_model_config
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weights import load_params
 from benchmarks.inputs import SHAPES, make_model
 from benchmarks.processes import print_result
-from qwen2_jax_with_hooks import FAMILIES
+from qwen2_jax import Qwen2, weight_table
 
 BLOCK = 128  # rows and columns
 LARGEST = 8 / 400  # standard deviations of the values for each unit of a code
@@ -67,8 +68,8 @@ def drop_from_page_cache(path: Path) -> None:
 
 def seconds_to_load(folder: Path, dtype: str) -> float:
     checkpoint = Checkpoint(str(folder))
-    family, config = FAMILIES.read_config(folder / "config.json")
-    table = family.weight_table(family.whole(config), checkpoint.tensors)
+    config = read_model_config(folder / "config.json")
+    table = weight_table(Qwen2(config), checkpoint.tensors)
     layout = build_layout(jax.devices()[:1], {"model": 1}, config.num_key_value_heads)
     began = time.perf_counter()
     jax.block_until_ready(

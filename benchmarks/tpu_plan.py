@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.model.devices import at_dtype, chip_of
-from activation_extraction.model.family import HookedModel
+from activation_extraction.model.family import parse_model_config, read_model_config
 from activation_extraction.model.forward import (
     Program,
     build_model,
@@ -40,7 +40,8 @@ from benchmarks.inputs import SHAPES
 from benchmarks.processes import print_result
 from benchmarks.program_text import ProgramText
 from benchmarks.step_plan import StepPlan, StepTimes, read_step, text_of, times_of
-from qwen2_jax_with_hooks import FAMILIES
+from qwen2_jax import weight_table
+from qwen2_jax_with_hooks import HookedModel
 
 # Nothing opens a TPU here, so the lock that keeps processes from sharing one is not needed.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
@@ -89,10 +90,9 @@ def compile_for(
     """
     config = parse_args(["--dtype", "bfloat16", *flags.split()])
     request = model_request(config, chips(topology, chips_per_host))
-    family = FAMILIES.by_model_type(shape.model_type)
-    model, rows = build_model(family, request, shape)
+    model, rows = build_model(request, shape)
     asked = choose_hooks(request, shape)
-    program = Program(model, family.weight_table(model), rows, request.shape, *asked)
+    program = Program(model, weight_table(model), rows, request.shape, *asked)
     compiled = compile_unloaded(program, exec_time_optimization_effort=effort)
     step, text = read_step(program, compiled), text_of(program, compiled)
     return Compiled(program, step, text, compiled.memory_analysis())
@@ -117,8 +117,8 @@ def moved_once(compiled: Compiled) -> float:
 def model_of(name: str) -> ModelConfig:
     """Returns the configuration of a shape (shapes.py) or of a config.json. Raises InputError."""
     if name in SHAPES:
-        return FAMILIES.config(SHAPES[name])
-    return FAMILIES.read_config(Path(name))[1]
+        return parse_model_config(SHAPES[name])
+    return read_model_config(Path(name))
 
 
 def main() -> None:

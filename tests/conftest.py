@@ -86,11 +86,12 @@ from tokenizers import Tokenizer
 from activation_extraction.common.choices import DEFAULT_TOP_LOGITS
 from activation_extraction.inspect.verify import verify
 from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.family import parse_model_config, read_model_config
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.run import demo
 from activation_extraction.store.folder import Folder
 from activation_extraction.text.tokenizer import load_tokenizer
-from qwen2_jax_with_hooks import FAMILIES
+from qwen2_jax import Qwen2, weight_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -132,7 +133,7 @@ class Reference:
 
     @functools.cached_property
     def config(self) -> Any:
-        return FAMILIES.read_config(self.folder / "config.json")[1]
+        return read_model_config(self.folder / "config.json")
 
     def in_bfloat16(self) -> "Reference":
         """Returns the same model with rounded weights, which computes in bfloat16."""
@@ -321,16 +322,16 @@ def _optimized_at_full_size(request: pytest.FixtureRequest) -> None:
 def demo_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the demo's `model` and `documents.parquet`, which tests must not change."""
     folder = tmp_path_factory.mktemp("demo")
-    demo.make_demo(folder, FAMILIES)
+    demo.make_demo(folder)
     return folder / "demo_inputs"
 
 
 def inputs_with(model: Mapping[str, Any], demo_inputs: Path, folder: Path) -> Path:
     """Copies demo_inputs to `folder`, with random weights for this config.json."""
     shutil.copytree(demo_inputs, folder, dirs_exist_ok=True)
-    family, config = FAMILIES.parse_config(model)
+    config = parse_model_config(model)
     (folder / "model/config.json").write_text(json.dumps(model))
-    demo.write_weights(folder / "model/model.safetensors", family.weights_of(config))
+    demo.write_weights(folder / "model/model.safetensors", weight_table(Qwen2(config)).values())
     return folder
 
 

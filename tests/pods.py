@@ -14,8 +14,9 @@ from command_line import SCRIPT, main, records_of
 from forks import Forked
 from test_model import INDICES, every_hook, load, rounding_of
 
+from activation_extraction.model.family import read_model_config
 from activation_extraction.text.packing import pack, samples_of
-from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
+from qwen2_jax_with_hooks import create_model_with_hooks
 
 
 class Alone(NamedTuple):
@@ -120,7 +121,7 @@ def rounding_of_run(folder, model_folder):
     names = {hook["name"]: hook["key"] for hook in facts}
     ids = [record["token_ids"] for record in records_of(folder)[facts[0]["key"]]]
     batch = next(pack(samples_of(ids), rows=16, length=max(map(len, ids))))
-    config = FAMILIES.read_config(model_folder / "config.json")[1]
+    config = read_model_config(model_folder / "config.json")
     hooks = [h for h in every_hook(config) if h.name in names or h.name.endswith(INDICES)]
     model = create_model_with_hooks(config, hooks)
     arrays = batch.token_ids, batch.segment_ids, batch.positions

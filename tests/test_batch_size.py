@@ -12,7 +12,6 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.model.forward import bytes_of_step, prepare_model
 from activation_extraction.run import batch_size
 from activation_extraction.run.prepare import model_request
-from qwen2_jax_with_hooks import FAMILIES
 
 # Runs the tool on a host whose devices report the memory that MEMORY says.
 WITH_MEMORY = """
@@ -61,7 +60,7 @@ def chosen(flags, tmp_path, devices, capsys):
 def bytes_for(flags, rows):
     """What the compiler plans for a step."""
     config = parse_args([str(flag) for flag in (*flags, "--batch_size", rows)])
-    return bytes_of_step(prepare_model(FAMILIES, model_request(config)))
+    return bytes_of_step(prepare_model(model_request(config)))
 
 
 def recorded(folder):

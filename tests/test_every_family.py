@@ -11,8 +11,8 @@ from delta_reference import delta, experts
 from pods import first_documents, flags_for
 from tiny_models import TINY
 
+from activation_extraction.model.family import FAMILIES
 from activation_extraction.run import demo
-from qwen2_jax_with_hooks import FAMILIES
 
 SMALL = {**demo.MODEL_CONFIG, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 HEADS = SMALL | {"head_dim": 32}
@@ -37,7 +37,7 @@ RUNS = {  # a model, what --list_hooks says of one of its hooks, and other hooks
 
 def test_every_family_is_in_the_numeric_matrix():
     """The table of families knows which of them have images or sound."""
-    known = {family.model_type: family.text_alone for family in FAMILIES.families}
+    known = {model_type: family.multimodal for model_type, family in FAMILIES.items()}
     others = {"vision_config", "thinker_config"}
     found = {raw.get("model_type", "qwen2"): not others.isdisjoint(raw) for raw in TINY.values()}
     assert found == known

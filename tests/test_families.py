@@ -12,12 +12,12 @@ from tiny_models import BESIDE_OTHERS, MOE, SECTIONED, TEXT, text
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.family import complete
+from activation_extraction.model.family import complete, parse_model_config
 from activation_extraction.model.forward import build_model
 from activation_extraction.model.released import RELEASED, released_config
 from activation_extraction.model.rope import Rope
 from activation_extraction.run.prepare import model_request
-from qwen2_jax_with_hooks import FAMILIES
+from qwen2_jax import Qwen2, weight_table
 
 V4 = {
     **{"model_type": "qwen2", "hidden_act": "silu", "hidden_size": 896, "intermediate_size": 4864},
@@ -85,33 +85,34 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 @pytest.mark.parametrize("raw,change,named", REFUSED)
 def test_what_would_be_computed_wrongly_is_refused_by_name(raw, change, named):
     with pytest.raises(InputError, match=named) as refused:
-        FAMILIES.config(raw | change)
+        parse_model_config(raw | change)
     assert "\n" not in str(refused.value)
 
 
 def test_what_configurations_say():
     """The models of the numeric matrix have the rest."""
-    config = FAMILIES.config(V4)
+    config = parse_model_config(V4)
     v5 = V4 | {"layer_types": [FULL] * 24, "sliding_window": None} | rope(rope_type="default")
     del v5["rope_theta"]
-    assert config == FAMILIES.config(v5)  # as transformers 5 writes it
+    assert config == parse_model_config(v5)  # as transformers 5 writes it
     assert config.rope.theta == 1e6 and config.head_dim == 64 and config.tie_word_embeddings
-    FAMILIES.config(V4 | {"use_sliding_window": True, "max_window_layers": 24})  # no layer has it
+    # No layer has the window.
+    parse_model_config(V4 | {"use_sliding_window": True, "max_window_layers": 24})
     raw = dict(model_type="qwen3", rope_scaling=dict(type="linear", factor=2.0))
-    assert FAMILIES.config(raw).rope == Rope(1e4, "linear", 2.0)
+    assert parse_model_config(raw).rope == Rope(1e4, "linear", 2.0)
     assert raw["rope_scaling"] == dict(type="linear", factor=2.0)  # not changed
     raw = released_config("Qwen3-30B-A3B") or {}  # which has no shared expert, nor a type per layer
     others = dict(shared_expert_intermediate_size=512, qkv_bias=True)
     others["layer_types"] = ["sliding_attention"] * raw["num_hidden_layers"]
-    assert FAMILIES.config(raw | others) == FAMILIES.config(raw)
+    assert parse_model_config(raw | others) == parse_model_config(raw)
     hf = complete(QWEN2_VL, "config.json").to_dict()
-    assert "hidden_size" not in hf and FAMILIES.config(hf) == FAMILIES.config(QWEN2_VL)
+    assert "hidden_size" not in hf and parse_model_config(hf) == parse_model_config(QWEN2_VL)
     # Only the text says that it is tied.
-    assert not FAMILIES.config(QWEN2_5_OMNI).tie_word_embeddings
+    assert not parse_model_config(QWEN2_5_OMNI).tie_word_embeddings
     thinker = QWEN2_5_OMNI["thinker_config"] | {"tie_word_embeddings": True}
-    assert FAMILIES.config(QWEN2_5_OMNI | {"thinker_config": thinker}).tie_word_embeddings
+    assert parse_model_config(QWEN2_5_OMNI | {"thinker_config": thinker}).tie_word_embeddings
     as_released = {"thinker_config": {"text_config": text(**SECTIONED)}}  # "mrope"
-    assert FAMILIES.config(QWEN2_5_OMNI | as_released).rope == Rope(1e6)
+    assert parse_model_config(QWEN2_5_OMNI | as_released).rope == Rope(1e6)
 
 
 DUAL = {"chunk_size": 262144, "local_size": 8192, TRAINED: 262144}
@@ -128,15 +129,15 @@ ROWS: list[tuple[dict[str, Any], int, str]] = [
 
 @pytest.mark.parametrize("changes,longest,why", ROWS)
 def test_the_longest_row_and_the_refusal_of_a_longer_one(changes, longest, why):
-    family, config = FAMILIES.parse_config(V4 | changes)
+    config = parse_model_config(V4 | changes)
     flags = ["--batch_size", "1", "--no_data_parallel", "--layers_to_extract", "3"]
     within, beyond = (
         model_request(parse_args([*flags, "--max_seq_length", str(longest + more)]))
         for more in (0, 1)
     )
-    build_model(family, within, config)
+    build_model(within, config)
     with pytest.raises(InputError, match=f"--max_seq_length {longest + 1}: .*{why}") as refused:
-        build_model(family, beyond, config)
+        build_model(beyond, config)
     assert "\n" not in str(refused.value)
 
 
@@ -173,7 +174,7 @@ def test_frequencies_are_those_of_transformers(changes, meant):
     usual = dict(model_type="qwen3", head_dim=64, max_position_embeddings=40960)
     hf = AutoConfig.for_model(**copy.deepcopy(usual | meant))
     rotary = Qwen3RotaryEmbedding if hf.model_type == "qwen3" else Qwen3_5TextRotaryEmbedding
-    expected, config = rotary(hf), FAMILIES.config(usual | changes)
+    expected, config = rotary(hf), parse_model_config(usual | changes)
     got, wanted = config.rope.frequencies(config.head_dim), expected.inv_freq.numpy()
     assert got.dtype == np.float32 and got.shape == wanted.shape
     np.testing.assert_array_max_ulp(got, wanted, 4)
@@ -185,7 +186,7 @@ def test_frequencies_are_those_of_transformers(changes, meant):
 
 def test_operations():
     """They are two for each weight, and those of causal attention and of the delta rule."""
-    config, lengths, tokens = FAMILIES.config(TEXT), [10, 3], 13
+    config, lengths, tokens = parse_model_config(TEXT), [10, 3], 13
     mlp, convolutions = 3 * 64 * 128, (2 * 4 * 16 + 8 * 16) * 4
     projections = 64 * (2 * 4 * 16 + 8 * 16 + 8 * 16 + 2 * 8 + 8 * 16)
     recurrence = 3 * 8 * 16 * 16  # S^T k, the update and S^T q
@@ -216,8 +217,8 @@ def test_numbers_of_parameters():
     """Our table of weights has all, and the operations of a token those that it uses."""
     assert {*BILLIONS} == {*RELEASED}
     for name, billions in BILLIONS.items():
-        family, config = FAMILIES.parse_config(released_config(name) or {})
-        table = family.weight_table(family.whole(config), ())
+        config = parse_model_config(released_config(name) or {})
+        table = weight_table(Qwen2(config), ())
         shapes = {(spec.hf_names, spec.tensor_slice): spec.shape for spec in table.values()}
         assert sum(map(math.prod, shapes.values())) / 1e9 == pytest.approx(billions, rel=0.015)
         if name not in ACTIVE:

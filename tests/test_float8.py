@@ -31,8 +31,8 @@ from test_model import checked, load
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.family import parse_model_config
 from activation_extraction.model.weights import WeightSpec
-from qwen2_jax_with_hooks import FAMILIES
 
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
@@ -226,8 +226,8 @@ def test_which_quantisations_are_read(config, named):
     inside = {"model_type": "qwen3_5", "vision_config": {}, "text_config": field}
     for raw in ({"model_type": "qwen3"} | field, inside):
         if named is None:
-            assert FAMILIES.config(raw).weights == "float8 weights, dequantised"
+            assert parse_model_config(raw).weights == "float8 weights, dequantised"
             continue
         with pytest.raises(InputError) as refused:
-            FAMILIES.config(raw)
+            parse_model_config(raw)
         assert named in str(refused.value) and "quantization_config" in str(refused.value)

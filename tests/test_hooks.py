@@ -14,16 +14,17 @@ from tiny_models import SHARED, TEXT
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.devices import usable_devices
+from activation_extraction.model.family import parse_model_config
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.mesh import build_layout
 from qwen2_jax import weight_table
-from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
+from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
 
 DEPTH = 4
 BASE = dict(model_type="qwen2", vocab_size=211, hidden_size=64, intermediate_size=112)
 BASE |= dict(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=DEPTH)
-QWEN2, DELTA = FAMILIES.config(BASE), FAMILIES.config(TEXT)
-EXPERTS = FAMILIES.config(BASE | SHARED | dict(decoder_sparse_step=2))
+QWEN2, DELTA = parse_model_config(BASE), parse_model_config(TEXT)
+EXPERTS = parse_model_config(BASE | SHARED | dict(decoder_sparse_step=2))
 
 
 def test_every_hook_of_the_table_has_its_own_names():

@@ -26,7 +26,6 @@ from activation_extraction.run.recompute import load_for_recomputing
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Difference, Identity
 from activation_extraction.store.metadata import read_metadata
-from qwen2_jax_with_hooks import FAMILIES
 
 ONE = Identity(
     model_digest="1" * 64,
@@ -145,7 +144,7 @@ def test_verify_recomputes_only_from_the_inputs_of_the_run(started):
     metadata["identity"]["positions"] = "every:2"  # otherwise, shards have all token ids
 
     def load(path, **other):
-        return load_for_recomputing(FAMILIES, request, path, {**metadata, **other})
+        return load_for_recomputing(request, path, {**metadata, **other})
 
     gone = {**metadata["configuration"], "mix": [["gone.jsonl", 1.0]]}
     data = str(flags[flags.index("--dataset_path") + 1])

@@ -26,11 +26,11 @@ from transformers import AutoTokenizer
 from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
 from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.family import read_model_config
 from activation_extraction.model.lora import Adapter
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weights import load_params
 from activation_extraction.run.host_text import Text
-from qwen2_jax_with_hooks import FAMILIES
 
 EMBED, HEAD, ATTENTION, MLP = "model.embed_tokens", "lm_head", "self_attn", "mlp"
 CONFIG = dict(peft_type="LORA", r=3, lora_alpha=5, peft_version="0.21.2", target_modules=None)
@@ -249,7 +249,7 @@ def load(folder, lora=None, dtype=np.float32):
     """The parameters of the whole model, of which every device reads a part."""
     checkpoint = Checkpoint(str(folder))
     if lora is not None:
-        _, config = FAMILIES.read_config(checkpoint.file("config.json"))
+        config = read_model_config(checkpoint.file("config.json"))
         checkpoint.adapter = Adapter(str(lora), checkpoint, config.tie_word_embeddings)
     model, table = checked(checkpoint)
     layout = build_layout(jax.devices(), MESHES["fsdp"], model.config.num_key_value_heads)

@@ -18,6 +18,7 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
 from activation_extraction.model import devices as devices_module
 from activation_extraction.model.devices import memory_of, usable_devices
+from activation_extraction.model.family import parse_model_config
 from activation_extraction.model.forward import build_model
 from activation_extraction.model.hooks import Form
 from activation_extraction.model.host_rows import count_hosts, host_rows
@@ -32,7 +33,7 @@ from activation_extraction.model.step_cost import CostModel
 from activation_extraction.run.prepare import model_request
 from benchmarks.inputs import SHAPES, evenly_spaced
 from qwen2_jax import weight_table
-from qwen2_jax_with_hooks import FAMILIES, HOOKS, create_model_with_hooks
+from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
 
 
 @pytest.mark.parametrize(
@@ -58,8 +59,8 @@ def test_3d_on_few_devices_falls_back_and_a_shape_that_does_not_fit_is_refused()
         choose_mesh(None, (3, 4), None, 8, 1, MeshChoice)
 
 
-MOE = FAMILIES.config(SHARED | dict(num_hidden_layers=4, decoder_sparse_step=2)).sizes
-DENSE = FAMILIES.config({"model_type": "qwen3", "intermediate_size": 128}).sizes
+MOE = parse_model_config(SHARED | dict(num_hidden_layers=4, decoder_sparse_step=2)).sizes
+DENSE = parse_model_config({"model_type": "qwen3", "intermediate_size": 128}).sizes
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ class Device:
 
 
 def step_of(name, rows):
-    config = FAMILIES.config(SHAPES[name])
+    config = parse_model_config(SHAPES[name])
     depth = config.num_hidden_layers
     hooks = HOOKS.of_layers(evenly_spaced(8, depth), "residual", depth)
     model = create_model_with_hooks(config, hooks, jax.numpy.dtype("bfloat16"))
@@ -248,10 +249,10 @@ def test_memory(monkeypatch):
 
 def test_the_least_memory_of_all_hosts_decides():
     """A host cannot ask the devices of another one."""
-    family, config = FAMILIES.parse_config(SHAPES["0.5B"])
+    config = parse_model_config(SHAPES["0.5B"])
     request = model_request(parse_args(["--batch_size", "8", "--layers_to_extract", "3"]))
     large, small = (
-        build_model(family, dataclasses.replace(request, memory=memory), config)[0].layout
+        build_model(dataclasses.replace(request, memory=memory), config)[0].layout
         for memory in (1e12, 1e9)
     )
     assert large.shape == {"data": 8} and small.size("fsdp") > 1

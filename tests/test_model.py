@@ -31,6 +31,7 @@ from tiny_models import (
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.devices import usable_devices
+from activation_extraction.model.family import read_model_config
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.host_rows import HostRows
 from activation_extraction.model.kernels import Kernels
@@ -39,8 +40,8 @@ from activation_extraction.model.model_config import as_stored
 from activation_extraction.model.weights import check_tensors, load_params, oriented
 from benchmarks.agreement import few_more, same_experts
 from benchmarks.inputs import SHAPES
-from qwen2_jax import Qwen2, weight_table
-from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
+from qwen2_jax import Qwen2, tensor_names, weight_table
+from qwen2_jax_with_hooks import create_model_with_hooks
 
 TOLERANCE = 1e-4  # of the reference tensor's RMS
 INDICES = "mlp.hook_expert_indices"
@@ -200,11 +201,11 @@ def table_of(model, checkpoint):
 
 def checked(checkpoint):
     """The whole model of a checkpoint and the table of its weights, as a run checks them."""
-    family, config = FAMILIES.read_config(checkpoint.file("config.json"))
+    config = read_model_config(checkpoint.file("config.json"))
     config = as_stored(config, checkpoint.tensors)
-    model = family.whole(config)
+    model = Qwen2(config)
     table = table_of(model, checkpoint)
-    check_tensors(checkpoint, table.values(), family.tensor_names(config, checkpoint.tensors))
+    check_tensors(checkpoint, table.values(), tensor_names(config, checkpoint.tensors))
     return model, table
 
 

@@ -19,6 +19,7 @@ from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.devices import CHIPS
 from activation_extraction.model.expert_kernel import ROWS, pallas_experts
 from activation_extraction.model.experts import Stacks
+from activation_extraction.model.family import parse_model_config
 from activation_extraction.model.host_rows import host_rows
 from activation_extraction.model.kept import take
 from activation_extraction.model.mesh import build_layout
@@ -27,7 +28,6 @@ from activation_extraction.run.topologies import MACHINES, topology_of
 from benchmarks.inputs import SHAPES
 from benchmarks.program_text import COLLECTIVE, groups
 from benchmarks.tpu_plan import Compiled, chips, compile_for, moved_once, times
-from qwen2_jax_with_hooks import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("optimized")]
 rare = pytest.mark.rare
@@ -87,7 +87,7 @@ def test_a_program_fits_and_sends_nothing_of_a_layer_between_hosts(name):
     """Products with experts are of sorted rows, not of all rows with all experts; layers of two
     types move about as much."""
     shape, flags, topology, kernels = PROGRAMS[name]
-    compiled = compile_for(FAMILIES.config(shape), flags, topology, effort=-1.0)
+    compiled = compile_for(parse_model_config(shape), flags, topology, effort=-1.0)
     memory, plan = compiled.memory, compiled.plan
     given = memory.argument_size_in_bytes + memory.output_size_in_bytes
     taken = max(given + memory.temp_size_in_bytes, memory.peak_memory_in_bytes)
@@ -123,7 +123,7 @@ def test_experts_move_little_more_than_they_must_and_send_while_they_compute(
 ):
     """With all its effort, the compiler lets sums travel while those of other parts are added."""
     flags = f"--mesh_shape {shape} --mesh_axes data,expert --layers_to_extract 11 23"
-    compiled = compile_for(FAMILIES.config(SHAPES[model]), flags, topology)
+    compiled = compile_for(parse_model_config(SHAPES[model]), flags, topology)
     moved = sum(move.hbm for move in compiled.plan.moves(compiled.plan.body))
     assert moved < 1.5 * moved_once(compiled)
     found = times(compiled)
@@ -137,7 +137,7 @@ def test_an_estimate_compiles_the_very_program_of_a_run(tmp_path, capsys):
     given = [*flags.split(), "--plan", "v5e-4", "--model_path", tmp_path, "--json"]
     assert extract(*given) == 0
     (found,) = json.loads(capsys.readouterr().out)["meshes"]
-    memory = compile_for(FAMILIES.config(SHAPES["tiny"]), flags, "v5e:2x2").memory
+    memory = compile_for(parse_model_config(SHAPES["tiny"]), flags, "v5e:2x2").memory
     expected = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     expected += 2 * memory.output_size_in_bytes
     assert found["shape"] == {"data": 4} and found["compiled_gb"] == expected / 1e9
@@ -176,7 +176,7 @@ def test_every_mesh_keeps_the_devices_of_a_host_together(topology):
 def test_the_delta_kernel_compiles_at_released_sizes(topology, name, parts):
     """It does so for several stages of a pipeline at once, too."""
     device = SingleDeviceSharding(chips(topology)[0])
-    delta, rows = FAMILIES.config(released_config(f"Qwen3.5-{name}") or {}).delta, (8, 2048)
+    delta, rows = parse_model_config(released_config(f"Qwen3.5-{name}") or {}).delta, (8, 2048)
     heads = delta.key_heads // parts, delta.values_per_key
     shapes = [((*rows, heads[0], delta.key_size), jnp.bfloat16)] * 2
     shapes += [((*rows, *heads, delta.value_size), jnp.bfloat16)]
@@ -199,7 +199,7 @@ def test_the_delta_kernel_compiles_at_released_sizes(topology, name, parts):
 )
 def test_the_kernels_of_experts_compile_at_released_sizes(topology, name, devices):
     """They read the experts of a layer in the stack, of which nothing is copied."""
-    config = FAMILIES.config(released_config(name) or {})
+    config = parse_model_config(released_config(name) or {})
     experts, device = config.experts, SingleDeviceSharding(chips(topology)[0])
     tokens, layers = 2048, 4
     up = layers, experts.count // devices, config.hidden_size, experts.width

@@ -12,8 +12,8 @@ from conftest import Reference
 from safetensors.numpy import save_file
 from test_model import TOLERANCE, error_of, values_on
 
+from activation_extraction.model.family import parse_model_config
 from activation_extraction.model.hooks import hook_table
-from qwen2_jax_with_hooks import FAMILIES
 
 STORED = Path(__file__).parent / "transformer_lens_expectations.npz"
 with np.load(STORED) as FILE:
@@ -36,7 +36,7 @@ def test_every_hook_and_every_alias_equals_transformer_lens(name, tmp_path):
     with np.load(STORED) as file:
         found = below(f"{name}/", file)
     weights, expected = below("weights/", found), below("hooks/", found)
-    config = FAMILIES.config(json.loads(str(found["config"])))
+    config = parse_model_config(json.loads(str(found["config"])))
     every = hook_table(config).all_hooks(config.num_hidden_layers, large=True)
     hooks = [hook for hook in every if not hook.kind.value.startswith("predicted.")]
     ours = {hook.name: [a.format(hook.layer) for a in hook.kind.aliases] for hook in hooks}

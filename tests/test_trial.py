@@ -21,6 +21,7 @@ from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.delta_net import gated_delta_rule
 from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.experts import ragged_experts, tiled_experts
+from activation_extraction.model.family import parse_model_config
 from activation_extraction.model.flash_kernel import flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
 from activation_extraction.model.mesh import Layout, build_layout
@@ -33,7 +34,6 @@ from activation_extraction.model.trial import (
     try_kernels,
 )
 from benchmarks.inputs import SHAPES
-from qwen2_jax_with_hooks import FAMILIES
 
 BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 # A shape, the length of rows, devices along `model`, what differs. On one device; with the heads
@@ -52,7 +52,7 @@ def trials_of(name, dtype):
     """Trials of attention by the name of a run; of others by their sizes."""
     if name in RUNS:
         shape, length, model, changes = RUNS[name]
-        config = dataclasses.replace(FAMILIES.config(SHAPES[shape]), **changes)
+        config = dataclasses.replace(parse_model_config(SHAPES[shape]), **changes)
         devices = usable_devices(all_of_host=True)[:model]
         layout = build_layout(devices, {"model": model}, config.num_key_value_heads)
         return attention_trials(config, layout, length, dtype)
@@ -160,7 +160,7 @@ def test_the_first_right_kernel_is_chosen_where_a_model_needs_one(monkeypatch):
     named = {name: dict(zip("abcd", each, strict=False)) for name, each in candidates.items()}
     monkeypatch.setattr(trial, "candidates_for", lambda platform: named)
     for raw, expected in ((SHAPES["tiny"], {"attention"}), (MOE_TEXT, {*candidates})):
-        chosen = try_kernels(FAMILIES.config(raw), Layout(), 64, FLOAT32)
+        chosen = try_kernels(parse_model_config(raw), Layout(), 64, FLOAT32)
         assert chosen.keys() == expected
         for function, (name, choice) in zip(right, chosen.items(), strict=False):
             assert choice.function is function
@@ -170,7 +170,7 @@ def test_the_first_right_kernel_is_chosen_where_a_model_needs_one(monkeypatch):
     named["attention"] = {"a": broken, "b": WRONG["not a number"][0]}
     message = "no kernel for attention is right on this device: a: it fails: .*; b: it differs"
     with pytest.raises(RunError, match=message):
-        try_kernels(FAMILIES.config(SHAPES["tiny"]), Layout(), 64, FLOAT32)
+        try_kernels(parse_model_config(SHAPES["tiny"]), Layout(), 64, FLOAT32)
 
 
 @pytest.mark.long

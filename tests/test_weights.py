@@ -26,13 +26,14 @@ from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model import weight_files
 from activation_extraction.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from activation_extraction.model.devices import usable_devices
+from activation_extraction.model.family import read_model_config
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weights import WeightSpec, load_params
 from activation_extraction.run.digests import model_digest
 from activation_extraction.store.folder import SourceFolder
 from activation_extraction.text.tokenizer import load_tokenizer
 from qwen2_jax import Qwen2, weight_table
-from qwen2_jax_with_hooks import FAMILIES, create_model_with_hooks
+from qwen2_jax_with_hooks import create_model_with_hooks
 
 
 @pytest.mark.parametrize(
@@ -247,7 +248,7 @@ def test_any_part_of_any_tensor_of_a_remote_file(memory):
 def load_all(where):
     """The weights of a model anywhere, and its checkpoint."""
     checkpoint = Checkpoint(str(where))
-    _, config = FAMILIES.read_config(checkpoint.file("config.json"))
+    config = read_model_config(checkpoint.file("config.json"))
     layout = build_layout(jax.devices()[:1], {"model": 1}, kv_heads=1)
     return load_params(weight_table(Qwen2(config)), checkpoint, np.float32, layout), checkpoint
 

@@ -27,14 +27,8 @@ import torch
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from activation_extraction.model.family import FAMILIES
 from activation_extraction.model.hooks import Hook, hook_table
-from activation_extraction.model.model_config import (
-    qwen2_config,
-    qwen2_moe_config,
-    qwen3_5_text_config,
-    qwen3_config,
-    qwen3_moe_config,
-)
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "tests/transformer_lens_expectations.npz"
@@ -94,21 +88,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 # The bridge gives these as (heads, tokens, ...), and other values per head as (tokens, heads, ...).
 HEADS_FIRST = ("hook_pattern", "hook_q_normed", "hook_k_normed")
-# As `FAMILIES` has it, which is beside the model and needs JAX.
-CONFIGS = {
-    "qwen2": qwen2_config,
-    "qwen3": qwen3_config,
-    "qwen2_moe": qwen2_moe_config,
-    "qwen3_moe": qwen3_moe_config,
-    "qwen3_5_text": qwen3_5_text_config,
-}
 # Hooks of ours that the bridge does not have in models of these types.
 LACKING = {"qwen3_moe": "mlp.experts.hook_out", "qwen3_5_text": "linear_attn.out_proj.hook_in"}
 
 
 def hooks_of(config: Any) -> list[Hook]:
     """Every hook that we have in a model and TransformerLens has, too."""
-    read = CONFIGS[config.model_type](config, "config.json")
+    read = FAMILIES[config.model_type].read(config, "config.json")
     every = hook_table(read).all_hooks(read.num_hidden_layers, large=True)
     lacking = LACKING.get(config.model_type)
     return [hook for hook in every if lacking is None or not hook.name.endswith(lacking)]

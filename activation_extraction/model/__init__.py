@@ -10,7 +10,8 @@ and compilation.py compiles; attention.py, experts.py and delta_net.py define wh
 TPUs delta_kernel.py and expert_kernel.py, and on GPUs flash_kernel.py and grouped_kernel.py,
 compute faster, and trial.py compares them; hooks.py lists the hooks,
 predictions.py computes those that need the logits, capture.py collects all values, and kept.py
-moves those of kept tokens off the devices; forward.py assembles all that. The script passes the
-model families (family.py) in. released.py has the sizes of released models. This folder knows
-nothing of files of activations, of other hosts or of the loop.
+moves those of kept tokens off the devices; forward.py assembles all that. family.py has the table
+of the supported models, released.py the sizes of released ones. The model itself is in qwen2_jax.py
+and qwen2_jax_with_hooks.py, which lie at the top level and belong to this folder. It knows nothing
+of files of activations, of other hosts or of the loop.
 """

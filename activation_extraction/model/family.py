@@ -1,29 +1,36 @@
-"""A model family says what the tool must know of some models; the script passes families in.
+"""The table of the models that are supported, and the way from a config.json to a ModelConfig.
 
-So this folder computes with a family's modules without importing the files that define them.
+A family is one line of `FAMILIES`: a model_type and the function that reads its configuration. All
+else follows from the ModelConfig: the modules, the hooks and the table of weights. The functions
+that read configurations are in model_config.py. This module completes a config.json with
+transformers' defaults before one of them reads it.
 """
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
-
-import flax.linen as nn
+from typing import Any, NamedTuple
 
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.late_imports import transformers
 from activation_extraction.model.checkpoint import read_json
 from activation_extraction.model.float8 import DEQUANTIZED, float8_format
-from activation_extraction.model.hooks import Hook
-from activation_extraction.model.kernels import Kernels
-from activation_extraction.model.mesh import Layout
-from activation_extraction.model.model_config import HEAD, LARGEST_DEPTH, LARGEST_SIZE, SIZES
+from activation_extraction.model.model_config import (
+    LARGEST_DEPTH,
+    LARGEST_SIZE,
+    SIZES,
+    ModelConfig,
+    multimodal_config,
+    qwen2_config,
+    qwen2_moe_config,
+    qwen3_5_moe_text_config,
+    qwen3_5_text_config,
+    qwen3_config,
+    qwen3_moe_config,
+    qwen3_next_config,
+)
 from activation_extraction.model.rope import check_rope
-from activation_extraction.model.weights import WeightSpec
-
-WeightTable = dict[tuple[str, ...], WeightSpec]
 
 FLAT = "qwen2_vl", "qwen2_5_vl"  # as released, these have no text_config
 # Shapes do not show a wrong value of these fields, and transformers' default for them is that of no
@@ -32,111 +39,105 @@ MUST_BE_STATED = dict.fromkeys(FLAT, "rms_norm_eps")
 MUST_BE_STATED |= dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), "rope_theta")
 
 
-class HookedModel(Protocol):
-    """A hooked model returns the values at its hooks: {form: (hooks of that form, B, T, width)}.
+class Family(NamedTuple):
+    """The models of one model_type.
 
-    The hooks of one form are in the order of `hooks`. `apply` takes the parameters, then token
-    ids, segment ids and positions, all (B, T) int32.
+    Attributes:
+        released: The released models, for messages.
+        read: The function that makes a ModelConfig of a configuration that transformers has
+            completed. Its second argument is the path of config.json, for messages. For a
+            multimodal family, it reads the configuration of the language model.
+        multimodal: Whether the models also take images, video or audio. Only their language model
+            runs, on text.
     """
 
-    config: Any
-    hooks: tuple[Hook, ...]
-    dtype: Any
-    activation_dtype: Any
-    layout: Layout
-    stages: int
-    apply: Callable[..., Any]
-    clone: Callable[..., "HookedModel"]
-
-    @property
-    def kernels(self) -> Kernels: ...
-
-    @property
-    def captured_dtype(self) -> Any: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def predicts(self) -> bool: ...
-
-    def micro_batches(self, rows: int) -> int: ...
-
-    def flops(self, lengths: Sequence[int]) -> float: ...
+    released: str
+    read: Callable[[Any, str], ModelConfig]
+    multimodal: bool = False
 
 
-@dataclass(frozen=True)
-class ModelFamily:
-    """A family of models: what it does not share with the others."""
-
-    model_type: str  # as in config.json
-    models: str  # the released ones, for messages
-    # (what transformers makes of a config.json, what to call the file) -> the checked configuration
-    config: Callable[[Any, str], Any]
-    whole: Callable[[Any], nn.Module]  # configuration -> the complete language model
-    # (configuration, hooks, dtype, activation dtype, kernels, layout) -> HookedModel
-    hooked: Callable[..., Any]
-    weight_table: Callable[..., WeightTable]  # (either model, the checkpoint's tensors if known)
-    text_alone: bool = False  # whether its models also take images or sound, which are not read
-
-    def weights_of(self, config: Any) -> Iterable[WeightSpec]:
-        return self.weight_table(self.whole(config)).values()
-
-    def tensor_names(self, config: Any, tensors: Iterable[str]) -> set[str]:
-        """Returns the names that the language model's tensors may have beside `tensors`.
-
-        Checkpoints may hold a tensor for each expert beside the fused ones, and a head even where
-        it is tied to the embedding.
-        """
-        tables = (self.weight_table(self.whole(config), names) for names in ((), tensors))
-        specs = (spec for table in tables for spec in table.values())
-        return {name for spec in specs for name in spec.hf_names} | {HEAD}
+FAMILIES = {
+    "qwen2": Family("Qwen2, Qwen2.5, QwQ", qwen2_config),
+    "qwen3": Family("Qwen3, dense", qwen3_config),
+    "qwen2_moe": Family("Qwen1.5-MoE, Qwen2 57B-A14B", qwen2_moe_config),
+    "qwen3_moe": Family("Qwen3 30B-A3B, 235B-A22B", qwen3_moe_config),
+    "qwen3_next": Family("Qwen3-Next 80B-A3B, Qwen3-Coder-Next", qwen3_next_config),
+    "qwen2_vl": Family("Qwen2-VL", qwen2_config, multimodal=True),
+    "qwen2_5_vl": Family("Qwen2.5-VL", qwen2_config, multimodal=True),
+    "qwen2_5_omni": Family("Qwen2.5-Omni", qwen2_config, multimodal=True),
+    "qwen3_vl": Family("Qwen3-VL, dense", qwen3_config, multimodal=True),
+    "qwen3_vl_moe": Family("Qwen3-VL 30B-A3B, 235B-A22B", qwen3_moe_config, multimodal=True),
+    "qwen3_omni_moe": Family("Qwen3-Omni", qwen3_moe_config, multimodal=True),
+    "qwen3_5": Family("Qwen3.5, dense", qwen3_5_text_config, multimodal=True),
+    "qwen3_5_text": Family("Qwen3.5, dense, text alone", qwen3_5_text_config),
+    "qwen3_5_moe": Family(
+        "Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B", qwen3_5_moe_text_config, multimodal=True
+    ),
+    "qwen3_5_moe_text": Family("Qwen3.5 with experts, text alone", qwen3_5_moe_text_config),
+}
 
 
-@dataclass(frozen=True)
-class Families:
-    """The families that the tool supports. A config.json names its family by the model_type."""
+def read_model_config(path: str | Path) -> ModelConfig:
+    """Reads a config.json file.
 
-    families: tuple[ModelFamily, ...]
+    Raises:
+        InputError: The file is not JSON, or the model is not supported.
+    """
+    return parse_model_config(read_json(path), str(path))
 
-    def by_model_type(self, model_type: str) -> ModelFamily:
-        return next(family for family in self.families if family.model_type == model_type)
 
-    def read_config(self, path: str | Path) -> tuple[ModelFamily, Any]:
-        return self.parse_config(read_json(path), str(path))
+def parse_model_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+    """Returns the configuration of a model.
 
-    def parse_config(
-        self, raw: Mapping[str, Any], source: str = "config.json"
-    ) -> tuple[ModelFamily, Any]:
-        """Returns the family and configuration of a model. raw: the contents of config.json."""
-        model_type = raw.get("model_type")
-        if "qwen4_exp" in str(model_type) or "Qwen4Exp" in str(raw.get("architectures")):
-            raise InputError(
-                f"{source}: qwen4_exp models (such as Qwen3.8-Flash-Next) are not supported: they "
-                "have n-gram embedding tables, several residual streams and sparse attention"
-            )
-        for family in self.families:
-            if family.model_type == model_type:
-                weights = DEQUANTIZED if float8_format(raw, source) else None
-                config = family.config(complete(raw, source), source)
-                return family, dataclasses.replace(config, weights=weights)
-        vision = " (a model with vision inputs)" if "vision_config" in raw else ""
-        known = ", ".join(f"{family.model_type} ({family.models})" for family in self.families)
+    Args:
+        raw: The contents of config.json, which are not changed.
+        source: The path of config.json, for messages.
+
+    Raises:
+        InputError: The model is of no supported family, or would be computed wrongly.
+    """
+    model_type = raw.get("model_type")
+    if "qwen4_exp" in str(model_type) or "Qwen4Exp" in str(raw.get("architectures")):
         raise InputError(
-            f"{source}: model_type {model_type!r}{vision} is not supported; supported are: {known}"
+            f"{source}: qwen4_exp models (such as Qwen3.8-Flash-Next) are not supported: they "
+            "have n-gram embedding tables, several residual streams and sparse attention"
         )
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise _unsupported(raw, source)
+    family = FAMILIES[model_type]
+    weights = DEQUANTIZED if float8_format(raw, source) else None
+    hf = complete(raw, source)
+    if family.multimodal:
+        config = multimodal_config(family.read, hf, source)
+    else:
+        config = family.read(hf, source)
+    return dataclasses.replace(config, weights=weights)
 
-    def config(self, raw: Mapping[str, Any]) -> Any:
-        return self.parse_config(raw)[1]
+
+def _unsupported(raw: Mapping[str, Any], source: str) -> InputError:
+    """Returns the error that names all supported families."""
+    vision = " (a model with vision inputs)" if "vision_config" in raw else ""
+    supported = []
+    for model_type, family in FAMILIES.items():
+        text_of = "the text of " if family.multimodal else ""
+        supported.append(f"{model_type} ({text_of}{family.released})")
+    return InputError(
+        f"{source}: model_type {raw.get('model_type')!r}{vision} is not supported; supported are: "
+        f"{', '.join(supported)}"
+    )
 
 
 def complete(raw: Mapping[str, Any], source: str) -> Any:
-    """Returns a config.json as transformers understands it, with defaults for what it leaves out.
+    """Returns a config.json as transformers reads it, with its defaults for missing fields.
 
-    raw: its contents, with a model_type that transformers knows. Raises InputError for what
-    transformers rejects, and for sizes that would take too much memory.
+    Args:
+        raw: The contents of config.json, which are not changed. transformers knows its model_type.
+        source: The path of config.json, for messages.
+
+    Raises:
+        InputError: transformers rejects the configuration, or its sizes would take too much memory.
     """
-    fields = copy.deepcopy(dict(raw))  # which transformers and check_rope change
+    fields = copy.deepcopy(dict(raw))  # transformers and check_rope change it
     text = _text_section(fields)
     for section in (fields, text):
         for name in SIZES:
@@ -146,13 +147,15 @@ def complete(raw: Mapping[str, Any], source: str) -> Any:
             if isinstance(value, int | float) and value > most:
                 raise InputError(f"{source}: {name} is {value:.6g}, expected at most {most:,}")
         check_rope(section, source)
-    missing = MUST_BE_STATED.get(raw["model_type"])
-    places = [text, text.get("rope_parameters"), text.get("rope_scaling")]
-    if missing and not any(isinstance(p, dict) and p.get(missing) is not None for p in places):
-        raise InputError(
-            f"{source}: {missing} of the language model is missing; take it from the config.json "
-            "of the released model: transformers' default is another value"
-        )
+    field = MUST_BE_STATED.get(raw["model_type"])
+    if field is not None:
+        sections = [text, text.get("rope_parameters"), text.get("rope_scaling")]
+        values = [section.get(field) for section in sections if isinstance(section, dict)]
+        if all(value is None for value in values):
+            raise InputError(
+                f"{source}: {field} of the language model is missing; take it from the config.json "
+                "of the released model: transformers' default is another value"
+            )
     try:
         return transformers().AutoConfig.for_model(**fields)
     except Exception as error:  # its validation may raise anything
@@ -160,7 +163,10 @@ def complete(raw: Mapping[str, Any], source: str) -> Any:
 
 
 def _text_section(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns where transformers looks for the language model of a model with other inputs."""
+    """Returns the section of config.json in which transformers looks for the language model.
+
+    It is empty if there is none, as in the config.json of a model that takes text alone.
+    """
     if raw["model_type"] in FLAT and raw.get("text_config") is None:
         return raw
     around = raw.get("thinker_config", raw)

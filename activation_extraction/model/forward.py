@@ -30,7 +30,7 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import compile_with_options, watch_compiling
 from activation_extraction.model.devices import devices_of_this_host, memory_of, usable_devices
 from activation_extraction.model.encode import Encoder, Weights, encode, make_encoders
-from activation_extraction.model.family import Families, HookedModel, ModelFamily, WeightTable
+from activation_extraction.model.family import FAMILIES, read_model_config
 from activation_extraction.model.hooks import Form, Hook, HookTable, hook_table
 from activation_extraction.model.host_rows import HostRows, count_hosts, host_rows
 from activation_extraction.model.kept import KeptTokens, take_kept
@@ -47,8 +47,15 @@ from activation_extraction.model.model_config import HEAD, ModelConfig, as_store
 from activation_extraction.model.step_cost import CostModel
 from activation_extraction.model.tensor_names import text_name
 from activation_extraction.model.trial import Choice, try_kernels
-from activation_extraction.model.weights import check_tensors, load_params, oriented
+from activation_extraction.model.weights import (
+    WeightTable,
+    check_tensors,
+    load_params,
+    oriented,
+)
 from activation_extraction.text.batch import Batch
+from qwen2_jax import Qwen2, tensor_names, weight_table
+from qwen2_jax_with_hooks import HookedModel, create_model_with_hooks
 
 MOST_BYTES_OF_A_ROW = 32 * 2**20  # at a hook whose width grows with the row
 
@@ -192,9 +199,7 @@ class Forward(Program):
         return {key: next(rest[self.form(hook)]) for key, hook in self.hooks.items()}
 
 
-def prepare_model(
-    families: Families, request: ModelRequest, before: Forward | None = None
-) -> Forward:
+def prepare_model(request: ModelRequest, before: Forward | None = None) -> Forward:
     """Returns the model on its mesh and its checked checkpoint. Raises InputError.
 
     before: what this function returned for the same request with other rows; if they lead to the
@@ -204,13 +209,13 @@ def prepare_model(
         checkpoint = Checkpoint(request.model_path, request.model_revision, not request.multihost)
     else:
         checkpoint = before.checkpoint
-    family, config = families.read_config(checkpoint.file("config.json"))
+    config = read_model_config(checkpoint.file("config.json"))
     if before is None and request.lora is not None:
         checkpoint.adapter = Adapter(request.lora, checkpoint, config.tie_word_embeddings)
     tied, config = config.tie_word_embeddings, as_stored(config, checkpoint.tensors)
-    model, rows = build_model(family, request, config)
+    model, rows = build_model(request, config)
     where, rope = f"--model_path {request.model_path}", config.rope
-    if before is None and family.text_alone:
+    if before is None and FAMILIES[config.model_type].multimodal:
         says = "its text model alone runs; placeholders of images and sound are ordinary tokens"
         log.info("%s: %s", where, says)
     own = text_name(checkpoint.tensors.get(HEAD, "")) == HEAD  # not the adapter's
@@ -231,20 +236,17 @@ def prepare_model(
             f"--hook_names: losses and logits need {HEAD}, which --model_path {request.model_path} "
             "has not; its other hooks can be stored"
         )
-    table = family.weight_table(model, checkpoint.tensors)
+    table = weight_table(model, checkpoint.tensors)
     weights = oriented(table, lambda name: checkpoint.place(name)[1].shape)
-    known = family.tensor_names(config, checkpoint.tensors)
-    check_tensors(checkpoint, weights.values(), known)
+    check_tensors(checkpoint, weights.values(), tensor_names(config, checkpoint.tensors))
     if checkpoint.adapter is not None:
-        whole = family.weight_table(family.whole(config), checkpoint.tensors).values()
+        whole = weight_table(Qwen2(config), checkpoint.tensors).values()
         checkpoint.adapter.check_read({name for spec in whole for name in spec.hf_names} | {HEAD})
     asked = choose_hooks(request, config)
     return Forward(model, weights, rows, request.shape, *asked, checkpoint, chosen)
 
 
-def build_model(
-    family: ModelFamily, request: ModelRequest, config: Any
-) -> tuple[HookedModel, HostRows]:
+def build_model(request: ModelRequest, config: ModelConfig) -> tuple[HookedModel, HostRows]:
     """Returns the hooked model on its mesh, and how rows come to the mesh. Raises InputError.
 
     Its kernels are those that its platform prefers; `try_kernels` has the last word.
@@ -272,8 +274,8 @@ def build_model(
     total_rows = request.batch_size * hosts
 
     def automatic() -> MeshChoice:
-        model = family.hooked(*asked)
-        step = CostModel(model, family.weight_table(model), total_rows, length, encoders)
+        model = create_model_with_hooks(*asked)
+        step = CostModel(model, weight_table(model), total_rows, length, encoders)
         memory = request.memory
         if memory is None:
             memory = memory_of((devices_of_this_host(devices) or devices)[0])
@@ -292,7 +294,7 @@ def build_model(
     check_divisibility(layout, total_rows, length, config.sizes)
     candidates = candidates_for(devices[0].platform)
     preferred = {kind: next(iter(each.values())) for kind, each in candidates.items()}
-    return family.hooked(*asked, Kernels(**preferred), layout), host_rows(layout)
+    return create_model_with_hooks(*asked, Kernels(**preferred), layout), host_rows(layout)
 
 
 def choose_dtypes(request: ModelRequest, platform: str) -> tuple[Any, Any]:
@@ -412,8 +414,8 @@ def _compiled(program: Program, params: Any, **options: Any) -> Any:
 
     def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
         params, autoencoders = params
-        found = model.apply({"params": params}, tokens, segments, positions)
-        return program.with_codes(found, autoencoders), flags.sum(axis=0)
+        values: Any = model.apply({"params": params}, tokens, segments, positions)
+        return program.with_codes(values, autoencoders), flags.sum(axis=0)
 
     outgoing = rows.outgoing(program.shape[1], model.layout), rows.everywhere()
     inputs = [

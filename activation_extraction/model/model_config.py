@@ -235,17 +235,20 @@ def qwen3_5_moe_text_config(hf: Any, source: str) -> ModelConfig:
     )
 
 
-def config_beside_others(
-    text_config: Callable[[Any, str], ModelConfig], hf: Any, source: str
-) -> ModelConfig:
+def multimodal_config(read: Callable[[Any, str], ModelConfig], hf: Any, source: str) -> ModelConfig:
     """Reads the language model of a model that also takes images, video or audio.
 
-    text_config reads one that takes text alone. An Omni model has its language model in its
-    thinker. Whether the head is tied is said beside `text_config`; inside, it may be a default.
+    An Omni model has its language model in its thinker. Whether the head is tied stands beside
+    `text_config`; inside of it, the field may hold transformers' default.
+
+    Args:
+        read: The function that reads the configuration of a model that takes text alone.
+        hf: The configuration of the whole model, which transformers has completed.
+        source: The path of config.json, for messages.
     """
     around = getattr(hf, "thinker_config", hf)
     return dataclasses.replace(
-        text_config(around.text_config, source),
+        read(around.text_config, source),
         model_type=hf.model_type,
         tie_word_embeddings=bool(around.tie_word_embeddings),
     )

@@ -155,6 +155,9 @@ class WeightSpec:
                 values[at] = part.reshape(values[at].shape)
 
 
+WeightTable = dict[ParamPath, WeightSpec]  # of all parameters of a model
+
+
 def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
     """Returns an empty array, aligned so that XLA on the CPU takes it over without copying it."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
@@ -165,7 +168,7 @@ def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 def oriented(
     table: Mapping[ParamPath, WeightSpec], shape_of: Callable[[str], tuple[int, ...]]
-) -> dict[ParamPath, WeightSpec]:
+) -> WeightTable:
     """Returns the table for fused experts as the checkpoint has them.
 
     Their input axis is last in what transformers saves, as in any linear layer, and first in the

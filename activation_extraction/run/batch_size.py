@@ -17,7 +17,6 @@ from activation_extraction.common.host_memory import available_memory
 from activation_extraction.common.log import log
 from activation_extraction.model.decoder import TOKENS_AT_ONCE
 from activation_extraction.model.devices import USABLE, devices_of_this_host, usable_devices
-from activation_extraction.model.family import Families
 from activation_extraction.model.forward import (
     Forward,
     ModelRequest,
@@ -50,7 +49,6 @@ def default_rows(
 
 def fit_rows(
     host: Host,
-    families: Families,
     request: ModelRequest,
     forward: Forward,
     earlier: Sequence[Mapping[str, Any]],
@@ -80,7 +78,7 @@ def fit_rows(
 
     def prepare(rows: int) -> Forward:
         asked = replace(request, batch_size=rows)
-        return together(host, partial(prepare_model, families, asked, forward))
+        return together(host, partial(prepare_model, asked, forward))
 
     if known is not None:
         found, why = prepare(known), "as when the run began"

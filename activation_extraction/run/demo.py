@@ -23,9 +23,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from activation_extraction.common.errors import InputError, reason_of
 from activation_extraction.model.checkpoint import SINGLE_FILE
-from activation_extraction.model.family import Families
+from activation_extraction.model.family import parse_model_config
 from activation_extraction.model.weights import WeightSpec
 from activation_extraction.store.local_files import IS_A_LINK, FolderError, write_file
+from qwen2_jax import Qwen2, weight_table
 
 VOCAB_SIZE = 2048
 HOW_MANY = 300  # documents
@@ -56,14 +57,14 @@ MODEL_CONFIG = {
 }
 
 
-def make_demo(output: Path, families: Families) -> tuple[Path, Path]:
+def make_demo(output: Path) -> tuple[Path, Path]:
     """Makes the model's folder and the documents in `output`/demo_inputs; returns their paths.
 
     Raises InputError if they cannot be written there.
     """
     folder = output / "demo_inputs"
     model, documents = folder / "model", folder / "documents.parquet"
-    family, config = families.parse_config(MODEL_CONFIG)
+    weights = weight_table(Qwen2(parse_model_config(MODEL_CONFIG))).values()
     text = resources.files(__package__).joinpath("demo_texts.txt").read_text(encoding="utf-8")
     paragraphs = text.strip().split("\n\n")
     try:
@@ -74,7 +75,7 @@ def make_demo(output: Path, families: Families) -> tuple[Path, Path]:
         write_documents(documents, paragraphs)
         write_tokenizer(model, paragraphs)
         write_file(model / "config.json", [json.dumps(MODEL_CONFIG, indent=2).encode()])
-        write_weights(model / SINGLE_FILE, family.weights_of(config))
+        write_weights(model / SINGLE_FILE, weights)
     except (OSError, FolderError) as error:
         raise InputError(f"--demo: {folder}: {reason_of(error)}") from error
     return model, documents

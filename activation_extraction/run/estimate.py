@@ -21,9 +21,9 @@ from activation_extraction.cli.flags import DATASET, Config
 from activation_extraction.common.errors import InputError, install_extra, one_line
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, say
-from activation_extraction.model.checkpoint import Checkpoint, check_adapter
+from activation_extraction.model.checkpoint import Checkpoint, check_adapter, read_json
 from activation_extraction.model.devices import USABLE, memory_of
-from activation_extraction.model.family import Families, read_json
+from activation_extraction.model.family import parse_model_config
 from activation_extraction.model.forward import (
     ModelRequest,
     Program,
@@ -37,6 +37,7 @@ from activation_extraction.model.step_cost import CostModel
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.prepare import model_request
 from activation_extraction.run.topologies import Topology, topology_of
+from qwen2_jax import weight_table
 
 # How fast a run is, at worst and at best, as a share of the speed at which the chips compute a step
 # at their peaks. It is a guess: published runs that store nothing reach 0.02 (experts on v6e) to
@@ -76,21 +77,19 @@ class PlannedRun:
     """A run and the machine that it is planned for.
 
     Attributes:
-        families: All model families.
         raw: The contents of config.json.
         topology: The machine.
         request: What the run asks of the model.
         amount: How much the run computes and stores; None if nothing says how much data there is.
     """
 
-    families: Families
     raw: Mapping[str, Any]
     topology: Topology
     request: ModelRequest
     amount: Amount | None
 
 
-def print_estimate(config: Config, families: Families) -> int:
+def print_estimate(config: Config) -> int:
     """Prints what the run would take, in words or as the JSON that --help describes.
 
     Returns:
@@ -100,7 +99,7 @@ def print_estimate(config: Config, families: Families) -> int:
         InputError: The run itself would refuse the flags, as far as config.json tells.
     """
     check_adapter(config.lora)
-    run = planned_run(config, families)
+    run = planned_run(config)
     auto = replace(run.request, mesh_type="auto", mesh_shape=None, mesh_axes=None)
     programs = [(request, program_of(run, request)) for request in (auto, run.request)]
     token_bytes = sum(programs[0][1].token_bytes.values())
@@ -117,14 +116,14 @@ def print_estimate(config: Config, families: Families) -> int:
     return 0
 
 
-def planned_run(config: Config, families: Families) -> PlannedRun:
+def planned_run(config: Config) -> PlannedRun:
     """Reads config.json and the machine's name. Raises InputError if either is unusable."""
     topology = topology_of(config.plan or "", config.chips_per_host)
     jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are left alone
     request = model_request(config, topology.described())
     if config.batch_size == "auto":
         log.info("--batch_size auto: a run may take more than these %d rows", request.batch_size)
-    return PlannedRun(families, read_config(config), topology, request, amount_of(config))
+    return PlannedRun(read_config(config), topology, request, amount_of(config))
 
 
 def read_config(config: Config) -> Mapping[str, Any]:
@@ -144,12 +143,12 @@ def read_config(config: Config) -> Mapping[str, Any]:
 
 def program_of(run: PlannedRun, request: ModelRequest) -> Program:
     """Returns the program of a step. Raises InputError for a model or mesh that a run refuses."""
-    family, config = run.families.parse_config(run.raw, request.model_path)
-    model, rows = build_model(family, request, config)
+    config = parse_model_config(run.raw, request.model_path)
+    model, rows = build_model(request, config)
     if model.layout.size("pipeline") > 1:
         raise InputError("--mesh_type, --mesh_axes: --plan has no formula for a pipeline")
     hooks = choose_hooks(request, config)
-    return Program(model, family.weight_table(model), rows, request.shape, *hooks)
+    return Program(model, weight_table(model), rows, request.shape, *hooks)
 
 
 def estimate_mesh(run: PlannedRun, request: ModelRequest, program: Program) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from activation_extraction.model.autoencoders import read_autoencoder
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import use_compilation_cache
 from activation_extraction.model.devices import devices_of_this_host, memory_of, usable_devices
-from activation_extraction.model.family import Families
+from activation_extraction.model.family import parse_model_config
 from activation_extraction.model.forward import (
     Forward,
     ModelRequest,
@@ -79,7 +79,7 @@ class Job:
         return replace(self, documents=documents, batches=batches)
 
 
-def prepare_together(config: Config, host: Host, families: Families, watchdog: Watchdog) -> Job:
+def prepare_together(config: Config, host: Host, watchdog: Watchdog) -> Job:
     """Checks the request here and compares it with the other hosts'. Raises InputError."""
     folders, earlier, chosen, own_memory = together(
         host, lambda: examine_output(config, host), lambda _: settings_of(config)
@@ -93,13 +93,13 @@ def prepare_together(config: Config, host: Host, families: Families, watchdog: W
     memory = min(filter(None, memories), default=None)
     config, request, forward = together(
         host,
-        lambda: prepare_forward(config, families, folders.folder, commit, memory),
+        lambda: prepare_forward(config, folders.folder, commit, memory),
         lambda prepared: step_of(prepared[2]),
     )
     facts: dict[str, Any] = {}
     stored = [metadata for _, metadata in earlier]
     if config.batch_size == "auto":
-        forward, facts["auto_batch_size"] = fit_rows(host, families, request, forward, stored)
+        forward, facts["auto_batch_size"] = fit_rows(host, request, forward, stored)
     vocabulary = forward.model.config.vocab_size
     text = Text(config, forward.checkpoint, vocabulary, stored, sources)
     inputs = Inputs(request, forward, text)
@@ -186,7 +186,7 @@ def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
 
 
 def prepare_forward(
-    config: Config, families: Families, folder: Path, commit: str | None, memory: float | None
+    config: Config, folder: Path, commit: str | None, memory: float | None
 ) -> tuple[Config, ModelRequest, Forward]:
     """Returns the configuration (a demo makes its own), the request and the checked model.
 
@@ -194,14 +194,14 @@ def prepare_forward(
     InputError.
     """
     if config.demo:
-        family, model_config = families.parse_config(MODEL_CONFIG)
-        build_model(family, model_request(config), model_config)  # this checks the flags
+        # This checks the flags.
+        build_model(model_request(config), parse_model_config(MODEL_CONFIG))
         log.info("demo: making a tiny Qwen2 model and sample documents")
-        model, documents = make_demo(folder, families)
+        model, documents = make_demo(folder)
         config = replace(config, model_path=str(model), dataset_path=str(documents))
     revision = commit or config.model_revision
     request = replace(model_request(config), model_revision=revision, memory=memory)
-    return config, request, prepare_model(families, request)
+    return config, request, prepare_model(request)
 
 
 def prepare(

@@ -17,7 +17,6 @@ from activation_extraction.cli.flags import Config
 from activation_extraction.common.codes import CODES, Codes
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.model.devices import device_errors
-from activation_extraction.model.family import Families
 from activation_extraction.model.forward import (
     ModelRequest,
     compile_step,
@@ -37,7 +36,7 @@ OTHER_TEXT = "the data set now gives other tokens than those that are stored"
 
 
 def load_for_recomputing(
-    families: Families, request: ModelRequest, dataset_path: str | None, metadata: dict[str, Any]
+    request: ModelRequest, dataset_path: str | None, metadata: dict[str, Any]
 ) -> Recompute:
     """Returns a function that recomputes samples, in a `Recompute`.
 
@@ -63,7 +62,7 @@ def load_for_recomputing(
         max_seq_length=identity.max_seq_length,
     )
     with device_errors():
-        forward = prepare_model(families, request)
+        forward = prepare_model(request)
         if dataset_path is not None:
             configuration = replace(configuration, dataset_path=dataset_path, mix=())
         if not identity.special_tokens:  # earlier versions added none, whatever the tokenizer says
