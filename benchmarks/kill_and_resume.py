@@ -40,7 +40,7 @@ from activation_extraction.model.family import parse_model_config  # noqa: E402
 from activation_extraction.run import demo  # noqa: E402
 from activation_extraction.store.chosen_samples import read_samples  # noqa: E402
 from activation_extraction.store.folder import Folder  # noqa: E402
-from activation_extraction.store.metadata import read_stored  # noqa: E402
+from activation_extraction.store.run_log import RunLog  # noqa: E402
 from activation_extraction.store.sample_table import read_table, stored_samples  # noqa: E402
 from activation_extraction.text.sample_facts import SampleFacts  # noqa: E402
 from benchmarks.inputs import SHAPES  # noqa: E402
@@ -181,7 +181,7 @@ def samples_in(*urls: object) -> dict[int, Sample]:
     twice, or if anything is missing or damaged."""
     found: dict[int, Sample] = {}
     for folder in map(Folder, map(str, urls)):
-        stored = read_stored(folder)
+        stored = RunLog.read(folder)
         for problem in stored.problems:
             raise RuntimeError(problem)
         for commit in (each for each in stored.in_order if each.count):

@@ -13,11 +13,11 @@ import pyarrow.parquet
 from crc32c import crc32c
 from storages import open_storage
 
-from activation_extraction.store.commit import seal, unseal
 from activation_extraction.store.folder import ANY, Folder
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.pickle_file import read_records
+from activation_extraction.store.run_log import seal, unseal
 from activation_extraction.store.sample_table import pack_table, stored_samples
 from activation_extraction.store.shard import ShardSample
 from activation_extraction.store.storage import ActivationStorage

@@ -21,10 +21,9 @@ from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.positions import Positions
 from activation_extraction.store import folder
 from activation_extraction.store.chosen_samples import read_samples
-from activation_extraction.store.commit import Commit, seal
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.metadata import read_stored
-from activation_extraction.store.owner import LostError, Owner
+from activation_extraction.store.log_writer import LogWriter, LostError, RunDescription
+from activation_extraction.store.run_log import Commit, RunLog, seal
 from activation_extraction.store.sample_table import read_table
 from activation_extraction.text import packing
 from activation_extraction.text import samples as text_samples
@@ -124,7 +123,7 @@ class Run:
         for host in range(self.case.hosts):
             root = MemoryFolder(bucket, process or Process())
             folder = root.child(f"machine_000_host_{host:02d}")
-            stored = read_stored(folder)
+            stored = RunLog.read(folder)
             assert not stored.files or not stored.problems
             for commit in stored.in_order:
                 if not commit.count:
@@ -480,9 +479,9 @@ def test_a_writer_may_go_on_at_any_request_of_a_reader(run):
 def test_nothing_replaces_a_commit_of_its_run():
     """Whoever metadata.json names: somebody may have put an older one back."""
     bucket, commit, path = MemoryBucket(), Commit(1, 0.0, None), "mem://bucket/shard_0001.json"
-    owner = Owner(MemoryFolder(bucket, Process()), "me")
-    assert owner.begin("r", {"format_version": 5, "identity": {}}, None)
+    run_log = LogWriter(MemoryFolder(bucket, Process()), RunDescription(Identity()))
+    assert run_log.begin("r", None)
     bucket.put(path, standing := seal({**commit.to_json(), "run": "r", "owner": "another"}))
     with pytest.raises(LostError, match="another has taken over"):
-        owner.commit(commit)
+        run_log.commit(commit)
     assert bucket.objects[path][0] == standing

@@ -27,7 +27,7 @@ from activation_extraction import store as store_package
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.store import sample_table
 from activation_extraction.store.formats import BY_SUFFIX, format_of
-from activation_extraction.store.metadata import own_files
+from activation_extraction.store.run_log import own_files
 from activation_extraction.store.statistics import STATISTICS
 
 

@@ -25,7 +25,7 @@ from activation_extraction.run.prepare import model_request
 from activation_extraction.run.recompute import load_for_recomputing
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Difference, Identity
-from activation_extraction.store.metadata import read_metadata
+from activation_extraction.store.run_log import read_metadata
 
 ONE = Identity(
     model_digest="1" * 64,

@@ -13,7 +13,7 @@ from pods import Pod
 from small_runs import status
 
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.metadata import read_stored
+from activation_extraction.store.run_log import RunLog
 from benchmarks.kill_and_resume import Extraction, deviation, samples_in
 
 pytestmark = pytest.mark.long
@@ -40,7 +40,7 @@ def is_whole(undisturbed, check):
     def is_whole(url: object) -> None:
         folder = Folder(str(url))
         expected = {"metadata.json", "metrics.jsonl"}
-        for commit in read_stored(folder).in_order:
+        for commit in RunLog.read(folder).in_order:
             expected |= {commit.name, *commit.files}
         assert {name for name in folder.files() if not name.startswith(".write_test_")} == expected
         assert deviation(samples_in(url), undisturbed) == 0 and check(url) == []
@@ -93,7 +93,7 @@ def test_what_is_complete_is_in_the_bucket_after_sigterm(
     wait_for(bucket, "run/machine_000/shard_0002.json", started.process)
     started.process.send_signal(signal.SIGTERM)
     assert started.process.wait(600) == 128 + signal.SIGTERM
-    stored, found = read_stored(Folder(URL)), samples_in(URL)
+    stored, found = RunLog.read(Folder(URL)), samples_in(URL)
     assert stored.metadata["status"] == "interrupted"
     assert f"interrupted: {len(found):,} samples" in started.log.read_text()
     assert 0 < len(found) < 120 and found.keys() <= undisturbed.keys()

@@ -20,8 +20,8 @@ from tiny_models import SHARED
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import StorageError
 from activation_extraction.inspect.verify import OTHER_NUMBERS
-from activation_extraction.store.commit import unseal
 from activation_extraction.store.identity import Identity
+from activation_extraction.store.run_log import unseal
 
 pytestmark = pytest.mark.xdist_group("qwen2_moe")
 CHOICES = ["blocks.1.mlp.hook_expert_indices", "blocks.3.mlp.hook_expert_indices"]

@@ -15,7 +15,8 @@ from storages import open_storage
 from activation_extraction.common.errors import InputError
 from activation_extraction.store.folder import Folder, FolderError
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.metadata import read_stored
+from activation_extraction.store.run_log import RunLog
+from activation_extraction.store.totals import Totals
 
 IDENTITY = Identity(model_digest="tiny")
 
@@ -42,9 +43,9 @@ def bucket():
 
 
 def samples_in(folder):
-    stored = read_stored(folder if isinstance(folder, Folder) else Folder(str(folder)))
+    stored = RunLog.read(folder if isinstance(folder, Folder) else Folder(str(folder)))
     assert not stored.problems
-    return stored.totals.samples
+    return Totals.of_log(stored).samples
 
 
 def test_a_complete_run_is_left_alone(run, rows, tmp_path):
@@ -54,7 +55,8 @@ def test_a_complete_run_is_left_alone(run, rows, tmp_path):
     before = files_in(whole)
     assert run(whole).complete
     lengths = [len(json.loads(line)["text"]) for line in rows.read_text().splitlines()]
-    cut, totals = [n - 24 for n in lengths if n > 24], read_stored(Folder(str(whole))).totals
+    cut = [n - 24 for n in lengths if n > 24]
+    totals = Totals.of_log(RunLog.read(Folder(str(whole))))
     assert (totals.cut_samples, totals.cut_tokens) == (len(cut), sum(cut))
     assert totals.tokens == sum(lengths) - sum(cut)
     with open_storage(whole, HOOKS, identity=IDENTITY, shard_size_gb=1.5e-6) as place:
@@ -110,11 +112,11 @@ def test_nothing_is_overwritten_that_is_nowhere_else(run, bucket, tmp_path):
 def test_a_json_that_a_listing_lacks_is_asked_for_by_its_name(run, bucket, tmp_path, monkeypatch):
     """A listing that comes in pages is no snapshot."""
     run(tmp_path, remote=bucket)
-    whole = read_stored(bucket)
+    whole = RunLog.read(bucket)
     listings = [bucket.listing(), bucket.listing()]
     del listings[-1]["shard_0002.json"], listings[-1]["shard_0002.npz"]
     monkeypatch.setattr(bucket, "listing", listings.pop)
-    found = read_stored(bucket)
+    found = RunLog.read(bucket)
     assert found.commits == whole.commits and not found.problems
 
 
@@ -137,6 +139,6 @@ def test_overwriting_removes_the_metrics_of_the_earlier_run(run, bucket, tmp_pat
     place.record({"line": 1})
     place.close()
     run(tmp_path, remote=bucket)
-    assert read_stored(bucket).metrics
+    assert RunLog.read(bucket).metrics
     run(tmp_path, remote=bucket, overwrite=True)
-    assert not read_stored(bucket).metrics and not (tmp_path / "metrics.jsonl").exists()
+    assert not RunLog.read(bucket).metrics and not (tmp_path / "metrics.jsonl").exists()

@@ -22,8 +22,7 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import StorageError
 from activation_extraction.inspect.status import host_states, shard_seconds
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.metadata import AGGREGATE
-from activation_extraction.store.run_folders import read_folders
+from activation_extraction.store.run_folders import AGGREGATE, read_folders
 
 NOW = 1_800_000_000.0
 

@@ -20,10 +20,10 @@ from storages import open_storage
 from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import InputError, RunError, StorageError
-from activation_extraction.store.commit import number_of
 from activation_extraction.store.folder import FolderError
+from activation_extraction.store.formats import number_of
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.owner import LostError
+from activation_extraction.store.log_writer import LostError
 
 HOOKS = {3: "blocks.3.hook_resid_post", 5: "blocks.5.hook_resid_post"}
 HIDDEN = 16

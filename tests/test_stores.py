@@ -20,7 +20,7 @@ from stores import STORES, Store
 
 from activation_extraction import ActivationDataset
 from activation_extraction.store.folder import ANY, Folder
-from activation_extraction.store.metadata import read_stored
+from activation_extraction.store.run_log import RunLog
 from benchmarks.kill_and_resume import Sample, Started, deviation, samples_in
 
 pytestmark = [pytest.mark.rare, pytest.mark.long]
@@ -105,7 +105,7 @@ class Run:
         return found
 
     def commits(self) -> int:
-        return len(read_stored(Folder(self.url)).in_order)
+        return len(RunLog.read(Folder(self.url)).in_order)
 
 
 @pytest.fixture(scope="module", params=STORES)
@@ -141,7 +141,7 @@ def undisturbed(many_shards: list[str], tmp_path_factory: pytest.TempPathFactory
 def assert_whole(run: Run, undisturbed: Path) -> None:
     """Every sample is stored once with the bits of an undisturbed run, no data file is left without
     a commit, --verify and --status find nothing wrong, and the reader reads it all."""
-    commits = read_stored(Folder(run.url)).in_order
+    commits = RunLog.read(Folder(run.url)).in_order
     committed = {name for commit in commits for name in commit.files}
     data_files = {name for name in Folder(run.url).files() if name.startswith("shard_")}
     assert {name for name in data_files if not name.endswith(".json")} == committed
@@ -183,7 +183,7 @@ def test_a_run_that_is_killed_goes_on_with_other_batch_sizes(
         started.process.kill()
         assert started.end() == "killed"
     stored = samples_in(run.url)
-    assert 0 < len(stored) < 120 and not read_stored(Folder(run.url)).problems
+    assert 0 < len(stored) < 120 and not RunLog.read(Folder(run.url)).problems
     assert run.start("--batch_size", 5).end() == "done"
     assert run.commits() > commits
     assert_whole(run, undisturbed)

@@ -18,9 +18,9 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError
 from activation_extraction.inspect import verify as verify_module
 from activation_extraction.store.chosen_samples import Recompute
-from activation_extraction.store.commit import DamagedError, unseal
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
+from activation_extraction.store.run_log import DamagedError, unseal
 
 METADATA, SHARD, FILE = "metadata.json", "shard_0002.json", "shard_0002.pkl.gz"
 

@@ -36,9 +36,8 @@ from activation_extraction.dataset.token_source import (
     default_buffer,
     floating_name,
 )
-from activation_extraction.store.commit import METADATA
-from activation_extraction.store.metadata import identity_of
 from activation_extraction.store.run_folders import expected_names, read_run
+from activation_extraction.store.run_log import METADATA, identity_of
 from activation_extraction.store.shard_reader import StoredHook
 from activation_extraction.store.statistics import HookStatistics
 

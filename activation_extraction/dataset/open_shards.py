@@ -17,8 +17,8 @@ import pyarrow
 from activation_extraction.common.errors import RunError
 from activation_extraction.common.visible import counted, without_secrets
 from activation_extraction.dataset.token_batch import ByHook
-from activation_extraction.store.commit import Commit, Totals
 from activation_extraction.store.folder import Folder
+from activation_extraction.store.run_log import Commit
 from activation_extraction.store.safetensors_file import SafetensorsFile
 from activation_extraction.store.sample_table import (
     concatenate_tables,
@@ -36,6 +36,7 @@ from activation_extraction.store.shard_reader import (
     read_sums,
 )
 from activation_extraction.store.statistics import HookStatistics, Statistics, Sums
+from activation_extraction.store.totals import Totals
 from activation_extraction.text.sample_facts import SampleFacts
 
 OPEN_SHARDS = 128  # that are mapped; one pickle stays in memory

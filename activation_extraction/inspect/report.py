@@ -15,11 +15,10 @@ from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.features import find_decoder
 from activation_extraction.inspect import report_numbers
 from activation_extraction.inspect.status import host_states, totals_of
-from activation_extraction.store.commit import METADATA
 from activation_extraction.store.folder import Folder, FolderError, local_path
 from activation_extraction.store.local_files import write_file
-from activation_extraction.store.metadata import Stored, identity_of
 from activation_extraction.store.run_folders import read_folders
+from activation_extraction.store.run_log import METADATA, RunLog, identity_of
 from activation_extraction.store.statistics_in_words import code_warnings, codes_in_words
 
 
@@ -45,7 +44,7 @@ def show_report(root: Folder, file: str) -> int:
     return 0
 
 
-def make_report(root: Folder, folders: dict[str, Stored]) -> str:
+def make_report(root: Folder, folders: dict[str, RunLog]) -> str:
     """Returns the page. Raises InputError if nothing is stored, RunError if a shard is damaged."""
     commits = [commit for stored in folders.values() for commit in stored.in_order]
     if not sum(commit.tokens for commit in commits):

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.inspect.status import shard_seconds
-from activation_extraction.store.commit import Commit
+from activation_extraction.store.run_log import Commit
 from activation_extraction.store.sample_table import stored_samples
 from activation_extraction.store.statistics import HookStatistics, Sums, sums_of
 from activation_extraction.text.sample_facts import StoredSample

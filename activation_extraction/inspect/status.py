@@ -11,19 +11,20 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from activation_extraction.common.visible import counted, say
-from activation_extraction.store.commit import FORMAT_VERSION, Commit, Totals, seal
 from activation_extraction.store.folder import ANY, Folder
-from activation_extraction.store.metadata import AGGREGATE, COUNTED, Stored
 from activation_extraction.store.run_folders import (
+    AGGREGATE,
     HostFolder,
     expected_names,
     read_folders,
 )
+from activation_extraction.store.run_log import FORMAT_VERSION, Commit, RunLog, seal
 from activation_extraction.store.statistics_in_words import (
     code_warnings,
     codes_in_words,
     errors_in_words,
 )
+from activation_extraction.store.totals import COUNTED, Totals
 
 SILENCE = 900.0  # seconds without a commit before a run counts as silent
 RECENT = 20  # how many shards the current speed of a host is computed from
@@ -95,17 +96,17 @@ def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
     return 1 if any(host.state in WRONG for host in hosts) else 0
 
 
-def host_states(folders: dict[str, Stored]) -> list[HostState]:
+def host_states(folders: dict[str, RunLog]) -> list[HostState]:
     """Returns the state of every host, including hosts that have not started."""
     names = sorted({*expected_names(folders), *folders})
-    return [_host_state(name, folders.get(name, Stored())) for name in names]
+    return [_host_state(name, folders.get(name, RunLog())) for name in names]
 
 
-def _host_state(name: str, stored: Stored) -> HostState:
+def _host_state(name: str, stored: RunLog) -> HostState:
     folder = HostFolder.parse(name) or HostFolder(0)
     commits = stored.in_order
     metadata = stored.metadata
-    totals = stored.totals
+    totals = Totals.of_log(stored)
     phases = {
         key: re.fullmatch("waited_([a-z]+)_seconds_since_start", key) for key in stored.metrics
     }
@@ -180,7 +181,7 @@ def _pace(commits: list[Commit]) -> Pace | None:
     return Pace(tokens / seconds, samples / seconds, seconds / len(timed))
 
 
-def _state(stored: Stored, metadata: dict[str, Any], pace: Pace | None, last_sign: float) -> str:
+def _state(stored: RunLog, metadata: dict[str, Any], pace: Pace | None, last_sign: float) -> str:
     if stored.problems:
         return "damaged"
     if metadata["status"] != "running":
@@ -189,16 +190,16 @@ def _state(stored: Stored, metadata: dict[str, Any], pace: Pace | None, last_sig
     return "silent" if time.time() - last_sign > patience else "running"
 
 
-def totals_of(folders: Mapping[str, Stored]) -> Totals:
+def totals_of(folders: Mapping[str, RunLog]) -> Totals:
     """Returns the totals over all folders."""
     totals = Totals()
     for stored in folders.values():
-        totals.add_host(stored.totals)
+        totals.add_host(Totals.of_log(stored))
     return totals
 
 
 def aggregate(
-    folders: Mapping[str, Stored], totals: Totals, hosts: list[HostState]
+    folders: Mapping[str, RunLog], totals: Totals, hosts: list[HostState]
 ) -> dict[str, Any]:
     """Returns the totals over all hosts, as aggregated_metadata.json records them."""
     complete = all(host.state == "complete" for host in hosts)

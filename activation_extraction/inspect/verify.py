@@ -15,18 +15,16 @@ from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted, say
 from activation_extraction.store.chosen_samples import ChosenSample, Recompute, read_samples
-from activation_extraction.store.commit import METADATA, Commit
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SHARD_FILE
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.metadata import Stored, identity_of, total_problems
-from activation_extraction.store.resume import furthest_mark
 from activation_extraction.store.run_folders import (
     expected_names,
     read_folders,
     shown_name,
     strangers,
 )
+from activation_extraction.store.run_log import METADATA, Commit, RunLog, furthest_mark, identity_of
 from activation_extraction.store.shard_check import (
     NO_NUMBERS,
     CheckedShard,
@@ -35,6 +33,7 @@ from activation_extraction.store.shard_check import (
     for_each_shard,
 )
 from activation_extraction.store.statistics import defined_tokens
+from activation_extraction.store.totals import total_problems
 
 
 def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, count: int) -> int:
@@ -80,7 +79,7 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
 
 
 def check_shards(
-    root: Folder, folders: dict[str, Stored], count: int = 0
+    root: Folder, folders: dict[str, RunLog], count: int = 0
 ) -> Iterator[tuple[CheckedShard, list[ChosenSample]]]:
     """Checks every shard, several at the same time, and yields the results in order.
 
@@ -99,7 +98,7 @@ def check_shards(
 
 
 def check_and_choose(
-    store: Folder, folder: str, stored: Stored, commit: Commit, wanted: Sequence[int]
+    store: Folder, folder: str, stored: RunLog, commit: Commit, wanted: Sequence[int]
 ) -> tuple[CheckedShard, list[ChosenSample]]:
     """Checks a shard, and reads the samples that are to be recomputed if it is good.
 
@@ -230,7 +229,7 @@ def _other_codes(identity: Identity, stored: Codes, now: Codes, allowed: float) 
             yield f"its {name} differ by {error:.2g} of their norm (allowed: {2 * allowed:g})"
 
 
-def check_numbers(folders: dict[str, Stored], checked: Sequence[CheckedShard]) -> Iterator[str]:
+def check_numbers(folders: dict[str, RunLog], checked: Sequence[CheckedShard]) -> Iterator[str]:
     """Yields whether sample numbers are stored more than once, and the first number that a folder
     lacks; of a run over a data set that is not complete, the first one before its mark.
 
@@ -259,14 +258,14 @@ def check_numbers(folders: dict[str, Stored], checked: Sequence[CheckedShard]) -
             yield f"{shown_name(name)}: sample {min(numbers[i], expected[i])} {problem}"
 
 
-def check_folders(folders: dict[str, Stored]) -> Iterator[str]:
+def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
     """Yields all problems that the JSON files and the names of the files show."""
     yield from (f"{name}: is missing" for name in expected_names(folders) if name not in folders)
     yield from strangers(folders)
     prints: dict[tuple[str, int], str] = {}  # of the data set's files, by name and size
     for name, stored in folders.items():
         yield from stored.damaged.values()
-        yield from (file_path(name, message) for message in stored.lacking_jsons)
+        yield from (file_path(name, message) for message in stored.missing_jsons)
         metadata, where = stored.metadata or {}, file_path(name, METADATA)
         for file in metadata.get("data_files", ()):
             found = file["fingerprint"]

@@ -13,8 +13,7 @@ from activation_extraction.cli.flags import DATASET, Config
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import plain_url
 from activation_extraction.run.data_files import DataFiles
-from activation_extraction.store.commit import METADATA
-from activation_extraction.store.metadata import identity_of
+from activation_extraction.store.run_log import METADATA, identity_of
 from activation_extraction.text.file_list import is_path, list_files, refuse_repeated
 from activation_extraction.text.rows import RowForm
 from activation_extraction.text.sources import Rows, open_files, open_hub_dataset

@@ -43,6 +43,7 @@ from activation_extraction.run.inputs import (
 )
 from activation_extraction.store.identity import RunFacts, StorageOptions
 from activation_extraction.store.local_files import check_output_dir, nearest
+from activation_extraction.store.metrics import METRICS
 from activation_extraction.store.resume import FLAGS_REMEDY
 from activation_extraction.store.run_folders import RunFolders
 from activation_extraction.store.storage import ActivationStorage
@@ -131,7 +132,7 @@ def examine_output(
     worker = Worker(config.machine_id, config.total_machines, host.id, host.count)
     output, bucket = Path(config.output_dir), config.bucket_url
     folders = RunFolders(worker, output, bucket, config.upload_timeout)
-    check_output_dir(folders.folder)
+    check_output_dir(folders.folder, METRICS)
     check_free_disk(folders.folder, config.min_free_gb)
     use_compilation_cache(config.compilation_cache, folders.local, host.several)
     folders.check_bucket()

@@ -26,8 +26,7 @@ from activation_extraction.run.host_text import Text
 from activation_extraction.run.inputs import Inputs, check_inputs
 from activation_extraction.run.prepare import recorded_commit
 from activation_extraction.store.chosen_samples import ChosenSample, Recompute
-from activation_extraction.store.commit import METADATA
-from activation_extraction.store.metadata import identity_of
+from activation_extraction.store.run_log import METADATA, identity_of
 from activation_extraction.store.shard import Values
 from activation_extraction.text.packing import pack, samples_of
 from activation_extraction.text.samples import samples

@@ -16,8 +16,8 @@ from activation_extraction.model.encode import Encoder
 from activation_extraction.model.hooks import HookTable
 from activation_extraction.run.hosts import gather
 from activation_extraction.run.prepare import Job
-from activation_extraction.store.commit import Totals
 from activation_extraction.store.statistics_in_words import code_warnings, codes_in_words
+from activation_extraction.store.totals import Totals
 
 ACTIVITIES = ("data", "compute", "copy", "store")
 COLUMNS = "hook", "Hugging Face module", "width", "dtype", "bytes/token", "other names"

@@ -1,8 +1,9 @@
 """Stores activations so that every sample is there exactly once, whatever process is killed.
 
 This package is a library of its own, which the extraction uses: it knows no model and imports no
-JAX. Begin with storage.py; owner.py says why nothing is stored twice, and run_folders.py finds the
-folders of a run. The format (5) is the same in a local folder and in a bucket:
+JAX. Begin with storage.py; run_log.py describes the log that decides which shards exist and why
+nothing is stored twice, and run_folders.py finds the folders of a run. The format (5) is the same
+in a local folder and in a bucket:
 
     machine_000/                      or machine_000_host_00/ of several; a host alone has none
       metadata.json                   the run: its id (`run`), `owner`, `status`, `identity` (what

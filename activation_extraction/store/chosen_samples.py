@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.metadata import Stored
-from activation_extraction.store.resume import furthest_mark
+from activation_extraction.store.run_log import Commit, RunLog, furthest_mark
 from activation_extraction.store.shard import ShardSample, Values
 from activation_extraction.store.shard_reader import StoredHook, begin_rows, open_shard
 from activation_extraction.text.batch import Cursor, Worker
@@ -57,7 +55,7 @@ class Recompute(NamedTuple):
 
 
 def read_samples(
-    store: Folder, stored: Stored, commit: Commit, wanted: Sequence[int], where: str
+    store: Folder, stored: RunLog, commit: Commit, wanted: Sequence[int], where: str
 ) -> list[ChosenSample]:
     """Reads some samples of a shard.
 

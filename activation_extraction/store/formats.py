@@ -5,7 +5,7 @@ block to a gzip member, and the concatenated members are one gzip file. So the b
 neither the number of threads nor their timing. They do depend on the version of isal, and may
 depend on the processor family, because isal has different code for some.
 
-Every file contains the id of the process that wrote it, where no reader minds it (owner.py says
+Every file contains the id of the process that wrote it, where no reader minds it (run_log.py says
 why): a gzip file in the comment of its first header.
 """
 
@@ -25,13 +25,14 @@ from isal import isal_zlib
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.codes import Codes
 from activation_extraction.common.errors import InputError, StorageError
-from activation_extraction.store.commit import SHARD_NUMBER, FileFacts
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.pickle_file import NUMBER_TYPES, pickle_pieces
 from activation_extraction.store.safetensors_file import safetensors_pieces
 from activation_extraction.store.shard import Errors, Key, Shard, sums_of_codes
 from activation_extraction.store.statistics import Statistics, Sums, defined_tokens, sums_of
 
+# A shard's number as this program writes it in file names; it never writes shard_00001.
+SHARD_NUMBER = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
 GZIP_BLOCK = 4 * 2**20  # before compression
 MIB = 2**20
 COMPRESSION_LEVEL = 1
@@ -45,6 +46,35 @@ NOT_FINITE = (
     "the model computes them, and would do so again; check its weights, or start anew with other "
     "layers or --dtype float32, and --overwrite"
 )
+
+
+def shard_name(number: int, suffix: str) -> str:
+    """Returns the name of a file of a shard."""
+    return f"shard_{number:04d}{suffix}"
+
+
+def number_of(name: str) -> int:
+    """Returns the number of the shard that a file belongs to, from the file's name."""
+    return int(name.removeprefix("shard_").split(".")[0])
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """The facts about a file of a shard that the shard's commit records.
+
+    Attributes:
+        bytes: Size of the file.
+        sha256: SHA-256 of its content, in hexadecimal digits.
+        version: The version that the store gave to the file. It holds only in the folder at the
+            `url` of the commit. None if the store has no versions.
+        crc32c: CRC-32C of every MiB of the activations, 8 hexadecimal digits each, concatenated;
+            "" for the other files of a shard.
+    """
+
+    bytes: int
+    sha256: str
+    version: str | None = None
+    crc32c: str = ""
 
 
 def blocks_of(pieces: Iterable[memoryview], size: int = GZIP_BLOCK) -> Iterator[list[memoryview]]:

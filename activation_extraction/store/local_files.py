@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from activation_extraction.common.errors import InputError, RunError, reason_of
-from activation_extraction.store.commit import METRICS
 
 ANY = "*"  # in the place of a version: whatever stands there, or nothing
 CHANGED = "is another version now"
@@ -133,17 +132,25 @@ def nearest(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
-def check_output_dir(folder: Path) -> None:
-    """Raises InputError if files cannot be written to `folder`, which need not exist, and RunError
-    if another process is writing there."""
+def check_output_dir(folder: Path, appended: str) -> None:
+    """Checks that files can be written to a folder.
+
+    Args:
+        folder: The folder, which need not exist.
+        appended: Name of the file to which lines will be appended. It may not be a symbolic link.
+
+    Raises:
+        InputError: Files cannot be written there.
+        RunError: Another process is writing there.
+    """
     name = f"--output_dir {folder}"
     try:
         str(folder).encode()
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{name}: is a file, expected a folder")
         tempfile.TemporaryFile(dir=nearest(folder)).close()
-        if (folder / METRICS).is_symlink():
-            raise InputError(f"{name}: {METRICS} {IS_A_LINK}")
+        if (folder / appended).is_symlink():
+            raise InputError(f"{name}: {appended} {IS_A_LINK}")
         if folder.exists():
             unlock(lock_folder(folder))
     except (OSError, ValueError) as error:

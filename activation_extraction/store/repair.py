@@ -32,23 +32,23 @@ import numpy as np
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log
-from activation_extraction.store.commit import (
-    METADATA,
-    OTHER_VERSION,
-    Commit,
-    commit_name,
-    number_of,
-)
 from activation_extraction.store.folder import Folder, FolderError
+from activation_extraction.store.formats import number_of
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.metadata import Stored, total_problems
 from activation_extraction.store.resume import (
     VERSION_REMEDY,
     StoragePlan,
-    furthest_mark,
     plan_rest,
     refuse_difference,
     refuse_elsewhere,
+)
+from activation_extraction.store.run_log import (
+    METADATA,
+    OTHER_VERSION,
+    Commit,
+    RunLog,
+    commit_name,
+    furthest_mark,
 )
 from activation_extraction.store.shard_check import (
     NO_NUMBERS,
@@ -56,6 +56,7 @@ from activation_extraction.store.shard_check import (
     check_shard,
     for_each_shard,
 )
+from activation_extraction.store.totals import total_problems
 
 
 @dataclass
@@ -77,7 +78,7 @@ class RepairPlanner:
     _checked: dict[int, CheckedShard] = field(default_factory=dict)  # by the numbers of the shards
     _warned: bool = False
 
-    def __call__(self, stored: Stored) -> StoragePlan:
+    def __call__(self, stored: RunLog) -> StoragePlan:
         """Returns the plan for a folder.
 
         Raises:
@@ -90,7 +91,7 @@ class RepairPlanner:
         good = self._good_shards(replace(stored, commits=commits))
         return self._plan(stored, run, good)
 
-    def _newest_run(self, stored: Stored) -> str:
+    def _newest_run(self, stored: RunLog) -> str:
         """Returns the run that the newest shard belongs to, for a folder that lacks metadata."""
         if not stored.commits:
             raise InputError(f"{self.target.url}: holds no extraction that could be repaired")
@@ -103,7 +104,7 @@ class RepairPlanner:
             )
         return newest.run
 
-    def _refuse_others(self, stored: Stored, run: str) -> None:
+    def _refuse_others(self, stored: RunLog, run: str) -> None:
         """Raises InputError if the folder holds another run than this one, or files of another
         version of this program, which are not damaged."""
         for why in stored.damaged.values():
@@ -115,7 +116,7 @@ class RepairPlanner:
             self._refuse_other_shards(stored, run)
         refuse_elsewhere(stored)
 
-    def _refuse_other_shards(self, stored: Stored, run: str) -> None:
+    def _refuse_other_shards(self, stored: RunLog, run: str) -> None:
         """Does for a folder without metadata.json what comparing with it does: the shards record
         the digest of their run's identity, though not which setting differs.
 
@@ -134,7 +135,7 @@ class RepairPlanner:
             compared = "nothing compares them with the run" if "" in digests else "as before"
             log.warning("%s is written again with the settings of this repair: %s", where, compared)
 
-    def _good_shards(self, stored: Stored) -> list[CheckedShard]:
+    def _good_shards(self, stored: RunLog) -> list[CheckedShard]:
         """Checks every shard whose commit was not checked before, and returns the good ones, in the
         order of their numbers. Raises FolderError if a shard could not be checked."""
         new = [commit for commit in stored.in_order if not self._has_checked(commit)]
@@ -175,7 +176,7 @@ class RepairPlanner:
                 good.append(shard)
         return good
 
-    def _plan(self, stored: Stored, run: str, good: list[CheckedShard]) -> StoragePlan:
+    def _plan(self, stored: RunLog, run: str, good: list[CheckedShard]) -> StoragePlan:
         """Returns the plan that keeps the good shards, and withdraws all others."""
         metadata = stored.metadata or {}
         kept = {shard.commit.number: shard.commit for shard in good}

@@ -3,24 +3,25 @@
 Planning only reads. It refuses what cannot be continued, before anything expensive begins.
 """
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted
-from activation_extraction.store.commit import (
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.identity import Difference, Identity
+from activation_extraction.store.run_log import (
     METADATA,
     OTHER_VERSION,
     Commit,
-    Totals,
+    RunLog,
+    furthest_mark,
+    own_files,
 )
-from activation_extraction.store.folder import Folder
-from activation_extraction.store.identity import Difference, Identity
-from activation_extraction.store.metadata import Stored, own_files
 from activation_extraction.store.sample_table import read_table, samples_to_continue
+from activation_extraction.store.totals import Totals
 from activation_extraction.text.batch import Cursor, Worker
 from activation_extraction.text.sample_facts import StoredSample
 
@@ -93,10 +94,10 @@ class StoragePlan:
 
 # Decides what is to be stored, from what is stored in the folder that has the shards. It is asked
 # again once this process owns the folder. Raises InputError if nothing may be added.
-Planner = Callable[[Stored], StoragePlan]
+Planner = Callable[[RunLog], StoragePlan]
 
 
-def plan_run(identity: Identity, limits: Mapping[str, int | None], stored: Stored) -> StoragePlan:
+def plan_run(identity: Identity, limits: Mapping[str, int | None], stored: RunLog) -> StoragePlan:
     """Plans a run that begins or continues. limits: the most samples and tokens to store, by name.
 
     Raises InputError if another run is stored there, if what is stored is damaged or has gaps, or
@@ -118,14 +119,14 @@ def plan_run(identity: Identity, limits: Mapping[str, int | None], stored: Store
     return plan_rest(stored, limits)
 
 
-def plan_rest(stored: Stored, limits: Mapping[str, int | None]) -> StoragePlan:
+def plan_rest(stored: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
     """Plans what is to be stored after the shards that are stored, which have no gaps.
 
     Raises InputError if these hold more than the limits allow, unless it is a repair that has
     stored more than the same limits: samples whole that smaller limits had cut.
     """
     commits = stored.in_order
-    totals = stored.totals
+    totals = Totals.of_log(stored)
     metadata = stored.metadata or {}
     plan = StoragePlan(commits, stored.run, len(commits) + 1, furthest_mark(commits))
     counts = {"max_samples": totals.samples, "max_tokens": totals.tokens}
@@ -141,13 +142,6 @@ def plan_rest(stored: Stored, limits: Mapping[str, int | None]) -> StoragePlan:
         rows = {name: metadata.get(name, 0) for name in ("skipped_rows", "empty_rows")}
         return replace(plan, complete=True, up_to_date=True, **rows)
     return plan
-
-
-def furthest_mark(commits: Iterable[Commit], most: float = math.inf) -> Cursor | None:
-    """Returns the mark of shards without gaps that lies furthest in the data, after at most `most`
-    samples."""
-    marks = (mark for commit in commits if (mark := commit.position) and mark.samples <= most)
-    return max(marks, key=lambda mark: mark.samples, default=None)
 
 
 def stored_after(
@@ -181,7 +175,7 @@ def stored_after(
     return found
 
 
-def refuse_elsewhere(stored: Stored, remote: str | None = None) -> None:
+def refuse_elsewhere(stored: RunLog, remote: str | None = None) -> None:
     """Raises InputError if the shards of a local run are not where they would be continued.
 
     remote: the URL of the folder in a bucket that they would be in; None: they would be here.

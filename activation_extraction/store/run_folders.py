@@ -6,7 +6,7 @@ module alone forms and parses these names.
 
 `read_folders` reads all folders of a run in whatever state they are, and `read_run` requires that
 they are in order. A process that stores a run begins with `RunFolders`, which has the process's own
-folders and refuses folders of other runs. What lies in one folder is the subject of metadata.py.
+folders and refuses folders of other runs. What lies in one folder is the subject of run_log.py.
 """
 
 import re
@@ -18,21 +18,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from activation_extraction.common.errors import InputError, RunError
-from activation_extraction.store.commit import METADATA, MOST_BYTES, OTHER_VERSION, DamagedError
 from activation_extraction.store.folder import UPLOAD_TIMEOUT, Folder, FolderError
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.metadata import (
-    AGGREGATE,
-    Stored,
+from activation_extraction.store.resume import VERSION_REMEDY, refuse_difference, shown
+from activation_extraction.store.run_log import (
+    METADATA,
+    MOST_BYTES,
+    OTHER_VERSION,
+    DamagedError,
+    RunLog,
     identity_of,
     own_files,
     parse_metadata,
-    read_stored,
 )
-from activation_extraction.store.resume import VERSION_REMEDY, refuse_difference, shown
 from activation_extraction.text.batch import Worker
 
 NAME = re.compile(r"machine_([0-9]{3}|[1-9][0-9]{3,})(?:_host_([0-9]{2}|[1-9][0-9]{2,}))?")
+AGGREGATE = "aggregated_metadata.json"  # totals over all folders, as --status writes them
 FOLDERS_AT_ONCE = 16  # folders that are read at the same time
 
 
@@ -86,7 +88,7 @@ def shown_name(name: str) -> str:
     return name or "the output itself"
 
 
-def read_folders(root: Folder) -> dict[str, Stored]:
+def read_folders(root: Folder) -> dict[str, RunLog]:
     """Reads the JSON files of all folders of a run, whatever state they are in.
 
     Args:
@@ -104,7 +106,7 @@ def read_folders(root: Folder) -> dict[str, Stored]:
     if own_files(listing):
         names.insert(0, "")
     with ThreadPoolExecutor(FOLDERS_AT_ONCE) as pool:
-        contents = list(pool.map(lambda name: read_stored(root.child(name)), names))
+        contents = list(pool.map(lambda name: RunLog.read(root.child(name)), names))
     by_name = dict(zip(names, contents, strict=True))
     folders = {name: stored for name, stored in by_name.items() if own_files(stored.files)}
     if not folders:
@@ -112,7 +114,7 @@ def read_folders(root: Folder) -> dict[str, Stored]:
     return folders
 
 
-def read_run(url: str) -> tuple[Folder, dict[str, Stored]]:
+def read_run(url: str) -> tuple[Folder, dict[str, RunLog]]:
     """Reads the JSON files of a run whose folders are in order.
 
     Args:
@@ -138,14 +140,14 @@ def read_run(url: str) -> tuple[Folder, dict[str, Stored]]:
             option = "--repair" if stored.identity is None else stored.identity.repair_option
             remedy = "" if OTHER_VERSION in problem else f"; {option} repairs it"
             raise OSError(f"{problem}{remedy}")
-        if stored.moved_to and stored.lacking:
+        if stored.moved_to and stored.missing_files:
             raise OSError(f"{stored.url}: the shards were uploaded to {stored.moved_to}")
     for stranger in strangers(folders):
         raise ValueError(f"{root.url}: {stranger}")
     return root, folders
 
 
-def strangers(folders: Mapping[str, Stored]) -> Iterator[str]:
+def strangers(folders: Mapping[str, RunLog]) -> Iterator[str]:
     """Yields a message on each folder that is not part of the run of the first readable folder.
 
     Args:
@@ -173,7 +175,7 @@ def strangers(folders: Mapping[str, Stored]) -> Iterator[str]:
             yield f"{where}: holds the shards of {written_as}"
 
 
-def expected_names(folders: Mapping[str, Stored]) -> list[str]:
+def expected_names(folders: Mapping[str, RunLog]) -> list[str]:
     """Returns the names of the folders that the run has once it is finished.
 
     Each machine has its own number of hosts. The number of a machine whose metadata cannot be read

@@ -25,8 +25,8 @@ import pyarrow.parquet
 
 from activation_extraction.common.choices import SAMPLE_COLUMNS
 from activation_extraction.common.errors import RunError, StorageError, one_line
-from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder
+from activation_extraction.store.run_log import Commit
 from activation_extraction.store.shard import ShardSample
 from activation_extraction.store.shard_reader import expect, read_beside
 from activation_extraction.text.sample_facts import SampleFacts, StoredSample

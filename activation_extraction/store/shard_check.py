@@ -12,9 +12,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from activation_extraction.common.errors import RunError
-from activation_extraction.store.commit import Commit
 from activation_extraction.store.folder import Folder, FolderError
-from activation_extraction.store.metadata import Stored
+from activation_extraction.store.run_log import Commit, RunLog
 from activation_extraction.store.sample_table import read_table
 from activation_extraction.store.shard_reader import check_shard_file, read_sums
 
@@ -52,7 +51,7 @@ def file_path(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def check_shard(store: Folder, folder: str, stored: Stored, commit: Commit) -> CheckedShard:
+def check_shard(store: Folder, folder: str, stored: RunLog, commit: Commit) -> CheckedShard:
     """Checks a shard, up to its first problem.
 
     Args:
@@ -77,7 +76,7 @@ def check_shard(store: Folder, folder: str, stored: Stored, commit: Commit) -> C
     return CheckedShard(folder, commit, sample_idx=sample_idx)
 
 
-def _check_sizes(store: Folder, stored: Stored, commit: Commit) -> None:
+def _check_sizes(store: Folder, stored: RunLog, commit: Commit) -> None:
     """Raises RunError if a file of a shard is absent or has another size than its JSON says."""
     for name, facts in commit.files.items():
         size = stored.files.get(name)

@@ -24,12 +24,11 @@ from crc32c import crc32c
 from activation_extraction.common.codes import Codes, code_bytes, record_width
 from activation_extraction.common.encodings import FLOAT8, VALUES, decode, token_bytes
 from activation_extraction.common.errors import RunError, reason_of
-from activation_extraction.store.commit import MOST_BYTES, Commit, DamagedError
 from activation_extraction.store.folder import ChangedError, Folder, FolderError, local_path
 from activation_extraction.store.formats import MIB, SAFETENSORS, format_of
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.metadata import parse_commit
 from activation_extraction.store.pickle_file import read_pickle
+from activation_extraction.store.run_log import MOST_BYTES, Commit, DamagedError, parse_commit
 from activation_extraction.store.safetensors_file import SCALE, SafetensorsFile, safetensors_pieces
 from activation_extraction.store.shard import Shard, Values
 from activation_extraction.store.statistics import Sums, unpack_sums

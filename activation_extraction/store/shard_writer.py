@@ -26,12 +26,11 @@ from activation_extraction.common.errors import (
     reworded,
 )
 from activation_extraction.common.log import log
-from activation_extraction.store.commit import Commit, FileFacts, shard_name
-from activation_extraction.store.formats import chosen_format, measured
-from activation_extraction.store.identity import Identity, StorageOptions
-from activation_extraction.store.owner import LostError, Owner
+from activation_extraction.store.formats import FileFacts, chosen_format, measured, shard_name
+from activation_extraction.store.identity import Identity, Sources, StorageOptions
+from activation_extraction.store.log_writer import LogWriter, LostError
 from activation_extraction.store.resume import StoragePlan
-from activation_extraction.store.run_record import RunRecord
+from activation_extraction.store.run_log import Commit
 from activation_extraction.store.sample_table import pack_table
 from activation_extraction.store.shard import Key, Shard, ShardSample, Values, encode_shard
 from activation_extraction.store.statistics import pack_sums
@@ -55,32 +54,44 @@ class ShardWriter:
     that this process owns. A shard has at most `shard_bytes` bytes of activations, but at least one
     sample.
 
-    names: the hooks' full names by key; those to encode are encoded in the background. record:
-    counts what is committed. on_wait: is called again and again while `take` waits. `made` lists
-    the shards that this process has stored. `bytes_waiting` counts the bytes in memory that wait to
-    be stored. `waited` maps each phase to the seconds for which the caller waited because the
-    oldest shard was in that phase. Methods raise StorageError as soon as a shard could not be
-    committed.
+    Methods raise StorageError as soon as a shard could not be committed.
+
+    Args:
+        run_log: The log of the folder, in which this process is the writer.
+        names: Full names of the hooks by key. Hooks to encode are encoded in the background.
+        identity: Identity of the run.
+        options: Options of the storage.
+        sources: The files that samples come from; None if they are not checked.
+        on_wait: Function that is called again and again while `take` waits.
+        on_commit: Function that is called after each commit, in the thread that commits.
+
+    Attributes:
+        bytes_waiting: Number of bytes in memory that wait to be stored.
+        waited: Seconds for which the caller waited, by the phase that the oldest shard was in.
+        encoded: Keys of the hooks that are encoded.
+        format: Format of the shard files.
     """
 
     def __init__(
         self,
-        owner: Owner,
+        run_log: LogWriter,
         names: Mapping[Key, str],
         identity: Identity,
         options: StorageOptions,
-        record: RunRecord,
+        sources: Sources | None,
         on_wait: Callable[[], None],
+        on_commit: Callable[[], None],
     ) -> None:
-        self.made: list[Commit] = []
         self.bytes_waiting = 0
         self.waited = {"packing": 0.0, "writing": 0.0, "committing": 0.0}
         self.encoded = [key for key in names if identity.is_encoded(names[key])]
         self.format = chosen_format(options.shard_format, options.compress_shards)
-        self._owner = owner
+        self._log = run_log
         self._names = names
         self._identity = identity
-        self._record, self._on_wait = record, on_wait
+        self._sources = sources
+        self._on_wait = on_wait
+        self._on_commit = on_commit
         self._failure: Exception | None = None  # what the first shard has failed with
         self._stopped = False
         self._threads = ThreadPoolExecutor(options.threads, thread_name_prefix="store")
@@ -218,15 +229,15 @@ class ShardWriter:
         not yet. The names of counts of this process alone end in `since_start`."""
         phases = [job.phase for job in list(self._jobs)]
         return {
-            "shards_stored": self._record.totals.shards,
-            "bytes_stored": self._record.totals.bytes,
+            "shards_stored": self._log.totals.shards,
+            "bytes_stored": self._log.totals.bytes,
             "bytes_waiting": self.bytes_waiting,
             **{f"shards_{phase}": phases.count(phase) for phase in self.waited},
             **{
                 f"waited_{phase}_seconds_since_start": round(seconds, 3)
                 for phase, seconds in self.waited.items()
             },
-            "upload_retries_since_start": self._owner.folder.retries,
+            "upload_retries_since_start": self._log.folder.retries,
         }
 
     def close(self, patient: bool) -> None:
@@ -260,10 +271,10 @@ class ShardWriter:
         self, job: _Job, shard: Shard, mark: Cursor | None, number: int
     ) -> tuple[Commit, list[ShardSample]]:
         """Writes the files of a shard; returns its commit and its samples."""
-        writer = self._owner.id
+        writer = self._log.id
         commit = Commit(
             number,
-            self._record.began,
+            self._log.began,
             None if mark is None else mark.to_json(),
             identity=self._identity.digest,
         )
@@ -293,7 +304,7 @@ class ShardWriter:
             commit.table_file: pack_table(shard.samples, writer),
         }
         job.phase = "writing"
-        write = self._owner.write_file
+        write = self._log.write_file
         files = {commit.file: replace(packed.facts, version=write(commit.file, packed.parts))}
         for name, data in small.items():
             digest = hashlib.sha256(data).hexdigest()
@@ -313,16 +324,15 @@ class ShardWriter:
                 that were committed since it was last seen unchanged.
         """
         try:
-            if self._record.sources is not None:
+            if self._sources is not None:
                 rows = [sample.facts.row for sample in samples]
-                self._record.sources.check(row for row in rows if row is not None)
+                self._sources.check(row for row in rows if row is not None)
         except RunError as error:
-            since = [commit.number for commit in self.made[self._unchanged :]]
+            since = [commit.number for commit in self._log.made[self._unchanged :]]
             names = ", ".join(map(str, since)) or "none"
             told = f"{error}; shards committed since it was last seen unchanged: {names}"
             raise reworded(error, told, StorageError) from error
-        self._unchanged = len(self.made)
-        made = self._owner.commit(replace(commit, committed=round(time.time(), 3)))
-        self.made.append(made)
+        self._unchanged = len(self._log.made)
+        made = self._log.commit(replace(commit, committed=round(time.time(), 3)))
         log.debug("shard %d: %d samples, %d bytes", made.number, made.count, made.bytes)
-        self._record.add(made)
+        self._on_commit()

@@ -1,7 +1,7 @@
 """ActivationStorage: stores activations that are added in samples or in batches.
 
-A planner (resume.py) finds out what is stored already; owner.py keeps other processes out;
-shard_writer.py gathers samples into shards and stores these.
+A planner (resume.py) finds out what is stored already; shard_writer.py gathers samples into shards
+and stores these; log_writer.py commits them, and keeps other processes out.
 """
 
 import math
@@ -24,14 +24,13 @@ from activation_extraction.common.encodings import FLOAT8, VALUES
 from activation_extraction.common.errors import InputError, RunError, StorageError, reason_of
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, plain_url
-from activation_extraction.store.commit import METADATA, Totals, number_of
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.formats import DTYPES, SAFETENSORS
+from activation_extraction.store.formats import DTYPES, SAFETENSORS, number_of
 from activation_extraction.store.given import as_int32, own_array
 from activation_extraction.store.identity import Identity, RunFacts, StorageOptions
 from activation_extraction.store.local_files import check_output_dir, lock_folder, unlock
-from activation_extraction.store.metadata import check_own, read_stored
-from activation_extraction.store.owner import Owner, new_id
+from activation_extraction.store.log_writer import LogWriter, RunDescription
+from activation_extraction.store.metrics import METRICS, MetricsFile
 from activation_extraction.store.repair import RepairPlanner
 from activation_extraction.store.resume import (
     Planner,
@@ -40,10 +39,11 @@ from activation_extraction.store.resume import (
     refuse_elsewhere,
     stored_after,
 )
-from activation_extraction.store.run_record import RunRecord
+from activation_extraction.store.run_log import METADATA, RunLog, check_own
 from activation_extraction.store.safetensors_file import OF_TOKENS, SCALE
 from activation_extraction.store.shard import Key, ShardSample, Values
 from activation_extraction.store.shard_writer import ShardWriter
+from activation_extraction.store.totals import Totals
 from activation_extraction.text.batch import Batch
 from activation_extraction.text.sample_facts import DocId, SampleFacts, StoredSample
 
@@ -125,25 +125,31 @@ class ActivationStorage:
             for key, name in hooks.items()
             if name in self._identity.code_hooks
         }
-        check_output_dir(self.folder)
+        check_output_dir(self.folder, METRICS)
         if remote is not None and options.shard_bytes > (remote.largest or math.inf):
             raise InputError(
                 f"--shard_size_gb {options.shard_size_gb:g}: {remote.url} takes at most "
                 f"{remote.largest:,} bytes in one request"
             )
-        local, owner = Folder(str(self.folder)), new_id()
-        self._owner = Owner(local, owner)
-        if remote is not None:
-            self._owner = Owner(remote, owner, local, not options.delete_local_after_upload)
-        self._record = RunRecord(
-            self.folder, self._owner, self._names, self._identity, options.limits, facts
-        )
+        local = Folder(str(self.folder))
+        description = RunDescription(self._identity, self._names, options.limits, facts)
+        if remote is None:
+            self._log = LogWriter(local, description)
+        else:
+            keeps_shards = not options.delete_local_after_upload
+            self._log = LogWriter(remote, description, local, keeps_shards)
+        self._metrics = MetricsFile(self.folder, remote)
         self._writer = ShardWriter(
-            self._owner, self._names, self._identity, options, self._record, on_wait
+            self._log,
+            self._names,
+            self._identity,
+            options,
+            facts.sources,
+            on_wait,
+            self._metrics.upload_if_due,
         )
-        self.made, self.waited = self._writer.made, self._writer.waited
+        self.made, self.waited = self._log.made, self._writer.waited
         self.format, self.gauges = self._writer.format, self._writer.gauges
-        self.record = self._record.add_metrics
         self._planner: Planner = partial(plan_run, self._identity, options.limits)
         if repair:
             self._planner = RepairPlanner(self.destination, self._identity, options.limits)
@@ -153,8 +159,8 @@ class ActivationStorage:
             self._follow(StoragePlan())
         else:
             if remote is not None:
-                refuse_elsewhere(read_stored(local), remote.url)
-            self._follow(self._planner(read_stored(self.destination)))
+                refuse_elsewhere(RunLog.read(local), remote.url)
+            self._follow(self._planner(RunLog.read(self.destination)))
         self._incomplete: dict[int, tuple[ShardSample, dict[Key, np.ndarray]]] = {}
         self._last = -1  # the last sample that `add_activation` has completed
         self._lock: int | None = None
@@ -164,7 +170,7 @@ class ActivationStorage:
 
     def _follow(self, plan: StoragePlan) -> None:
         self.plan = plan
-        self._record.follow(plan)
+        self._log.follow(plan)
         hooks = plan.commits[-1].hooks if plan.commits else []
         # The width and dtype at each hook so far.
         self._forms = {hook["key"]: (hook["width"], hook["dtype"]) for hook in hooks}
@@ -177,7 +183,7 @@ class ActivationStorage:
     @property
     def destination(self) -> Folder:
         """The folder that the shards are committed to: the one in the bucket, if there is one."""
-        return self._owner.folder
+        return self._log.folder
 
     @property
     def stored_after_mark(self) -> dict[int, StoredSample]:
@@ -192,7 +198,7 @@ class ActivationStorage:
     @property
     def totals(self) -> Totals:
         """The totals of everything that is stored, also by earlier runs."""
-        return self._record.totals
+        return self._log.totals
 
     @property
     def complete(self) -> bool:
@@ -214,7 +220,6 @@ class ActivationStorage:
         """
         if self._state != "planned" or self.plan.up_to_date:
             return
-        self._record.begin()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.folder)
@@ -227,7 +232,7 @@ class ActivationStorage:
             if not self._take_over():
                 return self._unlock()
             self._state = "open"
-            self._record.begin_metrics(anew=self.options.overwrite)
+            self._metrics.begin(anew=self.options.overwrite)
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)}") from error
 
@@ -236,15 +241,15 @@ class ActivationStorage:
         process has committed one in between. Returns False if nothing is left to do."""
         new_run = uuid.uuid4().hex
         while True:
-            stored = read_stored(self.destination)
-            anew = self.options.overwrite and self._owner.run != new_run
+            stored = RunLog.read(self.destination)
+            anew = self.options.overwrite and self._log.run != new_run
             self._follow(StoragePlan() if anew else self._planner(stored))
             if self.plan.up_to_date:
                 return False
             run = self.plan.run or new_run
-            if not self._owner.begin(run, self._record.content("running"), stored.version):
+            if not self._log.begin(run, stored.version):
                 continue
-            stored = read_stored(self.destination)
+            stored = RunLog.read(self.destination)
             withdrawn: dict[int, str | None] = {}
             if self.options.overwrite:  # JSONs that cannot be read are not of the new run
                 names = [name for name in stored.damaged if name != METADATA]
@@ -252,9 +257,9 @@ class ActivationStorage:
                 stored = replace(stored, damaged={})
             self._follow(self._planner(stored))
             withdrawn |= self.plan.withdrawn
-            if not all(self._owner.withdraw(*each) for each in withdrawn.items()):
+            if not all(self._log.withdraw(*each) for each in withdrawn.items()):
                 continue  # something else stands there now: it is read and checked, too
-            if self.plan.complete or self._owner.reserve(self.plan.next):
+            if self.plan.complete or self._log.reserve(self.plan.next):
                 return True
 
     def __enter__(self) -> "ActivationStorage":
@@ -272,6 +277,18 @@ class ActivationStorage:
         except StorageError:
             if not isinstance(error, StorageError):
                 raise
+
+    def record(self, metrics: Mapping[str, Any]) -> None:
+        """Appends a line to metrics.jsonl, which describes the run itself: a repair adds nothing.
+
+        Args:
+            metrics: Metrics by name, as JSON values.
+
+        Raises:
+            StorageError: The file cannot be written.
+        """
+        if self.plan.recorded is None:
+            self._metrics.append(metrics)
 
     def add_batch(self, batch: Batch, activations: Mapping[Key, np.ndarray]) -> None:
         """Adds the samples of a batch.
@@ -442,15 +459,15 @@ class ActivationStorage:
         try:
             self._writer.finish(complete)
             if complete:
-                self._owner.remove_rest([*self.plan.commits, *self.made])
-            self._record.write("complete" if complete else "interrupted")
-            self._record.upload_metrics()
+                self._log.remove_rest()
+            self._log.write_metadata("complete" if complete else "interrupted")
+            self._metrics.upload()
             done = True
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)}") from error
         except RunError:
             with suppress(OSError, RunError, InputError):
-                self._record.write("failed", upload=False)
+                self._log.write_metadata("failed", upload=False)
             raise
         finally:  # after a second Ctrl-C or a failure, nothing waits for uploads
             self.close(patient=done)

@@ -1,87 +1,139 @@
-"""Owner: of several processes that write to one folder, only the last to begin may go on.
+"""LogWriter: this process as the only one that may write to the log of a folder.
 
-What is stored is what the committed shards list, and commits are made in order and never replaced,
-as in the log of Delta Lake (Armbrust et al., VLDB 2020). Every write has one order: read which
-version stands there, check that metadata.json still names this process, and write on condition of
-exactly that version. Whatever goes wrong or stays unknown, the same order begins again; so a write
-that succeeded although its answer was lost does no harm. Where a version is a digest of the content
-(on S3), it must still name one write. So every file contains the id of its writer, those of a shard
-where no reader minds it.
-
-- A process begins by writing its id into metadata.json; only then it reads what is stored.
-- It reserves the next number: it writes that shard's JSON with its own id alone. From then on no
-  earlier process can commit, because JSONs are written strictly one after the other, and none
-  replaces a commit of the same run.
-- A shard's JSON follows its files, and records their versions.
-- Files that belong to no commit, such as those of an overwritten run, are deleted at the end. A
-  deletion cannot be conditional (obstore has no such request). So each file is deleted by one
-  request, which is never sent again and whose answer is waited for. A file whose deletion stays
-  unknown is left.
-
-A DELETE that is still on its way when its sender gives up, or is killed, may arrive late and remove
-a file that a later process has committed under that name. Readers then refuse the shard, because a
-file that its JSON lists is missing, and --repair computes it again.
-
-In a local folder there is a lock, too (local_files.py), which the process keeps until it ends.
+run_log.py describes the protocol that it follows. Of several processes that write to one folder,
+only the last one to begin may go on.
 """
 
 import os
 import platform
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log
-from activation_extraction.store.commit import (
+from activation_extraction.store.folder import ANY, Attempts, ChangedError, Folder, FolderError
+from activation_extraction.store.identity import Identity, RunFacts
+from activation_extraction.store.resume import StoragePlan
+from activation_extraction.store.run_log import (
     FORMAT_VERSION,
     METADATA,
     MOST_BYTES,
     Commit,
     DamagedError,
     commit_name,
+    own_files,
+    parse_commit,
+    parse_metadata,
+    reservation,
     seal,
 )
-from activation_extraction.store.folder import ANY, Attempts, ChangedError, Folder, FolderError
-from activation_extraction.store.metadata import RESERVED, own_files, parse_commit, parse_metadata
+from activation_extraction.store.shard import Key
+from activation_extraction.store.statistics import Statistics
+from activation_extraction.store.totals import COUNTED, Totals
+
+CUT = ("cut_samples", "cut_tokens", "empty_samples")  # totals that follow from the shards, too
 
 
 class LostError(InputError):
     """Another process has taken over the folder."""
 
 
-@dataclass
-class Owner:
-    """This process as the writer of one folder. Its methods raise LostError once another process
-    has begun there, and FolderError for a request that fails.
+@dataclass(frozen=True)
+class RunDescription:
+    """The content of metadata.json that is the same from the beginning of a run to its end.
 
-    id: of this process. local: if the folder is in a bucket, the local folder that has a copy of
-    metadata.json, and of the shards if `keeps_shards`; there is no order in writing to it. run: the
-    id of the run, once it has begun.
+    Attributes:
+        identity: Identity of the run.
+        hooks: Full names of the hooks by key.
+        limits: Most samples and most tokens to store, by the names in metadata.json; None for no
+            limit.
+        facts: Further facts about the run and its hooks.
     """
 
-    folder: Folder
-    id: str
-    local: Folder | None = None
-    keeps_shards: bool = False
-    run: str = ""
-    _reserved: str = ""
+    identity: Identity
+    hooks: Mapping[Key, str] = field(default_factory=dict)
+    limits: Mapping[str, int | None] = field(default_factory=dict)
+    facts: RunFacts = field(default_factory=RunFacts)
 
-    def begin(self, run: str, content: Mapping[str, Any], version: str | None) -> bool:
+    def to_json(self, totals: Totals) -> dict[str, Any]:
+        """Returns this content together with the totals of what is stored."""
+        hooks = []
+        for key, name in self.hooks.items():
+            statistics = totals.statistics.get(name, Statistics())
+            facts = self.facts.hooks.get(key, {})
+            hooks.append({"key": key, "name": name, **facts, **statistics.to_json()})
+        sources = self.facts.sources
+        return {
+            **totals.counts,
+            **self.limits,
+            "hooks": hooks,
+            "identity": self.identity.to_json(),
+            "data_files": sources.to_json() if sources else [],
+            **self.facts.metadata,
+        }
+
+
+class LogWriter:
+    """This process as the writer of one folder.
+
+    Its methods raise LostError once another process has begun there, and FolderError for a request
+    that fails.
+
+    Args:
+        folder: The folder, local or in a bucket.
+        description: The description of the run.
+        local: The local folder with a copy of metadata.json, to which files are written without
+            conditions. None if `folder` is local itself.
+        keeps_shards: Whether the local folder has a copy of the shards, too.
+
+    Attributes:
+        folder: The folder.
+        id: Id of this process.
+        run: Id of the run; "" until this process has begun.
+        began: Unix time at which this process began.
+        made: Commits of this process, in order.
+        totals: Totals of everything that is stored, also by earlier processes.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        description: RunDescription,
+        local: Folder | None = None,
+        keeps_shards: bool = False,
+    ) -> None:
+        self.folder = folder
+        self.id = _new_id()
+        self.run = ""
+        self.began = round(time.time(), 3)
+        self.made: list[Commit] = []
+        self._description = description
+        self._local = local
+        self._keeps_shards = keeps_shards
+        self._reserved = ""
+        self.follow(StoragePlan())
+
+    def follow(self, plan: StoragePlan) -> None:
+        """Resets the totals to what earlier processes have stored."""
+        self._plan = plan
+        self.totals = plan.totals
+
+    def begin(self, run: str, version: str | None) -> bool:
         """Writes the first metadata.json of this process.
 
         Args:
-            run: The id of the run.
-            content: The content, without the ids of the run and of this process.
-            version: The version of the metadata.json that the process has read; None if there was
-                none.
+            run: Id of the run.
+            version: Version of the metadata.json that the process has read; None if there was none.
 
         Returns:
             False if another process has written or deleted it since.
         """
-        data = self._metadata(content, run)
+        self.began = round(time.time(), 3)
+        data = self._metadata(run, "running")
         patience = self.folder.patience_for(data)
         attempts = Attempts(self.folder, f"writing {METADATA}", patience)
         while True:
@@ -96,11 +148,41 @@ class Owner:
                     return False
                 attempts.failed(error)
         self.run = run
-        if self.local is not None:
-            self.local.write(METADATA, data, ANY)
+        if self._local is not None:
+            self._local.write(METADATA, data, ANY)
         return True
 
-    def _metadata(self, content: Mapping[str, Any], run: str) -> bytes:
+    def write_metadata(self, status: str, upload: bool = True) -> None:
+        """Replaces metadata.json.
+
+        Args:
+            status: Status of the run: "complete", "interrupted" or "failed".
+            upload: Whether to write it to a bucket as well.
+        """
+        data = self._metadata(self.run, status)
+        if self._local is not None:
+            self._local.write(METADATA, data, ANY)
+        if upload or self._local is None:
+            self._write(METADATA, data, lambda standing: standing == data)
+
+    def _metadata(self, run: str, status: str) -> bytes:
+        """Returns the content of metadata.json. A repair keeps the metadata of the run, except for
+        new totals once it is complete."""
+        content = {
+            "format_version": FORMAT_VERSION,
+            "status": status,
+            **self._description.to_json(self.totals),
+            "written": round(time.time(), 3),
+            "remote": None if self._local is None else self.folder.url,
+        }
+        recorded = self._plan.recorded
+        if recorded is not None:
+            updated = ["written", "remote"]
+            if status == "complete":
+                updated += [*COUNTED, *CUT, "hooks"]
+            content |= {**recorded, **{name: content[name] for name in updated}}
+            if status == "complete":
+                content["status"] = self._plan.repaired_status(self.totals.samples)
         return seal({**content, "run": run, "owner": self.id})
 
     def check(self, owner: str | None = None) -> None:
@@ -142,28 +224,20 @@ class Owner:
             "find out who changed or deleted the file; --repair writes it again"
         )
 
-    def write_metadata(self, content: Mapping[str, Any], upload: bool = True) -> None:
-        """Replaces metadata.json. upload: whether also in a bucket."""
-        data = self._metadata(content, self.run)
-        if self.local is not None:
-            self.local.write(METADATA, data, ANY)
-        if upload or self.local is None:
-            self._write(METADATA, data, lambda found: found == data)
-
     def write_file(self, name: str, parts: Sequence[bytes | memoryview]) -> str | None:
         """Writes a file of a shard, and returns its version."""
-        if self.local is not None and self.keeps_shards:
-            self.local.write(name, parts, ANY)
+        if self._local is not None and self._keeps_shards:
+            self._local.write(name, parts, ANY)
         return self._write(name, parts)[1]
 
     def reserve(self, number: int) -> bool:
         """Reserves the number of the first shard to store. Returns False if the run has committed
         that shard in the meantime."""
         self._reserved = commit_name(number)
-        return self._write_json(self._reserved, self._reservation()) is None
+        return self._write_json(self._reserved, reservation(self.run, self.id)) is None
 
     def withdraw(self, number: int, version: str | None) -> bool:
-        """Replaces the JSON of a shard that was found to be bad by a reservation.
+        """Replaces the entry of a bad shard by a reservation.
 
         Args:
             number: The number of the shard.
@@ -173,34 +247,40 @@ class Owner:
             False if something else stands there now, such as a commit that has landed since. It has
             to be checked, too, before it may be withdrawn.
         """
-        name, reservation = commit_name(number), seal(self._reservation())
-        patience = self.folder.patience_for(reservation)
+        name = commit_name(number)
+        data = seal(reservation(self.run, self.id))
+        patience = self.folder.patience_for(data)
         attempts = Attempts(self.folder, f"writing {name}", patience)
         while True:
-            found = self.folder.read_with_version(name, most=MOST_BYTES)
-            if found is not None and found[0] == reservation:
+            standing = self.folder.read_with_version(name, most=MOST_BYTES)
+            if standing is not None and standing[0] == data:
                 return True
             self.check()
-            if (found and found[1]) != version:
+            if (standing and standing[1]) != version:
                 return False
             try:
-                self.folder.write(name, reservation, version, patience)
+                self.folder.write(name, data, version, patience)
                 return True
             except ChangedError as error:  # or nobody knows whether it was written
                 attempts.failed(error)
 
-    def _reservation(self) -> dict[str, Any]:
-        head = {"format_version": FORMAT_VERSION, "run": self.run, "owner": self.id}
-        return {**head, RESERVED: True}
-
     def commit(self, commit: Commit) -> Commit:
-        """Writes the JSON of a shard, after all of its files, and returns what it says."""
+        """Writes the entry of a shard, after all of its files, and counts the shard.
+
+        Args:
+            commit: The commit, without `run`, `owner` and `url`.
+
+        Returns:
+            The commit that was written.
+        """
         commit = replace(commit, run=self.run, owner=self.id, url=self.folder.url)
-        if self.local is not None and self.keeps_shards:
-            self.local.write(commit.name, seal(commit.to_json()), ANY)
+        if self._local is not None and self._keeps_shards:
+            self._local.write(commit.name, seal(commit.to_json()), ANY)
         standing = self._write_json(commit.name, commit.to_json())
         if standing is not None:
             self.check(standing.owner)
+        self.made.append(commit)
+        self.totals.add(commit)
         return commit
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> Commit | None:
@@ -208,8 +288,8 @@ class Owner:
         no commit may be replaced."""
         data = seal(content)
 
-        def is_settled(found: bytes) -> bool:
-            return found == data or self._commit_in(found) is not None
+        def is_settled(standing: bytes) -> bool:
+            return standing == data or self._commit_in(standing) is not None
 
         standing, _ = self._write(name, data, is_settled)
         return None if standing is None else self._commit_in(standing)
@@ -239,26 +319,24 @@ class Owner:
                 entry = self.folder.head(name)
                 version = entry and entry.version
             else:
-                found = self.folder.read_with_version(name, most=MOST_BYTES)
-                if found is not None and is_settled(found[0]):
-                    return found
-                version = found and found[1]
+                standing = self.folder.read_with_version(name, most=MOST_BYTES)
+                if standing is not None and is_settled(standing[0]):
+                    return standing
+                version = standing and standing[1]
             self.check()
             try:
                 return None, self.folder.write(name, parts, version, patience)
             except ChangedError as error:
                 attempts.failed(error)
 
-    def remove_rest(self, commits: Sequence[Commit]) -> None:
-        """Deletes the files of shards that do not belong to these commits, and warns of those that
+    def remove_rest(self) -> None:
+        """Deletes the files of shards that belong to no commit of the run, and warns of those that
         may be left.
-
-        Args:
-            commits: All that the run has.
 
         Raises:
             FolderError: A committed file is missing or has changed.
         """
+        commits = [*self._plan.commits, *self.made]
         kept = {name for commit in commits for name in (commit.name, *commit.files)}
         kept.add(self._reserved)  # as long as it is there, no earlier process can commit
         left = []
@@ -290,6 +368,6 @@ class Owner:
                 )
 
 
-def new_id() -> str:
+def _new_id() -> str:
     """Returns an id of this process, which says on which machine it runs."""
     return f"{platform.node() or 'host'}:{os.getpid()}:{uuid.uuid4().hex[:12]}"
