@@ -15,8 +15,8 @@ from activation_extraction.common.errors import RunError
 from activation_extraction.run import demo
 from activation_extraction.text.chat import ChatTemplate, MessagesColumn
 from activation_extraction.text.documents import DocumentStream
-from activation_extraction.text.pretrained import pretrained
 from activation_extraction.text.rows import RowForm
+from activation_extraction.text.tokenizer import read_pretrained
 
 # As Qwen3.5 and VL: a part that has the key is an image, whatever its value is.
 IMAGES = """\
@@ -38,7 +38,7 @@ def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     demo.write_tokenizer(folder, ["some words"])
     (folder / "config.json").write_text("{}")
-    return pretrained(folder / "tokenizer.json")
+    return read_pretrained(folder / "tokenizer.json")
 
 
 @pytest.fixture

@@ -28,10 +28,10 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run.host_text import Text
-from activation_extraction.text import tokenizer as text_tokenizer
+from activation_extraction.text import tokens
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.samples import SampleForm, samples
-from activation_extraction.text.tokenizer import special_tokens_of
+from activation_extraction.text.tokens import special_tokens_of
 
 START, END = "<|im_start|>", "<|im_end|>"
 BOTH = f"{START} $A {END}"
@@ -340,8 +340,8 @@ LONG += [each * 40 for each in (MARKER, MARKER + "\n", f"a{MARKER}", f" {MARKER}
 @pytest.mark.parametrize("text", LONG)
 def test_a_long_text_has_the_tokens_of_the_whole(text, tokenizer, texts, monkeypatch):
     """It is tokenised in pieces, a few at a time."""
-    monkeypatch.setattr(text_tokenizer, "PIECE_CHARACTERS", 300)
-    monkeypatch.setattr(text_tokenizer, "PIECES_AT_ONCE", 7)
+    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 300)
+    monkeypatch.setattr(tokens, "PIECES_AT_ONCE", 7)
     own = Tokenizer.from_str(tokenizer.to_str())
     own.add_special_tokens([AddedToken(each, normalized=False) for each in (MARKER, RULE)])
     ids = own.encode(text, add_special_tokens=False).ids
@@ -376,7 +376,7 @@ PIPELINES = {
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_no_long_text_is_cut_where_its_tokens_would_differ(pipeline, tokenizer, texts, monkeypatch):
-    monkeypatch.setattr(text_tokenizer, "PIECE_CHARACTERS", 20)
+    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 20)
     own, chance = Tokenizer.from_str(tokenizer.to_str()), random.Random(pipeline)
     if PIPELINES[pipeline] is not None:
         own.pre_tokenizer = PIPELINES[pipeline]

@@ -37,13 +37,13 @@ from activation_extraction.text.documents import (
     with_remedy,
 )
 from activation_extraction.text.packing import pack, rows_of_group
-from activation_extraction.text.pretrained import read_tokenizer
 from activation_extraction.text.readers import ArcTask, IdsColumn, TextColumn
 from activation_extraction.text.roles import END, START
 from activation_extraction.text.rows import Reader, RowForm
 from activation_extraction.text.samples import SampleForm, samples
 from activation_extraction.text.token_choice import TokenChoice
-from activation_extraction.text.tokenizer import SpecialTokens, special_tokens_of
+from activation_extraction.text.tokenizer import read_tokenizer
+from activation_extraction.text.tokens import SpecialTokens, special_tokens_of
 
 T = TypeVar("T")
 BATCHES_AHEAD = 4

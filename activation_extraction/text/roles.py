@@ -1,6 +1,6 @@
 """Finds the role and the turn of every character of a rendered conversation.
 
-chat.py renders conversations. tokenizer.py turns the spans of this module into labels of tokens.
+chat.py renders conversations. tokens.py turns the spans of this module into labels of tokens.
 
 Qwen's templates write every turn as a block: <|im_start|>ROLE, a newline, the content and
 <|im_end|>. The blocks show the roles, so no message may contain these two markers, and the blocks

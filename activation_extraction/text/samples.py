@@ -19,7 +19,7 @@ from activation_extraction.text.batch import Cursor, Sample
 from activation_extraction.text.documents import Document, Documents
 from activation_extraction.text.sample_facts import SampleFacts, StoredSample
 from activation_extraction.text.token_choice import TokenChoice
-from activation_extraction.text.tokenizer import SpecialTokens, Tokens, tokenise
+from activation_extraction.text.tokens import SpecialTokens, Tokens, tokenise
 
 CHUNK_ROWS = 64
 PREVIEW_CHARACTERS = 200

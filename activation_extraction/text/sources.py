@@ -1,8 +1,8 @@
-"""Opens a data set as a stream of rows: files of one kind, or a data set on the hub, also shuffled.
+"""Opens a data set as a stream of rows, which can be shuffled and read from any position.
 
-file_list.py lists the files, and file_rows.py reads them, here or at a URL. Each row of a file
-comes with its position, for messages about it; documents.py gives a row of a hub data set its
-number.
+The rows are those of files, which file_list.py lists and file_rows.py reads, or those of a data set
+of the hub, which the library `datasets` reads. Both have the members of `Rows`. A row of a file
+comes with its position in the file; documents.py numbers the rows of a hub data set.
 """
 
 import tempfile
@@ -31,7 +31,7 @@ from activation_extraction.text.file_rows import DataFile, FileRow, count_row_gr
 from activation_extraction.text.rows import RowForm
 from activation_extraction.text.structs import as_structs
 
-BLOCK_ROWS = 1024
+BLOCK_ROWS = 1024  # of a shuffled data set; the rows of a block are permuted and held in memory
 
 
 class Rows(Protocol):
@@ -49,7 +49,7 @@ class Rows(Protocol):
     @property
     def features(self) -> Any: ...
     def shard(self, num_shards: int, index: int) -> Any:
-        """Returns share `index` of `num_shards` shares of the pieces."""
+        """Returns the rows of share `index` out of `num_shards` shares of the pieces."""
 
     def reshard(self) -> Any:
         """Returns the same rows in more pieces, if they can be divided further."""
@@ -66,17 +66,19 @@ class Rows(Protocol):
 class FilePieces:
     """The rows of files, piece by piece, with the members of `Rows`.
 
-    The order of the pieces, the shares of them and the meaning of a position are decided here, so a
-    run over files continues with any version of `datasets`.
+    A piece is a row group of a Parquet file, or any other file as a whole. This class determines
+    the order of the pieces, their shares and the meaning of a position, so that a run over files
+    can be continued with any version of `datasets`.
     """
 
     features = None
 
     def __init__(self, pieces: Sequence[tuple[DataFile, int]], form: RowForm) -> None:
-        """Takes pieces in the order in which they are read.
+        """Takes the pieces; `open_files` finds them.
 
         Args:
-            pieces: A file and the number of a row group in it, as `file_rows` takes them.
+            pieces: Pieces in the order in which they are read: a file, and the number of the row
+                group in it, which is 0 if the piece is the whole file.
             form: What is read of each row.
         """
         self._pieces = tuple(pieces)
@@ -88,7 +90,11 @@ class FilePieces:
         return len(self._pieces)
 
     def shard(self, num_shards: int, index: int) -> "FilePieces":
-        """Returns contiguous pieces; the first shares have one more if they cannot be equal."""
+        """Returns the rows of share `index` out of `num_shards` shares of the pieces.
+
+        The pieces of a share are consecutive. If the shares cannot be equal, the first ones have
+        one piece more.
+        """
         size, larger = divmod(len(self._pieces), num_shards)
         start = index * size + min(index, larger)
         return FilePieces(self._pieces[start : start + size + (index < larger)], self._form)
@@ -124,16 +130,17 @@ class FilePieces:
 def open_files(path: str, form: RowForm, files: Sequence[DataFile] | None = None) -> FilePieces:
     """Opens the files of a data set.
 
-    Of local files of text, which may grow, no more is read than their size in `files`. Only the
-    needed columns of Parquet and Arrow files are read.
+    Local text files may grow while they are read; no more is read of them than their size in
+    `files`. Of Parquet and Arrow files, only the needed columns are read.
 
     Args:
-        path: Value of --dataset_path.
+        path: Value of --dataset_path, or a source of --mix.
         form: What is read of each row.
-        files: Files in the order in which they are read; None to list those of `path`.
+        files: Files in the order in which they are read; None to list the files of `path`.
 
     Raises:
-        InputError: If there is no row, or if a Parquet file is not what its name says.
+        InputError: If there are no row groups to read, or if a Parquet file is damaged or in
+            another format.
     """
     files = list_files(path) if files is None else files
     with as_input_errors(path), ThreadPoolExecutor(FILES_AT_ONCE) as pool:
@@ -153,41 +160,52 @@ def _count_row_groups(file: DataFile) -> int:
         return count_row_groups(file)
 
 
+def open_hub_dataset(
+    name: str, config: str | None, split: str, revision: str | None = None
+) -> tuple[datasets.IterableDataset, str]:
+    """Opens a data set of the hub for streaming.
+
+    Args:
+        name: Name of the data set, such as HuggingFaceFW/fineweb-edu.
+        config: Name of its configuration; None for its default.
+        split: Name of the split.
+        revision: Commit of the data set; None for its newest one.
+
+    Returns:
+        The stream of rows, and the commit that is read.
+
+    Raises:
+        InputError: If the data set cannot be opened. The message contains the hub's reason.
+    """
+    source = " ".join(filter(None, (name, config, split)))
+    try:
+        if unreachable := hub_unreachable(constants.ENDPOINT):
+            raise unreachable
+        with hub_requests(f"--dataset_name {source}"), _scratch_cache():
+            commit = revision or str(HfApi().dataset_info(name).sha)
+            rows = datasets.load_dataset(name, config, split=split, revision=commit, streaming=True)
+        return rows, commit
+    except Exception as error:  # whatever the hub, the network or a file format may raise
+        reason = unwritable_cache(error) or one_line(error)
+        if name_unknown(error):
+            reason = "the hub's name does not resolve: offline? --dataset_path reads local files"
+        raise InputError(f"--dataset_name {source}: {reason}") from error
+
+
 @contextmanager
 def _scratch_cache() -> Iterator[None]:
-    """Gives `datasets` a temporary cache, for which it asks whatever it opens: its own may not be
-    writable, and streams keep nothing there."""
-    own = datasets.config.HF_DATASETS_CACHE
+    """Gives `datasets` a temporary cache inside the block.
+
+    `datasets` needs a writable cache for whatever it opens, and its default one may not be
+    writable. Streams store nothing there.
+    """
+    default = datasets.config.HF_DATASETS_CACHE
     with tempfile.TemporaryDirectory() as scratch:
         datasets.config.HF_DATASETS_CACHE = Path(scratch)
         try:
             yield
         finally:
-            datasets.config.HF_DATASETS_CACHE = own
-
-
-def open_hub_dataset(
-    name: str, config: str | None, split: str, revision: str | None = None
-) -> tuple[datasets.IterableDataset, str]:
-    """Opens a hub data set; returns its stream and its revision, by default the newest one.
-
-    Raises InputError with the hub's reason if it cannot be opened.
-    """
-    wanted = " ".join(filter(None, (name, config, split)))
-    try:
-        if unreachable := hub_unreachable(constants.ENDPOINT):
-            raise unreachable
-        with hub_requests(f"--dataset_name {wanted}"), _scratch_cache():
-            revision = revision or str(HfApi().dataset_info(name).sha)
-            rows = datasets.load_dataset(
-                name, config, split=split, revision=revision, streaming=True
-            )
-        return rows, revision
-    except Exception as error:  # whatever the hub, the network or a file format may raise
-        reason = unwritable_cache(error) or one_line(error)
-        if name_unknown(error):
-            reason = "the hub's name does not resolve: offline? --dataset_path reads local files"
-        raise InputError(f"--dataset_name {wanted}: {reason}") from error
+            datasets.config.HF_DATASETS_CACHE = default
 
 
 class ShuffledRows:

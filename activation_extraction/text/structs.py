@@ -1,8 +1,9 @@
 """Tells Arrow's objects from those of JSON, because they differ in the meaning of null.
 
 In Arrow, all objects of a column have the same keys. A key that only one of them had when the data
-set was written is null in the others. In JSON, a null is a value that somebody wrote. file_rows.py
-and sources.py mark Arrow's objects as `Struct` where rows are read; chat.py leaves out their nulls.
+set was written is null in the others. In JSON, a null is a value that somebody wrote. Arrow's
+objects are marked as `Struct` where rows are read, in file_rows.py, sources.py and documents.py;
+chat.py leaves out their nulls.
 """
 
 from collections.abc import Mapping

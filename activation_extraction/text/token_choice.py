@@ -1,7 +1,7 @@
-"""Which tokens of a sample are kept.
+"""Chooses which tokens of a sample are kept, by --positions, --roles and --drop_token_ids.
 
-That follows from the sample alone: from positions, token ids and roles. So it is the same after a
-restart, on any mesh and with any batch size.
+The choice follows from the sample alone: from positions, token ids and roles. So it is the same
+after a restart, on any mesh and with any batch size. common/positions.py parses --positions.
 """
 
 from collections.abc import Mapping
@@ -15,10 +15,16 @@ from activation_extraction.common.positions import Positions
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """positions: the rule of --positions. dropped: token ids that are never kept. roles: the
-    only ones whose tokens are kept; () for all.
+    """The choice of the tokens that are kept.
 
-    The rule counts the tokens of these roles, including those that are dropped.
+    First, `eligible` finds the tokens of a document that the rule of positions counts. Then, in
+    each sample, `kept` applies the rule to them, and drops the token ids that are never kept; the
+    rule counts those, too.
+
+    Attributes:
+        positions: The rule of --positions.
+        dropped: Token ids that are never kept.
+        roles: The roles whose tokens may be kept; empty for all.
     """
 
     positions: Positions = Positions()
@@ -32,51 +38,74 @@ class TokenChoice:
 
     @property
     def everything(self) -> bool:
+        """Returns whether all tokens are kept."""
         return self == TokenChoice()
 
     def eligible(
         self, tokens: int, mask: np.ndarray | None, labels: Mapping[str, np.ndarray]
     ) -> np.ndarray:
-        """Returns which tokens of a whole document the rule counts, bool (tokens,).
+        """Returns which tokens of a document the rule of positions counts.
 
-        mask: of the same shape, False for tokens that are only context. labels: as of the Sample,
-        but for all tokens of the document. That is where a turn ends, even if a sample does before.
+        With `last_of_turn`, these are the last tokens of the turns of the whole document, even if a
+        sample ends earlier.
+
+        Args:
+            tokens: The number of tokens of the document.
+            mask: False for tokens that are only context, bool (tokens,); None if there are none.
+            labels: "role" and "turn" of each token of a conversation, int32 (tokens,) each.
+
+        Returns:
+            A mask of the tokens, bool (tokens,).
         """
         eligible = np.ones(tokens, bool) if mask is None else mask.copy()
         if self.roles:
             eligible &= np.isin(labels["role"], [ROLES.index(role) for role in self.roles])
         if self.positions.last_of_turn:
-            places = np.flatnonzero(eligible)
-            ends = places[np.diff(labels["turn"][places], append=-1) != 0]
+            indices = np.flatnonzero(eligible)
+            turns = labels["turn"][indices]
+            last_of_turn = indices[np.diff(turns, append=-1) != 0]
             eligible[:] = False
-            eligible[ends] = True
+            eligible[last_of_turn] = True
         return eligible
 
     def kept(
         self, sample_idx: int, token_ids: np.ndarray, eligible: np.ndarray | None = None
     ) -> np.ndarray:
-        """Returns the positions of a sample's kept tokens, int32, in ascending order.
+        """Returns the positions of a sample's kept tokens.
 
-        eligible: bool (tokens,), as of its document; None for all.
+        Args:
+            sample_idx: The index of the sample, by which a random choice differs from sample to
+                sample.
+            token_ids: The token ids of the sample, int32 (tokens,).
+            eligible: The tokens that the rule counts, bool (tokens,); None for all.
+
+        Returns:
+            Positions, int32, ascending.
         """
-        every = np.arange(len(token_ids), dtype=np.int32)
-        positions, rule = every if eligible is None else every[eligible], self.positions
+        positions = np.arange(len(token_ids), dtype=np.int32)
+        if eligible is not None:
+            positions = positions[eligible]
+        rule = self.positions
         if rule.share is None:
             chosen = positions[rule.start : rule.stop : rule.step]
         else:
-            chance = _random(rule.seed, sample_idx, positions)
-            chosen = positions[chance < np.uint64(rule.threshold)]
+            hashes = _hashes(rule.seed, sample_idx, positions)
+            chosen = positions[hashes < np.uint64(rule.threshold)]
         return chosen[~np.isin(token_ids[chosen], self.dropped)]
 
 
-def _random(seed: int, sample_idx: int, positions: np.ndarray) -> np.ndarray:
-    """A uint64 for every position: a hash, which is the same everywhere and at all times."""
-    of_sample = _mix(_mix(np.array([seed], np.uint64)) + np.uint64(sample_idx))
+def _hashes(seed: int, sample_idx: int, positions: np.ndarray) -> np.ndarray:
+    """Returns a hash of the seed, the sample and each position, uint64 (positions,).
+
+    Unlike random numbers of a library, hashes are the same on any machine and in any version.
+    """
+    of_seed = _mix(np.array([seed], np.uint64))
+    of_sample = _mix(of_seed + np.uint64(sample_idx))
     return _mix(of_sample + positions.astype(np.uint64))
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """One step of SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Computes one step of SplitMix64 (Steele, Lea and Flood 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,0 +1,250 @@
+"""Turns the contents of documents into tokens: token ids, and the role and turn of each token.
+
+A long text is cut into pieces, which take less memory together and more threads; the cuts are at
+places where they change no token. `SpecialTokens` are the tokens that the model's tokenizer adds
+to a text. samples.py makes samples of the tokens, and tokenizer.py loads the tokenizer.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
+
+import numpy as np
+from tokenizers import Encoding, Tokenizer, models
+
+from activation_extraction.common.errors import InputError, one_line
+from activation_extraction.text.rows import TEMPLATE, Content
+
+PIECE_CHARACTERS = 2**16  # least length of a piece of a long text
+# Pieces of all texts that are tokenised together; the tokenizer's results take 100 bytes a token.
+PIECES_AT_ONCE = 64
+# Pattern of a place where a text may be cut -> texts for its two sides, to try it. No word of
+# Qwen's tokenizers spans the end of a word before a space, or the end of a line.
+CUTS = {r"(?<=\S)(?= )": ("a", " b"), r"(?<=\n)(?=\S)": ("a\n", "b")}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a document, or its first ones.
+
+    Attributes:
+        ids: Token ids, int32 (tokens,).
+        total: The number of tokens of the whole document.
+        starts: Offset in characters at which each token begins in the text, int32 (tokens,); None
+            if it was not computed.
+        labels: Labels of all tokens of the document by name, int32 (total,) each: "role", an index
+            into ROLES, and "turn". Empty for other documents than conversations.
+    """
+
+    ids: np.ndarray
+    total: int
+    starts: np.ndarray | None = None
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The special tokens that a text gets around it.
+
+    Attributes:
+        front: Ids of the tokens in front of the text.
+        end: Ids of the tokens after the text.
+        template: How messages and metadata.json show them, such as "text + <|endoftext|>"; "" if
+            there are none.
+    """
+
+    front: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+    template: str = ""
+
+    def __len__(self) -> int:
+        return len(self.front) + len(self.end)
+
+    def around(self, tokens: Tokens, characters: int) -> Tokens:
+        """Returns the tokens of a text with the special tokens around them.
+
+        Args:
+            tokens: The tokens of a text, without labels.
+            characters: The number of characters of the text.
+        """
+        front, end = np.array(self.front, np.int32), np.array(self.end, np.int32)
+        ids = np.concatenate([front, tokens.ids, end])
+        starts = tokens.starts
+        if starts is not None:
+            starts = np.concatenate([np.zeros_like(front), starts, np.full_like(end, characters)])
+        return replace(tokens, ids=ids, total=tokens.total + len(self), starts=starts)
+
+
+def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
+    """Returns the special tokens that a tokenizer adds to a text.
+
+    Its post-processor is tried on a text of one token.
+
+    Raises:
+        InputError: If the post-processor repeats the text or leaves it out.
+    """
+    if tokenizer.post_processor is None:
+        return SpecialTokens()
+    text = Tokenizer(models.WordLevel({"text": 0}, "text")).encode("text")
+    processed = tokenizer.post_processor.process(text)
+    if processed.special_tokens_mask.count(0) != 1:
+        raise InputError(
+            "--special_tokens tokenizer: the post_processor in the model's tokenizer.json repeats "
+            "texts or leaves them out; give --special_tokens none, which adds no tokens"
+        )
+    index, ids = processed.special_tokens_mask.index(0), tuple(processed.ids)
+    if len(ids) == 1:
+        return SpecialTokens()
+    names = [tokenizer.id_to_token(token_id) or str(token_id) for token_id in ids]
+    names[index] = "text"
+    return SpecialTokens(ids[:index], ids[index + 1 :], " + ".join(names))
+
+
+def tokenise(
+    tokenizer: Tokenizer | None, contents: Sequence[Content], most: int | None
+) -> list[Tokens | str]:
+    """Turns the contents of documents into tokens, without special tokens.
+
+    Args:
+        tokenizer: The tokenizer; None if all contents are token ids.
+        contents: The contents.
+        most: The number of tokens of a document after which its other tokens are left out; None to
+            keep all of them, and to compute where each begins in the text.
+
+    Returns:
+        For each content its tokens, or the reason why the tokenizer cannot take it.
+    """
+    if tokenizer is None:
+        id_lists = [content.token_ids for content in contents]
+        return [Tokens(ids, len(ids)) for ids in id_lists if ids is not None]
+    try:
+        return [*_tokenise_all(tokenizer, contents, most)]
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of the tokenizer's native code is no Exception
+        if len(contents) == 1:
+            return [f"the tokenizer cannot take it: {one_line(error):.200}"]
+        return [tokenise(tokenizer, [content], most)[0] for content in contents]
+
+
+def _tokenise_all(
+    tokenizer: Tokenizer, contents: Sequence[Content], most: int | None
+) -> list[Tokens]:
+    is_any_long = any(len(content.text) > PIECE_CHARACTERS for content in contents)
+    cuts = _cuts(tokenizer) if is_any_long else None
+    pieces = [_pieces(content.text, cuts) for content in contents]
+    texts = [
+        content.text[piece]
+        for content, pieces_of_content in zip(contents, pieces, strict=True)
+        for piece in pieces_of_content
+    ]
+    with_offsets = most is None or any(content.spans for content in contents)
+    # Without offsets it takes a third of the time.
+    encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
+    batches = (texts[n : n + PIECES_AT_ONCE] for n in range(0, len(texts), PIECES_AT_ONCE))
+    encodings = (
+        encoding for batch in batches for encoding in encode(batch, add_special_tokens=False)
+    )
+    return [
+        _joined(content, pieces_of_content, encodings, most, with_offsets)
+        for content, pieces_of_content in zip(contents, pieces, strict=True)
+    ]
+
+
+def _joined(
+    content: Content,
+    pieces: Sequence[slice],
+    encodings: Iterator[Encoding],
+    most: int | None,
+    with_offsets: bool,
+) -> Tokens:
+    """Returns the tokens of a content, joined from its pieces.
+
+    Args:
+        content: The content.
+        pieces: The characters of each piece.
+        encodings: The tokenizer's results, of which the next ones are those of the pieces.
+        most: The most tokens that are kept; None for all.
+        with_offsets: Whether the tokenizer has computed offsets.
+    """
+    ids, offsets = [], []
+    for piece, encoding in zip(pieces, islice(encodings, len(pieces)), strict=True):
+        ids.append(np.asarray(encoding.ids, np.int32))
+        if with_offsets:
+            offsets.append(piece.start + np.asarray(encoding.offsets, np.int32).reshape(-1, 2))
+    total = sum(map(len, ids))
+    first_ids = np.concatenate(ids)[:most].copy()  # a copy, so that the other ids are freed
+    if not with_offsets:
+        return Tokens(first_ids, total)
+    all_offsets = np.concatenate(offsets)
+    return Tokens(first_ids, total, all_offsets[:most, 0], _labels(content, all_offsets))
+
+
+def _cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Returns where a text may be cut so that its pieces have the tokens of the whole.
+
+    A tokenizer may put a space in front of every text, and an added token may take the spaces
+    beside it or have some in it.
+
+    Returns:
+        A pattern that matches the empty text where a text may be cut; None if it must stay whole.
+    """
+
+    def ids_of(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    harmless = [
+        pattern
+        for pattern, (left, right) in CUTS.items()
+        if ids_of(left) + ids_of(right) == ids_of(left + right)
+    ]
+    if not harmless:
+        return None
+    cuts = f"(?:{'|'.join(harmless)})"
+    forbidden = ""
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if token.rstrip:
+            forbidden += f"(?<!{re.escape(token.content)})"
+        if token.lstrip:
+            forbidden += f"(?!{re.escape(token.content)})"
+        for inside in re.finditer(cuts, token.content):
+            before, after = token.content[: inside.start()], token.content[inside.start() :]
+            forbidden += f"(?!(?<={re.escape(before)}){re.escape(after)})"
+    return re.compile(cuts + forbidden)
+
+
+def _pieces(text: str, cuts: re.Pattern[str] | None) -> list[slice]:
+    """Returns the characters of each piece of a text; one piece for a short text.
+
+    Args:
+        text: The text.
+        cuts: Pattern of the places where it may be cut; None if it must stay whole.
+    """
+    ends = [0]
+    while ends[-1] < len(text) or len(ends) == 1:
+        cut = None if cuts is None else cuts.search(text, ends[-1] + PIECE_CHARACTERS)
+        ends.append(len(text) if cut is None else cut.end())
+    return [slice(start, end) for start, end in pairwise(ends)]
+
+
+def _labels(content: Content, offsets: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the role and turn of each token.
+
+    A token that begins in the template's text and ends in a message belongs to the message.
+
+    Args:
+        content: The content.
+        offsets: Offsets in characters at which each token begins and ends, int32 (tokens, 2).
+
+    Returns:
+        "role" and "turn", int32 (tokens,) each; no labels for a content without spans.
+    """
+    if not content.spans:
+        return {}
+    starts, roles, turns = np.array(content.spans, np.int32).T
+    last_characters = np.maximum(offsets[:, 1] - 1, offsets[:, 0])
+    first = np.searchsorted(starts, offsets[:, 0], "right") - 1
+    last = np.searchsorted(starts, last_characters, "right") - 1
+    spans = np.where(roles[first] == TEMPLATE, last, first)
+    return {"role": roles[spans], "turn": turns[spans]}
