@@ -48,7 +48,8 @@ from activation_extraction import ROLES, ActivationDataset, paired
 from activation_extraction.model.weight_files import LocalFile
 from activation_extraction.store.identity import Identity, RunFacts, StorageOptions
 from activation_extraction.store.storage import ActivationStorage
-from activation_extraction.text.batch import Cursor, Sample
+from activation_extraction.text.batch import Sample
+from activation_extraction.text.mark import Mark
 from activation_extraction.text.packing import pack
 from activation_extraction.text.sample_facts import SampleFacts
 from benchmarks.bucket_server import BUCKET, RATE, bucket_server, counts
@@ -113,7 +114,7 @@ class Run(NamedTuple):
         ids = chance.integers(0, 150_000, LENGTH, np.int32)
         labels = labels_of(chance) if self.chat else {}
         facts = SampleFacts(number, {"file": "0.jsonl", "line": number})
-        sample = Sample(facts, ids, Cursor(number), Cursor(number + 1), labels)
+        sample = Sample(facts, ids, Mark(number), labels)
         starts = chance.integers(len(pool) - LENGTH, size=self.hooks)
         values: dict[int | str, np.ndarray] = {
             name: pool[None, start : start + LENGTH]

@@ -21,7 +21,8 @@ from activation_extraction.store.run_log import seal, unseal
 from activation_extraction.store.sample_table import pack_table, stored_samples
 from activation_extraction.store.shard import ShardSample
 from activation_extraction.store.storage import ActivationStorage
-from activation_extraction.text.batch import Batch, Cursor, Sample, Worker
+from activation_extraction.text.batch import Batch, Sample, Worker
+from activation_extraction.text.mark import Mark
 from activation_extraction.text.packing import pack
 from activation_extraction.text.sample_facts import SampleFacts
 
@@ -55,9 +56,8 @@ def samples(count: int, worker: Worker) -> Iterator[Sample]:
     for number in range(count):
         index = worker.sample_idx(number)
         token_ids = np.random.default_rng(index).integers(0, VOCABULARY, TOKENS, np.int32)
-        cursor, upcoming = (Cursor(n, skip=n) for n in (number, number + 1))
         facts = SampleFacts(index, doc_id=f"id-{index}", text_preview=f"text {index} ä")
-        yield Sample(facts, token_ids, cursor, upcoming)
+        yield Sample(facts, token_ids, Mark(number, skip=number))
 
 
 def activations_of(batch: Batch) -> dict[Any, np.ndarray]:

@@ -9,7 +9,8 @@ from extractions import folder_name, identity_of
 from storages import kill, open_storage
 
 from activation_extraction.common.choices import SHARD_FORMATS
-from activation_extraction.text.batch import Batch, Cursor, Placed, Sample, Worker
+from activation_extraction.text.batch import Batch, Placed, Sample, Worker
+from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import SampleFacts
 
 LENGTH = 24
@@ -153,7 +154,7 @@ class Run:
             columns=columns_of(row),
         )
         labels = {"role": roles, "turn": roles + 1}
-        sample = Sample(facts, ids, Cursor(index), Cursor(index + 1), labels)
+        sample = Sample(facts, ids, Mark(index), labels)
         kept = self.positions(row)
         values = {key: self.given(row, hook)[kept] for key, hook in self.hooks.items()}
         storage.add_batch(batch_of(sample, kept, LENGTH), values)
@@ -164,7 +165,7 @@ def batch_of(sample, kept, length):
     mask = np.zeros((1, length), bool)
     mask[0, kept] = True
     blank = np.zeros((1, length), np.int32)
-    placed = (Placed(sample, 0, 0, sample.next_cursor),)
+    placed = (Placed(sample, 0, 0, sample.mark_after),)
     return Batch(blank, blank, blank, placed, mask)
 
 

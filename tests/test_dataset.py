@@ -29,7 +29,8 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.dataset import open_shards
 from activation_extraction.store.folder import Folder
-from activation_extraction.text.batch import Cursor, Sample
+from activation_extraction.text.batch import Sample
+from activation_extraction.text.mark import Mark
 from activation_extraction.text.packing import pack
 from activation_extraction.text.sample_facts import SampleFacts
 
@@ -195,7 +196,7 @@ def store_pieces(root, numbers, finish=True):
             row = {"line": document, "piece": piece, "start": 5 * piece}
             cut = 7 * (piece == PIECES - 1)
             facts = SampleFacts(2 * number + 1, row, doc_id=document, cut=cut)
-            sample = Sample(facts, token_ids, Cursor(number), Cursor(number + 1))
+            sample = Sample(facts, token_ids, Mark(number))
             (batch,) = pack([sample], 1, 4)
             storage.add_batch(batch, {0: np.full((1, 4, 2), number, np.float32)})
         storage.finalize(complete=finish)
@@ -294,7 +295,7 @@ def test_a_name_that_is_no_hook_says_where_its_values_are(tmp_path):
     identity = replace(identity_of(), keep_columns=("label",))
     with open_storage(tmp_path, {0: FIRST}, identity=identity) as storage:
         facts = SampleFacts(0, {"line": 1}, columns={"label": "x"})
-        sample = Sample(facts, np.arange(3, dtype=np.int32), Cursor(0), Cursor(1))
+        sample = Sample(facts, np.arange(3, dtype=np.int32), Mark(0))
         (batch,) = pack([sample], 1, 4)
         storage.add_batch(batch, {0: np.ones((1, 4, 2), np.float32)})
     dataset = ActivationDataset(tmp_path)

@@ -5,6 +5,7 @@ import json
 import queue
 import random
 import threading
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run.host_text import Prefetch, Text
 from activation_extraction.text import packing, sources
 from activation_extraction.text import samples as text_samples
-from activation_extraction.text.batch import Cursor, Worker
+from activation_extraction.text.batch import Worker
+from activation_extraction.text.mark import Mark
 from activation_extraction.text.packing import pack
 from activation_extraction.text.sample_facts import SampleFacts, StoredSample
 from activation_extraction.text.samples import ChangedDataError, SampleForm, samples
@@ -154,7 +156,7 @@ def test_limits_that_are_raised_between_the_starts(case, limit, data):
         """What a run that continues makes: samples with their places; and the counts of rows."""
         table = {p.sample.facts.sample_idx: as_stored(p.sample) for p in stored}
         documents = text.documents(worker)
-        start = start and Cursor(**json.loads(json.dumps(start.to_json())))
+        start = start and Mark.from_json(json.loads(json.dumps(asdict(start))))
         found = samples(documents, text.tokenizer, text.form, start=start, stored=table, **limits)
         placed = [placed for batch in pack(found, rows, LENGTH) for placed in batch.samples]
         return placed, (documents.counts.skipped, documents.counts.empty)

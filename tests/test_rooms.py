@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "activation_extraction"
 MODEL_FILES = "qwen2_jax", "qwen2_jax_with_hooks"
 
 # A room -> the rooms it may import from. Small modules of shared types are named by themselves.
-SHARED = ("text.batch", "text.sample_facts")
+SHARED = ("text.batch", "text.mark", "text.sample_facts")
 ARROWS = {
     "common": (),
     "cli": ("common",),

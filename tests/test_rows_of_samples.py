@@ -154,4 +154,4 @@ def test_a_text_that_the_tokenizer_cannot_take_is_a_bad_row(tmp_path, tokenizer)
     assert "--skip_bad_rows" in caught.value.remedy
     first, last = samples(stream_of(path, skip=True), panicking, SampleForm(8))
     assert (first.facts.row["line"], last.facts.row["line"]) == (1, 4)
-    assert (last.next_cursor.skipped_rows, last.next_cursor.empty_rows) == (1, 1)
+    assert (last.mark.skipped_rows, last.mark.empty_rows) == (1, 1)

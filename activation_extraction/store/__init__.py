@@ -33,7 +33,8 @@ metadata.json; a JSON with `reserved` counts as none. A committed shard never ch
   hooks                             key (what pickles call it), name, width, dtype (as stored),
                                     scale (null, or how many values share one), statistics
   mark                              where in the data a run continues after the shard: all samples
-                                    before it are stored; of those after it, the tables say which
+                                    before it are stored; of those after it, the tables say which;
+                                    null at the beginning; its fields are those of text/mark.py
   identity                          the SHA-256 of the run's identity, which a repair compares if
                                     metadata.json is lost
   began, committed                  when its process began, and when it was committed; Unix times

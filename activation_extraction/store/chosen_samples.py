@@ -13,7 +13,8 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.run_log import Commit, RunLog, furthest_mark
 from activation_extraction.store.shard import ShardSample, Values
 from activation_extraction.store.shard_reader import StoredHook, begin_rows, open_shard
-from activation_extraction.text.batch import Cursor, Worker
+from activation_extraction.text.batch import Worker
+from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import SampleFacts
 
 
@@ -37,7 +38,7 @@ class ChosenSample:
     activations: list[Values]
     worker: Worker
     shard: int
-    start: Cursor | None
+    start: Mark | None
 
 
 class Recompute(NamedTuple):

@@ -22,7 +22,8 @@ from activation_extraction.store.run_log import (
 )
 from activation_extraction.store.sample_table import read_table, samples_to_continue
 from activation_extraction.store.totals import Totals
-from activation_extraction.text.batch import Cursor, Worker
+from activation_extraction.text.batch import Worker
+from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import StoredSample
 
 VERSION_REMEDY = (
@@ -51,7 +52,7 @@ class StoragePlan:
     commits: list[Commit] = field(default_factory=list)
     run: str | None = None
     next: int = 1
-    mark: Cursor | None = None
+    mark: Mark | None = None
     complete: bool = False
     up_to_date: bool = False
     skipped_rows: int = 0
@@ -145,7 +146,7 @@ def plan_rest(stored: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
 
 
 def stored_after(
-    folder: Folder, commits: list[Commit], mark: Cursor | None, identity: Identity
+    folder: Folder, commits: list[Commit], mark: Mark | None, identity: Identity
 ) -> dict[int, StoredSample]:
     """Returns the samples after a mark that are stored, by `sample_idx`, and perhaps some others.
 

@@ -81,7 +81,7 @@ from activation_extraction.store.formats import (
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.metrics import METRICS, last_metrics
 from activation_extraction.store.shard import Key
-from activation_extraction.text.batch import Cursor
+from activation_extraction.text.mark import Mark
 
 METADATA = "metadata.json"
 FORMAT_VERSION = 5
@@ -189,7 +189,7 @@ class Commit:
 
     number: int
     began: float
-    mark: Mapping[str, Any] | None
+    mark: Mark | None
     run: str = ""
     owner: str = ""
     url: str = ""
@@ -206,11 +206,6 @@ class Commit:
     cut_samples: int = 0
     cut_tokens: int = 0
     empty_samples: int = 0
-
-    @property
-    def position(self) -> Cursor | None:
-        """The mark as an object; None at the beginning of the data."""
-        return None if self.mark is None else Cursor(**self.mark)
 
     @property
     def name(self) -> str:
@@ -265,10 +260,13 @@ class Commit:
             files = {
                 name: _from_fields(FileFacts, facts) for name, facts in content["files"].items()
             }
-            added_later = {"identity": content.get("identity", "")}
-            return _from_fields(
-                cls, {**content, **content["samples"], **added_later, "files": files}
-            )
+            mark = content["mark"]
+            parsed = {
+                "files": files,
+                "mark": None if mark is None else Mark.from_json(mark),
+                "identity": content.get("identity", ""),  # which was added later
+            }
+            return _from_fields(cls, {**content, **content["samples"], **parsed})
 
 
 def _from_fields(kind: type[T], content: Mapping[str, Any]) -> T:
@@ -277,7 +275,7 @@ def _from_fields(kind: type[T], content: Mapping[str, Any]) -> T:
     return kind(**{name: content[name] for name in names})
 
 
-def furthest_mark(commits: Iterable[Commit], most: float = math.inf) -> Cursor | None:
+def furthest_mark(commits: Iterable[Commit], most: float = math.inf) -> Mark | None:
     """Returns the mark that lies furthest in the data.
 
     Args:
@@ -287,8 +285,9 @@ def furthest_mark(commits: Iterable[Commit], most: float = math.inf) -> Cursor |
     Returns:
         The mark; None for the beginning of the data.
     """
-    marks = (mark for commit in commits if (mark := commit.position) and mark.samples <= most)
-    return max(marks, key=lambda mark: mark.samples, default=None)
+    marks = [commit.mark for commit in commits if commit.mark is not None]
+    within = [mark for mark in marks if mark.samples <= most]
+    return max(within, key=lambda mark: mark.samples, default=None)
 
 
 def reservation(run: str, owner: str) -> dict[str, Any]:

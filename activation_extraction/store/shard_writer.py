@@ -34,7 +34,7 @@ from activation_extraction.store.run_log import Commit
 from activation_extraction.store.sample_table import pack_table
 from activation_extraction.store.shard import Key, Shard, ShardSample, Values, encode_shard
 from activation_extraction.store.statistics import pack_sums
-from activation_extraction.text.batch import Cursor
+from activation_extraction.text.mark import Mark
 
 SHARDS_AT_ONCE = 16  # most of them are being uploaded
 
@@ -135,7 +135,7 @@ class ShardWriter:
         self.check()
 
     def add(
-        self, sample: ShardSample, slices: Mapping[Key, Values], mark: Cursor | None = None
+        self, sample: ShardSample, slices: Mapping[Key, Values], mark: Mark | None = None
     ) -> None:
         """Adds a sample.
 
@@ -268,14 +268,14 @@ class ShardWriter:
         return reworded(user_error, one_line(user_error), StorageError)
 
     def _store(
-        self, job: _Job, shard: Shard, mark: Cursor | None, number: int
+        self, job: _Job, shard: Shard, mark: Mark | None, number: int
     ) -> tuple[Commit, list[ShardSample]]:
         """Writes the files of a shard; returns its commit and its samples."""
         writer = self._log.id
         commit = Commit(
             number,
             self._log.began,
-            None if mark is None else mark.to_json(),
+            mark,
             identity=self._identity.digest,
         )
         if not shard.samples:

@@ -62,8 +62,8 @@ class Totals:
         self.samples += commit.count
         for name in ("tokens", "bytes", "cut_samples", "cut_tokens", "empty_samples"):
             setattr(self, name, getattr(self, name) + getattr(commit, name))
-        mark = commit.mark or {}
-        self.count_rows(mark.get("skipped_rows", 0), mark.get("empty_rows", 0))
+        if commit.mark is not None:
+            self.count_rows(commit.mark.skipped_rows, commit.mark.empty_rows)
         for hook in commit.hooks:
             before = self.statistics.get(hook["name"], Statistics())
             self.statistics[hook["name"]] = before.merge(Statistics.from_json(hook))

@@ -17,7 +17,8 @@ A row passes these modules in this order:
       token_choice chooses which tokens of a sample are kept
     packing        lays groups of samples out in the rows of batches
 
-sample_facts has what is known of a sample beside its tokens, and batch the other types that leave
-this room. run/host_text.py puts the stream together as the flags say. This room imports no JAX, and
-knows nothing of the model or of what is stored.
+sample_facts has what is known of a sample beside its tokens, mark the places from which the stream
+of samples continues, and batch the other types that leave this room. run/host_text.py puts the
+stream together as the flags say. This room imports no JAX, and knows nothing of the model or of
+what is stored.
 """

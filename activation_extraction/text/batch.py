@@ -1,4 +1,4 @@
-"""The types that `text` hands on: workers, cursors, samples and batches.
+"""The types that `text` hands on: workers, samples and batches.
 
 The model and the output know only this module of the folder. Data is first split between machines;
 the hosts of a machine then split its share, so machines may differ in their number of hosts.
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import SampleFacts
 
 
@@ -41,27 +42,6 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Cursor:
-    """A position in one worker's stream of samples, from which the stream can continue.
-
-    samples: how many samples come before it. stream: the state of the documents at the start of a
-    chunk. skip: how many samples of that chunk come before the position. skipped_rows: how many
-    rows before it were skipped because they could not be used; empty_rows: how many have no text.
-    tokens: how many tokens the samples before it keep.
-    """
-
-    samples: int
-    skip: int = 0
-    skipped_rows: int = 0
-    empty_rows: int = 0
-    stream: Mapping[str, Any] = field(default_factory=dict)
-    tokens: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "stream": dict(self.stream)}
-
-
-@dataclass(frozen=True)
 class Sample:
     """One tokenised document, or a piece of one.
 
@@ -69,8 +49,7 @@ class Sample:
         facts: All that is known of the sample beside its tokens.
         token_ids: Ids of the tokens, int32 (tokens,); empty if the sample keeps no token, since
             nothing needs them then.
-        cursor: Position in the stream from which a run continues with this sample.
-        next_cursor: Position in the stream from which a run continues after this sample.
+        mark: Mark before the sample.
         labels: Labels of the tokens, int32 (tokens,) each, by name: "role" (a number in ROLES) and
             "turn". Empty unless the sample is a conversation.
         kept: Positions of the tokens whose activations are wanted, int32, ascending. None for all
@@ -79,15 +58,19 @@ class Sample:
 
     facts: SampleFacts
     token_ids: np.ndarray
-    cursor: Cursor
-    next_cursor: Cursor
+    mark: Mark
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
     kept: np.ndarray | None = None
 
     @property
     def number(self) -> int:
         """The sample's number among those of its worker, counted from 0."""
-        return self.cursor.samples
+        return self.mark.samples
+
+    @property
+    def mark_after(self) -> Mark:
+        """The mark after the sample."""
+        return self.mark.after(self.num_kept)
 
     @property
     def kept_positions(self) -> np.ndarray:
@@ -101,14 +84,18 @@ class Sample:
 class Placed(NamedTuple):
     """A sample and its place in a batch; one without tokens takes no room there.
 
-    mark: where a run continues if this sample and all those before it, in this batch and in earlier
-    ones, are stored. Some samples after the mark may be stored already.
+    Attributes:
+        sample: The sample.
+        row: Row of the batch.
+        start: Position in the row of the sample's first token.
+        mark: Mark from which a run continues if this sample and all those before it, in this batch
+            and in earlier ones, are stored. Some samples after the mark may be stored already.
     """
 
     sample: Sample
     row: int
     start: int
-    mark: Cursor
+    mark: Mark
 
     @property
     def stop(self) -> int:

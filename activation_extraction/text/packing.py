@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from activation_extraction.common.errors import RunError
-from activation_extraction.text.batch import Batch, Cursor, Placed, Sample
+from activation_extraction.text.batch import Batch, Placed, Sample
+from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import SampleFacts
 from activation_extraction.text.samples import ChangedDataError
 
@@ -25,8 +26,7 @@ GROUP_SAMPLES = 2**16  # the most samples of a group, however short they are
 def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Sample]:
     """Makes samples of token ids alone, numbered from 0; they belong to no data set."""
     for number, ids in enumerate(documents):
-        here, after = Cursor(number), Cursor(number + 1)
-        yield Sample(SampleFacts(number), np.asarray(ids, np.int32), here, after)
+        yield Sample(SampleFacts(number), np.asarray(ids, np.int32), Mark(number))
 
 
 def rows_of_group(length: int) -> int:
@@ -60,7 +60,7 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Iterator[Batch]:
         for row in order:
             start = 0
             for number in row:
-                mark = group[-1].next_cursor if number == last else group[0].cursor
+                mark = group[-1].mark_after if number == last else group[0].mark
                 placed.append(Placed(group[number], filled, start, mark))
                 start = placed[-1].stop
             filled += start > 0

@@ -1,7 +1,8 @@
-"""Documents -> samples: cuts or splits tokenised documents, and keeps cursors.
+"""Documents -> samples: cuts or splits tokenised documents, and marks the place of every sample.
 
-Documents are tokenised in chunks. A cursor is the state of the documents before a chunk plus the
-number of samples to skip within it. A run that continues leaves out the samples that are stored.
+Documents are tokenised in chunks. A mark (mark.py) is the state of the documents before a chunk
+plus the number of samples to skip within it. A run that continues leaves out the samples that are
+stored.
 """
 
 import json
@@ -15,8 +16,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from activation_extraction.common.errors import RunError
-from activation_extraction.text.batch import Cursor, Sample
+from activation_extraction.text.batch import Sample
 from activation_extraction.text.documents import Document, Documents
+from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import SampleFacts, StoredSample
 from activation_extraction.text.token_choice import TokenChoice
 from activation_extraction.text.tokens import SpecialTokens, Tokens, tokenise
@@ -65,7 +67,7 @@ def samples(
     tokenizer: Tokenizer | None,
     form: SampleForm,
     max_samples: int | None = None,
-    start: Cursor | None = None,
+    start: Mark | None = None,
     max_tokens: int | None = None,
     stored: Mapping[int, StoredSample] = MappingProxyType({}),
     until: int | None = None,
@@ -84,7 +86,7 @@ def samples(
         tokenizer: The tokenizer; None if documents are token ids.
         form: How documents become samples.
         max_samples: The most samples; None for no limit.
-        start: A cursor from an earlier iteration over the same data; None for the beginning.
+        start: A mark from an earlier iteration over the same data; None for the beginning.
         max_tokens: The most tokens that are kept; None for no limit.
         stored: The samples that are stored and left out, by `sample_idx`.
         until: The number of the first sample that is not read; None to read all.
@@ -98,21 +100,21 @@ def samples(
     """
     most_samples = math.inf if max_samples is None else max_samples
     most_tokens = math.inf if max_tokens is None else max_tokens
-    here = start or Cursor(0)
-    number, tokens = here.samples, here.tokens
+    mark = start or Mark(0)
+    number, tokens = mark.samples, mark.tokens
 
     def is_over() -> bool:
         reached = number >= most_samples or tokens >= most_tokens
         return number >= limits_from and reached
 
-    if here.stream:
-        documents.restore(here.stream)
-    whole = _whole_samples(documents, tokenizer, form, here, max(most_samples, limits_from))
+    if mark.stream:
+        documents.restore(mark.stream)
+    whole = _whole_samples(documents, tokenizer, form, mark, max(most_samples, limits_from))
     while number != until and not is_over():
         sample = next(whole, None)
         if sample is None:
             return
-        here = replace(sample.cursor, tokens=tokens)
+        mark = replace(sample.mark, tokens=tokens)
         stored_sample = stored.get(sample.facts.sample_idx)
         if stored_sample is None:
             count = sample.num_kept
@@ -120,7 +122,7 @@ def samples(
                 count = int(min(count, most_tokens - tokens))
             number += 1
             tokens += count
-            yield _limited(sample, here, count, goes_on=form.split and not is_over())
+            yield _limited(sample, mark, count, goes_on=form.split and not is_over())
             continue
         number += 1
         stored_row, row = stored_sample.facts.row, sample.facts.row
@@ -134,18 +136,18 @@ def samples(
         tokens += stored_sample.tokens
         on_stored()
     # Rows that were read ahead but not used yet do not count.
-    documents.counts.skipped, documents.counts.empty = here.skipped_rows, here.empty_rows
+    documents.counts.skipped, documents.counts.empty = mark.skipped_rows, mark.empty_rows
 
 
 def _whole_samples(
     documents: Documents,
     tokenizer: Tokenizer | None,
     form: SampleForm,
-    start: Cursor,
+    start: Mark,
     most_samples: float,
 ) -> Iterator[Sample]:
     """Yields samples from `start` on, as if no limit cut them: `cut` is what follows one in its
-    document, and no cursor knows how many tokens are kept before it.
+    document, and its mark does not count the tokens that are kept before it.
 
     It reads ahead, but not for more samples than `most_samples`.
     """
@@ -182,9 +184,9 @@ def _whole_samples(
             eligible = form.eligible(document, tokens)
             for piece, span in enumerate(form.pieces(tokens.total)):
                 if number >= start.samples:
-                    cursor = Cursor(number, number - begin, skipped_rows, empty_rows, state)
+                    mark = Mark(number, number - begin, skipped_rows, empty_rows, state)
                     sample_idx = documents.worker.sample_idx(number)
-                    yield _sample(sample_idx, document, tokens, eligible, form, piece, span, cursor)
+                    yield _sample(sample_idx, document, tokens, eligible, form, piece, span, mark)
                 number += 1
         if len(chunk) < wanted and failure is None:
             return
@@ -199,7 +201,7 @@ def _sample(
     form: SampleForm,
     piece: int,
     span: range,
-    cursor: Cursor,
+    mark: Mark,
 ) -> Sample:
     part = slice(span.start, span.stop)
     ids, labels = tokens.ids[part], {name: values[part] for name, values in tokens.labels.items()}
@@ -217,28 +219,32 @@ def _sample(
         cut=tokens.total - span.stop,
         columns=document.columns,
     )
-    return Sample(facts, ids, cursor, cursor, labels, kept)
+    return Sample(facts, ids, mark, labels, kept)
 
 
-def _limited(sample: Sample, here: Cursor, count: int, goes_on: bool) -> Sample:
-    """Returns a sample with the first `count` tokens that it keeps, at `here`.
+def _limited(sample: Sample, mark: Mark, count: int, goes_on: bool) -> Sample:
+    """Returns a sample with only some of the tokens that it keeps.
 
-    goes_on: whether the next sample has the rest of the document. What comes after a token does not
-    change its activations, so the sample ends with the last one that is kept.
+    What comes after a token does not change its activations, so the sample ends with the last token
+    that is kept.
+
+    Args:
+        sample: The sample.
+        mark: The mark before it.
+        count: The number of tokens to keep, which are the first ones.
+        goes_on: Whether the next sample has the rest of the document.
     """
     kept, stop = sample.kept, len(sample.token_ids)
     if count < sample.num_kept:
         kept = None if kept is None else kept[:count]
         stop = count if kept is None else int(kept[-1]) + 1
-    after = replace(here, samples=here.samples + 1, skip=here.skip + 1, tokens=here.tokens + count)
     cut = 0 if goes_on else sample.facts.cut + len(sample.token_ids) - stop
     stop = stop if count else 0
     return replace(
         sample,
         facts=replace(sample.facts, cut=cut),
         token_ids=sample.token_ids[:stop],
-        cursor=here,
-        next_cursor=after,
+        mark=mark,
         labels={name: values[:stop] for name, values in sample.labels.items()},
         kept=kept,
     )
