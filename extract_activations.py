@@ -32,7 +32,7 @@ from activation_extraction.common.log import log, start_logging
 from activation_extraction.common.visible import counted, say
 from activation_extraction.inspect.look import look
 from activation_extraction.inspect.verify import verify
-from activation_extraction.model.checkpoint import Checkpoint, check_adapter
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import use_compilation_cache
 from activation_extraction.model.devices import device_errors, leave_out_absent_tpu
 from activation_extraction.model.family import parse_model_config, read_model_config
@@ -45,6 +45,7 @@ from activation_extraction.model.forward import (
 )
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.model_config import HEAD
+from activation_extraction.model.repository import check_adapter
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.estimate import print_estimate
 from activation_extraction.run.host_text import known_special_tokens
@@ -260,7 +261,7 @@ def show_hooks(config: Config) -> int:
     else:
         checkpoint = Checkpoint(config.model_path, config.model_revision)
         model = read_model_config(checkpoint.file("config.json"))
-        names = checkpoint.known_tensors()
+        names = checkpoint.local_tensors()
         check_adapter(config.lora)
     request = model_request(config)
     stored = choose_dtypes(request, jax.default_backend())[1]

@@ -23,9 +23,10 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from activation_extraction.common.encodings import VALUES
-from activation_extraction.model.checkpoint import SINGLE_FILE, Checkpoint
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.family import read_model_config
 from activation_extraction.model.mesh import build_layout
+from activation_extraction.model.weight_files import SINGLE_FILE
 from activation_extraction.model.weights import load_params
 from benchmarks.inputs import SHAPES, make_model
 from benchmarks.processes import print_result

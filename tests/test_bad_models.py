@@ -9,7 +9,7 @@ from command_line import assert_refused
 from conftest import configure
 from safetensors.numpy import load_file, save_file
 
-from activation_extraction.model.checkpoint import INDEX_FILE, SINGLE_FILE
+from activation_extraction.model.weight_files import INDEX_FILE, SINGLE_FILE
 
 
 def break_file(name, change):

@@ -29,8 +29,10 @@ from activation_extraction.common import retries
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.retries import hub_unreachable, unwritable_cache
 from activation_extraction.common.safetensors import FIRST_BYTES
-from activation_extraction.model import checkpoint
-from activation_extraction.model.checkpoint import SINGLE_FILE, Checkpoint
+from activation_extraction.model import hub_files
+from activation_extraction.model.repository import Repository
+from activation_extraction.model.repository_files import ADAPTER, AUTOENCODER, MODEL
+from activation_extraction.model.weight_files import INDEX_FILE, SINGLE_FILE
 from activation_extraction.run import demo
 from activation_extraction.text.sources import open_hub_dataset
 
@@ -197,11 +199,11 @@ def test_a_commit_upstream_does_not_stop_an_extraction(hub, tmp_path):
     assert of_model.startswith("error: --model_revision main: is commit ") and first in of_model
 
 
-ADAPTER = "holds an adapter (adapter_config.json, of org/tiny), which --lora takes"
+HOLDS_ADAPTER = "holds an adapter (adapter_config.json, of org/tiny), which --lora takes"
 TINY = "--model_path org/tiny --dataset_name org/"
 # The flags, and how the one line begins that must come.
 REFUSED = [
-    ("--model_path org/adapter", f"--model_path org/adapter: {ADAPTER}"),
+    ("--model_path org/adapter", f"--model_path org/adapter: {HOLDS_ADAPTER}"),
     ("--model_path org/pickled", f"--model_path org/pickled: has no {SINGLE_FILE}, but pytorch_mo"),
     ("--model_path org/none", "--model_path org/none: "),
     ("--model_path org/tiny --model_revision v1", "--model_path org/tiny --model_revision v1: "),
@@ -254,7 +256,7 @@ def test_a_hub_that_cannot_be_reached_is_not_asked_again(host, address, lines, m
         model = "does not resolve: offline. --model_path takes a folder"
         data = "does not resolve: offline. --dataset_path reads local"
     with pytest.raises(InputError, match=f"--model_path org/x: .*{model}"):
-        Checkpoint("org/x").file("config.json")
+        Repository("org/x").file("config.json")
     with pytest.raises(InputError, match=f"--dataset_name org/x.*{data}"):
         open_hub_dataset("org/x", None, "train")
     assert not lines
@@ -269,7 +271,7 @@ def cached(tmp_path, monkeypatch):
     the files that a repository lacks. Returns a function of the names of files, those with no
     content that matters."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    checkpoint._log_that_the_cache_is_read.cache_clear()
+    hub_files.log_that_the_cache_is_read.cache_clear()
 
     def fill(*names, index=()):
         repository = tmp_path / "cache/models--org--x"
@@ -281,7 +283,7 @@ def cached(tmp_path, monkeypatch):
             path.write_text("{}")
         if index:
             written = {"weight_map": {f"model.{shard}": shard for shard in index}}
-            (path.parent / checkpoint.INDEX_FILE).write_text(json.dumps(written))
+            (path.parent / INDEX_FILE).write_text(json.dumps(written))
 
     return fill
 
@@ -317,10 +319,10 @@ def dead_hub(request, address):
 @pytest.mark.parametrize(
     ("kind", "names", "index", "lacking"),
     [
-        (checkpoint.MODEL, ["config.json", SINGLE_FILE], (), "chat_template.jinja"),
-        (checkpoint.MODEL, ["config.json", *SHARDS], SHARDS, "tokenizer_config.json"),
-        (checkpoint.ADAPTER, [checkpoint.ADAPTER.config, checkpoint.ADAPTER.weights], (), "x.json"),
-        (checkpoint.AUTOENCODER, ["k/cfg.json", "k/sae.safetensors"], (), "k/x.json"),
+        (MODEL, ["config.json", SINGLE_FILE], (), "chat_template.jinja"),
+        (MODEL, ["config.json", *SHARDS], SHARDS, "tokenizer_config.json"),
+        (ADAPTER, [ADAPTER.config, ADAPTER.weights], (), "x.json"),
+        (AUTOENCODER, ["k/cfg.json", "k/sae.safetensors"], (), "k/x.json"),
     ],
 )
 def test_a_whole_model_in_the_cache_is_read_if_the_hub_cannot_be_reached(
@@ -329,7 +331,7 @@ def test_a_whole_model_in_the_cache_is_read_if_the_hub_cannot_be_reached(
     """As transformers does. The log says so once."""
     cached(*names, index=index)
     for _ in range(2):
-        found = Checkpoint("org/x", kind=kind)
+        found = Repository("org/x", kind=kind)
         assert found.find(lacking) is None
         assert all(found.file(name).parts[-2 - name.count("/")] == COMMIT for name in names)
     told = [line for name, line in lines if name == "extract_activations" and COMMIT in line]
@@ -340,13 +342,13 @@ def test_a_whole_model_in_the_cache_is_read_if_the_hub_cannot_be_reached(
 @pytest.mark.parametrize(
     ("kind", "names", "index", "lacking"),
     [
-        (checkpoint.MODEL, [], (), "config.json"),
-        (checkpoint.MODEL, [SINGLE_FILE], (), "config.json"),
-        (checkpoint.MODEL, ["config.json"], (), checkpoint.INDEX_FILE),
-        (checkpoint.MODEL, ["config.json", *SHARDS[:1]], SHARDS, "chat_template.jinja"),
-        (checkpoint.MODEL, ["config.json", *SHARDS[:1]], SHARDS, SHARDS[1]),
-        (checkpoint.ADAPTER, [checkpoint.ADAPTER.config], (), checkpoint.ADAPTER.weights),
-        (checkpoint.AUTOENCODER, ["k/cfg.json"], (), "k/sae.safetensors"),
+        (MODEL, [], (), "config.json"),
+        (MODEL, [SINGLE_FILE], (), "config.json"),
+        (MODEL, ["config.json"], (), INDEX_FILE),
+        (MODEL, ["config.json", *SHARDS[:1]], SHARDS, "chat_template.jinja"),
+        (MODEL, ["config.json", *SHARDS[:1]], SHARDS, SHARDS[1]),
+        (ADAPTER, [ADAPTER.config], (), ADAPTER.weights),
+        (AUTOENCODER, ["k/cfg.json"], (), "k/sae.safetensors"),
     ],
 )
 def test_a_part_of_a_model_in_the_cache_is_refused_and_offline_is_named(
@@ -356,7 +358,7 @@ def test_a_part_of_a_model_in_the_cache_is_refused_and_offline_is_named(
     if names:
         cached(*names, index=index)
     with pytest.raises(InputError) as refused:
-        Checkpoint("org/x", kind=kind).file(lacking)
+        Repository("org/x", kind=kind).file(lacking)
     told = str(refused.value)
     assert told.startswith(f"{kind.flag} org/x: ") and "HF_HUB_OFFLINE=1" in told
     assert f"cannot be reached for {lacking}" in told

@@ -27,7 +27,7 @@ from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.family import read_model_config
-from activation_extraction.model.lora import Adapter
+from activation_extraction.model.lora import LoraAdapter
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.weights import load_params
 from activation_extraction.run.host_text import Text
@@ -250,7 +250,7 @@ def load(folder, lora=None, dtype=np.float32):
     checkpoint = Checkpoint(str(folder))
     if lora is not None:
         config = read_model_config(checkpoint.file("config.json"))
-        checkpoint.adapter = Adapter(str(lora), checkpoint, config.tie_word_embeddings)
+        checkpoint.adapter = LoraAdapter(str(lora), checkpoint, config.tie_word_embeddings)
     model, table = checked(checkpoint)
     layout = build_layout(jax.devices(), MESHES["fsdp"], model.config.num_key_value_heads)
     params = flatten_dict(load_params(table, checkpoint, jnp.dtype(dtype), layout), sep="/")
@@ -387,7 +387,7 @@ def chosen(base, lora, column):
     """The text of a run with an adapter."""
     flags = ["--lora", str(lora), f"--{column}_column", column, "--dataset_path", "x.jsonl"]
     checkpoint = Checkpoint(str(base))
-    checkpoint.adapter = Adapter(str(lora), checkpoint, tied=True)
+    checkpoint.adapter = LoraAdapter(str(lora), checkpoint, tied=True)
     return Text(parse_args(["--model_path", str(base), *flags]), checkpoint, CHAT_VOCABULARY)
 
 

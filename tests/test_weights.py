@@ -24,10 +24,11 @@ from test_model import MESHES, MODELS, TOLERANCE, checked, error_of, load, match
 from activation_extraction.common.safetensors import FIRST_BYTES
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model import weight_files
-from activation_extraction.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.family import read_model_config
 from activation_extraction.model.mesh import build_layout
+from activation_extraction.model.weight_files import INDEX_FILE, SINGLE_FILE
 from activation_extraction.model.weights import WeightSpec, load_params
 from activation_extraction.run.digests import model_digest
 from activation_extraction.store.folder import SourceFolder

@@ -1,17 +1,23 @@
 """This folder holds what runs on the devices, from a checkpoint to the compiled step.
 
-model_config.py and rope.py read config.json; checkpoint.py finds a model's files, tensor_names.py
-finds the text model in them, weight_files.py reads tensors, float8.py multiplies those of float8 by
-their scales, lora.py merges an adapter, and weights.py turns them into parameters of the modules in
-layers.py, which decoder.py stacks; autoencoders.py reads autoencoders, those in .pt files by
-torch_file.py, and encode.py computes their codes; devices.py knows the devices, mesh_choice.py
-chooses the mesh by what step_cost.py estimates, mesh.py builds it, host_rows.py brings rows to it,
-and compilation.py compiles; attention.py, experts.py and delta_net.py define what kernels.py, on
-TPUs delta_kernel.py and expert_kernel.py, and on GPUs flash_kernel.py and grouped_kernel.py,
-compute faster, and trial.py compares them; hooks.py lists the hooks,
-predictions.py computes those that need the logits, capture.py collects all values, and kept.py
-moves those of kept tokens off the devices; forward.py assembles all that. family.py has the table
-of the supported models, released.py the sizes of released ones. The model itself is in qwen2_jax.py
-and qwen2_jax_with_hooks.py, which lie at the top level and belong to this folder. It knows nothing
-of files of activations, of other hosts or of the loop.
+A model is found and read: repository.py finds its files (repository_files.py, hub_files.py), or
+says why they are not read (not_read.py); model_config.py and rope.py read config.json, and
+released.py has the sizes of released models; checkpoint.py finds tensors, by tensor_names.py, in
+the files that weight_files.py reads; float8.py multiplies tensors by their scales, lora.py merges
+an adapter, and weights.py turns tensors into parameters.
+
+A token passes layers.py, attention.py, delta_net.py and experts.py, which decoder.py stacks;
+capture.py collects the values at the hooks that hooks.py lists, predictions.py computes those that
+need the logits, and encode.py the codes of the autoencoders that autoencoders.py reads. kernels.py
+has faster kernels for each platform (delta_kernel.py, expert_kernel.py, flash_kernel.py and
+grouped_kernel.py), and trial.py compares them with their definitions.
+
+A step runs on devices.py: mesh_choice.py chooses the mesh by what step_cost.py estimates, mesh.py
+builds it, host_rows.py brings rows to it and activations back, kept.py only those of kept tokens,
+and compilation.py compiles. forward.py assembles all that.
+
+The model itself is in qwen2_jax.py and qwen2_jax_with_hooks.py, which lie at the top level and
+belong to this folder; family.py has the table of the supported models.
+
+This folder knows nothing of files of activations, of other hosts or of the loop.
 """

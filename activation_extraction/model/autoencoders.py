@@ -18,7 +18,8 @@ import numpy as np
 import yaml
 
 from activation_extraction.common.errors import InputError, one_line
-from activation_extraction.model.checkpoint import AUTOENCODER, Checkpoint, read_json
+from activation_extraction.model.repository import Repository, read_json
+from activation_extraction.model.repository_files import AUTOENCODER
 from activation_extraction.model.torch_file import read_torch_file
 from activation_extraction.model.weight_files import LocalFile
 
@@ -54,7 +55,7 @@ class Autoencoder:
     b_enc, threshold, score: (F,), the last two None if there are none; b_dec: (O,); W_skip: (O, D)
     or None. norm: "none", "constant_norm_rescale" (a norm of sqrt(D)), or "layer_norm" (SAELens's).
     dtype: of the products. files: those that it was read from; copies stay for as long as the
-    checkpoint.
+    repository.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Autoencoder:
     W_dec: np.ndarray
     b_dec: np.ndarray
     files: tuple[Path, ...]
-    checkpoint: Checkpoint
+    repository: Repository
     dtype: np.dtype
     k: int | None = None
     relu: bool = True
@@ -90,29 +91,36 @@ class Autoencoder:
 
 
 class Source(NamedTuple):
-    """Where an autoencoder lies. name: as it was given; folder: the names in `checkpoint` that
-    begin so are those of its files. layer: its number, for folders with a file for each, "" if it
-    is not known. used: the files that were read."""
+    """The files of an autoencoder.
+
+    Attributes:
+        name: The name of the autoencoder as the user gave it.
+        repository: The repository that holds it.
+        folder: The folder in the repository with its files, with a slash at the end; "" for the
+            top.
+        layer: The number of its layer, for folders with a file for each layer; "" if unknown.
+        used: The files that were read.
+    """
 
     name: str
-    checkpoint: Checkpoint
+    repository: Repository
     folder: str
     layer: str
     used: list[Path]
 
     @property
     def path(self) -> str:
-        return f"{self.checkpoint.model_path}/{self.folder}"
+        return f"{self.repository.path}/{self.folder}"
 
     def error(self, why: str) -> InputError:
         return InputError(f"--encode {self.name}: {why}")
 
     def has(self, name: str) -> bool:
-        return self.checkpoint.find(self.folder + name) is not None
+        return self.repository.find(self.folder + name) is not None
 
     def file(self, name: str) -> Path:
         """Returns the local path of a file that is to be read."""
-        self.used.append(self.checkpoint.file(self.folder + name))
+        self.used.append(self.repository.file(self.folder + name))
         return self.used[-1]
 
     def tensors(self, name: str) -> Tensors:
@@ -156,7 +164,7 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
     elif in_hub := re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)/(.+)", root):
         root, folder = in_hub[1], f"{in_hub[2]}/"
     layer = re.sub(r"\D", "", file) or layer_in(hook)
-    source = Source(name, Checkpoint(root, kind=AUTOENCODER), folder, layer, [])
+    source = Source(name, Repository(root, kind=AUTOENCODER), folder, layer, [])
     try:
         found = _fields(source, file)
         _check(source, found)
@@ -171,7 +179,7 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
         found |= {"hook": hook, "target": hook if found["target"] == named else found["target"]}
     narrow = str(found.get("dtype", found["W_enc"].dtype)).endswith("bfloat16")
     found["dtype"] = np.dtype(ml_dtypes.bfloat16 if narrow else np.float32)
-    return Autoencoder(**found, name=name, files=tuple(source.used), checkpoint=source.checkpoint)
+    return Autoencoder(**found, name=name, files=tuple(source.used), repository=source.repository)
 
 
 def layer_in(hook: str) -> str:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.late_imports import transformers
-from activation_extraction.model.checkpoint import read_json
 from activation_extraction.model.float8 import DEQUANTIZED, float8_format
 from activation_extraction.model.model_config import (
     LARGEST_DEPTH,
@@ -30,6 +29,7 @@ from activation_extraction.model.model_config import (
     qwen3_moe_config,
     qwen3_next_config,
 )
+from activation_extraction.model.repository import read_json
 from activation_extraction.model.rope import check_rope
 
 FLAT = "qwen2_vl", "qwen2_5_vl"  # as released, these have no text_config

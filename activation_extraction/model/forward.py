@@ -35,7 +35,7 @@ from activation_extraction.model.hooks import Form, Hook, HookTable, hook_table
 from activation_extraction.model.host_rows import HostRows, count_hosts, host_rows
 from activation_extraction.model.kept import KeptTokens, take_kept
 from activation_extraction.model.kernels import Kernels, candidates_for
-from activation_extraction.model.lora import Adapter
+from activation_extraction.model.lora import LoraAdapter
 from activation_extraction.model.mesh import Layout, build_layout, in_words
 from activation_extraction.model.mesh_choice import (
     MeshChoice,
@@ -210,8 +210,10 @@ def prepare_model(request: ModelRequest, before: Forward | None = None) -> Forwa
     else:
         checkpoint = before.checkpoint
     config = read_model_config(checkpoint.file("config.json"))
+    adapter = None
     if before is None and request.lora is not None:
-        checkpoint.adapter = Adapter(request.lora, checkpoint, config.tie_word_embeddings)
+        adapter = LoraAdapter(request.lora, checkpoint, config.tie_word_embeddings)
+        checkpoint.adapter = adapter
     tied, config = config.tie_word_embeddings, as_stored(config, checkpoint.tensors)
     model, rows = build_model(request, config)
     where, rope = f"--model_path {request.model_path}", config.rope
@@ -239,9 +241,9 @@ def prepare_model(request: ModelRequest, before: Forward | None = None) -> Forwa
     table = weight_table(model, checkpoint.tensors)
     weights = oriented(table, lambda name: checkpoint.place(name)[1].shape)
     check_tensors(checkpoint, weights.values(), tensor_names(config, checkpoint.tensors))
-    if checkpoint.adapter is not None:
+    if adapter is not None:
         whole = weight_table(Qwen2(config), checkpoint.tensors).values()
-        checkpoint.adapter.check_read({name for spec in whole for name in spec.hf_names} | {HEAD})
+        adapter.check_read({name for spec in whole for name in spec.hf_names} | {HEAD})
     asked = choose_hooks(request, config)
     return Forward(model, weights, rows, request.shape, *asked, checkpoint, chosen)
 

@@ -1,8 +1,12 @@
 """A LoRA adapter (arXiv:2106.09685) that PEFT has stored is merged into its base model at load.
 
-`Adapter` finds out from the headers of both files which tensors the adapter changes, and refuses
-what it does not know. `Adapter.merge` computes the part of a tensor that a shard needs, W + s B A
-in float32, which the caller rounds once. r is the rank, E the experts. PEFT 0.21 is the reference.
+`LoraAdapter` finds out from the headers of the adapter and of its base model which tensors the
+adapter changes, and rejects settings under which the weights would follow from another formula.
+`LoraAdapter.merge` computes a part of a changed tensor, W + s B A in float32, which the caller
+rounds once. PEFT 0.21 is the reference.
+
+Letters: r the rank, E the experts of a layer, A (r, in) and B (out, r) the factors of a change, s
+its scale.
 """
 
 import math
@@ -18,12 +22,15 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log
 from activation_extraction.common.safetensors import DTYPE_NAMES
 from activation_extraction.common.visible import counted
-from activation_extraction.model.checkpoint import ADAPTER, Checkpoint, read_json
+from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.model_config import HEAD
+from activation_extraction.model.repository import Repository, read_json
+from activation_extraction.model.repository_files import ADAPTER
 from activation_extraction.model.tensor_names import text_name
 from activation_extraction.model.weight_files import FLOAT_TYPES, Index
 
-# What settings may be. By others, weights follow from another formula, or the base changes as well.
+# Setting of an adapter -> the values that are supported. With other values, the weights follow from
+# another formula, or the base model changes as well.
 OFF: tuple[Any, ...] = (None, False, [], {})
 ALLOWED = {
     "peft_type": ("LORA",),
@@ -33,9 +40,9 @@ ALLOWED = {
     **dict.fromkeys(("monteclora_config", "trainable_token_indices"), OFF),
 }
 BOOLEANS = ("use_rslora", "use_dora", "ensure_weight_tying")
-# What PEFT puts into the names of whole tensors, and an adapter's name in raw state dicts.
+# Parts of names that PEFT adds: those of whole tensors, and in raw state dicts the adapter's name.
 ADDED = re.compile(r"\.(modules_to_save|default)(?=\.|$)|\.base_layer(?=\.(weight|bias)$)")
-# What keys have after "lora_".
+# The parts of keys after "lora_".
 LINEAR, EMBEDDED = ["A.weight", "B.weight"], ["embedding_A", "embedding_B"]
 BIAS, MAGNITUDE = "B.bias", "magnitude_vector"
 # The versions of PEFT that first exchanged inputs and outputs of fused experts, and first did not.
@@ -44,11 +51,18 @@ KEPT_FACTORS = 8  # whole A and B that stay in memory for the next part of a ten
 
 
 class Change(NamedTuple):
-    """Says what is added to a matrix (out, in): scale * B @ A, with A (r, in) and B (out, r).
+    """A change of a matrix (out, in), to which scale * B @ A is added.
 
-    a, b: the keys of A and B in the adapter. exchanged: these are B and A, both transposed. expert,
-    experts: the part of an A (E * r, in) and a B (out, r * E) of all experts. first: the row of B
-    for the first row of the tensor. transposed: whether the tensor has (in, out).
+    Attributes:
+        a: The key of A (r, in) in the adapter.
+        b: The key of B (out, r) in the adapter.
+        scale: The factor of the product.
+        exchanged: Whether `a` is the key of B transposed, and `b` the key of A transposed.
+        expert: The number of the expert, if A (E * r, in) and B (out, r * E) are those of all
+            experts of a layer.
+        experts: The number of experts in A and B; 1 for other matrices.
+        first: The row of B for the first row of the tensor.
+        transposed: Whether the tensor has the shape (in, out).
     """
 
     a: str
@@ -61,17 +75,28 @@ class Change(NamedTuple):
     transposed: bool = False
 
 
-class Adapter:
-    """An adapter, in `files`, and which tensors of its base model it changes."""
+class LoraAdapter:
+    """An adapter, and the tensors of its base model that it changes.
+
+    Attributes:
+        files: The files of the adapter.
+    """
 
     def __init__(self, folder: str, base: Checkpoint, tied: bool) -> None:
-        """Reads the headers. Raises InputError for what cannot be merged into this base.
+        """Reads the headers.
 
-        folder: a local one, a URL or a hub name. tied: whether config.json ties the base's head to
-        its embedding. If the adapter changes one of the two, `base` gets a head of its own: in
-        training, the other was as before.
+        Args:
+            folder: The adapter: a local folder, a URL or a name on the hub.
+            base: The base model. If its head is tied to its embedding and the adapter changes one
+                of the two, `base` gets a head of its own, because training left the other one
+                unchanged.
+            tied: Whether config.json ties the head of the base model to its embedding.
+
+        Raises:
+            InputError: The adapter cannot be merged into this base.
         """
-        self.files, self._base = Checkpoint(folder, kind=ADAPTER), base
+        self.files = Repository(folder, kind=ADAPTER)
+        self._base = base
         self._config = read_json(self.files.file(ADAPTER.config))
         for name, allowed in ALLOWED.items():
             if (found := self._config.get(name)) not in allowed:
@@ -81,18 +106,17 @@ class Adapter:
             if type(found := self._config.get(name)) not in (bool, type(None)):
                 what = f"{ADAPTER.config}: {name} is {found!r}"
                 raise InputError(f"{self.files.where}: {what}, expected true or false")
-        self._file = self.files.only_file
+        self._file = self.files.open_weights(ADAPTER.weights)
         self._shapes = {key: tensor.shape for key, tensor in self._file.tensors.items()}
         for key, tensor in self._file.tensors.items():
             if (kind := DTYPE_NAMES[tensor.dtype]) not in FLOAT_TYPES:
                 raise self._error(key, f"is {kind}; only {', '.join(FLOAT_TYPES)} are merged")
         self._factor = lru_cache(KEPT_FACTORS)(self._whole)
-        # By the names of the base's tensors: the keys of whole tensors, those of what is added to
-        # biases (and its scale), those of the norms of merged rows, and what is added to matrices.
-        self._replaced: dict[str, str] = {}
-        self._biases: dict[str, tuple[str, float]] = {}
-        self._magnitudes: dict[str, str] = {}
-        self._changes: dict[str, list[Change]] = defaultdict(list)
+        # All by the name of a tensor of the base:
+        self._replaced: dict[str, str] = {}  # the key of the whole tensor that replaces it
+        self._biases: dict[str, tuple[str, float]] = {}  # the key of an addend, and its scale
+        self._magnitudes: dict[str, str] = {}  # the key of the norms of its merged rows
+        self._changes: dict[str, list[Change]] = defaultdict(list)  # of matrices
         modules = self._modules()
         names = {text_name(path.removesuffix(".weight")) for path in modules}
         embedded = "model.embed_tokens" in names and not self._config.get("ensure_weight_tying")
@@ -112,9 +136,15 @@ class Adapter:
         log.info(text, self.files.where, len(changed), beside)
 
     def check_read(self, read: Collection[str]) -> None:
-        """Raises InputError for a change of a tensor that is not among those that the model reads.
+        """Checks that the model reads all tensors that the adapter changes.
 
-        A checkpoint may hold each expert beside the fused ones.
+        A checkpoint may hold every expert beside the fused experts, and only one form is read.
+
+        Args:
+            read: The names of the tensors that the model reads.
+
+        Raises:
+            InputError: The adapter changes another tensor.
         """
         parts = self._replaced | self._biases | self._changes
         if unread := sorted(set(parts) - set(read)):
@@ -124,9 +154,12 @@ class Adapter:
             )
 
     def merge(self, tensor: str, index: Index, stored: Callable[[Index], np.ndarray]) -> np.ndarray:
-        """Returns a part of a tensor of the base: merged, in float32, or as it is stored.
+        """Returns a part of a tensor: merged in float32 if the adapter changes it, else as stored.
 
-        index: a (start, stop) slice for every axis. stored: returns that part of the base's tensor.
+        Args:
+            tensor: The name of the tensor in the base model.
+            index: A (start, stop) slice for every axis.
+            stored: Returns a part of the tensor of the base model.
         """
         if (key := self._replaced.get(tensor)) is not None:
             stored = partial(self._file.read, key)
@@ -270,10 +303,16 @@ class Adapter:
         ]
 
     def _scale(self, path: str, key: str, rank: float) -> float:
-        """Returns what B A of a module is multiplied by, from its rank and its alpha.
+        """Returns the scale of a module's change, which follows from its rank and its alpha.
 
-        The first pattern that matches the path counts, or else the usual number. Raises InputError
-        if the key's tensor has another rank.
+        Args:
+            path: The path of the module. The first pattern that matches it has the rank and the
+                alpha; without any, the usual numbers count.
+            key: The key of A, for messages.
+            rank: The rank that A has.
+
+        Raises:
+            InputError: The configuration has another rank, or a number or pattern is unusable.
         """
         where, numbers = f"{self.files.where}: {ADAPTER.config}", []
         for usual, name in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):

@@ -5,8 +5,10 @@ remote file only the bytes that are asked for are downloaded, with many requests
 nothing is kept on disk. common/safetensors.py reads the headers.
 """
 
+import json
 import math
 import mmap
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,9 @@ from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.safetensors import Header, Tensor, read_header
 from activation_extraction.store.folder import SourceFolder
 
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SHARD_NAME = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # a file in the folder of its index
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 PIECE = 8 * 2**20  # bytes of one request
 CONNECTIONS = 16  # requests at a time, for all files together
@@ -156,6 +161,23 @@ def ranges_of(
         start, stop = bounds[axis]
         blocks.append((first + start * sizes[axis], first + stop * sizes[axis]))
     return axis, blocks
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Returns the file name of every tensor from the index of a checkpoint in several files.
+
+    Raises:
+        InputError: It is no such index, or names files in other folders.
+    """
+    try:
+        files = dict(json.loads(path.read_bytes())["weight_map"])
+        for tensor, name in files.items():
+            if type(name) is not str or not SHARD_NAME.fullmatch(name):
+                entry = f"{ascii(name):.80} for {ascii(tensor):.80}"
+                raise ValueError(f"weight_map: {entry}, expected a file beside it")
+        return files
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{path}: not a safetensors index: {error!r}") from error
 
 
 @cache

@@ -203,7 +203,7 @@ def check_tensors(checkpoint: Checkpoint, table: Iterable[WeightSpec], known: se
     names = set(checkpoint.tensors)
     for file in checkpoint.weight_files:  # they may hold more than the index says
         names.update(text_names(file.tensors, file.where))
-    where = f"--model_path {checkpoint.model_path}"
+    where = checkpoint.where
     if unknown := sorted(without_scales(names, where) - known):
         raise InputError(
             f"{where}: tensor {unknown[0]} is unknown to this model"

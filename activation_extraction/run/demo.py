@@ -22,8 +22,8 @@ from safetensors.numpy import save
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from activation_extraction.common.errors import InputError, reason_of
-from activation_extraction.model.checkpoint import SINGLE_FILE
 from activation_extraction.model.family import parse_model_config
+from activation_extraction.model.weight_files import SINGLE_FILE
 from activation_extraction.model.weights import WeightSpec
 from activation_extraction.store.local_files import IS_A_LINK, FolderError, write_file
 from qwen2_jax import Qwen2, weight_table

@@ -13,29 +13,29 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.repository import Repository
 from activation_extraction.model.weight_files import WeightFile
 
 BLOCK, BLOCKS = 2**16, 64  # a file that is not larger than all blocks is read whole
 BLOCKS_AT_ONCE = 32  # blocks or files that are read at the same time
 
 
-def model_digest(checkpoint: Checkpoint) -> str:
+def model_digest(repository: Repository) -> str:
     """Returns what a model is known by: its commit on the hub, or a digest of its files.
 
     That is made of config.json and the fingerprints of the weights, without their names. Raises
     InputError if config.json cannot be read, RunError if weights cannot.
     """
-    if checkpoint.commit is not None:
-        return f"commit {checkpoint.commit}"
-    return content_digest(checkpoint)
+    if repository.commit is not None:
+        return f"commit {repository.commit}"
+    return content_digest(repository)
 
 
-def content_digest(checkpoint: Checkpoint) -> str:
-    """Returns a digest of a checkpoint's configuration and of its weights, wherever they are."""
+def content_digest(repository: Repository) -> str:
+    """Returns a digest of a repository's configuration and of its weights, wherever they are."""
     with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-weights") as pool:
-        weights = sorted(_of_weights(file, pool) for file in checkpoint.weight_files)
-    lines = [digest_files([checkpoint.file(checkpoint.kind.config)]), *weights]
+        weights = sorted(_of_weights(file, pool) for file in repository.weight_files)
+    lines = [digest_files([repository.file(repository.kind.config)]), *weights]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

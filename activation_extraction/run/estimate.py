@@ -21,7 +21,6 @@ from activation_extraction.cli.flags import DATASET, Config
 from activation_extraction.common.errors import InputError, install_extra, one_line
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, say
-from activation_extraction.model.checkpoint import Checkpoint, check_adapter, read_json
 from activation_extraction.model.devices import USABLE, memory_of
 from activation_extraction.model.family import parse_model_config
 from activation_extraction.model.forward import (
@@ -33,6 +32,7 @@ from activation_extraction.model.forward import (
 )
 from activation_extraction.model.mesh import in_words
 from activation_extraction.model.released import released_config
+from activation_extraction.model.repository import Repository, check_adapter, read_json
 from activation_extraction.model.step_cost import CostModel
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.prepare import model_request
@@ -132,8 +132,8 @@ def read_config(config: Config) -> Mapping[str, Any]:
         return MODEL_CONFIG
     known = None if os.path.exists(config.model_path) else released_config(config.model_path)
     try:
-        checkpoint = Checkpoint(config.model_path, config.model_revision)
-        return read_json(checkpoint.file("config.json"))
+        repository = Repository(config.model_path, config.model_revision)
+        return read_json(repository.file("config.json"))
     except InputError as error:
         if known is None:
             raise

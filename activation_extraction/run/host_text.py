@@ -17,7 +17,9 @@ from tokenizers import Tokenizer
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError, RunError, near_miss, one_line
 from activation_extraction.common.tokenizer_files import WHOLE
-from activation_extraction.model.checkpoint import ADAPTER, Checkpoint
+from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.repository import Repository
+from activation_extraction.model.repository_files import ADAPTER
 from activation_extraction.run.hosts import Watchdog
 from activation_extraction.run.open_data import Dataset, open_dataset
 from activation_extraction.run.tokenizer_choice import (
@@ -312,8 +314,8 @@ def known_special_tokens(config: Config) -> SpecialTokens:
     tokenizer = None
     if not (config.demo or config.ids_column):
         with suppress(InputError):  # a run says what is wrong
-            path = Checkpoint(config.lora, kind=ADAPTER).find(WHOLE) if config.lora else None
-            path = path or Checkpoint(config.model_path, config.model_revision).find(WHOLE)
+            path = Repository(config.lora, kind=ADAPTER).find(WHOLE) if config.lora else None
+            path = path or Repository(config.model_path, config.model_revision).find(WHOLE)
             tokenizer = None if path is None else read_tokenizer(path)
     return special_tokens(config, tokenizer)
 

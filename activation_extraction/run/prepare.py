@@ -18,7 +18,6 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.model.autoencoders import read_autoencoder
-from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import use_compilation_cache
 from activation_extraction.model.devices import devices_of_this_host, memory_of, usable_devices
 from activation_extraction.model.family import parse_model_config
@@ -29,6 +28,7 @@ from activation_extraction.model.forward import (
     log_hooks,
     prepare_model,
 )
+from activation_extraction.model.repository import Repository
 from activation_extraction.run.batch_size import default_rows, fit_rows
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
 from activation_extraction.run.host_text import Prefetch, Text
@@ -169,7 +169,7 @@ def choose_commit(
     # Even if a branch has moved on, the command that began the extraction continues it.
     if recorded and revision in (None, metadata["configuration"].get("model_revision")):
         return False, recorded
-    commit = Checkpoint(config.model_path, revision).commit
+    commit = Repository(config.model_path, revision).commit
     if commit is not None and recorded not in (None, commit):
         raise InputError(
             f"--model_revision {revision}: is commit {commit}, but {where} holds an extraction "
@@ -181,7 +181,7 @@ def choose_commit(
 def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
     """Returns the commit that an extraction used; None if its model is another or a local one."""
     recorded_path = metadata.get("configuration", {}).get("model_path")
-    if recorded_path != plain_url(model_path) or Checkpoint(model_path).local:
+    if recorded_path != plain_url(model_path) or Repository(model_path).local:
         return None
     return metadata.get("model_commit")
 
@@ -237,7 +237,7 @@ def prepare(
     checkpoints = {"model_path": forward.checkpoint} | ({"lora": adapter.files} if adapter else {})
     for name, found in checkpoints.items():
         if found.local:  # readers find its tokenizer from any folder
-            configuration[name] = os.path.abspath(os.path.expanduser(found.model_path))
+            configuration[name] = os.path.abspath(os.path.expanduser(found.path))
     chosen = text.chosen_tokenizer
     if chosen is not None:  # readers show the text of tokens with these
         name = "model_path" if chosen.home is forward.checkpoint else "lora"

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.log import log
 from activation_extraction.common.tokenizer_files import vocabulary_file
-from activation_extraction.model.checkpoint import Checkpoint, read_json
+from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.repository import Repository, read_json
 from activation_extraction.text.tokenizer import load_tokenizer, same_ids
 
 # Name of a chat template -> its file. Where one of these files is there, TEMPLATE_SETTINGS do not
@@ -34,7 +35,7 @@ class ChosenTokenizer(NamedTuple):
         pretrained: The object of transformers, which renders chat templates.
     """
 
-    home: Checkpoint
+    home: Repository
     pretrained: Any
 
     @property
@@ -51,7 +52,7 @@ class ChosenTemplates(NamedTuple):
         sources: Jinja source by template name, "default" or "tool_use". Empty if there is none.
     """
 
-    home: Checkpoint
+    home: Repository
     sources: Mapping[str, str]
 
 
@@ -77,9 +78,9 @@ def choose_tokenizer(model: Checkpoint, vocabulary: int) -> ChosenTokenizer:
     return of_adapter
 
 
-def _load(checkpoint: Checkpoint, vocabulary: int) -> ChosenTokenizer:
-    files = checkpoint.tokenizer_files()
-    return ChosenTokenizer(checkpoint, load_tokenizer(files, checkpoint.where, vocabulary))
+def _load(repository: Repository, vocabulary: int) -> ChosenTokenizer:
+    files = repository.tokenizer_files()
+    return ChosenTokenizer(repository, load_tokenizer(files, repository.where, vocabulary))
 
 
 def choose_templates(model: Checkpoint) -> ChosenTemplates:
@@ -98,20 +99,20 @@ def choose_templates(model: Checkpoint) -> ChosenTemplates:
     return ChosenTemplates(model, of_model)
 
 
-def templates_in(checkpoint: Checkpoint) -> dict[str, str]:
-    """Returns the Jinja source of a checkpoint's chat templates by name; empty without any.
+def templates_in(repository: Repository) -> dict[str, str]:
+    """Returns the Jinja source of a repository's chat templates by name; empty without any.
 
     Only "default" and, for conversations with tools, "tool_use" are looked for.
     """
     found = {}
     for name, file in TEMPLATE_FILES.items():
-        if (path := checkpoint.find(file)) is not None:
+        if (path := repository.find(file)) is not None:
             try:
                 found[name] = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
     for file in TEMPLATE_SETTINGS:
-        if not found and (path := checkpoint.find(file)) is not None:
+        if not found and (path := repository.find(file)) is not None:
             templates = read_json(path).get("chat_template")
             try:
                 if isinstance(templates, list):

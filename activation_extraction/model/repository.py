@@ -1,0 +1,150 @@
+"""A repository is the files of a model, an adapter or an autoencoder.
+
+It is a folder of this machine, a URL that fsspec knows, or a repository of the Hugging Face hub,
+and `Repository` hides which of them. Small files become local ones. Weights at a URL are read by
+ranges, straight into memory; so are those of the hub, unless they are to be kept and the disk has
+room for them. checkpoint.py finds the tensors of a model in its files, and not_read.py has the
+errors about repositories that are not read.
+"""
+
+import json
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from activation_extraction.common.errors import InputError
+from activation_extraction.common.tokenizer_files import TOKENIZER_FILES
+from activation_extraction.model import not_read
+from activation_extraction.model.hub_files import HubFiles
+from activation_extraction.model.repository_files import (
+    ADAPTER,
+    MODEL,
+    Files,
+    Kind,
+    LocalFiles,
+    RemoteFiles,
+)
+from activation_extraction.model.weight_files import WeightFile
+
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+class Repository:
+    """The files of a model, an adapter or an autoencoder.
+
+    All methods raise InputError, naming the flag and the file, for a file that is missing or
+    cannot be read.
+
+    Attributes:
+        path: The path of a folder, the URL, or the name on the hub, as the user gave it.
+        kind: Whether it is a model, an adapter or an autoencoder.
+        where: The flag and the path, for messages.
+        local: Whether it is a folder of this machine.
+    """
+
+    def __init__(
+        self, path: str, revision: str | None = None, keep: bool = True, kind: Kind = MODEL
+    ) -> None:
+        """Finds out where the repository is; reads nothing yet.
+
+        Args:
+            path: A folder, a URL or the name of a repository on the hub.
+            revision: A branch, tag or commit of a repository on the hub; None for its main branch.
+            keep: Whether the hub's cache on this machine is to keep the weights for the next start.
+            kind: The kind of repository.
+
+        Raises:
+            InputError: The path is a file, or neither a folder nor a name that the hub may have; or
+                a folder has a revision.
+        """
+        self.path = path
+        self.kind = kind
+        self.where = f"{kind.flag} {path}"
+        folder = Path(os.path.expanduser(path))
+        self.local = folder.is_dir()
+        has_url = "://" in path
+        if folder.is_file():
+            raise not_read.a_file(self.where)
+        if not (self.local or has_url or HUB_NAME.fullmatch(path)):
+            raise not_read.no_such_place(self.where)
+        if (self.local or has_url) and revision is not None:
+            raise not_read.revision_of_a_folder(self.where, revision)
+        self._files: Files
+        if self.local:
+            self._files = LocalFiles(folder)
+        elif has_url:
+            self._files = RemoteFiles(path, self.where, kind.flag)
+        else:
+            self._files = HubFiles(path, revision, keep, kind)
+        self._weights: dict[str, WeightFile] = {}
+
+    @property
+    def commit(self) -> str | None:
+        """Returns the commit on the hub that the files belong to; None for a folder or a URL."""
+        return self._files.commit
+
+    @property
+    def names(self) -> Collection[str]:
+        """Returns the names of the files; offline, those of the files in the hub's cache."""
+        return self._files.names
+
+    @property
+    def weight_files(self) -> list[WeightFile]:
+        """Returns the weight files that were opened."""
+        return list(self._weights.values())
+
+    def find(self, name: str) -> Path | None:
+        """Returns the local path of a small file; None if the repository lacks it."""
+        return self._files.find(name)
+
+    def file(self, name: str) -> Path:
+        """Returns the local path of a small file."""
+        if (path := self.find(name)) is not None:
+            return path
+        if name == MODEL.config and self.find(ADAPTER.config):
+            raise self.holds_adapter()
+        raise not_read.lacks_file(self.where, name, self._files.offline)
+
+    def tokenizer_files(self) -> list[Path]:
+        """Returns the files that decide how text is tokenised."""
+        return [path for path in map(self.find, TOKENIZER_FILES) if path is not None]
+
+    def open_weights(self, name: str) -> WeightFile:
+        """Opens a safetensors file, or returns it if it is open."""
+        if name not in self._weights:
+            files = self._files
+            if name == self.kind.weights and name not in files.names and not files.offline:
+                raise not_read.no_weights(self.where, name, self.kind.words, files.names)
+            weights = files.open_weights(name)
+            if weights is None:
+                raise not_read.lacks_file(self.where, name, files.offline)
+            self._weights[name] = weights
+        return self._weights[name]
+
+    def holds_adapter(self) -> InputError:
+        """Returns the error about an adapter, alone or beside the weights of its base model."""
+        base = read_json(self.file(ADAPTER.config)).get("base_model_name_or_path")
+        return not_read.adapter_in_model(self.where, ADAPTER.config, base)
+
+
+def check_adapter(lora: str | None) -> None:
+    """Raises InputError if there is no adapter in this folder; a run reads all of it.
+
+    Args:
+        lora: --lora; None if there is no adapter.
+    """
+    if lora is not None:
+        Repository(lora, kind=ADAPTER).file(ADAPTER.config)
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Returns the contents of a config.json. Raises InputError if it is no JSON object."""
+    try:
+        raw = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    return raw
