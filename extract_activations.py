@@ -36,15 +36,10 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import use_compilation_cache
 from activation_extraction.model.devices import device_errors, leave_out_absent_tpu
 from activation_extraction.model.family import parse_model_config, read_model_config
-from activation_extraction.model.forward import (
-    Activations,
-    Step,
-    choose_dtypes,
-    choose_hooks,
-    compile_step,
-)
+from activation_extraction.model.forward import Activations, Step, compile_step
 from activation_extraction.model.hooks import hook_table
 from activation_extraction.model.model_config import HEAD
+from activation_extraction.model.model_setup import choose_dtypes, choose_hooks
 from activation_extraction.model.repository import check_adapter
 from activation_extraction.run.demo import MODEL_CONFIG
 from activation_extraction.run.estimate import print_estimate

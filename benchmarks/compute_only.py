@@ -16,7 +16,8 @@ from pathlib import Path
 import jax
 
 from activation_extraction.cli.config import parse_args
-from activation_extraction.model.forward import Activations, Step, compile_step, prepare_model
+from activation_extraction.model.forward import Activations, Step, compile_step
+from activation_extraction.model.model_setup import prepare_model
 from activation_extraction.run.prepare import model_request
 from activation_extraction.text.batch import Batch
 from activation_extraction.text.packing import pack, samples_of

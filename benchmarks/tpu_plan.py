@@ -25,14 +25,10 @@ from typing import Any, NamedTuple
 from activation_extraction.cli.config import parse_args
 from activation_extraction.model.devices import at_dtype, chip_of
 from activation_extraction.model.family import parse_model_config, read_model_config
-from activation_extraction.model.forward import (
-    Program,
-    build_model,
-    choose_hooks,
-    compile_unloaded,
-)
+from activation_extraction.model.forward import Program, compile_unloaded
 from activation_extraction.model.mesh import in_words
 from activation_extraction.model.model_config import ModelConfig
+from activation_extraction.model.model_setup import build_model, choose_hooks
 from activation_extraction.model.step_cost import CostModel
 from activation_extraction.run.prepare import model_request
 from activation_extraction.run.topologies import topology_of

@@ -9,7 +9,8 @@ from command_line import main, records_of
 from pods import Pod, check_union, flags_for
 
 from activation_extraction.cli.config import parse_args
-from activation_extraction.model.forward import bytes_of_step, prepare_model
+from activation_extraction.model.forward import bytes_of_step
+from activation_extraction.model.model_setup import prepare_model
 from activation_extraction.run import batch_size
 from activation_extraction.run.prepare import model_request
 

@@ -13,7 +13,7 @@ from tiny_models import BESIDE_OTHERS, MOE, SECTIONED, TEXT, text
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.family import complete, parse_model_config
-from activation_extraction.model.forward import build_model
+from activation_extraction.model.model_setup import build_model
 from activation_extraction.model.released import RELEASED, released_config
 from activation_extraction.model.rope import Rope
 from activation_extraction.run.prepare import model_request

@@ -19,7 +19,6 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model import devices as devices_module
 from activation_extraction.model.devices import memory_of, usable_devices
 from activation_extraction.model.family import parse_model_config
-from activation_extraction.model.forward import build_model
 from activation_extraction.model.hooks import Form
 from activation_extraction.model.host_rows import count_hosts, host_rows
 from activation_extraction.model.mesh import build_layout
@@ -29,6 +28,7 @@ from activation_extraction.model.mesh_choice import (
     check_divisibility,
     choose_mesh,
 )
+from activation_extraction.model.model_setup import build_model
 from activation_extraction.model.step_cost import CostModel
 from activation_extraction.run.prepare import model_request
 from benchmarks.inputs import SHAPES, evenly_spaced

@@ -14,7 +14,8 @@ grouped_kernel.py), and trial.py compares them with their definitions.
 
 A step runs on devices.py: mesh_choice.py chooses the mesh by what step_cost.py estimates, mesh.py
 builds it, host_rows.py brings rows to it and activations back, kept.py only those of kept tokens,
-and compilation.py compiles. forward.py assembles all that.
+and compilation.py compiles. model_setup.py makes all that from the flags, and forward.py is the
+compiled step.
 
 The model itself is in qwen2_jax.py and qwen2_jax_with_hooks.py, which lie at the top level and
 belong to this folder; family.py has the table of the supported models.

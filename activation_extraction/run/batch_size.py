@@ -17,12 +17,8 @@ from activation_extraction.common.host_memory import available_memory
 from activation_extraction.common.log import log
 from activation_extraction.model.decoder import TOKENS_AT_ONCE
 from activation_extraction.model.devices import USABLE, devices_of_this_host, usable_devices
-from activation_extraction.model.forward import (
-    Forward,
-    ModelRequest,
-    bytes_of_step,
-    prepare_model,
-)
+from activation_extraction.model.forward import Forward, bytes_of_step
+from activation_extraction.model.model_setup import ModelRequest, prepare_model
 from activation_extraction.run.hosts import Host, gather, together
 from activation_extraction.store.identity import GIGABYTE
 

@@ -23,14 +23,9 @@ from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, say
 from activation_extraction.model.devices import USABLE, memory_of
 from activation_extraction.model.family import parse_model_config
-from activation_extraction.model.forward import (
-    ModelRequest,
-    Program,
-    build_model,
-    bytes_of_step,
-    choose_hooks,
-)
+from activation_extraction.model.forward import Program, bytes_of_step
 from activation_extraction.model.mesh import in_words
+from activation_extraction.model.model_setup import ModelRequest, build_model, choose_hooks
 from activation_extraction.model.released import released_config
 from activation_extraction.model.repository import Repository, check_adapter, read_json
 from activation_extraction.model.step_cost import CostModel

@@ -19,7 +19,8 @@ import activation_extraction
 from activation_extraction.cli.flags import FLAGS, Config
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import plain_url
-from activation_extraction.model.forward import Forward, ModelRequest
+from activation_extraction.model.forward import Forward
+from activation_extraction.model.model_setup import ModelRequest
 from activation_extraction.run.digests import (
     content_digest,
     digest_files,

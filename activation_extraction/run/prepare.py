@@ -21,8 +21,8 @@ from activation_extraction.model.autoencoders import read_autoencoder
 from activation_extraction.model.compilation import use_compilation_cache
 from activation_extraction.model.devices import devices_of_this_host, memory_of, usable_devices
 from activation_extraction.model.family import parse_model_config
-from activation_extraction.model.forward import (
-    Forward,
+from activation_extraction.model.forward import Forward
+from activation_extraction.model.model_setup import (
     ModelRequest,
     build_model,
     log_hooks,

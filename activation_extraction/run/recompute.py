@@ -17,11 +17,8 @@ from activation_extraction.cli.flags import Config
 from activation_extraction.common.codes import CODES, Codes
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.model.devices import device_errors
-from activation_extraction.model.forward import (
-    ModelRequest,
-    compile_step,
-    prepare_model,
-)
+from activation_extraction.model.forward import compile_step
+from activation_extraction.model.model_setup import ModelRequest, prepare_model
 from activation_extraction.run.host_text import Text
 from activation_extraction.run.inputs import Inputs, check_inputs
 from activation_extraction.run.prepare import recorded_commit

@@ -1,0 +1,345 @@
+"""The model of a run is set up from what the flags ask for.
+
+`ModelRequest` holds what they ask. `prepare_model` reads config.json and the headers of the
+weights, chooses the hooks, the mesh and the kernels, and finds everything that can be wrong before
+a weight is read. Its result, a `Forward`, is loaded and compiled by forward.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from activation_extraction.common.choices import DEFAULT_LAYERS
+from activation_extraction.common.encodings import FLOAT8
+from activation_extraction.common.errors import InputError
+from activation_extraction.common.log import log
+from activation_extraction.common.visible import plain_url
+from activation_extraction.model.autoencoders import Autoencoder, layer_in
+from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.model.devices import devices_of_this_host, memory_of, usable_devices
+from activation_extraction.model.encode import Encoder, make_encoders
+from activation_extraction.model.family import FAMILIES, read_model_config
+from activation_extraction.model.forward import Forward, Key
+from activation_extraction.model.hooks import Hook, HookTable, hook_table
+from activation_extraction.model.host_rows import HostRows, count_hosts, host_rows
+from activation_extraction.model.kernels import Kernels, candidates_for
+from activation_extraction.model.lora import LoraAdapter
+from activation_extraction.model.mesh import build_layout
+from activation_extraction.model.mesh_choice import (
+    MeshChoice,
+    cheapest_mesh,
+    check_divisibility,
+    choose_mesh,
+)
+from activation_extraction.model.model_config import HEAD, ModelConfig, as_stored
+from activation_extraction.model.step_cost import CostModel
+from activation_extraction.model.tensor_names import text_name
+from activation_extraction.model.trial import Choice, try_kernels
+from activation_extraction.model.weights import check_tensors, oriented
+from qwen2_jax import Qwen2, tensor_names, weight_table
+from qwen2_jax_with_hooks import HookedModel, create_model_with_hooks
+
+MOST_BYTES_OF_A_ROW = 32 * 2**20  # at a hook whose width grows with the row
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """What the flags of the same names ask of the model.
+
+    Attributes:
+        batch_size: The rows that every host feeds in a step.
+        multihost: Whether there are several hosts. Then the hub's cache of this host does not keep
+            the weights, because a host may need only some of them.
+        memory: The bytes of memory of a device, the least of all hosts; None for the number of this
+            host.
+        devices: The devices of a machine that is only planned; None for those of this machine.
+        autoencoders: The autoencoders that `encode` names, in its order.
+    """
+
+    model_path: str
+    model_revision: str | None
+    lora: str | None
+    encode: tuple[tuple[str, str], ...]
+    encode_most: int | None
+    keep_activations: bool
+    dtype: str
+    activation_dtype: str
+    hook_names: tuple[str, ...] | None
+    layers_to_extract: tuple[int, ...] | str | None
+    activation_type: str
+    top_logits: int
+    batch_size: int
+    max_seq_length: int
+    mesh_type: str | None
+    mesh_shape: tuple[int, ...] | None
+    mesh_axes: tuple[str, ...] | None
+    use_data_parallel: bool
+    multihost: bool
+    memory: float | None = None
+    devices: Sequence[Any] | None = None
+    autoencoders: tuple[Autoencoder, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.batch_size, self.max_seq_length
+
+
+def prepare_model(request: ModelRequest, before: Forward | None = None) -> Forward:
+    """Returns the model on its mesh, with its checked checkpoint.
+
+    Args:
+        request: What the flags ask for.
+        before: The result of this function for the same request with another number of rows, of
+            which the checkpoint is taken over, and the kernels, if the mesh is the same. None if
+            there is no such result.
+
+    Raises:
+        InputError: The model cannot be read, or what is asked for cannot be computed.
+    """
+    if before is None:
+        checkpoint = Checkpoint(request.model_path, request.model_revision, not request.multihost)
+    else:
+        checkpoint = before.checkpoint
+    stated = read_model_config(checkpoint.file("config.json"))
+    adapter = None
+    if before is None and request.lora is not None:
+        adapter = LoraAdapter(request.lora, checkpoint, stated.tie_word_embeddings)
+        checkpoint.adapter = adapter
+    config = as_stored(stated, checkpoint.tensors)
+    model, rows = build_model(request, config)
+    if before is None:
+        _log_peculiarities(checkpoint, stated, model)
+    if before is not None and before.layout == model.layout:
+        kernels = before.kernels
+    else:
+        kernels = try_kernels(config, model.layout, request.max_seq_length, jnp.dtype(model.dtype))
+    model = _with_kernels(model, kernels)
+    if model.predicts and not config.tie_word_embeddings and HEAD not in checkpoint.tensors:
+        raise InputError(
+            f"--hook_names: losses and logits need {HEAD}, which --model_path {request.model_path} "
+            "has not; its other hooks can be stored"
+        )
+    table = weight_table(model, checkpoint.tensors)
+    weights = oriented(table, lambda name: checkpoint.place(name)[1].shape)
+    check_tensors(checkpoint, weights.values(), tensor_names(config, checkpoint.tensors))
+    if adapter is not None:
+        whole = weight_table(Qwen2(config), checkpoint.tensors).values()
+        adapter.check_read({name for spec in whole for name in spec.hf_names} | {HEAD})
+    hooks, encoders = choose_hooks(request, config)
+    return Forward(model, weights, rows, request.shape, hooks, encoders, checkpoint, kernels)
+
+
+def _log_peculiarities(checkpoint: Checkpoint, stated: ModelConfig, model: HookedModel) -> None:
+    """Logs in which respect a model is computed otherwise than its config.json suggests.
+
+    Args:
+        checkpoint: The checkpoint, with its adapter.
+        stated: What config.json says, which may differ from what is stored.
+        model: The hooked model.
+    """
+    where = checkpoint.where
+    if FAMILIES[stated.model_type].multimodal:
+        text = "%s: its text model alone runs; placeholders of images and sound are ordinary tokens"
+        log.info(text, where)
+    # An adapter may have added another head.
+    has_head = text_name(checkpoint.tensors.get(HEAD, "")) == HEAD
+    if model.predicts and stated.tie_word_embeddings and has_head:
+        log.info("%s: its %s is used, although config.json ties it to the embedding", where, HEAD)
+    rope = model.config.rope
+    if rope.attn_factor is not None:
+        log.info(
+            "%s: YaRN's attn_factor %s is ignored, as by transformers; vLLM would multiply the "
+            "attention factor %s by it",
+            where,
+            rope.attn_factor,
+            rope.attention_factor,
+        )
+
+
+def _with_kernels(model: HookedModel, kernels: dict[str, Choice]) -> HookedModel:
+    """Returns the model with the kernels that were chosen, by fields of `Kernels`."""
+    functions = {name: choice.function for name, choice in kernels.items()}
+    return model.clone(kernels=model.kernels._replace(**functions))
+
+
+def build_model(request: ModelRequest, config: ModelConfig) -> tuple[HookedModel, HostRows]:
+    """Builds the hooked model on its mesh, without weights.
+
+    Args:
+        request: What the flags ask for.
+        config: The configuration of the model.
+
+    Returns:
+        The model, whose kernels are those that its platform prefers (`try_kernels` decides in a
+        run), and how rows come to its mesh.
+
+    Raises:
+        InputError: What is asked for cannot be computed.
+    """
+    length = request.max_seq_length
+    longest, why = config.longest_row
+    if length > longest:
+        raise InputError(f"--max_seq_length {length}: {why}")
+    devices = usable_devices(request.use_data_parallel, request.devices)
+    platform = devices[0].platform
+    dtype, activation_dtype = choose_dtypes(request, platform)
+    hooks, encoders = _computed_hooks(request, config)
+    for hook in hooks:
+        _check_bytes_of_a_row(hook, config, length, activation_dtype)
+    hosts = count_hosts(devices)
+    rows = request.batch_size * hosts
+
+    def automatic() -> MeshChoice:
+        model = create_model_with_hooks(config, hooks, dtype, activation_dtype)
+        memory = request.memory
+        if memory is None:
+            memory = memory_of((devices_of_this_host(devices) or devices)[0])
+        cost_model = CostModel(model, weight_table(model), rows, length, encoders)
+        return cheapest_mesh(cost_model, devices, memory)
+
+    several = request.use_data_parallel
+    choice = choose_mesh(
+        request.mesh_type,
+        request.mesh_shape if several else None,
+        request.mesh_axes if several else None,
+        len(devices),
+        hosts,
+        automatic,
+    )
+    layout = build_layout(devices, choice.shape, config.num_key_value_heads, choice.why)
+    check_divisibility(layout, rows, length, config.sizes)
+    candidates = candidates_for(platform)
+    kernels = Kernels(
+        **{kind: next(iter(of_kind.values())) for kind, of_kind in candidates.items()}
+    )
+    model = create_model_with_hooks(config, hooks, dtype, activation_dtype, kernels, layout)
+    return model, host_rows(layout)
+
+
+def _computed_hooks(
+    request: ModelRequest, config: ModelConfig
+) -> tuple[list[Hook], tuple[Encoder, ...]]:
+    """Returns the hooks that the model computes, in their order, and the encoders.
+
+    They are the hooks that are stored, other than codes, and those that the encoders read or
+    reconstruct.
+    """
+    stored, encoders = choose_hooks(request, config)
+    codes = {encoder.hook for encoder in encoders}
+    hooks = {hook for hook in stored.values() if hook not in codes}
+    for encoder in encoders:
+        hooks |= {encoder.source, encoder.target}
+    return sorted(hooks), encoders
+
+
+def _check_bytes_of_a_row(
+    hook: Hook, config: ModelConfig, length: int, activation_dtype: Any
+) -> None:
+    """Raises InputError if a row takes too much memory at a hook whose width grows with it."""
+    token_bytes = hook.kind.form(config.sizes_with(length), activation_dtype).bytes
+    if hook.kind.grows and token_bytes * length > MOST_BYTES_OF_A_ROW:
+        raise InputError(
+            f"--hook_names {hook.name}: takes {token_bytes:,} bytes per token and "
+            f"{token_bytes * length:,} per row with --max_seq_length {length}; at most "
+            f"{MOST_BYTES_OF_A_ROW:,} per row are stored; choose a smaller --max_seq_length"
+        )
+
+
+def choose_dtypes(request: ModelRequest, platform: str) -> tuple[Any, Any]:
+    """Returns the dtype of the computation and the dtype of stored activations.
+
+    The second one may be "float8". `auto` is float32 on CPUs and bfloat16 elsewhere.
+
+    Args:
+        request: What the flags ask for.
+        platform: The platform of the devices.
+    """
+    auto = "float32" if platform == "cpu" else "bfloat16"
+    dtype = jnp.dtype(auto if request.dtype == "auto" else request.dtype)
+    if request.activation_dtype == FLOAT8:
+        return dtype, FLOAT8
+    if request.activation_dtype == "auto":
+        return dtype, dtype
+    return dtype, jnp.dtype(request.activation_dtype)
+
+
+def choose_hooks(
+    request: ModelRequest, config: ModelConfig
+) -> tuple[dict[Key, Hook], tuple[Encoder, ...]]:
+    """Returns the hooks that are stored, by their keys in the shards, and the encoders.
+
+    Hooks of codes come last. The activations that codes are made from are stored only with
+    --keep_activations. If there are codes, the default layers are not stored.
+
+    Raises:
+        InputError: The model has no such hook, or an autoencoder does not fit it.
+    """
+    table, depth = hook_table(config, request.top_logits), config.num_hidden_layers
+    sizes = config.sizes_with(request.max_seq_length)
+    encoders = make_encoders(request.autoencoders, request.encode_most, table, depth, sizes)
+    hooks: dict[Key, Hook] = {}
+    if not encoders or request.hook_names is not None or request.layers_to_extract is not None:
+        hooks = _requested_hooks(request, config, table)
+    for source in (encoder.source for encoder in encoders):
+        if not request.keep_activations:
+            hooks = {key: hook for key, hook in hooks.items() if hook != source}
+        elif source not in hooks.values():
+            hooks[source.name] = source
+    return hooks | {encoder.hook.name: encoder.hook for encoder in encoders}, encoders
+
+
+def _requested_hooks(
+    request: ModelRequest, config: ModelConfig, table: HookTable
+) -> dict[Key, Hook]:
+    """Returns the hooks that the flags name, by their keys in the shards and in their order.
+
+    The default layers are clipped to the model's depth; explicit layers are not.
+    """
+    depth = config.num_hidden_layers
+    if request.hook_names is not None:
+        named = table.matching(request.hook_names, depth)
+        if any(hook.kind.count > config.vocab_size for hook in named.values()):
+            raise InputError(
+                f"--top_logits {request.top_logits}: the model has {config.vocab_size} tokens"
+            )
+        return dict(named.items())
+    layers: Sequence[int]
+    if request.layers_to_extract is None:
+        layers = [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
+    elif isinstance(request.layers_to_extract, str):  # "all"
+        layers = range(depth)
+    else:
+        layers = request.layers_to_extract
+    hooks = table.of_layers(layers, request.activation_type, depth)
+    return {hook.layer: hook for hook in hooks}
+
+
+def log_hooks(request: ModelRequest, forward: Forward) -> None:
+    """Logs what is stored of every token, and how many bytes that takes."""
+    depth, size = forward.model.config.num_hidden_layers, forward.token_bytes
+    for encoder in forward.encoders:
+        name, named = plain_url(encoder.autoencoder.name), encoder.autoencoder.named or ""
+        log.info("codes of %s: %s", name, encoder.in_words(forward.model.activation_dtype))
+        size.pop(encoder.hook.name)
+        if layer_in(named) not in ("", str(encoder.source.layer)):
+            text = "--encode %s: its files name %s, and it is used at %s"
+            log.warning(text, name, named, encoder.source.name)
+    if not size:
+        return
+    default = request.layers_to_extract is None and request.hook_names is None
+    if default and not forward.encoders and depth <= DEFAULT_LAYERS[-1]:
+        text = "the default layers, %d to %d, are clipped: the model has layers 0 to %d"
+        log.info(text, DEFAULT_LAYERS[0], DEFAULT_LAYERS[-1], depth - 1)
+    kinds = [hook.kind for hook in forward.hooks.values() if hook.name in size]
+    forms = [kind.form(forward.sizes, forward.model.activation_dtype) for kind in kinds]
+    widths = [form.width for form in forms]
+    dtypes = " and ".join(dict.fromkeys(form.dtype for form in forms))
+    log.info(
+        "hooks: %s; %s, in %s: %s bytes per token",
+        ", ".join(size),
+        f"width {widths[0]} each" if len(set(widths)) == 1 else f"widths {widths}",
+        dtypes,
+        f"{sum(size.values()):,}",
+    )
