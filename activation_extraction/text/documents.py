@@ -19,11 +19,11 @@ from activation_extraction.common.log import activity, log
 from activation_extraction.common.retries import hub_requests
 from activation_extraction.common.visible import counted
 from activation_extraction.text.batch import Worker
-from activation_extraction.text.file_rows import FileRow
 from activation_extraction.text.rows import (
     ColumnError,
     Content,
     RowForm,
+    SourceRow,
     UnusableRowError,
 )
 from activation_extraction.text.sample_facts import DocId
@@ -174,14 +174,16 @@ class DocumentStream:
             self._leave([self._row])
         self._row = row
 
-    def _document(self, row: FileRow | dict[str, Any]) -> Document | None:
+    def _document(self, row: SourceRow | dict[str, Any]) -> Document | None:
         """Returns the document in the row that was read last; None if there is none."""
-        if not isinstance(row, FileRow):
+        if not isinstance(row, SourceRow):
             number = self._rows - 1
             own_id = f", id {row['id']!r:.80}" if "id" in row else ""
             whose = "the data set" if self.worker == Worker() else "the rows that this host reads"
             where = f"row {number} (from 0) of {whose}{own_id}"
-            row = FileRow(where, {"row": number}, partial(as_structs, row, self._dataset.features))
+            row = SourceRow(
+                where, {"row": number}, partial(as_structs, row, self._dataset.features)
+            )
         self._go_on_to(row.row)
         if "file" not in row.row and self._share:
             row = replace(row, row={"share": self._share, **row.row})

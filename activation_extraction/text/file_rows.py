@@ -34,7 +34,7 @@ from isal.isal_zlib import IsalError
 from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import plain_url
-from activation_extraction.text.rows import RowForm, UnusableRowError
+from activation_extraction.text.rows import RowForm, SourceRow, UnusableRowError
 from activation_extraction.text.structs import Struct
 
 REPLACE = (
@@ -97,42 +97,21 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class FileRow:
-    """A row of a file, whose columns are not read yet.
-
-    Attributes:
-        where: The file and the position in it, for messages.
-        row: The same as JSON, as it is stored with a sample.
-        read: Returns the columns of the row by name, or raises UnusableRowError.
-    """
-
-    where: str
-    row: dict[str, Any]
-    read: Callable[[], dict[str, Any]]
-
-    @classmethod
-    def numbered(cls, file: DataFile, number: int, read: Callable[[], dict[str, Any]]) -> "FileRow":
-        """Returns row `number` of a file whose rows are counted from 0."""
-        where = f"{file.url} row {number} (from 0)"
-        return cls(where, {"file": file.name, "row": number}, read)
-
-
-@dataclass(frozen=True)
 class FileKind:
     """A kind of files.
 
     Attributes:
         name: Name of the kind, for messages.
         extensions: Extensions of its files, in lower case; names are compared case-insensitively.
-        rows: Yields the rows of a file. It takes the file, the number of a row group, which is 0
-            for kinds without row groups, and what is read of each row.
+        rows: Function that yields the rows of a file. Its arguments are the file, the number of a
+            row group, which is 0 for kinds without row groups, and what is read of each row.
         is_text: Whether files of this kind are text, which may be compressed, and to whose end rows
             may be appended.
     """
 
     name: str
     extensions: tuple[str, ...]
-    rows: Callable[[DataFile, int, RowForm], Iterator[FileRow]]
+    rows: Callable[[DataFile, int, RowForm], Iterator[SourceRow]]
     is_text: bool = False
 
 
@@ -168,7 +147,7 @@ def count_row_groups(file: DataFile) -> int:
             raise
 
 
-def file_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[FileRow]:
+def file_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[SourceRow]:
     """Yields the rows of a file.
 
     Rows are counted from 0 within their file or row group; lines of JSON Lines from 1. Blank lines
@@ -201,7 +180,7 @@ def file_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[FileRow
         raise RunError(message, remedy=remedy, recurs=recurs) from error
 
 
-# Opening files
+# Opening files, and refusing those in another format
 
 
 class Compression(NamedTuple):
@@ -346,6 +325,12 @@ def refuse_other_formats(first: bytes, compression: str = "") -> None:
         raise RunError("is not compressed, though its name says so", remedy=remedy)
 
 
+def _numbered_row(file: DataFile, number: int, read: Callable[[], dict[str, Any]]) -> SourceRow:
+    """Returns row `number` of a file whose rows are counted from 0."""
+    where = f"{file.url} row {number} (from 0)"
+    return SourceRow(where, {"file": file.name, "row": number}, read)
+
+
 # Text files: JSON and CSV
 
 MAX_LINE = 2**27  # characters of a line, or of a field of CSV
@@ -361,7 +346,7 @@ DOUBLE_QUOTES = (
 AMBIGUOUS_QUOTE = re.compile(r'\\"(?=[,\r\n])')
 
 
-def _json_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[FileRow]:
+def _json_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[SourceRow]:
     """Yields an object for each line, or for each element if a .json file is an array."""
     with text_content(file) as content:
         if uncompressed_name(file.url).endswith(".json"):
@@ -373,13 +358,13 @@ def _json_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[FileRo
                 )
             if first.startswith(b"["):
                 for number, element in enumerate(_array(content)):
-                    yield FileRow.numbered(file, number, partial(_object, element))
+                    yield _numbered_row(file, number, partial(_object, element))
                 return
         for number, line in enumerate(_lines(content, file), start=1):
             if line.strip():
                 where = f"{file.url} line {number}"
                 position = {"file": file.name, "line": number}
-                yield FileRow(where, position, partial(_object_of_line, line))
+                yield SourceRow(where, position, partial(_object_of_line, line))
 
 
 def _array(content: IO[bytes]) -> list[Any]:
@@ -415,7 +400,7 @@ def _object(value: Any) -> dict[str, Any]:
     return value
 
 
-def _csv_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[FileRow]:
+def _csv_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[SourceRow]:
     """Yields the rows below the header, which names the columns."""
     csv.field_size_limit(MAX_LINE)  # for the whole process; it is 131,072 by default
     with text_content(file) as content:
@@ -436,7 +421,7 @@ def _csv_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[FileRow
                     remedy="give each column a name of its own",
                 )
         for number, fields in enumerate(records):
-            yield FileRow.numbered(file, number, partial(_csv_columns, header, fields))
+            yield _numbered_row(file, number, partial(_csv_columns, header, fields))
 
 
 def _csv_records(text: IO[str], file: DataFile) -> Iterator[list[str]]:
@@ -503,7 +488,7 @@ PARQUET_BATCH_ROWS = 256
 AS_BYTES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
 
 
-def _parquet_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[FileRow]:
+def _parquet_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[SourceRow]:
     """Yields the rows of a row group, with the needed columns only."""
     with open_file(file.url) as opened:
         parquet = pyarrow.parquet.ParquetFile(opened)
@@ -514,11 +499,11 @@ def _parquet_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[Fil
             for index in range(batch.num_rows):
                 where = f"{file.url} row group {row_group} row {number} (both from 0)"
                 position = {"file": file.name, "row_group": row_group, "row": number}
-                yield FileRow(where, position, partial(_arrow_columns, batch.slice(index, 1)))
+                yield SourceRow(where, position, partial(_arrow_columns, batch.slice(index, 1)))
                 number += 1
 
 
-def _arrow_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[FileRow]:
+def _arrow_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[SourceRow]:
     """Yields the rows of an Arrow file or stream, with the needed columns only."""
     with open_file(file.url) as opened:
         first = opened.read(FORMAT_BYTES)
@@ -536,7 +521,7 @@ def _arrow_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[FileR
             _validate(batch)
             for index in range(batch.num_rows):
                 columns = partial(_arrow_columns, batch.slice(index, 1))
-                yield FileRow.numbered(file, number, columns)
+                yield _numbered_row(file, number, columns)
                 number += 1
 
 

@@ -9,7 +9,7 @@ import datetime
 import decimal
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -36,6 +36,21 @@ class UnusableRowError(Exception):
 
 class ColumnError(UnusableRowError):
     """A column that is missing, or that holds values which cannot be used in any row."""
+
+
+@dataclass(frozen=True)
+class SourceRow:
+    """A row of a file or of a hub data set, whose columns are not read yet.
+
+    Attributes:
+        where: Its position, for messages.
+        row: Its position as it is stored with a sample (see `SampleFacts.row`).
+        read: Returns the columns of the row by name, or raises UnusableRowError.
+    """
+
+    where: str
+    row: dict[str, Any]
+    read: Callable[[], dict[str, Any]]
 
 
 class Span(NamedTuple):

@@ -27,8 +27,8 @@ from activation_extraction.common.retries import (
     unwritable_cache,
 )
 from activation_extraction.text.file_list import FILES_AT_ONCE, as_input_errors, list_files
-from activation_extraction.text.file_rows import DataFile, FileRow, count_row_groups, file_rows
-from activation_extraction.text.rows import RowForm
+from activation_extraction.text.file_rows import DataFile, count_row_groups, file_rows
+from activation_extraction.text.rows import RowForm, SourceRow
 from activation_extraction.text.structs import as_structs
 
 BLOCK_ROWS = 1024  # of a shuffled data set; the rows of a block are permuted and held in memory
@@ -115,7 +115,7 @@ class FilePieces:
         position = state["examples_iterable"]
         self._start = self._position = position["shard_idx"], position["shard_example_idx"]
 
-    def __iter__(self) -> Iterator[FileRow]:
+    def __iter__(self) -> Iterator[SourceRow]:
         first, skipped = self._start
         self._position = self._start
         for number in range(first, len(self._pieces)):
@@ -232,7 +232,7 @@ class ShuffledRows:
         """Makes the next iteration continue from where a state was taken."""
         self._state = dict(state)
 
-    def __iter__(self) -> Iterator[FileRow]:
+    def __iter__(self) -> Iterator[SourceRow]:
         state = self._state
         for number in range(state["piece"], len(self._order)):
             piece = self._order[number]
@@ -245,11 +245,11 @@ class ShuffledRows:
                 for taken, at in enumerate(order[state["taken"] :].tolist(), state["taken"] + 1):
                     self._state = {**state, "taken": taken}
                     row = read[at]
-                    if not isinstance(row, FileRow):  # of the hub; those of files have a position
+                    if not isinstance(row, SourceRow):  # of the hub; those of files have a position
                         row_number = block * BLOCK_ROWS + at
                         where = f"row {row_number} of shard {piece} (both from 0)"
                         read_row = partial(as_structs, row, rows.features)
-                        row = FileRow(where, {"shard": piece, "row": row_number}, read_row)
+                        row = SourceRow(where, {"shard": piece, "row": row_number}, read_row)
                     yield row
                 block += 1
                 begin = rows.state_dict()
