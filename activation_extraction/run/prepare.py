@@ -111,7 +111,7 @@ def prepare_together(config: Config, host: Host, watchdog: Watchdog) -> Job:
     )
     log_hooks(request, job.forward)
     totals = job.storage.totals
-    if totals.shards and not job.storage.repair and not job.storage.complete:
+    if totals.shards and job.storage.plan.repair is None and not job.storage.complete:
         done = [counted(getattr(totals, f"{unit}s"), unit) for unit in ("sample", "token", "shard")]
         log.info("continuing %s after %s and %s in %s", job.where, *done)
     if special := text.form.special:

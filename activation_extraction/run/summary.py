@@ -29,7 +29,7 @@ def make_progress(job: Job, log_every: int) -> Progress:
     devices = job.forward.rows.mesh.shape["device"]
     return Progress(
         job.storage.options.max_samples,
-        job.storage.options.max_tokens if not job.storage.repair else None,
+        job.storage.options.max_tokens if job.storage.plan.repair is None else None,
         (job.storage.totals.samples, job.storage.totals.tokens),
         log_every,
         chips=devices,
@@ -48,14 +48,14 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
     storage = job.storage
     totals = job.storage.totals
     before = job.storage.plan.totals
-    if storage.repair:
+    repair = storage.plan.repair
+    if repair is not None:
         made = ranges(sorted(commit.number for commit in storage.made)) or "none"
         say(f"{'repaired' if complete else 'interrupted'}: shards stored in {job.where}: {made}")
-        recorded = storage.plan.recorded
-        if complete and recorded is not None:
-            if storage.plan.repaired_status(totals.samples) != "complete":
+        if complete and repair.gaps:
+            if repair.status(totals.samples) != "complete":
                 say("the run is not complete: the same command without --repair continues it")
-            elif (more := totals.tokens - recorded["tokens"]) > 0:
+            elif (more := totals.tokens - repair.metadata["tokens"]) > 0:
                 say(
                     "stored whole: samples that an earlier --max_tokens had cut, with "
                     f"{counted(more, 'token')} more"

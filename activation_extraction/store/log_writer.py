@@ -33,9 +33,7 @@ from activation_extraction.store.run_log import (
 )
 from activation_extraction.store.shard import Key
 from activation_extraction.store.statistics import Statistics
-from activation_extraction.store.totals import COUNTED, Totals
-
-CUT = ("cut_samples", "cut_tokens", "empty_samples")  # totals that follow from the shards, too
+from activation_extraction.store.totals import Totals
 
 
 class LostError(InputError):
@@ -166,8 +164,7 @@ class LogWriter:
             self._write(METADATA, data, lambda standing: standing == data)
 
     def _metadata(self, run: str, status: str) -> bytes:
-        """Returns the content of metadata.json. A repair keeps the metadata of the run, except for
-        new totals once it is complete."""
+        """Returns the content of metadata.json."""
         content = {
             "format_version": FORMAT_VERSION,
             "status": status,
@@ -175,14 +172,8 @@ class LogWriter:
             "written": round(time.time(), 3),
             "remote": None if self._local is None else self.folder.url,
         }
-        recorded = self._plan.recorded
-        if recorded is not None:
-            updated = ["written", "remote"]
-            if status == "complete":
-                updated += [*COUNTED, *CUT, "hooks"]
-            content |= {**recorded, **{name: content[name] for name in updated}}
-            if status == "complete":
-                content["status"] = self._plan.repaired_status(self.totals.samples)
+        if self._plan.repair is not None:
+            content = self._plan.repair.revised(content)
         return seal({**content, "run": run, "owner": self.id})
 
     def check(self, owner: str | None = None) -> None:

@@ -1,32 +1,36 @@
-"""Plans a repair: finds damaged and missing shards, whose samples are then stored again.
+"""A repair: finds bad and missing shards of a run, whose samples are then stored again.
 
-A repair begins as any process does: it writes its id into metadata.json, and reads what is stored.
+A repair begins as any process does (run_log.py): it writes its id into metadata.json and reads the
+log. `RepairPlanner` then decides what is to be done, and `Repair` says it to the storage.
 
-- *What is bad.* A shard is bad if its content was read and differs from its JSON, or if one of its
+- *Bad shards.* A shard is bad if its content was read and differs from its commit, or if one of its
   files is definitely absent. It is also bad if it lists a sample that an earlier good shard lists,
   because somebody has put a lost JSON back. If a request fails, nobody knows whether the shard is
   bad: the repair ends, and has withdrawn nothing.
-- *Withdrawing.* The JSON of every bad or missing shard is replaced by a reservation, on condition
+- *Withdrawing.* The entry of every bad or missing shard is replaced by a reservation, on condition
   of exactly the version, or absence, that was checked. Where something else stands now (a commit
   that an earlier process had sent and that has landed since, or the work of another repair), the
-  folder is read and planned again, and only the new commits are checked.
-- *Bad shards at the end* are then gone, and the run simply goes on after those that are left.
-- *Holes* are the numbers of bad shards that lie before a good one. The text is read again, from the
-  mark of the last shard before the first hole up to the largest sample that is stored or lies
+  log is read and planned again, and only the new commits are checked.
+- *Bad shards at the end of the log* are then gone, and the run simply goes on after the others.
+- *Gaps* are the numbers of the bad shards that lie before a good one. The text is read again, from
+  the mark of the last shard before the first gap up to the largest sample that is stored or lies
   before a mark. Every sample in between that no good shard lists is stored under the numbers of the
-  holes. The last hole is committed last. As long as it is open, no other run goes on, so a repair
-  that was killed is repaired by the next one. The samples after that are left to the run that
-  continues; if the run was complete, the repair reads on up to its last sample.
+  gaps, in order. The last gap is kept for the last shard, and samples that do not fit get new
+  numbers before that. As long as a gap is open, no other run goes on, so a repair that was killed
+  is repaired by the next one. All these shards get the mark that the repair began from: a mark may
+  not pass a sample whose shard is still open. The samples after the largest one are left to the
+  run that continues; if the run was complete, the repair reads on up to its last sample.
 - *Limits.* Up to the largest stored sample, no limit ends or cuts the stream, because samples after
-  the hole are stored. So a lost sample that a limit had cut is stored whole.
+  the gap are stored. So a lost sample that a limit had cut is stored whole.
 
 A program with a loop of its own has no text that could be read again: it gives all its samples, and
-those that are stored are skipped. If it ends before it has given all that there were, the last hole
+those that are stored are skipped. If it ends before it has given all that there were, the last gap
 stays open, so that the repair is not finished, and the program is told.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +60,84 @@ from activation_extraction.store.shard_check import (
     check_shard,
     for_each_shard,
 )
-from activation_extraction.store.totals import total_problems
+from activation_extraction.store.totals import COUNTED, CUT, total_problems
+
+
+@dataclass(frozen=True)
+class Repair:
+    """The work of a repair in the folder of one host, as the storage asks for it.
+
+    Attributes:
+        withdrawn: Version of the entry that was checked, by the number of each bad or missing
+            shard, in the order in which reservations replace the entries. None for no entry.
+        gaps: Numbers of the bad shards that lie before a good one, in ascending order. If there are
+            none, the repair withdraws shards and then continues the run as any process does.
+        until: Number of samples of the host that are read. None to read to the end of the data, and
+            for a program with a loop of its own.
+        due: Number of samples that a program with a loop of its own has to give: all up to the last
+            one that is, or was, stored. 0 if a text is read again.
+        metadata: Content of the run's metadata.json before the repair. It is kept if there are
+            gaps.
+    """
+
+    withdrawn: Mapping[int, str | None]
+    gaps: tuple[int, ...] = ()
+    until: int | None = None
+    due: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def limits(self, limits: Mapping[str, int | None]) -> dict[str, int | None]:
+        """Returns the most samples and tokens of the stream, by name: those of the run if gaps are
+        filled, otherwise these `limits`."""
+        recorded = self.metadata if self.gaps else {}
+        return {name: recorded.get(name, most) for name, most in limits.items()}
+
+    def samples_missing(self, given: int) -> int:
+        """Returns how many samples a program with a loop of its own still has to give.
+
+        Args:
+            given: Number of the samples that it has given, including those that were skipped.
+        """
+        return max(self.due - given, 0)
+
+    def status(self, samples: int) -> str:
+        """Returns the status of the run once all gaps are filled: "complete" or "interrupted".
+
+        A run is complete again if it was complete and has as many samples as before. Otherwise, the
+        samples after the largest stored one are left to the run that continues. A program with a
+        loop of its own has given all its samples by then, so its run is complete, too.
+
+        Args:
+            samples: Number of samples that are stored now.
+        """
+        before = self.metadata.get("samples", 0)
+        if self.until is None:
+            return "complete" if samples >= before else "interrupted"
+        return "complete" if self._was_complete and samples == before else "interrupted"
+
+    @property
+    def _was_complete(self) -> bool:
+        return self.metadata.get("status") == "complete"
+
+    def revised(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the content of metadata.json during this repair.
+
+        If gaps are filled, it is the metadata of the run, of which only the totals and the status
+        change, and these only at the end. Otherwise it is `content`.
+
+        Args:
+            content: The content that a run with the flags of the repair would write. Its status
+                "complete" means that all gaps are filled.
+        """
+        if not self.gaps:
+            return dict(content)
+        status = "complete" if self._was_complete else "interrupted"
+        updated = ["written", "remote"]
+        if content["status"] == "complete":
+            status = self.status(content["samples"])
+            updated += [*COUNTED, *CUT, "hooks"]
+        changes = {name: content[name] for name in updated}
+        return {**content, **self.metadata, **changes, "status": status}
 
 
 @dataclass
@@ -178,34 +259,46 @@ class RepairPlanner:
 
     def _plan(self, stored: RunLog, run: str, good: list[CheckedShard]) -> StoragePlan:
         """Returns the plan that keeps the good shards, and withdraws all others."""
-        metadata = stored.metadata or {}
         kept = {shard.commit.number: shard.commit for shard in good}
         last = max(kept, default=0)
         damaged = {number_of(name) for name in stored.damaged if name != METADATA}
-        bad = damaged | {number for number, commit in stored.commits.items() if commit.run == run}
-        ends = sorted((number for number in bad if number > last), reverse=True)
-        holes = tuple(number for number in range(1, last) if number not in kept)
-        withdrawn = {number: stored.versions.get(commit_name(number)) for number in (*ends, *holes)}
+        committed = {number for number, commit in stored.commits.items() if commit.run == run}
+        at_the_end = sorted((n for n in damaged | committed if n > last), reverse=True)
+        gaps = tuple(number for number in range(1, last) if number not in kept)
+        withdrawn = {n: stored.versions.get(commit_name(n)) for n in (*at_the_end, *gaps)}
         mark = furthest_mark(kept.values(), self._first_missing(good))
-        if not holes:
-            plan = plan_rest(replace(stored, commits=kept), self.limits)
-            miscounted = plan.complete and any(total_problems(kept.values(), metadata))
-            in_order = plan.up_to_date and not (ends or miscounted)
-            return replace(plan, run=run, mark=mark, withdrawn=withdrawn, up_to_date=in_order)
-        complete = metadata.get("status") == "complete"
-        plan = StoragePlan(
-            [*kept.values()],
+        if gaps:
+            plan = StoragePlan([*kept.values()], run=run, next=last + 1, mark=mark)
+            return replace(plan, repair=self._filling(gaps, withdrawn, plan, stored.metadata or {}))
+        plan = plan_rest(replace(stored, commits=kept), self.limits)
+        miscounted = plan.complete and any(total_problems(kept.values(), stored.metadata or {}))
+        return replace(
+            plan,
             run=run,
-            next=last + 1,
             mark=mark,
-            withdrawn=withdrawn,
-            holes=holes,
-            recorded={**metadata, "status": "complete" if complete else "interrupted"},
+            up_to_date=plan.up_to_date and not (withdrawn or miscounted),
+            repair=Repair(withdrawn, due=self._due(plan)),
         )
-        if self.identity.from_dataset:
-            until = metadata["samples"] if complete else plan.end_of_stored(self.identity.worker)
-            plan = replace(plan, until=until)
-        return plan
+
+    def _filling(
+        self,
+        gaps: tuple[int, ...],
+        withdrawn: Mapping[int, str | None],
+        plan: StoragePlan,
+        metadata: Mapping[str, Any],
+    ) -> Repair:
+        """Returns the repair that fills gaps between the commits of a plan."""
+        repair = Repair(withdrawn, gaps, metadata=metadata)
+        if not self.identity.from_dataset:
+            return replace(repair, due=max(metadata.get("samples", 0), self._due(plan)))
+        if metadata.get("status") == "complete":
+            return replace(repair, until=metadata["samples"])
+        return replace(repair, until=plan.end_of_stored(self.identity.worker))
+
+    def _due(self, plan: StoragePlan) -> int:
+        """Returns the number of samples that a program with a loop of its own has to give, as far
+        as the shards that are kept tell; 0 if a text is read again."""
+        return 0 if self.identity.from_dataset else plan.end_of_stored(self.identity.worker)
 
     def _first_missing(self, good: list[CheckedShard]) -> int:
         """Returns how many samples of this host come before the first one that is not stored."""

@@ -6,7 +6,7 @@ Planning only reads. It refuses what cannot be continued, before anything expens
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted
@@ -26,6 +26,9 @@ from activation_extraction.text.batch import Worker
 from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import StoredSample
 
+if TYPE_CHECKING:  # a repair is planned with the help of this module
+    from activation_extraction.store.repair import Repair
+
 VERSION_REMEDY = (
     "continue it with the version that began it, give another folder, or --overwrite to start anew"
 )
@@ -34,19 +37,20 @@ FLAGS_REMEDY = "give the same flags as before, another folder, or --overwrite to
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """A plan says what is stored and kept, and where the run goes on.
+    """The plan of a process for the folder of one host: what is stored, and where the run goes on.
 
-    commits: the shards that are kept. run: the id of the run that goes on; None for the one that
-    metadata.json names, if any. next: the number of the next new shard. mark: where in the
-    data the run continues; None at the beginning. complete: whether nothing is left to compute.
-    up_to_date: whether nothing is left to do, not even an update of metadata.json. skipped_rows,
-    empty_rows: the counts of a complete extraction, which include rows after its last sample.
-
-    A repair has more (repair.py). `withdrawn` maps the number of each damaged or missing shard to
-    the version of its JSON that was checked, None for no JSON, in the order in which reservations
-    replace them. `holes` are those of these numbers that lie before a good shard. `until` is how
-    many samples of the host are read, None for all. `recorded` is the metadata, of which only the
-    totals change.
+    Attributes:
+        commits: Commits of the shards that are kept, in the order of their numbers.
+        run: Id of the run that goes on. None for the one that metadata.json names, or for a new run
+            without metadata.
+        next: Number of the next new shard.
+        mark: Place in the data where the run continues; None for the beginning.
+        complete: Whether nothing is left to compute.
+        up_to_date: Whether nothing is left to do, not even an update of metadata.json.
+        skipped_rows: Number of rows that were skipped, as metadata.json of a complete run counts
+            them, also after its last sample.
+        empty_rows: Number of rows without text, counted like `skipped_rows`.
+        repair: What a repair does beyond that; None for a run that begins or continues.
     """
 
     commits: list[Commit] = field(default_factory=list)
@@ -57,10 +61,7 @@ class StoragePlan:
     up_to_date: bool = False
     skipped_rows: int = 0
     empty_rows: int = 0
-    withdrawn: Mapping[int, str | None] = field(default_factory=dict)
-    holes: tuple[int, ...] = ()
-    until: int | None = None
-    recorded: Mapping[str, Any] | None = None
+    repair: "Repair | None" = None
 
     @property
     def totals(self) -> Totals:
@@ -80,17 +81,52 @@ class StoragePlan:
         ends = [worker.number_of(commit.last) + 1 for commit in self.commits if commit.count]
         return max([0 if mark is None else mark.samples, *ends])
 
-    def repaired_status(self, samples: int) -> str:
-        """Returns the status of a run whose holes are filled, of which `samples` are stored now.
+    @property
+    def gaps(self) -> tuple[int, ...]:
+        """The numbers of the gaps in the log, which a repair fills."""
+        return () if self.repair is None else self.repair.gaps
 
-        What comes after its largest stored sample may be left to the run that continues.
+    @property
+    def until(self) -> int | None:
+        """The number of samples of the host that are read; None for the whole stream."""
+        return None if self.repair is None else self.repair.until
+
+    def mark_after(self, mark: Mark | None) -> Mark | None:
+        """Returns the mark of a shard.
+
+        Args:
+            mark: Mark of the stream after the last sample of the shard.
+
+        Returns:
+            This mark; while a repair fills gaps, the mark that it began from.
         """
-        recorded = self.recorded or {}
-        before = recorded.get("samples", 0)
-        if self.until is None:  # a loop of its own has given all its samples
-            return "complete" if samples >= before else "interrupted"
-        whole = recorded.get("status") == "complete" and samples == before
-        return "complete" if whole else "interrupted"
+        return self.mark if self.gaps else mark
+
+
+class ShardNumbers:
+    """Hands out the numbers of the shards that a plan stores: gaps come first, but the last gap is
+    kept for the last shard.
+
+    Args:
+        plan: The plan.
+    """
+
+    def __init__(self, plan: StoragePlan) -> None:
+        self._gaps = [*plan.gaps]
+        self._next = plan.next
+
+    def take(self) -> int:
+        """Returns the number of the next shard, which is not the last one."""
+        if len(self._gaps) > 1:
+            return self._gaps.pop(0)
+        self._next += 1
+        return self._next - 1
+
+    def take_gaps(self) -> list[int]:
+        """Returns the gaps that are still open, once there are no more samples than for one
+        shard."""
+        gaps, self._gaps = self._gaps, []
+        return gaps
 
 
 # Decides what is to be stored, from what is stored in the folder that has the shards. It is asked

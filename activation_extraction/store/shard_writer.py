@@ -29,7 +29,7 @@ from activation_extraction.common.log import log
 from activation_extraction.store.formats import FileFacts, chosen_format, measured, shard_name
 from activation_extraction.store.identity import Identity, Sources, StorageOptions
 from activation_extraction.store.log_writer import LogWriter, LostError
-from activation_extraction.store.resume import StoragePlan
+from activation_extraction.store.resume import ShardNumbers, StoragePlan
 from activation_extraction.store.run_log import Commit
 from activation_extraction.store.sample_table import pack_table
 from activation_extraction.store.shard import Key, Shard, ShardSample, Values, encode_shard
@@ -109,10 +109,9 @@ class ShardWriter:
 
     def follow(self, plan: StoragePlan) -> None:
         """Begins with the next shard of a plan. No samples may have been added."""
-        self._holes = list(plan.holes)  # numbers of damaged shards, which the plan fills
-        self._next = plan.next
+        self._plan = plan
+        self._numbers = ShardNumbers(plan)
         self._mark = plan.mark
-        self._may_move = not plan.holes  # a mark may not pass a sample whose shard is still open
         self._empty()
 
     def _empty(self) -> None:
@@ -156,36 +155,28 @@ class ShardWriter:
             of_token = token_bytes(width, FLOAT8) if encoded else width * each.itemsize
             size += max(len(each), 1) * of_token
         if self._pending and self._bytes + size > self._shard_bytes:
-            self._cut(self._number())
+            self._cut(self._numbers.take())
         self._pending.append((sample, slices))
         self._bytes += size
-        if self._may_move:
-            self._mark = mark
+        self._mark = self._plan.mark_after(mark)
 
     def finish(self, complete: bool) -> None:
         """Cuts the last shard, and waits until all are committed. If one has failed, waits for the
         shards before it.
 
-        complete: whether there are no more samples; all holes are filled then, the last one at the
-        end, with shards that are empty if nothing is left.
+        Args:
+            complete: Whether there are no more samples. All gaps of a repair are filled then, with
+                empty shards if nothing is left for them.
         """
         with suppress(StorageError):  # `wait` raises it
-            if complete and self._holes:
-                *others, last = self._holes
-                for number in others:
-                    self._submit(Shard([], {}), number)
-                self._cut(last)
-                self._holes = []
+            gaps = self._numbers.take_gaps() if complete else []
+            for number in gaps[:-1]:
+                self._submit(Shard([], {}), number)
+            if gaps:
+                self._cut(gaps[-1])
             elif self._pending:
-                self._cut(self._number())
+                self._cut(self._numbers.take())
         self.wait()
-
-    def _number(self) -> int:
-        """The number of the next shard. The last hole is kept for the last shard."""
-        if len(self._holes) > 1:
-            return self._holes.pop(0)
-        self._next += 1
-        return self._next - 1
 
     def _cut(self, number: int) -> None:
         self._pending.sort(key=lambda pending: pending[0].facts.sample_idx)

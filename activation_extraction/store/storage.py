@@ -100,7 +100,6 @@ class ActivationStorage:
             )
         self.folder = Path(output_dir)
         self.options = options = options or StorageOptions()
-        self.repair = repair
         if repair and options.overwrite:
             raise InputError(f"{self.folder}: overwrite and repair exclude each other; give one")
         facts = facts or RunFacts()
@@ -177,7 +176,7 @@ class ActivationStorage:
         self._after_mark: dict[int, StoredSample] | None = None
         self._stored_samples = sum(commit.count for commit in plan.commits)
         # The number that `add_activation` expects next. A repair gets all samples again.
-        self._next_sample = 0 if self.repair else self._stored_samples
+        self._next_sample = self._stored_samples if plan.repair is None else 0
         self._writer.follow(plan)
 
     @property
@@ -208,8 +207,8 @@ class ActivationStorage:
     @property
     def limits(self) -> dict[str, int | None]:
         """The most samples and tokens to store; in a repair, those of the run itself."""
-        recorded = self.plan.recorded or {}
-        return {name: recorded.get(name, most) for name, most in self.options.limits.items()}
+        limits = self.options.limits
+        return limits if self.plan.repair is None else self.plan.repair.limits(limits)
 
     def open(self) -> None:
         """Takes ownership of the folder. With `overwrite`, a new run begins there.
@@ -256,7 +255,8 @@ class ActivationStorage:
                 withdrawn = {number_of(name): stored.versions[name] for name in names}
                 stored = replace(stored, damaged={})
             self._follow(self._planner(stored))
-            withdrawn |= self.plan.withdrawn
+            if self.plan.repair is not None:
+                withdrawn |= self.plan.repair.withdrawn
             if not all(self._log.withdraw(*each) for each in withdrawn.items()):
                 continue  # something else stands there now: it is read and checked, too
             if self.plan.complete or self._log.reserve(self.plan.next):
@@ -279,7 +279,8 @@ class ActivationStorage:
                 raise
 
     def record(self, metrics: Mapping[str, Any]) -> None:
-        """Appends a line to metrics.jsonl, which describes the run itself: a repair adds nothing.
+        """Appends a line to metrics.jsonl, which describes the run itself: a repair that fills gaps
+        adds nothing.
 
         Args:
             metrics: Metrics by name, as JSON values.
@@ -287,7 +288,7 @@ class ActivationStorage:
         Raises:
             StorageError: The file cannot be written.
         """
-        if self.plan.recorded is None:
+        if not self.plan.gaps:
             self._metrics.append(metrics)
 
     def add_batch(self, batch: Batch, activations: Mapping[Key, np.ndarray]) -> None:
@@ -399,7 +400,7 @@ class ActivationStorage:
         Samples have no gaps, so the counts of the shards tell it, and no table is read. After
         damage they have gaps, which are filled in the order of the samples.
         """
-        if self.repair:
+        if self.plan.repair is not None:
             return number <= self._next_sample and number in self.stored_after_mark
         return 0 <= number < self._stored_samples
 
@@ -451,7 +452,9 @@ class ActivationStorage:
             self.open()
         if self._state != "open":
             return self.close()
-        missing_samples = self._samples_not_given_again() if complete else 0
+        missing_samples = 0
+        if complete and self.plan.repair is not None:
+            missing_samples = self.plan.repair.samples_missing(self._next_sample)
         complete = (complete and not missing_samples) or self.plan.complete
         self.totals.count_rows(skipped_rows, empty_rows)
         self._state = "closed"
@@ -479,15 +482,6 @@ class ActivationStorage:
                 f"{self.folder}: {counted(missing_samples, 'sample')} not given again; a repair "
                 "needs all samples from 0 on, and skips those that are stored"
             )
-
-    def _samples_not_given_again(self) -> int:
-        """Returns how many samples a program with a loop of its own still has to give to a repair:
-        all up to the last one that is, or was, stored."""
-        if not self.repair or self._identity.from_dataset:
-            return 0
-        before = (self.plan.recorded or {}).get("samples", 0)
-        end = max(before, self.plan.end_of_stored(self._identity.worker))
-        return max(end - self._next_sample, 0)
 
     def close(self, patient: bool = False) -> None:
         """Releases the folder and ends the threads. Shards that are not committed are lost."""

@@ -10,6 +10,7 @@ from activation_extraction.store.statistics import Statistics
 
 # The totals that --verify compares with the shards of a complete run, and --status shows.
 COUNTED = ("shards", "samples", "tokens", "bytes")
+CUT = ("cut_samples", "cut_tokens", "empty_samples")  # totals that follow from the shards, too
 
 
 @dataclass
