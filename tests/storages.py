@@ -21,5 +21,5 @@ def open_storage(folder: str | Path, hooks: dict[Any, str], **given: Any) -> Act
 
 def kill(storage: ActivationStorage) -> None:
     """Leaves what SIGKILL leaves: what is committed, and the status that it had."""
-    storage._writer.wait()
+    storage._writer.queue.wait()
     storage.close()

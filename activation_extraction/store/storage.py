@@ -147,8 +147,9 @@ class ActivationStorage:
             on_wait,
             self._metrics.upload_if_due,
         )
-        self.made, self.waited = self._log.made, self._writer.waited
-        self.format, self.gauges = self._writer.format, self._writer.gauges
+        self.made = self._log.made
+        self.waited = self._writer.queue.waited
+        self.format = self._writer.format
         self._planner: Planner = partial(plan_run, self._identity, options.limits)
         if repair:
             self._planner = RepairPlanner(self.destination, self._identity, options.limits)
@@ -277,6 +278,16 @@ class ActivationStorage:
         except StorageError:
             if not isinstance(error, StorageError):
                 raise
+
+    def gauges(self) -> dict[str, Any]:
+        """Returns metrics about the shards of the run that are stored, and about those that are
+        not yet. The names of counts of this process alone end in `since_start`."""
+        return {
+            "shards_stored": self.totals.shards,
+            "bytes_stored": self.totals.bytes,
+            **self._writer.queue.gauges(),
+            "upload_retries_since_start": self.destination.retries,
+        }
 
     def record(self, metrics: Mapping[str, Any]) -> None:
         """Appends a line to metrics.jsonl, which describes the run itself: a repair that fills gaps

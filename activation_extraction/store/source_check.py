@@ -1,0 +1,40 @@
+"""SourceCheck: refuses to commit samples of files that have changed while the run read them."""
+
+from collections.abc import Sequence
+
+from activation_extraction.common.errors import RunError, StorageError, reworded
+from activation_extraction.store.identity import Sources
+from activation_extraction.store.run_log import Commit
+from activation_extraction.store.shard import ShardSample
+
+
+class SourceCheck:
+    """Checks before each commit the files that the shard's samples come from.
+
+    Args:
+        sources: The files; None if they are not known, and then nothing is checked.
+        commits: The commits of this process, a list that grows.
+    """
+
+    def __init__(self, sources: Sources | None, commits: Sequence[Commit]) -> None:
+        self._sources = sources
+        self._commits = commits
+        self._unchanged = 0  # how many commits there were when a check last succeeded
+
+    def check(self, samples: Sequence[ShardSample]) -> None:
+        """Checks the files that these samples come from.
+
+        Raises:
+            StorageError: A file has changed. The message names the shards that were committed since
+                it was last seen unchanged.
+        """
+        if self._sources is not None:
+            rows = [sample.facts.row for sample in samples]
+            try:
+                self._sources.check(row for row in rows if row is not None)
+            except RunError as error:
+                numbers = [commit.number for commit in self._commits[self._unchanged :]]
+                names = ", ".join(map(str, numbers)) or "none"
+                message = f"{error}; shards committed since it was last seen unchanged: {names}"
+                raise reworded(error, message, StorageError) from error
+        self._unchanged = len(self._commits)
