@@ -1,8 +1,24 @@
-"""Checks stored shards: compares the sha256 of their files, and their counts, with their JSON.
+"""Checks whole shards, for --verify, which reports bad shards, and for --repair, which withdraws
+them.
 
---verify reports the shards that are bad, and a repair withdraws them. Both must tell a bad shard
-from one that could not be read: only content that was read and differs, or a file that is
-definitely absent, makes a shard bad.
+Both must tell a bad shard from one that could not be read: only content that was read and differs,
+or a file that is definitely absent, makes a shard bad. These are all checks of a shard, and what
+each of them finds that no other does:
+
+- *Sizes* (`RunLog.missing_files`, and `check_shard` here): files that are missing or cut short,
+  before any is read, and files that are too long. Reading refuses the latter before it believes
+  their size, which would look like a request that failed.
+- *Versions* (shard_reader.py, in a bucket): a file that was replaced since its JSON was read,
+  because the run was overwritten or repaired. Its content is as sound as before.
+- *CRC-32C of every MiB* of the activations (shard_reader.py): damage in a range of the file, for
+  readers that never read the rest of it.
+- *SHA-256* of a whole file (shard_reader.py): any damage, with certainty. The small files are
+  compared whenever they are read, the activations only here.
+- *Dtypes, shapes and counts* of the tensors (`open_shard`) and of the table (`read_table`): files
+  that are not damaged, but not the ones that the JSON describes, by a fault of the program that
+  wrote them or of whoever edited the JSON.
+
+The checksums inside gzip and zip files find nothing more, because their bytes were compared before.
 """
 
 from collections.abc import Callable, Iterator, Sequence
