@@ -16,14 +16,16 @@ from typing import Any
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log
 from activation_extraction.store.folder import ANY, Attempts, ChangedError, Folder, FolderError
+from activation_extraction.store.formats import number_of
 from activation_extraction.store.identity import Identity, RunFacts
-from activation_extraction.store.resume import StoragePlan
+from activation_extraction.store.resume import Planner, StoragePlan
 from activation_extraction.store.run_log import (
     FORMAT_VERSION,
     METADATA,
     MOST_BYTES,
     Commit,
     DamagedError,
+    RunLog,
     commit_name,
     own_files,
     parse_commit,
@@ -119,6 +121,44 @@ class LogWriter:
         """Resets the totals to what earlier processes have stored."""
         self._plan = plan
         self.totals = plan.totals
+
+    def take_over(self, planner: Planner, overwrite: bool) -> StoragePlan:
+        """Makes this process the owner of the folder, and reserves the first shard to store.
+
+        All steps begin again whenever another process has written in between.
+
+        Args:
+            planner: Function that plans what to store, given the log of the folder.
+            overwrite: Whether a new run begins, whatever is stored.
+
+        Returns:
+            The plan to follow. If it is up to date, nothing was written.
+
+        Raises:
+            InputError: Nothing may be added to what is stored there.
+        """
+        new_run = uuid.uuid4().hex
+        while True:
+            stored = RunLog.read(self.folder)
+            begins_anew = overwrite and self.run != new_run
+            self.follow(StoragePlan() if begins_anew else planner(stored))
+            if self._plan.up_to_date:
+                return self._plan
+            if not self.begin(self._plan.run or new_run, stored.version):
+                continue
+            stored = RunLog.read(self.folder)
+            bad_entries: dict[int, str | None] = {}
+            if overwrite:  # entries that cannot be read are not of the new run
+                names = [name for name in stored.damaged if name != METADATA]
+                bad_entries = {number_of(name): stored.versions[name] for name in names}
+                stored = replace(stored, damaged={})
+            self.follow(planner(stored))
+            if self._plan.repair is not None:
+                bad_entries |= self._plan.repair.withdrawn
+            if not all(self.withdraw(*entry) for entry in bad_entries.items()):
+                continue  # something else stands there now: it is read and checked, too
+            if self._plan.complete or self.reserve(self._plan.next):
+                return self._plan
 
     def begin(self, run: str, version: str | None) -> bool:
         """Writes the first metadata.json of this process.

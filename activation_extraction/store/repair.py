@@ -168,7 +168,7 @@ class RepairPlanner:
         """
         run = stored.run or self._newest_run(stored)
         self._refuse_others(stored, run)
-        commits = {number: each for number, each in stored.commits.items() if each.run == run}
+        commits = {number: commit for number, commit in stored.commits.items() if commit.run == run}
         good = self._good_shards(replace(stored, commits=commits))
         return self._plan(stored, run, good)
 
@@ -177,10 +177,10 @@ class RepairPlanner:
         if not stored.commits:
             raise InputError(f"{self.target.url}: holds no extraction that could be repaired")
         newest = max(stored.commits.values(), key=lambda commit: commit.committed)
-        found = tuple(newest.names.values())
-        if found and found != self.identity.hooks:
+        hooks = tuple(newest.names.values())
+        if hooks and hooks != self.identity.hooks:
             raise InputError(
-                f"{self.target.url}: its shards have the hooks {' '.join(found)}, expected "
+                f"{self.target.url}: its shards have the hooks {' '.join(hooks)}, expected "
                 f"{' '.join(self.identity.hooks)}, as asked now; ask for the same as before"
             )
         return newest.run
@@ -198,14 +198,16 @@ class RepairPlanner:
         refuse_elsewhere(stored)
 
     def _refuse_other_shards(self, stored: RunLog, run: str) -> None:
-        """Does for a folder without metadata.json what comparing with it does: the shards record
-        the digest of their run's identity, though not which setting differs.
+        """Compares this repair with the shards of a folder that lacks metadata.json.
+
+        They record only the digest of their run's identity, so the message cannot name the setting
+        that differs.
 
         Raises:
             InputError: A shard was stored with other settings.
         """
         where = f"{self.target.url}/{METADATA}"
-        digests = {each.identity for each in stored.commits.values() if each.run == run}
+        digests = {commit.identity for commit in stored.commits.values() if commit.run == run}
         if digests - {self.identity.digest, ""}:
             raise InputError(
                 f"{where}: is damaged or missing, and the shards were stored with other settings "
@@ -248,12 +250,12 @@ class RepairPlanner:
             return shards
         good, listed = [], set[int]()
         for shard in shards:
-            found = doubled.intersection(_numbers_of([shard]).tolist())
-            if again := found & listed:
+            shared = doubled.intersection(_numbers_of([shard]).tolist())
+            if again := shared & listed:
                 name = f"{self.target.url}/{shard.commit.name}"
                 log.warning("%s: sample %d is also in a shard before it", name, min(again))
             else:
-                listed |= found
+                listed |= shared
                 good.append(shard)
         return good
 
@@ -310,5 +312,5 @@ class RepairPlanner:
 
 def _numbers_of(shards: list[CheckedShard]) -> np.ndarray:
     """Returns the numbers of all samples of good shards, in the order of the shards."""
-    known = [shard.sample_idx for shard in shards if shard.sample_idx is not None]
-    return np.concatenate([NO_NUMBERS, *known])
+    numbers = [shard.sample_idx for shard in shards if shard.sample_idx is not None]
+    return np.concatenate([NO_NUMBERS, *numbers])

@@ -1,6 +1,10 @@
-"""Plans what a run stores: what is there already, whether the same run stored it, what is left.
+"""Plans what a process stores in the folder of one host: what is stored already and what is left.
 
-Planning only reads. It refuses what cannot be continued, before anything expensive begins.
+Planning only reads. It refuses folders that cannot be continued, before anything expensive begins:
+another run, damaged files, gaps in the log, or more samples than the limits allow. `plan_run` plans
+a run that begins or continues; repair.py plans a repair, with the help of this module. A run
+continues at the furthest mark of its shards, and leaves out the samples after it that
+`stored_after` finds in their tables.
 """
 
 import re
@@ -71,11 +75,10 @@ class StoragePlan:
         return totals
 
     def end_of_stored(self, worker: Worker) -> int:
-        """Returns the number of samples of a worker up to the largest one that is stored, or that
-        lies before a mark, since that one was stored.
+        """Returns the number of samples of a worker up to the last one that is, or was, stored.
 
-        Some of them may not be stored: samples are packed in another order than they are read, and
-        shards may be lost.
+        Samples before a mark were stored when the mark was made. Some of these samples may not be
+        stored now: samples are packed in another order than they are read, and shards may be lost.
         """
         mark = furthest_mark(self.commits)
         ends = [worker.number_of(commit.last) + 1 for commit in self.commits if commit.count]
@@ -129,16 +132,22 @@ class ShardNumbers:
         return gaps
 
 
-# Decides what is to be stored, from what is stored in the folder that has the shards. It is asked
-# again once this process owns the folder. Raises InputError if nothing may be added.
+# Returns the plan for a folder, from its log. It is called when the process starts, and again once
+# the process owns the folder. Raises InputError if nothing may be added.
 Planner = Callable[[RunLog], StoragePlan]
 
 
 def plan_run(identity: Identity, limits: Mapping[str, int | None], stored: RunLog) -> StoragePlan:
-    """Plans a run that begins or continues. limits: the most samples and tokens to store, by name.
+    """Plans a run that begins or continues.
 
-    Raises InputError if another run is stored there, if what is stored is damaged or has gaps, or
-    if it is more than the limits allow.
+    Args:
+        identity: Identity of the run.
+        limits: Most samples and most tokens to store, by name; None for no limit.
+        stored: Log of the folder.
+
+    Raises:
+        InputError: Another run is stored there, files are damaged or missing, or the shards have
+            more samples or tokens than the limits allow.
     """
     repairs = f"{identity.repair_option} repairs it"
     for why in stored.damaged.values():
@@ -157,10 +166,16 @@ def plan_run(identity: Identity, limits: Mapping[str, int | None], stored: RunLo
 
 
 def plan_rest(stored: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
-    """Plans what is to be stored after the shards that are stored, which have no gaps.
+    """Plans what is to be stored after shards without gaps.
 
-    Raises InputError if these hold more than the limits allow, unless it is a repair that has
-    stored more than the same limits: samples whole that smaller limits had cut.
+    Args:
+        stored: Log of the folder.
+        limits: Most samples and most tokens to store, by name; None for no limit.
+
+    Raises:
+        InputError: The shards have more samples or tokens than the limits allow. Limits that
+            metadata.json records are not compared: under the same limits, a repair may have stored
+            whole samples that smaller limits had cut.
     """
     commits = stored.in_order
     totals = Totals.of_log(stored)
@@ -184,21 +199,29 @@ def plan_rest(stored: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
 def stored_after(
     folder: Folder, commits: list[Commit], mark: Mark | None, identity: Identity
 ) -> dict[int, StoredSample]:
-    """Returns the samples after a mark that are stored, by `sample_idx`, and perhaps some others.
+    """Returns the stored samples after a mark, by `sample_idx`, and perhaps some before it.
 
-    Raises InputError, naming the repair, if a sample before the mark is not stored, if a sample is
-    stored twice, or if a table is damaged.
+    Args:
+        folder: Folder with the shards.
+        commits: Commits of all shards.
+        mark: Place in the data before which all samples are stored; None for the beginning.
+        identity: Identity of the run.
+
+    Raises:
+        InputError: A sample before the mark is not stored, a sample is stored twice, or a table is
+            damaged. The message names the repair.
     """
     before = 0 if mark is None else mark.samples
-    first, found = identity.worker.sample_idx(before), dict[int, StoredSample]()
+    first = identity.worker.sample_idx(before)
+    samples: dict[int, StoredSample] = {}
     repairs = f"{identity.repair_option} repairs it"
     for commit in commits:
         if commit.count and commit.last >= first:
             try:
-                found |= samples_to_continue(read_table(folder, commit))
+                samples |= samples_to_continue(read_table(folder, commit))
             except RunError as error:
                 raise InputError(f"{error}; {repairs}") from error
-    after = sum(number >= first for number in found)
+    after = sum(number >= first for number in samples)
     lost = before + after - sum(commit.count for commit in commits)
     if lost > 0:  # a shard of an earlier repair, which was the last one, has been deleted
         raise InputError(
@@ -209,19 +232,22 @@ def stored_after(
         raise InputError(
             f"{folder.url}: {counted(-lost, 'sample')} stored more than once; {repairs}"
         )
-    return found
+    return samples
 
 
 def refuse_elsewhere(stored: RunLog, remote: str | None = None) -> None:
     """Raises InputError if the shards of a local run are not where they would be continued.
 
-    remote: the URL of the folder in a bucket that they would be in; None: they would be here.
+    Args:
+        stored: Log of the local folder.
+        remote: URL of the folder in a bucket that the run would use; None if it would store its
+            shards in the local folder.
     """
     if stored.moved_to != remote and (stored.moved_to or stored.commits):
-        found = "are here" if stored.moved_to is None else f"were uploaded to {stored.moved_to}"
+        place = "are here" if stored.moved_to is None else f"were uploaded to {stored.moved_to}"
         wanted = f", not in {remote}" if remote else ""
         raise InputError(
-            f"{stored.url}: its shards {found}{wanted}; give --upload_to_gcs, --gcs_bucket and "
+            f"{stored.url}: its shards {place}{wanted}; give --upload_to_gcs, --gcs_bucket and "
             "--gcs_prefix or leave them out, as before, or another --output_dir"
         )
 
@@ -237,11 +263,15 @@ def refuse_difference(where: str, difference: Difference | None) -> None:
 
 
 def shown(value: Any, other: Any) -> str:
-    """Returns a field of an identity as messages show it: of several values, those that `other`,
-    the same field of another identity, does not have."""
+    """Returns a field of an identity for messages.
+
+    Args:
+        value: Value of the field. Of several values, only those that `other` lacks are shown.
+        other: Value of the same field in another identity.
+    """
     if isinstance(value, tuple):
-        own = [each for each in value if each not in other]
-        value = " ".join(map(str, own if {*value} != {*other} else value))
+        lacking = [item for item in value if item not in other]
+        value = " ".join(map(str, lacking if {*value} != {*other} else value))
     text = str(value) or "nothing"
     if re.fullmatch("[0-9a-f]{64}", text):
         return f"digest {text[:12]}"

@@ -6,7 +6,6 @@ and stores these; log_writer.py commits them, and keeps other processes out.
 
 import math
 import re
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -25,7 +24,7 @@ from activation_extraction.common.errors import InputError, RunError, StorageErr
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.store.folder import Folder
-from activation_extraction.store.formats import DTYPES, SAFETENSORS, number_of
+from activation_extraction.store.formats import DTYPES, SAFETENSORS
 from activation_extraction.store.given import as_int32, own_array
 from activation_extraction.store.identity import Identity, RunFacts, StorageOptions
 from activation_extraction.store.local_files import check_output_dir, lock_folder, unlock
@@ -39,7 +38,7 @@ from activation_extraction.store.resume import (
     refuse_elsewhere,
     stored_after,
 )
-from activation_extraction.store.run_log import METADATA, RunLog, check_own
+from activation_extraction.store.run_log import RunLog, check_own
 from activation_extraction.store.safetensors_file import OF_TOKENS, SCALE
 from activation_extraction.store.shard import Key, ShardSample, Values
 from activation_extraction.store.shard_writer import ShardWriter
@@ -51,35 +50,47 @@ from activation_extraction.text.sample_facts import DocId, SampleFacts, StoredSa
 class ActivationStorage:
     """Writes activations to shards in a folder. It is a context manager.
 
-    hooks: the hooks' full names by key (the layer number or hook name that the shards use). A
-    sample is complete when it has an activation for every key.
-
     A stored extraction with the same `identity` is continued: what is stored stays as it is, and a
-    program that gives the same samples again has those that are stored skipped. `plan.mark` says
-    where the data continues, and `stored_after_mark` which samples after it are stored. The
-    constructor only reads. Nothing is written before `open`, which is called on entering the
-    context, or by the first sample.
+    program that gives the same samples again has those that are stored skipped.
 
-    repair: whether to repair what is stored (repair.py). The constructor then reads every shard and
-    finds those that are damaged or missing; opening withdraws them. Give all samples again, in the
-    same order: those that are stored are skipped, and the lost ones are stored.
+    The constructor only reads. Nothing is written before `open`, which is called on entering the
+    context, or by the first sample. Leaving the context commits the complete samples, even after an
+    exception or Ctrl-C; metadata.json then says "interrupted", or "failed" if a shard could not be
+    committed. Without an exception the extraction is complete, and takes no more samples.
 
-    remote: a folder in a bucket. Shards are then stored there, from memory, and locally only
-    without `delete_local_after_upload`; metadata.json and metrics.jsonl are in both folders. facts:
-    more facts for metadata.json. on_wait: is called again and again while adding samples waits for
-    room in memory.
+    Args:
+        output_dir: The local folder. It need not exist.
+        hooks: Full names of the hooks by key (the layer number or hook name that the shards use). A
+            sample is complete when it has an activation for every key.
+        options: How the activations are stored; None for the defaults.
+        identity: Settings that decide the content of the shards, except for the hooks; None for the
+            defaults. A run continues only with the same ones.
+        remote: A folder in a bucket. Shards are then stored there, from memory, and locally only
+            without `delete_local_after_upload`; metadata.json and metrics.jsonl are in both
+            folders. None to store everything in `output_dir`.
+        facts: More facts for metadata.json; None for none.
+        repair: Whether to repair a stored extraction (repair.py). The constructor then reads every
+            shard to find damaged and missing ones, and `open` withdraws these. Give all samples
+            again, in the same order: those that are stored are skipped, and the lost ones are
+            stored.
+        on_wait: Function that is called again and again while adding samples waits for room in
+            memory.
 
-    `made` lists the shards that this process has stored. `waited` maps each phase of storing to the
-    seconds for which the memory was full because the oldest shard was in that phase. `gauges()`
-    returns metrics about stored and waiting shards.
+    Attributes:
+        folder: The local folder.
+        options: How the activations are stored.
+        plan: What earlier processes have stored, and where the run goes on: `plan.mark` is the
+            place in the data.
+        made: Commits of the shards that this process has stored.
+        waited: Seconds for which the memory was full, by the phase of storing (packing, writing,
+            committing) that the oldest shard was in.
+        format: Format of the shard files.
 
-    Leaving the context commits the complete samples, even after an exception or Ctrl-C;
-    metadata.json then says "interrupted", or "failed" if a shard could not be committed. Without an
-    exception the extraction is complete, and takes no more samples. Raises InputError if
-    `output_dir` is not a local folder or holds another extraction, for an unknown shard format, or
-    for activations in float8 that are not to be stored in safetensors; StorageError at the next
-    call after a shard could not be stored; and LostError, an InputError, once another process has
-    begun to write to the same folder.
+    Raises:
+        InputError: `output_dir` is not a local folder or holds another extraction, the shard format
+            is unknown, or activations in float8 are not to be stored in safetensors.
+        StorageError: A shard could not be stored. The next call after that raises this.
+        LostError: Another process has begun to write to the same folder; an InputError.
     """
 
     def __init__(
@@ -229,39 +240,13 @@ class ActivationStorage:
                     "writing there; see to it that only one does",
                     self.folder,
                 )
-            if not self._take_over():
+            self._follow(self._log.take_over(self._planner, self.options.overwrite))
+            if self.plan.up_to_date:
                 return self._unlock()
             self._state = "open"
             self._metrics.begin(anew=self.options.overwrite)
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)}") from error
-
-    def _take_over(self) -> bool:
-        """Begins in the folder, and reserves the number of the first shard to store, until no other
-        process has committed one in between. Returns False if nothing is left to do."""
-        new_run = uuid.uuid4().hex
-        while True:
-            stored = RunLog.read(self.destination)
-            anew = self.options.overwrite and self._log.run != new_run
-            self._follow(StoragePlan() if anew else self._planner(stored))
-            if self.plan.up_to_date:
-                return False
-            run = self.plan.run or new_run
-            if not self._log.begin(run, stored.version):
-                continue
-            stored = RunLog.read(self.destination)
-            withdrawn: dict[int, str | None] = {}
-            if self.options.overwrite:  # JSONs that cannot be read are not of the new run
-                names = [name for name in stored.damaged if name != METADATA]
-                withdrawn = {number_of(name): stored.versions[name] for name in names}
-                stored = replace(stored, damaged={})
-            self._follow(self._planner(stored))
-            if self.plan.repair is not None:
-                withdrawn |= self.plan.repair.withdrawn
-            if not all(self._log.withdraw(*each) for each in withdrawn.items()):
-                continue  # something else stands there now: it is read and checked, too
-            if self.plan.complete or self._log.reserve(self.plan.next):
-                return True
 
     def __enter__(self) -> "ActivationStorage":
         self.open()
