@@ -1,9 +1,30 @@
 """Stores activations so that every sample is there exactly once, whatever process is killed.
 
 This package is a library of its own, which the extraction uses: it knows no model and imports no
-JAX. Begin with storage.py; run_log.py describes the log that decides which shards exist and why
-nothing is stored twice, and run_folders.py finds the folders of a run. The format (5) is the same
-in a local folder and in a bucket:
+JAX. A sample passes these modules on its way to a committed shard:
+
+    storage          ActivationStorage: takes batches or single samples, and opens and ends a run
+      given          copies and checks the arrays of programs with a loop of their own
+      identity       declares what a run is, and how it is stored
+      resume         plans what to store, from the log of what is stored already
+      repair         plans the same where shards are damaged or missing
+    shard_writer     gathers samples into shards
+      shard          declares a shard in memory, and encodes it as float8
+      formats        packs a shard as a pickle (pickle_file) or as safetensors (safetensors_file)
+      statistics     sums up the activations, for the file of sums and for the hooks' statistics
+      sample_table   makes and reads the table of samples
+    shard_queue      stores shards in the background, in order, within the limit of memory
+      source_check   looks for changes of the files that samples come from
+    log_writer       writes files and commits, as the only process that may
+      run_log        is the log: which shards exist, and why nothing is stored twice
+      totals         adds up the commits
+      metrics        has metrics.jsonl, on which nothing depends
+
+run_folders finds the folders of a run. shard_reader reads shards, shard_check checks them, and
+chosen_samples reads samples to recompute them. folder is a folder in any place: local_files on this
+machine, bucket (with bucket_kinds, sending and answers) in a bucket.
+
+The format (5) is the same in a local folder and in a bucket:
 
     machine_000/                      or machine_000_host_00/ of several; a host alone has none
       metadata.json                   the run: its id (`run`), `owner`, `status`, `identity` (what

@@ -220,7 +220,7 @@ class LogWriter:
         """Raises LostError unless this process is the owner.
 
         Args:
-            owner: The owner that a commit names; None for the one that metadata.json names now.
+            owner: Owner that a commit names. None for the owner that metadata.json names now.
         """
         if owner is None:
             owner = self._owner_in_metadata()
@@ -256,14 +256,28 @@ class LogWriter:
         )
 
     def write_file(self, name: str, parts: Sequence[bytes | memoryview]) -> str | None:
-        """Writes a file of a shard, and returns its version."""
+        """Writes a file of a shard.
+
+        Args:
+            name: Name of the file.
+            parts: Content of the file, in pieces.
+
+        Returns:
+            The version of the file; None if the store has no versions.
+        """
         if self._local is not None and self._keeps_shards:
             self._local.write(name, parts, ANY)
         return self._write(name, parts)[1]
 
     def reserve(self, number: int) -> bool:
-        """Reserves the number of the first shard to store. Returns False if the run has committed
-        that shard in the meantime."""
+        """Reserves the number of the first shard to store.
+
+        Args:
+            number: Number of the shard.
+
+        Returns:
+            False if the run has committed that shard in the meantime.
+        """
         self._reserved = commit_name(number)
         return self._write_json(self._reserved, reservation(self.run, self.id)) is None
 
@@ -271,8 +285,8 @@ class LogWriter:
         """Replaces the entry of a bad shard by a reservation.
 
         Args:
-            number: The number of the shard.
-            version: The version of the JSON that was checked; None if there was no JSON.
+            number: Number of the shard.
+            version: Version of the entry that was checked; None if there was none.
 
         Returns:
             False if something else stands there now, such as a commit that has landed since. It has
@@ -315,8 +329,11 @@ class LogWriter:
         return commit
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> Commit | None:
-        """Writes the JSON of a shard, unless a commit of this run stands there, which it returns:
-        no commit may be replaced."""
+        """Writes an entry, unless a commit of this run stands there, which may not be replaced.
+
+        Returns:
+            The commit that stands there; None if the entry was written.
+        """
         data = seal(content)
 
         def is_settled(standing: bytes) -> bool:
@@ -326,7 +343,7 @@ class LogWriter:
         return None if standing is None else self._commit_in(standing)
 
     def _commit_in(self, data: bytes) -> Commit | None:
-        """Returns the commit of this run in a JSON; None if it is none."""
+        """Returns the commit in an entry; None if the entry is not a commit of this run."""
         with suppress(DamagedError):
             commit = parse_commit(data, "")
             return commit if commit is not None and commit.run == self.run else None
@@ -338,15 +355,21 @@ class LogWriter:
         parts: bytes | Sequence[bytes | memoryview],
         is_settled: Callable[[bytes], bool] | None = None,
     ) -> tuple[bytes | None, str | None]:
-        """Writes a file in the one order of every write, until it is there, or until `is_settled`
-        says of the content that stands there that it shall stay.
+        """Writes a file in the one order of every write (run_log.py), until it succeeds.
 
-        Returns this content, or None if the file was written; and the version of the file.
+        Args:
+            name: Name of the file.
+            parts: Content of the file, or its pieces.
+            is_settled: Returns whether the content that stands there is to stay. None for a file of
+                a shard, which is replaced whatever it contains.
+
+        Returns:
+            The content that stays, or None if the file was written; and the version of the file.
         """
         patience = self.folder.patience_for(parts)  # one for all attempts
         attempts = Attempts(self.folder, f"writing {name}", patience)
         while True:
-            if is_settled is None:  # a file of a shard, which is never read
+            if is_settled is None:
                 entry = self.folder.head(name)
                 version = entry and entry.version
             else:
