@@ -32,19 +32,7 @@ from activation_extraction.model.decoder import Decoder
 from activation_extraction.model.delta_net import GatedDeltaNet
 from activation_extraction.model.experts import Experts, ExpertSum, route, scattered
 from activation_extraction.model.kernels import Kernels
-from activation_extraction.model.layers import (
-    STREAM,
-    Linear,
-    Out,
-    ParamPath,
-    RMSNorm,
-    declared,
-    from_bits,
-    parameter,
-    rotary_table,
-    rotate,
-    rounded,
-)
+from activation_extraction.model.layers import STREAM, Linear, Out, RMSNorm, rotary_table, rotate
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import (
     DENSE,
@@ -54,6 +42,8 @@ from activation_extraction.model.model_config import (
     DeltaNet,
     ModelConfig,
 )
+from activation_extraction.model.numerics import from_bits, rounded
+from activation_extraction.model.parameters import ParamPath, declared, parameter
 from activation_extraction.model.weights import TensorSlice, WeightSpec, WeightTable
 
 

@@ -20,16 +20,10 @@ from activation_extraction.model.decoder import Decoder, Layers, stage_length
 from activation_extraction.model.hooks import HOOKS as HOOKS
 from activation_extraction.model.hooks import Form, Hook, HookKind
 from activation_extraction.model.kernels import Kernels
-from activation_extraction.model.layers import (
-    STREAM,
-    Out,
-    RMSNorm,
-    from_bits,
-    rotary_table,
-    to_bits,
-)
+from activation_extraction.model.layers import STREAM, Out, RMSNorm, rotary_table
 from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.model_config import ModelConfig
+from activation_extraction.model.numerics import from_bits, to_bits
 from activation_extraction.model.predictions import predictions
 from qwen2_jax import Embedding, decoder
 

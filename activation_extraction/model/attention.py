@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from activation_extraction.model.layers import einsum, from_bits, to_bits
+from activation_extraction.model.numerics import einsum, from_bits, to_bits
 
 
 class Segments(NamedTuple):

@@ -1,7 +1,9 @@
-"""A decoder is a stack of layers as pure functions of their parameters.
+"""A decoder runs a stack of layers, as pure functions of their parameters, in one loop.
 
-Layers are of one type or of a few. Their parameters are stacked by type, and all layers run in one
-loop. The model's file decides what a layer computes.
+Layers are of one type or of a few types. Their parameters are stacked by type, so that the loop
+takes those of one layer after the other. qwen2_jax.py decides what a layer computes.
+
+Letters: B rows, T tokens per row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,25 +20,33 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.layers import STACKS, ParamPath, from_bits, rotary_table, to_bits
+from activation_extraction.model.layers import rotary_table
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import ModelConfig
+from activation_extraction.model.numerics import from_bits, to_bits
+from activation_extraction.model.parameters import STACKS, ParamPath
 
-TOKENS_AT_ONCE = 2048  # so many are fastest on one CPU, whose caches can hold them
+TOKENS_AT_ONCE = 2048  # the fastest number on one CPU, whose caches can hold them
 
-Layers = tuple[Any, Any]  # the layers' stacked parameters, and which of them have a window
-Keep = Callable[[dict[str, Any]], Any]  # picks what is kept of a layer's intermediates
+# The stacked parameters of some layers; and for each layer whether it has a window, bool, or None
+# in a model without windows.
+Layers = tuple[Any, Any]
+# Maps the intermediates of a layer to those that are kept, as a pytree of arrays.
+Keep = Callable[[dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
 class Decoder:
     """The layers of a model, which run with parameters that are passed in.
 
-    modules: type of layer -> its module, (x, rotary, segment_ids, slides) -> (x, its intermediates
-    by name), where `slides` says whether the layer has a window; it is None in a model without
-    windows. The stacked parameters of a model with one type of layer are those of one layer with a
-    leading axis named "layers". With several types they are a dict: type -> the same for its
-    layers.
+    The stacked parameters of a model with one type of layer are those of one layer with a leading
+    axis named "layers". With several types they are a dict: type -> the same for its layers.
+
+    Attributes:
+        config: The configuration of the model.
+        modules: Type of layer -> its module, which maps (x, rotary, segment_ids, slides) to (x, the
+            intermediates by name). `slides` says whether the layer has a window; it is None in a
+            model without windows.
     """
 
     config: ModelConfig
@@ -47,9 +57,11 @@ class Decoder:
         return len(self.modules) > 1
 
     def init(self, _: Array, length: int, stages: int = 1) -> Any:
-        """Returns parameters of `length` layers, and of as many of the same types for each stage.
+        """Returns zeros as the parameters of layers, with their logical axes.
 
-        They are zeros, so the random key is not used.
+        Args:
+            length: The number of layers in a pipeline stage. All stages have the same types.
+            stages: The number of pipeline stages.
         """
         types, stacks = self.config.layer_types[:length], {}
         for type_ in set(types):
@@ -63,7 +75,7 @@ class Decoder:
         return stacks if self.mixed else stacks[types[0]]
 
     def _example(self) -> tuple[Any, ...]:
-        """Returns inputs of a layer's module for one token; only their shapes and types matter."""
+        """Returns inputs of a layer's module for one token; only their shapes and dtypes matter."""
         nothing = jnp.zeros((1, 1), jnp.int32)
         dtype = self.modules[self.config.layer_types[0]].dtype
         x = jnp.zeros((1, 1, self.config.hidden_size), dtype)
@@ -72,10 +84,11 @@ class Decoder:
         return x, rotary_table(nothing, self.config), nothing, slides
 
     def stacked(self, params: Any) -> Layers:
-        """Returns the layers that have these stacked parameters, from the first layer on."""
+        """Returns the first layers of the model, with these stacked parameters."""
         return params, self.config.sliding(range(self._count(params)))
 
     def _count(self, params: Any) -> int:
+        """Returns the number of layers that have these stacked parameters."""
         stacks = params.values() if self.mixed else [params]
         return sum(len(jax.tree.leaves(stack)[0]) for stack in stacks)
 
@@ -93,17 +106,25 @@ class Decoder:
         per_layer: Any = None,
         keep: Keep = lambda _: None,
     ) -> Any:
-        """Runs `body(layer_k, carry, per_layer[k]) -> carry` over the layers as one XLA loop.
+        """Runs `body` over the layers, as one loop of XLA.
 
-        `layer_k(x, rotary, segment_ids)` is layer k with its parameters; it returns the stream and
-        what `keep` makes of its intermediates. Returns the last carry.
+        Args:
+            layers: The layers; see `stacked`.
+            body: Maps (layer, carry, per_layer[k]) to the next carry, where `layer` is layer k with
+                its parameters: it maps (x, rotary, segment_ids) to (x, the result of `keep`).
+            carry: The first carry.
+            per_layer: A pytree of arrays with one entry per layer; None if `body` needs none.
+            keep: Picks what is kept of a layer's intermediates.
+
+        Returns:
+            The last carry.
         """
         params, slides = layers
         types = self.config.layer_types[: self._count(params)]
         stacks = params if self.mixed else {types[0]: params}
         apart = {type_: self._apart(type_, stack) for type_, stack in stacks.items()}
-        # Of every layer, the number of its stack and its row there; out of a single stack, the loop
-        # itself takes what does not stay.
+        # For every layer, the number of its stack and its row in it. From a single stack, the loop
+        # itself takes the parameters of a layer, other than those that are read in place.
         numbers = np.array([*map(sorted(stacks).index, types)], np.int32)
         rows = np.array([types[:layer].count(type_) for layer, type_ in enumerate(types)], np.int32)
         taken = None if self.mixed else apart[types[0]][1]
@@ -113,10 +134,12 @@ class Decoder:
 
             def run(type_: str, *inputs: Any) -> Any:
                 stay, others = apart[type_]
-                take = partial(jax.lax.dynamic_index_in_dim, index=row, keepdims=False)
-                own = jax.tree.map(take, others) if taken is None else taken
+                params = taken
+                if params is None:
+                    take = partial(jax.lax.dynamic_index_in_dim, index=row, keepdims=False)
+                    params = jax.tree.map(take, others)
                 in_place = {path: (stack, row) for path, stack in stay.items()}
-                layer = self._apply(type_, own, slides, keep, in_place)
+                layer = self._apply(type_, params, slides, keep, in_place)
                 return in_groups(layer, self.modules[type_])(*inputs)
 
             layers = [partial(run, type_) for type_ in sorted(stacks)]
@@ -125,10 +148,17 @@ class Decoder:
         return jax.lax.scan(step, carry, (numbers, rows, taken, slides, per_layer))[0]
 
     def _apart(self, type_: str, params: Any) -> tuple[Any, Any]:
-        """Returns the stacks that a layer reads in place, those of experts, and the others.
+        """Separates the stacks that layers read in place, which are those of experts.
 
-        A loop would copy what it takes out of a stack. Where weights are gathered for each layer,
-        or each stage of a pipeline has its own, none stay.
+        A loop copies what it takes out of a stack. Nothing is read in place if weights are gathered
+        for each layer, or if each stage of a pipeline has its own.
+
+        Args:
+            type_: The type of the layers.
+            params: Their stacked parameters.
+
+        Returns:
+            Path -> stack that is read in place, and the other stacks as a nested dict.
         """
         boxes, flat = self.parameters(type_), flatten_dict(params)
         in_place = self.modules[type_].layout.size("fsdp", "pipeline") == 1
@@ -173,10 +203,16 @@ def _init(module: nn.Module, key: Array, *example: Any) -> Any:
 
 
 def stage_length(types: Sequence[str], stages: int) -> int:
-    """Returns the layers per pipeline stage with which all stages have the same sequence of types.
+    """Returns the number of layers per pipeline stage for which all stages have the same types.
 
-    types: of the layers that run. The last stages may be filled up. Raises InputError if some stage
-    would have to be filled up completely.
+    Layers of zeros fill up the last stages.
+
+    Args:
+        types: The types of the layers that run.
+        stages: The number of stages.
+
+    Raises:
+        InputError: Every such number would leave a stage without any layer.
     """
     count = len(types)
     shortest = -(-count // stages)
@@ -185,24 +221,37 @@ def stage_length(types: Sequence[str], stages: int) -> int:
         if repeats and -(-count // length) == -(-count // shortest):
             return length
     runs = [f"{len([*group])} {type_}" for type_, group in groupby(types)]
-    found = ", ".join(runs[:6]) + (", ..." if len(runs) > 6 else "")
+    sequence = ", ".join(runs[:6]) + (", ..." if len(runs) > 6 else "")
     raise InputError(
         f"--mesh_shape: {stages} pipeline stages cannot have the same sequence of layers: layers 0 "
-        f"to {count - 1} are {found}; choose another number of stages, or a mesh without the axis "
-        "pipeline"
+        f"to {count - 1} are {sequence}; choose another number of stages, or a mesh without the "
+        "axis pipeline"
     )
 
 
 def intermediate(out: dict[str, Any], name: str) -> Array | None:
-    """Returns one of a layer's intermediates by its dotted name; None if it has none so named."""
+    """Returns one of a layer's intermediates.
+
+    Args:
+        out: The intermediates of the layer.
+        name: The names of the modules and of the intermediate, with dots between them.
+
+    Returns:
+        The array; None if the layer has no such intermediate.
+    """
     value = flatten_dict(out, sep=".").get(name)
     return value() if callable(value) else value
 
 
 def rows_at_once(layout: Layout, rows: int, length: int) -> int:
-    """Returns how many rows of `length` tokens go through a layer together; it divides `rows`.
+    """Returns how many rows go through a layer together, a divisor of `rows`.
 
-    All rows do on anything but a single CPU device.
+    All rows do, except on a single CPU device.
+
+    Args:
+        layout: The mesh.
+        rows: The number of rows.
+        length: The tokens per row.
     """
     mesh = layout.mesh
     if mesh is None or mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
@@ -212,13 +261,15 @@ def rows_at_once(layout: Layout, rows: int, length: int) -> int:
 
 
 def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """Returns `layer`, run on a group of rows at a time where that is faster (see `rows_at_once`).
+    """Returns a layer that runs on a group of rows at a time, if that is faster.
 
-    At the end of the data, some groups are nothing but padding, and none of it is computed: they
-    keep their x, and their other arrays are zeros.
+    See `rows_at_once` for the size of a group. Groups of nothing but padding, as at the end of the
+    data, are not computed: they keep their x, and their other arrays are zeros.
 
-    layer: (x, rotary, segment_ids) -> (x, arrays (B, T, ...) that are not two-byte floating-point
-    numbers). module: gives the layout and the dtype.
+    Args:
+        layer: Maps (x, rotary, segment_ids) to (x, a pytree of arrays (B, T, ...) of dtypes other
+            than bfloat16 and float16).
+        module: The module of the layer, which has the layout and the dtype.
     """
 
     def compute(x: Array, *others: Any) -> Any:

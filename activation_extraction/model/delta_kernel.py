@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from activation_extraction.model.delta_net import CHUNK, inverse_length
-from activation_extraction.model.layers import einsum
+from activation_extraction.model.numerics import einsum
 
 TWO_CHUNKS = 2 * CHUNK  # tokens: as many as a TPU's register has lanes
 SUBLANES = 8  # rows of a float32 register: arrays cut at multiples of it stay in place

@@ -28,9 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from activation_extraction.model.layers import STREAM, Linear, Out, Weight, einsum, parameter
+from activation_extraction.model.layers import STREAM, Linear, Out
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import ModelConfig
+from activation_extraction.model.numerics import einsum
+from activation_extraction.model.parameters import Weight, parameter
 
 CHUNK = 64  # tokens
 EPSILON = 1e-6  # added to the squared length of queries and keys

@@ -21,8 +21,8 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import plain_url
 from activation_extraction.model.autoencoders import Autoencoder
 from activation_extraction.model.hooks import Hook, HookTable
-from activation_extraction.model.layers import einsum
 from activation_extraction.model.mesh import RULES, Layout
+from activation_extraction.model.numerics import einsum
 from activation_extraction.model.predictions import in_blocks, largest
 
 VALUES_OF_A_BLOCK = 2**25  # features of a block's tokens on each device: 134 MB of float32

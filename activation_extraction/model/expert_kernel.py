@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from activation_extraction.model.experts import LANES, Stacks, ragged_experts
-from activation_extraction.model.layers import einsum
+from activation_extraction.model.numerics import einsum
 
 SUBLANES = 8  # the height of a register
 ROWS = 128  # of a tile

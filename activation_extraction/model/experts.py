@@ -18,8 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from activation_extraction.model.layers import STREAM, StackedWeight, einsum, from_bits, to_bits
+from activation_extraction.model.layers import STREAM
 from activation_extraction.model.mesh import BOTH, Layout
+from activation_extraction.model.numerics import einsum, from_bits, to_bits
+from activation_extraction.model.parameters import StackedWeight
 
 TILE = 128  # rows
 LANES = 128  # the width of a TPU's registers

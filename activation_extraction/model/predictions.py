@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from activation_extraction.model.layers import einsum, from_bits, to_bits
 from activation_extraction.model.mesh import RULES, Layout
+from activation_extraction.model.numerics import einsum, from_bits, to_bits
 
 TOKENS_OF_A_BLOCK = 512  # of each device: 311 MB of logits with 151,936 tokens in the vocabulary
 OF_LOGITS = "batch", "sequence", "head_vocab"  # logical axes of the logits of a block

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 from activation_extraction.model.devices import CHIPS, Chip, at_dtype, chip_of
 from activation_extraction.model.encode import Encoder
-from activation_extraction.model.layers import ParamPath
 from activation_extraction.model.mesh import BOTH, RULES, Layout
+from activation_extraction.model.parameters import ParamPath
 from activation_extraction.model.predictions import TOKENS_OF_A_BLOCK
 from activation_extraction.model.weights import WeightSpec, WeightTable
 from qwen2_jax_with_hooks import HookedModel

@@ -23,8 +23,8 @@ from jax import lax
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.float8 import without_scales
-from activation_extraction.model.layers import ParamPath
 from activation_extraction.model.mesh import Layout
+from activation_extraction.model.parameters import ParamPath
 from activation_extraction.model.tensor_names import text_names
 from activation_extraction.model.weight_files import Index
 
