@@ -1,7 +1,8 @@
 """Attention over packed rows is causal, grouped-query and isolated by segments.
 
-Every function here has one signature, `Attention`, so the model takes any of them as a callable.
-`dense_attention` is the definition and materialises all scores; `blocked_attention` is for CPUs.
+All forms of attention have one signature, `Attention`, so that the model takes any of them.
+`dense_attention` is the definition and materialises all scores; `blocked_attention` is for CPUs;
+kernels.py and flash_kernel.py have the kernels of TPUs and GPUs.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, G = N / K, H head size.
 """
@@ -18,33 +19,41 @@ from activation_extraction.model.numerics import einsum, from_bits, to_bits
 
 
 class Segments(NamedTuple):
-    """The segments of queries (B, T) and keys (B, S).
+    """The segments of a row, which follow one another; padding, segment 0, comes last.
 
-    The segments of a row follow one another; padding, segment 0, comes last.
+    Attributes:
+        q: The segment of every query, (B, T) int32.
+        k: The segment of every key, (B, S) int32.
     """
 
     q: Array
     k: Array
 
 
-# (q BTNH, k BSKH, v BSKH, segments, first) -> BTNH in q's dtype. Query head n reads key/value head
-# n // (N / K). Scores are the products of q and k: q has been multiplied by H**-0.5 before it was
-# rounded. The queries are the T tokens of the row from `first` on (an int or a traced scalar), the
-# keys are the whole row. A token sees the tokens of its own segment up to itself; with the keyword
-# `window` (an int) it sees only the last `window` of them. The output of padding means nothing.
+# Maps (q BTNH, k BSKH, v BSKH, segments, first, window=None) to BTNH in the dtype of q.
+#
+# Query head n reads key/value head n // (N / K). Scores are the products of q and k, because q was
+# multiplied by H**-0.5 before it was rounded. The queries are T tokens of the row, from index
+# `first` (an int or a traced scalar); the keys are the whole row. A token sees the tokens of its
+# own segment up to itself; with a `window` (an int) only the last `window` of them. The output of
+# padding means nothing.
 Attention = Callable[..., Array]
 
 QUERY_BLOCK = 64
 KEY_BLOCK = 128
-MOST_LENGTHS = 32  # of spans of keys: the time to compile grows with it
+MOST_LENGTHS = 32  # lengths of spans of keys; the time to compile grows with their number
 
 
 def visible_keys(
     segments: Segments, first: int | Array, window: int | None = None, first_key: int | Array = 0
 ) -> Array:
-    """Returns the keys each query sees: (..., T) and (..., S) segments -> (..., T, S) bool.
+    """Returns which keys each query sees, (..., T, S) bool.
 
-    The queries and keys are those of their row from `first` and `first_key` on.
+    Args:
+        segments: The segments of the queries (..., T) and of the keys (..., S).
+        first: The index of the first query in its row.
+        window: The number of tokens that a token sees; None for all of its segment.
+        first_key: The index of the first key in its row.
     """
     queries = first + jnp.arange(segments.q.shape[-1])[:, None]
     keys = first_key + jnp.arange(segments.k.shape[-1])
@@ -61,7 +70,7 @@ def whole_blocks(x: Array, block: int, value: int = 0) -> Array:
 def dense_attention(
     q: Array, k: Array, v: Array, segments: Segments, first: int | Array, window: int | None = None
 ) -> Array:
-    """Computes all (T, S) scores at once; it is the reference for tests. See `Attention`."""
+    """Computes all (T, S) scores at once. It defines `Attention`, and tests compare with it."""
     seen = visible_keys(segments, first, window)
     out = einsum("BKGTS,BSKH->BTKGH", _probabilities(q, k, seen).astype(v.dtype), v)
     return out.reshape(q.shape).astype(q.dtype)
@@ -70,10 +79,13 @@ def dense_attention(
 def attention_pattern(
     q: Array, k: Array, v: Array, segments: Segments, first: int | Array, window: int | None = None
 ) -> Array:
-    """Returns how much each head of a token attends to its segment's tokens: (B, T, N, S), like q.
+    """Returns how much each head of a token attends to the tokens of its segment.
 
-    Column j belongs to the token at position j of the query's own segment, wherever in the row that
-    lies; tokens that the query does not see have 0. It takes what `Attention` takes and ignores v.
+    It has the signature of `Attention` and ignores v.
+
+    Returns:
+        (B, T, N, S) in the dtype of q. Column j belongs to the token at position j of the query's
+        segment, wherever the segment lies in the row. Tokens that the query does not see have 0.
     """
     seen = visible_keys(segments, first, window)
     pattern = jnp.moveaxis(_probabilities(q, k, seen), 3, 1)  # BTKGS
@@ -84,7 +96,13 @@ def attention_pattern(
 
 
 def _probabilities(q: Array, k: Array, seen: Array) -> Array:
-    """Returns the weight of every key for every query, BKGTS float32. seen: BTS."""
+    """Returns the weight of every key for every query, (B, K, G, T, S) float32.
+
+    Args:
+        q: The queries, (B, T, N, H).
+        k: The keys, (B, S, K, H).
+        seen: Which keys each query sees, (B, T, S) bool.
+    """
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = einsum("BTKGH,BSKH->BKGTS", grouped, k)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
@@ -94,12 +112,12 @@ def _probabilities(q: Array, k: Array, seen: Array) -> Array:
 def blocked_attention(
     q: Array, k: Array, v: Array, segments: Segments, first: int | Array, window: int | None = None
 ) -> Array:
-    """Computes blocks of queries, each with only the keys that it may see. See `Attention`.
+    """Computes `Attention` block by block of queries, with only the keys that a block may see.
 
-    This is for CPUs. The keys that a block may see form a span, which begins at its first segment
-    or at its first query's window and ends at its last query. One program is compiled for each of a
-    few lengths of the span, and each block runs the one it needs; blocks of nothing but padding run
-    none. Memory grows with T, not with T * S.
+    This is for CPUs. The keys that a block may see form a span, which begins at the first token of
+    its first segment, or at the window of its first query, and ends at its last query. One program
+    is compiled for each of a few lengths of the span, and each block runs the program that it
+    needs; blocks of nothing but padding run none. Memory grows with T, not with T * S.
     """
     batch, length, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -145,7 +163,19 @@ def blocked_attention(
 def _span_choices(
     segments: Segments, first: int | Array, sizes: list[int], window: int | None
 ) -> Array:
-    """Returns, row by row, which of `sizes` each block needs, counted from 1; 0 is for padding."""
+    """Returns for each block, row by row, the number of the length of span that it needs.
+
+    Args:
+        segments: The segments of the queries, whose number is a multiple of QUERY_BLOCK, and of the
+            keys.
+        first: The index of the first query in its row.
+        sizes: The lengths of spans.
+        window: The number of tokens that a token sees; None for all of its segment.
+
+    Returns:
+        Numbers of `sizes`, counted from 1, and 0 for blocks of nothing but padding: (blocks of all
+        rows,) int32.
+    """
     firsts = segments.q[:, ::QUERY_BLOCK, None]
     begins = jnp.argmax(segments.k[:, None, :] == firsts, axis=-1)
     ends = first + QUERY_BLOCK * jnp.arange(1, begins.shape[1] + 1)
@@ -157,9 +187,16 @@ def _span_choices(
 
 
 def _attend(q: Array, k: Array, v: Array, seen: Array) -> Array:
-    """Attends with (K, Q * G, H) queries to (K, S, H) keys and values; seen: (Q, S).
+    """Computes attention of one block of queries.
 
-    The result has the shape and dtype of q.
+    Args:
+        q: Q queries of G heads for each of K key/value heads, (K, Q * G, H).
+        k: The keys, (K, S, H).
+        v: The values, (K, S, H).
+        seen: Which keys each query sees, (Q, S) bool.
+
+    Returns:
+        An array with the shape and dtype of q.
     """
     scores = einsum("KQH,KSH->KQS", q, k)
     by_query = scores.reshape(len(k), len(seen), -1, k.shape[1])  # K, Q, G, S

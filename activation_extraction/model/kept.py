@@ -1,9 +1,11 @@
-"""Only the tokens that are kept leave the devices.
+"""If only some tokens are kept, only those leave the devices.
 
 A host marks the kept tokens of its rows before the step. Each of its devices then gathers the kept
-tokens of its own part of the rows, in pieces of one size, so one small program serves every batch:
-it runs as often as the device with the most kept tokens needs it. Devices of other hosts take no
-part.
+tokens of its part of the rows, in pieces of one size, so that one small program serves every batch:
+it runs as often as the device with the most kept tokens needs it. Devices of other hosts do not
+take part.
+
+Letters: B rows of this host, T tokens per row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +27,11 @@ PIECES = 16  # of each device if all its tokens are kept
 class Piece(NamedTuple):
     """Some kept tokens of every device of this host.
 
-    values: form -> (hooks, devices * tokens of a piece, width). rows: the tokens' rows in the
-    piece; indices: their indices among all kept tokens of the batch.
+    Attributes:
+        values: Form -> (hooks, devices * tokens of a piece, width).
+        rows: The index of every kept token on the second axis of the values. Other indices are
+            padding.
+        indices: The index of every kept token among all kept tokens of the batch.
     """
 
     values: dict[Form, Array]
@@ -35,13 +40,22 @@ class Piece(NamedTuple):
 
 
 class KeptTokens(NamedTuple):
-    """The kept tokens of a batch, on their way to the host."""
+    """The kept tokens of a batch, on their way to the host.
+
+    Attributes:
+        pieces: The pieces.
+        shapes: Form -> (hooks, kept tokens of the batch, width).
+    """
 
     pieces: list[Piece]
     shapes: dict[Form, tuple[int, int, int]]
 
     def receive(self) -> dict[Form, np.ndarray]:
-        """Returns {form: (hooks, kept tokens of the batch, width)}, row by row of the batch."""
+        """Copies the tokens to the host.
+
+        Returns:
+            Form -> (hooks, kept tokens of the batch, width), row by row of the batch.
+        """
         pieces = [(piece, jax.tree.map(to_host, piece.values)) for piece in self.pieces]
         shapes = self.shapes.items()
         received = {form: np.empty(shape, form.dtype) for form, shape in shapes}
@@ -57,9 +71,10 @@ class KeptTokens(NamedTuple):
 def take_kept(activations: Mapping[Form, Array], kept: np.ndarray) -> KeptTokens:
     """Starts to gather the kept tokens; does not wait for the devices.
 
-    activations: {form: (hooks, rows of all hosts, T, width)}, each device with other rows or with
-    another part of T.
-    kept: bool (B, T), of this host's rows.
+    Args:
+        activations: Form -> (hooks, rows of all hosts, T, width), of which each device has other
+            rows or another part of T.
+        kept: Which tokens of this host's rows are kept, (B, T) bool.
     """
     shards = {form: shards_of_host(array) for form, array in activations.items()}
     first = next(iter(shards.values()))
@@ -79,10 +94,15 @@ def take_kept(activations: Mapping[Form, Array], kept: np.ndarray) -> KeptTokens
 def _pieces(
     kept: np.ndarray, places: Sequence[tuple[slice, slice]]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yields the pieces of a batch. places: the rows and the tokens of a row that each device has.
+    """Yields the pieces of a batch.
 
-    A piece says which tokens each device gathers, int32 (devices, size), padded with zeros; rows
-    and indices are those of `Piece`.
+    Args:
+        kept: Which tokens of this host's rows are kept, (B, T) bool.
+        places: The rows, and the tokens of a row, that each device has.
+
+    Yields:
+        The numbers of the tokens that each device gathers from its part, (devices, size of a piece)
+        int32, padded with zeros; and `rows` and `indices` of the `Piece`.
     """
     indices = np.cumsum(kept).reshape(kept.shape) - 1
     tokens = [np.flatnonzero(kept[place]) for place in places]
@@ -109,7 +129,17 @@ def _one_array(mesh: Mesh, shards: list[Any]) -> Array:
 
 @partial(jax.jit, static_argnums=0)
 def take(mesh: Mesh, values: Array, tokens: Array) -> Array:
-    """Gathers tokens on devices: (hooks, B, T, width), (devices, size) -> (hooks, all, width)."""
+    """Gathers tokens on every device.
+
+    Args:
+        mesh: The devices of this host, with the axis "device".
+        values: (hooks, rows, tokens, width), each device with a part of the tokens.
+        tokens: The numbers of the tokens that each device gathers from its part, (devices, size of
+            a piece) int32.
+
+    Returns:
+        (hooks, devices * size of a piece, width).
+    """
 
     def local(values: Array, tokens: Array) -> Array:
         hooks, rows, length, width = values.shape

@@ -1,7 +1,8 @@
 """The kernels of attention, experts and the gated delta rule that each platform has.
 
 Splash attention on TPUs and flash attention on GPUs work on blocks that stay on the chip, so that
-no scores reach its memory. None of the kernels rounds float32. trial.py decides which a run uses.
+no scores reach its memory. None of the kernels rounds float32. trial.py decides which kernels a run
+uses.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
 """
@@ -34,7 +35,13 @@ MOST_IN_BLOCK = 1024  # bytes of one number of each query or key: 512 in bfloat1
 
 
 class Kernels(NamedTuple):
-    """The functions of which each platform has its own form."""
+    """The functions of which each platform has its own kernels.
+
+    Attributes:
+        attention: See `Attention` in attention.py.
+        experts: See `ExpertSum` in experts.py.
+        delta_rule: See `DeltaRule` in delta_net.py.
+    """
 
     attention: Attention = blocked_attention
     experts: ExpertSum = tiled_experts
@@ -50,10 +57,13 @@ def splash_attention(
     window: int | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Computes Pallas splash attention on TPUs. See `Attention`; `interpret` is for tests.
+    """Computes attention on TPUs, with Pallas's splash attention.
 
-    The kernel must know when compiling where the queries begin: a traced `first` has to be a
-    multiple of T, and each of its values becomes a branch of its own.
+    The kernel is compiled for a fixed first query. So a traced `first` has to be a multiple of T,
+    and each of its values becomes a branch of its own. See `Attention` for the other arguments.
+
+    Args:
+        interpret: Whether Pallas interprets the kernel, for tests on CPUs.
     """
     length, keys = q.shape[1], k.shape[1]
     q, k, v = (whole_blocks(x, LANES) for x in (q, k, v))
@@ -89,10 +99,11 @@ def _largest_block(length: int, dtype: Any) -> int:
     return max(size for size in range(LANES, most + 1, LANES) if length % size == 0)
 
 
-# Field of `Kernels` -> its candidates by name, in the order of preference.
+# Field of `Kernels` -> name -> function, in the order of preference.
 Candidates = Mapping[str, Mapping[str, Callable[..., Array]]]
-# What works on every platform comes last; FASTER is what some platforms have before it.
+# Field of `Kernels` -> the name of its default, which works on every platform and comes last.
 PLAIN = {"attention": "blocked", "experts": "tiled", "delta_rule": "chunked"}
+# Platform -> the kernels that are preferred to the defaults.
 FASTER: Mapping[str, Candidates] = {
     "cpu": {},
     "tpu": {
@@ -105,7 +116,11 @@ FASTER: Mapping[str, Candidates] = {
 
 
 def candidates_for(platform: str) -> Candidates:
-    """Returns the candidates of a platform. Raises InputError for a platform that has none."""
+    """Returns the kernels that a platform may use.
+
+    Raises:
+        InputError: The platform is not supported.
+    """
     faster = FASTER.get("gpu" if platform in ("cuda", "rocm") else platform)
     if faster is None:
         raise InputError(f"JAX runs on the platform {platform!r}: expected cpu, gpu or tpu")

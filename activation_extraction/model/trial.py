@@ -1,7 +1,7 @@
-"""Trials decide which kernels a run uses: the first ones whose numbers are right.
+"""Trials decide which kernels a run uses: the first candidates whose numbers are right.
 
-Before a run loads its weights, each candidate of the platform computes what its definition says at
-a few small sizes, of those that one device has in the run.
+Before a run loads its weights, each candidate of the platform (kernels.py) computes small inputs,
+with sizes that one device has in the run, and is compared with the definition.
 """
 
 import math
@@ -24,22 +24,25 @@ from activation_extraction.model.experts import Stacks, one_expert_after_the_oth
 from activation_extraction.model.kernels import candidates_for
 from activation_extraction.model.mesh import Layout
 
-# This bounds `largest_error`: of any token's value in any head, and of what an expert gives it.
-# bfloat16 rounds two factors by at most 2**-9 each, which adds up to less than 2**-7. float32 sums
-# of some hundred products are good to 2**-18; products of TF32 or bfloat16 are not good to 2**-14.
-# One key too many or too few among n changes a value by about 0.4 * n**-0.5, which is 2**-5 for the
-# segments of a trial.
+# Dtype -> the largest `largest_error` that is allowed, of any token's value in any head, and of any
+# token's sum of experts. bfloat16 rounds two factors by at most 2**-9 each, which adds up to less
+# than 2**-7. float32 sums of some hundred products are accurate to 2**-18; products of TF32 or
+# bfloat16 are not accurate to 2**-14. One key too many or too few among n changes a value by about
+# 0.4 * n**-0.5, which is 2**-5 for the segments of a trial.
 TOLERANCE = {"bfloat16": 2.0**-6, "float32": 2.0**-15}
-ALIKE_MODULO = 128  # kernels treat rows alike if their lengths are the same modulo this
+ALIKE_MODULO = 128  # kernels treat rows alike if their lengths are equal modulo this number
 MOST_EXPERTS, MOST_KEY_HEADS = 4, 2  # in a trial
-DELTA_TOKENS = 300  # of each row of a delta rule: several chunks, the last one not whole
+DELTA_TOKENS = 300  # tokens per row of a delta rule: several chunks, the last one not whole
 
 
 class Trial(NamedTuple):
-    """A computation that a candidate does as its definition does.
+    """A computation in which a candidate is compared with its definition.
 
-    arguments: those of both; the definition gets floating-point arrays in float32. Whole numbers
-    among them are known when compiling. counts: which rows of the result count, bool.
+    Attributes:
+        definition: The function that defines the result.
+        arguments: The arguments of the candidate and of the definition, which gets floating-point
+            arrays in float32. Integers among them are fixed when the candidate is compiled.
+        counts: Which rows of the result count, bool.
     """
 
     definition: Callable[..., Any]
@@ -49,7 +52,13 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel that a run uses. passed_over: name -> why an earlier candidate is not used."""
+    """The kernel that a run uses.
+
+    Attributes:
+        name: The name of the kernel.
+        function: The kernel.
+        passed_over: Name of an earlier candidate -> the reason why it is not used.
+    """
 
     name: str
     function: Callable[..., Array]
@@ -60,18 +69,28 @@ class Choice:
 
 
 def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> dict[str, Choice]:
-    """Returns the kernels of the run by fields of `Kernels`; logs the outcome.
+    """Returns the kernels of the run by fields of `Kernels`, and logs the outcome.
 
-    Every host tries them on a device of its own. length: tokens per row.
+    Every host tries them on one of its devices.
+
+    Args:
+        config: The configuration of the model.
+        layout: The mesh.
+        length: The tokens per row.
+        dtype: The dtype of the computation.
+
+    Raises:
+        RunError: All candidates of a kind compute wrong numbers on this device.
     """
     trials = {"attention": partial(attention_trials, config, layout, length, dtype)}
     if config.experts is not None:
         trials["experts"] = partial(expert_trials, config, layout, dtype)
     if config.delta is not None:
         trials["delta_rule"] = partial(delta_trials, config, layout, dtype)
-    candidates, most = candidates_for(jax.default_backend()), TOLERANCE[dtype.name]
+    candidates = candidates_for(jax.default_backend())
+    tolerance = TOLERANCE[dtype.name]
     return {
-        kind: choose_kernel(kind, candidates[kind], of_kind, most)
+        kind: choose_kernel(kind, candidates[kind], of_kind, tolerance)
         for kind, of_kind in trials.items()
     }
 
@@ -80,12 +99,20 @@ def choose_kernel(
     kind: str,
     candidates: Mapping[str, Callable[..., Array]],
     trials: Callable[[], Iterable[Trial]],
-    most: float,
+    tolerance: float,
 ) -> Choice:
-    """Returns the first candidate whose error on this process's first device is at most `most`.
+    """Returns the first candidate that is accurate on the first device of this process.
 
-    A single candidate, as on the CPU, is not tried. Raises RunError if none of several is right,
-    since the device then computes wrongly.
+    A single candidate, as on the CPU, is not tried.
+
+    Args:
+        kind: The field of `Kernels`, for messages.
+        candidates: Name -> function, in the order of preference.
+        trials: Returns the trials.
+        tolerance: The largest `largest_error` that is allowed.
+
+    Raises:
+        RunError: None of several candidates is accurate, so the device computes wrong numbers.
     """
     passed_over: dict[str, str] = {}
     for name, candidate in candidates.items():
@@ -94,10 +121,10 @@ def choose_kernel(
         try:
             with jax.default_device(jax.local_devices()[0]):
                 error = largest_error(candidate, trials())
-            if error <= most:
+            if error <= tolerance:
                 log.info("%s: %s, which agrees with its definition on this device", kind, name)
                 return Choice(name, candidate, passed_over)
-            why = f"it differs from the definition by {error:.2g} (allowed: {most:.2g})"
+            why = f"it differs from the definition by {error:.2g} (allowed: {tolerance:.2g})"
         except Exception as failure:  # a kernel or its compiler may raise anything
             why = f"it fails: {one_line(failure):.300}"
         passed_over[name] = why
@@ -107,18 +134,19 @@ def choose_kernel(
 
 
 def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> float:
-    """Returns the largest error of any row that counts: the norm of its difference to the
-    definition in float32, over the norm of that.
+    """Returns the largest relative error of any row that counts.
 
-    The definition is computed on the CPU, if JAX has it: a GPU's compiler would try many programs
-    for each of its products first.
+    The relative error is the norm of the difference between the candidate's row and the row that
+    the definition computes in float32, divided by the norm of the latter. The definition is
+    computed on the CPU, if JAX has it: a GPU's compiler would try many programs for each of its
+    products first.
     """
     errors, device = [], jax.local_devices()[0]
     with suppress(RuntimeError):  # JAX_PLATFORMS leaves it out
         device = jax.local_devices(backend="cpu")[0]
     for definition, arguments, counts in trials:
-        known = [number for number, each in enumerate(arguments) if isinstance(each, int)]
-        computed = jax.jit(candidate, static_argnums=known)(*arguments)
+        fixed = [number for number, x in enumerate(arguments) if isinstance(x, int)]
+        computed = jax.jit(candidate, static_argnums=fixed)(*arguments)
         with jax.default_device(device):
             exact = definition(*jax.tree.map(partial(_exactly, device), arguments))
         rows, right = (np.asarray(x)[np.asarray(counts)].astype(float) for x in (computed, exact))
@@ -136,11 +164,11 @@ def _exactly(device: jax.Device, x: Any) -> Any:
 
 
 def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> Iterator[Trial]:
-    """Yields trials for an `Attention`: every device's queries, where devices share those of a row;
-    with and without the window, if there is one.
+    """Yields trials of attention, with and without the window if the model has one.
 
-    Rows become shorter ones that kernels treat alike, and a window so short that it hides
-    something.
+    If devices share the queries of a row, there is a trial for the queries of every device. Rows
+    are shortened to a length that kernels treat alike, and the window so far that it hides some
+    keys. See `try_kernels` for the arguments.
     """
     parts, model = layout.size("query"), layout.size("model")
     queries = length // parts
@@ -156,15 +184,19 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
         windows.append((min(config.sliding_window, max(keys // 6, 1)),))
     for window in windows:
         for first in range(0, keys, queries):
-            own = slice(first, first + queries)
+            of_device = slice(first, first + queries)
             first_query = first if parts == 1 else jnp.int32(first)
-            arrays = q[:, own], k, v, Segments(segments[:, own], segments)
-            yield Trial(dense_attention, (*arrays, first_query, *window), segments[:, own] > 0)
+            arrays = q[:, of_device], k, v, Segments(segments[:, of_device], segments)
+            arguments = (*arrays, first_query, *window)
+            yield Trial(dense_attention, arguments, segments[:, of_device] > 0)
 
 
 def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
-    """Yields a trial for an `ExpertSum`, of the second of two layers: one expert has no rows, some
-    have several tiles, and some tokens have no expert."""
+    """Yields a trial of experts, in the second of two layers.
+
+    One expert has no rows, some experts have several tiles, and some tokens have no expert. See
+    `try_kernels` for the arguments.
+    """
     sizes = config.experts.count, config.hidden_size, config.experts.width
     experts, hidden, width = layout.shard_shape(("experts", "hidden", "mlp"), sizes)
     rng, experts = np.random.default_rng(0), min(experts, MOST_EXPERTS)
@@ -182,12 +214,16 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
 
 
 def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
-    """Yields a trial for a `DeltaRule`: rows that end within chunks, heads that forget at different
-    speeds."""
+    """Yields a trial of the gated delta rule.
+
+    Rows end within chunks, and heads forget at different speeds. See `try_kernels` for the
+    arguments.
+    """
     delta, segments = config.delta, _segments(DELTA_TOKENS)
     (key_heads,) = layout.shard_shape(("key_heads",), (delta.key_heads,))
     heads, rng = (min(key_heads, MOST_KEY_HEADS), delta.values_per_key), np.random.default_rng(0)
-    normal, exact = (partial(_normal, rng, each, *segments.shape) for each in (dtype, jnp.float32))
+    normal = partial(_normal, rng, dtype, *segments.shape)
+    exact = partial(_normal, rng, jnp.float32, *segments.shape)
     q, k = (normal(heads[0], delta.key_size) for _ in range(2))
     v = normal(*heads, delta.value_size)
     slopes = np.geomspace(0.01, 1, math.prod(heads), dtype=np.float32).reshape(heads)

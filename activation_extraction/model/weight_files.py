@@ -40,7 +40,7 @@ class WeightFile(ABC):
         name: The name of the file, without folders.
         where: The path or URL of the file, for messages.
         size: The size of the file in bytes.
-        at_once: How many values of a tensor are to be asked for at a time.
+        at_once: How many values of a tensor should be read at a time.
     """
 
     name: str
@@ -144,11 +144,16 @@ class RemoteFile(WeightFile):
 def ranges_of(
     entry: Tensor, bounds: Sequence[tuple[int, int]]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Returns the ranges of bytes to read for a part of a tensor, and the axis they run along.
+    """Returns the ranges of bytes to read for a part of a tensor.
 
-    bounds: (start, stop) of every axis. There is one range for each index of the axes before that
-    axis; axes after it are whole in it, because the bytes between shorter ranges are downloaded
-    faster than they could be left out by separate requests.
+    Args:
+        entry: The tensor.
+        bounds: (start, stop) of every axis.
+
+    Returns:
+        The axis that the ranges run along, and the (start, stop) of every range. There is one range
+        for each index of the axes before this axis. The axes after it are read whole, because
+        reading the bytes between shorter ranges takes less time than more requests.
     """
     sizes = [entry.dtype.itemsize * math.prod(entry.shape[k + 1 :]) for k in range(len(bounds))]
     lengths = [stop - start for start, stop in bounds]

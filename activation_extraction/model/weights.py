@@ -1,8 +1,9 @@
-"""This module makes parameters from checkpoint tensors and puts them into their shards.
+"""Parameters are made from the tensors of a checkpoint, straight into their shards.
 
-`WeightSpec` says how one parameter is made; `load_params` puts every parameter straight into its
-shards, reading only the parts of the files that they need. The model (qwen2_jax.py) says which
-parameters exist, and checkpoint.py where the files are.
+`WeightSpec` says how one parameter is made. `check_tensors` compares all of them with the
+checkpoint before anything is read, and `load_params` reads them: only the parts of the files that
+the devices of this host need. qwen2_jax.py says which parameters exist, and checkpoint.py reads
+tensors.
 """
 
 import dataclasses
@@ -29,19 +30,23 @@ from activation_extraction.model.tensor_names import text_names
 from activation_extraction.model.weight_files import Index
 
 WEIGHT_READERS = 3  # threads that read, and tensors in flight
-TRANSPOSED_ROWS = 16  # at a time, so that what is read and written stays in a core's caches
-BUFFER_ALIGNMENT = 64  # XLA's buffers are aligned to so many bytes
+TRANSPOSED_ROWS = 16  # rows transposed at a time, so that they stay in a core's caches
+BUFFER_ALIGNMENT = 64  # bytes to which XLA's buffers are aligned
 
+# Maps the name of a tensor, and a slice for every axis, to that part of the tensor.
 ReadTensor = Callable[[str, Index], np.ndarray]
 
 
 class TensorSlice(NamedTuple):
-    """The slice of a checkpoint tensor that is one parameter, where several share a tensor.
+    """The slice of a tensor that is one parameter, where several parameters share a tensor.
 
-    axis: the tensor's axis along which it is split; start: where the slice begins on this axis;
-    total: the tensor's size along it. per_head: whether the axis has one head after the other, each
-    with such a slice: then start and total are those of one head, and the first axis of the
-    parameter that is not stacked counts the heads.
+    Attributes:
+        axis: The axis of the tensor along which the parameters share it.
+        start: The index on this axis at which the slice begins.
+        total: The size of the tensor along this axis.
+        per_head: Whether the axis has one head after the other, and every head has such a slice.
+            Then `start` and `total` are those of one head, and the first axis of the parameter that
+            is not stacked counts the heads.
     """
 
     axis: int
@@ -52,13 +57,21 @@ class TensorSlice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
-    """A parameter: its shape, a logical axis for each dimension, and its checkpoint tensors.
+    """A parameter and the tensors of the checkpoint that it is made of.
 
-    stacked: along how many of the first axes ("layers", "experts") the parameter is a stack of
-    tensors, whose names come in this order. Layers that the checkpoint does not have are zeros: a
-    block of zeros changes nothing. tensor_slice: None for a parameter that has its tensors to
-    itself. The checkpoint keeps (heads, head_dim) as one flat dimension, and the last two axes of
-    experts in reverse order unless `input_first`.
+    A checkpoint stores (heads, head_dim) as one flat dimension.
+
+    Attributes:
+        shape: The shape of the parameter.
+        axes: The logical axis of every dimension.
+        hf_names: The names of the tensors, in the order of the stack. Layers that the checkpoint
+            does not have are zeros, because a layer of zeros changes nothing.
+        stacked: The number of first axes ("layers", "experts") along which the parameter is a stack
+            of tensors.
+        tensor_slice: The slice of each tensor that belongs to the parameter; None for whole
+            tensors.
+        input_first: Whether the tensors of experts have the input axis before the output axis, as
+            the parameter has. Otherwise their last two axes are in reverse order.
     """
 
     shape: tuple[int, ...]
@@ -70,11 +83,12 @@ class WeightSpec:
 
     @property
     def reverses_axes(self) -> bool:
-        """Returns whether the last two axes of the tensors are the parameter's in reverse order."""
+        """Returns whether the last two axes of the tensors are in reverse order."""
         return "experts" in self.axes and not self.input_first
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
+        """Returns the shape of each tensor."""
         bounds = self._bounds([*map(range, self.shape[self.stacked :])])
         sizes = [stop - start for start, stop in bounds]
         if (part := self.tensor_slice) is not None:
@@ -82,8 +96,12 @@ class WeightSpec:
         return tuple(sizes)
 
     def _bounds(self, ranges: Sequence[range]) -> list[tuple[int, int]]:
-        """Returns (start, stop) of every axis of a tensor, for ranges of the axes that are not
-        stacked; RULES never split a head_dim. For a slice per head they are of one head."""
+        """Returns (start, stop) of every axis of a tensor, for a part of the parameter.
+
+        Args:
+            ranges: The range of every axis of the parameter that is not stacked. With a slice per
+                head, the part is of one head. RULES never split a head_dim.
+        """
         bounds: list[tuple[int, int]] = []
         axes, sizes = self.axes[self.stacked :], self.shape[self.stacked :]
         for axis, size, chosen in zip(axes, sizes, ranges, strict=True):
@@ -102,7 +120,16 @@ class WeightSpec:
         return bounds
 
     def check(self, name: str, shape: tuple[int, ...] | None, source: str) -> None:
-        """Raises InputError for a tensor that is missing (shape None) or has another shape."""
+        """Checks that a tensor exists and has the shape that the parameter needs.
+
+        Args:
+            name: The name of the tensor.
+            shape: Its shape; None if it is missing.
+            source: The file, for the message.
+
+        Raises:
+            InputError: The tensor is missing or has another shape.
+        """
         if shape is None:
             raise InputError(f"{source}: tensor {name} is missing")
         if tuple(shape) != self.hf_shape:
@@ -114,11 +141,14 @@ class WeightSpec:
     def read_slice(
         self, read: ReadTensor, dtype: Any, ranges: Sequence[range], at_once: int = sys.maxsize
     ) -> np.ndarray:
-        """Returns part of the parameter, given by a range of every axis, as a new array of `dtype`.
+        """Returns a part of the parameter as a new array; every value is copied once.
 
-        `read(name, index)` returns part of a checkpoint tensor. Each value is copied once, straight
-        to where it belongs. at_once: about how many values of a tensor are read at a time, since
-        they may take more memory until they are rounded; an expert's are not split.
+        Args:
+            read: Returns a part of a tensor.
+            dtype: The dtype of the result.
+            ranges: The range of every axis of the parameter.
+            at_once: About how many values of a tensor are read at a time, since they may take more
+                memory until they are rounded. The tensors of experts are read whole.
         """
         values = _aligned([*map(len, ranges)], dtype)
         axis = self.stacked
@@ -132,7 +162,7 @@ class WeightSpec:
         return values
 
     def _fill(self, values: np.ndarray, read: ReadTensor, ranges: Sequence[range]) -> None:
-        """Reads part of the parameter, given by a range of every axis, into an array."""
+        """Reads a part of the parameter into an array. See `read_slice` for the arguments."""
         outer, inner = ranges[: self.stacked], [*ranges[self.stacked :]]
         heads = inner[0]
         per_head = self.tensor_slice is not None and self.tensor_slice.per_head
@@ -159,7 +189,7 @@ WeightTable = dict[ParamPath, WeightSpec]  # of all parameters of a model
 
 
 def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Returns an empty array, aligned so that XLA on the CPU takes it over without copying it."""
+    """Returns an empty array whose alignment lets XLA on the CPU use it without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + BUFFER_ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % BUFFER_ALIGNMENT
@@ -169,11 +199,15 @@ def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
 def oriented(
     table: Mapping[ParamPath, WeightSpec], shape_of: Callable[[str], tuple[int, ...]]
 ) -> WeightTable:
-    """Returns the table for fused experts as the checkpoint has them.
+    """Returns the table with the orientation that fused experts have in the checkpoint.
 
-    Their input axis is last in what transformers saves, as in any linear layer, and first in the
-    released Qwen3-VL models. Shapes tell, which `shape_of(name)` returns: gate_up_proj is square if
-    D = 2 M, and down_proj if D = M, but never both.
+    Their input axis is last in the files that transformers saves, as in any linear layer, and first
+    in the released Qwen3-VL models. The shapes show which it is: gate_up_proj is square if D = 2 M,
+    and down_proj if D = M, but never both.
+
+    Args:
+        table: Path of a parameter -> how it is made, for experts whose input axis is last.
+        shape_of: Returns the shape of a tensor of the checkpoint.
     """
     fused = {path: spec for path, spec in table.items() if "experts" in spec.axes[spec.stacked :]}
     turned = dict(fused)
@@ -189,11 +223,16 @@ def oriented(
 
 
 def check_tensors(checkpoint: Checkpoint, table: Iterable[WeightSpec], known: set[str]) -> None:
-    """Compares the checkpoint's headers with what the model needs, before anything is read.
+    """Compares the headers of the checkpoint with the parameters, before anything is read.
 
-    table: the parameters to load; known: every tensor name that the architecture has. Raises
-    InputError for missing, unknown, misshapen or non-float tensors, and for scales of float8 that
-    are missing or do not fit.
+    Args:
+        checkpoint: The checkpoint.
+        table: The parameters to load.
+        known: All names that tensors of this model may have.
+
+    Raises:
+        InputError: A tensor is missing, unknown, of another shape or of a type that is not read, or
+            scales of float8 are missing or do not fit.
     """
     for spec in table:
         for name in spec.hf_names:
@@ -221,11 +260,21 @@ def load_params(
 ) -> dict[str, Any]:
     """Reads every parameter straight into its shards, layer by layer (of all stages at once).
 
-    They come in the order of the files, which are thus read from beginning to end. A process reads
-    only the parts that its devices hold, each once, with several threads. Besides these parts it
-    holds those of WEIGHT_READERS tensors (of every stage that it takes part in) and no more.
-    as_bits: whether a 2-byte `dtype` is returned as uint16. `progress` is called with the bytes of
-    each part. Returns the nested dict.
+    Parameters are read in the order of the files, which are thus read from beginning to end. A
+    process reads only the parts that its devices hold, each part once, with several threads. Beside
+    these parts, its memory holds those of at most WEIGHT_READERS tensors (of every stage that it
+    takes part in).
+
+    Args:
+        table: Path of a parameter -> how it is made.
+        checkpoint: The checkpoint.
+        dtype: The dtype of the parameters.
+        layout: The mesh.
+        as_bits: Whether parameters of a two-byte dtype are returned as uint16.
+        progress: Called with the number of bytes of each part that was read.
+
+    Returns:
+        The parameters as a nested dict.
     """
     stages, loaded_dtype = layout.size("pipeline"), np.uint16 if as_bits else dtype
     stacks = {path: spec for path, spec in table.items() if spec.axes[0] == "layers"}
@@ -235,14 +284,14 @@ def load_params(
 
     shardings = {path: layout.sharding(spec.axes, spec.shape) for path, spec in stacks.items()}
     params = jax.jit(empty, out_shardings=shardings)()
-    # A job is a parameter, and the number of a layer of each stage if it has layers.
+    # A job is the path of a parameter, and if it has layers, the number of a layer of each stage.
     jobs: list[tuple[ParamPath, int | None]] = []
     for path, spec in table.items():
         layers = range(spec.shape[0] // stages)
         jobs += [(path, k) for k in layers] if path in stacks else [(path, None)]
 
     def position(job: tuple[ParamPath, int | None]) -> tuple[bool, str, int]:
-        """Returns where the first tensor of a job begins, to sort by; layers of zeros come last."""
+        """Returns the sort key of a job: where its first tensor begins. Zeros come last."""
         spec, k = table[job[0]], job[1] or 0
         names = spec.hf_names[k * math.prod(spec.shape[1 : spec.stacked]) :]
         if not names:
@@ -258,7 +307,7 @@ def load_params(
             axes = ("stage", *axes[1:])
             ranges[0] = range(k, spec.shape[0], spec.shape[0] // stages)
         read = functools.partial(checkpoint.read, dtype=dtype)
-        slices: dict[str, np.ndarray] = {}  # one for all devices that hold the same
+        slices: dict[str, np.ndarray] = {}  # devices that hold the same slice share it
 
         def slice_at(index: Index | None) -> np.ndarray:
             key = str(index)
@@ -289,7 +338,7 @@ def load_params(
 def _ahead(
     pool: ThreadPoolExecutor, load: Callable[..., jax.Array], jobs: Iterable[tuple[Any, ...]]
 ) -> Iterator[jax.Array]:
-    """Yields `load(*job)` of every job, in order; at most WEIGHT_READERS are alive at a time."""
+    """Yields `load(*job)` of every job, in order; at most WEIGHT_READERS results live at once."""
     pending: deque[Future[jax.Array]] = deque()
     for job in jobs:
         pending.append(pool.submit(load, *job))
@@ -301,6 +350,12 @@ def _ahead(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put_layer(stack: jax.Array, row: jax.Array, k: jax.Array) -> jax.Array:
-    """Writes layer k of every stage; row: (stages, ...)."""
+    """Writes layer k of every stage into a stack (layers, ...).
+
+    Args:
+        stack: The layers of all stages.
+        row: The new values, (stages, ...).
+        k: The number of the layer in its stage.
+    """
     stages = stack.reshape(row.shape[0], -1, *row.shape[1:])
     return lax.dynamic_update_index_in_dim(stages, row, k, axis=1).reshape(stack.shape)
