@@ -80,7 +80,7 @@ def take_kept(activations: Mapping[Form, Array], kept: np.ndarray) -> KeptTokens
     first = next(iter(shards.values()))
     mesh = Mesh(np.array([shard.device for shard in first]), ("device",))
     split = NamedSharding(mesh, PartitionSpec("device"))
-    local = {form: _one_array(mesh, own) for form, own in shards.items()}
+    local = {form: _one_array(mesh, of_form) for form, of_form in shards.items()}
     pieces = []
     for tokens, rows, indices in _pieces(kept, rows_and_tokens(first)):
         put = jax.device_put(tokens, split)

@@ -99,13 +99,17 @@ class LoraAdapter:
         self._base = base
         self._config = read_json(self.files.file(ADAPTER.config))
         for name, allowed in ALLOWED.items():
-            if (found := self._config.get(name)) not in allowed:
-                what = f"{ADAPTER.config}: {name} {found!r}"
-                raise InputError(f"{self.files.where}: {what} is not supported; merge it with PEFT")
+            if (value := self._config.get(name)) not in allowed:
+                raise InputError(
+                    f"{self.files.where}: {ADAPTER.config}: {name} {value!r} is not supported; "
+                    "merge it with PEFT"
+                )
         for name in BOOLEANS:
-            if type(found := self._config.get(name)) not in (bool, type(None)):
-                what = f"{ADAPTER.config}: {name} is {found!r}"
-                raise InputError(f"{self.files.where}: {what}, expected true or false")
+            if type(value := self._config.get(name)) not in (bool, type(None)):
+                raise InputError(
+                    f"{self.files.where}: {ADAPTER.config}: {name} is {value!r}, expected true or "
+                    "false"
+                )
         self._file = self.files.open_weights(ADAPTER.weights)
         self._shapes = {key: tensor.shape for key, tensor in self._file.tensors.items()}
         for key, tensor in self._file.tensors.items():
@@ -316,18 +320,22 @@ class LoraAdapter:
         """
         where, numbers = f"{self.files.where}: {ADAPTER.config}", []
         for usual, name in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+            number: Any = self._config.get(usual)
             try:
                 patterns = (self._config.get(name) or {}).items()
-                found = [v for k, v in patterns if re.match(rf"(.*\.)?({k})$", path)]
+                matching = [
+                    value for pattern, value in patterns if re.match(rf"(.*\.)?({pattern})$", path)
+                ]
             except (AttributeError, re.error) as error:
                 raise InputError(f"{where}: {name}: {error}") from error
-            number = (found or [self._config.get(usual)])[0]
+            if matching:
+                number = matching[0]
             if type(number) not in (int, float) or not abs(number) < 1e9:
                 raise InputError(f"{where}: {usual} of {path} is {number!r}, expected a number")
             numbers.append(number)
-        said, alpha = numbers
-        if said != rank:
-            raise self._error(key, f"has rank {rank:g}, {ADAPTER.config} says {said:g}")
+        stated_rank, alpha = numbers
+        if stated_rank != rank:
+            raise self._error(key, f"has rank {rank:g}, {ADAPTER.config} says {stated_rank:g}")
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _shape(self, tensor: str) -> tuple[int, ...]:
@@ -335,14 +343,14 @@ class LoraAdapter:
         return self._base.place(tensor)[1].shape if tensor in self._base.tensors else ()
 
     def _check_shape(self, key: str, expected: tuple[int, ...]) -> None:
-        if (found := self._shapes[key]) != expected:
-            why = f"has shape {found}, expected {expected}"
+        if (shape := self._shapes[key]) != expected:
+            why = f"has shape {shape}, expected {expected}"
             if re.search(r"\b(embed_tokens|lm_head)\b", key):
                 why += "; if the vocabulary was resized for training, give the base of that size"
             raise self._error(key, why)
 
-    def _check_new(self, key: str, tensor: str, known: Collection[str]) -> None:
-        if tensor in known:
+    def _check_new(self, key: str, tensor: str, changed: Collection[str]) -> None:
+        if tensor in changed:
             raise self._error(key, f"changes {tensor}, which another key has changed")
 
     def _error(self, key: str, why: str) -> InputError:

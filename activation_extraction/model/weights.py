@@ -222,13 +222,13 @@ def oriented(
     return {**table, **turned} if fits(turned) and not fits(fused) else {**table}
 
 
-def check_tensors(checkpoint: Checkpoint, table: Iterable[WeightSpec], known: set[str]) -> None:
+def check_tensors(checkpoint: Checkpoint, table: Iterable[WeightSpec], allowed: set[str]) -> None:
     """Compares the headers of the checkpoint with the parameters, before anything is read.
 
     Args:
         checkpoint: The checkpoint.
         table: The parameters to load.
-        known: All names that tensors of this model may have.
+        allowed: All names that tensors of this model may have.
 
     Raises:
         InputError: A tensor is missing, unknown, of another shape or of a type that is not read, or
@@ -243,7 +243,7 @@ def check_tensors(checkpoint: Checkpoint, table: Iterable[WeightSpec], known: se
     for file in checkpoint.weight_files:  # they may hold more than the index says
         names.update(text_names(file.tensors, file.where))
     where = checkpoint.where
-    if unknown := sorted(without_scales(names, where) - known):
+    if unknown := sorted(without_scales(names, where) - allowed):
         raise InputError(
             f"{where}: tensor {unknown[0]} is unknown to this model"
             + (f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else "")
