@@ -1,11 +1,12 @@
 """Experts are many small MLPs in a layer; every token goes through a few of them.
 
 No token is dropped, so the result for a token does not depend on its neighbours. Each platform has
-its own way to compute the sum of a token's experts: see `ExpertSum`. Most of them sort the rows of
-all tokens by expert; each product then consists of many small ones, of each expert's rows with its
-weights.
+its own way to compute the sum of a token's experts; all have the signature `ExpertSum`. Most of
+them sort the rows of all tokens by expert, so that a product consists of many small ones, of the
+rows of an expert with its weights.
 
-The letters are those of qwen2_jax.py: X experts of a token; n rows, which are T * X.
+The letters are those of qwen2_jax.py, for example X experts of a token; and n rows, which are
+T * X.
 """
 
 import math
@@ -28,31 +29,44 @@ LANES = 128  # the width of a TPU's registers
 
 
 class Stacks(NamedTuple):
-    """The weights of the experts of all layers, and the layer whose experts are meant."""
+    """The weights of the experts of all layers, and the number of one layer.
 
-    layer: Array  # () int32
-    gate: Array  # (L, E, D, M)
-    up: Array  # (L, E, D, M)
-    down: Array  # (L, E, M, D)
+    Attributes:
+        layer: The number of the layer whose experts are used, () int32.
+        gate: (L, E, D, M).
+        up: (L, E, D, M).
+        down: (L, E, M, D).
+    """
+
+    layer: Array
+    gate: Array
+    up: Array
+    down: Array
 
 
-# (x (T, D), weights (T, X) float32, chosen (T, X) int32, stacks, parts=1) -> (T, D) float32: the
-# weighted sum of what each token's experts of this layer give. Numbers outside 0..E-1 give nothing
-# and cost nothing. The sums of so many equal parts of the tokens are computed one after the other,
-# so that the first ones may leave early.
+# Maps (x (T, D), weights (T, X) float32, chosen (T, X) int32, stacks, parts=1) to (T, D) float32,
+# the weighted sum of the results of every token's experts. Numbers of experts outside 0..E-1 add
+# nothing and cost nothing. The tokens are divided into `parts` equal parts, whose sums are computed
+# one after the other, so that the first sums may leave early.
 ExpertSum = Callable[..., Array]
 
-# (rows (n, D), sizes (E,) int32, stacks) -> (n, D), in the type of the rows, which are sorted by
-# expert: the first sizes[0] go through expert 0, and so on. The rows after those of the last expert
-# have no expert, and what is returned for them means nothing.
+# Maps (rows (n, D), sizes (E,) int32, stacks) to (n, D) in the dtype of the rows. The rows are
+# sorted by expert: the first sizes[0] go through expert 0, and so on. Rows after those of the last
+# expert have no expert, and the result for them means nothing.
 SortedRows = Callable[[Array, Array, Stacks], Array]
 
 
 def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
-    """Maps router logits (B, T, E) to weights and numbers of `count` experts, each (B, T, X).
+    """Chooses the experts of every token; of equal logits, the first ones.
 
-    The weights are float32, rounded to the type of the logits, as transformers rounds them. Of
-    equal logits, the first ones are taken.
+    Args:
+        logits: The logits of the router, (B, T, E).
+        count: X, the number of experts per token.
+        renormalise: Whether the weights of a token's experts are divided by their sum.
+
+    Returns:
+        The weights of the chosen experts, (B, T, X) float32, rounded to the dtype of the logits as
+        in transformers; and the numbers of the experts, (B, T, X) int32.
     """
     weights, chosen = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), count)
     if renormalise:
@@ -61,7 +75,13 @@ def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
 
 
 def scattered(weights: Array, chosen: Array, count: int) -> Array:
-    """Maps (B, T, X) to (B, T, E), the weight of every expert; experts not chosen have 0."""
+    """Returns the weight of every expert, (B, T, E); experts that were not chosen have 0.
+
+    Args:
+        weights: The weights of the chosen experts, (B, T, X).
+        chosen: The numbers of the chosen experts, (B, T, X) int32.
+        count: E.
+    """
     one_hot = jax.nn.one_hot(chosen, count, dtype=weights.dtype)
     return (one_hot * weights[..., None]).sum(axis=-2)
 
@@ -87,8 +107,11 @@ class Experts(nn.Module):
     def __call__(self, x: Array, weights: Array, chosen: Array) -> Array:
         """Returns the weighted sum of each token's experts, (B, T, D) float32.
 
-        x: (B, T, D); weights, chosen: the weights and numbers of each token's experts, (B, T, X).
-        An expert number beyond the last one gives zeros and costs nothing.
+        Args:
+            x: The tokens, (B, T, D).
+            weights: The weights of each token's experts, (B, T, X) float32.
+            chosen: The numbers of each token's experts, (B, T, X) int32. A number beyond the last
+                expert adds zeros and costs nothing.
         """
         (gate, layer), (up, _), (down, _) = self.gate_proj(), self.up_proj(), self.down_proj()
         arrays = x, weights, chosen, layer, gate, up, down
@@ -104,7 +127,7 @@ def _exchange(
 ) -> Array:
     """Runs one device's experts on the tokens of all devices along `expert`.
 
-    Devices send their sums, and what each of them adds up of parts, in the dtype of the tokens.
+    Sums that devices send to each other are rounded to the dtype of the tokens.
     """
     axes = tuple(axis for axis in BOTH if layout.size(axis) > 1)
     tokens = [a.reshape(-1, a.shape[-1]) for a in (x, weights, chosen)]
@@ -166,8 +189,14 @@ def _in_a_ring(
 def in_sorted_rows(
     compute: SortedRows, x: Array, weights: Array, chosen: Array, stacks: Stacks, parts: int = 1
 ) -> Array:
-    """Computes `ExpertSum` with sorted copies of the rows, and adds up one row of each token at a
-    time, so that no array has all rows in float32."""
+    """Computes `ExpertSum` with copies of the rows that are sorted by expert.
+
+    One row of each token is added up at a time, so that no array has all rows in float32.
+
+    Args:
+        compute: Runs the experts on sorted rows.
+        x: The tokens. See `ExpertSum` for this and the other arguments.
+    """
     (_, per_token), experts = chosen.shape, stacks.gate.shape[1]
     local = (chosen >= 0) & (chosen < experts)
     group = jnp.where(local, chosen, experts).reshape(-1)
@@ -179,9 +208,9 @@ def in_sorted_rows(
 
     def added(places: Array, weights: Array, local: Array) -> Array:
         total = jnp.zeros((len(places), x.shape[1]), jnp.float32)
-        for each, place in enumerate(places.T):
+        for number, place in enumerate(places.T):
             row = from_bits(y[place], x.dtype).astype(jnp.float32)
-            total += jnp.where(local[:, each, None], row * weights[:, each, None], 0)
+            total += jnp.where(local[:, number, None], row * weights[:, number, None], 0)
         return total
 
     split = [jnp.split(a, parts) for a in (places, weights, local)]
@@ -224,9 +253,13 @@ def _in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
         return lax.dynamic_update_slice_in_dim(y, to_bits(out), start, 0)
 
     def expert(number: Array, y: Array) -> Array:
-        own = [from_bits(each[layer, number], x.dtype) for each in matrices]
+        gate, up, down = (from_bits(stack[layer, number], x.dtype) for stack in matrices)
         tiles = (sizes[number] + TILE - 1) // TILE
-        return lax.fori_loop(0, tiles, lambda i, y: tile(y, first[number] + i * TILE, *own), y)
+
+        def next_tile(i: Array, y: Array) -> Array:
+            return tile(y, first[number] + i * TILE, gate, up, down)
+
+        return lax.fori_loop(0, tiles, next_tile, y)
 
     def expert_with_rows(number: Array, y: Array) -> Array:
         return lax.cond(sizes[number] > 0, expert, lambda _, y: y, number, y)
@@ -240,7 +273,7 @@ tiled_experts = partial(in_sorted_rows, _in_tiles)
 
 
 def one_expert_after_the_other(x: Array, weights: Array, chosen: Array, stacks: Stacks) -> Array:
-    """Computes `ExpertSum` as it is defined, every token with every expert."""
+    """Computes every token with every expert, which defines `ExpertSum`."""
     layer, gate, up, down = stacks
     total = jnp.zeros(x.shape, jnp.float32)
     for expert in range(gate.shape[1]):

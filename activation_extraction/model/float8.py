@@ -1,9 +1,9 @@
-"""Float8 checkpoints hold weights in one byte per value, e4m3, beside scales that multiply them.
+"""Float8 checkpoints store weights in one byte per value (e4m3), and scales that multiply them.
 
-The scales of a tensor X are the tensor X_scale_inv or X_scale: one for all of X, one for each row,
-or one for each block of rows and columns. Whether X is float8 follows from the tensors alone; what
-config.json lists as left out is not consulted. A value is float32(code) * float32(scale), and is
-rounded once, to the dtype of the run.
+The scales of a tensor X are the tensor X_scale_inv or X_scale: one scale for all of X, one for each
+row, or one for each block of rows and columns. Whether X is float8 follows from the tensors alone;
+config.json's list of modules that are not quantised is not consulted. A value is float32(code) *
+float32(scale), and is rounded once, to the dtype of the run.
 """
 
 import re
@@ -28,18 +28,23 @@ OTHER_SCALES = re.compile(
     r"(.*[._])?(input|output|activation|prob|q|k|v|kv|cache)_(global_scale|scale|zero_point)"
 )
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
-# quant_method in config.json -> the field that says more, and its values that mean float8 weights.
+# quant_method in config.json -> the field with details, and its values that mean float8 weights.
 METHODS = {
     "fp8": ("fmt", ("e4m3", None)),
     "compressed-tensors": ("format", ("float-quantized", "naive-quantized")),
     "modelopt": ("quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")),
 }
 FLOAT32_OF_CODE = np.arange(256, dtype=np.uint8).view(VALUES).astype(np.float32)
-NAN_CODE = 0x7F  # without its sign
+NAN_CODE = 0x7F  # the bits of NaN, without the sign
 
 
 class Float8Format(NamedTuple):
-    """What config.json says of scales: the rows and columns of a block, and the types read."""
+    """The form of the scales, as config.json describes it.
+
+    Attributes:
+        block: The rows and the columns of a block.
+        types: The types of scales that are read, by their names in safetensors.
+    """
 
     block: tuple[int, int] = (128, 128)
     types: tuple[str, ...] = SCALE_TYPES
@@ -56,31 +61,37 @@ def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
         InputError: If the weights are quantised in another form than float8, or if activations are
             transformed while the model runs.
     """
-    found = _quantization(raw)
-    if found is None:
+    stated = _quantization(raw)
+    if stated is None:
         return None
-    given: Mapping[str, Any] = found if isinstance(found, Mapping) else {"quant_method": found}
-    _refuse_transforms(given, source)
-    method = str(given.get("quant_method"))
-    field, known = METHODS.get(method, ("quant_algo", ()))
-    detail, groups = given.get(field), given.get("config_groups") or {}
+    quantization: Mapping[str, Any] = (
+        stated if isinstance(stated, Mapping) else {"quant_method": stated}
+    )
+    _refuse_transforms(quantization, source)
+    method = str(quantization.get("quant_method"))
+    field, float8_details = METHODS.get(method, ("quant_algo", ()))
+    detail, groups = quantization.get(field), quantization.get("config_groups") or {}
     try:
-        weights = [each["weights"] for each in groups.values() if each.get("weights")]
-        sound = all((each["num_bits"], each["type"]) == (8, "float") for each in weights)
-        blocks = [each.get("block_structure") for each in weights]
+        weights = [group["weights"] for group in groups.values() if group.get("weights")]
+        sound = all(
+            (of_group["num_bits"], of_group["type"]) == (8, "float") for of_group in weights
+        )
+        blocks = [of_group.get("block_structure") for of_group in weights]
     except (AttributeError, KeyError, TypeError):
         sound = False
-    if not sound or detail not in known:
+    if not sound or detail not in float8_details:
         named = f"{method}, {detail}" if detail else method
         raise InputError(
             f"{source}: quantization_config ({named:.80}): quantised checkpoints are not supported,"
             " but for float8 (fp8, and that of compressed-tensors and modelopt); use bfloat16"
         )
-    blocks = [each for each in (given.get("weight_block_size"), *blocks) if each] or [[128, 128]]
-    block, sound = blocks[0], all(type(each) is list and each == blocks[0] for each in blocks)
+    blocks = [size for size in (quantization.get("weight_block_size"), *blocks) if size]
+    blocks = blocks or [[128, 128]]
+    block = blocks[0]
+    sound = all(type(size) is list and size == block for size in blocks)
     if not sound or [*map(type, block)] != [int, int] or min(block) < 1:
         raise InputError(f"{source}: quantization_config: {blocks!r:.80} is not one size of blocks")
-    exponents = ("U8",) if given.get("scale_fmt") == "ue8m0" else ()
+    exponents = ("U8",) if quantization.get("scale_fmt") == "ue8m0" else ()
     return Float8Format((block[0], block[1]), SCALE_TYPES + exponents)
 
 
@@ -102,11 +113,11 @@ def _refuse_transforms(quantization: Mapping[str, Any], source: str) -> None:
 
 def _quantization(raw: Mapping[str, Any]) -> Any:
     """Returns the quantization_config of a model, or of the language model inside it."""
-    found = raw.get("quantization_config")
-    for part in ("text_config", "thinker_config"):
-        if found is None and isinstance(raw.get(part), Mapping):
-            found = _quantization(raw[part])
-    return found
+    quantization = raw.get("quantization_config")
+    for section in ("text_config", "thinker_config"):
+        if quantization is None and isinstance(raw.get(section), Mapping):
+            quantization = _quantization(raw[section])
+    return quantization
 
 
 def scale_names(tensor: str, tensors: Collection[str]) -> list[str]:
@@ -120,21 +131,25 @@ def without_scales(tensors: Collection[str], source: str) -> set[str]:
     Raises:
         InputError: If a scale of a weight has no weight.
     """
-    found = {name for name in tensors if not OTHER_SCALES.fullmatch(name)}
-    for name in sorted(found):
+    names = {name for name in tensors if not OTHER_SCALES.fullmatch(name)}
+    for name in sorted(names):
         if ending := next(filter(name.endswith, ENDINGS), None):
             if (scaled := name.removesuffix(ending)) not in tensors:
                 raise InputError(f"{source}: {name} is a scale without its tensor, {scaled}")
-            found.remove(name)
-    return found
+            names.remove(name)
+    return names
 
 
 @dataclass(frozen=True)
 class Scales:
     """The scales of a float8 tensor.
 
-    tensor, size: its name and shape. file, stored: where its scales are. shared: along each axis of
-    the tensor, how many consecutive values share a scale.
+    Attributes:
+        tensor: The name of the tensor.
+        size: The shape of the tensor.
+        file: The file that holds the scales.
+        stored: The name of the tensor of scales in this file.
+        shared: For each axis of the tensor, how many consecutive values share a scale.
     """
 
     tensor: str
@@ -151,10 +166,17 @@ class Scales:
         place: Callable[[str], tuple[WeightFile, Tensor]],
         form: Float8Format,
     ) -> "Scales | None":
-        """Returns the scales of a tensor; None for one that is stored as it is.
+        """Returns the scales of a tensor; None for a tensor that is not float8.
 
-        tensors, place: those of the checkpoint; form: what config.json says. Raises InputError for
-        a type that is not read, and for scales that are missing or do not fit.
+        Args:
+            tensor: The name of the tensor in the language model.
+            tensors: The names in the language model -> the names in the files.
+            place: Returns the file that holds a tensor, and where it lies there.
+            form: The form of the scales, as config.json describes it.
+
+        Raises:
+            InputError: The tensor has a type that is not read, or its scales are missing or do not
+                fit.
         """
         (file, entry), names = place(tensor), scale_names(tensor, tensors)
         kind, wanted = DTYPE_NAMES[entry.dtype], int(entry.dtype == VALUES)
@@ -180,11 +202,19 @@ class Scales:
         return cls(tensor, entry.shape, beside, tensors[names[0]], layouts[scales.shape])
 
     def dequantize(self, codes: np.ndarray, index: Index, dtype: Any) -> np.ndarray:
-        """Returns a part of the tensor, given by its codes, in `dtype`.
+        """Returns the values of a part of the tensor.
 
         Every scale makes a lookup table of the 256 values that codes can have. With these tables,
-        a layer of Qwen3-8B (0.2 GB) is loaded in 0.9 CPU seconds; it takes 1.4 if each value is
-        multiplied and rounded. Raises InputError for a code or a scale that is no finite number.
+        a layer of Qwen3-8B (0.2 GB) is loaded in 0.9 CPU seconds; it takes 1.4 seconds if each
+        value is multiplied and rounded.
+
+        Args:
+            codes: The codes of the part, as they are stored.
+            index: A (start, stop) slice for every axis of the tensor, which is the part.
+            dtype: The dtype of the values.
+
+        Raises:
+            InputError: A code or a scale is not a finite number.
         """
         bounds = [part.indices(size)[:2] for part, size in zip(index, self.size, strict=True)]
         *matrices, rows, columns = (
@@ -225,18 +255,26 @@ class Scales:
 
 
 def _layouts(shape: Shape, block: tuple[int, int]) -> dict[Shape, Shape]:
-    """Returns the shapes that scales may have: that shape -> how many values share one along each
-    axis of a tensor of `shape`, which is (rows, columns) or (experts, rows, columns)."""
+    """Returns the shapes that the scales of a tensor may have.
+
+    Args:
+        shape: The shape of the tensor, (rows, columns) or (experts, rows, columns).
+        block: The rows and the columns of a block.
+
+    Returns:
+        Shape of the scales -> how many consecutive values share a scale along each axis of the
+        tensor. Empty for a tensor of another number of axes.
+    """
     if len(shape) not in (2, 3):
         return {}
     *experts, rows, columns = shape
     alone = (1,) * len(experts)
     blocks = -(-rows // block[0]), -(-columns // block[1])  # the last ones may be smaller
-    found = {(1,): shape, (*experts, rows, 1): (*alone, 1, columns)}
+    layouts = {(1,): shape, (*experts, rows, 1): (*alone, 1, columns)}
     if experts:
-        of_each = (*experts,), (*experts, 1), (*experts, 1, 1)
-        found |= dict.fromkeys(of_each, (*alone, rows, columns))
-    found |= {(*experts, *blocks): (*alone, *block)}
-    if not experts:  # as modelopt writes those of each row and of each block
-        found |= {(rows,): (1, columns), (blocks[0], 1, blocks[1], 1): block}
-    return found
+        one_per_expert = (*experts,), (*experts, 1), (*experts, 1, 1)
+        layouts |= dict.fromkeys(one_per_expert, (*alone, rows, columns))
+    layouts |= {(*experts, *blocks): (*alone, *block)}
+    if not experts:  # the forms in which modelopt writes scales of rows and of blocks
+        layouts |= {(rows,): (1, columns), (blocks[0], 1, blocks[1], 1): block}
+    return layouts
