@@ -82,7 +82,12 @@ class Repository:
 
     @property
     def commit(self) -> str | None:
-        """Returns the commit on the hub that the files belong to; None for a folder or a URL."""
+        """Returns the commit on the hub that the files belong to; None for a folder or a URL.
+
+        Raises:
+            InputError: There is no configuration, for example because an adapter is in its place.
+        """
+        self.file(self.kind.config)
         return self._files.commit
 
     @property
