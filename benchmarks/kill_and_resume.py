@@ -191,7 +191,7 @@ def samples_in(*urls: object) -> dict[int, Sample]:
                 number, in_shard = in_table.facts.sample_idx, sample.stored
                 if number in found or in_shard.facts.sample_idx != number:
                     raise RuntimeError(f"{folder.url}: sample {number} is there twice")
-                values = dict(zip(commit.names, sample.activations, strict=True))
+                values = dict(zip(commit.names, sample.values, strict=True))
                 tokens = np.asarray(in_shard.token_ids).tolist(), in_shard.positions.tolist()
                 found[number] = Sample(tokens, in_table.facts, values)
     return found

@@ -26,6 +26,7 @@ import safetensors.numpy
 import torch
 
 from activation_extraction.store.folder import ANY, Folder
+from activation_extraction.store.hook_values import DenseValues
 from activation_extraction.store.identity import StorageOptions
 from activation_extraction.store.pickle_file import records_of
 from activation_extraction.store.shard import Shard, ShardSample
@@ -99,9 +100,12 @@ def ways_of_others(folder: Path, values: np.ndarray) -> dict[str, Callable[[], F
     def pickle_and_gzip() -> None:
         ids = np.arange(part.shape[2], dtype=np.int32)
         samples = [ShardSample(SampleFacts(number), ids, ids) for number in range(part.shape[1])]
-        shard = Shard(samples, {layer: list(of_layer) for layer, of_layer in enumerate(part)})
+        hooks = {
+            key: DenseValues(key, name, HIDDEN, part.dtype.name) for key, name in NAMES.items()
+        }
+        shard = Shard(samples, hooks, {key: list(part[key]) for key in NAMES})
         with gzip.open(path, "wb") as file:
-            pickle.dump(records_of(shard, NAMES), file)
+            pickle.dump(records_of(shard), file)
 
     def uploaded(save: Callable[[], object], size: int) -> Callable[[], Figures]:
         def save_and_upload() -> None:

@@ -21,12 +21,11 @@ from test_autoencoders import assert_codes
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
-from activation_extraction.common.codes import ARRAYS, Codes, concatenated_values
+from activation_extraction.common.codes import ARRAYS, Codes
 from activation_extraction.common.errors import StorageError
 from activation_extraction.inspect.trainer_files import EXPORT_FORMS
 from activation_extraction.store.identity import Identity
-from activation_extraction.store.shard import CodeSums
-from activation_extraction.store.statistics import Statistics
+from activation_extraction.store.statistics import CodeSums, Statistics
 from activation_extraction.store.statistics_in_words import code_warnings, codes_in_words
 from activation_extraction.text.packing import pack, samples_of
 
@@ -73,7 +72,10 @@ def runs(usual, encode, tmp_path_factory):
 
 
 def whole(samples, hook):
-    return concatenated_values([sample[hook] for sample in samples])
+    """The values of all samples at a hook, of codes or of activations."""
+    values = [sample[hook] for sample in samples]
+    is_codes = isinstance(values[0], Codes)
+    return Codes.concatenate(values) if is_codes else np.concatenate(values)
 
 
 def dense(codes):

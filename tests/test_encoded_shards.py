@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from storages import open_storage
 
 from activation_extraction import ActivationDataset
-from activation_extraction.common.encodings import VALUES, decode, encode
+from activation_extraction.common.encodings import VALUES, Float8Array
 from activation_extraction.common.errors import InputError
 
 
@@ -117,7 +117,8 @@ def activations(width):
 def test_values_are_those_of_the_formula_and_decoding_multiplies_them_by_the_scale():
     for width in (*range(1, 71), 256):
         x = activations(width)
-        values, scales = encode(x)
+        encoded = Float8Array.of(x)
+        values, scales = encoded.values, encoded.scales
         wanted = np.abs(x).max(axis=1, keepdims=True).astype(np.float64) / 448
         np.testing.assert_allclose(scales, np.maximum(wanted, 2.0**-126), rtol=2e-7)
         # ml_dtypes rounds once, to the nearest and ties to even
@@ -125,7 +126,7 @@ def test_values_are_those_of_the_formula_and_decoding_multiplies_them_by_the_sca
         assert values.dtype == ml_dtypes.float8_e4m3fn
         assert scales.shape == (len(x), 1) and scales.dtype == np.float32
         for dtype in ("float32", "bfloat16"):
-            found = decode(values, scales, np.dtype(dtype))
+            found = encoded.decode(np.dtype(dtype))
             expected = (values.astype(np.float32) * scales).astype(dtype)
             assert found.dtype == dtype and found.tobytes() == expected.tobytes()
 
@@ -137,31 +138,31 @@ def test_every_tie_and_its_neighbours_are_rounded_as_by_ml_dtypes():
     near = [np.nextafter(ties, np.float32(to)) for to in (0, 500)]
     x = np.concatenate([numbers, ties, *near])
     x = np.concatenate([x, -x])[None]
-    values, scales = encode(x)
-    assert scales[0, 0] == 1 and values.tobytes() == x.astype(VALUES).tobytes()
+    encoded = Float8Array.of(x)
+    assert encoded.scales[0, 0] == 1 and encoded.values.tobytes() == x.astype(VALUES).tobytes()
 
 
 @pytest.mark.parametrize("shape", [(4099, 31), (3, 70001)])
 def test_other_types_layouts_and_sizes_are_encoded_alike(shape):
     """The second is more than is encoded at once."""
     x = np.random.default_rng(0).standard_normal(shape).astype("bfloat16")
-    expected = [encode(row[None].astype(np.float32)) for row in x]
+    expected = [Float8Array.of(row[None].astype(np.float32)) for row in x]
     for same in (x, x.copy(order="F"), np.repeat(x, 2, axis=1)[:, ::2]):
-        values, scales = encode(same)
-        assert values.tobytes() == b"".join(own.tobytes() for own, _ in expected)
-        assert scales.tobytes() == b"".join(own.tobytes() for _, own in expected)
-        found = decode(values, scales)
-        np.testing.assert_array_equal(found, values.astype(np.float32) * scales)
+        encoded = Float8Array.of(same)
+        assert encoded.values.tobytes() == b"".join(row.values.tobytes() for row in expected)
+        assert encoded.scales.tobytes() == b"".join(row.scales.tobytes() for row in expected)
+        product = encoded.values.astype(np.float32) * encoded.scales
+        np.testing.assert_array_equal(encoded.decode(), product)
 
 
 def test_a_token_that_is_not_finite_stays_visible():
     x = np.random.default_rng(0).standard_normal((3, 70)).astype(np.float32)
     x[1, 40] = -np.inf
-    found = decode(*encode(x))
+    found = Float8Array.of(x).decode()
     assert np.isfinite(found[[0, 2]]).all() and np.isnan(found[1]).all()
     values = np.array([[0x7F, 0xFF, 0x7E, 0]], np.uint8).view(VALUES)  # NaN, NaN, 448, 0
     for part in (values, values[:, 1:]):
-        found = decode(part, np.ones((1, 1), np.float32))
+        found = Float8Array(part, np.ones((1, 1), np.float32)).decode()
         np.testing.assert_array_equal(found, part.astype(np.float32))
 
 

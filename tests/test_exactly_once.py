@@ -135,7 +135,7 @@ class Run:
                 for row, sample in zip(table.to_pylist(), samples, strict=True):
                     number, positions = row["sample_idx"], sample.stored.positions
                     assert number not in found, f"sample {number} is stored twice"
-                    values = [each.tolist() for each in sample.activations]
+                    values = [each.tolist() for each in sample.values]
                     found[number] = str(row), positions.tolist(), values
         return found
 

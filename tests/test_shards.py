@@ -21,6 +21,7 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.model.torch_file import read_torch_file
 from activation_extraction.store.formats import chosen_format
+from activation_extraction.store.hook_values import DenseValues
 from activation_extraction.store.pickle_file import pickle_pieces, records_of
 from activation_extraction.store.shard import Shard, ShardSample
 from activation_extraction.text.sample_facts import SampleFacts
@@ -44,24 +45,28 @@ def shard_of(values):
     ids = np.arange(len(values[0]), dtype=np.int32)
     facts = [SampleFacts(n, text_preview="text") for n in range(len(values))]
     samples = [ShardSample(each, ids, ids) for each in facts]
-    return Shard(samples, {key: list(values) for key in HOOKS})
+    hooks = {
+        key: DenseValues(key, name, values[0].shape[1], values[0].dtype.name)
+        for key, name in HOOKS.items()
+    }
+    return Shard(samples, hooks, {key: list(values) for key in HOOKS})
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_arrays_are_pickled_as_by_numpy(dtype):
     shard = shard_of(random(2, 100, 1024).astype(dtype))
-    written = b"".join(pickle_pieces(shard, HOOKS))
+    written = b"".join(pickle_pieces(shard))
     assert written[:2] == pickle.PROTO + b"\5"
-    assert written[2:] == pickle.dumps(records_of(shard, HOOKS), protocol=4)[2:]
+    assert written[2:] == pickle.dumps(records_of(shard), protocol=4)[2:]
     values = random(5, 8).astype(dtype)
     layouts = [values.copy("F"), np.repeat(values, 2, axis=1)[:, ::2], values[::-1][::-1]]
-    for record in pickle.loads(b"".join(pickle_pieces(shard_of(layouts), HOOKS)))[3]:
+    for record in pickle.loads(b"".join(pickle_pieces(shard_of(layouts))))[3]:
         np.testing.assert_array_equal(record["activation"], values)
 
 
 def packed(shard, threads):
     with ThreadPoolExecutor(threads) as pool:
-        return b"".join(chosen_format("pickle", True).pack(shard, HOOKS, pool).parts)
+        return b"".join(chosen_format("pickle", True).pack(shard, pool).parts)
 
 
 def test_packing_copies_nothing_and_does_not_depend_on_the_number_of_threads():

@@ -70,6 +70,25 @@ class Codes:
         norm = numbers[:, 2]
         return cls(indptr, ids, values, error.copy(), norm.copy(), features, active)
 
+    @classmethod
+    def concatenate(cls, parts: Sequence["Codes"]) -> "Codes":
+        """Returns the codes of the tokens of all parts, which have the same features.
+
+        A single part is returned as it is, without a copy.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        first_entries = np.cumsum([0, *(len(part.indices) for part in parts)])
+        ends = [part.indptr[1:] + first for part, first in zip(parts, first_entries, strict=False)]
+        return cls(
+            indptr=np.concatenate([np.zeros(1, np.int64), *ends]),
+            indices=np.concatenate([part.indices for part in parts]),
+            data=np.concatenate([part.data for part in parts]),
+            error=np.concatenate([part.error for part in parts]),
+            norm=np.concatenate([part.norm for part in parts]),
+            features=parts[0].features,
+        )
+
     def records(self, most: int) -> np.ndarray:
         """Returns the codes as records; no token may have more than `most` features."""
         counts = np.diff(self.indptr)
@@ -124,20 +143,3 @@ class Codes:
         found = self.map(torch.as_tensor)
         arrays = found.indptr, found.indices.to(found.indptr.dtype), found.data
         return torch.sparse_csr_tensor(*arrays, self.shape, check_invariants=False)  # they hold
-
-
-def concatenated_values(parts: Sequence[Any]) -> Any:
-    """Returns the values of the tokens of all parts: Codes, or arrays (tokens, width). A single
-    part is not copied."""
-    if len(parts) == 1:
-        return parts[0]
-    if not isinstance(parts[0], Codes):
-        return np.concatenate(parts)
-    begins = np.cumsum([0, *(len(part.indices) for part in parts)])
-    ends = [part.indptr[1:] + begin for part, begin in zip(parts, begins, strict=False)]
-    indptr = np.concatenate([np.zeros(1, np.int64), *ends])
-    names = "indices", "data", "error", "norm"
-    arrays: dict[str, Any] = {
-        n: np.concatenate([getattr(part, n) for part in parts]) for n in names
-    }
-    return Codes(indptr, **arrays, features=parts[0].features)

@@ -6,7 +6,8 @@ positive, so that zeros stay zeros. If a token has NaN or an infinite value, all
 decode to NaN.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -29,20 +30,80 @@ def token_bytes(width: int, dtype: str) -> int:
     return width * np.dtype(dtype).itemsize
 
 
-def encode(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the values (tokens, width) and the scales (tokens, 1) of activations.
+@dataclass(frozen=True, eq=False)
+class Float8Array:
+    """The activations of some tokens as float8.
 
-    x: (tokens, width), of any floating-point type.
+    Attributes:
+        values: The values divided by the scale of their token, e4m3, (tokens, width).
+        scales: The scale of each token, float32, (tokens, 1).
     """
-    values, scales = np.empty(x.shape, VALUES), np.empty((len(x), 1), SCALES)
-    with np.errstate(invalid="ignore", over="ignore"):  # for NaN and infinity
-        for rows in _blocks_of_rows(x):
-            scaled = np.array(x[rows], np.float32, order="C")
-            largest = np.abs(scaled).max(axis=1, keepdims=True, initial=0)
-            scales[rows] = np.maximum(largest * np.float32(1 / LARGEST_E4M3), TINY)
-            scaled /= scales[rows]
-            values[rows] = scaled
-    return values, scales
+
+    values: np.ndarray
+    scales: np.ndarray
+
+    @classmethod
+    def of(cls, x: np.ndarray) -> "Float8Array":
+        """Encodes activations, (tokens, width), of any floating-point dtype."""
+        values, scales = np.empty(x.shape, VALUES), np.empty((len(x), 1), SCALES)
+        with np.errstate(invalid="ignore", over="ignore"):  # for NaN and infinity
+            for rows in _blocks_of_rows(x):
+                scaled = np.array(x[rows], np.float32, order="C")
+                largest = np.abs(scaled).max(axis=1, keepdims=True, initial=0)
+                scales[rows] = np.maximum(largest * np.float32(1 / LARGEST_E4M3), TINY)
+                scaled /= scales[rows]
+                values[rows] = scaled
+        return cls(values, scales)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["Float8Array"]) -> "Float8Array":
+        """Returns the tokens of several arrays as one."""
+        values = np.concatenate([part.values for part in parts])
+        scales = np.concatenate([part.scales for part in parts])
+        return cls(values, scales)
+
+    def split(self, tokens: np.ndarray) -> list["Float8Array"]:
+        """Returns the array in consecutive parts, which share its memory.
+
+        Args:
+            tokens: The first token of each part but the first one, ascending.
+        """
+        parts = zip(np.split(self.values, tokens), np.split(self.scales, tokens), strict=True)
+        return [Float8Array(values, scales) for values, scales in parts]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, tokens: Any) -> "Float8Array":
+        """Returns the tokens that a slice, a mask or an array of their numbers chooses."""
+        return Float8Array(self.values[tokens], self.scales[tokens])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of tokens and the width."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the values, without the scales."""
+        return self.values.nbytes
+
+    def decode(self, dtype: Any = np.float32) -> np.ndarray:
+        """Returns the activations, (tokens, width).
+
+        Args:
+            dtype: The dtype of the result. A value times its scale is rounded to float32 first.
+        """
+        decoded = np.empty(self.values.shape, dtype)
+        with np.errstate(invalid="ignore", over="ignore"):
+            for rows in _blocks_of_rows(self.values):
+                decoded[rows] = self.values[rows].astype(np.float32) * self.scales[rows]
+        return decoded
 
 
 def _blocks_of_rows(x: np.ndarray) -> Iterator[slice]:
@@ -57,13 +118,3 @@ def relative_errors(x: np.ndarray, decoded: np.ndarray) -> np.ndarray:
     exact = x.astype(np.float64)
     norms = np.linalg.norm(exact, axis=1)
     return np.linalg.norm(exact - decoded, axis=1) / np.where(norms == 0, 1, norms)
-
-
-def decode(values: np.ndarray, scales: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
-    """Returns activations (tokens, width): each value times its scale, rounded to float32 and then
-    to `dtype`."""
-    decoded = np.empty(values.shape, dtype)
-    with np.errstate(invalid="ignore", over="ignore"):
-        for rows in _blocks_of_rows(values):
-            decoded[rows] = values[rows].astype(np.float32) * scales[rows]
-    return decoded

@@ -38,7 +38,6 @@ from activation_extraction.dataset.token_source import (
 )
 from activation_extraction.store.run_folders import expected_names, read_run
 from activation_extraction.store.run_log import METADATA, identity_of
-from activation_extraction.store.shard_reader import StoredHook
 from activation_extraction.store.statistics import HookStatistics
 
 
@@ -86,7 +85,7 @@ class ActivationDataset(Samples):
         commits = [(name, commit) for name in folders for commit in folders[name].in_order]
         in_shards = {hook["name"]: hook for _, commit in commits for hook in commit.hooks}
         stored = {
-            name: StoredHook.of(in_shards.get(name, {}) | recorded[name], self.identity)
+            name: self.identity.recorded_hook(in_shards.get(name, {}) | recorded[name])
             for name in names
         }
         with_samples = [each for each in commits if each[1].count]  # --repair may leave others
@@ -316,7 +315,7 @@ class ActivationDataset(Samples):
             raise ValueError(f"{self.url}: has pickles; grain needs --shard_format safetensors")
         source = self.source(BatchOptions(1, hooks))
         for name in source.options.hooks:
-            if self.shards.hooks[name].most:
+            if not self.shards.hooks[name].is_array:
                 raise ValueError(f"{name} holds codes, which have no array; read `batches`")
         return TokenRecords(source, tokens)
 

@@ -18,6 +18,7 @@ from activation_extraction.common.errors import RunError
 from activation_extraction.common.visible import counted, without_secrets
 from activation_extraction.dataset.token_batch import ByHook
 from activation_extraction.store.folder import Folder
+from activation_extraction.store.hook_values import HookValues
 from activation_extraction.store.run_log import Commit
 from activation_extraction.store.safetensors_file import SafetensorsFile
 from activation_extraction.store.sample_table import (
@@ -29,7 +30,6 @@ from activation_extraction.store.sample_table import (
 from activation_extraction.store.shard import MAX_GZIP_RATIO
 from activation_extraction.store.shard_reader import (
     IN_FLIGHT,
-    StoredHook,
     front_bytes,
     open_shard,
     read_by_ranges,
@@ -69,7 +69,7 @@ class OpenShards:
     url: str
     local: bool
     shards: list[tuple[str, Commit]]
-    hooks: ByHook[StoredHook]
+    hooks: ByHook[HookValues]
 
     def __post_init__(self) -> None:
         self.commits = [commit for _, commit in self.shards]
@@ -79,7 +79,7 @@ class OpenShards:
         self._columns: dict[str, np.ndarray] = {}
         # The caches do not hold this object: they would keep a pickle until it is collected.
         self._read: Callable[..., Any] = partial(_read, self.url, self.shards, {})
-        hooks, most = self.hooks, OPEN_SHARDS
+        hooks, most = list(self.hooks.values()), OPEN_SHARDS
         if not self.by_ranges:
             most = 1
         elif not self.local:
@@ -106,7 +106,7 @@ class OpenShards:
         return sum(self.hooks[name].row.itemsize for name in hooks)
 
     def _check_sizes(self) -> None:
-        row = sum(hook.stored_bytes for hook in self.hooks.values())
+        row = sum(hook.least_bytes for hook in self.hooks.values())
         for folder, commit in self.shards:
             most = commit.bytes * (1 if read_by_ranges(commit) else MAX_GZIP_RATIO)
             if commit.tokens * row > most:
@@ -175,9 +175,9 @@ class OpenShards:
     def sums(self) -> dict[str, Sums]:
         """The sums of all shards by hook, merged in their order: always with the same result.
         Codes have none, and neither has a run without shards."""
-        dense = [name for name, hook in self.hooks.items() if not hook.most]
+        summed = [name for name, hook in self.hooks.items() if hook.is_array]
         total: dict[str, Sums] = {}  # as large as what was read
-        for found in self.each(partial(self._read, partial(read_sums, hooks=dense))):
+        for found in self.each(partial(self._read, partial(read_sums, hooks=summed))):
             for hook, sums in found.items():
                 total[hook] = total[hook].merge(sums) if hook in total else sums
         return total

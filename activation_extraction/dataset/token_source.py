@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from activation_extraction.common.choices import ROLES
-from activation_extraction.common.codes import concatenated_values
 from activation_extraction.common.visible import counted
 from activation_extraction.dataset.open_shards import OpenShards, as_os_errors
 from activation_extraction.dataset.token_batch import (
@@ -22,7 +21,6 @@ from activation_extraction.dataset.token_batch import (
     empty_batch,
 )
 from activation_extraction.dataset.windows import Chunk
-from activation_extraction.store.shard_reader import begin_rows
 
 Read = Callable[[Chunk], tuple[Block, ...]]  # a block of each run for a chunk of the first one
 LEAST_GAP = 2**21  # bytes that are read rather than left out between two tokens
@@ -240,8 +238,11 @@ class TokenSource:
         with as_os_errors():
             reader = self.shards.get(found.shard)
             spans = [_span(found.at[part]) for part in parts]
-            asked = {n: [begin_rows(reader, n, hooks[n], s, dtype) for s in spans] for n in names}
-            values = {n: concatenated_values([wait() for wait in asked[n]]) for n in names}
+            reads = {
+                name: [hooks[name].begin_rows(reader, *span, dtype) for span in spans]
+                for name in names
+            }
+            values = {name: _concatenate([wait() for wait in reads[name]]) for name in names}
         read = np.concatenate(parts)
         tokens = found.tokens.map(itemgetter(read))
         tokens = replace(tokens, activations=ByHook(values, hooks.aliases))
@@ -290,11 +291,16 @@ class TokenSource:
                     f"hook {name!r}: float16 ends at 65504, before its largest values; read them "
                     'with dtype="bfloat16" or "float32"'
                 )
-        given = {name: hooks[name].given(values) for name, values in batch.items()}
-        batch = replace(batch, activations=ByHook(given, hooks.aliases))
+        values = {name: hooks[name].for_user(rows) for name, rows in batch.items()}
+        batch = replace(batch, activations=ByHook(values, hooks.aliases))
         if names := options.columns:
             batch = replace(batch, columns=self.columns(names, batch.sample_idx))
         return batch
+
+
+def _concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns arrays as one; a single array is not copied."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _span(numbers: np.ndarray) -> tuple[int, int]:

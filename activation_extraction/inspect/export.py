@@ -108,7 +108,7 @@ def _choose_hooks(
     except ValueError as error:
         raise InputError(f"--hook_names: {error}") from None
     kind = "codes, which --encode stores" if form.of_codes else "activations, no codes"
-    taken = [h for h in dataset.hooks if bool(dataset.shards.hooks[h].most) == form.of_codes]
+    taken = [h for h in dataset.hooks if dataset.shards.hooks[h].is_array != form.of_codes]
     found = [hook for hook in taken if hook in chosen]
     if form.streams:
         kind = " and ".join(form.streams)

@@ -96,6 +96,6 @@ def write_delphi(
 
 def _edges(dataset: ActivationDataset, hook: str) -> list[int]:
     """Returns the first feature of each file, and the number of all features."""
-    most, features = dataset.shards.hooks[hook].most, dataset.hooks[hook]
+    most, features = dataset.shards.hooks[hook].most_values, dataset.hooks[hook]
     splits = max(SPLITS, -(-dataset.tokens * most * ENTRY.itemsize // SPLIT_BYTES))
     return np.linspace(0, features, min(splits, features) + 1).astype(int).tolist()

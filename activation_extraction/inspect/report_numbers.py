@@ -91,7 +91,9 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
             norms[hook].append(np.linalg.norm(values.astype(np.float64), axis=1))
             for sample in batch.sample_idx[~(norms[hook][-1] < MAX_NORM)]:
                 raise OSError(f"{dataset.url}: sample {sample}, {hook}: NaN or huge values")
-            sums[hook] = sums[hook].merge(sums_of([values], [batch.position]))
+            sums[hook] = sums[hook].merge(
+                sums_of(values.__getitem__, values.shape[1], batch.position)
+            )
         shared.append((batch.sample_idx, batch.token_ids, batch.position))
     if not shared:
         raise ValueError(f"{dataset.url}: the sampled shards hold no tokens")

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.common.codes import Codes
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted, say
 from activation_extraction.store.chosen_samples import ChosenSample, Recompute, read_samples
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import SHARD_FILE
+from activation_extraction.store.hook_values import Tolerance
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.run_folders import (
     expected_names,
@@ -32,7 +32,6 @@ from activation_extraction.store.shard_check import (
     file_path,
     for_each_shard,
 )
-from activation_extraction.store.statistics import defined_tokens
 from activation_extraction.store.totals import total_problems
 
 
@@ -47,7 +46,7 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
     metadata = next((stored.metadata for stored in folders.values() if stored.metadata), None)
     identity = Identity() if metadata is None else identity_of(metadata, METADATA)
     without_model = metadata is not None and not identity.model_digest
-    recompute, allowed = None, 0.0
+    recompute = None
     if load is not None and without_model:
         raise InputError(
             f"--model_path: {root.url} records no model, because another program stored its "
@@ -65,7 +64,7 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
     recomputed = f"nothing recomputed ({hint})"
     if recompute is not None:
         chosen = [sample for _, samples in results for sample in samples]
-        problems += _compare(identity, chosen, recompute, allowed)
+        problems += _compare(chosen, recompute, allowed)
         recomputed = f"{counted(len(chosen), 'sample')} recomputed"
     samples = sum(shard.commit.count for shard in checked)
     gigabytes = sum(shard.commit.bytes for shard in checked) / 1e9
@@ -159,74 +158,39 @@ STORED = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, FLOAT8: 2.0*
 # of 64 experts, no number differed where only the packing did, and 13 % did between bfloat16 and
 # float32.
 OTHER_NUMBERS = {"float32": 0.01, "bfloat16": 0.25}
-TIE = 2  # numbers that differ when two change places, which is always allowed
 
 
-def tolerance(identity: Identity, same_platform: bool) -> float:
-    """Returns the largest relative error that rounding explains. Raises InputError for other
-    dtypes."""
+def tolerance(identity: Identity, same_platform: bool) -> Tolerance:
+    """Returns the differences that rounding explains.
+
+    Args:
+        identity: The identity of the run.
+        same_platform: Whether samples are recomputed on the platform of the run.
+
+    Raises:
+        InputError: The differences are not known for the dtype of the model or of its activations.
+    """
     dtype, stored = identity.dtype, identity.activation_dtype
     if dtype not in COMPUTED or stored not in STORED:
         raise InputError(
             f"{METADATA}: computed in {dtype or 'an unknown dtype'}, stored in {stored}: expected "
             f"one of {', '.join(COMPUTED)}, and one of {', '.join(STORED)}"
         )
-    return COMPUTED[dtype][not same_platform] + STORED[stored]
+    return Tolerance(COMPUTED[dtype][not same_platform], STORED[stored], OTHER_NUMBERS[dtype])
 
 
-def _compare(
-    identity: Identity, chosen: list[ChosenSample], recompute: Recompute, allowed: float
-) -> Iterator[str]:
+def _compare(chosen: list[ChosenSample], recompute: Recompute, allowed: Tolerance) -> Iterator[str]:
     """Recomputes the chosen samples, and yields those that differ by more than is allowed."""
-    for sample, activations in zip(chosen, recompute.activations(chosen), strict=True):
-        if isinstance(activations, str):
-            yield f"{sample.where}: cannot be recomputed: {activations}"
+    for sample, recomputed in zip(chosen, recompute.values(chosen), strict=True):
+        if isinstance(recomputed, str):
+            yield f"{sample.where}: cannot be recomputed: {recomputed}"
             continue
-        for name, stored in zip(identity.hooks, sample.activations, strict=True):
-            where, found = f"{sample.where}, {name}: recomputed,", activations[name]
-            if isinstance(found, Codes):
-                assert isinstance(stored, Codes)
-                differences = _other_codes(identity, stored, found, allowed)
-                yield from (f"{where} {told}" for told in differences)
-                continue
-            before, now = (np.asarray(each, np.float64) for each in (stored, found))
-            if np.issubdtype(found.dtype, np.integer):
-                different = int((now != before).sum())
-                most = max(int(OTHER_NUMBERS[identity.dtype] * now.size), TIE)
-                if different > most:
-                    yield f"{where} {different} of its {now.size} numbers differ (allowed: {most})"
-                continue
-            as_computed = name in identity.float32_hooks
-            limit = allowed - as_computed * STORED[identity.activation_dtype]
-            if identity.leaves_out_firsts(name):
-                positions = sample.stored.positions
-                defined = defined_tokens(before, positions) | defined_tokens(now, positions)
-                before, now = before[defined], now[defined]
-            error = float(np.linalg.norm(now - before)) / max(float(np.linalg.norm(before)), 1e-30)
-            if not error <= limit:
-                yield f"{where} it differs by {error:.2g} of its norm (allowed: {limit:g})"
-
-
-def _other_codes(identity: Identity, stored: Codes, now: Codes, allowed: float) -> Iterator[str]:
-    """Yields how the codes of a sample differ by more than is allowed: by their features, by the
-    values of the features that are in both, by the norms, or by the errors of reconstruction."""
-    each = stored, now
-    first, second = (
-        np.repeat(np.arange(len(c)), np.diff(c.indptr)) * now.features + c.indices for c in each
-    )
-    both, *places = np.intersect1d(first, second, assume_unique=True, return_indices=True)
-    different, most = len(first) + len(second) - 2 * len(both), len(first)
-    if different > (few := max(int(OTHER_NUMBERS[identity.dtype] * most), TIE)):
-        yield f"{different} of its {most} features differ (allowed: {few})"
-    pairs = {
-        "values": [c.data[at].astype(np.float64) for c, at in zip(each, places, strict=True)],
-        "norms": [c.norm.astype(np.float64) for c in each],
-        "errors": [np.sqrt(c.error.astype(np.float64)) for c in each],
-    }
-    for name, (x, y) in pairs.items():
-        error = float(np.linalg.norm(y - x)) / max(float(np.linalg.norm(x)), 1e-30)
-        if not error <= 2 * allowed:  # a product with the encoder, or a difference, adds to it
-            yield f"its {name} differ by {error:.2g} of their norm (allowed: {2 * allowed:g})"
+        for hook, stored in zip(sample.hooks, sample.values, strict=True):
+            differences = hook.differences(
+                stored, recomputed[hook.name], sample.stored.positions, allowed
+            )
+            for difference in differences:
+                yield f"{sample.where}, {hook.name}: recomputed, {difference}"
 
 
 def check_numbers(folders: dict[str, RunLog], checked: Sequence[CheckedShard]) -> Iterator[str]:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from activation_extraction.cli.flags import Config
-from activation_extraction.common.codes import CODES, Codes
+from activation_extraction.common.codes import CODES
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.model.devices import device_errors
 from activation_extraction.model.forward import compile_step
@@ -23,8 +23,8 @@ from activation_extraction.run.host_text import Text
 from activation_extraction.run.inputs import Inputs, check_inputs
 from activation_extraction.run.prepare import recorded_commit
 from activation_extraction.store.chosen_samples import ChosenSample, Recompute
+from activation_extraction.store.hook_values import Values
 from activation_extraction.store.run_log import METADATA, identity_of
-from activation_extraction.store.shard import Values
 from activation_extraction.text.packing import pack, samples_of
 from activation_extraction.text.samples import samples
 
@@ -71,10 +71,6 @@ def load_for_recomputing(
             check_inputs(inputs, identity, of_text=True)
         step = compile_step(forward)
 
-    features: dict[Any, int] = {
-        each.hook.name: each.autoencoder.features for each in forward.encoders
-    }
-
     def recompute(chosen: list[ChosenSample]) -> list[dict[str, Values] | str]:
         results: list[dict[str, Values] | str] = [OTHER_TEXT] * len(chosen)
         known = {item: np.asarray(sample.stored.token_ids) for item, sample in enumerate(chosen)}
@@ -84,14 +80,13 @@ def load_for_recomputing(
         for batch in pack(samples_of(known.values()), *forward.shape):
             with device_errors():
                 activations = forward.receive(step(batch, [False] * 3)[0])
+            by_name = {str(key): rows for key, rows in activations.items()}
             for placed in batch.samples:
                 item = items[placed.sample.number]
                 where = placed.row, placed.start + np.asarray(chosen[item].stored.positions, int)
                 results[item] = {
-                    str(key): Codes.of(each[where], features[key])
-                    if key in features
-                    else each[where]
-                    for key, each in activations.items()
+                    hook.name: hook.for_user(by_name[hook.name][where])
+                    for hook in chosen[item].hooks
                 }
         return results
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from activation_extraction.store.folder import Folder
+from activation_extraction.store.hook_values import HookValues, Values
 from activation_extraction.store.run_log import Commit, RunLog, furthest_mark
-from activation_extraction.store.shard import ShardSample, Values
-from activation_extraction.store.shard_reader import StoredHook, begin_rows, open_shard
+from activation_extraction.store.shard import ShardSample
+from activation_extraction.store.shard_reader import open_shard
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import SampleFacts
@@ -26,7 +27,8 @@ class ChosenSample:
         where: The path of the shard's file and the sample's number, for messages.
         stored: The sample as the shard has it: its number, and the token ids and positions that are
             stored. Facts that only the table of samples has are their defaults.
-        activations: The stored values of each hook, decoded, in the order of the hooks.
+        hooks: The hooks of the run.
+        values: The stored values at each of the hooks, in the user's form (hook_values.py).
         worker: The host that stored the sample.
         shard: The number of the sample's shard.
         start: A mark in the data before all samples of the shard. None for the beginning of the
@@ -35,7 +37,8 @@ class ChosenSample:
 
     where: str
     stored: ShardSample
-    activations: list[Values]
+    hooks: Sequence[HookValues]
+    values: list[Values]
     worker: Worker
     shard: int
     start: Mark | None
@@ -46,13 +49,13 @@ class Recompute(NamedTuple):
 
     Attributes:
         platform: JAX's name of the platform that computes.
-        activations: A function that takes samples and returns a result for each of them: the
-            activations of the stored tokens, (tokens, width), by the name of the hook, or the
-            reason why the sample cannot be recomputed.
+        values: A function that takes samples and returns a result for each of them: the values of
+            the stored tokens in the user's form, by the name of the hook, or the reason why the
+            sample cannot be recomputed.
     """
 
     platform: str
-    activations: Callable[[list[ChosenSample]], list[dict[str, Values] | str]]
+    values: Callable[[list[ChosenSample]], list[dict[str, Values] | str]]
 
 
 def read_samples(
@@ -79,21 +82,18 @@ def read_samples(
     assert identity is not None
     worker = identity.worker
     descriptions = {hook["name"]: hook for hook in (stored.metadata or {}).get("hooks", ())}
-    hooks = {
-        hook["name"]: StoredHook.of(hook | descriptions.get(hook["name"], {}), identity)
-        for hook in commit.hooks
-    }
+    hooks = [
+        identity.recorded_hook(hook | descriptions.get(hook["name"], {})) for hook in commit.hooks
+    ]
     start = furthest_mark(stored.in_order, worker.number_of(commit.first))
     samples = []
     reader = open_shard(store, commit, hooks)
     for i in wanted:
-        span = reader.offsets[i : i + 2].tolist()
-        tokens = reader.tokens(*span)
+        first, stop = reader.offsets[i : i + 2].tolist()
+        tokens = reader.tokens(first, stop)
         facts = SampleFacts(int(reader.sample_idx[i]))
         sample = ShardSample(facts, tokens["token_ids"], tokens["position"])
-        values = [
-            hook.given(begin_rows(reader, name, hook, span)()) for name, hook in hooks.items()
-        ]
+        values = [hook.for_user(hook.begin_rows(reader, first, stop)()) for hook in hooks]
         name = f"{where}: sample {facts.sample_idx}"
-        samples.append(ChosenSample(name, sample, values, worker, commit.number, start))
+        samples.append(ChosenSample(name, sample, hooks, values, worker, commit.number, start))
     return samples

@@ -1,4 +1,4 @@
-"""The formats of shard files: their names, how a shard is written, and what is measured of it.
+"""The formats of shard files: their names, and how the bytes of a file are made.
 
 A compressed shard is cut into blocks of equal size (the last may be smaller). Threads compress each
 block to a gzip member, and the concatenated members are one gzip file. So the bytes depend on
@@ -11,25 +11,22 @@ why): a gzip file in the comment of its first header.
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
-from functools import partial, reduce
+from dataclasses import dataclass
+from functools import reduce
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from crc32c import crc32c
 from isal import isal_zlib
 
 from activation_extraction.common.choices import SHARD_FORMATS
-from activation_extraction.common.codes import Codes
-from activation_extraction.common.errors import InputError, StorageError
-from activation_extraction.store.identity import Identity
+from activation_extraction.common.errors import InputError
 from activation_extraction.store.pickle_file import NUMBER_TYPES, pickle_pieces
 from activation_extraction.store.safetensors_file import safetensors_pieces
-from activation_extraction.store.shard import Errors, Key, Shard, sums_of_codes
-from activation_extraction.store.statistics import Statistics, Sums, defined_tokens, sums_of
+from activation_extraction.store.shard import Shard
 
 # A shard's number as this program writes it in file names; it never writes shard_00001.
 SHARD_NUMBER = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
@@ -39,13 +36,6 @@ COMPRESSION_LEVEL = 1
 GZIP = 31  # the `wbits` of zlib for a gzip header without a time, and a window of 32 KiB
 COMMENT = 16  # the flag of a gzip header that is followed by a comment
 GZIP_HEADER = 10  # bytes, of which the fourth has the flags
-OVERFLOW = (
-    "float16 ends at 65504; start anew with --activation_dtype bfloat16 or float32 and --overwrite"
-)
-NOT_FINITE = (
-    "the model computes them, and would do so again; check its weights, or start anew with other "
-    "layers or --dtype float32, and --overwrite"
-)
 
 
 def shard_name(number: int, suffix: str) -> str:
@@ -122,27 +112,24 @@ class ShardFormat:
 
     Attributes:
         suffix: The end of a file's name.
-        pieces: Returns the uncompressed bytes of a shard, given the full names of its hooks by key,
-            and the id of the process that writes it ("" to leave the id out).
+        pieces: Returns the uncompressed bytes of a shard, given the shard and the id of the process
+            that writes it ("" to leave the id out).
         compressed: Whether the bytes are gzipped.
     """
 
     suffix: str
-    pieces: Callable[[Shard, Mapping[Key, str], str], list[memoryview]]
+    pieces: Callable[[Shard, str], list[memoryview]]
     compressed: bool = False
 
-    def pack(
-        self, shard: Shard, names: Mapping[Key, str], threads: Executor, writer: str = ""
-    ) -> Packed:
+    def pack(self, shard: Shard, threads: Executor, writer: str = "") -> Packed:
         """Returns the file of a shard.
 
         Args:
-            shard: The shard.
-            names: The full names of its hooks by key.
+            shard: The shard, whose values are in the stored form.
             threads: The threads that compress.
             writer: The id of the process that writes the file; "" to leave it out.
         """
-        pieces = self.pieces(shard, names, "" if self.compressed else writer)
+        pieces = self.pieces(shard, "" if self.compressed else writer)
         written: Iterable[bytes | memoryview] = pieces
         if self.compressed:
             members = iter(threads.map(gzip_member, blocks_of(pieces)))
@@ -189,74 +176,3 @@ def format_of(file: str) -> ShardFormat | None:
     """Returns the format of a shard file, by its name; None for any other file."""
     match = SHARD_FILE.fullmatch(file)
     return BY_SUFFIX[match[1]] if match else None
-
-
-def measured(
-    shard: Shard,
-    names: Mapping[Key, str],
-    identity: Identity,
-    errors: Mapping[Key, Errors],
-    threads: Executor,
-) -> tuple[list[dict[str, Any]], dict[str, Sums]]:
-    """Returns the `hooks` of a shard's commit, and the sums by hook, without those of codes.
-
-    names: the hooks' full names by key. errors: those of encoding. Raises StorageError, naming the
-    sample, for NaN or infinity.
-    """
-    measure = partial(_measure, shard, names, identity)
-    groups = [(key, group) for key in shard.slices for group in shard.groups(key)]
-    merged: dict[Key, Any] = {}
-    found = threads.map(lambda group: measure(*group), groups)
-    for (key, _), each in zip(groups, found, strict=True):
-        merged[key] = merged[key].merge(each) if key in merged else each
-    sums = {names[key]: each for key, each in merged.items() if isinstance(each, Sums)}
-    hooks = []
-    for key, each in merged.items():
-        first, name = shard.slices[key][0], names[key]
-        statistics = each
-        if isinstance(each, Sums):
-            statistics = replace(each.statistics, error=errors.get(key, {}))
-        if not statistics.finite:
-            _refuse_not_finite(shard, key, measure)
-        scale = first.shape[1] if identity.is_encoded(name) else None
-        head = {"width": first.shape[1], "dtype": first.dtype.name, "scale": scale}
-        hooks.append({"key": key, "name": name, **head, **statistics.to_json()})
-    return hooks, sums
-
-
-def _measure(
-    shard: Shard, names: Mapping[Key, str], identity: Identity, key: Key, samples: slice
-) -> Sums | Statistics:
-    """Returns the sums of some samples at a hook, without tokens that have no value there; of
-    codes, the statistics.
-
-    Integers have no statistics, so their sums are over no tokens.
-    """
-    values, name = shard.slices[key][samples], names[key]
-    positions = [sample.positions for sample in shard.samples[samples]]
-    if isinstance(values[0], Codes):
-        pairs = zip(values, positions, strict=True)
-        return reduce(Statistics.merge, (Statistics(codes=sums_of_codes(*each)) for each in pairs))
-    if name in identity.integer_hooks:
-        return Sums.zeros(values[0].shape[1])
-    if identity.leaves_out_firsts(name):
-        masks = [defined_tokens(*pair) for pair in zip(values, positions, strict=True)]
-        values, positions = (
-            [each[mask] for each, mask in zip(arrays, masks, strict=True)]
-            for arrays in (values, positions)
-        )
-    scales = shard.scales[key][samples] if key in shard.scales else None
-    return sums_of(values, positions, scales)
-
-
-def _refuse_not_finite(shard: Shard, key: Key, measure: Callable[..., Sums | Statistics]) -> None:
-    """Raises StorageError, naming the first sample with NaN or infinity at a hook."""
-    for number, sample in enumerate(shard.samples):
-        one = measure(key, slice(number, number + 1))
-        if not (one.statistics if isinstance(one, Sums) else one).finite:
-            dtype = shard.slices[key][number].dtype.name
-            raise StorageError(
-                f"sample {sample.facts.sample_idx}, hook {key}: NaN or infinite {dtype} values",
-                remedy=OVERFLOW if dtype == "float16" else NOT_FINITE,
-                recurs=True,
-            )

@@ -10,13 +10,19 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from activation_extraction.common.choices import ATTENTION_MASK
 from activation_extraction.common.codes import value_dtype
-from activation_extraction.common.encodings import FLOAT8, VALUES
+from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.host_memory import available_memory
-from activation_extraction.store.shard import Key
+from activation_extraction.store.hook_values import (
+    CodeValues,
+    DenseValues,
+    Float8Values,
+    HookValues,
+    Key,
+)
 from activation_extraction.text.batch import Worker
 
 PER_HOST = {"num_hosts", "machine", "host"}  # fields that differ between the hosts of a run
@@ -128,29 +134,51 @@ class Identity:
         some = self.drop_token_ids or self.roles or masked or self.overlap
         return self.positions == Identity.positions and not some
 
-    def has_activations(self, hook: str) -> bool:
-        """Returns whether a hook's values are activations, and have the run's dtype."""
-        own = *self.integer_hooks, *self.float32_hooks, *self.code_hooks
-        return hook not in own
+    def hook_values(
+        self, key: Key, name: str, width: int = 0, dtype: str = "", most: int = 0
+    ) -> HookValues:
+        """Returns the values at a hook, of the kind that the settings give it.
 
-    def leaves_out_firsts(self, hook: str) -> bool:
-        """Returns whether the first token of a sample has no value at a hook; it is NaN there."""
-        return hook == LOSS and hook in self.float32_hooks
+        Args:
+            key: What pickles call the hook.
+            name: Full name of the hook.
+            width: Number of values of a token; of codes, the number of all features. 0 if it is not
+                known yet.
+            dtype: Dtype of the values in files; "" for the one that follows from the settings.
+            most: The most features that are stored of a token; 0 for values other than codes, and
+                where codes are only written.
+        """
+        if name in self.code_hooks:
+            return CodeValues(key, name, width, value_dtype(self.activation_dtype).name, most)
+        if name in self.integer_hooks:
+            return DenseValues(key, name, width, dtype or "int32", "integers")
+        if name in self.float32_hooks:
+            content: Literal["loss", "numbers"] = "loss" if name == LOSS else "numbers"
+            return DenseValues(key, name, width, dtype or "float32", content)
+        if self.activation_dtype == FLOAT8:
+            return Float8Values(key, name, width)
+        return DenseValues(key, name, width, dtype or self.activation_dtype)
 
-    def dtype_of(self, hook: str) -> str:
-        """Returns the dtype in which the values of a hook are stored, beside scales if it is
-        encoded, or beside the numbers of features."""
-        if hook in self.integer_hooks:
-            return "int32"
-        if hook in self.code_hooks:
-            return value_dtype(self.activation_dtype).name
-        if self.is_encoded(hook):
-            return VALUES.name
-        return "float32" if hook in self.float32_hooks else self.activation_dtype
+    def recorded_hook(self, recorded: Mapping[str, Any]) -> HookValues:
+        """Returns the values at a hook that a run has recorded.
 
-    def is_encoded(self, hook: str) -> bool:
-        """Returns whether a hook's values are stored as float8, beside their scales."""
-        return self.activation_dtype == FLOAT8 and self.has_activations(hook)
+        Args:
+            recorded: What a shard's JSON or metadata.json says of the hook, or both.
+
+        Raises:
+            ValueError: The width is not recorded, or the dtype is unknown.
+        """
+        name = recorded["name"]
+        width = recorded.get("width")
+        if width is None:
+            raise ValueError(f"the metadata does not record how wide {name} is")
+        dtype, most = recorded.get("dtype", ""), recorded.get("most", 0)
+        hook = self.hook_values(recorded["key"], name, width, dtype, most)
+        try:
+            hook.dtype  # noqa: B018
+        except TypeError as error:
+            raise ValueError(f"{name}: dtype {dtype!r}: {error}") from error
+        return hook
 
     @property
     def digest(self) -> str:

@@ -29,9 +29,9 @@ import numpy as np
 from isal import igzip
 
 from activation_extraction.common.allow_list import AllowListUnpickler
-from activation_extraction.common.codes import ARRAYS, Codes
 from activation_extraction.common.errors import RunError, one_line
-from activation_extraction.store.shard import LABELS, Key, Shard, ShardSample
+from activation_extraction.store.hook_values import HookValues, Key
+from activation_extraction.store.shard import LABELS, Shard, ShardSample
 from activation_extraction.text.sample_facts import SampleFacts
 
 Records = dict[Key, list[dict[str, Any]]]
@@ -64,16 +64,15 @@ class _Pieces(list[memoryview]):
         return self[-1].nbytes
 
 
-def pickle_pieces(shard: Shard, names: Mapping[Key, str], writer: str = "") -> list[memoryview]:
+def pickle_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
     """Returns the bytes of a shard's pickle. Activations are not copied.
 
     Args:
-        shard: The shard.
-        names: The full names of its hooks by key.
+        shard: The shard, whose values are in the stored form.
         writer: The id of the process that writes the file; "" to leave it out.
     """
     pieces = _Pieces()
-    _Pickler(pieces, protocol=5).dump(records_of(shard, names))
+    _Pickler(pieces, protocol=5).dump(records_of(shard))
     if writer:
         text = writer.encode()
         dropped = pickle.BINUNICODE + struct.pack("<I", len(text)) + text + pickle.POP
@@ -82,20 +81,16 @@ def pickle_pieces(shard: Shard, names: Mapping[Key, str], writer: str = "") -> l
     return pieces
 
 
-def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
-    """Returns the records of a shard. names: the hooks' full names by key."""
+def records_of(shard: Shard) -> Records:
+    """Returns the records of a shard, whose values are in the stored form."""
 
-    def record_of(key: Key, number: int) -> dict[str, Any]:
-        sample, activation = shard.samples[number], shard.slices[key][number]
-        if isinstance(activation, Codes):
-            values = {name: getattr(activation, field) for name, field in ARRAYS.items()}
-        else:
-            values = {"activation": activation}
+    def record_of(key: Key, hook: HookValues, number: int) -> dict[str, Any]:
+        sample, values = shard.samples[number], shard.values[key][number]
         return {
             "sample_idx": sample.facts.sample_idx,
-            "hook": names[key],
-            **values,
-            "shape": activation.shape,
+            "hook": hook.name,
+            **hook.record(values),
+            "shape": values.shape,
             "text_preview": sample.facts.text_preview,
             "token_ids": sample.token_ids,
             "positions": sample.positions,
@@ -104,7 +99,10 @@ def records_of(shard: Shard, names: Mapping[Key, str]) -> Records:
         }
 
     numbers = range(len(shard.samples))
-    return {key: [record_of(key, number) for number in numbers] for key in shard.slices}
+    return {
+        key: [record_of(key, hook, number) for number in numbers]
+        for key, hook in shard.hooks.items()
+    }
 
 
 def read_records(file: IO[bytes], where: str, limit: int) -> Records:
@@ -131,19 +129,27 @@ def _plain(value: Any) -> Any:
     return value.view(np.ndarray) if isinstance(value, _Array) else value
 
 
-def read_pickle(file: IO[bytes], where: str, limit: int) -> Shard:
+def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, HookValues]) -> Shard:
     """Reads a pickled shard, whose samples are those of its first hook.
 
-    Raises what `read_records` raises, and RunError for records that lack fields.
+    Args:
+        file: The file.
+        where: The name of the file for messages; it is gzipped if that ends in .gz.
+        limit: The most bytes to which the file may be decompressed.
+        hooks: The hooks to read, by key. The result lacks those that the file lacks.
+
+    Raises:
+        UnsafeError: The file has anything but plain containers and NumPy arrays of numbers, or
+            more than `limit` bytes.
+        RunError: The file is damaged, or its records lack fields.
     """
     records = read_records(file, where, limit)
-    slices: dict[Key, list[Any]] = {}
+    stored = {key: hook for key, hook in hooks.items() if key in records}
     try:
-        for key, of_hook in records.items():
-            if any("ids" in record for record in of_hook):
-                slices[key] = [_codes_of(record) for record in of_hook]
-            else:
-                slices[key] = [record["activation"] for record in of_hook]
+        values = {
+            key: [hook.from_record(record) for record in records[key]]
+            for key, hook in stored.items()
+        }
         samples = [
             ShardSample(
                 SampleFacts(record["sample_idx"]),
@@ -155,17 +161,7 @@ def read_pickle(file: IO[bytes], where: str, limit: int) -> Shard:
         ]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RunError(f"{where}: its records cannot be read: {error!r:.200}") from error
-    return Shard(samples, slices)
-
-
-def _codes_of(record: Mapping[str, Any]) -> Codes:
-    """Returns the codes of a sample. Raises ValueError if the arrays do not fit each other."""
-    arrays = {field: np.asarray(record[name]) for name, field in ARRAYS.items()}
-    codes = Codes(**arrays, features=record["shape"][1])
-    ends, lengths = codes.indptr[[0, -1]].tolist(), [len(codes.indices), len(codes.data)]
-    if ends != [0, lengths[0]] or lengths[0] != lengths[1] or (np.diff(codes.indptr) < 0).any():
-        raise ValueError(f"sample {record['sample_idx']}: its codes do not fit their offsets")
-    return codes
+    return Shard(samples, stored, values)
 
 
 class UnsafeError(RunError):

@@ -6,30 +6,24 @@ follow it. The bytes of the file depend only on the content and on the id of the
 it, which is in the metadata of the header as `writer`. common/safetensors.py knows the header.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from activation_extraction.common.codes import ARRAYS, Codes, concatenated_values
 from activation_extraction.common.errors import RunError
 from activation_extraction.common.safetensors import pack_header, read_header
-from activation_extraction.store.shard import LABELS, Key, Shard
+from activation_extraction.store.shard import LABELS, Shard
 
 OF_TOKENS = "sample_idx", "sample_offsets", "token_ids", "position"  # tensors beside the hooks
-SCALE = ".scale"  # follows the name of an encoded hook
 FORMAT = "2"
 
 
-def safetensors_pieces(
-    shard: Shard, names: Mapping[Key, str], writer: str = ""
-) -> list[memoryview]:
+def safetensors_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
     """Returns the bytes of a shard's file. Activations are not copied.
 
     Args:
-        shard: The shard.
-        names: The full names of its hooks by key.
+        shard: The shard, whose values are in the stored form.
         writer: The id of the process that writes the file; "" to leave it out.
     """
     tensors = {
@@ -40,14 +34,8 @@ def safetensors_pieces(
     }
     for name in shard.samples[0].labels:
         tensors[name] = [sample.labels[name] for sample in shard.samples]
-    for key, slices in shard.slices.items():
-        if isinstance(slices[0], Codes):
-            codes = concatenated_values(slices)
-            tensors |= {f"{names[key]}.{n}": [getattr(codes, f)] for n, f in ARRAYS.items()}
-            continue
-        tensors[names[key]] = slices
-        if key in shard.scales:
-            tensors[names[key] + SCALE] = shard.scales[key]
+    for key, hook in shard.hooks.items():
+        tensors |= hook.tensors(shard.values[key])
     metadata = {"format": FORMAT, "writer": writer} if writer else {"format": FORMAT}
     shapes = {
         name: (parts[0].dtype, (sum(map(len, parts)), *parts[0].shape[1:]))
@@ -115,33 +103,14 @@ class SafetensorsFile:
     def tokens(self, start: int, stop: int) -> dict[str, np.ndarray]:
         """Returns what is said of the tokens `start` to `stop`: `token_ids`, `position`, and the
         labels that the run has, int32, by name."""
-        return {name: self.rows(name, start, stop) for name in self._of_tokens}
+        return {name: self.begin_rows(name, start, stop)() for name in self._of_tokens}
 
-    def rows(self, hook: str, start: int, stop: int) -> Any:
-        """Returns what `begin_rows` asks for."""
-        return self.begin_rows(hook, start, stop)()
-
-    def begin_rows(self, hook: str, start: int, stop: int) -> Callable[[], Any]:
-        """Asks for the rows of a tensor from `start` to `stop`, and returns what waits for them: an
-        array, or Codes for a hook of codes. How many features there are, the file does not say."""
-        if hook not in self.tensors:
-            return self._begin_codes(hook, start, stop)
-        tensor = self.tensors[hook]
+    def begin_rows(self, name: str, start: int, stop: int) -> Callable[[], np.ndarray]:
+        """Asks for the rows of a tensor from `start` to `stop`, and returns what waits for them."""
+        tensor = self.tensors[name]
         content = self._begin(*tensor.byte_range(start, stop))
         shape = stop - start, *tensor.shape[1:]
         return lambda: np.ndarray(shape, tensor.dtype, content())
-
-    def _begin_codes(self, hook: str, start: int, stop: int) -> Callable[[], Codes]:
-        indptr = self.rows(f"{hook}.offsets", start, stop + 1)
-        first, last = indptr[[0, -1]].tolist()
-        of_features = [self.begin_rows(f"{hook}.{name}", first, last) for name in ("ids", "values")]
-        of_tokens = [self.begin_rows(f"{hook}.{name}", start, stop) for name in ("error", "norm")]
-
-        def wait() -> Codes:
-            ids, values, error, norm = (each() for each in (*of_features, *of_tokens))
-            return Codes(indptr - first, ids, values, error, norm, 0)
-
-        return wait
 
     def _read(self, start: int, stop: int) -> bytes:
         """Returns the bytes of the file from `start` to `stop`."""
@@ -154,4 +123,4 @@ class SafetensorsFile:
 
     def whole(self, name: str) -> np.ndarray:
         """Returns a whole tensor."""
-        return self.rows(name, 0, self.tensors[name].shape[0])
+        return self.begin_rows(name, 0, self.tensors[name].shape[0])()

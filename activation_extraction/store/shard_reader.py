@@ -8,10 +8,9 @@ every MiB in the shard's JSON. Reading never runs pickled code.
 import hashlib
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -21,84 +20,20 @@ import numpy as np
 import pyarrow
 from crc32c import crc32c
 
-from activation_extraction.common.codes import Codes, code_bytes, record_width
-from activation_extraction.common.encodings import FLOAT8, VALUES, decode, token_bytes
 from activation_extraction.common.errors import RunError, reason_of
 from activation_extraction.store.folder import ChangedError, Folder, FolderError, local_path
 from activation_extraction.store.formats import MIB, SAFETENSORS, format_of
-from activation_extraction.store.identity import Identity
+from activation_extraction.store.hook_values import HookValues, Shape
 from activation_extraction.store.pickle_file import read_pickle
 from activation_extraction.store.run_log import MOST_BYTES, Commit, DamagedError, parse_commit
-from activation_extraction.store.safetensors_file import SCALE, SafetensorsFile, safetensors_pieces
-from activation_extraction.store.shard import Shard, Values
+from activation_extraction.store.safetensors_file import SafetensorsFile, safetensors_pieces
+from activation_extraction.store.shard import Shard
 from activation_extraction.store.statistics import Sums, unpack_sums
 
 REPLACED = "the run was overwritten or repaired since its JSON was read; open it again"
-Form = tuple[np.dtype, tuple[int, ...]]  # the dtype and the shape of a tensor
-FLOATS: np.dtype = np.dtype(np.float32)
 RANGE = 8 * MIB  # of one request; a range may have up to twice as much
 HEADER = 2**16  # bytes: room for the header of most safetensors files
 IN_FLIGHT = 32  # requests to buckets at the same time, over all runs, shards and hooks
-
-
-@dataclass(frozen=True)
-class StoredHook:
-    """A hook as the run records it.
-
-    key: its name in pickles. dtype: the dtype that reading gives, unless another is asked for.
-    activations: whether its values are activations, rather than integers, losses and the like,
-    which have a dtype of their own. encoded: whether they are stored as float8. most: of codes, how
-    many features of a token are kept at most, and then the width is the number of all features; 0
-    for other hooks.
-    """
-
-    key: Any
-    width: int
-    dtype: np.dtype
-    activations: bool = True
-    encoded: bool = False
-    most: int = 0
-
-    @classmethod
-    def of(cls, recorded: Mapping[str, Any], identity: Identity) -> "StoredHook":
-        """Returns a hook. recorded: what the shards say of it, or, before there is one, the
-        metadata alone. Raises ValueError for a width or dtype that is not recorded or unknown."""
-        name, key = recorded["name"], recorded["key"]
-        if (width := recorded.get("width")) is None:
-            raise ValueError(f"the metadata does not record how wide {name} is")
-        if name in identity.code_hooks:
-            return cls(key, width, FLOATS, False, most=int(recorded["most"]))
-        encoded = identity.is_encoded(name)
-        dtype = "float32" if encoded else recorded.get("dtype", identity.dtype_of(name))
-        try:
-            return cls(key, width, np.dtype(dtype), identity.has_activations(name), encoded)
-        except TypeError as error:
-            raise ValueError(f"{name}: dtype {dtype!r}: {error}") from error
-
-    @property
-    def row(self) -> np.dtype:
-        """The dtype and the shape of a token in memory, where codes are records
-        (common/codes.py)."""
-        if self.most:
-            return np.dtype((np.int32, (record_width(self.most),)))
-        return np.dtype((self.dtype, (self.width,)))
-
-    def given(self, values: np.ndarray) -> Values:
-        """Returns the values of tokens as they are given to the user. values: as they are read."""
-        return Codes.of(values, self.width) if self.most else values
-
-    @property
-    def stored_bytes(self) -> int:
-        """The bytes of a token where it is stored; of codes, the least."""
-        if self.most:
-            return code_bytes(0, self.dtype)
-        return token_bytes(self.width, FLOAT8 if self.encoded else self.dtype.name)
-
-    def tensor(self, name: str, tokens: int) -> tuple[str, Form]:
-        """Returns a tensor that the hook is stored in: its name, its dtype and its shape."""
-        if self.most:
-            return f"{name}.norm", (FLOATS, (tokens,))
-        return name, (VALUES if self.encoded else self.dtype, (tokens, self.width))
 
 
 @lru_cache(1)
@@ -180,11 +115,18 @@ class ShardBytes:
             )
 
 
-def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) -> SafetensorsFile:
-    """Opens a shard. hooks: the hooks that will be read, by name.
+def open_shard(folder: Folder, commit: Commit, hooks: Iterable[HookValues]) -> SafetensorsFile:
+    """Opens a shard.
 
-    Raises RunError if the file is missing or damaged, or does not match its JSON.
+    Args:
+        folder: The folder of the shard.
+        commit: The commit of the shard.
+        hooks: The hooks that will be read.
+
+    Raises:
+        RunError: The file is missing or damaged, or does not match its JSON.
     """
+    hooks = list(hooks)
     where = f"{folder.url}/{commit.file}"
     file = ShardBytes(folder, commit, where)
     if read_by_ranges(commit):
@@ -192,31 +134,31 @@ def open_shard(folder: Folder, commit: Commit, hooks: Mapping[str, StoredHook]) 
         reader = SafetensorsFile(file.begin, commit.bytes, where, front)
     else:
         content = pyarrow.py_buffer(file.begin(0, commit.bytes)())
-        shard = read_pickle(pyarrow.BufferReader(content), where, commit.unpacked)
-        reader = _in_memory(shard, hooks, where)
+        by_key = {hook.key: hook for hook in hooks}
+        shard = read_pickle(pyarrow.BufferReader(content), where, commit.unpacked, by_key)
+        reader = _in_memory(shard, where)
     found = {name: (tensor.dtype, tensor.shape) for name, tensor in reader.tensors.items()}
-    expected: dict[str, Form] = {
+    expected: dict[str, tuple[np.dtype, Shape]] = {
         "sample_idx": (np.dtype(np.int64), (commit.count,)),
         "sample_offsets": (np.dtype(np.int64), (commit.count + 1,)),
         "token_ids": (np.dtype(np.int32), (commit.tokens,)),
         "position": (np.dtype(np.int32), (commit.tokens,)),
-        **dict(hook.tensor(name, commit.tokens) for name, hook in hooks.items()),
     }
+    for hook in hooks:
+        expected |= hook.expected_tensors(commit.tokens)
     for name, each in expected.items():
         expect(where, name, found.get(name), each)
     return reader
 
 
-def _in_memory(shard: Shard, hooks: Mapping[str, StoredHook], where: str) -> SafetensorsFile:
-    """Returns a shard with the requested hooks alone, as if it were a safetensors file."""
+def _in_memory(shard: Shard, where: str) -> SafetensorsFile:
+    """Returns a shard as if it were a safetensors file."""
     for sample in shard.samples:
         if sample.token_ids is None:
             raise RunError(
                 f"{where}: sample {sample.facts.sample_idx}: has no token ids, which reading needs"
             )
-    names = {hook.key: name for name, hook in hooks.items() if hook.key in shard.slices}
-    asked = replace(shard, slices={key: shard.slices[key] for key in names})
-    pieces = safetensors_pieces(asked, names)
+    pieces = safetensors_pieces(shard)
     ends = np.cumsum([piece.nbytes for piece in pieces])
 
     def begin(start: int, stop: int) -> Callable[[], np.ndarray]:
@@ -232,26 +174,6 @@ def expect(where: str, what: str, found: Any, expected: Any) -> None:
     """Raises RunError unless what was found in a shard is what its JSON says."""
     if found != expected:
         raise RunError(f"{where}: {what}: found {found}, its JSON says {expected}")
-
-
-def begin_rows(
-    reader: SafetensorsFile, name: str, hook: StoredHook, span: tuple[int, int], dtype: Any = None
-) -> Callable[[], np.ndarray]:
-    """Asks for the values at a hook of the tokens in a span, and returns what waits for them:
-    (tokens, width).
-
-    dtype: the dtype to which encoded activations are decoded, by default float32; other values are
-    returned as they are stored, and codes as records. Nothing is read for a span without tokens.
-    """
-    if span[0] == span[1]:
-        return lambda: np.empty(0, hook.row)
-    values = reader.begin_rows(name, *span)
-    if hook.most:
-        return lambda: values().records(hook.most)
-    if not hook.encoded:
-        return values
-    scales = reader.begin_rows(name + SCALE, *span)
-    return lambda: decode(values(), scales(), dtype or hook.dtype)
 
 
 def check_shard_file(folder: Folder, commit: Commit) -> None:

@@ -13,18 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from activation_extraction.common.codes import Codes
-from activation_extraction.common.encodings import FLOAT8, token_bytes
 from activation_extraction.common.errors import StorageError
 from activation_extraction.common.log import log
-from activation_extraction.store.formats import FileFacts, chosen_format, measured, shard_name
+from activation_extraction.store.formats import FileFacts, chosen_format, shard_name
+from activation_extraction.store.hook_values import HookValues, Key
 from activation_extraction.store.identity import Identity, Sources, StorageOptions
 from activation_extraction.store.log_writer import LogWriter
 from activation_extraction.store.resume import ShardNumbers, StoragePlan
 from activation_extraction.store.run_log import Commit
 from activation_extraction.store.sample_table import pack_table
-from activation_extraction.store.shard import Key, Shard, ShardSample, Values, encode_shard
+from activation_extraction.store.shard import Shard, ShardSample
 from activation_extraction.store.shard_queue import QueuedShard, ShardQueue
 from activation_extraction.store.source_check import SourceCheck
 from activation_extraction.store.statistics import pack_sums
@@ -43,7 +43,7 @@ class ShardWriter:
 
     Args:
         run_log: The log of the folder, in which this process is the writer.
-        names: Full names of the hooks by key. Hooks to encode are encoded in the background.
+        hooks: Hooks by key. Their values are encoded in the background.
         identity: Identity of the run.
         options: Options of the storage.
         sources: The files that samples come from; None if they are not checked.
@@ -58,17 +58,16 @@ class ShardWriter:
     def __init__(
         self,
         run_log: LogWriter,
-        names: Mapping[Key, str],
+        hooks: Mapping[Key, HookValues],
         identity: Identity,
         options: StorageOptions,
         sources: Sources | None,
         on_wait: Callable[[], None],
         on_commit: Callable[[], None],
     ) -> None:
-        self._encoded = [key for key in names if identity.is_encoded(names[key])]
         self.format = chosen_format(options.shard_format, options.compress_shards)
         self._log = run_log
-        self._names = names
+        self._hooks = hooks
         self._identity = identity
         self._source_check = SourceCheck(sources, run_log.made)
         self._on_commit = on_commit
@@ -85,7 +84,7 @@ class ShardWriter:
         self._empty()
 
     def _empty(self) -> None:
-        self._pending: list[tuple[ShardSample, Mapping[Key, Values]]] = []
+        self._pending: list[tuple[ShardSample, Mapping[Key, Any]]] = []
         self._bytes = 0
 
     def take(self, size: int) -> None:
@@ -96,33 +95,25 @@ class ShardWriter:
         """
         # A compressed shard is in memory beside its uncompressed arrays, and so are encoded values
         # beside those that they were made from.
-        copies = 1 + self.format.compressed + bool(self._encoded)
+        is_encoded = any(hook.is_encoded for hook in self._hooks.values())
+        copies = 1 + self.format.compressed + is_encoded
         self.queue.take(size * copies)
 
-    def add(
-        self, sample: ShardSample, slices: Mapping[Key, Values], mark: Mark | None = None
-    ) -> None:
+    def add(self, sample: ShardSample, values: Mapping[Key, Any], mark: Mark | None = None) -> None:
         """Adds a sample.
 
         A sample without tokens counts as one token, so that a shard of such samples is cut, too.
 
         Args:
             sample: The sample.
-            slices: Its activations, (tokens, width), by the key of the hook.
+            values: Its values by the key of the hook, as `HookValues.for_shard` returns them.
             mark: Where a run continues once this sample and those before it are stored. None if the
                 samples come from no stream.
         """
-        size = 0
-        for key, each in slices.items():
-            if isinstance(each, Codes):
-                size += each.nbytes
-                continue
-            width, encoded = each.shape[1], key in self._encoded
-            of_token = token_bytes(width, FLOAT8) if encoded else width * each.itemsize
-            size += max(len(each), 1) * of_token
+        size = sum(self._hooks[key].bytes_of(values[key]) for key in values)
         if self._pending and self._bytes + size > self._shard_bytes:
             self._cut(self._numbers.take())
-        self._pending.append((sample, slices))
+        self._pending.append((sample, values))
         self._bytes += size
         self._mark = self._plan.mark_after(mark)
 
@@ -137,7 +128,7 @@ class ShardWriter:
         with suppress(StorageError):  # the queue raises it below
             gaps = self._numbers.take_gaps() if complete else []
             for number in gaps[:-1]:
-                self._submit(Shard([], {}), number)
+                self._submit(Shard([], {}, {}), number)
             if gaps:
                 self._cut(gaps[-1])
             elif self._pending:
@@ -146,8 +137,9 @@ class ShardWriter:
 
     def _cut(self, number: int) -> None:
         self._pending.sort(key=lambda pending: pending[0].facts.sample_idx)
-        slices = {key: [each[key] for _, each in self._pending] for key in self._names}
-        shard = Shard([sample for sample, _ in self._pending], slices)
+        samples = [sample for sample, _ in self._pending]
+        values = {key: [values[key] for _, values in self._pending] for key in self._hooks}
+        shard = Shard(samples, self._hooks, values)
         self._empty()  # before Ctrl-C may interrupt `_submit`: no sample may be in two shards
         self._submit(shard, number)
 
@@ -177,9 +169,9 @@ class ShardWriter:
         if not shard.samples:
             return commit, []
         with self._packing:
-            shard, errors = encode_shard(shard, self._encoded, self._threads)
-            hooks, sums = measured(shard, self._names, self._identity, errors, self._threads)
-            packed = self.format.pack(shard, self._names, self._threads, writer)
+            shard, errors = shard.encode(self._threads)
+            hooks, sums = shard.measure(errors, self._threads)
+            packed = self.format.pack(shard, self._threads, writer)
         cuts = [sample.facts.cut for sample in shard.samples if sample.facts.cut > 0]
         lengths = [len(sample.positions) for sample in shard.samples]
         commit = replace(

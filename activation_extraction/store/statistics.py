@@ -9,15 +9,14 @@ the process that wrote the file, the text in the array `writer`.
 import io
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, astuple, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from activation_extraction.common.encodings import decode
-from activation_extraction.store.shard import CodeSums, EncodingError, Errors, SumsOfCodes
+from activation_extraction.common.codes import Codes
 
 SUMMED_BYTES = 4 * 2**20  # of float64 values, so that a block stays in a core's caches
 SINK, OTHER = 0, 1  # kinds of tokens
@@ -76,30 +75,26 @@ class Sums:
         )
 
 
-def sums_of(
-    activations: Sequence[np.ndarray],
-    positions: Sequence[np.ndarray],
-    scales: Sequence[np.ndarray] | None = None,
-) -> Sums:
-    """Returns the sums over tokens at one hook.
+def sums_of(decode: Callable[[slice], np.ndarray], width: int, positions: np.ndarray) -> Sums:
+    """Returns the sums over tokens at one hook. They do not depend on how tokens are grouped.
 
-    activations: arrays (tokens, width) of any float dtype, in order, of which there is at least
-    one. positions: the positions of the tokens in their documents, in any number of arrays. scales:
-    of each array if they are encoded, and are decoded here. The result does not depend on how the
-    tokens are distributed over arrays.
+    Args:
+        decode: A function that returns the values of some of the tokens, (tokens, width), of any
+            floating-point dtype.
+        width: The number of values of a token.
+        positions: The positions of all tokens in their documents, int32 (tokens,).
     """
-    values, all_positions = np.concatenate(activations), np.concatenate(positions)
-    all_scales = None if scales is None else np.concatenate(scales)
-    total, squares = Sums.zeros(values.shape[1]), np.empty(len(values))
-    step = max(1, SUMMED_BYTES // (8 * values.shape[1]))
-    buffer = np.empty((min(step, len(values)), values.shape[1]))
+    tokens = len(positions)
+    total, squares = Sums.zeros(width), np.empty(tokens)
+    step = max(1, SUMMED_BYTES // (8 * width))
+    buffer = np.empty((min(step, tokens), width))
     with np.errstate(invalid="ignore"):  # see `Statistics.finite`
-        for start in range(0, len(values), step):
+        for start in range(0, tokens, step):
             rows = slice(start, start + step)
-            tokens = values[rows] if all_scales is None else decode(values[rows], all_scales[rows])
-            block = buffer[: len(tokens)]
-            np.copyto(block, tokens)
-            sinks = np.flatnonzero(all_positions[rows] == 0)
+            values = decode(rows)
+            block = buffer[: len(values)]
+            np.copyto(block, values)
+            sinks = np.flatnonzero(positions[rows] == 0)
             for sums in (total.sums, total.squares):
                 of_sinks = np.add.reduce(block[sinks], 0)
                 sums[SINK] += of_sinks
@@ -107,30 +102,128 @@ def sums_of(
                 if sums is total.sums:
                     np.multiply(block, block, out=block)
             np.add.reduce(block, 1, out=squares[rows])
-    norms, kinds = np.sqrt(squares), np.where(all_positions == 0, SINK, OTHER)
+    norms, kinds = np.sqrt(squares), np.where(positions == 0, SINK, OTHER)
     total.counts += np.bincount(kinds, minlength=2)
     total.norms += np.bincount(kinds, norms, minlength=2)
     total.largest = np.maximum(total.largest, norms.max(initial=0.0))
     return total
 
 
-def defined_tokens(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Returns which tokens have a loss, bool (tokens,).
+@dataclass(frozen=True)
+class EncodingError:
+    """Relative errors of encoded tokens, which can be merged.
 
-    values: (tokens, 1). The first token of a sample has none, and NaN says so.
+    The error of a token x is the Euclidean norm of x - decoded x, divided by that of x.
+
+    Attributes:
+        tokens: Number of tokens that were measured.
+        mean: Mean of their errors.
+        worst: Largest of their errors.
     """
-    return (positions != 0) | ~np.isnan(values).any(axis=1)
+
+    tokens: int = 0
+    mean: float = 0.0
+    worst: float = 0.0
+
+    @classmethod
+    def of(cls, errors: np.ndarray) -> "EncodingError":
+        """Summarises the errors of some tokens, float64 (tokens,)."""
+        if not len(errors):
+            return cls()
+        return cls(len(errors), float(np.mean(errors)), float(np.max(errors)))
+
+    def merge(self, other: "EncodingError") -> "EncodingError":
+        """Returns the errors of both together."""
+        tokens = self.tokens + other.tokens
+        total = self.mean * self.tokens + other.mean * other.tokens
+        return EncodingError(tokens, total / max(tokens, 1), max(self.worst, other.worst))
+
+
+# The errors at one hook by kind of token: "sinks" are those at position 0, which are often
+# attention sinks; "others" are all others.
+Errors = dict[str, EncodingError]
+
+
+@dataclass(frozen=True)
+class CodeSums:
+    """Sums over the codes of some tokens, which can be merged.
+
+    Attributes:
+        tokens: Number of tokens.
+        features: Number of features that are stored.
+        cut: Number of features that were active too, but are not stored (--encode_most).
+        cut_tokens: Number of tokens with such features.
+        error: Sum of the squared norms of what the stored features do not reconstruct.
+        square: Sum of the squared norms of what is to be reconstructed.
+    """
+
+    tokens: int = 0
+    features: int = 0
+    cut: int = 0
+    cut_tokens: int = 0
+    error: float = 0.0
+    square: float = 0.0
+
+    @classmethod
+    def of(cls, codes: Codes, chosen: np.ndarray) -> "CodeSums":
+        """Returns the sums over the tokens that a mask chooses, bool (tokens,)."""
+        kept = np.diff(codes.indptr)[chosen]
+        cut = np.zeros(1, np.int64) if codes.active is None else codes.active[chosen] - kept
+        return cls(
+            tokens=len(kept),
+            features=int(kept.sum()),
+            cut=int(cut.sum()),
+            cut_tokens=int((cut > 0).sum()),
+            error=float(codes.error[chosen].astype(np.float64).sum()),
+            square=float(np.square(codes.norm)[chosen].astype(np.float64).sum()),
+        )
+
+    def merge(self, other: "CodeSums") -> "CodeSums":
+        """Returns the sums over the tokens of both."""
+        return CodeSums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def explained(self) -> float:
+        """The share of the squared norms that the stored features explain, 1 - error / square.
+
+        Zeros in place of the features' reconstruction give 0, and a reconstruction that is worse
+        than that gives less. NaN if all norms are 0.
+        """
+        return 1 - self.error / self.square if self.square else float("nan")
+
+
+@dataclass(frozen=True)
+class SumsOfCodes:
+    """Sums over codes, of the first tokens of documents (sinks) and of all other tokens."""
+
+    sinks: CodeSums
+    others: CodeSums
+
+    def merge(self, other: "SumsOfCodes") -> "SumsOfCodes":
+        """Returns the sums over the tokens of both."""
+        return SumsOfCodes(self.sinks.merge(other.sinks), self.others.merge(other.others))
+
+    @property
+    def statistics(self) -> "Statistics":
+        """The statistics, which have nothing but these sums."""
+        return Statistics(codes={"sinks": self.sinks, "others": self.others})
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of activations (tokens, width).
+    """Statistics of the values at a hook, which can be merged.
 
-    tokens, values: how many there are. overall_mean, overall_variance: numbers over all values (the
-    variance is that of a population), which the JSON files call `mean` and `variance`. mean_norm,
-    max_norm: of the Euclidean norms of tokens. error: what encoding changed, see `Errors`; empty
-    for activations that are not encoded. codes: sums over tokens of codes, by kind of token, which
-    have no other statistics.
+    Attributes:
+        tokens: Number of tokens. 0 for integers and codes.
+        values: Number of values of these tokens.
+        overall_mean: Mean of all values; `mean` in JSON files.
+        overall_variance: Variance of all values, which are the population; `variance` in JSON
+            files.
+        mean_norm: Mean Euclidean norm of the tokens.
+        max_norm: Largest Euclidean norm of a token.
+        error: Errors of encoding, see `Errors`; empty for values that are not encoded.
+        codes: Sums over the tokens of codes, by the kinds of tokens that Errors has; empty for
+            other values.
     """
 
     tokens: int = 0
@@ -140,7 +233,7 @@ class Statistics:
     mean_norm: float = 0.0
     max_norm: float = 0.0
     error: Errors = field(default_factory=dict)
-    codes: SumsOfCodes = field(default_factory=dict)
+    codes: dict[str, CodeSums] = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:

@@ -18,14 +18,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from activation_extraction.common.codes import ARRAYS, Codes
-from activation_extraction.common.encodings import FLOAT8, VALUES
+from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError, RunError, StorageError, reason_of
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, plain_url
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import DTYPES, SAFETENSORS
 from activation_extraction.store.given import as_int32, own_array
+from activation_extraction.store.hook_values import Key
 from activation_extraction.store.identity import Identity, RunFacts, StorageOptions
 from activation_extraction.store.local_files import check_output_dir, lock_folder, unlock
 from activation_extraction.store.log_writer import LogWriter, RunDescription
@@ -39,8 +39,8 @@ from activation_extraction.store.resume import (
     stored_after,
 )
 from activation_extraction.store.run_log import RunLog, check_own
-from activation_extraction.store.safetensors_file import OF_TOKENS, SCALE
-from activation_extraction.store.shard import Key, ShardSample, Values
+from activation_extraction.store.safetensors_file import OF_TOKENS
+from activation_extraction.store.shard import ShardSample
 from activation_extraction.store.shard_writer import ShardWriter
 from activation_extraction.store.totals import Totals
 from activation_extraction.text.batch import Batch
@@ -114,27 +114,21 @@ class ActivationStorage:
         if repair and options.overwrite:
             raise InputError(f"{self.folder}: overwrite and repair exclude each other; give one")
         facts = facts or RunFacts()
-        self._names = dict(hooks)
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
         if self._identity.activation_dtype == FLOAT8 and options.shard_format != "safetensors":
             raise InputError(
                 f"activation_dtype float8: needs shard_format safetensors, found "
                 f"{options.shard_format!r:.40}"
             )
-        taken = set(OF_TOKENS)
-        for name in hooks.values():
-            parts = ["", SCALE] if self._identity.is_encoded(name) else [""]
-            if name in self._identity.code_hooks:
-                parts = [f".{part}" for part in ARRAYS]
-            tensors = {name + part for part in parts}
-            for clash in tensors & taken:
-                raise InputError(f"hook {name}: a shard calls something else {clash}")
-            taken |= tensors
-        self._features = {  # how many an autoencoder has
-            key: facts.hooks[key]["width"]
+        self._hooks = {
+            key: self._identity.hook_values(key, name, facts.hooks.get(key, {}).get("width", 0))
             for key, name in hooks.items()
-            if name in self._identity.code_hooks
         }
+        taken = set(OF_TOKENS)
+        for hook in self._hooks.values():
+            for clash in taken.intersection(hook.tensor_names):
+                raise InputError(f"hook {hook.name}: a shard calls something else {clash}")
+            taken.update(hook.tensor_names)
         check_output_dir(self.folder, METRICS)
         if remote is not None and options.shard_bytes > (remote.largest or math.inf):
             raise InputError(
@@ -142,7 +136,7 @@ class ActivationStorage:
                 f"{remote.largest:,} bytes in one request"
             )
         local = Folder(str(self.folder))
-        description = RunDescription(self._identity, self._names, options.limits, facts)
+        description = RunDescription(self._identity, dict(hooks), options.limits, facts)
         if remote is None:
             self._log = LogWriter(local, description)
         else:
@@ -151,7 +145,7 @@ class ActivationStorage:
         self._metrics = MetricsFile(self.folder, remote)
         self._writer = ShardWriter(
             self._log,
-            self._names,
+            self._hooks,
             self._identity,
             options,
             facts.sources,
@@ -303,14 +297,10 @@ class ActivationStorage:
             self._check_open(sample.facts.sample_idx)
             labels = {name: values[positions] for name, values in sample.labels.items()}
             stored = ShardSample(sample.facts, sample.token_ids[positions], positions, labels)
-            slices = {key: self._sliced(key, activations[key][where]) for key in self._names}
-            self._writer.add(stored, slices, placed.mark)
-
-    def _sliced(self, key: Key, values: np.ndarray) -> Values:
-        """Returns a sample's values at a hook as shards have them: codes as sparse rows."""
-        if key not in self._features:
-            return values
-        return Codes.of(values, self._features[key], self._identity.dtype_of(self._names[key]))
+            values = {
+                key: hook.for_shard(activations[key][where]) for key, hook in self._hooks.items()
+            }
+            self._writer.add(stored, values, placed.mark)
 
     def _check_open(self, sample_idx: int) -> None:
         if self.complete:
@@ -360,8 +350,8 @@ class ActivationStorage:
             StorageError: Something has failed in the background.
         """
         self.open()
-        if layer_idx not in self._names or layer_idx in self._features:
-            raise KeyError(f"hook {layer_idx!r} is not one of {list(self._names)}")
+        if layer_idx not in self._hooks or not self._hooks[layer_idx].is_array:
+            raise KeyError(f"hook {layer_idx!r} is not one of {list(self._hooks)}")
         number = index(sample_idx)
         if self._is_stored(number):
             self._next_sample = max(self._next_sample, number + 1)
@@ -382,13 +372,13 @@ class ActivationStorage:
             )
             self._incomplete[number] = ShardSample(facts, ids, positions), {}
             self._next_sample += 1
-        sample, slices = self._incomplete[number]
-        slices[layer_idx] = activation
-        if len(slices) == len(self._names):
+        sample, values = self._incomplete[number]
+        values[layer_idx] = activation
+        if len(values) == len(self._hooks):
             del self._incomplete[number]
-            self._writer.take(sum(values.nbytes for values in slices.values()))
+            self._writer.take(sum(array.nbytes for array in values.values()))
             self._last = number
-            self._writer.add(sample, slices)
+            self._writer.add(sample, values)
 
     def _is_stored(self, number: int) -> bool:
         """Returns whether an earlier process has stored a sample that `add_activation` gets.
@@ -415,8 +405,8 @@ class ActivationStorage:
             yield "has no token ids, and safetensors need them"
         if ids is not None and ids.dtype != np.int32:
             yield f"token ids of dtype {ids.dtype}, expected int32"
-        sample, slices = self._incomplete.get(number, (None, {}))
-        if key in slices or number <= self._last:
+        sample, values = self._incomplete.get(number, (None, {}))
+        if key in values or number <= self._last:
             yield "given twice or out of order"
         if sample is None and number != self._next_sample:
             yield f"expected sample {self._next_sample} next: samples are 0, 1, 2, ..."
@@ -425,9 +415,9 @@ class ActivationStorage:
             yield f"{shape[0]}, expected {expected} as at other hooks"
         if dtype not in DTYPES:
             yield f"dtype {dtype}, expected one of {', '.join(sorted(DTYPES))}"
-        if self._identity.is_encoded(self._names[key]):  # it will be, whatever is given
-            dtype = VALUES.name
-        due = self._forms.get(key, (shape[1], self._identity.dtype_of(self._names[key]) or dtype))
+        hook = self._hooks[key]
+        dtype = hook.stored_as(dtype)
+        due = self._forms.get(key, (shape[1], hook.stored_dtype or dtype))
         if (shape[1], dtype) != due:
             yield (
                 f"width {shape[1]}, dtype {dtype}, expected width {due[0]}, dtype {due[1]}, as in "
@@ -470,8 +460,8 @@ class ActivationStorage:
             raise
         finally:  # after a second Ctrl-C or a failure, nothing waits for uploads
             self.close(patient=done)
-        for number, (_, slices) in self._incomplete.items() if complete else ():
-            missing = [key for key in self._names if key not in slices]
+        for number, (_, values) in self._incomplete.items() if complete else ():
+            missing = [key for key in self._hooks if key not in values]
             raise ValueError(f"sample {number} has no activation for {missing}; it is not stored")
         if missing_samples:
             raise ValueError(
