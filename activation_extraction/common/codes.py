@@ -1,9 +1,15 @@
 """Codes: the active features of an autoencoder for each token, as sparse rows.
 
-In memory that is moved (on devices, in batches that are shuffled) a token's codes are a record of
-int32, all of one width, so that they move as the values of any other hook do: how many features are
-active, the bits of the squared error and of the norm, `most` feature numbers, and the bits of their
-values. Where they are stored and given to the user they are ragged: `Codes`.
+Files contain codes, and users read them, as `Codes`: a token has as many entries as it has active
+features. On devices, and where batches are shuffled, all tokens need rows of one width. There the
+codes of a token are a record of int32, which has in this order
+
+  the number of active features, which may be more than are kept,
+  the bits of the squared error and of the norm, float32 (see `Codes`),
+  `most` numbers of features, ascending, and
+  the bits of the values of these features, float32.
+
+Where a token has fewer active features than `most`, the other numbers and values are undefined.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,24 +21,36 @@ import numpy as np
 
 CODES = ".codes"  # follows the name of a hook
 HEAD = 3  # numbers of a record before the features
-# What the arrays of the codes at a HOOK are called in files: HOOK.codes.ids and so on.
+# What files call the arrays of Codes -> their fields. At a HOOK: HOOK.codes.ids and so on.
 ARRAYS = {"ids": "indices", "values": "data", "offsets": "indptr", "error": "error", "norm": "norm"}
 
 
 def record_width(most: int) -> int:
-    """Returns how many numbers the record of a token has that keeps `most` features."""
+    """Returns how many numbers a record has.
+
+    Args:
+        most: How many features of a token are kept at most.
+    """
     return HEAD + 2 * most
 
 
 def value_dtype(activations: Any) -> np.dtype:
-    """Returns the dtype in which values are stored. activations: that of the run's activations."""
+    """Returns the dtype in which files have the values of features.
+
+    Args:
+        activations: The dtype of the run's activations, or FLOAT8.
+    """
     narrow = str(activations) == "bfloat16"
     return np.dtype(ml_dtypes.bfloat16 if narrow else np.float32)
 
 
 def code_bytes(most: int, activations: Any) -> int:
-    """Returns how many bytes are stored of a token with `most` active features: its offset, error
-    and norm, and the features. activations: as for `value_dtype`."""
+    """Returns how many bytes of a token are stored: its offset, error, norm and features.
+
+    Args:
+        most: How many active features the token has.
+        activations: The dtype of the run's activations, or FLOAT8.
+    """
     return 8 + 4 + 4 + most * (4 + value_dtype(activations).itemsize)
 
 
@@ -40,13 +58,19 @@ def code_bytes(most: int, activations: Any) -> int:
 class Codes:
     """The active features of some tokens: a sparse matrix (tokens, features) in CSR form.
 
-    Token t has the features indices[indptr[t] : indptr[t + 1]], whose numbers ascend, with the
-    values in `data` at the same places. indptr: int64 (tokens + 1,), beginning with 0; indices:
-    int32; data: float32 (or bfloat16, on its way to a file). error: float32 (tokens,), the squared
-    Euclidean norm of what the features that are kept do not reconstruct. norm: float32 (tokens,),
-    that of what is reconstructed. features: how many the autoencoder has.
-    active: int64 (tokens,), how many features are active, which may be more than are kept; None for
-    codes that were stored, of which this is not known for each token.
+    Token t has the features indices[indptr[t] : indptr[t + 1]], with the values in `data` at the
+    same places. The arrays are NumPy's, or JAX's or PyTorch's after `map`.
+
+    Attributes:
+        indptr: The first entry of each token and the end of the last one, int64 (tokens + 1,).
+        indices: The numbers of the features, int32 (entries,), ascending for each token.
+        data: The values of the features, float32 (entries,), or bfloat16 on the way to a file.
+        error: The squared Euclidean norm of what the features that are kept do not reconstruct,
+            float32 (tokens,).
+        norm: The Euclidean norm of what is reconstructed, float32 (tokens,).
+        features: The number of all features of the autoencoder.
+        active: The number of active features, which may be more than are kept, int64 (tokens,).
+            None for codes that were stored, because files do not have it.
     """
 
     indptr: Any
@@ -59,7 +83,13 @@ class Codes:
 
     @classmethod
     def of(cls, records: np.ndarray, features: int, dtype: Any = np.float32) -> "Codes":
-        """Returns the codes that records hold, int32 (tokens, 3 + 2 * most). dtype: of values."""
+        """Returns the codes in records.
+
+        Args:
+            records: The records, int32 (tokens, 3 + 2 * most).
+            features: The number of all features of the autoencoder.
+            dtype: The dtype of the values in the result.
+        """
         most = (records.shape[1] - HEAD) // 2
         active, numbers = records[:, 0].astype(np.int64), records.view(np.float32)
         kept = np.arange(most) < active[:, None]
@@ -90,7 +120,11 @@ class Codes:
         )
 
     def records(self, most: int) -> np.ndarray:
-        """Returns the codes as records; no token may have more than `most` features."""
+        """Returns the codes as records, int32 (tokens, 3 + 2 * most).
+
+        Args:
+            most: The number of features in a record; no token may have more.
+        """
         counts = np.diff(self.indptr)
         records = np.zeros((len(counts), record_width(most)), np.int32)
         numbers, kept = records.view(np.float32), np.arange(most) < counts[:, None]
@@ -103,8 +137,8 @@ class Codes:
         return len(self.error)
 
     def __getitem__(self, tokens: Any) -> "Codes":
-        """Returns the codes of some tokens of NumPy arrays: of a slice, or of an array of numbers
-        or of bool."""
+        """Returns the codes of the tokens that a slice, a mask or an array of their numbers
+        chooses. The arrays must be NumPy's."""
         counts = np.diff(self.indptr)[tokens]
         indptr = np.cumsum([0, *counts], dtype=np.int64)
         at = np.arange(indptr[-1]) + np.repeat(self.indptr[:-1][tokens] - indptr[:-1], counts)
@@ -133,13 +167,28 @@ class Codes:
         """Returns a scipy.sparse.csr_array (tokens, features) in the same memory."""
         from scipy.sparse import csr_array
 
-        found = self.map(np.asarray)
-        return csr_array((found.data, found.indices, found.indptr), shape=self.shape)
+        arrays = self.map(np.asarray)
+        return csr_array((arrays.data, arrays.indices, arrays.indptr), shape=self.shape)
 
     def to_torch(self) -> Any:
         """Returns a sparse CSR tensor of PyTorch (tokens, features), on the device of the batch."""
         import torch
 
-        found = self.map(torch.as_tensor)
-        arrays = found.indptr, found.indices.to(found.indptr.dtype), found.data
-        return torch.sparse_csr_tensor(*arrays, self.shape, check_invariants=False)  # they hold
+        tensors = self.map(torch.as_tensor)
+        return torch.sparse_csr_tensor(
+            tensors.indptr,
+            tensors.indices.to(tensors.indptr.dtype),
+            tensors.data,
+            self.shape,
+            check_invariants=False,  # they hold
+        )
+
+
+def map_arrays(values: Any, convert: Callable[[Any], Any]) -> Any:
+    """Returns the values of some tokens with `convert` applied to their arrays.
+
+    Args:
+        values: An array, or Codes.
+        convert: A function of an array.
+    """
+    return values.map(convert) if isinstance(values, Codes) else convert(values)

@@ -1,4 +1,4 @@
-"""The encoding of activations in one byte per value, float8: its formula, and NumPy code for it.
+"""Float8Array: activations in one byte per value. Has the formula of the encoding in NumPy.
 
 A token has one scale, max|x| / 448 in float32, and a value is x / scale, rounded to e4m3
 (`float8_e4m3fn`, whose largest number is 448; https://arxiv.org/abs/2209.05433). A scale is always
@@ -23,7 +23,9 @@ AT_ONCE = 2**17  # values, which stay in a core's caches
 def token_bytes(width: int, dtype: str) -> int:
     """Returns how many bytes of a token are stored: its values, and its scale if it is encoded.
 
-    dtype: one of NumPy's, or FLOAT8.
+    Args:
+        width: The number of values of the token.
+        dtype: The name of a dtype of NumPy, or FLOAT8.
     """
     if dtype == FLOAT8:
         return width * VALUES.itemsize + SCALES.itemsize
@@ -114,7 +116,12 @@ def _blocks_of_rows(x: np.ndarray) -> Iterator[slice]:
 
 
 def relative_errors(x: np.ndarray, decoded: np.ndarray) -> np.ndarray:
-    """Returns ||x - decoded|| / ||x|| of every token, float64 (tokens,); 0 for zeros."""
+    """Returns the relative error ||x - decoded|| / ||x|| of every token, float64 (tokens,).
+
+    Args:
+        x: The activations before encoding, (tokens, width). A token of zeros has the error 0.
+        decoded: The same activations after decoding.
+    """
     exact = x.astype(np.float64)
     norms = np.linalg.norm(exact, axis=1)
     return np.linalg.norm(exact - decoded, axis=1) / np.where(norms == 0, 1, norms)

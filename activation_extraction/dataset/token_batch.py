@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from activation_extraction.common.codes import Codes
+from activation_extraction.common.codes import map_arrays
 from activation_extraction.common.visible import counted
 from activation_extraction.text.sample_facts import SampleFacts
 
@@ -145,7 +145,7 @@ class TokenBatch:
     def map(self, convert: Callable[[np.ndarray], Any]) -> "TokenBatch":
         """Returns `convert` applied to every array but `columns`."""
         return TokenBatch(
-            self.activations.map(lambda x: x.map(convert) if isinstance(x, Codes) else convert(x)),
+            self.activations.map(lambda values: map_arrays(values, convert)),
             convert(self.token_ids),
             convert(self.sample_idx),
             convert(self.position),

@@ -9,7 +9,8 @@ JAX. A sample passes these modules on its way to a committed shard:
       resume         plans what to store, from the log of what is stored already
       repair         plans the same where shards are damaged or missing
     shard_writer     gathers samples into shards
-      shard          declares a shard in memory, and encodes it as float8
+      hook_values    knows the kinds of values at hooks: how they are stored, summed up and read
+      shard          declares a shard in memory, and lets threads encode and measure it
       formats        packs a shard as a pickle (pickle_file) or as safetensors (safetensors_file)
       statistics     sums up the activations, for the file of sums and for the hooks' statistics
       sample_table   makes and reads the table of samples

@@ -1,9 +1,10 @@
 """HookValues: the values of tokens at a hook, and how shards hold them.
 
 There are three kinds of values, with a class each: `DenseValues` are numbers that are stored as
-they are, `Float8Values` activations in one byte per value, and `CodeValues` the active features of
-an autoencoder. Writers, readers, statistics and --verify leave to these classes all that depends on
-the kind. `Identity.hook_values` chooses the class of a hook.
+they are, `Float8Values` are activations in one byte per value, and `CodeValues` are the active
+features of an autoencoder. An object of such a class describes a hook and has the functions that
+writers, readers, statistics and --verify apply to its values; nothing else depends on the kind of a
+hook. `Identity.hook_values` chooses the class.
 
 The values of some tokens have up to three forms:
 
@@ -87,7 +88,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class HookValues(ABC):
-    """The values at one hook of a run.
+    """Describes the values at one hook of a run. The module's docstring defines their forms.
 
     Attributes:
         key: What pickles call the hook.
