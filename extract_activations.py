@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Extracts the activations of a Qwen model from a stream of text. See --help and README.md.
+"""Extracts the activations of a language model from a stream of text. See --help and README.md.
 
 This script is the story of a run, from the checked flags to the summary; the modules that it calls
 do the work. It finds everything the user can get wrong before it reads the weights.

@@ -56,8 +56,8 @@ BAD_MODELS = {
     "no config": (remove("config.json"), "has no config.json"),
     "config is no JSON": (break_file("config.json", lambda _: b"{"), "config.json: cannot be read"),
     "other architecture": (
-        lambda model: configure(model, model_type="llama"),
-        "model_type 'llama'",
+        lambda model: configure(model, model_type="mistral"),
+        "model_type 'mistral'",
     ),
     "weights of PyTorch": (
         rename_weights("pytorch_model.bin"),

@@ -9,7 +9,7 @@ from command_line import main
 from conftest import inputs_with
 from delta_reference import delta, experts
 from pods import first_documents, flags_for
-from tiny_models import TINY
+from tiny_models import LLAMA3, TINY
 
 from activation_extraction.model.family import FAMILIES
 from activation_extraction.run import demo
@@ -31,6 +31,12 @@ RUNS = {  # a model, what --list_hooks says of one of its hooks, and other hooks
         "blocks.K.attn.hook_q model.layers.K.self_attn.q_proj.output 64 float32 256 "
         "blocks.K.attn.q.hook_out",
         "blocks.3.hook_resid_post",
+    ),
+    "llama": (
+        SMALL | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+        "blocks.K.attn.hook_q model.layers.K.self_attn.q_proj.output 64 float32 256 "
+        "blocks.K.attn.q.hook_out",
+        "blocks.1.hook_mlp_out blocks.3.hook_resid_post",
     ),
 }
 
@@ -56,7 +62,7 @@ def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(
     more = "--shard_size_gb", 8e-4, "--batch_size", 8, "--mesh_shape", "4,2"
     assert main(*flags_for(inputs, folder, *more, hooks=["--hook_names", *stored.split()])) == 0
     told = capsys.readouterr().err.count("its text model alone runs; placeholders")
-    assert told == (family != "qwen3_next")
+    assert told == FAMILIES[family].multimodal
     metadata = json.loads((folder / "metadata.json").read_text())
     assert metadata["model"]["model_type"] == family
     assert [hook["name"] for hook in metadata["hooks"]] == stored.split()

@@ -48,11 +48,24 @@ LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fac
 CARD_2 = dict(type="yarn", factor=4.0) | LENGTH
 CARD_3 = dict(rope_type="yarn", factor=4.0) | LENGTH
 NEXT = "qwen4_exp models .* are not supported"
+# As released: the limit of a row is not factor times the original length.
+LLAMA_3_2 = {
+    **{"model_type": "llama", "hidden_act": "silu", "hidden_size": 2048},
+    **{"intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072},
+    **{"rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": True},
+    **{"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "vocab_size": 128256},
+    "rope_scaling": LLAMA3 | {"factor": 32.0, TRAINED: 8192},
+}
 SLIDES = {"layer_types": ["sliding_attention"] * 24}
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (V4, {"model_type": "llama"}, r"'llama' is not .* are: qwen2 \(.*, qwen3_5_moe \(the text of"),
+    (
+        V4,
+        {"model_type": "mistral"},
+        r"'mistral' is not .* are: qwen2 \(.*, qwen3_5_moe \(the text of",
+    ),
     (V4, {"model_type": "llava", "vision_config": {}}, "'llava' .a model with vision inputs"),
     (V4, {"model_type": "qwen4_exp_text"}, NEXT),
     (V4, {"architectures": ["Qwen4ExpForConditionalGeneration"]}, NEXT),
@@ -73,6 +86,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (V4, {"head_dim": 63}, "even rotary dimension.* `head_dim`=63"),
     (MOE, {"num_experts_per_tok": 7}, "num_experts_per_tok 7 is more than num_experts 6"),
     (QWEN3_5, {"text_config": TEXT | AWQ}, "awq.: quantised"),
+    (V4, {"is_causal": False}, "is_causal False is not supported"),
+    (LLAMA_3_2, {"mlp_bias": True}, "mlp_bias True is not supported"),
+    (LLAMA_3_2, {"pretraining_tp": 2}, "pretraining_tp 2 is not supported"),
+    (LLAMA_3_2, scaling(rope_type="longrope", factor=4.0), "'longrope' is not supported; default,"),
+    (LLAMA_3_2, {"is_causal": False}, "is_causal False is not supported"),
     (TEXT, {"linear_num_value_heads": 6}, "linear_num_value_heads 6 is not a multiple of .* 4"),
     (TEXT, {"layer_types": ["sliding_attention"] * 4}, "layer 0 is 'sliding_attention', and only"),
     (TEXT, {"attn_output_gate": False}, "attn_output_gate False is not supported"),
@@ -124,6 +142,7 @@ ROWS: list[tuple[dict[str, Any], int, str]] = [
     (scaling(type="dynamic", factor=2.0), 32768, "and beyond .* 'dynamic' depends"),
     (MILLION | {"dual_chunk_attention_config": DUAL}, 262144, DUAL_CHUNK),
     ({"dual_chunk_attention_config": {}}, 8192, DUAL_CHUNK),
+    (LLAMA_3_2, 131072, "the model has 131072 positions"),
 ]
 
 
@@ -160,6 +179,8 @@ SPELLINGS: list[dict[str, Any]] = [
     scaling(**LLAMA3),
     SHARE | rope(**CARD_3 | LENGTH, rope_theta=1e7),
     SHARE | scaling(**LLAMA3),
+    LLAMA_3_2,
+    LLAMA_3_2 | {"rope_scaling": None},
 ]
 # What transformers fails with, and a spelling of what that must mean.
 MEANT = [(rope(rope_type="mrope", **M_ROPE), rope())]
@@ -168,12 +189,17 @@ MEANT = [(rope(rope_type="mrope", **M_ROPE), rope())]
 @pytest.mark.parametrize("changes,meant", [(each, each) for each in SPELLINGS] + MEANT)
 def test_frequencies_are_those_of_transformers(changes, meant):
     from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
     usual = dict(model_type="qwen3", head_dim=64, max_position_embeddings=40960)
     hf = AutoConfig.for_model(**copy.deepcopy(usual | meant))
-    rotary = Qwen3RotaryEmbedding if hf.model_type == "qwen3" else Qwen3_5TextRotaryEmbedding
+    rotary = {
+        "qwen3": Qwen3RotaryEmbedding,
+        "qwen3_5_text": Qwen3_5TextRotaryEmbedding,
+        "llama": LlamaRotaryEmbedding,
+    }[hf.model_type]
     expected, config = rotary(hf), parse_model_config(usual | changes)
     got, wanted = config.rope.frequencies(config.head_dim), expected.inv_freq.numpy()
     assert got.dtype == np.float32 and got.shape == wanted.shape
@@ -216,6 +242,11 @@ ACTIVE |= {"Qwen3.5-35B-A3B": 3, "Qwen3.5-122B-A10B": 10, "Qwen3.5-397B-A17B": 1
 def test_numbers_of_parameters():
     """Our table of weights has all, and the operations of a token those that it uses."""
     assert {*BILLIONS} == {*RELEASED}
+    llama = weight_table(Qwen2(parse_model_config(LLAMA_3_2)))
+    assert (
+        sum(math.prod(spec.shape) for path, spec in llama.items() if path[0] != "lm_head")
+        == 1235814400
+    )
     for name, billions in BILLIONS.items():
         config = parse_model_config(released_config(name) or {})
         table = weight_table(Qwen2(config), ())

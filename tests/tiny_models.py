@@ -11,6 +11,7 @@ LLAMA3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
 SLIDING = dict(use_sliding_window=True, sliding_window=21, max_window_layers=2)
 TIED = dict(tie_word_embeddings=True)
 QWEN3: dict[str, Any] = dict(model_type="qwen3")
+LLAMA: dict[str, Any] = dict(model_type="llama", max_position_embeddings=512)
 MOE: dict[str, Any] = experts(6, 2, 40, model_type="qwen3_moe", norm_topk_prob=True)
 SHARED = MOE | dict(model_type="qwen2_moe", shared_expert_intermediate_size=72)
 # Beside the language model. Their placeholders are among the tokens of the tests.
@@ -82,6 +83,10 @@ TINY: dict[str, dict[str, Any]] = {
     | dict(rope_parameters=YARN | dict(attention_factor=1.3, beta_fast=16.0, truncate=False))
     | dict(use_sliding_window=True, sliding_window=70)
     | dict(layer_types=["sliding_attention", "full_attention"] * 2),
+    "llama_tied": LLAMA
+    | TIED
+    | dict(num_key_value_heads=2, rope_parameters=LLAMA3 | dict(rope_theta=1e6)),
+    "llama_biased": LLAMA | dict(num_key_value_heads=1, head_dim=24, attention_bias=True),
     **QWEN3_5,
     **QWEN3_NEXT,
     **BESIDE_OTHERS,

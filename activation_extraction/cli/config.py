@@ -106,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all flags. What it parses has only the flags that were given."""
     parser = _Parser(
         prog="extract_activations.py",
-        description="Turns a Qwen checkpoint and a stream of text into shards of activations.",
+        description="Turns a Qwen or Llama 3 checkpoint and text into shards of activations.",
         epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -108,8 +108,8 @@ class Config:
     """
 
     model_path: str = flag(
-        "a folder with config.json, safetensors and tokenizer, local or in a bucket "
-        "(gs://BUCKET/FOLDER), or the name of a hub model",
+        "a Qwen or Llama 3 model: a folder with config.json, safetensors and tokenizer, local or "
+        "in a bucket (gs://BUCKET/FOLDER), or the name of a hub model",
         "Qwen/Qwen2.5-0.5B",
         metavar="PATH",
     )
@@ -280,8 +280,9 @@ class Config:
     )
     special_tokens: str = flag(
         "which tokens plain text gets besides its own. tokenizer: those that the model's tokenizer "
-        "adds at the front and the end; Qwen's embedding models add <|endoftext|> at the end, its "
-        "chat and base models nothing. Conversations and token ids never get any",
+        "adds at the front and the end. Llama 3 adds <|begin_of_text|> at the front, Qwen's "
+        "embedding models add <|endoftext|> at the end, and its chat and base models nothing. "
+        "Conversations and token ids never get any",
         "tokenizer",
         choices=("tokenizer", "none"),
     )

@@ -20,6 +20,7 @@ from activation_extraction.model.model_config import (
     LARGEST_SIZE,
     SIZES,
     ModelConfig,
+    llama_config,
     multimodal_config,
     qwen2_config,
     qwen2_moe_config,
@@ -74,6 +75,7 @@ FAMILIES = {
         "Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B", qwen3_5_moe_text_config, multimodal=True
     ),
     "qwen3_5_moe_text": Family("Qwen3.5 with experts, text alone", qwen3_5_moe_text_config),
+    "llama": Family("Llama 3, 3.1, 3.2 and 3.3, text alone", llama_config),
 }
 
 

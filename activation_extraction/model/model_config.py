@@ -1,8 +1,8 @@
-"""ModelConfig holds what a Hugging Face config.json says of a model, checked.
+"""A ModelConfig holds the checked contents of a model's config.json, for models of all families.
 
-transformers fills in what a file leaves out and knows every spelling; what this tool would compute
-wrongly is refused here, by name. Sizes of axes and counts of operations follow from the result.
-Models of all families have this one class; each family has a function that reads it.
+Every family has a function here that reads its configuration, after transformers has completed it
+with defaults (family.py). These functions reject by name what this tool would compute wrongly.
+Sizes of axes and counts of operations follow from the configuration.
 """
 
 import dataclasses
@@ -18,12 +18,13 @@ from activation_extraction.model.rope import TRAINED, Rope, positive_field
 # Models are hundreds of times smaller; an absurd one is refused before it is computed with.
 LARGEST_SIZE = 2**27
 LARGEST_DEPTH = 10_000
-# These say what a layer has before its MLP, in the words of config.json, and what its MLP is.
+# The words of a layer's type. The first three, from config.json, name the attention or delta net;
+# the others name the MLP.
 ATTENTION, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 DENSE, SPARSE = "dense", "sparse"
 HEAD = "lm_head.weight"  # the tensor that makes logits
 
-# These fields must be positive integers; of the others, name here -> name in config.json.
+# These fields must be positive integers. In the dictionaries: name here -> name in config.json.
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -48,10 +49,14 @@ DELTA_SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """How many experts a layer has, and how wide they are.
+    """The experts of a layer.
 
-    per_token: how many a token goes through; shared_width: of the expert that every token goes
-    through, 0 without one; renormalise: whether a token's weights are made to sum to 1.
+    Attributes:
+        count: The number of experts.
+        per_token: The number of experts that a token goes through.
+        width: The width of an expert.
+        shared_width: The width of the expert that every token goes through; 0 if there is none.
+        renormalise: Whether the weights of a token's experts are made to sum to 1.
     """
 
     count: int
@@ -63,11 +68,17 @@ class ExpertsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNet:
-    """The layers that have a gated delta net in place of attention, and its sizes.
+    """The gated delta net that replaces attention in some layers.
 
-    values_per_key: value heads that share a key head; taps: of the convolution, in tokens;
-    interleaved: whether transformers has two projections in place of Qwen3.5's four, whose rows are
-    ordered by key head.
+    Attributes:
+        layers: The layers that have it.
+        key_heads: The number of key heads, which is also that of query heads.
+        values_per_key: The number of value heads that share a key head.
+        key_size: The size of a key head.
+        value_size: The size of a value head.
+        taps: The length of the convolution in tokens.
+        interleaved: Whether the checkpoint has two projections, whose rows are ordered by key head,
+            as Qwen3-Next has, rather than the four of Qwen3.5.
     """
 
     layers: tuple[int, ...]
@@ -81,15 +92,24 @@ class DeltaNet:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The shape and constants of a model, mostly under the names that config.json gives them.
+    """The shape and constants of a model. Fields that are not listed are those of config.json.
 
-    In sliding_layers a token sees only the last `sliding_window` tokens, itself included. Families
-    differ in their biases; in qk_norm, a norm on the queries and keys of each head; in q_gate, a
-    gate on the output of each head, which q_proj gives beside the queries; and in norm_offset,
-    which is added to the weights of norms. The layers in sparse_layers have experts in place of an
-    MLP, and those of `delta` have no attention. Rows of more than `chunk` tokens would need
-    dual-chunk attention, which is not supported. weights: DEQUANTIZED if they are float8 in the
-    checkpoint.
+    Attributes:
+        rope: The rotary embedding.
+        sliding_window: The number of tokens that a token sees in `sliding_layers`, itself included.
+            None if there are no such layers.
+        sliding_layers: The layers whose attention has a window.
+        qkv_bias: Whether the projections to queries, keys and values have biases.
+        o_bias: Whether the projection of attention's output has a bias.
+        qk_norm: Whether the queries and keys of each head are normed.
+        q_gate: Whether q_proj also gives a gate for the output of each head.
+        norm_offset: The number that is added to the weights of norms.
+        experts: The experts of `sparse_layers`. None if there are no such layers.
+        sparse_layers: The layers that have experts in place of an MLP.
+        delta: The delta net of the layers without attention. None if all layers have attention.
+        chunk: The longest row in tokens that does not need dual-chunk attention, which is not
+            supported. None if the model has no dual-chunk attention.
+        weights: DEQUANTIZED if the checkpoint has float8 weights, otherwise None.
     """
 
     model_type: str
@@ -119,7 +139,7 @@ class ModelConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Returns letter -> size for the axes of weights and hooks, with qwen2_jax.py's letters."""
+        """Returns the size of each axis of weights and hooks, by its letter (see qwen2_jax.py)."""
         sizes = {"D": self.hidden_size, "H": self.head_dim, "V": self.vocab_size}
         sizes |= {"N": self.num_attention_heads, "K": self.num_key_value_heads}
         sizes["Q"] = self.num_attention_heads * (1 + self.q_gate)
@@ -135,9 +155,10 @@ class ModelConfig:
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """Returns a type for each layer: the words for what not all layers of the family have.
+        """Returns the type of each layer.
 
-        Where all layers have the same, the word is "dense".
+        A type consists of the words in which layers of this model may differ, such as
+        "linear_attention sparse". It is "dense" if all layers are alike.
         """
         types: list[list[str]] = [[] for _ in range(self.num_hidden_layers)]
         for layer, words in enumerate(types):
@@ -153,11 +174,8 @@ class ModelConfig:
 
     @property
     def longest_row(self) -> tuple[int, str]:
-        """Returns the most tokens of a row, and why it is the most.
-
-        Where the context was scaled they may exceed max_position_embeddings.
-        """
-        most = max(self.max_position_embeddings, int(self.rope.factor * self.rope.trained))
+        """Returns the largest number of tokens of a row, and the reason for this limit."""
+        most = max(self.max_position_embeddings, self.rope.extended_length)
         if self.chunk is not None and self.chunk < most:
             why = "longer rows need dual-chunk attention (dual_chunk_attention_config), which is"
             return self.chunk, f"the limit is {self.chunk}: {why} not supported"
@@ -167,33 +185,57 @@ class ModelConfig:
         return most, why
 
     def sliding(self, layers: range) -> np.ndarray | None:
-        """Returns which of these layers have a window; None if no layer of the model has one."""
+        """Returns whether each of these layers has a window, bool (layers,).
+
+        It is None if no layer of the model has a window.
+        """
         return np.isin(layers, self.sliding_layers) if self.sliding_layers else None
 
     def flops_of(self, layer: int, weights: int, lengths: Iterable[int]) -> float:
-        """Returns the floating-point operations of this layer for samples of these lengths.
+        """Returns the number of floating-point operations of a layer.
 
-        A token takes two for each of `weights` weights of matrices, and what causal attention needs
-        (arXiv:2204.02311, appendix B, without the half above the diagonal). The lengths are in
-        tokens.
+        A token takes two operations for each weight of a matrix, and those of causal attention
+        (arXiv:2204.02311, appendix B, without the half above the diagonal).
+
+        Args:
+            layer: The number of the layer.
+            weights: The number of weights that a token is multiplied by in this layer.
+            lengths: The lengths of the samples in tokens.
         """
         if self.delta is not None and layer in self.delta.layers:
-            products = 3 * self.sizes["O"] * self.delta.key_size  # three for each head's state
+            # The state of each head takes part in three products.
+            products = 3 * self.sizes["O"] * self.delta.key_size
             return 2.0 * (weights + products) * sum(lengths)
         heads = self.num_attention_heads * self.head_dim
         window = self.sliding_window if layer in self.sliding_layers else None
 
         def seen(n: int) -> int:
-            """Returns twice the number of pairs of tokens of which one sees the other."""
+            """Returns twice the number of pairs (token, token that it sees) in n tokens."""
             most = n if window is None else min(window, n)
             return most * (2 * n - most)
 
         return float(sum(2 * (weights * n + heads * seen(n)) for n in lengths))
 
 
+# The functions below read the configurations of the families. Their arguments are a configuration
+# that transformers has completed, and the path of config.json for messages. All raise InputError
+# for a model that would be computed wrongly.
+
+
 def qwen2_config(hf: Any, source: str) -> ModelConfig:
-    """Reads a configuration that transformers has completed. Raises InputError, as all do here."""
     return _config(hf, source, qkv_bias=True, o_bias=False, qk_norm=False)
+
+
+def llama_config(hf: Any, source: str) -> ModelConfig:
+    """Reads the configuration of a Llama model, whose four projections all have biases or none."""
+    if hf.mlp_bias:
+        raise InputError(f"{source}: mlp_bias {hf.mlp_bias!r} is not supported, only false is")
+    if hf.pretraining_tp not in (None, 1):
+        raise InputError(
+            f"{source}: pretraining_tp {hf.pretraining_tp!r} is not supported, only 1 is"
+        )
+    bias = bool(hf.attention_bias)
+    return _config(hf, source, qkv_bias=bias, o_bias=bias, qk_norm=False)
 
 
 def qwen3_config(hf: Any, source: str, **details: Any) -> ModelConfig:
@@ -211,7 +253,11 @@ def qwen3_moe_config(hf: Any, source: str) -> ModelConfig:
 
 
 def qwen3_next_config(hf: Any, source: str) -> ModelConfig:
-    """Reads the configuration of what is Qwen3.5 but for its projections and its dense layers."""
+    """Reads the configuration of Qwen3-Next.
+
+    It differs from Qwen3.5 with experts in the projections of its delta nets, and in that some of
+    its layers may be dense.
+    """
     return qwen3_5_text_config(hf, source, interleaved=True, **_experts(hf, source))
 
 
@@ -225,7 +271,7 @@ def qwen3_5_text_config(
 
 
 def qwen3_5_moe_text_config(hf: Any, source: str) -> ModelConfig:
-    """Reads the configuration of a model without vision inputs whose layers all have experts."""
+    """Reads the configuration of a text-only model in which every layer is a mixture of experts."""
     return qwen3_5_text_config(
         hf,
         source,
@@ -255,10 +301,14 @@ def multimodal_config(read: Callable[[Any, str], ModelConfig], hf: Any, source: 
 
 
 def as_stored(config: ModelConfig, tensors: Collection[str]) -> ModelConfig:
-    """Returns the configuration of a checkpoint that has these tensors, as transformers reads it.
+    """Returns the configuration that fits the tensors of a checkpoint, as transformers does.
 
-    A head that is stored counts even if config.json ties it to the embedding, and scales count
-    even if config.json does not say that weights are float8.
+    A stored head is used even if config.json ties it to the embedding. Weights with scales are
+    float8 even if config.json does not say so.
+
+    Args:
+        config: The configuration that config.json gives.
+        tensors: The names of the tensors in the checkpoint.
     """
     tied = config.tie_word_embeddings and HEAD not in tensors
     weights = DEQUANTIZED if any(scale_names(name, tensors) for name in tensors) else None
@@ -266,7 +316,17 @@ def as_stored(config: ModelConfig, tensors: Collection[str]) -> ModelConfig:
 
 
 def _config(hf: Any, source: str, **details: Any) -> ModelConfig:
-    """Reads what all families share. details: what the family adds, or overrides in config.json."""
+    """Reads the fields that all families share.
+
+    Args:
+        hf: The configuration, which transformers has completed.
+        source: The path of config.json, for messages.
+        details: Further fields of the ModelConfig, which replace those of config.json.
+    """
+    if not getattr(hf, "is_causal", True):
+        raise InputError(
+            f"{source}: is_causal {hf.is_causal!r} is not supported: tokens would see later ones"
+        )
     if hf.hidden_act != "silu":
         raise InputError(f"{source}: hidden_act {hf.hidden_act!r} is not supported, only 'silu' is")
     hybrid = "delta" in details
@@ -297,7 +357,13 @@ def _config(hf: Any, source: str, **details: Any) -> ModelConfig:
 
 
 def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str, Any]:
-    """Reads positive integers. fields: name in the result -> name in config.json."""
+    """Reads positive integers.
+
+    Args:
+        hf: The configuration, which transformers has completed.
+        source: The path of config.json, for messages.
+        fields: Name in the result -> name in config.json.
+    """
     numbers = {}
     for name, field in fields.items():
         value = numbers[name] = getattr(hf, field)
@@ -309,9 +375,10 @@ def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str,
 
 
 def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
-    """Returns the one set for all layers; YaRN's factor may follow from numbers of positions.
+    """Returns the settings of the rotary embedding, which are the same for all layers.
 
-    An original length beside the set overrides the one in it, once the model is made.
+    transformers lets an original length beside these settings override the one among them. If
+    YaRN's factor is missing, it follows from the numbers of positions.
     """
     hf.standardize_rope_params()
     rope = hf.rope_parameters
@@ -326,8 +393,12 @@ def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
 def _chunk(hf: Any, source: str) -> int | None:
     """Returns the longest row in which dual-chunk attention (arXiv:2402.17463) is plain attention.
 
-    The default is that of vLLM and SGLang, which scale queries in rows beyond the original length.
-    transformers ignores all this, as it does the sparse attention that may be configured with it.
+    The default of chunk_size is that of vLLM and SGLang. They also scale the queries of rows beyond
+    the original length. transformers ignores these settings, and the sparse attention that may be
+    configured with them.
+
+    Returns:
+        The number of tokens; None if the model has no dual-chunk attention.
     """
     dual = getattr(hf, "dual_chunk_attention_config", None)
     if dual is None:
@@ -338,18 +409,26 @@ def _chunk(hf: Any, source: str) -> int | None:
     return int(min(chunk, positive_field(dual, TRAINED, source) if dual.get(TRAINED) else chunk))
 
 
-def _sliding(hf: Any, known: tuple[str, ...], source: str) -> tuple[int | None, tuple[int, ...]]:
-    """Returns the window and the layers that have it. known: the supported types of layers."""
+def _sliding(
+    hf: Any, supported: tuple[str, ...], source: str
+) -> tuple[int | None, tuple[int, ...]]:
+    """Returns the window in tokens, and the layers that have it.
+
+    Args:
+        hf: The configuration, which transformers has completed.
+        supported: The types of layers that the family may have.
+        source: The path of config.json, for messages.
+    """
     types = hf.layer_types if hasattr(type(hf), "layer_types") else None
     if types is None:  # all layers of the family have the window, or none has
-        # Without this field, transformers ignores the window.
+        # transformers ignores the window in families without this field.
         slides = hasattr(type(hf), "use_sliding_window") and hf.sliding_window
         types = [SLIDING if slides else ATTENTION] * hf.num_hidden_layers
     for layer, kind in enumerate(types):
-        if kind not in known:
+        if kind not in supported:
             raise InputError(
                 f"{source}: layer_types: layer {layer} is {kind!r}, and only "
-                f"{' and '.join(known)} are supported"
+                f"{' and '.join(supported)} are supported"
             )
     sliding = tuple(k for k, kind in enumerate(types) if kind == SLIDING)
     if not sliding:
@@ -363,7 +442,7 @@ def _sliding(hf: Any, known: tuple[str, ...], source: str) -> tuple[int | None, 
 
 
 def _experts(hf: Any, source: str) -> dict[str, Any]:
-    """Returns the fields of a model in which at least one layer has experts."""
+    """Reads the fields `experts` and `sparse_layers` of a model with experts in some layers."""
     step = _positive_ints(hf, source, {"step": "decoder_sparse_step"})["step"]
     candidates = range(step - 1, hf.num_hidden_layers, step)
     layers = tuple(layer for layer in candidates if layer not in hf.mlp_only_layers)

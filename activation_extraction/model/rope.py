@@ -1,9 +1,9 @@
-"""The rotary embedding (arXiv:2104.09864) is plain, or scaled to contexts longer than trained.
+"""The rotary embedding (arXiv:2104.09864) is plain, or scaled to a context longer than trained.
 
 Frequencies follow `transformers.modeling_rope_utils`, in float32 as there. Linear scaling divides
-them all by the factor; YaRN (arXiv:2309.00071) and Llama 3.1 divide those that turn slowly and
-leave those that turn fast. YaRN also multiplies the rotated queries and keys by an attention
-factor. Some families rotate only the first dimensions of a head. layers.py rotates.
+all of them by the factor. YaRN (arXiv:2309.00071) and Llama 3.1 divide low frequencies and leave
+high ones as they are. YaRN also multiplies the rotated queries and keys by an attention factor.
+Some families rotate only the first dimensions of a head. layers.py does the rotation.
 """
 
 import math
@@ -23,15 +23,22 @@ TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary embedding: the base `theta` of its wavelengths, and how it is scaled.
+    """A rotary embedding, and how it is scaled.
 
-    rope_type: one of TYPES. "dynamic" is "default" for rows up to max_position_embeddings, and
-    longer ones are refused. The rest is for scaled types. factor: how many times longer the context
-    becomes; trained, its tokens before that. blended: the frequencies that are between left and
-    divided, for YaRN from the first to the last index, for Llama 3.1 from the lowest to the highest
-    number of turns over the trained context. attention_factor and attn_factor are YaRN's; the
-    latter is read by vLLM and not by transformers, and not used here. share: of a head's
-    dimensions, from the first on, that are rotated.
+    Attributes:
+        theta: The base of the wavelengths.
+        rope_type: One of TYPES. "dynamic" equals "default" in rows of up to max_position_embeddings
+            tokens; longer rows are refused.
+        factor: How many times longer the context becomes. 1 in types that do not scale.
+        attention_factor: The factor of YaRN for rotated queries and keys. 1 in other types.
+        blended: The range in which frequencies change from undivided to divided: for YaRN the first
+            and last index, for Llama 3.1 the lowest and highest number of turns over the trained
+            context. None in other types.
+        trained: The tokens of the context before it was scaled, of YaRN and Llama 3.1. 0 in other
+            types.
+        share: The share of the dimensions of a head, from the first one on, that are rotated.
+        attn_factor: A factor that vLLM reads in configurations with YaRN. It is ignored here, as in
+            transformers. None if there is none.
     """
 
     theta: float
@@ -47,10 +54,16 @@ class Rope:
     def from_hf(
         cls, rope: Mapping[str, Any], head_dim: int, source: str, partial: bool = False
     ) -> "Rope":
-        """Reads the `rope_parameters` of a configuration that transformers has completed.
+        """Reads the settings of a rotary embedding.
 
-        partial: whether the family may rotate only a share of a head's dimensions. Raises
-        InputError, naming field and value, for types that are not in TYPES and for missing numbers.
+        Args:
+            rope: The `rope_parameters` of a configuration that transformers has completed.
+            head_dim: The size of a head.
+            source: The path of config.json, for messages.
+            partial: Whether the family may rotate only a share of the dimensions of a head.
+
+        Raises:
+            InputError: The type is not in TYPES, or a number is missing or unusable.
         """
         kind, share = _rope_type(rope, source), _rotated_share(rope, head_dim, partial, source)
         theta = positive_field(rope, "rope_theta", source)
@@ -68,14 +81,28 @@ class Rope:
         ignored = rope.get("attn_factor")
         return cls(theta, kind, factor, attention_factor, blended, trained, share, ignored)
 
-    def frequencies(self, head_dim: int) -> np.ndarray:
-        """Returns the radians per position of each pair of rotated dimensions, float32.
+    @property
+    def extended_length(self) -> int:
+        """Returns the tokens of the context that YaRN extends; 0 in other types.
 
-        They are (H/2,) if all dimensions are rotated. NumPy's own float32 power is not good to the
-        last bit, which a late position multiplies.
+        Model cards say to add YaRN to a config.json without changing its max_position_embeddings.
+        With "llama3", that field has the length of the extended context, which may be less than
+        factor times the trained one, as in Llama 3.2.
+        """
+        return int(self.factor * self.trained) if self.rope_type == "yarn" else 0
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """Returns the frequencies of the pairs of rotated dimensions.
+
+        Args:
+            head_dim: The size of a head.
+
+        Returns:
+            Radians per position, float32, (rotated dimensions / 2,).
         """
         head_dim = int(head_dim * self.share)
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+        # NumPy's float32 power is wrong in the last bit, and late positions multiply its error.
         plain = 1 / (self.theta ** exponents.astype(np.float64)).astype(np.float32)
         stretched = plain / np.float32(self.factor)
         if self.blended is None:
@@ -92,9 +119,17 @@ class Rope:
 
 
 def check_rope(section: dict[str, Any], source: str) -> None:
-    """Refuses, in a config.json or its text_config, what transformers has no clear message for.
+    """Rejects RoPE settings for which transformers gives no clear error.
 
-    Deletes null original lengths from it: transformers cannot read them, unlike missing ones.
+    It also deletes original lengths that are null, because transformers can read a missing length
+    but not a null.
+
+    Args:
+        section: The contents of config.json, or of its text_config. It is changed.
+        source: The path of config.json, for messages.
+
+    Raises:
+        InputError: The type is not in TYPES, or the original length is no positive number.
     """
     rope = section.get("rope_scaling") or section.get("rope_parameters")
     scaled = rope if isinstance(rope, dict) else {}
@@ -125,7 +160,7 @@ def positive_field(fields: Mapping[str, Any], field: str, source: str) -> float:
 
 
 def _rope_type(rope: Mapping[str, Any], source: str) -> str:
-    """Returns one of TYPES: "mrope" turns the positions of a text as "default" does."""
+    """Returns one of TYPES. "mrope" is "default", because both rotate text in the same way."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "mrope":
         return "default"
@@ -151,7 +186,7 @@ def _rotated_share(rope: Mapping[str, Any], head_dim: int, partial: bool, source
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> float:
-    """Returns the factor that is given, or else what YaRN's paper suggests for this factor."""
+    """Returns YaRN's attention factor: the configured one, or otherwise what its paper suggests."""
     if rope.get("attention_factor") is not None:
         return positive_field(rope, "attention_factor", source)
 
@@ -167,7 +202,10 @@ def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> fl
 
 
 def _llama3_turns(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
-    """Returns the turns up to which frequencies are divided, and from which on they are left."""
+    """Returns the range in which Llama 3.1 blends frequencies, in turns over the trained context.
+
+    Frequencies below the range are divided by the factor, and those above it are left as they are.
+    """
     low, high = (positive_field(rope, f"{name}_freq_factor", source) for name in ("low", "high"))
     if low >= high:
         raise InputError(f"{source}: high_freq_factor {high} must exceed low_freq_factor {low}")
@@ -177,10 +215,13 @@ def _llama3_turns(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
 def _blended(
     rope: Mapping[str, Any], theta: float, trained: float, head_dim: int, source: str
 ) -> tuple[float, float]:
-    """Returns the frequencies between which YaRN goes from leaving them to dividing them."""
+    """Returns the range in which YaRN blends frequencies, as two indices.
+
+    Frequencies before the range are left as they are, and those after it are divided by the factor.
+    """
 
     def with_turns(turns: float) -> float:
-        """Returns the index of the frequency that turns so many times over the trained context."""
+        """Returns the index of the frequency with this number of turns over the trained context."""
         return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     turns = [
