@@ -9,9 +9,10 @@ import pyarrow.parquet
 import pytest
 from chat_templates import QWEN3, VOCABULARY, chat_model, talk
 from command_line import assert_refused, main
-from conftest import tokenizer_of
-from model_tokenizers import as_two_files, with_settings
+from conftest import configure, inputs_with, tokenizer_of
+from model_tokenizers import BEGIN_OF_TEXT, as_llama_2, as_llama_3, as_two_files, with_settings
 from small_runs import stream_of
+from tiny_models import LLAMA
 from tokenizers import (
     AddedToken,
     Regex,
@@ -27,6 +28,7 @@ from activation_extraction import ActivationDataset
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
+from activation_extraction.run import demo
 from activation_extraction.run.host_text import Text
 from activation_extraction.text import tokens
 from activation_extraction.text.batch import Worker
@@ -360,10 +362,12 @@ GREEDY = [
     AddedToken("<|r|>", rstrip=True, normalized=False),
     AddedToken("<|l|>", lstrip=True, normalized=False),
     AddedToken("two words", normalized=False),
-    AddedToken("a\nb", normalized=False),
+    AddedToken("c\nd", normalized=False),
 ]
 PIPELINES = {
     "as Qwen2": None,
+    "as GPT-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "one word": pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
     "a space in front": pre_tokenizers.ByteLevel(add_prefix_space=True),
     "a space in front of every word": pre_tokenizers.Sequence(
         [
@@ -380,9 +384,66 @@ def test_no_long_text_is_cut_where_its_tokens_would_differ(pipeline, tokenizer, 
     own, chance = Tokenizer.from_str(tokenizer.to_str()), random.Random(pipeline)
     if PIPELINES[pipeline] is not None:
         own.pre_tokenizer = PIPELINES[pipeline]
-    own.add_tokens(GREEDY)
-    words = ["the", "and", *(token.content for token in GREEDY), " ", " ", "\n", "  ", "."]
+    words = ["the", "and", *(token.content for token in GREEDY), " ", " ", "\n", "\n\n", "  ", "."]
     said = ["x" + "".join(chance.choices(words, k=300)) for _ in range(40)]
+    # Tokens of several spaces, new lines and, if the words are not split, of several words.
+    own.train_from_iterator(said, trainers.BpeTrainer(vocab_size=500, show_progress=False))
+    own.add_tokens(GREEDY)
     found = samples(stream_of(texts([{"text": text} for text in said])), own, SampleForm(4000))
     for text, sample in zip(said, found, strict=True):
         assert sample.token_ids.tolist() == own.encode(text, add_special_tokens=False).ids
+
+
+def of_documents(demo_inputs):
+    return pyarrow.parquet.read_table(demo_inputs / "documents.parquet")["text"].to_pylist()
+
+
+LLAMAS = {
+    "Llama 2": as_llama_2,
+    "Llama 3": lambda model, _: as_llama_3(model),
+}
+
+
+@pytest.mark.parametrize("kind", LLAMAS)
+def test_long_texts_of_llama_have_the_tokens_of_transformers(
+    kind, demo_inputs, texts, tmp_path, monkeypatch
+):
+    """Llama 2's tokenizer takes them whole, and Llama 3's in pieces."""
+    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 40)
+    documents = of_documents(demo_inputs)
+    model = tmp_path / "model"
+    shutil.copytree(demo_inputs / "model", model)
+    configure(model, model_type="llama")
+    LLAMAS[kind](model, documents)
+    tokenizer, reference = tokenizer_of(model, VOCABULARY), AutoTokenizer.from_pretrained(model)
+    assert (tokens.safe_cuts(tokenizer) is None) == (kind == "Llama 2")
+    said = [
+        *documents[:20],
+        "\n\n".join(documents[20:30]),
+        "of the\nof the",
+        "1234567 é 中文\n🙂 x",
+    ]
+    found = read(texts([{"text": text} for text in said]), tokenizer, 10**6)
+    for text, sample in zip(said, found, strict=True):
+        assert sample.token_ids.tolist() == reference(text).input_ids
+
+
+def test_a_run_with_llama_puts_its_first_token_before_every_text(
+    demo_inputs, texts, tmp_path, capsys
+):
+    raw = {**demo.MODEL_CONFIG, **LLAMA, "vocab_size": VOCABULARY}
+    inputs = inputs_with(raw, demo_inputs, tmp_path / "inputs")
+    model = as_llama_3(inputs / "model")
+    said = ["one text", "another, longer text", ""]
+    flags = flags_of(model, texts([{"text": text} for text in said]), tmp_path / "out")
+    assert main(*flags) == 0
+    assert f"special tokens: {BEGIN_OF_TEXT} + text" in capsys.readouterr().err
+    reference = AutoTokenizer.from_pretrained(model)
+    due = [reference(text).input_ids for text in said[:2]]
+    begin = reference.convert_tokens_to_ids(BEGIN_OF_TEXT)
+    assert [ids[0] for ids in due] == [begin, begin]
+    assert [[*sample.token_ids] for sample in ActivationDataset(tmp_path / "out")] == due
+    flags[flags.index("--output_dir") + 1] = tmp_path / "none"
+    assert main(*flags, "--special_tokens", "none") == 0
+    stored_ids = [[*sample.token_ids] for sample in ActivationDataset(tmp_path / "none")]
+    assert stored_ids == [ids[1:] for ids in due]

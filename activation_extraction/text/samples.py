@@ -21,7 +21,7 @@ from activation_extraction.text.documents import Document, Documents
 from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import SampleFacts, StoredSample
 from activation_extraction.text.token_choice import TokenChoice
-from activation_extraction.text.tokens import SpecialTokens, Tokens, tokenise
+from activation_extraction.text.tokens import SpecialTokens, Tokens, safe_cuts, tokenise
 
 CHUNK_ROWS = 64
 PREVIEW_CHARACTERS = 200
@@ -153,6 +153,7 @@ def _whole_samples(
     """
     number = start.samples - start.skip
     rows, counts = iter(documents), documents.counts
+    cuts = None if tokenizer is None else safe_cuts(tokenizer)
     chunk: list[Document | None]
     failure: RunError | None = None
     while failure is None:
@@ -169,7 +170,7 @@ def _whole_samples(
         found = [document for document in chunk if document is not None]
         contents = [document.content for document in found]
         most = None if form.split else form.length - len(form.special)
-        every = tokenise(tokenizer, contents, most)
+        every = tokenise(tokenizer, contents, most, cuts)
         for document, tokens in zip(found, every, strict=True):
             if isinstance(tokens, str):
                 counts.reject(document.where, tokens)

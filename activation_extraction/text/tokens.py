@@ -8,7 +8,7 @@ to a text. samples.py makes samples of the tokens, and tokenizer.py loads the to
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import islice, pairwise, product
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer, models
@@ -19,9 +19,19 @@ from activation_extraction.text.rows import TEMPLATE, Content
 PIECE_CHARACTERS = 2**16  # least length of a piece of a long text
 # Pieces of all texts that are tokenised together; the tokenizer's results take 100 bytes a token.
 PIECES_AT_ONCE = 64
-# Pattern of a place where a text may be cut -> texts for its two sides, to try it. No word of
-# Qwen's tokenizers spans the end of a word before a space, or the end of a line.
-CUTS = {r"(?<=\S)(?= )": ("a", " b"), r"(?<=\n)(?=\S)": ("a\n", "b")}
+# Pattern of a place where a text may be cut -> texts that end there and texts that begin there, to
+# try it. No word of Qwen's and Llama 3's tokenizers spans the end of a word before a space, or the
+# end of a line; words of other tokenizers may.
+CUTS = {
+    r"(?<=\S)(?= )": (
+        ["a", "1", "1234", ".", "!!", "'", "é", "a\u0301", "中", "🙂", "a_", "a\n b"],
+        [" ", " b", "  b", "    ", "  \n", " \n\nb", " 1", " 's", " .\n", " \u0301", " \tb", " 中"],
+    ),
+    r"(?<=\n)(?=\S)": (
+        ["\n", "a\n", "a\n\n", "a\n\n\n", "a \n", "a\n \n", ".\n", ".\n\n", "a\r\n\r\n", "\t\n"],
+        ["b", "1", "123", ".", "'s", "_", "é", "\u0301", "中", "🙂", "b c\n"],
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,10 @@ def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
 
 
 def tokenise(
-    tokenizer: Tokenizer | None, contents: Sequence[Content], most: int | None
+    tokenizer: Tokenizer | None,
+    contents: Sequence[Content],
+    most: int | None,
+    cuts: re.Pattern[str] | None,
 ) -> list[Tokens | str]:
     """Turns the contents of documents into tokens, without special tokens.
 
@@ -111,6 +124,7 @@ def tokenise(
         contents: The contents.
         most: The number of tokens of a document after which its other tokens are left out; None to
             keep all of them, and to compute where each begins in the text.
+        cuts: The `safe_cuts` of the tokenizer; None if every text must stay whole.
 
     Returns:
         For each content its tokens, or the reason why the tokenizer cannot take it.
@@ -119,20 +133,21 @@ def tokenise(
         id_lists = [content.token_ids for content in contents]
         return [Tokens(ids, len(ids)) for ids in id_lists if ids is not None]
     try:
-        return [*_tokenise_all(tokenizer, contents, most)]
+        return [*_tokenise_all(tokenizer, contents, most, cuts)]
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # a panic of the tokenizer's native code is no Exception
         if len(contents) == 1:
             return [f"the tokenizer cannot take it: {one_line(error):.200}"]
-        return [tokenise(tokenizer, [content], most)[0] for content in contents]
+        return [tokenise(tokenizer, [content], most, cuts)[0] for content in contents]
 
 
 def _tokenise_all(
-    tokenizer: Tokenizer, contents: Sequence[Content], most: int | None
+    tokenizer: Tokenizer,
+    contents: Sequence[Content],
+    most: int | None,
+    cuts: re.Pattern[str] | None,
 ) -> list[Tokens]:
-    is_any_long = any(len(content.text) > PIECE_CHARACTERS for content in contents)
-    cuts = _cuts(tokenizer) if is_any_long else None
     pieces = [_pieces(content.text, cuts) for content in contents]
     texts = [
         content.text[piece]
@@ -181,24 +196,25 @@ def _joined(
     return Tokens(first_ids, total, all_offsets[:most, 0], _labels(content, all_offsets))
 
 
-def _cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """Returns where a text may be cut so that its pieces have the tokens of the whole.
 
-    A tokenizer may put a space in front of every text, and an added token may take the spaces
-    beside it or have some in it.
+    A tokenizer makes the tokens of each word alone. So it is tried whether texts have the same
+    words in two pieces as in one. Texts of Llama 2's tokenizers, for example, must stay whole: they
+    get a prefix, and are not split into words. An added token may take the spaces beside it or have
+    some in it; no text is cut there.
+
+    Args:
+        tokenizer: The tokenizer. To try it takes about 10 ms.
 
     Returns:
         A pattern that matches the empty text where a text may be cut; None if it must stay whole.
     """
-
-    def ids_of(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
-    harmless = [
-        pattern
-        for pattern, (left, right) in CUTS.items()
-        if ids_of(left) + ids_of(right) == ids_of(left + right)
-    ]
+    harmless = []
+    for pattern, (endings, beginnings) in CUTS.items():
+        pairs = product(endings, beginnings)
+        if all(_keeps_words(tokenizer, left, right) for left, right in pairs):
+            harmless.append(pattern)
     if not harmless:
         return None
     cuts = f"(?:{'|'.join(harmless)})"
@@ -212,6 +228,20 @@ def _cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
             before, after = token.content[: inside.start()], token.content[inside.start() :]
             forbidden += f"(?!(?<={re.escape(before)}){re.escape(after)})"
     return re.compile(cuts + forbidden)
+
+
+def _keeps_words(tokenizer: Tokenizer, left: str, right: str) -> bool:
+    """Returns whether the words of a text are those of its two pieces."""
+    return _words(tokenizer, left + right) == _words(tokenizer, left) + _words(tokenizer, right)
+
+
+def _words(tokenizer: Tokenizer, text: str) -> list[str]:
+    """Returns the words of a text without added tokens, as the tokenizer's model gets them."""
+    if tokenizer.normalizer is not None:
+        text = tokenizer.normalizer.normalize_str(text)
+    if tokenizer.pre_tokenizer is None:
+        return [text]
+    return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
 
 
 def _pieces(text: str, cuts: re.Pattern[str] | None) -> list[slice]:
