@@ -188,8 +188,8 @@ def samples_in(*urls: object) -> dict[int, Sample]:
             table = stored_samples(read_table(folder, commit))
             samples = read_samples(folder, stored, commit, range(commit.count), commit.file)
             for sample, in_table in zip(samples, table, strict=True):
-                number, in_shard = in_table.facts.sample_idx, sample.stored
-                if number in found or in_shard.facts.sample_idx != number:
+                number, in_shard = in_table.facts.sample_idx, sample.tokens
+                if number in found or in_shard.sample_idx != number:
                     raise RuntimeError(f"{folder.url}: sample {number} is there twice")
                 values = dict(zip(commit.names, sample.values, strict=True))
                 tokens = np.asarray(in_shard.token_ids).tolist(), in_shard.positions.tolist()

@@ -130,10 +130,10 @@ class Run:
                     continue
                 table, every = read_table(folder, commit), range(commit.count)
                 samples = read_samples(folder, stored, commit, every, "")
-                numbers = [sample.stored.facts.sample_idx for sample in samples]
+                numbers = [sample.tokens.sample_idx for sample in samples]
                 assert numbers == sorted(numbers) == table["sample_idx"].to_pylist()
                 for row, sample in zip(table.to_pylist(), samples, strict=True):
-                    number, positions = row["sample_idx"], sample.stored.positions
+                    number, positions = row["sample_idx"], sample.tokens.positions
                     assert number not in found, f"sample {number} is stored twice"
                     values = [each.tolist() for each in sample.values]
                     found[number] = str(row), positions.tolist(), values

@@ -388,7 +388,8 @@ def chosen(base, lora, column):
     flags = ["--lora", str(lora), f"--{column}_column", column, "--dataset_path", "x.jsonl"]
     checkpoint = Checkpoint(str(base))
     checkpoint.adapter = LoraAdapter(str(lora), checkpoint, tied=True)
-    return Text(parse_args(["--model_path", str(base), *flags]), checkpoint, CHAT_VOCABULARY)
+    config = parse_args(["--model_path", str(base), *flags])
+    return Text(config, checkpoint, CHAT_VOCABULARY, adapter=checkpoint.adapter.files)
 
 
 # What an adapter's folder has: further tokens and settings, the text of a file with a template, and

@@ -187,7 +187,7 @@ def _compare(chosen: list[ChosenSample], recompute: Recompute, allowed: Toleranc
             continue
         for hook, stored in zip(sample.hooks, sample.values, strict=True):
             differences = hook.differences(
-                stored, recomputed[hook.name], sample.stored.positions, allowed
+                stored, recomputed[hook.name], sample.tokens.positions, allowed
             )
             for difference in differences:
                 yield f"{sample.where}, {hook.name}: recomputed, {difference}"

@@ -31,6 +31,7 @@ from activation_extraction.model.hooks import Form, Hook
 from activation_extraction.model.host_rows import HostRows
 from activation_extraction.model.kept import KeptTokens, take_kept
 from activation_extraction.model.mesh import Layout, in_words
+from activation_extraction.model.repository import Repository
 from activation_extraction.model.trial import Choice
 from activation_extraction.model.weights import (
     WeightTable,
@@ -139,6 +140,12 @@ class Forward(Program):
 
     checkpoint: Checkpoint
     kernels: dict[str, Choice]
+
+    @property
+    def adapter_files(self) -> Repository | None:
+        """The files of the LoRA adapter; None without one."""
+        adapter = self.checkpoint.adapter
+        return None if adapter is None else adapter.files
 
     @property
     def keyed_by(self) -> str | list[str]:

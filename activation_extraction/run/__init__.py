@@ -11,6 +11,7 @@ digests.py           digests and fingerprints of files
 hosts.py             joins the hosts, compares what they have, and keeps them at the same step
 summary.py           words what a run prints about itself
 recompute.py         recomputes stored samples for --verify
+    reread.py            reads the text of stored samples again, where not all tokens are stored
 estimate.py          --plan
 topologies.py        the machines that --plan knows
 demo.py              makes the inputs of --demo

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError, RunError, near_miss, one_line
 from activation_extraction.common.tokenizer_files import WHOLE
-from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.repository import Repository
 from activation_extraction.model.repository_files import ADAPTER
 from activation_extraction.run.hosts import Watchdog
@@ -139,23 +138,31 @@ class Prefetch(Generic[T]):
 class Text:
     """Turns the rows of a data set into samples and batches, as the flags ask.
 
-    What it needs is opened when that is first asked for, which raises InputError. config: the flags
-    of the run. checkpoint: the model, which has `vocabulary` token ids. earlier, names: see
-    `open_dataset`.
+    The tokenizer, the template and the data set are opened when they are first needed, which raises
+    InputError.
+
+    Attributes:
+        config: The flags of the run.
+        model: The files of the model.
+        vocabulary: How many token ids the model has.
+        earlier: The metadata that hosts of the run have stored already; see `open_dataset`.
+        names: The names of the sources of a mixture; see `open_dataset`.
+        adapter: The files of the LoRA adapter; None without one.
     """
 
     config: Config
-    checkpoint: Checkpoint
+    model: Repository
     vocabulary: int
     earlier: Sequence[Mapping[str, Any]] = ()
     names: Sequence[str] = ()
+    adapter: Repository | None = None
 
     @cached_property
     def chosen_tokenizer(self) -> ChosenTokenizer | None:
         """Returns the tokenizer of the model or its adapter; None if the data set has token ids."""
         if self.config.ids_column:
             return None
-        return choose_tokenizer(self.checkpoint, self.vocabulary)
+        return choose_tokenizer(self.model, self.adapter, self.vocabulary)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -175,7 +182,7 @@ class Text:
         arguments = dict(config.chat_template_args)
         if config.chat_template is not None:
             return ChatTemplate.of_file(chosen.pretrained, config.chat_template, arguments)
-        home, sources = choose_templates(self.checkpoint)
+        home, sources = choose_templates(self.model, self.adapter)
         return ChatTemplate.of_model(chosen.pretrained, sources, home.where, arguments)
 
     @cached_property

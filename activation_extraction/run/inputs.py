@@ -1,17 +1,18 @@
 """The inputs of a run: the model, its adapter and tokenizer, the chat template, the data set.
 
 Each has its entry in INPUTS, from which follows by what metadata.json knows it, which flags may
-differ between the hosts of a run, what the hosts compare, and what --verify compares before it
-recomputes samples. --repair and a run that continues compare the identity that is made here.
+differ between the hosts of a run, what the hosts compare, and what is compared before samples are
+recomputed (--verify) or read again (reread.py). --repair and a run that continues compare the
+identity that is made here.
 """
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
@@ -33,11 +34,18 @@ from activation_extraction.text.batch import Worker
 from activation_extraction.text.file_list import is_path
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets", "isal")
+Home = TypeVar("Home", Forward, Text)
 SCRIPTS = ("extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py")
 
 
 class Inputs(NamedTuple):
-    """The inputs of one run. request: what the flags ask of the model; forward: the checked one."""
+    """The inputs of one run.
+
+    Attributes:
+        request: What the flags ask of the model.
+        forward: The checked model.
+        text: The text.
+    """
 
     request: ModelRequest
     forward: Forward
@@ -45,49 +53,50 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Input:
-    """One input of a run.
+class Input(Generic[Home]):
+    """One input of a run, which belongs to its model or to its text.
 
-    flags: those that name it; a message shows the first one that is given. paths: those of them
-    that may differ between hosts, which must have the same content there. field: that of Identity
-    by which it is known; known_by: returns its value. of_text: whether it decides token ids alone,
-    and does not matter where these are known.
+    Attributes:
+        name: The name for messages.
+        field: The field of Identity that tells whether the input is the same.
+        known_by: A function that returns the value of this field, from the model or the text.
+        flags: The flags that name the input. A message shows the first one that is given.
+        paths: Those of the flags that may differ between hosts. The content must be the same.
     """
 
     name: str
     field: str
-    known_by: Callable[[Inputs], str]
+    known_by: Callable[[Home], str]
     flags: tuple[str, ...]
     paths: tuple[str, ...]
-    of_text: bool = True
 
 
-def _adapter_digest(inputs: Inputs) -> str:
+def _adapter_digest(forward: Forward) -> str:
     # Of a hub adapter, too: no commit is recorded that the next start could ask for.
-    adapter = inputs.forward.checkpoint.adapter
-    return "" if adapter is None else content_digest(adapter.files)
+    adapter = forward.adapter_files
+    return "" if adapter is None else content_digest(adapter)
 
 
-def _autoencoder_digest(inputs: Inputs) -> str:
+def _autoencoder_digest(forward: Forward) -> str:
     # Nothing but the name of its folder may say k; hooks are in the identity.
     lines = [
         f"{each.source.name} {each.autoencoder.k} {digest_fingerprints(each.autoencoder.files)}\n"
-        for each in inputs.forward.encoders
+        for each in forward.encoders
     ]
     return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else ""
 
 
-def _tokenizer_digest(inputs: Inputs) -> str:
-    chosen = inputs.text.chosen_tokenizer
+def _tokenizer_digest(text: Text) -> str:
+    chosen = text.chosen_tokenizer
     return "" if chosen is None else digest_files(chosen.home.tokenizer_files())
 
 
-def _template_digest(inputs: Inputs) -> str:
-    return "" if inputs.text.template is None else inputs.text.template.digest
+def _template_digest(text: Text) -> str:
+    return "" if text.template is None else text.template.digest
 
 
-def _model_digest(inputs: Inputs) -> str:
-    return model_digest(inputs.forward.checkpoint)
+def _model_digest(forward: Forward) -> str:
+    return model_digest(forward.checkpoint)
 
 
 MODEL_FLAGS, LORA, SAE = ("model_path", "model_revision"), ("lora",), ("encode",)
@@ -95,15 +104,19 @@ TEMPLATE_FLAGS = ("chat_template", "model_path", "chat_template_args")
 TEMPLATE_PATHS = ("chat_template", "lora")
 DATA_FLAGS = ("mix", "dataset_path", "dataset_name", "dataset_config", "dataset_split")
 DATA_PATHS = ("dataset_path", "mix")  # settings_of has what hosts compare of a mixture
-INPUTS = (
-    Input("model", "model_digest", _model_digest, MODEL_FLAGS, ("model_path",), of_text=False),
-    Input("adapter", "lora_digest", _adapter_digest, LORA, LORA, of_text=False),
-    Input("autoencoder", "autoencoder_digest", _autoencoder_digest, SAE, SAE, of_text=False),
+MODEL_INPUTS: tuple[Input[Forward], ...] = (
+    Input("model", "model_digest", _model_digest, MODEL_FLAGS, ("model_path",)),
+    Input("adapter", "lora_digest", _adapter_digest, LORA, LORA),
+    Input("autoencoder", "autoencoder_digest", _autoencoder_digest, SAE, SAE),
+)
+# These decide the token ids, and do not matter where token ids are stored.
+TEXT_INPUTS: tuple[Input[Text], ...] = (
     Input("tokenizer", "tokenizer_digest", _tokenizer_digest, MODEL_FLAGS, ("model_path", "lora")),
     Input("chat template", "chat_template", _template_digest, TEMPLATE_FLAGS, TEMPLATE_PATHS),
-    Input("data set", "data", lambda it: it.text.dataset.name, DATA_FLAGS, DATA_PATHS),
-    Input("data set", "data_revision", lambda it: it.text.dataset.content, DATA_FLAGS, DATA_PATHS),
+    Input("data set", "data", lambda text: text.dataset.name, DATA_FLAGS, DATA_PATHS),
+    Input("data set", "data_revision", lambda text: text.dataset.content, DATA_FLAGS, DATA_PATHS),
 )
+INPUTS: tuple[Input[Any], ...] = (*MODEL_INPUTS, *TEXT_INPUTS)
 
 # Flags that may differ between the hosts of a run.
 HOST_FIELDS = {
@@ -116,23 +129,57 @@ HOST_FIELDS = {
 }
 
 
-def check_inputs(inputs: Inputs, identity: Identity, of_text: bool) -> None:
-    """Raises InputError unless the stored activations came from these inputs.
+def check_model_inputs(forward: Forward, request: ModelRequest, identity: Identity) -> None:
+    """Raises InputError unless stored activations came from this model.
 
-    of_text: whether to compare the inputs that decide token ids, or else the others.
+    Args:
+        forward: The model, with its adapter and autoencoders.
+        request: The flags that name them, for the message.
+        identity: The identity of the run that stored the activations.
+
+    Raises:
+        InputError: The model, the adapter or an autoencoder is another one.
     """
-    given = {**vars(inputs.text.config), **vars(inputs.request)}
-    for each in INPUTS:
-        if each.of_text == of_text and each.known_by(inputs) != getattr(identity, each.field):
-            flag = next((flag for flag in each.flags if given[flag]), each.flags[0])
-            told = "is not the one" if given[flag] else "is missing, the one"
-            value = f" {plain_url(given[flag])}" if isinstance(given[flag], str) else ""
-            # The adapter has a tokenizer and a template of its own, or has lost them.
-            if flag in MODEL_FLAGS and "lora" in each.paths and given["lora"]:
-                value += f" with --lora {plain_url(given['lora'])}"
-            raise InputError(
-                f"--{flag}{value}: the {each.name} {told} that the stored activations came from"
-            )
+    _check_inputs(MODEL_INPUTS, forward, vars(request), identity)
+
+
+def check_text_inputs(text: Text, identity: Identity) -> None:
+    """Raises InputError unless the tokens of stored activations came from this text.
+
+    Args:
+        text: The text. The flags in its `config` say where its inputs are now.
+        identity: The identity of the run that stored the activations.
+
+    Raises:
+        InputError: The tokenizer, the chat template, the data set or one of its files is another
+            one.
+    """
+    _check_inputs(TEXT_INPUTS, text, vars(text.config), identity)
+
+
+def _check_inputs(
+    inputs: Sequence[Input[Home]], home: Home, flags: Mapping[str, Any], identity: Identity
+) -> None:
+    """Raises InputError for the first input that is not the one of a run.
+
+    Args:
+        inputs: The inputs to compare.
+        home: The model or the text that they belong to.
+        flags: The values of the flags that name them.
+        identity: The identity of the run.
+    """
+    for entry in inputs:
+        if entry.known_by(home) == getattr(identity, entry.field):
+            continue
+        flag = next((flag for flag in entry.flags if flags[flag]), entry.flags[0])
+        problem = "is not the one" if flags[flag] else "is missing, the one"
+        value = f" {plain_url(flags[flag])}" if isinstance(flags[flag], str) else ""
+        # The adapter has a tokenizer and a template of its own, or has lost them.
+        if flag in MODEL_FLAGS and "lora" in entry.paths and flags["lora"]:
+            value += f" with --lora {plain_url(flags['lora'])}"
+        raise InputError(
+            f"--{flag}{value}: the {entry.name} {problem} that the stored activations came from"
+        )
 
 
 def new_identity(inputs: Inputs, worker: Worker) -> Identity:
@@ -142,7 +189,8 @@ def new_identity(inputs: Inputs, worker: Worker) -> Identity:
     codes = tuple(encoder.hook.name for encoder in forward.encoders)
     own = {hook.name: hook.kind.dtype for hook in forward.hooks.values() if hook.name not in codes}
     has_top_logits = any(name.startswith("logits.top_") for name in own)
-    known = {each.field: each.known_by(inputs) for each in INPUTS}
+    of_model = {entry.field: entry.known_by(forward) for entry in MODEL_INPUTS}
+    of_text = {entry.field: entry.known_by(text) for entry in TEXT_INPUTS}
     found = {
         "positions": str(text.config.positions),
         "drop_token_ids": text.drop_token_ids,
@@ -162,7 +210,7 @@ def new_identity(inputs: Inputs, worker: Worker) -> Identity:
         "machine": worker.machine,
         "host": worker.host,
     }
-    content: dict[str, Any] = {**vars(text.config), **known, **found}
+    content: dict[str, Any] = {**vars(text.config), **of_model, **of_text, **found}
     content |= {name: "" for name, value in content.items() if value is None}
     return Identity(**{each.name: content[each.name] for each in fields(Identity)})
 

@@ -102,7 +102,7 @@ def prepare_together(config: Config, host: Host, watchdog: Watchdog) -> Job:
     if config.batch_size == "auto":
         forward, facts["auto_batch_size"] = fit_rows(host, request, forward, stored)
     vocabulary = forward.model.config.vocab_size
-    text = Text(config, forward.checkpoint, vocabulary, stored, sources)
+    text = Text(config, forward.checkpoint, vocabulary, stored, sources, forward.adapter_files)
     inputs = Inputs(request, forward, text)
     job, _ = together(
         host,
@@ -233,11 +233,11 @@ def prepare(
         max_tokens=worker.share_of(config.max_tokens),
     )
     configuration = {**config.to_json(), "batch_size": forward.shape[0]}
-    adapter = forward.checkpoint.adapter
-    checkpoints = {"model_path": forward.checkpoint} | ({"lora": adapter.files} if adapter else {})
-    for name, found in checkpoints.items():
-        if found.local:  # readers find its tokenizer from any folder
-            configuration[name] = os.path.abspath(os.path.expanduser(found.path))
+    repositories = {"model_path": forward.checkpoint, "lora": forward.adapter_files}
+    for name, repository in repositories.items():
+        # Readers find the tokenizer of a local one from any folder.
+        if repository is not None and repository.local:
+            configuration[name] = os.path.abspath(os.path.expanduser(repository.path))
     chosen = text.chosen_tokenizer
     if chosen is not None:  # readers show the text of tokens with these
         name = "model_path" if chosen.home is forward.checkpoint else "lora"

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.log import log
 from activation_extraction.common.tokenizer_files import vocabulary_file
-from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.repository import Repository, read_json
 from activation_extraction.text.tokenizer import load_tokenizer, same_ids
 
@@ -56,17 +55,19 @@ class ChosenTemplates(NamedTuple):
     sources: Mapping[str, str]
 
 
-def choose_tokenizer(model: Checkpoint, vocabulary: int) -> ChosenTokenizer:
+def choose_tokenizer(
+    model: Repository, adapter: Repository | None, vocabulary: int
+) -> ChosenTokenizer:
     """Returns the adapter's tokenizer if it gives other token ids, otherwise the model's.
 
     Args:
-        model: The model, with its adapter if it has one.
+        model: The files of the model.
+        adapter: The files of its adapter; None without one.
         vocabulary: The number of token ids that the model has.
 
     Raises:
         InputError: A tokenizer cannot be read, or has more token ids than the model.
     """
-    adapter = None if model.adapter is None else model.adapter.files
     if adapter is None or vocabulary_file(adapter.tokenizer_files()) is None:
         return _load(model, vocabulary)
     of_adapter = _load(adapter, vocabulary)
@@ -83,15 +84,18 @@ def _load(repository: Repository, vocabulary: int) -> ChosenTokenizer:
     return ChosenTokenizer(repository, load_tokenizer(files, repository.where, vocabulary))
 
 
-def choose_templates(model: Checkpoint) -> ChosenTemplates:
+def choose_templates(model: Repository, adapter: Repository | None) -> ChosenTemplates:
     """Returns the adapter's chat templates if it has others, otherwise the model's.
+
+    Args:
+        model: The files of the model.
+        adapter: The files of its adapter; None without one.
 
     Raises:
         InputError: A file with a template cannot be read.
     """
     of_model = templates_in(model)
-    if model.adapter is not None:
-        adapter = model.adapter.files
+    if adapter is not None:
         of_adapter = templates_in(adapter)
         if of_adapter and of_adapter != of_model:
             log.info("chat template: that of %s, which differs from the model's", adapter.where)

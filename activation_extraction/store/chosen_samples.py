@@ -1,22 +1,61 @@
-"""Reads stored samples with all that is needed to compute them again.
+"""Reads single stored samples, with all that is needed to compute or read them again.
 
 --verify chooses samples, compares them with what a `Recompute` returns, and so finds values that
-no longer follow from the model and the text. Recomputing needs the model, which this room does not
-know: run/recompute.py makes the Recompute.
+no longer follow from the model and the text. A `Reread` returns the token ids that a run did not
+store. Both need the model or the text of the run, which this room does not know: run/recompute.py
+and run/reread.py make them.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.hook_values import HookValues, Values
 from activation_extraction.store.run_log import Commit, RunLog, furthest_mark
-from activation_extraction.store.shard import ShardSample
+from activation_extraction.store.safetensors_file import SafetensorsFile
 from activation_extraction.store.shard_reader import open_shard
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.mark import Mark
-from activation_extraction.text.sample_facts import SampleFacts
+
+
+@dataclass(frozen=True)
+class StoredTokens:
+    """The tokens of one sample that a run stores, and from where in the data to find the sample.
+
+    Attributes:
+        worker: The host that stored the sample.
+        sample_idx: The number of the sample.
+        token_ids: The token ids that are stored, int32 (tokens,).
+        positions: The positions of these tokens in the sample, from 0, int32 (tokens,).
+        start: A mark in the host's data before the sample. None for the beginning of the data.
+    """
+
+    worker: Worker
+    sample_idx: int
+    token_ids: np.ndarray
+    positions: np.ndarray
+    start: Mark | None
+
+
+class Reread(Protocol):
+    """Reads the text of stored samples again."""
+
+    def __call__(self, stored: Sequence[StoredTokens]) -> list[np.ndarray | str]:
+        """Returns all token ids of samples, also those that are not stored.
+
+        Args:
+            stored: The stored tokens of each sample. Samples of one host are read together if they
+                have the same `start`.
+
+        Returns:
+            For each sample its token ids, int32 (tokens,), to which `positions` points, none for a
+            sample without stored tokens; or the reason why it cannot be read: the data set now
+            gives other tokens than those that are stored. A sample that --max_tokens had cut is
+            whole here.
+        """
 
 
 @dataclass(frozen=True)
@@ -25,23 +64,15 @@ class ChosenSample:
 
     Attributes:
         where: The path of the shard's file and the sample's number, for messages.
-        stored: The sample as the shard has it: its number, and the token ids and positions that are
-            stored. Facts that only the table of samples has are their defaults.
+        tokens: The tokens that are stored.
         hooks: The hooks of the run.
         values: The stored values at each of the hooks, in the user's form (hook_values.py).
-        worker: The host that stored the sample.
-        shard: The number of the sample's shard.
-        start: A mark in the data before all samples of the shard. None for the beginning of the
-            data.
     """
 
     where: str
-    stored: ShardSample
+    tokens: StoredTokens
     hooks: Sequence[HookValues]
     values: list[Values]
-    worker: Worker
-    shard: int
-    start: Mark | None
 
 
 class Recompute(NamedTuple):
@@ -56,6 +87,27 @@ class Recompute(NamedTuple):
 
     platform: str
     values: Callable[[list[ChosenSample]], list[dict[str, Values] | str]]
+
+
+def read_tokens(
+    store: Folder, stored: RunLog, commit: Commit, wanted: Sequence[int]
+) -> list[StoredTokens]:
+    """Reads the stored tokens of some samples of a shard, without activations.
+
+    Args:
+        store: The host's folder.
+        stored: The content of the folder, which has metadata.
+        commit: The commit of the shard.
+        wanted: The positions of the samples in the shard.
+
+    Returns:
+        The tokens of each sample, in the order of `wanted`.
+
+    Raises:
+        RunError: The file is damaged or missing, or was replaced.
+        OSError: The file cannot be read.
+    """
+    return _tokens_of(open_shard(store, commit, []), stored, commit, wanted)
 
 
 def read_samples(
@@ -78,22 +130,41 @@ def read_samples(
         OSError: The file cannot be read.
         ValueError: The width or dtype of a hook is unknown.
     """
+    hooks = _hooks_of(stored, commit)
+    reader = open_shard(store, commit, hooks)
+    samples = []
+    all_tokens = _tokens_of(reader, stored, commit, wanted)
+    for i, tokens in zip(wanted, all_tokens, strict=True):
+        first, stop = reader.offsets[i : i + 2].tolist()
+        values = [hook.for_user(hook.begin_rows(reader, first, stop)()) for hook in hooks]
+        name = f"{where}: sample {tokens.sample_idx}"
+        samples.append(ChosenSample(name, tokens, hooks, values))
+    return samples
+
+
+def _tokens_of(
+    reader: SafetensorsFile, stored: RunLog, commit: Commit, wanted: Sequence[int]
+) -> list[StoredTokens]:
+    """Returns the stored tokens of some samples of an open shard."""
     identity = stored.identity
     assert identity is not None
     worker = identity.worker
-    descriptions = {hook["name"]: hook for hook in (stored.metadata or {}).get("hooks", ())}
-    hooks = [
-        identity.recorded_hook(hook | descriptions.get(hook["name"], {})) for hook in commit.hooks
-    ]
     start = furthest_mark(stored.in_order, worker.number_of(commit.first))
     samples = []
-    reader = open_shard(store, commit, hooks)
     for i in wanted:
-        first, stop = reader.offsets[i : i + 2].tolist()
-        tokens = reader.tokens(first, stop)
-        facts = SampleFacts(int(reader.sample_idx[i]))
-        sample = ShardSample(facts, tokens["token_ids"], tokens["position"])
-        values = [hook.for_user(hook.begin_rows(reader, first, stop)()) for hook in hooks]
-        name = f"{where}: sample {facts.sample_idx}"
-        samples.append(ChosenSample(name, sample, hooks, values, worker, commit.number, start))
+        tokens = reader.tokens(*reader.offsets[i : i + 2].tolist())
+        sample_idx = int(reader.sample_idx[i])
+        samples.append(
+            StoredTokens(worker, sample_idx, tokens["token_ids"], tokens["position"], start)
+        )
     return samples
+
+
+def _hooks_of(stored: RunLog, commit: Commit) -> list[HookValues]:
+    """Returns the hooks of a shard: what its JSON says of them, and the metadata."""
+    identity = stored.identity
+    assert identity is not None
+    descriptions = {hook["name"]: hook for hook in (stored.metadata or {}).get("hooks", ())}
+    return [
+        identity.recorded_hook(hook | descriptions.get(hook["name"], {})) for hook in commit.hooks
+    ]

@@ -1,0 +1,125 @@
+"""Reads the text of a stored run again, for the token ids that the run does not store.
+
+To compute a token again, or to show the text before it, takes all tokens of its sample up to it. A
+run that keeps only some tokens (--positions, --roles and the like) does not store the others. They
+are made again from the data set, beginning at a mark before the sample, and compared with the
+tokens that are stored. inputs.py finds which input of the text is another one now.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from activation_extraction.cli.flags import Config
+from activation_extraction.model.repository import Repository
+from activation_extraction.model.repository_files import ADAPTER
+from activation_extraction.run.host_text import Text
+from activation_extraction.run.inputs import check_text_inputs
+from activation_extraction.run.prepare import recorded_commit
+from activation_extraction.store.chosen_samples import Reread, StoredTokens
+from activation_extraction.store.run_log import METADATA, identity_of
+from activation_extraction.text.batch import Sample
+from activation_extraction.text.samples import samples
+
+OTHER_TOKENS = "the data set now gives other tokens than those that are stored"
+NO_SAMPLE = "the data set now ends before this sample"
+
+
+def recorded_repositories(metadata: Mapping[str, Any]) -> tuple[Repository, Repository | None]:
+    """Returns the model and the adapter of a stored run, where the run had them.
+
+    Args:
+        metadata: The content of metadata.json.
+
+    Returns:
+        The model, at the commit of the hub that the run used; and the adapter, None if the run had
+        none. No weights are read.
+
+    Raises:
+        InputError: A path is neither a folder nor the name of a repository.
+    """
+    configuration = Config.from_json(metadata["configuration"])
+    commit = recorded_commit(configuration.model_path, metadata)
+    model = Repository(configuration.model_path, commit)
+    if configuration.lora is None:
+        return model, None
+    return model, Repository(configuration.lora, kind=ADAPTER)
+
+
+def load_for_rereading(
+    metadata: Mapping[str, Any],
+    model: Repository,
+    adapter: Repository | None,
+    dataset_path: str | None = None,
+) -> Reread:
+    """Opens the text of a stored run again, and checks that its inputs are those of the run.
+
+    Args:
+        metadata: The content of the metadata.json of one of the run's hosts.
+        model: The files of the model where they are now. Only the tokenizer and the chat template
+            are read.
+        adapter: The files of the LoRA adapter where they are now; None without one.
+        dataset_path: The path or URL of the data set now. None for where the run had its data.
+
+    Returns:
+        A function that reads samples again.
+
+    Raises:
+        InputError: An input cannot be read or is not the one that the stored tokens came from. The
+            message names the flag and the input: the tokenizer, the chat template, the data set or
+            the file.
+    """
+    identity = identity_of(metadata, METADATA)
+    configuration = replace(
+        Config.from_json(metadata.get("configuration", {})),
+        model_path=model.path,
+        lora=None if adapter is None else adapter.path,
+    )
+    if dataset_path is not None:
+        configuration = replace(configuration, dataset_path=dataset_path, mix=())
+    if not identity.special_tokens:  # earlier versions added none, whatever the tokenizer says
+        configuration = replace(configuration, special_tokens="none")
+    vocabulary = metadata["model"]["vocab_size"]
+    text = Text(configuration, model, vocabulary, earlier=[metadata], adapter=adapter)
+    check_text_inputs(text, identity)
+    return partial(_read_again, text)
+
+
+def _read_again(text: Text, stored: Sequence[StoredTokens]) -> list[np.ndarray | str]:
+    """Reads samples again, as `Reread` says. The inputs of the text have been checked."""
+    results: list[np.ndarray | str] = [NO_SAMPLE] * len(stored)
+    # Indices into `stored` by host and start, which are read in one pass, and then by sample.
+    passes: dict[Any, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for index, tokens in enumerate(stored):
+        first = 0 if tokens.start is None else tokens.start.samples
+        passes[tokens.worker, first][tokens.sample_idx].append(index)
+    for (worker, _), indices in passes.items():
+        any_index = next(iter(indices.values()))[0]  # all have the same start
+        stream = samples(
+            text.documents(worker),
+            text.tokenizer,
+            text.form,
+            start=stored[any_index].start,
+            until=worker.number_of(max(indices)) + 1,
+        )
+        for sample in stream:
+            for index in indices.get(sample.facts.sample_idx, ()):
+                results[index] = _token_ids(sample, stored[index])
+    return results
+
+
+def _token_ids(sample: Sample, stored: StoredTokens) -> np.ndarray | str:
+    """Returns all token ids of a sample that was read again, or that they are not the stored ones.
+
+    No limit cuts samples here, so of one that a limit had cut, the first kept tokens are stored.
+    """
+    positions = sample.kept_positions[: len(stored.positions)]
+    same = np.array_equal(positions, stored.positions)
+    if same and np.array_equal(sample.token_ids[positions], stored.token_ids):
+        return sample.token_ids
+    return f"{OTHER_TOKENS}; its row is {json.dumps(sample.facts.row, ensure_ascii=False)}"
