@@ -69,6 +69,14 @@ def test_a_room_imports_only_what_lies_below_it():
             assert name != "extract_activations", f"{path}: {name}"
 
 
+@pytest.mark.parametrize("room", ARROWS)
+def test_the_docstring_of_a_room_lists_its_modules(room):
+    """One line each, by their names and with what they do."""
+    docstring = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text()))
+    listed = re.findall(r"^ {4,6}(\w+\.py) +\S", str(docstring), re.M)
+    assert sorted(listed) == sorted(path.name for path in (PACKAGE / room).glob("[!_]*.py"))
+
+
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")

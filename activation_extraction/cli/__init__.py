@@ -1,7 +1,9 @@
 """What the user types and sees.
 
-flags.py is the table of flags, declared by means of declare.py, from which config.py makes the
-command line and --help. It also adds environment variables and defaults, and refuses flags that do
-not fit together. console.py shows progress and takes signals. This folder imports no JAX, and of
-the other folders only `common`.
+    flags.py    the table of flags, and the configuration that they make
+    declare.py  how a flag of the table is declared, and parsers of values
+    config.py   the command line and --help: environment variables, defaults, and checks
+    console.py  shows progress and takes signals
+
+This room imports no JAX, and of the other rooms only `common`.
 """

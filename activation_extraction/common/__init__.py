@@ -1,11 +1,19 @@
-"""This folder holds what every other folder may use: failures, the log and the filter of texts.
+"""What every other room may use: failures, the log, the filter of texts, and shared formats.
 
-errors.py defines the two kinds of failure; log.py is the log, and visible.py filters all text that
-leaves the program; retries.py rewords what libraries log about requests that they retry;
-positions.py parses rules for positions, choices.py has the values that flags offer,
-tokenizer_files.py the names of a tokenizer's files, encodings.py the encoding of activations in one
-byte per value, and codes.py that of the active features of autoencoders. interrupts.py ends the
-process on Ctrl-C, late_imports.py imports transformers, host_memory.py tells how much memory there
-is, and allow_list.py unpickles without running code. This folder imports no JAX and nothing from
-the other folders.
+    errors.py           the two kinds of failure, and their exit statuses
+    log.py              the log
+    visible.py          filters all text that leaves the program
+    retries.py          rewords what libraries log about requests that they retry
+    interrupts.py       ends the process on Ctrl-C
+    late_imports.py     imports transformers when it is needed
+    host_memory.py      how much memory this process can use
+    choices.py          the values that flags offer and that several rooms know
+    positions.py        parses rules for positions (--positions)
+    tokenizer_files.py  the names of a tokenizer's files
+    encodings.py        float8: activations in one byte per value
+    codes.py            codes: the active features of autoencoders, as sparse rows
+    safetensors.py      the headers of safetensors files, which are shards or weights
+    allow_list.py       unpickles without running code
+
+This room imports no JAX, and nothing from the other rooms.
 """

@@ -3,27 +3,42 @@
 This package is a library of its own, which the extraction uses: it knows no model and imports no
 JAX. A sample passes these modules on its way to a committed shard:
 
-    storage          ActivationStorage: takes batches or single samples, and opens and ends a run
-      given          copies and checks the arrays of programs with a loop of their own
-      identity       declares what a run is, and how it is stored
-      resume         plans what to store, from the log of what is stored already
-      repair         plans the same where shards are damaged or missing
-    shard_writer     gathers samples into shards
-      hook_values    knows the kinds of values at hooks: how they are stored, summed up and read
-      shard          declares a shard in memory, and lets threads encode and measure it
-      formats        packs a shard as a pickle (pickle_file) or as safetensors (safetensors_file)
-      statistics     sums up the activations, for the file of sums and for the hooks' statistics
-      sample_table   makes and reads the table of samples
-    shard_queue      stores shards in the background, in order, within the limit of memory
-      source_check   looks for changes of the files that samples come from
-    log_writer       writes files and commits, as the only process that may
-      run_log        is the log: which shards exist, and why nothing is stored twice
-      totals         adds up the commits
-      metrics        has metrics.jsonl, on which nothing depends
+    storage.py              ActivationStorage: takes batches or samples, opens and ends a run
+      given.py              copies and checks the arrays of programs with a loop of their own
+      identity.py           declares what a run is, and how it is stored
+      resume.py             plans what to store, from the log of what is stored already
+      repair.py             plans the same where shards are damaged or missing
+    shard_writer.py         gathers samples into shards
+      hook_values.py        knows the kinds of values at hooks: how they are stored and read
+      shard.py              declares a shard in memory, and lets threads encode and measure it
+      formats.py            packs a shard in the format that the run has
+      pickle_file.py        the pickle format
+      safetensors_file.py   the safetensors format
+      statistics.py         sums up the activations, for the file of sums and for the hooks
+      sample_table.py       makes and reads the table of samples
+    shard_queue.py          stores shards in the background, in order, within the limit of memory
+      source_check.py       looks for changes of the files that samples come from
+    log_writer.py           writes files and commits, as the only process that may
+      run_log.py            is the log: which shards exist, and why nothing is stored twice
+      totals.py             adds up the commits
+      metrics.py            has metrics.jsonl, on which nothing depends
 
-run_folders finds the folders of a run. shard_reader reads shards, shard_check checks them, and
-chosen_samples reads samples to recompute them. folder is a folder in any place: local_files on this
-machine, bucket (with bucket_kinds, sending and answers) in a bucket.
+These read it back:
+
+    run_folders.py          finds the folders of a run, and forms their names
+    shard_reader.py         reads shards
+    shard_check.py          checks shards
+    chosen_samples.py       reads single samples, to compute or read them again
+    statistics_in_words.py  words statistics for people
+
+And these are a folder in any place:
+
+    folder.py               lists, reads, writes and deletes files, and tries again
+    local_files.py          a folder on this machine
+    bucket.py               a folder in a bucket
+    bucket_kinds.py         the kinds of buckets, and how each is reached
+    sending.py              waits for writes to a bucket
+    answers.py              tells what a failed request means
 
 The format (5) is the same in a local folder and in a bucket:
 
