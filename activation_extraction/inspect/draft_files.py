@@ -37,7 +37,13 @@ EAGLE3_LAYERS = 3  # layers whose streams SpecForge's draft models of EAGLE-3 re
 
 
 class Sample(NamedTuple):
-    """token_ids, loss_mask: int64 (tokens,). values: (tokens, width), by hook."""
+    """A sample as the trainers read it.
+
+    Attributes:
+        token_ids: The token ids, int64 (tokens,).
+        loss_mask: 1 for each token for which the loss counts, otherwise 0, int64 (tokens,).
+        values: The activations by hook, (tokens, width) each.
+    """
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
@@ -45,32 +51,40 @@ class Sample(NamedTuple):
 
 
 def samples_in(dataset: ActivationDataset, chunks: Iterable[TokenBatch]) -> Iterator[Sample]:
-    """Yields all samples that have tokens, which lie in consecutive chunks.
+    """Yields all samples that have tokens.
+
+    Args:
+        dataset: The run.
+        chunks: All tokens of the run, in stored order. A sample may lie in several chunks.
 
     Raises:
         RunError: A `loss_mask` is not a 0 or 1 for each token of its row.
     """
-    more, rest = iter(chunks), list[TokenBatch]()
+    upcoming = iter(chunks)
+    pending: list[TokenBatch] = []  # tokens that were read, but not yielded yet
     for number, length in enumerate(dataset.samples["tokens"].to_pylist()):
-        while sum(map(len, rest)) < length:
-            rest.append(next(more))
+        while sum(map(len, pending)) < length:
+            pending.append(next(upcoming))
         if length:
-            read = concatenate_batches(rest)
+            read = concatenate_batches(pending)
             sample = read.map(itemgetter(slice(length)))
-            rest = [read.map(itemgetter(slice(length, None)))]
+            pending = [read.map(itemgetter(slice(length, None)))]
             mask = _loss_mask(dataset, number, sample)
             yield Sample(sample.token_ids.astype(np.int64), mask, sample.activations)
 
 
 def _loss_mask(dataset: ActivationDataset, number: int, sample: TokenBatch) -> np.ndarray:
-    """Returns for which tokens of a sample the loss counts, 0 or 1: for those that the kept column
-    `loss_mask` names, else for those of the assistant, else for all."""
+    """Returns 1 for each token of a sample for which the loss counts, otherwise 0.
+
+    If the run kept a column `loss_mask`, it says so; otherwise, in conversations, the loss counts
+    for the tokens of the assistant, and in other samples for all tokens.
+    """
     mask: Any = np.ones(len(sample))
     if LOSS_MASK in dataset.identity.keep_columns:
-        row, given = (dataset.samples[name][number].as_py() for name in ("row", LOSS_MASK))
-        piece = piece_of(row)
+        of_row = dataset.samples[LOSS_MASK][number].as_py()
+        piece = piece_of(dataset.samples["row"][number].as_py())
         start = 0 if piece is None else piece[1]
-        mask = np.array(given[start : start + len(sample)] if isinstance(given, list) else [])
+        mask = np.array(of_row[start : start + len(sample)] if isinstance(of_row, list) else [])
         if mask.shape != (len(sample),) or not np.isin(mask, (0, 1)).all():
             where = f"sample {sample.sample_idx[0]}: its column {LOSS_MASK}"
             raise RunError(f"{where}: expected a 0 or 1 for each of the row's tokens")
@@ -80,13 +94,15 @@ def _loss_mask(dataset: ActivationDataset, number: int, sample: TokenBatch) -> n
 
 
 def layer_ids(hooks: Iterable[str]) -> dict[int, str]:
-    """Returns the hooks of the stream by transformers' numbers of hidden states, in their order:
-    0 is the embedding, k + 1 what comes out of block k."""
-    found: dict[int, str] = {}
+    """Returns the hooks of the residual stream by transformers' numbers of hidden states.
+
+    Number 0 is the embedding, and number k + 1 is the output of block k.
+    """
+    by_number: dict[int, str] = {}
     for hook in hooks:
         if match := re.fullmatch(r"blocks\.(\d+)\.hook_resid_(pre|post)", hook):
-            found.setdefault(int(match[1]) + (match[2] == "post"), hook)
-    return dict(sorted(found.items()))
+            by_number.setdefault(int(match[1]) + (match[2] == "post"), hook)
+    return dict(sorted(by_number.items()))
 
 
 def specforge_config(folder: str, dataset: ActivationDataset, hooks: Iterable[str]) -> str:

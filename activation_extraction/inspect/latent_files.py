@@ -29,6 +29,15 @@ def write_delphi(
     out. A file START_END.safetensors has the active features START to END, inclusive: `locations`
     (row, position, feature - START), sorted by feature, `activations`, and `tokens`, of all rows.
 
+    Args:
+        folder: The folder of the export, which has an empty folder for each hook.
+        dataset: The run, which stores all tokens of its samples.
+        hooks: The names of hooks with codes.
+        chunks: All tokens of the run, in stored order.
+
+    Returns:
+        How many tokens are in the files, and which codes are left out.
+
     Raises:
         InputError: No sample has ROW tokens.
     """
@@ -44,7 +53,8 @@ def write_delphi(
     kept = 0  # tokens in whole rows
     small = dict.fromkeys(hooks, 0)  # values in whole rows that are left out
     token_ids: list[np.ndarray] = []
-    # By features; until all entries are there, each has its own as they come, row by row.
+    # By the first feature and the one after the last. Until all entries are there, a file has them
+    # as they come, row by row.
     files: dict[str, dict[tuple[int, int], Path]] = {}
     for hook in hooks:
         ends = pairwise(_edges(dataset, hook))
@@ -63,9 +73,9 @@ def write_delphi(
             arrays = [*where, codes.indices[chosen], codes.data[chosen]]
             added = np.rec.fromarrays(arrays, dtype=ENTRY)
             for (first, stop), path in files[hook].items():
-                own = (added["latent"] >= first) & (added["latent"] < stop)
+                in_file = (added["latent"] >= first) & (added["latent"] < stop)
                 with open(path, "ab") as file:
-                    added[own].tofile(file)
+                    added[in_file].tofile(file)
         seen, kept = seen + len(batch), kept + int(whole.sum())
     tokens = np.concatenate(token_ids).reshape(-1, ROW)
     for hook in hooks:
@@ -74,8 +84,9 @@ def write_delphi(
             entries = entries[np.argsort(entries["latent"], kind="stable")]
             entries["latent"] -= first
             locations = np.stack([entries[n] for n in ("row", "position", "latent")], axis=1)
-            found = {"locations": locations, "activations": entries["value"].copy()}
-            path.write_bytes(save({**found, "tokens": tokens}))
+            values = entries["value"].copy()
+            tensors = {"locations": locations, "activations": values, "tokens": tokens}
+            path.write_bytes(save(tensors))
         config = {
             "model_name": dataset.tokenizer_path,
             "dataset_repo": dataset.identity.data,

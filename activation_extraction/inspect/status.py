@@ -33,15 +33,28 @@ WRONG = {"damaged", "silent", "failed"}  # states in which somebody has to do so
 
 @dataclass(frozen=True)
 class HostState:
-    """The state of one host of a run. Times are Unix seconds; None means unknown.
+    """The state of one host of a run. Times are Unix seconds.
 
-    state: "complete", "running", "silent" (the metadata says running, but nothing has been written
-    for a long time), "interrupted", "failed", "not started" or "damaged" (files are unreadable or
-    missing). tokens_per_second: over the last shards, without pauses between runs.
-    utilisation: share of the devices' peak FLOP/s, from metrics.jsonl. waited: for how many seconds
-    computing waited because the memory for shards was full, by the phase of the oldest shard.
-    last_sign: when the run last wrote anything. share: how much is done of --max_samples or
-    --max_tokens, whichever is nearer.
+    Attributes:
+        name: The name of the host's folder; "" for the output itself.
+        machine: The number of the machine.
+        host: The number of the host on its machine.
+        state: "complete", "running", "silent" (the metadata says running, but nothing has been
+            written for a long time), "interrupted", "failed", "not started" or "damaged" (files are
+            unreadable or missing).
+        shards, samples, tokens: How many are stored.
+        bytes: The size of the files of activations.
+        last_commit: When the last shard was committed; None without a shard.
+        last_sign: When the run last wrote anything; None if that is unknown.
+        tokens_per_second: The speed over the last shards, without pauses between processes; None if
+            it is unknown.
+        utilisation: The share of the devices' peak FLOP/s, from metrics.jsonl; None if it is
+            unknown.
+        waited: The seconds for which computing waited because the memory for shards was full, by
+            the phase of the oldest shard.
+        expected_end: When the run will reach a limit at its present speed; None if that is unknown.
+        share: The share that is done of --max_samples or --max_tokens, whichever is nearer to its
+            end; None without a limit.
     """
 
     name: str
@@ -62,9 +75,15 @@ class HostState:
 
 
 def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
-    """Prints the state of every host and the totals. Returns 1 if a state is one of WRONG.
+    """Prints the state of every host and the totals.
 
-    write: whether to write the totals to the output. as_json: prints one JSON object instead.
+    Args:
+        root: The output of the run.
+        write: Whether to write the totals to the output.
+        as_json: Whether to print one JSON object instead of tables and lines.
+
+    Returns:
+        The exit status: 1 if the state of a host is in WRONG, otherwise 0.
     """
     folders = read_folders(root)
     hosts = host_states(folders)
@@ -110,7 +129,7 @@ def _host_state(name: str, stored: RunLog) -> HostState:
     phases = {
         key: re.fullmatch("waited_([a-z]+)_seconds_since_start", key) for key in stored.metrics
     }
-    known = HostState(
+    without_metadata = HostState(
         name=name,
         machine=folder.machine,
         host=folder.host or 0,
@@ -121,23 +140,24 @@ def _host_state(name: str, stored: RunLog) -> HostState:
         waited={match[1]: stored.metrics[key] for key, match in phases.items() if match},
     )
     if metadata is None:
-        return known
+        return without_metadata
     pace = _pace(commits)
     expected_end = None
     share = None
     last_sign = max([metadata["written"], *(commit.committed for commit in commits)])
     state = _state(stored, metadata, pace, last_sign)
     limits = {name: metadata.get(f"max_{name}") for name in ("samples", "tokens")}
-    if given := {name: limit for name, limit in limits.items() if limit is not None}:
-        share = max(getattr(totals, name) / (limit or 1) for name, limit in given.items())
+    limits = {name: limit for name, limit in limits.items() if limit is not None}
+    if limits:
+        share = max(getattr(totals, name) / (limit or 1) for name, limit in limits.items())
         share = 1.0 if state == "complete" else share
     if state == "running" and pace is not None:
-        rates = {name: getattr(pace, name) for name in given}
-        left = {name: limit - getattr(totals, name) for name, limit in given.items()}
+        rates = {name: getattr(pace, name) for name in limits}
+        left = {name: limit - getattr(totals, name) for name, limit in limits.items()}
         seconds = [left[name] / rate for name, rate in rates.items() if rate]
         expected_end = last_sign + min(seconds) if seconds else None
     return replace(
-        known,
+        without_metadata,
         state=state,
         last_sign=last_sign,
         tokens_per_second=None if pace is None else pace.tokens,
@@ -175,7 +195,7 @@ def _pace(commits: list[Commit]) -> Pace | None:
     timed = list(shard_seconds(commits))[-RECENT:]
     if not timed:
         return None
-    seconds = sum(each for _, each in timed)
+    seconds = sum(shard_time for _, shard_time in timed)
     tokens = sum(commit.tokens for commit, _ in timed)
     samples = sum(commit.count for commit, _ in timed)
     return Pace(tokens / seconds, samples / seconds, seconds / len(timed))
@@ -210,8 +230,8 @@ def aggregate(
         "status": "complete" if complete else "incomplete",
         **totals.counts,
         "hooks": [
-            {key: hooks[name][key] for key in ("key", "name", "width")} | each.to_json()
-            for name, each in totals.statistics.items()
+            {key: hooks[name][key] for key in ("key", "name", "width")} | statistics.to_json()
+            for name, statistics in totals.statistics.items()
         ],
         "parts": [asdict(host) for host in hosts],
         "written": round(time.time(), 3),
@@ -259,8 +279,8 @@ def _row(host: HostState) -> dict[str, str]:
     if (seconds := sum(host.waited.values())) >= 1:
         waited = f"{_duration(seconds)} ({max(host.waited, key=lambda name: host.waited[name])})"
 
-    def known(value: float | None, written: Callable[[float], str]) -> str:
-        return "" if value is None else written(value)
+    def cell(value: float | None, in_words: Callable[[float], str]) -> str:
+        return "" if value is None else in_words(value)
 
     return {
         "machine": str(host.machine),
@@ -270,18 +290,18 @@ def _row(host: HostState) -> dict[str, str]:
         "samples": f"{host.samples:,}",
         "tokens": f"{host.tokens:,}",
         "GB": f"{host.bytes / 1e9:,.3f}",
-        "done": known(host.share, "{:.1%}".format),
-        "last commit": known(host.last_commit, lambda at: f"{_duration(now - at)} ago"),
-        "tokens/s": known(host.tokens_per_second, "{:,.0f}".format),
-        "of peak": known(host.utilisation, "{:.0%}".format),
+        "done": cell(host.share, "{:.1%}".format),
+        "last commit": cell(host.last_commit, lambda at: f"{_duration(now - at)} ago"),
+        "tokens/s": cell(host.tokens_per_second, "{:,.0f}".format),
+        "of peak": cell(host.utilisation, "{:.0%}".format),
         "waited to store": waited,
-        "expected end": known(host.expected_end, lambda at: f"in {_duration(at - now)}"),
+        "expected end": cell(host.expected_end, lambda at: f"in {_duration(at - now)}"),
     }
 
 
 def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(max(seconds, 0)), 60)
+    minutes, seconds_left = divmod(int(max(seconds, 0)), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 24:
         return f"{hours // 24} d {hours % 24} h"
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds_left} s"

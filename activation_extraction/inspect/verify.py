@@ -36,11 +36,20 @@ from activation_extraction.store.totals import total_problems
 
 
 def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, count: int) -> int:
-    """Checks everything, prints all problems, and returns the exit status: 0 if there are none.
+    """Checks everything, and prints all problems.
 
-    load: returns a Recompute for a run, given its metadata. count: how many random samples are
-    recomputed. Raises InputError if there is no extraction, or if samples are to be recomputed of a
-    run that records no model, and whatever `load` raises.
+    Args:
+        root: The output of the run.
+        load: A function that returns a Recompute, given the metadata of the run. None to recompute
+            nothing.
+        count: How many random samples are recomputed.
+
+    Returns:
+        The exit status: 0 if there is no problem.
+
+    Raises:
+        InputError: There is no extraction, or samples are to be recomputed of a run that records no
+            model. `load` raises it, too.
     """
     folders = read_folders(root)
     metadata = next((stored.metadata for stored in folders.values() if stored.metadata), None)
@@ -194,24 +203,28 @@ def _compare(chosen: list[ChosenSample], recompute: Recompute, allowed: Toleranc
 
 
 def check_numbers(folders: dict[str, RunLog], checked: Sequence[CheckedShard]) -> Iterator[str]:
-    """Yields whether sample numbers are stored more than once, and the first number that a folder
-    lacks; of a run over a data set that is not complete, the first one before its mark.
+    """Yields whether sample numbers are stored more than once, and the first one that is missing.
 
-    Of shards that have problems of their own, the numbers are not known.
+    In a run over a data set that is not complete, only numbers before its mark can be missing. A
+    folder with a shard whose numbers are unknown is not searched for missing ones.
+
+    Args:
+        folders: The content of each folder, by the folder's name.
+        checked: The results for all shards. A shard with a problem has no numbers.
     """
-    found: dict[str, list[np.ndarray]] = {name: [] for name in folders}
+    of_shards: dict[str, list[np.ndarray]] = {name: [] for name in folders}
     for shard in checked:
         if shard.sample_idx is not None:
-            found[shard.folder].append(shard.sample_idx)
-    known = [each for of_folder in found.values() for each in of_folder]
-    numbers, times = np.unique(np.concatenate([NO_NUMBERS, *known]), return_counts=True)
+            of_shards[shard.folder].append(shard.sample_idx)
+    of_folders = [np.concatenate([NO_NUMBERS, *numbers]) for numbers in of_shards.values()]
+    numbers, times = np.unique(np.concatenate([NO_NUMBERS, *of_folders]), return_counts=True)
     if (twice := numbers[times > 1]).size:
         yield f"{counted(len(twice), 'sample number')} stored more than once, such as {twice[0]}"
     for name, stored in folders.items():
         identity, last = stored.identity, max(stored.commits, default=0)
-        if identity is None or not 0 < last == len(found[name]):
+        if identity is None or not 0 < last == len(of_shards[name]):
             continue
-        numbers = np.unique(np.concatenate(found[name]))
+        numbers = np.unique(np.concatenate(of_shards[name]))
         if identity.from_dataset and (stored.metadata or {})["status"] != "complete":
             mark = furthest_mark(stored.commits.values())
             numbers = numbers[: 0 if mark is None else mark.samples]
@@ -232,13 +245,14 @@ def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
         yield from (file_path(name, message) for message in stored.missing_jsons)
         metadata, where = stored.metadata or {}, file_path(name, METADATA)
         for file in metadata.get("data_files", ()):
-            found = file["fingerprint"]
-            if prints.setdefault((file["name"], file["bytes"]), found) != found:
+            fingerprint = file["fingerprint"]
+            if prints.setdefault((file["name"], file["bytes"]), fingerprint) != fingerprint:
                 yield f"{name}: has read a file {file['name']} with other content than others have"
         if metadata and metadata["status"] != "complete":
             yield f"{where}: the run is not complete: {metadata['status']}"
         elif metadata:
-            yield from (f"{where}: {each}" for each in total_problems(stored.in_order, metadata))
+            for problem in total_problems(stored.in_order, metadata):
+                yield f"{where}: {problem}"
             for file in sorted(stored.files.keys() - {commit.file for commit in stored.in_order}):
                 if SHARD_FILE.fullmatch(file):
                     yield f"{file_path(name, file)}: has no JSON"

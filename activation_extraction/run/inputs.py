@@ -80,8 +80,9 @@ def _adapter_digest(forward: Forward) -> str:
 def _autoencoder_digest(forward: Forward) -> str:
     # Nothing but the name of its folder may say k; hooks are in the identity.
     lines = [
-        f"{each.source.name} {each.autoencoder.k} {digest_fingerprints(each.autoencoder.files)}\n"
-        for each in forward.encoders
+        f"{encoder.source.name} {encoder.autoencoder.k} "
+        f"{digest_fingerprints(encoder.autoencoder.files)}\n"
+        for encoder in forward.encoders
     ]
     return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else ""
 
@@ -125,7 +126,7 @@ HOST_FIELDS = {
     "output_dir",
     "verbose",
     "compilation_cache",
-    *(path for each in INPUTS for path in each.paths),
+    *(path for entry in INPUTS for path in entry.paths),
 }
 
 
@@ -187,16 +188,18 @@ def new_identity(inputs: Inputs, worker: Worker) -> Identity:
     request, forward, text = inputs
     model, seed = forward.model, text.config.shuffle_documents
     codes = tuple(encoder.hook.name for encoder in forward.encoders)
-    own = {hook.name: hook.kind.dtype for hook in forward.hooks.values() if hook.name not in codes}
-    has_top_logits = any(name.startswith("logits.top_") for name in own)
+    dtypes = {
+        hook.name: hook.kind.dtype for hook in forward.hooks.values() if hook.name not in codes
+    }
+    has_top_logits = any(name.startswith("logits.top_") for name in dtypes)
     of_model = {entry.field: entry.known_by(forward) for entry in MODEL_INPUTS}
     of_text = {entry.field: entry.known_by(text) for entry in TEXT_INPUTS}
-    found = {
+    settings = {
         "positions": str(text.config.positions),
         "drop_token_ids": text.drop_token_ids,
-        "hooks": (*own, *codes),
-        "integer_hooks": tuple(name for name in own if own[name] == "int32"),
-        "float32_hooks": tuple(name for name in own if own[name] == "float32"),
+        "hooks": (*dtypes, *codes),
+        "integer_hooks": tuple(name for name in dtypes if dtypes[name] == "int32"),
+        "float32_hooks": tuple(name for name in dtypes if dtypes[name] == "float32"),
         "code_hooks": codes,
         "encode_most": tuple(encoder.most for encoder in forward.encoders),
         "keyed_by": forward.keyed_by,
@@ -210,19 +213,19 @@ def new_identity(inputs: Inputs, worker: Worker) -> Identity:
         "machine": worker.machine,
         "host": worker.host,
     }
-    content: dict[str, Any] = {**vars(text.config), **of_model, **of_text, **found}
+    content: dict[str, Any] = {**vars(text.config), **of_model, **of_text, **settings}
     content |= {name: "" for name, value in content.items() if value is None}
-    return Identity(**{each.name: content[each.name] for each in fields(Identity)})
+    return Identity(**{field.name: content[field.name] for field in fields(Identity)})
 
 
 def settings_of(config: Config) -> dict[str, Any]:
     """Returns what hosts must have in common before they prepare anything, by name."""
-    asked = config.to_json()
+    flags = config.to_json()
     return {
-        **{f"--{name}": asked[name] for name in FLAGS if name not in HOST_FIELDS},
+        **{f"--{name}": flags[name] for name in FLAGS if name not in HOST_FIELDS},
         # The weights of a mixture's sources, and the names of those that are not files.
         "--mix": [("" if is_path(source) else source, weight) for source, weight in config.mix],
-        **{f"version of {package}": found for package, found in package_versions().items()},
+        **{f"version of {package}": number for package, number in package_versions().items()},
         "devices": f"{jax.default_backend()} {jax.local_device_count()}",
     }
 
@@ -241,9 +244,9 @@ def fingerprint(inputs: Inputs, identity: Identity) -> dict[str, Any]:
     package = Path(activation_extraction.__file__).parent
     sources = [*(package.parent / name for name in SCRIPTS), *package.rglob("*.py")]
     shared = identity.shared
-    for each in INPUTS:
-        flags = " or ".join(f"--{path}" for path in each.paths)
-        shared[f"{each.field} ({flags})"] = shared.pop(each.field)
+    for entry in INPUTS:
+        flags = " or ".join(f"--{path}" for path in entry.paths)
+        shared[f"{entry.field} ({flags})"] = shared.pop(entry.field)
     return {
         **step_of(inputs.forward),
         **shared,

@@ -47,14 +47,14 @@ def load_for_recomputing(
     configuration = Config.from_json(metadata.get("configuration", {}))
     encoded = identity.activation_dtype == FLOAT8  # and decoded to float32
     codes = {name.removesuffix(CODES) for name in identity.code_hooks}
-    asked = tuple(name for name in identity.hooks if name not in identity.code_hooks)
+    activation_hooks = tuple(name for name in identity.hooks if name not in identity.code_hooks)
     request = replace(
         request,
         model_revision=request.model_revision or recorded_commit(request.model_path, metadata),
         layers_to_extract=None,
-        hook_names=asked or None,
+        hook_names=activation_hooks or None,
         encode_most=configuration.encode_most,
-        keep_activations=not codes.isdisjoint(asked),
+        keep_activations=not codes.isdisjoint(activation_hooks),
         top_logits=identity.top_logits or request.top_logits,
         dtype=identity.dtype,
         activation_dtype="float32" if encoded else identity.activation_dtype,

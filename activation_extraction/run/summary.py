@@ -129,13 +129,13 @@ def _shortfall(job: Job) -> str:
     """Says that this host's data ended before it reached a limit; "" if it reached one."""
     limits = {"sample": job.storage.options.max_samples, "token": job.storage.options.max_tokens}
     stored = {"sample": job.storage.totals.samples, "token": job.storage.totals.tokens}
-    given = {unit: most for unit, most in limits.items() if most is not None}
-    if not given or any(stored[unit] >= most for unit, most in given.items()):
+    set_limits = {unit: most for unit, most in limits.items() if most is not None}
+    if not set_limits or any(stored[unit] >= most for unit, most in set_limits.items()):
         return ""
     whose, share = (f" of host {job.host.id}", "its share of ") if job.host.several else ("", "")
     ended = " and ".join(
         f"{stored[unit]:,} of at most {counted(most, unit)} ({share}--max_{unit}s)"
-        for unit, most in given.items()
+        for unit, most in set_limits.items()
     )
     return f"the data{whose} ended after {ended}"
 

@@ -272,9 +272,9 @@ class RunFolders:
             InputError: There is such a folder.
         """
         worker = self.worker
-        workers = [replace(worker, host=host) for host in range(worker.hosts)]
+        siblings = [replace(worker, host=host) for host in range(worker.hosts)]
         for in_bucket, root in enumerate(self.roots):
-            current = {folder_name(each, bool(in_bucket)) for each in workers}
+            current = {folder_name(sibling, bool(in_bucket)) for sibling in siblings}
             candidates = [""]  # the output itself
             for name, folder in host_folders(root.listing()).items():
                 if folder.machine == worker.machine or folder.machine >= worker.machines:
@@ -301,9 +301,9 @@ class RunFolders:
         stored = []
         for in_bucket, root in enumerate(self.roots):
             preferred = root.child(folder_name(self.worker, bool(in_bucket)))
-            found = _find_metadata(root, preferred)
-            if found is not None:
-                stored.append(found)
+            metadata = _find_metadata(root, preferred)
+            if metadata is not None:
+                stored.append(metadata)
         return stored
 
     def check_siblings(self, identity: Identity) -> None:
@@ -316,9 +316,9 @@ class RunFolders:
             InputError: There is such an output.
         """
         for root in self.roots:
-            found = _find_metadata(root)
-            if found is not None:
-                where, metadata = found
+            stored = _find_metadata(root)
+            if stored is not None:
+                where, metadata = stored
                 difference = identity.compare(identity_of(metadata, where), shared_only=True)
                 refuse_difference(where, difference)
 
