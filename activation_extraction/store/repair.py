@@ -13,13 +13,13 @@ log. `RepairPlanner` then decides what is to be done, and `Repair` says it to th
   log is read and planned again, and only the new commits are checked.
 - *Bad shards at the end of the log* are then gone, and the run simply goes on after the others.
 - *Gaps* are the numbers of the bad shards that lie before a good one. The text is read again, from
-  the mark of the last shard before the first gap up to the largest sample that is stored or lies
-  before a mark. Every sample in between that no good shard lists is stored under the numbers of the
-  gaps, in order. The last gap is kept for the last shard, and samples that do not fit get new
-  numbers before that. As long as a gap is open, no other run goes on, so a repair that was killed
-  is repaired by the next one. All these shards get the mark that the repair began from: a mark may
-  not pass a sample whose shard is still open. The samples after the largest one are left to the
-  run that continues; if the run was complete, the repair reads on up to its last sample.
+  the furthest mark before which no sample is missing, up to the largest sample that is stored or
+  lies before a mark. Every sample in between that no good shard lists is stored under the numbers
+  of the gaps, in order. The last gap is kept for the last shard, and samples that do not fit get
+  new numbers before that. As long as a gap is open, no other run goes on, so a repair that was
+  killed is repaired by the next one. All these shards get the mark that the repair began from: a
+  mark may not pass a sample whose shard is still open. The samples after the largest one are left
+  to the run that continues; if the run was complete, the repair reads on up to its last sample.
 - *Limits.* Up to the largest stored sample, no limit ends or cuts the stream, because samples after
   the gap are stored. So a lost sample that a limit had cut is stored whole.
 
@@ -87,18 +87,22 @@ class Repair:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def limits(self, limits: Mapping[str, int | None]) -> dict[str, int | None]:
-        """Returns the most samples and tokens of the stream, by name: those of the run if gaps are
-        filled, otherwise these `limits`."""
+        """Returns the most samples and tokens of the stream, by name.
+
+        Args:
+            limits: Limits that the flags of the repair ask for. They count only if there are no
+                gaps; otherwise the limits of the run do, which metadata.json records.
+        """
         recorded = self.metadata if self.gaps else {}
         return {name: recorded.get(name, most) for name, most in limits.items()}
 
-    def samples_missing(self, given: int) -> int:
+    def samples_missing(self, count: int) -> int:
         """Returns how many samples a program with a loop of its own still has to give.
 
         Args:
-            given: Number of the samples that it has given, including those that were skipped.
+            count: Number of samples that it has given, including those that were skipped.
         """
-        return max(self.due - given, 0)
+        return max(self.due - count, 0)
 
     def status(self, samples: int) -> str:
         """Returns the status of the run once all gaps are filled: "complete" or "interrupted".

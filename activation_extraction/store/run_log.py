@@ -16,19 +16,21 @@ Metrics are not part of the log (metrics.py).
 Here, an overwritten run may have left one, so the writer (1) reads the version of the file that
 stands there, if any, (2) reads metadata.json and stops with LostError unless it still names this
 process as the owner, and (3) writes on condition that exactly this version, or no file, is still
-there. If the condition does not hold, or the answer is lost, the same order begins again: a file
+there. If the condition does not hold, or the answer is lost, the same order begins again: a JSON
 with the writer's own content is a success, and a commit of the same run is never replaced. Where
 the version of an object is a digest of its content (on S3), it must still name one write, so every
 file contains the id of its writer, those of a shard where no reader minds it.
 
 A process that writes (log_writer.py) goes through these steps:
 
-- *Begin.* It writes its id into metadata.json, on condition that this is what it has read before.
-  Only then it reads the entries. A new run gets its id here.
-- *Reserve.* It writes a reservation as the next entry. A process that began earlier may still have
-  a request on its way, so if a commit of this run stands there, that shard counts as stored, and
-  the process begins again. Once the reservation is there, no earlier process can commit anything:
-  its next commit would be this entry, and it finds another owner before it can replace it.
+- *Begin.* It writes its id into metadata.json, on condition that nobody has changed the file since
+  it read it. Only then it reads the entries. A new run gets its id here.
+- *Reserve.* It writes a reservation as the next entry. An earlier process may have had a request
+  on its way that arrives only now, so if a commit of this run stands there, that shard counts as
+  stored, and the process begins again. Once the reservation is there, no earlier process can commit
+  anything: it writes its entries one after the other, so its next one is at most this one. A lower
+  one is a commit, which is never replaced. This one has changed since the earlier process read it,
+  so its condition fails, and when it begins the same order again, it finds another owner.
 - *Commit.* It writes the files of a shard, then its entry with their versions, and only then the
   next entry.
 - *Withdraw.* A repair replaces the entry of each bad shard by a reservation, on condition of the
@@ -403,8 +405,8 @@ class RunLog:
     def moved_to(self) -> str | None:
         """The URL of the bucket that the shards were uploaded to; None if they are here."""
         remote = (self.metadata or {}).get("remote")
-        here = not self.local or local_path(remote or "") == local_path(self.url)
-        return None if here else remote
+        is_here = not self.local or local_path(remote or "") == local_path(self.url)
+        return None if is_here else remote
 
     @property
     def missing_files(self) -> list[str]:
@@ -515,8 +517,8 @@ def own_files(names: Iterable[str], temporary: bool = False) -> list[str]:
         temporary: Whether to include temporary files, which a killed process may have left and
             which are not complete.
     """
-    own = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
-    return own if temporary else [name for name in own if not name.startswith(".")]
+    matching = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
+    return matching if temporary else [name for name in matching if not name.startswith(".")]
 
 
 def check_own(folder: Folder) -> None:
