@@ -192,8 +192,11 @@ class ActivationStorage:
 
     @property
     def stored_after_mark(self) -> dict[int, StoredSample]:
-        """The samples after the mark that are stored, by `sample_idx`, and perhaps some others.
-        Raises InputError if a sample before the mark is not stored."""
+        """The stored samples after the mark, by `sample_idx`, and perhaps some before it.
+
+        Raises:
+            InputError: A sample before the mark is not stored, or the tables are damaged.
+        """
         if self._after_mark is None:
             self._after_mark = stored_after(
                 self.destination, self.plan.commits, self.plan.mark, self._identity
@@ -219,9 +222,13 @@ class ActivationStorage:
     def open(self) -> None:
         """Takes ownership of the folder. With `overwrite`, a new run begins there.
 
-        Does nothing if the folder is open already, or if nothing is left to do. `plan` may
-        change, because another process may have written in the meantime. Raises
-        StorageError, and RunError if another process is writing to the folder.
+        Does nothing if the folder is open already, or if nothing is left to do. `plan` may change,
+        because another process may have written in the meantime.
+
+        Raises:
+            InputError: Nothing may be added to what is stored there now.
+            RunError: Another process is writing to the folder.
+            StorageError: A file cannot be written.
         """
         if self._state != "planned" or self.plan.up_to_date:
             return
@@ -284,11 +291,16 @@ class ActivationStorage:
     def add_batch(self, batch: Batch, activations: Mapping[Key, np.ndarray]) -> None:
         """Adds the samples of a batch.
 
-        activations: arrays (B, T, width), or (tokens, width) for the batch's kept tokens, by the
-        key of the hook; they are kept without a copy until their shard is written, except for codes
-        (common/codes.py), which come as records and are kept as sparse rows. The samples must
-        come in the order of the batches, without those of `stored_after_mark`. Raises StorageError
-        as soon as anything fails in the background.
+        Args:
+            batch: The batch. Samples must come in the order of the batches, without those of
+                `stored_after_mark`.
+            activations: Arrays (B, T, width), or (tokens, width) for the batch's kept tokens, by
+                the key of the hook. They are kept without a copy until their shard is written,
+                except for codes (common/codes.py), which come as records and are kept as sparse
+                rows.
+
+        Raises:
+            StorageError: Something has failed in the background.
         """
         self.open()
         self._writer.take(sum(values.nbytes for values in activations.values()))
@@ -428,11 +440,18 @@ class ActivationStorage:
     def finalize(self, complete: bool = True, skipped_rows: int = 0, empty_rows: int = 0) -> None:
         """Commits every complete sample and metadata.json, and waits until they are stored.
 
-        complete: False if the run ends before its data does. skipped_rows, empty_rows: their total
-        numbers, if these are larger than in the marks. A second call does nothing. Raises
-        ValueError, after committing, if a complete run has a sample that lacks hooks, or if a
-        program's own loop has not given all samples again that its repair has lost: the repair is
-        then not finished.
+        A second call does nothing.
+
+        Args:
+            complete: Whether the data has come to its end; False if the run ends before.
+            skipped_rows: Number of rows of the data that were skipped, if larger than in the marks.
+            empty_rows: Number of rows of the data without text, if larger than in the marks.
+
+        Raises:
+            ValueError: A sample of a complete run lacks hooks, or a program with a loop of its own
+                has not given all samples again that a repair needs, so that the repair is not
+                finished. All other samples are committed before.
+            StorageError: Something could not be stored.
         """
         if self._state == "planned":
             self.open()
@@ -470,7 +489,11 @@ class ActivationStorage:
             )
 
     def close(self, patient: bool = False) -> None:
-        """Releases the folder and ends the threads. Shards that are not committed are lost."""
+        """Releases the folder and ends the threads. Shards that are not committed are lost.
+
+        Args:
+            patient: Whether the threads finish their work first.
+        """
         self._state = "closed"
         self._writer.close(patient)
         self._unlock()
