@@ -383,7 +383,20 @@ class LogWriter:
             except ChangedError as error:
                 attempts.failed(error)
 
-    def remove_rest(self) -> None:
+    def finish(self, complete: bool) -> None:
+        """Writes the last metadata.json of this process, after all commits.
+
+        Args:
+            complete: Whether the run is complete. Files that belong to no commit are deleted then.
+
+        Raises:
+            FolderError: A committed file of a complete run is missing or has changed.
+        """
+        if complete:
+            self._remove_rest()
+        self.write_metadata("complete" if complete else "interrupted")
+
+    def _remove_rest(self) -> None:
         """Deletes the files of shards that belong to no commit of the run, and warns of those that
         may be left.
 

@@ -466,9 +466,7 @@ class ActivationStorage:
         done = False
         try:
             self._writer.finish(complete)
-            if complete:
-                self._log.remove_rest()
-            self._log.write_metadata("complete" if complete else "interrupted")
+            self._log.finish(complete)
             self._metrics.upload()
             done = True
         except OSError as error:
