@@ -1,19 +1,22 @@
-"""Qwen models in Flax: this file has their modules and says where each weight comes from.
+"""The model in Flax: the modules of all families, and the checkpoint tensors of each weight.
+
+The modules come in the order in which a token passes them: its embedding, then in every layer
+attention and an MLP or experts, then the whole model, `Qwen2`. A ModelConfig says in what the
+families differ; family.py has the table of families. At the end, `weight_table` derives from the
+modules which checkpoint tensors make each parameter. weights.py reads the tensors, mesh.py shards
+them, and qwen2_jax_with_hooks.py captures activations.
 
 The parameter tree mirrors the names and the orientation of the Hugging Face checkpoint. Its tensor
-`model.layers.7.self_attn.q_proj.weight` becomes row 7 of `layers/self_attn/q_proj/weight`: layers
-are stacked for `scan`, and the flat head axis is split in two. So every module declares a weight
-once (shape and logical axes) and `weight_table` derives the rest. weights.py reads the files,
-mesh.py shards, and qwen2_jax_with_hooks.py captures activations.
+`model.layers.7.self_attn.q_proj.weight` becomes row 7 of `layers/self_attn/q_proj/weight`, because
+layers are stacked for `scan`, and the flat head axis is split in two. Every module declares the
+shape and logical axes of a weight once.
 
 Letters: B rows, T tokens per row, D hidden, N query heads, K key/value heads, H head size, F MLP
 width, V vocabulary, L layers. Of layers with experts: E experts, X experts of a token, M width of
 an expert, P width of the shared one, R the router's outputs (E, but never split), U one.
 
-A ModelConfig says in what the families of models differ; family.py has the table of families.
-
 References: `transformers.models.qwen2.modeling_qwen2`, and the same of qwen3, qwen2_moe, qwen3_moe,
-qwen3_next, qwen3_5 and qwen3_5_moe, and the reports (arXiv:2407.10671, arXiv:2505.09388).
+qwen3_next, qwen3_5, qwen3_5_moe and llama, and the reports (arXiv:2407.10671, arXiv:2505.09388).
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -48,7 +51,7 @@ from activation_extraction.model.weights import TensorSlice, WeightSpec, WeightT
 
 
 class Embedding(nn.Module):
-    """Embeds tokens: (B, T) int32 -> (B, T, D)."""
+    """The embedding of tokens. A hooked model also has it as its head, for `table`."""
 
     config: ModelConfig
     dtype: Any
@@ -58,9 +61,16 @@ class Embedding(nn.Module):
         self.weight = parameter(self, "weight", "VD")
 
     def __call__(self, token_ids: Array) -> Array:
-        """Returns the tokens' vectors; each device along fsdp looks up its columns for all.
+        """Returns the vectors of tokens.
 
-        So the vectors are exchanged, not the table.
+        Each device along fsdp looks up its columns for all tokens, so that the devices exchange
+        vectors and not the table.
+
+        Args:
+            token_ids: (B, T) int32.
+
+        Returns:
+            (B, T, D).
         """
         constrain = self.layout.constrain
         token_ids = constrain(token_ids, "fsdp_batch", "sequence")
@@ -73,9 +83,9 @@ class Embedding(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """This is grouped-query attention, with the biases, norms and gates of the configuration.
+    """Grouped-query attention, with the biases, norms and gates that the configuration names.
 
-    With gates, q_proj gives each head its query and then its gate.
+    In a model with gates, q_proj returns for each head its query and then its gate.
     """
 
     config: ModelConfig
@@ -124,7 +134,13 @@ class SelfAttention(nn.Module):
         return out["out"], out
 
     def _attend(self, attention: Attention, slides: Array | None, *inputs: Array) -> Array:
-        """Attends with the window or without it. slides: None in a model that has none."""
+        """Computes attention with or without the window.
+
+        Args:
+            attention: The function that computes attention.
+            slides: Whether this layer has a window, bool (); None if no layer of the model has one.
+            inputs: Queries, keys, values and segment ids.
+        """
         full = partial(self.layout.attend, attention)
         if slides is None:
             return full(*inputs)
@@ -133,7 +149,13 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """This is SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
+    """The MLP of a dense layer, or a shared expert: down(silu(gate(x)) * up(x)).
+
+    It is called SwiGLU (arXiv:2002.05202).
+
+    Attributes:
+        width: The letter of its width.
+    """
 
     config: ModelConfig
     dtype: Any
@@ -155,7 +177,7 @@ class MLP(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """Each token goes through a few of many experts, and a shared one if the model has it."""
+    """A mixture of experts: a token goes through a few of many, and through a shared one if any."""
 
     config: Any
     dtype: Any
@@ -191,9 +213,12 @@ class SparseMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A layer returns the residual stream after it, and the intermediates that hooks name.
+    """A layer: attention or a gated delta net, then an MLP or experts.
 
-    type_: in the configuration's words, what is before the layer's MLP, and what that MLP is.
+    It returns the residual stream after it, and the intermediates that hooks name.
+
+    Attributes:
+        type_: The type of the layer, one of ModelConfig.layer_types.
     """
 
     config: ModelConfig
@@ -236,13 +261,13 @@ class DecoderLayer(nn.Module):
 
 
 def decoder(config: ModelConfig, dtype: Any, kernels: Kernels, layout: Layout) -> Decoder:
-    """Returns the layers as functions of their parameters."""
+    """Returns the layers of a model as functions of their parameters."""
     layer = partial(DecoderLayer, config, dtype, kernels, layout, parent=None)
     return Decoder(config, {type_: layer(type_=type_) for type_ in config.layer_types})
 
 
 class Qwen2(nn.Module):
-    """The whole language model maps token ids to next-token logits."""
+    """The whole language model of any family, which maps token ids to next-token logits."""
 
     config: ModelConfig
     dtype: Any = jnp.float32
@@ -255,7 +280,17 @@ class Qwen2(nn.Module):
 
     @nn.compact
     def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> Array:
-        """Returns float32 logits (B, T, V), which mean nothing for padding; inputs are (B, T)."""
+        """Returns the logits of the next tokens.
+
+        Args:
+            token_ids: (B, T) int32.
+            segment_ids: The number of the sample that a token belongs to in its row, (B, T) int32;
+                0 for padding.
+            positions: The position of a token in its sample, (B, T) int32.
+
+        Returns:
+            (B, T, V) float32; those of padding are meaningless.
+        """
         layers = decoder(self.config, self.dtype, self.kernels, self.layout)
         params = self.param("layers", layers.init, self.num_layers)
         rotary = rotary_table(positions, self.config)
@@ -271,12 +306,15 @@ class Qwen2(nn.Module):
 
 
 def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> WeightTable:
-    """Returns parameter path -> shape, logical axes and checkpoint tensors of all weights.
+    """Returns the shape, logical axes and checkpoint tensors of each parameter, by its path.
 
-    It works for any module that follows this file's naming, and computes and allocates nothing.
-    tensors: the names in the checkpoint, which say whether experts, and the projections of a delta
-    net, are fused. The stacked layers beyond `model.num_layers`, which make the stages of a
-    pipeline equally long, have no tensors.
+    It computes and allocates nothing. Stacked layers beyond `model.num_layers`, which make the
+    stages of a pipeline equally long, have no tensors.
+
+    Args:
+        model: A module that follows the naming of this file.
+        tensors: The names of the tensors in the checkpoint. They tell whether experts and the
+            projections of a delta net are fused. Empty if there is no checkpoint.
     """
     fused = any(name.endswith("experts.gate_up_proj") for name in tensors)
     renamed = _renamed(model.config, fused) | _interleaved(model.config.delta, tensors)
@@ -323,18 +361,24 @@ def _weight(path: ParamPath, box: Any, model: nn.Module, renamed: Mapping[str, A
 
 
 def _renamed(config: ModelConfig, fused: bool) -> dict[str, tuple[str, TensorSlice | None]]:
-    """Returns the parameters of a layer whose tensors have other names: name -> tensor, slice.
+    """Returns the parameters of a layer whose checkpoint tensors have other names.
 
-    fused: whether all experts of a layer have one tensor; else "{}" stands for the expert.
+    Args:
+        config: The configuration of the model.
+        fused: Whether one tensor holds all experts of a layer.
+
+    Returns:
+        Name of the parameter -> (name of the tensor, the slice of it). In a tensor for each expert,
+        "{}" stands for the number of the expert. The slice is None for a whole tensor.
     """
     renamed: dict[str, tuple[str, TensorSlice | None]] = {}
     if config.delta is not None:
         keys, values = config.delta.key_heads * config.delta.key_size, config.sizes["O"]
         for letter, start in (("q", 0), ("k", keys), ("v", 2 * keys)):
             tensor_slice = TensorSlice(0, start, 2 * keys + values)
-            for own, shared in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
-                name = f"linear_attn.{own}_{letter}.weight"
-                renamed[name] = f"linear_attn.{shared}.weight", tensor_slice
+            for parameter_name, tensor in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
+                name = f"linear_attn.{parameter_name}_{letter}.weight"
+                renamed[name] = f"linear_attn.{tensor}.weight", tensor_slice
     if config.experts is not None:
         width = config.experts.width
         for projection, in_fused in (
@@ -350,10 +394,13 @@ def _renamed(config: ModelConfig, fused: bool) -> dict[str, tuple[str, TensorSli
 def _interleaved(
     delta: DeltaNet | None, tensors: Collection[str]
 ) -> dict[str, tuple[str, TensorSlice]]:
-    """Returns what `_renamed` does, for projections that are stored key head by key head.
+    """Returns the renamed projections of a delta net that are stored key head by key head.
 
-    Such a tensor has all rows of one key head, then those of the next: in `in_proj_qkvz` they are
-    those of its query and key, and of the values and gates of its value heads.
+    Such a tensor has all rows of one key head, then those of the next. In `in_proj_qkvz`, the rows
+    of a key head are those of its query, its key, and the values and gates of its value heads.
+
+    Returns:
+        Name of the parameter -> (name of the tensor, the slice of it), as from `_renamed`.
     """
     renamed: dict[str, tuple[str, TensorSlice]] = {}
     if delta is None or not delta.interleaved:

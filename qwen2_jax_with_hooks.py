@@ -17,7 +17,6 @@ from jax import Array, lax
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.model.capture import Buffers, Capture, Writes
 from activation_extraction.model.decoder import Decoder, Layers, stage_length
-from activation_extraction.model.hooks import HOOKS as HOOKS
 from activation_extraction.model.hooks import Form, Hook, HookKind
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import STREAM, Out, RMSNorm, rotary_table
@@ -29,12 +28,20 @@ from qwen2_jax import Embedding, decoder
 
 
 class HookedModel(nn.Module):
-    """The hooked model runs the part of a model that the hooks need and returns their values.
+    """The layers of a model that hooks need, which return the values at the hooks.
 
-    Its parameters are the corresponding part of `qwen2_jax.Qwen2`'s. Layers run in a loop, up to
-    the deepest one with a hook, which is computed whole like the others. With `stages` > 1 they are
-    split into that many pipeline stages of equal length; the last stages may be filled up with
-    layers of zeros, which change nothing.
+    Its parameters are a part of those of `qwen2_jax.Qwen2`. Layers run in a loop, up to the deepest
+    one with a hook.
+
+    Attributes:
+        config: The configuration of the model.
+        hooks: The hooks in the order in which they are computed.
+        dtype: The dtype of weights and matrix products.
+        activation_dtype: The dtype in which activations are stored, or "float8".
+        kernels: The functions that compute attention, experts and delta nets.
+        layout: The mesh.
+        stages: The number of pipeline stages, which have equally many layers. The last ones may be
+            filled up with layers of zeros, which change nothing.
     """
 
     config: ModelConfig
@@ -47,12 +54,12 @@ class HookedModel(nn.Module):
 
     @property
     def captured_dtype(self) -> Any:
-        """Returns the type of activations in the result; the store encodes them as float8."""
+        """Returns the dtype of activations in the result, which the store may encode as float8."""
         return self.dtype if self.activation_dtype == FLOAT8 else self.activation_dtype
 
     @property
     def num_layers(self) -> int:
-        """Returns how many layers run: all up to the deepest one with a hook."""
+        """Returns the number of layers that run: all up to the deepest one with a hook."""
         return self.hooks[-1].layer + 1
 
     @property
@@ -68,11 +75,21 @@ class HookedModel(nn.Module):
         return stage_length(self.config.layer_types[: self.num_layers], self.stages)
 
     def micro_batches(self, rows: int) -> int:
-        """Returns how many micro-batches a step has, each with one row per data-parallel device."""
+        """Returns the number of micro-batches of a step.
+
+        Each has one row for each data-parallel device.
+
+        Args:
+            rows: The rows of a step.
+        """
         return max(rows // self.layout.size(*RULES["batch"]), 1)
 
     def flops(self, lengths: Sequence[int]) -> float:
-        """Returns the floating-point operations for samples of these lengths."""
+        """Returns the number of floating-point operations for samples.
+
+        Args:
+            lengths: The lengths of the samples in tokens.
+        """
         total = 0.0
         for layer in range(self.num_layers):
             weights = _weights_of_a_token(self.config, layer)
@@ -83,9 +100,17 @@ class HookedModel(nn.Module):
 
     @nn.compact
     def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> dict[Form, Array]:
-        """Returns {form: (hooks of that form, B, T, width)}. Inputs are (B, T) int32.
+        """Returns the values at the hooks.
 
-        Activations have captured_dtype; hooks of one form are in the order of `hooks`.
+        Args:
+            token_ids: (B, T) int32.
+            segment_ids: The number of the sample that a token belongs to in its row, (B, T) int32;
+                0 for padding.
+            positions: The position of a token in its sample, (B, T) int32.
+
+        Returns:
+            Form -> the values at all hooks of this form in the order of `hooks`, (hooks of the
+            form, B, T, width). Activations have `captured_dtype`.
         """
         embed = Embedding(self.config, self.dtype, self.layout, name="embed_tokens")
         norm, head = RMSNorm(self.config, self.dtype, name="norm"), embed
@@ -239,12 +264,20 @@ def create_model_with_hooks(
     kernels: Kernels | None = None,
     layout: Layout | None = None,
 ) -> HookedModel:
-    """Creates the model that computes `hooks`, and no layer beyond the deepest of them.
+    """Creates a model that computes hooks, and no layer beyond the deepest of them.
 
-    dtype: the type of weights and matrix products (float32 or bfloat16; sums are float32).
-    activation_dtype: the type in which activations are stored, by default `dtype`. layout: the mesh
-    to run on, by default one device. Raises ValueError without hooks, and InputError for a pipeline
-    that cannot have equal stages.
+    Args:
+        config: The configuration of the model.
+        hooks: The hooks, in any order.
+        dtype: The dtype of weights and matrix products, float32 or bfloat16. Sums are float32.
+        activation_dtype: The dtype in which activations are stored, or "float8". None for `dtype`.
+        kernels: The functions that compute attention, experts and delta nets. None for those that
+            define them.
+        layout: The mesh to run on. None for one device.
+
+    Raises:
+        ValueError: There are no hooks.
+        InputError: The layers of a pipeline cannot be split into equal stages.
     """
     if not hooks:
         raise ValueError("hooks: is empty; give at least one hook")

@@ -110,6 +110,16 @@ R1 = """\
 {%- endif %}
 {%- endfor %}
 """
+# As Llama 3.2: headers in place of blocks, <|begin_of_text|>, and a date in the system's turn.
+LLAMA_3 = """\
+{{- bos_token }}
+{%- if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' + date_string + '\n\n<|eot_id|>' }}
+{%- for message in messages %}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}
+{{- message.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+"""
 TEMPLATES = {"qwen2.5": QWEN2_5, "qwen3": QWEN3, "qwen3.5": QWEN3_5}
 MARKERS = ["<|im_start|>", "<|im_end|>"]
 # One token of two new lines, as Qwen has it, lies across the border of a header and a content.

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow
 import pytest
 from chat_templates import (
+    LLAMA_3,
     LOOK,
     QWEN2_5,
     QWEN3,
@@ -21,6 +22,7 @@ from chat_templates import (
     talk,
 )
 from command_line import assert_refused, main
+from model_tokenizers import BEGIN_OF_TEXT, as_llama_3
 from row_files import as_parquet, write_rows
 from small_runs import stream_of
 
@@ -360,6 +362,26 @@ def test_a_row_with_tools_takes_the_template_for_tools(where, model_with, tmp_pa
     own = text_of(folder, replace(ASKED, chat_template=str(tmp_path / "own.jinja"))).template
     expected = render(talk(), tools=LOOK, chat_template=QWEN3, tokenize=False)
     assert own.content(talk(), LOOK).text == expected
+
+
+def test_llama_3_writes_a_date_and_no_roles(model_with, tmp_path, capsys):
+    """Its text begins with one <|begin_of_text|>, which the template writes."""
+    folder = as_llama_3(model_with(beside=LLAMA_3))
+    path, out = write_rows(tmp_path / "rows.jsonl", [{"messages": talk()}]), tmp_path / "out"
+    flags = ["--model_path", folder, "--dataset_path", path, "--messages_column", "messages"]
+    asks = "it asks for today's date; --chat_template_args can give it one"
+    assert_refused(capsys, tmp_path, flags, asks)
+    flags += ["--chat_template_args", "date_string=26 Jul 2024"]
+    needs = f"--model_path {folder} writes no turns between <|im_start|> and <|im_end|>"
+    assert_refused(capsys, tmp_path, [*flags, "--roles", "user"], f"--roles user: {needs}")
+    assert main(*flags, "--layers_to_extract", 1, "--output_dir", out) == 0
+    (sample,) = ActivationDataset(out)
+    tokenizer = text_of(folder).template.tokenizer
+    due = tokenizer.apply_chat_template(
+        talk(), chat_template=LLAMA_3, date_string="26 Jul 2024", return_dict=False
+    )
+    assert sample.token_ids.tolist() == due
+    assert due.count(tokenizer.convert_tokens_to_ids(BEGIN_OF_TEXT)) == 1
 
 
 def test_templates_of_a_model_at_a_url(model_with, tmp_path, monkeypatch):

@@ -15,10 +15,10 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.family import parse_model_config
-from activation_extraction.model.hooks import hook_table
+from activation_extraction.model.hooks import HOOKS, hook_table
 from activation_extraction.model.mesh import build_layout
 from qwen2_jax import weight_table
-from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
+from qwen2_jax_with_hooks import create_model_with_hooks
 
 DEPTH = 4
 BASE = dict(model_type="qwen2", vocab_size=211, hidden_size=64, intermediate_size=112)

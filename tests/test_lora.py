@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict
 from float8_models import BFLOAT16
 from safetensors.numpy import load_file, save_file
 from test_model import MESHES, checked
-from tiny_models import MOE, MOE_TEXT
+from tiny_models import LLAMA, MOE, MOE_TEXT
 from transformers import AutoTokenizer
 
 from activation_extraction import ActivationDataset
@@ -36,6 +36,7 @@ EMBED, HEAD, ATTENTION, MLP = "model.embed_tokens", "lm_head", "self_attn", "mlp
 CONFIG = dict(peft_type="LORA", r=3, lora_alpha=5, peft_version="0.21.2", target_modules=None)
 MODELS = {
     "dense": dict(num_key_value_heads=2, head_dim=24, vocab_size=257),
+    "llama": LLAMA | dict(num_key_value_heads=2, attention_bias=True),
     "tied": dict(num_key_value_heads=1, tie_word_embeddings=True),
     "experts one by one": MOE | dict(num_key_value_heads=2, head_dim=64, num_hidden_layers=2),
     "fused experts": MOE_TEXT,
@@ -204,6 +205,7 @@ def all_exchanged(made):
 
 CASES = [
     *(("dense", each) for each in (everything, of_raw_names)),
+    ("llama", everything),
     *(("tied", each) for each in (head_alone, embedding_alone, embedding_and_head)),
     *(("experts one by one", each) for each in (experts_one_by_one, all_experts, all_exchanged)),
     *(("fused experts", each) for each in (fused_experts, all_exchanged)),

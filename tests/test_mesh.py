@@ -19,7 +19,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model import devices as devices_module
 from activation_extraction.model.devices import memory_of, usable_devices
 from activation_extraction.model.family import parse_model_config
-from activation_extraction.model.hooks import Form
+from activation_extraction.model.hooks import HOOKS, Form
 from activation_extraction.model.host_rows import count_hosts, host_rows
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.mesh_choice import (
@@ -33,7 +33,7 @@ from activation_extraction.model.step_cost import CostModel
 from activation_extraction.run.prepare import model_request
 from benchmarks.inputs import SHAPES, evenly_spaced
 from qwen2_jax import weight_table
-from qwen2_jax_with_hooks import HOOKS, create_model_with_hooks
+from qwen2_jax_with_hooks import create_model_with_hooks
 
 
 @pytest.mark.parametrize(
