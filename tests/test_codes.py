@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from command_line import assert_refused, main, records_of
-from extractions import change_shard
+from extractions import agree, change_shard
 from pods import Pod, first_documents
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from small_runs import both_formats
 from storages import open_storage
 from test_autoencoders import assert_codes
@@ -25,6 +25,7 @@ from activation_extraction.common.codes import ARRAYS, Codes
 from activation_extraction.common.errors import StorageError
 from activation_extraction.inspect.trainer_files import EXPORT_FORMS
 from activation_extraction.store.identity import Identity
+from activation_extraction.store.run_log import unseal
 from activation_extraction.store.statistics import CodeSums, Statistics
 from activation_extraction.store.statistics_in_words import code_warnings, codes_in_words
 from activation_extraction.text.packing import pack, samples_of
@@ -195,6 +196,30 @@ def test_files_are_read_without_this_program(shard_format, runs):
             np.testing.assert_array_equal(record[name], getattr(sample[CODES], field))
         if pickled:
             assert record["shape"] == (len(record["token_ids"]), made.F)
+
+
+@pytest.mark.parametrize(
+    "change,problem",
+    [
+        (lambda values: None, "lacks the tensor "),
+        (lambda values: values[:-1], r"the tensor \S+ has [\d,]+ rows, expected "),
+    ],
+)
+@pytest.mark.parametrize("array", ["ids", "values"])
+def test_a_shard_that_lacks_features_is_named(array, change, problem, runs, tmp_path):
+    """How many rows these tensors have does not follow from the number of tokens."""
+    copy = shutil.copytree(runs["safetensors"], tmp_path / "copy")
+    path = copy / "shard_0001.safetensors"
+    tensors = load_file(path)
+    values = change(tensors.pop(f"{CODES}.{array}"))
+    if values is not None:
+        tensors[f"{CODES}.{array}"] = values
+    save_file(tensors, path, metadata={"format": "2"})
+    agree(path)
+    last = unseal((copy / "shard_0001.json").read_bytes(), "")["samples"]["count"] - 1
+    dataset = ActivationDataset(copy)
+    with pytest.raises(OSError, match=f"{path.name}: {problem}"):
+        dataset[last]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # says torch

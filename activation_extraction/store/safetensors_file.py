@@ -1,9 +1,10 @@
-"""The safetensors format of a shard: one contiguous tensor per hook.
+"""The safetensors format of a shard: every tensor is one contiguous range of bytes.
 
-So one hook can be read by mapping a part of a local file, or as one range of bytes from a bucket.
-The package's docstring says which tensors there are; they are in that order, and each hook's scales
-follow it. The bytes of the file depend only on the content and on the id of the process that wrote
-it, which is in the metadata of the header as `writer`. common/safetensors.py knows the header.
+So the values at one hook can be read without the others, by mapping a part of a local file or by
+range requests to a bucket. The docstring of this package lists the tensors, in the order in which
+they are written; the tensors of a hook follow one another. The bytes of a file depend only on its
+content and on the id of the process that wrote it, which is `writer` in the metadata of the header.
+common/safetensors.py parses and writes the header.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import numpy as np
 
 from activation_extraction.common.errors import RunError
 from activation_extraction.common.safetensors import pack_header, read_header
+from activation_extraction.common.visible import counted
 from activation_extraction.store.shard import LABELS, Shard
 
 OF_TOKENS = "sample_idx", "sample_offsets", "token_ids", "position"  # tensors beside the hooks
@@ -77,6 +79,7 @@ class SafetensorsFile:
                 tensors.
         """
         self._ask = begin
+        self._where = where
         self.front = begin(0, min(front, size))()
         header = read_header(self._read, size, where, RunError)
         version = header.metadata.get("format")
@@ -86,8 +89,9 @@ class SafetensorsFile:
             )
         self.tensors = header.tensors
         # A hook may have such a name, too.
-        found = (name for name in LABELS if name in self.tensors)
-        labels = [name for name in found if len(self.tensors[name].shape) == 1]
+        labels = [
+            name for name in LABELS if name in self.tensors and len(self.tensors[name].shape) == 1
+        ]
         self._of_tokens = ["token_ids", "position", *labels]
 
     @cached_property
@@ -101,13 +105,40 @@ class SafetensorsFile:
         return np.array(self.whole("sample_offsets"))
 
     def tokens(self, start: int, stop: int) -> dict[str, np.ndarray]:
-        """Returns what is said of the tokens `start` to `stop`: `token_ids`, `position`, and the
-        labels that the run has, int32, by name."""
+        """Returns the ids, positions and labels of consecutive tokens.
+
+        Args:
+            start: First token.
+            stop: Token after the last one.
+
+        Returns:
+            The arrays `token_ids` and `position`, and `role` and `turn` if the run has them, int32
+            (stop - start,), by these names.
+        """
         return {name: self.begin_rows(name, start, stop)() for name in self._of_tokens}
 
     def begin_rows(self, name: str, start: int, stop: int) -> Callable[[], np.ndarray]:
-        """Asks for the rows of a tensor from `start` to `stop`, and returns what waits for them."""
-        tensor = self.tensors[name]
+        """Asks for consecutive rows of a tensor.
+
+        Args:
+            name: Name of the tensor.
+            start: First row.
+            stop: Row after the last one.
+
+        Returns:
+            A function that waits for the rows and returns them, (stop - start, ...).
+
+        Raises:
+            RunError: The file lacks the tensor or some of the rows.
+        """
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise RunError(f"{self._where}: lacks the tensor {name}")
+        if stop > tensor.shape[0]:
+            raise RunError(
+                f"{self._where}: the tensor {name} has {counted(tensor.shape[0], 'row')}, "
+                f"expected {stop} or more"
+            )
         content = self._begin(*tensor.byte_range(start, stop))
         shape = stop - start, *tensor.shape[1:]
         return lambda: np.ndarray(shape, tensor.dtype, content())
@@ -122,5 +153,5 @@ class SafetensorsFile:
         return lambda: self.front[start:stop]
 
     def whole(self, name: str) -> np.ndarray:
-        """Returns a whole tensor."""
+        """Returns a whole tensor, which the file must have."""
         return self.begin_rows(name, 0, self.tensors[name].shape[0])()
