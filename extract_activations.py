@@ -240,8 +240,10 @@ def finish(job: Job, clock: Clock, complete: bool, failure: Exception | None = N
     done = complete and failure is None
     try:
         with clock.measure("store"):
-            counts = job.documents.counts
-            job.storage.finalize(done, *((counts.skipped, counts.empty) if done else ()))
+            # Rows count up to the end of the data, unless a run ends before it.
+            end = job.batches.result if done else None
+            rows = () if end is None else (end.skipped_rows, end.empty_rows)
+            job.storage.finalize(done, *rows)
     except Exception as error:  # the other hosts must not wait for this one
         failure = failure or error
     raise_together(job.host, failure)

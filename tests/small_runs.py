@@ -14,7 +14,7 @@ from storages import open_storage
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import demo
-from activation_extraction.text.documents import DocumentStream, RowCounts
+from activation_extraction.text.documents import DocumentStream
 from activation_extraction.text.packing import pack
 from activation_extraction.text.readers import ArcTask, TextColumn
 from activation_extraction.text.rows import RowForm
@@ -30,7 +30,22 @@ TEXT = RowForm((TextColumn("text"), ArcTask()))
 
 def stream_of(path, worker=None, skip=False, form=TEXT):
     """The documents of one worker in the files at `path`. skip: rows that cannot be used."""
-    return DocumentStream(open_files(str(path), form), form, worker, RowCounts(skip))
+    return DocumentStream(open_files(str(path), form), form, worker, skip_bad_rows=skip)
+
+
+def documents_in(documents):
+    """The documents from the beginning of the data on; None for each row that gives none."""
+    return [row.document for row in documents.read(documents.beginning)]
+
+
+def drained(generator):
+    """All that a generator yields, and what it returns."""
+    items = []
+    while True:
+        try:
+            items.append(next(generator))
+        except StopIteration as end:
+            return items, end.value
 
 
 def activations(batch):

@@ -9,7 +9,7 @@ import pytest
 from command_line import main
 from pods import flags_for
 from row_files import as_arrow, as_parquet, packed, write_lines, write_rows
-from small_runs import TEXT, stream_of
+from small_runs import TEXT, documents_in, stream_of
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError, RunError
@@ -65,12 +65,13 @@ def test_a_row_is_named_or_skipped(tmp_path, name, data, told, good, bad):
     data = data if isinstance(data, bytes) else data.encode(errors="surrogateescape")
     path.write_bytes(packed(name, data))
     with pytest.raises(RunError) as caught:
-        list(stream_of(path))
+        documents_in(stream_of(path))
     assert str(caught.value).startswith(f"a row cannot be used: {path} {told}")
     assert "--skip_bad_rows" in caught.value.remedy
     stream = stream_of(path, skip=True)
-    texts = [document.content.text for document in stream if document]
-    assert (texts, stream.counts.skipped) == (["good"] * good, bad)
+    rows = list(stream.read(stream.beginning))
+    texts = [row.document.content.text for row in rows if row.document]
+    assert (texts, sum(bool(row.problem) for row in rows)) == (["good"] * good, bad)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +89,12 @@ def test_token_ids_that_the_model_lacks_are_a_bad_row(tmp_path, ids, mask, told)
     path = write_rows(tmp_path / "a.jsonl", [{"ids": ids, "mask": mask}])
     stream = stream_of(path, form=RowForm((IdsColumn("ids", "mask", 10),)))
     if told is None:
-        (document,) = stream
+        (document,) = documents_in(stream)
         assert document.content.token_ids.tolist() == ids
         assert document.content.mask.tolist() == [False, True]
         return
     with pytest.raises(RunError, match=f"a.jsonl line 1: .*{re.escape(told)}"):
-        list(stream)
+        documents_in(stream)
 
 
 def test_rows_without_text_do_not_count_in_a_mixture(tmp_path):
@@ -101,7 +102,7 @@ def test_rows_without_text_do_not_count_in_a_mixture(tmp_path):
     write_lines(tmp_path / "b.jsonl", ['{"text": "b"}'] * 4)
     streams = [stream_of(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
     mixture = Mixture(streams, ["a", "b"], [1, 1])
-    assert [each.content.text for each in mixture if each] == ["good", "b"] * 4
+    assert [each.content.text for each in documents_in(mixture) if each] == ["good", "b"] * 4
 
 
 def test_the_first_rows_are_checked_before_anything_starts(tmp_path):

@@ -24,7 +24,7 @@ from chat_templates import (
 from command_line import assert_refused, main
 from model_tokenizers import BEGIN_OF_TEXT, as_llama_3
 from row_files import as_parquet, write_rows
-from small_runs import stream_of
+from small_runs import documents_in, stream_of
 
 from activation_extraction import ROLES, ActivationDataset
 from activation_extraction.cli.config import parse_args
@@ -253,7 +253,7 @@ def test_tasks_of_arc_are_questions_of_the_user(samples_of, tokenizers, tmp_path
     assert said == f"{expected}<|im_end|>" and asked.facts.doc_id == "007bbfb7"
     (tmp_path / "rows.parquet").write_bytes(as_parquet(pyarrow.Table.from_pylist([row])))
     for end in ("jsonl", "parquet"):
-        (plain,) = stream_of(tmp_path / f"rows.{end}")
+        (plain,) = documents_in(stream_of(tmp_path / f"rows.{end}"))
         assert (plain.content.text, plain.doc_id) == (expected, "007bbfb7")
 
 
@@ -264,11 +264,11 @@ def test_rows_of_a_file_may_be_texts_and_tasks_of_arc(tmp_path):
     rows = [{"text": "a text"}, task, {"text": "a task", **task}, no_task, {"id": 5, **task}]
     expected = ["a text", "Test 1\nInput:\n7\nOutput:\n", "a task", "no task"]
     expected.append(expected[1])
-    found = list(stream_of(write_rows(tmp_path / "rows.jsonl", rows)))
+    found = documents_in(stream_of(write_rows(tmp_path / "rows.jsonl", rows)))
     assert [document.content.text for document in found] == expected
     assert [document.doc_id for document in found] == [None, "7", "7", None, 5]
     (tmp_path / "a.parquet").write_bytes(as_parquet(pyarrow.Table.from_pylist(rows[2:3])))
-    (document,) = stream_of(tmp_path / "a.parquet")
+    (document,) = documents_in(stream_of(tmp_path / "a.parquet"))
     assert (document.content.text, document.doc_id) == ("a task", "7")
 
 

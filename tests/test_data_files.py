@@ -11,7 +11,7 @@ import pytest
 from command_line import main
 from extractions import edit
 from pods import flags_for
-from small_runs import content
+from small_runs import content, documents_in
 from test_file_kinds import as_arrow, as_lines, as_parquet, rows_of
 
 from activation_extraction.cli.config import parse_args
@@ -71,7 +71,7 @@ def metadata_of(text):
 
 
 def texts_of(text):
-    return [document.content.text for document in text.documents(Worker())]
+    return [document.content.text for document in documents_in(text.documents(Worker()))]
 
 
 GROW, RENAME, DELETE = "cat ../new >> a.jsonl", "mv a.jsonl z.jsonl", "rm b.jsonl"
@@ -211,7 +211,9 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run(data, case, asked):
     given = []
 
     def read():
-        for document in opened(data.parent, asked).documents(Worker()):
+        documents = opened(data.parent, asked).documents(Worker())
+        for row in documents.read(documents.beginning):
+            document = row.document
             if document.doc_id[0] == letter and letter not in given:
                 change(data, command)
             given.append(document.doc_id[0])

@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.ipc
 import pytest
 import row_files
-from small_runs import stream_of
+from small_runs import documents_in, stream_of
 
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.text import file_rows
@@ -72,6 +72,10 @@ KINDS = [
 ]
 
 
+def known(document):
+    return document.content.text, document.doc_id, document.row
+
+
 @pytest.mark.parametrize("place", ["here", "url"])
 @pytest.mark.parametrize("end,content_of,last", KINDS)
 def test_every_row_once_and_from_any_of_them_on(tmp_path, place, end, content_of, last):
@@ -83,14 +87,12 @@ def test_every_row_once_and_from_any_of_them_on(tmp_path, place, end, content_of
     found = {}
     for worker in (Worker(), *shares):
         stream = stream_of(place, worker)
-        states, every = [], []
-        for document in stream:
-            every.append((document.content.text, document.doc_id, document.row))
-            states.append(json.loads(json.dumps(stream.state())))
-        for number, state in enumerate(states, start=1):
-            again = stream_of(place, worker)
-            again.restore(state)
-            assert [(d.content.text, d.doc_id, d.row) for d in again] == every[number:]
+        rows = list(stream.read(stream.beginning))
+        every = [known(row.document) for row in rows]
+        for number, row in enumerate(rows, start=1):
+            state = json.loads(json.dumps(row.state))
+            again = stream_of(place, worker).read(state)
+            assert [known(row.document) for row in again] == every[number:]
         found[worker] = every
     alone = found.pop(Worker())
     assert [(text, own) for text, own, _ in alone] == [
@@ -106,7 +108,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     rows = [{"text": "x" * 5000, "id": str(n)} for n in range(1000)]
     for name, content in (("a.jsonl.zst", as_zstd(rows)), ("a.csv", as_csv(rows))):
         (tmp_path / name).write_bytes(content)
-        documents = iter(stream_of(tmp_path / name))
+        stream = stream_of(tmp_path / name)
+        documents = stream.read(stream.beginning)
         next(documents)
         tracemalloc.start()
         assert sum(1 for _ in documents) == 999
@@ -154,7 +157,7 @@ def test_a_file_is_called_what_it_is(name, data, told, tmp_path, monkeypatch):
     monkeypatch.setattr(file_rows, "MAX_ARRAY_BYTES", 200_000)
     (tmp_path / name).write_bytes(data)
     with pytest.raises((RunError, InputError)) as caught:
-        list(stream_of(tmp_path, skip=True))
+        documents_in(stream_of(tmp_path, skip=True))
     message = f"{caught.value}; {getattr(caught.value, 'remedy', '')}"
     assert f"{tmp_path / name}: " in message
     assert all(part in message for part in told), message
@@ -167,7 +170,7 @@ def test_backslashes_before_doubled_quotes_are_text(tmp_path):
     csv.writer(content, quoting=csv.QUOTE_ALL).writerows([["text"], *([text] for text in texts)])
     (tmp_path / "a.csv").write_text(content.getvalue(), newline="")
     (tmp_path / "b.csv").write_text("text\rone\rtwo\r", newline="")
-    found = [document.content.text for document in stream_of(tmp_path)]
+    found = [document.content.text for document in documents_in(stream_of(tmp_path))]
     assert found == [*texts, "one", "two"]
 
 
@@ -175,7 +178,7 @@ def test_parquet_columns_may_differ_in_type_and_be_null(tmp_path):
     row_files.write_parquet(tmp_path / "a.parquet", text=["one"], id=["x"], extra=[{"deep": [1]}])
     row_files.write_parquet(tmp_path / "b.parquet", text=pyarrow.nulls(2), id=[2, 3])
     row_files.write_parquet(tmp_path / "c.parquet", text=["dated"], id=[datetime.date(2020, 1, 2)])
-    found = [(each.content.text, each.doc_id) for each in stream_of(tmp_path) if each]
+    found = [(each.content.text, each.doc_id) for each in documents_in(stream_of(tmp_path)) if each]
     assert found == [("one", "x"), ("dated", "2020-01-02")]
 
 
@@ -190,5 +193,8 @@ def test_rows_need_not_have_equal_columns_or_types(texts):
     path = texts(rows)
     with open(path, "a") as file:
         file.write('\n   \n{"text": "c"}')
-    found = [document and (document.content.text, document.doc_id) for document in stream_of(path)]
+    found = [
+        document and (document.content.text, document.doc_id)
+        for document in documents_in(stream_of(path))
+    ]
     assert found == [("a", 1), None, ("bad \ufffd x", 2.5), ("pair 🙂", None), ("c", None)]

@@ -5,7 +5,7 @@ import fsspec
 import pytest
 from command_line import assert_refused
 from row_files import packed, write_parquet
-from small_runs import stream_of
+from small_runs import documents_in, stream_of
 
 from activation_extraction.text.file_list import list_files
 
@@ -39,7 +39,7 @@ def listed(path):
 
 
 def texts_of(path):
-    return [document.content.text for document in stream_of(path)]
+    return [document.content.text for document in documents_in(stream_of(path))]
 
 
 def save(folder, *numbers, shards):

@@ -12,7 +12,7 @@ import pytest
 from chat_templates import QWEN3, VOCABULARY, chat_model, conversation
 from command_line import main
 from row_files import write_lines, write_parquet, write_rows
-from small_runs import stream_of
+from small_runs import drained, stream_of
 
 from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import RunError
@@ -99,8 +99,8 @@ def text_of(case, data):
 def read(text, worker=None, **limits):
     """The samples that a run makes of a text, and the counts of its other rows."""
     documents = text.documents(worker or Worker())
-    found = list(samples(documents, text.tokenizer, text.form, **limits))
-    return found, (documents.counts.skipped, documents.counts.empty)
+    found, end = drained(samples(documents, text.tokenizer, text.form, **limits))
+    return found, (end.skipped_rows, end.empty_rows)
 
 
 def test_the_hosts_of_a_machine_share_its_limits():
@@ -158,8 +158,9 @@ def test_limits_that_are_raised_between_the_starts(case, limit, data):
         documents = text.documents(worker)
         start = start and Mark.from_json(json.loads(json.dumps(asdict(start))))
         found = samples(documents, text.tokenizer, text.form, start=start, stored=table, **limits)
-        placed = [placed for batch in pack(found, rows, LENGTH) for placed in batch.samples]
-        return placed, (documents.counts.skipped, documents.counts.empty)
+        batches, end = drained(pack(found, rows, LENGTH))
+        placed = [placed for batch in batches for placed in batch.samples]
+        return placed, (end.skipped_rows, end.empty_rows)
 
     placed, counts = packed(None, (), 3)
     whole = {each.sample.number: each.sample for each in placed}
@@ -348,6 +349,23 @@ def test_a_host_that_skips_stored_samples_does_not_keep_others_waiting():
     assert next(found) is None
     go_on.set()
     assert [*found] == [1]
+
+
+def test_prefetch_has_the_result_once_all_was_taken():
+    """A run that ends earlier has none, however much was prepared."""
+    exhausted = threading.Event()
+
+    def numbers():
+        yield from range(3)
+        exhausted.set()
+        return "the end"
+
+    items, got = Prefetch(numbers(), depth=6), []
+    for item in items.until(lambda: len(got) == 3):
+        got.append(item)
+    assert exhausted.wait(600) and (got, items.result) == ([0, 1, 2], None)
+    for _ in range(2):  # at the end, and when it is asked again
+        assert items.peek() is None and items.result == "the end"
 
 
 def test_prefetch_runs_ahead_and_raises_in_turn():

@@ -9,7 +9,7 @@ import pytest
 from chat_templates import QWEN2_5, QWEN3, QWEN3_5, R1, TEMPLATES
 from chat_templates import talk as exchange
 from row_files import as_arrow, as_parquet, write_rows
-from small_runs import stream_of
+from small_runs import documents_in, stream_of
 
 from activation_extraction.common.errors import RunError
 from activation_extraction.run import demo
@@ -53,7 +53,7 @@ def texts_of(tokenizer):
             kind = "parquet" if path.suffix == ".parquet" else "json"
             rows = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
             stream = DocumentStream(rows, form)
-        return [document.content.text for document in stream if document]
+        return [document.content.text for document in documents_in(stream) if document]
 
     return texts_of
 

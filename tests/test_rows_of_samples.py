@@ -8,7 +8,7 @@ import pytest
 from command_line import main
 from pods import flags_for
 from row_files import write_lines, write_parquet, write_rows
-from small_runs import TEXT, stream_of
+from small_runs import TEXT, documents_in, stream_of
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import RunError
@@ -60,9 +60,10 @@ def test_rows_of_hub_data_sets(tmp_path, monkeypatch):
     hub = datasets.load_dataset(
         "parquet", data_files=str(tmp_path / "*.parquet"), split="train", streaming=True
     )
-    assert [d.row for d in DocumentStream(hub, TEXT)] == [{"row": n} for n in range(10)]
+    rows = [document.row for document in documents_in(DocumentStream(hub, TEXT))]
+    assert rows == [{"row": n} for n in range(10)]
     monkeypatch.setattr(sources, "BLOCK_ROWS", 2)
-    shuffled = {d.content.text: d.row for d in DocumentStream(hub, TEXT, shuffle=1)}
+    shuffled = {d.content.text: d.row for d in documents_in(DocumentStream(hub, TEXT, shuffle=1))}
     assert list(shuffled) != sorted(shuffled)
     numbers = [(shard, n) for shard in range(2) for n in range(5)]
     assert shuffled == {f"{'ab'[shard]}{n}": {"shard": shard, "row": n} for shard, n in numbers}
@@ -70,7 +71,7 @@ def test_rows_of_hub_data_sets(tmp_path, monkeypatch):
         every = [
             (document.content.text, json.dumps(document.row))
             for host in range(workers)
-            for document in DocumentStream(hub, TEXT, Worker(0, 1, host, workers))
+            for document in documents_in(DocumentStream(hub, TEXT, Worker(0, 1, host, workers)))
         ]
         assert len(every) == len({row for _, row in every}) == 10
         assert all('"share": ' in row for _, row in every)

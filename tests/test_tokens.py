@@ -11,7 +11,7 @@ from chat_templates import QWEN3, VOCABULARY, chat_model, talk
 from command_line import assert_refused, main
 from conftest import configure, inputs_with, tokenizer_of
 from model_tokenizers import BEGIN_OF_TEXT, as_llama_2, as_llama_3, as_two_files, with_settings
-from small_runs import stream_of
+from small_runs import drained, stream_of
 from tiny_models import LLAMA
 from tokenizers import (
     AddedToken,
@@ -126,8 +126,8 @@ def test_a_text_without_tokens_of_its_own_is_no_sample(model_with, texts):
     tokenizer = tokenizer_of(model_with(BOTH, forget), VOCABULARY)
     stream = stream_of(texts([{"text": text} for text in ("", "xx", " ", "axx")]))
     form = SampleForm(9, special=special_tokens_of(tokenizer))
-    (sample,) = samples(stream, tokenizer, form)
-    assert len(sample.token_ids) == 3 and stream.counts.empty == 3
+    (sample,), end = drained(samples(stream, tokenizer, form))
+    assert len(sample.token_ids) == 3 and end.empty_rows == 3
 
 
 def flags_of(model, path, out, *more):

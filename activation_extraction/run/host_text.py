@@ -6,9 +6,9 @@ A thread prepares the next batches while the devices compute.
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -33,10 +33,10 @@ from activation_extraction.text.documents import (
     Documents,
     DocumentStream,
     Mixture,
-    RowCounts,
     check_dataset,
     with_remedy,
 )
+from activation_extraction.text.mark import Mark
 from activation_extraction.text.packing import pack, rows_of_group
 from activation_extraction.text.readers import ArcTask, IdsColumn, TextColumn
 from activation_extraction.text.roles import END, START
@@ -47,45 +47,69 @@ from activation_extraction.text.tokenizer import read_tokenizer
 from activation_extraction.text.tokens import SpecialTokens, special_tokens_of
 
 T = TypeVar("T")
+R = TypeVar("R")
 BATCHES_AHEAD = 4
 POLL = 0.2  # seconds between checks whether to stop
 PATIENCE = 10.0  # seconds; a host that skips samples then takes part in a step without a batch
 
 
-class Prefetch(Generic[T]):
-    """Yields the items of an iterator, of which a background thread prepares up to `depth`.
+@dataclass(frozen=True)
+class _End(Generic[R]):
+    """The end of the items that a thread prepares.
 
-    An exception in the iterator is raised here when its turn comes, whatever kind it is.
+    Attributes:
+        result: Value that the generator of the items has returned. None if it has failed.
+        error: Exception that it has raised. None if it has not failed.
+    """
 
-    Args:
-        items: The iterator.
-        depth: The most items that are prepared.
-        skipping: An event that is set again and again while the iterator leaves out samples that
-            are stored. As long as it does, None is yielded from time to time, so that the other
-            hosts of a pod, which wait for this one, can go on. None to wait for an item, however
-            long it takes.
-        patience: The seconds after which None is yielded.
+    result: R | None = None
+    error: BaseException | None = None
+
+
+class Prefetch(Generic[T, R]):
+    """Yields the items of a generator, of which a background thread prepares some in advance.
+
+    An exception in the generator is raised here when its turn comes, whatever kind it is.
+
+    Attributes:
+        result: Value that the generator has returned. None until its last item was taken here and
+            the next one was asked for, however much of it was prepared.
     """
 
     def __init__(
         self,
-        items: Iterator[T],
+        items: Generator[T, None, R],
         depth: int,
         skipping: threading.Event | None = None,
         patience: float = PATIENCE,
     ) -> None:
+        """Starts the thread.
+
+        Args:
+            items: The generator.
+            depth: The most items that are prepared.
+            skipping: An event that is set again and again while the generator leaves out samples
+                that are stored. As long as it does, None is yielded from time to time, so that the
+                other hosts of a pod, which wait for this one, can go on. None to wait for an item,
+                however long it takes.
+            patience: The seconds after which None is yielded.
+        """
+        self.result: R | None = None
         self._skipping, self._patience = skipping, patience
         self._head: T | None = None
-        self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
+        self._ready: queue.Queue[T | _End[R]] = queue.Queue(depth)
         threading.Thread(target=self._run, args=(items,), name="prefetch", daemon=True).start()
 
-    def _run(self, items: Iterator[T]) -> None:
+    def _run(self, items: Generator[T, None, R]) -> None:
+        end: _End[R]
         try:
-            for item in items:
-                self._ready.put((item, None))
+            while True:
+                self._ready.put(next(items))
+        except StopIteration as stop:
+            end = _End(result=stop.value)
         except BaseException as error:  # otherwise the consumer would wait forever
-            self._ready.put((None, error))
-        self._ready.put((None, None))
+            end = _End(error=error)
+        self._ready.put(end)
 
     @property
     def ready(self) -> int:
@@ -114,7 +138,7 @@ class Prefetch(Generic[T]):
                 waiting_since = time.monotonic()
                 continue
             try:
-                item, error = self._ready.get(timeout=POLL)
+                item = self._ready.get(timeout=POLL)
             except queue.Empty:
                 waited = time.monotonic() - waiting_since
                 skipping = self._skipping
@@ -123,12 +147,14 @@ class Prefetch(Generic[T]):
                     yield None
                     waiting_since = time.monotonic()
                 continue
-            if isinstance(error, Exception):
-                raise error
-            if error is not None:
-                raise RunError(f"preparing batches failed: {one_line(error)}") from error
-            if item is None:
-                self._ready.put((None, None))  # the next iteration ends as well
+            if isinstance(item, _End):
+                error = item.error
+                self._ready.put(replace(item, error=None))  # the next iteration ends as well
+                if isinstance(error, Exception):
+                    raise error
+                if error is not None:
+                    raise RunError(f"preparing batches failed: {one_line(error)}") from error
+                self.result = item.result
                 return
             yield item
             waiting_since = time.monotonic()
@@ -230,12 +256,19 @@ class Text:
                 raise InputError(f"--mix {source.name}: {error}") from error
 
     def documents(self, worker: Worker) -> Documents:
-        """Returns a worker's documents, from the beginning of the data."""
-        sources, leave = self.dataset.sources, self.dataset.files.check
-        counts, seed = RowCounts(self.config.skip_bad_rows), self.config.shuffle_documents
+        """Returns a worker's documents."""
+        sources, config = self.dataset.sources, self.config
         streams = [
-            DocumentStream(each.rows, self.rows, worker, counts, leave, seed, each.name)
-            for each in sources
+            DocumentStream(
+                source.rows,
+                self.rows,
+                worker,
+                skip_bad_rows=config.skip_bad_rows,
+                leave=self.dataset.files.check,
+                shuffle=config.shuffle_documents,
+                source=source.name,
+            )
+            for source in sources
         ]
         if sources[0].name is None:
             return streams[0]
@@ -247,8 +280,8 @@ class Text:
         shape: tuple[int, int],
         storage: ActivationStorage,
         watchdog: Watchdog,
-    ) -> tuple[Documents, Prefetch[Batch]]:
-        """Returns the worker's documents, and the batches whose samples are not stored yet.
+    ) -> Prefetch[Batch, Mark | None]:
+        """Returns the batches whose samples are not stored yet.
 
         Args:
             worker: The host.
@@ -257,12 +290,16 @@ class Text:
             watchdog: The watchdog, which also watches over the wait for the first batch. Every
                 stored sample that is skipped is progress.
 
+        Returns:
+            The batches; their `result` is the mark at the end of the data, or of what the limits
+            allow. It stays None if everything is stored already.
+
         Raises:
             InputError: The first batch cannot be read, or there is no text at all.
         """
-        documents, (rows, length) = self.documents(worker), shape
+        rows, length = shape
         if storage.complete:
-            return documents, Prefetch(iter(()), BATCHES_AHEAD)
+            return Prefetch(pack((), rows, length), BATCHES_AHEAD)
         skipping = threading.Event()
 
         def on_stored() -> None:
@@ -270,7 +307,7 @@ class Text:
             skipping.set()
 
         stream = samples(
-            documents,
+            self.documents(worker),
             self.tokenizer,
             self.form,
             start=storage.plan.mark,
@@ -295,7 +332,7 @@ class Text:
             raise with_remedy(error) from error
         if first is None and worker == Worker() and not storage.totals.samples:
             raise InputError("the data set is empty: no row has text; expected at least one")
-        return documents, batches
+        return batches
 
 
 def special_tokens(config: Config, tokenizer: Tokenizer | None) -> SpecialTokens:

@@ -48,15 +48,15 @@ from activation_extraction.store.resume import FLAGS_REMEDY
 from activation_extraction.store.run_folders import RunFolders
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch, Worker
-from activation_extraction.text.documents import Documents
+from activation_extraction.text.mark import Mark
 
 
 @dataclass(frozen=True)
 class Job:
     """A checked request: the model, the text, and where the result goes.
 
-    batches: those that were not stored yet when the text was opened; documents: what the batches
-    are made from.
+    batches: those that were not stored yet when the text was opened; their `result` is the mark at
+    the end of the data.
     """
 
     host: Host
@@ -64,8 +64,7 @@ class Job:
     folders: RunFolders
     storage: ActivationStorage
     text: Text
-    documents: Documents
-    batches: Prefetch[Batch]
+    batches: Prefetch[Batch, Mark | None]
 
     @property
     def where(self) -> str:
@@ -74,10 +73,8 @@ class Job:
 
     def with_text_reopened(self, watchdog: Watchdog) -> "Job":
         """Returns the same job, with the batches that are still not stored."""
-        documents, batches = self.text.open(
-            self.folders.worker, self.forward.shape, self.storage, watchdog
-        )
-        return replace(self, documents=documents, batches=batches)
+        worker, shape = self.folders.worker, self.forward.shape
+        return replace(self, batches=self.text.open(worker, shape, self.storage, watchdog))
 
 
 def prepare_together(config: Config, host: Host, watchdog: Watchdog) -> Job:
@@ -270,8 +267,8 @@ def prepare(
         # Uploads have time limits of their own.
         on_wait=watchdog.reset if folders.remote is not None else lambda: None,
     )
-    documents, batches = text.open(worker, forward.shape, storage, watchdog)
-    job = Job(host, forward, folders, storage, text, documents, batches)
+    batches = text.open(worker, forward.shape, storage, watchdog)
+    job = Job(host, forward, folders, storage, text, batches)
     return job, fingerprint(inputs, identity)
 
 

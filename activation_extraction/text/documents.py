@@ -1,18 +1,19 @@
 """Documents: one worker's rows that have content, of one data set or several, in a fixed order.
 
-The documents can continue from any state that they have reported. Rows without content are not
-documents, and are counted. A row that cannot be used (not JSON, no such column, no text in it) is
-skipped and counted, or ends the run with a message that gives its position. sources.py opens the
-data sets, and rows.py reads their rows.
+Reading begins at a state, and gives the state after every row, from which it can begin again.
+Rows without content are no documents. A row that cannot be used (not JSON, no such column, no text
+in it) is skipped, or ends the run with a message that gives its position. Both kinds are given as
+rows without a document, and counted in samples.py. sources.py opens the data sets, and rows.py
+reads their rows.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from activation_extraction.common.errors import InputError, RunError, one_line, reworded
 from activation_extraction.common.log import activity, log
@@ -46,52 +47,118 @@ class Document:
         content: Text, conversation or token ids of the row.
         doc_id, row, columns: Facts that every sample of the document has (see `SampleFacts`).
         where: Position of the row in words, for messages.
-        skipped_rows: Number of rows before this one that were skipped.
-        empty_rows: Number of rows before this one that have no content.
     """
 
     content: Content
     doc_id: DocId
     row: dict[str, Any]
     where: str
-    skipped_rows: int
-    empty_rows: int
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass
-class RowCounts:
-    """Counts the rows of a worker that give no document: skipped ones, and those without text.
+class ReadRow(NamedTuple):
+    """A row of a worker that was read.
 
-    skip_bad_rows: whether rows that cannot be used are skipped.
+    Attributes:
+        document: Document in the row. None if the row has no content, or is skipped.
+        problem: Position of a row that is skipped, and the reason. "" for any other row.
+        state: State of the documents after the row, as JSON. It does not count skipped and empty
+            rows; `with_counts` adds the counts.
     """
 
-    skip_bad_rows: bool = False
+    document: Document | None
+    problem: str
+    state: dict[str, Any]
+
+
+class RowCounts(NamedTuple):
+    """Counts of the rows, from the beginning of a worker's data, that gave no sample.
+
+    Attributes:
+        skipped: Number of rows that could not be used.
+        empty: Number of rows without text.
+    """
+
     skipped: int = 0
     empty: int = 0
 
-    def reject(self, where: str, why: object) -> None:
-        """Counts a row that cannot be used. Raises RunError unless such rows are skipped."""
-        if not self.skip_bad_rows:
-            cause = why if isinstance(why, Exception) else None
-            told = f"a row cannot be used: {where}: {why}"
-            raise RunError(told, remedy=SKIP, recurs=True) from cause
-        self.skipped += 1
-        level = logging.WARNING if self.skipped <= LOGGED_ROWS else logging.DEBUG
-        log.log(level, "skipped a row: %s: %s", where, why)
+
+def with_counts(state: Mapping[str, Any], counts: RowCounts) -> dict[str, Any]:
+    """Returns the state of the documents as a mark stores it, in `Mark.stream`.
+
+    Args:
+        state: A state of the documents, with other counts or none.
+        counts: The counts of rows before this state. In a mixture, each of its data sets gets the
+            counts of all of them together.
+    """
+    if "streams" in state:
+        return {**state, "streams": [with_counts(stream, counts) for stream in state["streams"]]}
+    return {**state, **counts._asdict()}
+
+
+def counts_in(stream: Mapping[str, Any]) -> RowCounts:
+    """Returns the counts that `with_counts` has added to a state."""
+    if "streams" in stream:
+        return counts_in(stream["streams"][0])
+    return RowCounts(stream["skipped"], stream["empty"])
+
+
+def unusable_row(problem: str) -> RunError:
+    """Returns the error that ends a run at a row that cannot be used and is not to be skipped."""
+    return RunError(f"a row cannot be used: {problem}", remedy=SKIP, recurs=True)
+
+
+def log_skipped_row(problem: str, before: int) -> None:
+    """Logs that a row is skipped; the first LOGGED_ROWS of a worker are warnings.
+
+    Args:
+        problem: The position of the row, and the reason.
+        before: The number of rows that were skipped before it.
+    """
+    level = logging.WARNING if before < LOGGED_ROWS else logging.DEBUG
+    log.log(level, "skipped a row: %s", problem)
+
+
+class Documents(Protocol):
+    """The documents of one worker, in an order that never changes.
+
+    Attributes:
+        worker: Worker whose documents these are.
+        skip_bad_rows: Whether rows that cannot be used are skipped.
+        beginning: State of the documents before the first row.
+    """
+
+    worker: Worker
+    skip_bad_rows: bool
+
+    @property
+    def beginning(self) -> dict[str, Any]: ...
+
+    def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
+        """Reads the rows of the worker that come after a state.
+
+        Args:
+            state: `beginning`, the state of a ReadRow, or the `stream` of a mark.
+
+        Yields:
+            Every row of the worker, also one without a document.
+
+        Raises:
+            RunError: Reading fails, or a row cannot be used and is not to be skipped.
+        """
+        ...
 
 
 class DocumentStream:
-    """The documents of one worker in one data set, in an order that never changes.
-
-    leave: is called with a list of the last row of a file, as samples have it, before a row of
-    another file is read and at the end. shuffle: a seed; None for the order of the data set.
-    source: its name in a mixture.
+    """The documents of one worker in one data set (see `Documents`).
 
     Every row belongs to exactly one worker, and a machine's rows do not depend on how many hosts
     any machine has. If there are enough pieces (files or Parquet row groups), machines take whole
     pieces, and so do the hosts of a machine; otherwise those that share a piece take turns at its
     rows.
+
+    A state has `rows`, the number of rows that were read from the pieces, including those of other
+    workers, and `dataset`, the position of the data set, which is None before the first row.
     """
 
     def __init__(
@@ -99,12 +166,25 @@ class DocumentStream:
         dataset: Rows,
         form: RowForm,
         worker: Worker | None = None,
-        counts: RowCounts | None = None,
+        skip_bad_rows: bool = False,
         leave: Callable[[Sequence[Mapping[str, Any]]], None] = lambda rows: None,
         shuffle: int | None = None,
         source: str | None = None,
     ) -> None:
+        """Takes the worker's share of a data set.
+
+        Args:
+            dataset: The data set.
+            form: What is read of each row.
+            worker: The worker; None for one that reads all rows.
+            skip_bad_rows: Whether rows that cannot be used are skipped.
+            leave: A function that is called before a row of another file is read and at the end,
+                with a list that contains the position of the last row of the file.
+            shuffle: The seed of a random order; None for the order of the data set.
+            source: The name of the data set in a mixture; None without a mixture.
+        """
         self.worker = worker or Worker()
+        self.skip_bad_rows = skip_bad_rows
         self._dataset = dataset
         self._turn, self._turns = 0, 1  # row n of the pieces is this worker's if n % turns == turn
         self._share = ""  # which of how many groups of pieces it reads
@@ -112,12 +192,8 @@ class DocumentStream:
         self._take_share(self.worker.host, self.worker.hosts)
         self._ordered = self._dataset if shuffle is None else ShuffledRows(self._dataset, shuffle)
         self._form = form
-        self.counts = counts or RowCounts()
         self._leave = leave
-        self._row: Mapping[str, Any] = {}  # the last one of this worker
         self._source = {} if source is None else {"source": source}
-        self._rows = 0  # rows read from the pieces, including those of other workers
-        self._position: dict[str, Any] | None = None  # the data set's; None before the first row
 
     def _take_share(self, index: int, count: int) -> None:
         """Narrows the stream to share `index` out of `count` shares."""
@@ -131,127 +207,132 @@ class DocumentStream:
         if groups > 1:
             self._share = ", ".join(filter(None, (self._share, f"{group} of {groups}")))
 
-    def state(self) -> dict[str, Any]:
-        """Returns the position after the row that was read last, as JSON."""
-        counts = {"skipped": self.counts.skipped, "empty": self.counts.empty}
-        return {"rows": self._rows, **counts, "dataset": self._position}
+    @property
+    def beginning(self) -> dict[str, Any]:
+        """The state before the first row."""
+        return {"rows": 0, "dataset": None}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Makes the next iteration continue from where `state` was taken."""
-        # A copy: the data set changes the state that it loads.
-        self._rows, self._position = state["rows"], deepcopy(state["dataset"])
-        self.counts.skipped, self.counts.empty = state["skipped"], state["empty"]
-
-    def __iter__(self) -> Iterator[Document | None]:
-        """Yields one item per row of this worker: None if the row is skipped or has no content.
-
-        Raises RunError when reading fails, and for a row that cannot be used.
-        """
-        if self._position is not None:
-            self._ordered.load_state_dict(self._position)
+    def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
+        """Reads the rows of the worker that come after a state, as `Documents.read` does."""
+        number: int = state["rows"]
+        if state["dataset"] is not None:
+            # A copy: the data set changes the state that it loads.
+            self._ordered.load_state_dict(deepcopy(state["dataset"]))
         rows = iter(self._ordered)
+        last_row: Mapping[str, Any] = {}  # of this worker
         while True:
             try:
-                row = next(rows)
-                self._position = self._ordered.state_dict()
+                raw = next(rows)
+                position = self._ordered.state_dict()
             except StopIteration:
-                self._go_on_to({})
+                self._leave_file(last_row, {})
                 return
             except RunError as error:
                 why = f"reading the data set failed: {error}"
                 raise reworded(error, why, RunError) from error
             except Exception as error:  # whatever the hub or a format of its files may raise
-                why = f"reading the data set failed after row {self._rows}: {one_line(error)}"
+                why = f"reading the data set failed after row {number}: {one_line(error)}"
                 raise RunError(why) from error
-            mine = self._rows % self._turns == self._turn
-            self._rows += 1
-            if mine:
-                yield self._document(row)
+            is_own = number % self._turns == self._turn
+            if is_own:
+                row = raw if isinstance(raw, SourceRow) else self._numbered(raw, number)
+                self._leave_file(last_row, row.row)
+                last_row = row.row
+            number += 1
+            if is_own:
+                document, problem = self._document_in(row)
+                yield ReadRow(document, problem, {"rows": number, "dataset": position})
 
-    def _go_on_to(self, row: Mapping[str, Any]) -> None:
-        """Leaves the file of the row before, unless this one comes from the same file."""
-        if "file" in self._row and self._row["file"] != row.get("file"):
-            self._leave([self._row])
-        self._row = row
+    def _leave_file(self, last_row: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+        """Calls `leave` unless a row comes from the same file as the row that was read last."""
+        if "file" in last_row and last_row["file"] != row.get("file"):
+            self._leave([last_row])
 
-    def _document(self, row: SourceRow | dict[str, Any]) -> Document | None:
-        """Returns the document in the row that was read last; None if there is none."""
-        if not isinstance(row, SourceRow):
-            number = self._rows - 1
-            own_id = f", id {row['id']!r:.80}" if "id" in row else ""
-            whose = "the data set" if self.worker == Worker() else "the rows that this host reads"
-            where = f"row {number} (from 0) of {whose}{own_id}"
-            row = SourceRow(
-                where, {"row": number}, partial(as_structs, row, self._dataset.features)
-            )
-        self._go_on_to(row.row)
-        if "file" not in row.row and self._share:
-            row = replace(row, row={"share": self._share, **row.row})
-        form, counts = self._form, self.counts
+    def _numbered(self, columns: dict[str, Any], number: int) -> SourceRow:
+        """Returns a row of a data set on the hub, which has no position but its number."""
+        own_id = f", id {columns['id']!r:.80}" if "id" in columns else ""
+        whose = "the data set" if self.worker == Worker() else "the rows that this host reads"
+        where = f"row {number} (from 0) of {whose}{own_id}"
+        read = partial(as_structs, columns, self._dataset.features)
+        return SourceRow(where, {"row": number}, read)
+
+    def _document_in(self, row: SourceRow) -> tuple[Document | None, str]:
+        """Returns the document in a row, None if there is none; and why the row is skipped, or "".
+
+        Raises:
+            RunError: The row cannot be used and is not to be skipped.
+        """
+        form = self._form
         try:
             with activity(f"{form.activity} {row.where}"):
                 columns = row.read()
                 content = form.content_of(columns)
             if content is None:
-                counts.empty += 1
-                return None
+                return None, ""
             doc_id, kept = form.id_of(columns), form.kept_of(columns)
         except (UnusableRowError, RecursionError) as error:  # there are too many levels of lists
-            counts.reject(row.where, error)
-            return None
-        position = {**self._source, **row.row}
-        return Document(content, doc_id, position, row.where, counts.skipped, counts.empty, kept)
+            problem = f"{row.where}: {error}"
+            if not self.skip_bad_rows:
+                raise unusable_row(problem) from error
+            return None, problem
+        share = {"share": self._share} if self._share and "file" not in row.row else {}
+        origin = {**self._source, **share, **row.row}
+        return Document(content, doc_id, origin, row.where, kept), ""
 
 
 class Mixture:
-    """The documents of one worker in several data sets, with the methods of a DocumentStream.
+    """The documents of one worker in several data sets (see `Documents`).
 
-    The next one comes from the source that is furthest behind its weight. So every beginning has
-    the shares of the weights, but for a document or so, and nothing is random. A source that is
+    The next one comes from the data set that is furthest behind its weight. So every beginning has
+    the shares of the weights, but for a document or so, and nothing is random. A data set that is
     used up ends, and the others go on in their proportions.
 
-    streams: of each data set, all with the same worker and counts. names: for messages. weights:
-    positive, in documents; rows without content do not count.
+    A state has `given`, the number of documents that each data set has given, and `streams`, the
+    state of each.
     """
 
     def __init__(
         self, streams: Sequence[DocumentStream], names: Sequence[str], weights: Sequence[float]
     ) -> None:
+        """Mixes data sets.
+
+        Args:
+            streams: The documents of each data set, of the same worker.
+            names: The names of the data sets, for messages.
+            weights: The weights of the data sets, positive, in documents. Rows without content do
+                not count.
+        """
         self.worker = streams[0].worker
-        self.counts: RowCounts = streams[0].counts
+        self.skip_bad_rows = streams[0].skip_bad_rows
         self._streams = streams
         self._names = names
         self._weights = weights
-        self._given = [0] * len(streams)
 
-    def state(self) -> dict[str, Any]:
-        return {"given": list(self._given), "streams": [each.state() for each in self._streams]}
+    @property
+    def beginning(self) -> dict[str, Any]:
+        """The state before the first row."""
+        streams = [stream.beginning for stream in self._streams]
+        return {"given": [0] * len(streams), "streams": streams}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._given = list(state["given"])
-        for stream, own in zip(self._streams, state["streams"], strict=True):
-            stream.restore(own)
-
-    def __iter__(self) -> Iterator[Document | None]:
-        rows = {number: iter(stream) for number, stream in enumerate(self._streams)}
+    def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
+        """Reads the rows of the worker that come after a state, as `Documents.read` does."""
+        given, states = list(state["given"]), list(state["streams"])
+        rows = {number: stream.read(states[number]) for number, stream in enumerate(self._streams)}
         while rows:
-            number = min(rows, key=lambda n: (self._given[n] + 0.5) / self._weights[n])
-            try:
-                document = next(rows[number])
-            except StopIteration:
+            number = min(rows, key=lambda n: (given[n] + 0.5) / self._weights[n])
+            row = next(rows[number], None)
+            if row is None:
                 del rows[number]
                 if rows:
                     log.warning(
                         "--mix: %s has no more than %s for this host; the others continue",
                         self._names[number],
-                        counted(self._given[number], "document"),
+                        counted(given[number], "document"),
                     )
                 continue
-            self._given[number] += document is not None
-            yield document
-
-
-Documents = DocumentStream | Mixture
+            given[number] += row.document is not None
+            states[number] = row.state
+            yield row._replace(state={"given": list(given), "streams": list(states)})
 
 
 def check_dataset(dataset: Rows, form: RowForm, skip_bad_rows: bool = False) -> None:
@@ -259,22 +340,23 @@ def check_dataset(dataset: Rows, form: RowForm, skip_bad_rows: bool = False) -> 
 
     With `skip_bad_rows`, one of the first CHECKED_ROWS rows is enough.
     """
-    counts = RowCounts(skip_bad_rows)
-    stream = DocumentStream(dataset, form, counts=counts)
-    read = 0
+    stream = DocumentStream(dataset, form, skip_bad_rows=skip_bad_rows)
+    skipped = 0
     try:
         with hub_requests("the data set"):
-            for read, _ in enumerate(islice(stream, CHECKED_ROWS), start=1):
-                if read > counts.skipped:
+            for row in islice(stream.read(stream.beginning), CHECKED_ROWS):
+                if not row.problem:
                     return
+                log_skipped_row(row.problem, skipped)
+                skipped += 1
     except RunError as error:
         if isinstance(error.__cause__, ColumnError):  # skipping would skip every row
             raise InputError(str(error)) from error
         raise with_remedy(error) from error
-    if not read:
+    if not skipped:
         raise InputError("the data set is empty: it has no rows; expected at least one with text")
     raise InputError(
-        f"--skip_bad_rows: none of the first {counted(read, 'row')} can be used; the log above "
+        f"--skip_bad_rows: none of the first {counted(skipped, 'row')} can be used; the log above "
         "says why"
     )
 

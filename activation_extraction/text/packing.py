@@ -8,7 +8,7 @@ which samples after that are stored.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -34,19 +34,31 @@ def rows_of_group(length: int) -> int:
     return max(LEAST_ROWS, min(GROUP_ROWS, GROUP_TOKENS // length))
 
 
-def pack(samples: Iterable[Sample], rows: int, length: int) -> Iterator[Batch]:
-    """Packs samples (each at most `length` tokens) into batches of `rows` x `length` tokens.
+def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, None, Mark | None]:
+    """Packs samples into batches, which it yields.
 
     The rows of a group come in the order of their first samples. A sample without tokens comes as
-    if it had a row, but takes none. If reading ends with a RunError, that is raised after all
-    samples before it have come.
+    if it had a row, but takes none.
+
+    Args:
+        samples: The samples, each of at most `length` tokens.
+        rows: The number of rows of a batch.
+        length: The number of tokens of a row.
+
+    Returns:
+        The mark at the end of the samples, which their generator returns; None if `samples` is
+        another iterable.
+
+    Raises:
+        RunError: Reading has failed, which is raised after all samples before it have come.
     """
     failure: RunError | None = None
+    end: Mark | None = None
 
     def readable() -> Iterator[Sample]:
-        nonlocal failure
+        nonlocal end, failure
         try:
-            yield from samples
+            end = yield from samples  # type: ignore[func-returns-value]  # None of other iterables
         except ChangedDataError:  # nor are the samples before it to be trusted
             raise
         except RunError as error:
@@ -71,6 +83,7 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Iterator[Batch]:
         yield _lay_out(placed, rows, length)
     if failure is not None:
         raise failure
+    return end
 
 
 def _groups(samples: Iterable[Sample], length: int) -> Iterator[list[Sample]]:

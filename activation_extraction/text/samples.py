@@ -7,7 +7,7 @@ stored.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import MappingProxyType
@@ -17,7 +17,16 @@ from tokenizers import Tokenizer
 
 from activation_extraction.common.errors import RunError
 from activation_extraction.text.batch import Sample
-from activation_extraction.text.documents import Document, Documents
+from activation_extraction.text.documents import (
+    Document,
+    Documents,
+    ReadRow,
+    RowCounts,
+    counts_in,
+    log_skipped_row,
+    unusable_row,
+    with_counts,
+)
 from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import SampleFacts, StoredSample
 from activation_extraction.text.token_choice import TokenChoice
@@ -73,7 +82,7 @@ def samples(
     until: int | None = None,
     limits_from: int = 0,
     on_stored: Callable[[], object] = lambda: None,
-) -> Iterator[Sample]:
+) -> Generator[Sample, None, Mark]:
     """Yields the samples of one worker that are not stored.
 
     The stream stops after `max_samples` samples, or once the samples keep `max_tokens` tokens: the
@@ -95,36 +104,36 @@ def samples(
         on_stored: A function that is called for each sample that is left out. This may be the only
             sign of progress for hours.
 
+    Returns:
+        The mark at the end. If all rows were read, it counts every row that gave no sample;
+        otherwise those before the last sample, since rows that were only read ahead do not count.
+
     Raises:
         ChangedDataError: A stored sample now comes from another row.
     """
     most_samples = math.inf if max_samples is None else max_samples
     most_tokens = math.inf if max_tokens is None else max_tokens
     mark = start or Mark(0)
-    number, tokens = mark.samples, mark.tokens
 
     def is_over() -> bool:
-        reached = number >= most_samples or tokens >= most_tokens
-        return number >= limits_from and reached
+        reached = mark.samples >= most_samples or mark.tokens >= most_tokens
+        return mark.samples >= limits_from and reached
 
-    if mark.stream:
-        documents.restore(mark.stream)
     whole = _whole_samples(documents, tokenizer, form, mark, max(most_samples, limits_from))
-    while number != until and not is_over():
-        sample = next(whole, None)
-        if sample is None:
-            return
-        mark = replace(sample.mark, tokens=tokens)
+    while mark.samples != until and not is_over():
+        try:
+            sample = next(whole)
+        except StopIteration as end:  # all rows were read
+            return replace(end.value, tokens=mark.tokens)
+        before = replace(sample.mark, tokens=mark.tokens)
         stored_sample = stored.get(sample.facts.sample_idx)
         if stored_sample is None:
             count = sample.num_kept
-            if number >= limits_from:
-                count = int(min(count, most_tokens - tokens))
-            number += 1
-            tokens += count
-            yield _limited(sample, mark, count, goes_on=form.split and not is_over())
+            if before.samples >= limits_from:
+                count = int(min(count, most_tokens - before.tokens))
+            mark = before.after(count)
+            yield _limited(sample, before, count, goes_on=form.split and not is_over())
             continue
-        number += 1
         stored_row, row = stored_sample.facts.row, sample.facts.row
         if stored_row != row:
             raise ChangedDataError(
@@ -133,10 +142,9 @@ def samples(
                 remedy="the data set has changed: restore it, or give another --output_dir",
                 recurs=True,
             )
-        tokens += stored_sample.tokens
+        mark = before.after(stored_sample.tokens)
         on_stored()
-    # Rows that were read ahead but not used yet do not count.
-    documents.counts.skipped, documents.counts.empty = mark.skipped_rows, mark.empty_rows
+    return mark
 
 
 def _whole_samples(
@@ -145,53 +153,76 @@ def _whole_samples(
     form: SampleForm,
     start: Mark,
     most_samples: float,
-) -> Iterator[Sample]:
+) -> Generator[Sample, None, Mark]:
     """Yields samples from `start` on, as if no limit cut them: `cut` is what follows one in its
     document, and its mark does not count the tokens that are kept before it.
 
-    It reads ahead, but not for more samples than `most_samples`.
+    It reads ahead, but not for more samples than `most_samples`. Returns the mark at the end of the
+    data, which counts no tokens either.
     """
     number = start.samples - start.skip
-    rows, counts = iter(documents), documents.counts
+    state = start.stream or documents.beginning
+    counts = counts_in(start.stream) if start.stream else RowCounts()
+    rows = documents.read(state)
     cuts = None if tokenizer is None else safe_cuts(tokenizer)
-    chunk: list[Document | None]
+    most_tokens = None if form.split else form.length - len(form.special)
     failure: RunError | None = None
-    while failure is None:
-        state = documents.state()
-        begin = number
-        chunk = []
+    is_end = False
+    while not is_end:
+        stream, begin = with_counts(state, counts), number
         wanted = int(min(CHUNK_ROWS, most_samples - number))
+        chunk: list[ReadRow] = []
         try:
             for row in islice(rows, wanted):
                 chunk.append(row)
         except RunError as error:  # the rows before it are read
             failure = error
-        skipped, empty = counts.skipped, counts.empty
-        found = [document for document in chunk if document is not None]
-        contents = [document.content for document in found]
-        most = None if form.split else form.length - len(form.special)
-        every = tokenise(tokenizer, contents, most, cuts)
-        for document, tokens in zip(found, every, strict=True):
+        is_end = failure is not None or len(chunk) < wanted
+        contents = [row.document.content for row in chunk if row.document is not None]
+        of_documents = tokenise(tokenizer, contents, most_tokens, cuts)
+        for row, tokens in zip(chunk, _tokens_of_rows(chunk, of_documents), strict=True):
+            state = row.state
             if isinstance(tokens, str):
-                counts.reject(document.where, tokens)
+                if not documents.skip_bad_rows:
+                    raise unusable_row(tokens)
+                log_skipped_row(tokens, counts.skipped)
+                counts = counts._replace(skipped=counts.skipped + 1)
                 continue
-            if not len(tokens.ids):
-                counts.empty += 1
+            if row.document is None or tokens is None:
+                counts = counts._replace(empty=counts.empty + 1)
                 continue
-            tokens = form.special.around(tokens, len(document.content.text))
-            # Rows are also counted here, after all rows of the chunk have been read.
-            skipped_rows = document.skipped_rows + counts.skipped - skipped
-            empty_rows = document.empty_rows + counts.empty - empty
-            eligible = form.eligible(document, tokens)
+            tokens = form.special.around(tokens, len(row.document.content.text))
+            eligible = form.eligible(row.document, tokens)
             for piece, span in enumerate(form.pieces(tokens.total)):
                 if number >= start.samples:
-                    mark = Mark(number, number - begin, skipped_rows, empty_rows, state)
-                    sample_idx = documents.worker.sample_idx(number)
-                    yield _sample(sample_idx, document, tokens, eligible, form, piece, span, mark)
+                    mark = Mark(number, number - begin, counts.skipped, counts.empty, stream)
+                    index = documents.worker.sample_idx(number)
+                    yield _sample(index, row.document, tokens, eligible, form, piece, span, mark)
                 number += 1
-        if len(chunk) < wanted and failure is None:
-            return
-    raise failure
+    if failure is not None:
+        raise failure
+    return Mark(number, 0, counts.skipped, counts.empty, with_counts(state, counts))
+
+
+def _tokens_of_rows(
+    rows: Sequence[ReadRow], of_documents: Sequence[Tokens | str]
+) -> Iterator[Tokens | str | None]:
+    """Yields, for each row, its tokens; None if it has none; the reason if it cannot be used.
+
+    Args:
+        rows: The rows.
+        of_documents: What `tokenise` has returned for the documents in the rows.
+    """
+    remaining = iter(of_documents)
+    for row in rows:
+        if row.document is None:
+            yield row.problem or None
+            continue
+        tokens = next(remaining)
+        if isinstance(tokens, str):
+            yield f"{row.document.where}: {tokens}"
+        else:
+            yield tokens if len(tokens.ids) else None
 
 
 def _sample(
