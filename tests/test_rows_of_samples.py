@@ -147,7 +147,13 @@ def test_a_text_that_the_tokenizer_cannot_take_is_a_bad_row(tmp_path, tokenizer)
             raise BaseException("Regex search error")  # what panics in Rust raises is no Exception
         return tokenizer.encode_batch(texts, **options)
 
-    panicking = SimpleNamespace(encode_batch=encode_batch, encode_batch_fast=encode_batch)
+    panicking = SimpleNamespace(
+        encode_batch=encode_batch,
+        encode_batch_fast=encode_batch,
+        normalizer=tokenizer.normalizer,
+        pre_tokenizer=tokenizer.pre_tokenizer,
+        get_added_tokens_decoder=tokenizer.get_added_tokens_decoder,
+    )
     path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in ("a", "panic", "", "b")])
     why = f"a row cannot be used: {path} line 2: the tokenizer cannot take it: Regex"
     with pytest.raises(RunError, match=why) as caught:
