@@ -55,7 +55,7 @@ from activation_extraction.run.hosts import (
     one_step_behind,
     raise_together,
 )
-from activation_extraction.run.prepare import Job, model_request, prepare_together
+from activation_extraction.run.prepare import Run, prepare, step_request
 from activation_extraction.run.recompute import load_for_recomputing
 from activation_extraction.run.summary import (
     how_to_continue,
@@ -67,19 +67,31 @@ from activation_extraction.text.batch import Batch
 
 
 def carry_out(config: Config) -> int:
-    """Does what checked flags ask of a model; returns the exit status."""
+    """Does what checked flags ask of a model, and returns the exit status."""
     leave_out_absent_tpu()
     if config.list_hooks:
         return show_hooks(config)
-    if config.plan is not None:
+    if config.planning.plan is not None:
         return print_estimate(config)
-    return recompute_some(config) if config.looking else run(config)
+    return recompute_some(config) if config.looking.requested else extract(config)
 
 
-def run(config: Config) -> int:
-    """Runs one extraction from beginning to end; returns the exit status."""
-    if config.total_machines > 1:
-        log.info("machine %d of %d", config.machine_id, config.total_machines)
+def extract(config: Config) -> int:
+    """Runs one extraction from beginning to end.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        InputError: The request cannot be met.
+        RunError: Something failed on the way.
+    """
+    hosts = config.hosts
+    if hosts.total_machines > 1:
+        log.info("machine %d of %d", hosts.machine_id, hosts.total_machines)
     elif task := task_without_machine(config):
         log.warning(
             "%s is set, but this is machine 0 of 1, as every other task of the array would be; set "
@@ -87,121 +99,135 @@ def run(config: Config) -> int:
             task,
         )
     host = join_hosts(config)
-    watchdog = Watchdog(config.stall_timeout)
-    remedy = how_to_continue(host.count, config.overwrite)
+    watchdog = Watchdog(hosts.stall_timeout)
+    remedy = how_to_continue(host.count, config.storage.overwrite)
     with explain_abort(host, f"committed shards are safe; {remedy}"):
         with device_errors():
-            job = prepare_together(config, host, watchdog)
+            run = prepare(config, host, watchdog)
         clock, signaled = Clock(), 0
         try:
-            if any_host(host, [not job.storage.complete])[0]:
-                complete, signaled = compute(config, job, clock, watchdog)
+            if any_host(host, [not run.storage.complete])[0]:
+                complete, signaled = compute(run, clock)
             else:
-                nothing_to_do = "everything has been computed already"
-                log.info("no shard needs repair" if config.repair else nothing_to_do)
-                finish(job, clock, complete=True)
+                if config.repair:
+                    log.info("no shard needs repair")
+                else:
+                    log.info("everything has been computed already")
+                finish(run, clock, complete=True)
                 complete = True
         except RunError as error:
-            totals = job.storage.totals
-            told = (
-                f"{error}. Stored in {job.where}: {counted(totals.shards, 'shard')}, "
+            totals = run.storage.totals
+            message = (
+                f"{error}. Stored in {run.where}: {counted(totals.shards, 'shard')}, "
                 f"{counted(totals.samples, 'sample')}"
             )
-            failure = reworded(error, told, RunError)
+            failure = reworded(error, message, RunError)
             failure.remedy = failure.remedy or remedy
             raise failure from error
-        print_summary(job, clock, complete, config.verbose)
-        totals = job.storage.totals
+        print_summary(run, clock, complete)
+        totals = run.storage.totals
         samples, tokens = any_host(host, [totals.samples > 0, totals.tokens > 0])
         leave(host)
     if complete and samples and not tokens:
         raise RunError(
-            f"no token was stored: no sample has a token that is kept ({job.text.form.choice})",
+            f"no token was stored: no sample has a token that is kept ({run.text.form.choice})",
             remedy="start anew with another choice and --overwrite",
             recurs=True,
         )
     if config.repair and complete:
-        return verify(job.storage.destination, None, 0)
+        return verify(run.storage.destination, None, 0)
     return 0 if complete else 128 + (signaled or signal.SIGTERM)
 
 
-def compute(config: Config, job: Job, clock: Clock, watchdog: Watchdog) -> tuple[bool, int]:
-    """Runs the model over the text; returns whether all is done, and which signal stopped it."""
+def compute(run: Run, clock: Clock) -> tuple[bool, int]:
+    """Runs the model over the text.
+
+    Args:
+        run: The run.
+        clock: The clock that measures how long each activity takes.
+
+    Returns:
+        Whether all is done, and the number of the signal that stopped the run, 0 for none.
+    """
     with device_errors():
-        step, job = start_together(job, config.overwrite, watchdog)
+        step, run = start_together(run)
     clock.restart()
-    with job.storage, stop_on_signals() as stopped:
+    with run.storage, stop_on_signals() as stopped:
         try:
-            with device_errors(), watchdog:
-                progress = make_progress(job, config.log_every)
-                steps = extract(job, step, progress, clock, watchdog, stopped)
+            with device_errors(), run.watchdog:
+                progress = make_progress(run)
+                steps = take_steps(run, step, progress, clock, stopped)
         except KeyboardInterrupt:  # the second Ctrl-C: do not wait for uploads
-            job.storage.close()
+            run.storage.close()
             raise
-        if stopped() and (waiting := job.storage.gauges()["bytes_waiting"]):
+        if stopped() and (waiting := run.storage.gauges()["bytes_waiting"]):
             log.info(
                 "stopping; %.2f GB wait to be stored, in order; what is not stored when this "
                 "process is killed is computed again",
                 waiting / 1e9,
             )
         with device_errors():
-            finish(job, clock, steps.complete, steps.failure)
+            finish(run, clock, steps.complete, steps.failure)
         return steps.complete, stopped()
 
 
-def start_together(job: Job, overwrite: bool, watchdog: Watchdog) -> tuple[Step, Job]:
+def start_together(run: Run) -> tuple[Step, Run]:
     """Loads the weights, compiles the step and opens the output; fails on all hosts or on none.
 
-    Returns the step, and the job with the batches that are left: another process may have written
-    to the same output while this one was compiling.
+    Returns:
+        The step, and the run with the batches that are left, because another process may have
+        written to the same output while this one was compiling.
     """
     failure: Exception | None = None
     try:
-        step = compile_step(job.forward)
+        step = compile_step(run.forward)
     except Exception as error:  # the other hosts must not wait for this one
         failure = error
     for firsts_turn in (True, False):  # if two pods begin, the first hosts decide which goes on
-        raise_together(job.host, failure)
+        raise_together(run.host, failure)
         try:
-            if (job.host.id == 0) == firsts_turn:
-                job = open_output(job, overwrite, watchdog)
+            if (run.host.id == 0) == firsts_turn:
+                run = open_output(run)
         except Exception as error:
             failure = error
-    raise_together(job.host, failure)
-    return step, job
+    raise_together(run.host, failure)
+    return step, run
 
 
-def open_output(job: Job, overwrite: bool, watchdog: Watchdog) -> Job:
-    """Takes over the output; returns the job with the batches that are still not stored."""
-    before = job.storage.plan
-    if overwrite:
-        job.folders.remove_totals()
-    job.storage.open()
-    plan = job.storage.plan
+def open_output(run: Run) -> Run:
+    """Takes over the output; returns the run with the batches that are still not stored."""
+    before = run.storage.plan
+    if run.config.storage.overwrite:
+        run.folders.remove_totals()
+    run.storage.open()
+    plan = run.storage.plan
     if (plan.commits, plan.until) == (before.commits, before.until):
-        return job
+        return run
     log.info(
         "another process has written to %s in the meantime; stored there: %s",
-        job.where,
-        counted(job.storage.totals.samples, "sample"),
+        run.where,
+        counted(run.storage.totals.samples, "sample"),
     )
-    return job.with_text_reopened(watchdog)
+    return run.with_text_reopened()
 
 
-def extract(
-    job: Job,
-    step: Step,
-    progress: Progress,
-    clock: Clock,
-    watchdog: Watchdog,
-    stopped: Callable[[], int],
+def take_steps(
+    run: Run, step: Step, progress: Progress, clock: Clock, stopped: Callable[[], int]
 ) -> Lockstep:
     """Runs the loop over batches: a step computes while the one before is copied and stored.
 
-    Returns how the steps ended: whether the data was used up, and what failed.
+    Args:
+        run: The run.
+        step: The compiled step.
+        progress: The progress, which is closed at the end.
+        clock: The clock that measures how long each activity takes.
+        stopped: A function that returns the number of the signal that asks to stop, 0 for none.
+
+    Returns:
+        How the steps ended: whether the data was used up, and what failed.
     """
-    batches = job.batches.until(stopped)
-    steps = Lockstep(batches, stopped, partial(any_host, job.host), clock)
+    batches = run.batches.until(stopped)
+    steps = Lockstep(batches, stopped, partial(any_host, run.host), clock)
 
     def start(batch: Batch | None) -> tuple[Batch | None, Activations, jax.Array]:
         with clock.measure("compute"):
@@ -214,18 +240,18 @@ def extract(
                 jax.block_until_ready(activations)
             if batch is not None and storing:
                 with clock.measure("copy"):
-                    on_host = job.forward.receive(activations)
+                    on_host = run.forward.receive(activations)
                 try:
                     with clock.measure("store"):
-                        job.storage.add_batch(batch, on_host)
+                        run.storage.add_batch(batch, on_host)
                     kept = sum(placed.sample.num_kept for placed in batch.samples)
-                    flops = job.forward.flops(batch.lengths)
+                    flops = run.forward.flops(batch.lengths)
                     progress.advance(len(batch.samples), batch.num_tokens, flops, kept)
                     log.debug("step %d: %d samples", progress.steps, len(batch.samples))
                 except Exception as error:  # it is raised once all hosts have stopped
                     steps.fail(error)
                     storing = False  # nothing may be stored after a gap
-            watchdog.reset()
+            run.watchdog.reset()
             steps.learn(np.asarray(votes))
     finally:
         try:
@@ -235,18 +261,18 @@ def extract(
     return steps
 
 
-def finish(job: Job, clock: Clock, complete: bool, failure: Exception | None = None) -> None:
+def finish(run: Run, clock: Clock, complete: bool, failure: Exception | None = None) -> None:
     """Commits the complete samples and waits until the other hosts have done the same."""
     done = complete and failure is None
     try:
         with clock.measure("store"):
             # Rows count up to the end of the data, unless a run ends before it.
-            end = job.batches.result if done else None
+            end = run.batches.result if done else None
             rows = () if end is None else (end.skipped_rows, end.empty_rows)
-            job.storage.finalize(done, *rows)
+            run.storage.finalize(done, *rows)
     except Exception as error:  # the other hosts must not wait for this one
         failure = failure or error
-    raise_together(job.host, failure)
+    raise_together(run.host, failure)
 
 
 def show_hooks(config: Config) -> int:
@@ -256,15 +282,15 @@ def show_hooks(config: Config) -> int:
     if config.demo:
         model = parse_model_config(MODEL_CONFIG)
     else:
-        checkpoint = Checkpoint(config.model_path, config.model_revision)
+        checkpoint = Checkpoint(config.model.model_path, config.model.model_revision)
         model = read_model_config(checkpoint.file("config.json"))
         names = checkpoint.local_tensors()
-        check_adapter(config.lora)
-    request = model_request(config)
+        check_adapter(config.model.lora)
+    request = step_request(config)
     stored = choose_dtypes(request, jax.default_backend())[1]
     encoders = choose_hooks(request, model)[1]
-    rule, length = config.positions, config.max_seq_length
-    table, special = hook_table(model, config.top_logits), known_special_tokens(config)
+    rule, length = config.text.positions, config.text.max_seq_length
+    table, special = hook_table(model, config.hooks.top_logits), known_special_tokens(config)
     if names is not None and HEAD not in names and not model.tie_word_embeddings:
         table = table.without_predictions()
     say(*list_hooks(table, model, stored, rule, length, encoders))
@@ -275,18 +301,17 @@ def show_hooks(config: Config) -> int:
 
 def recompute_some(config: Config) -> int:
     """Verifies what is stored, and computes some samples again; returns the exit status."""
-    use_compilation_cache(config.compilation_cache, Path(config.output_dir), several=False)
-    return look(
-        config,
-        partial(load_for_recomputing, model_request(config), config.dataset_path),
+    use_compilation_cache(
+        config.computing.compilation_cache, Path(config.output.output_dir), several=False
     )
+    return look(config, partial(load_for_recomputing, config))
 
 
 def join_hosts(config: Config) -> Host:
     """Joins the other hosts of the pod; without --multihost, this process is the only host."""
-    if not config.multihost:
+    if not config.hosts.multihost:
         return Host()
     log.info("joining the other hosts")
-    host = join(config)
-    start_logging(config.verbose, config.machine_id, host.id)
+    host = join(config.hosts)
+    start_logging(config.verbose, config.hosts.machine_id, host.id)
     return host

@@ -15,13 +15,13 @@ TYPE_CHECKING = False  # that of `typing`, which takes longer to import than Pyt
 if TYPE_CHECKING:
     from typing import Any
 
+    from activation_extraction.cli.flags import StorageOptions
     from activation_extraction.common.choices import ROLES
     from activation_extraction.common.codes import Codes
     from activation_extraction.dataset.batches import Batches
     from activation_extraction.dataset.dataset import ActivationDataset, paired
     from activation_extraction.dataset.token_batch import SampleActivations, TokenBatch
     from activation_extraction.dataset.token_source import BatchOptions
-    from activation_extraction.store.identity import StorageOptions
     from activation_extraction.store.statistics import HookStatistics
     from activation_extraction.store.storage import ActivationStorage
 
@@ -47,7 +47,7 @@ HOMES = {
     "HookStatistics": "store.statistics",
     "ROLES": "common.choices",
     "SampleActivations": "dataset.token_batch",
-    "StorageOptions": "store.identity",
+    "StorageOptions": "cli.flags",
     "TokenBatch": "dataset.token_batch",
     "paired": "dataset.dataset",
 }

@@ -69,8 +69,10 @@ def _carry_out(config: "Config") -> int:
     from activation_extraction.common.errors import InputError, install_extra
     from activation_extraction.common.log import start_logging
 
-    start_logging(config.verbose, config.machine_id, config.host_id if config.multihost else 0)
-    if config.looking and not config.verify_samples:
+    hosts = config.hosts
+    host = hosts.host_id if hosts.multihost else 0
+    start_logging(config.verbose, hosts.machine_id, host)
+    if config.looking.requested and not config.looking.verify_samples:
         from activation_extraction.inspect.look import look
 
         return look(config)

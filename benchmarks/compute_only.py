@@ -18,7 +18,7 @@ import jax
 from activation_extraction.cli.config import parse_args
 from activation_extraction.model.forward import Activations, Step, compile_step
 from activation_extraction.model.model_setup import prepare_model
-from activation_extraction.run.prepare import model_request
+from activation_extraction.run.prepare import step_request
 from activation_extraction.text.batch import Batch
 from activation_extraction.text.packing import pack, samples_of
 from benchmarks.inputs import tokenise
@@ -46,9 +46,9 @@ def seconds_of(step: Step, batches: Sequence[Batch], least: float = 0) -> float:
 def main() -> None:
     config = parse_args(sys.argv[1:])
     logging.getLogger("extract_activations").addHandler(logging.StreamHandler())
-    forward = prepare_model(model_request(config))
+    forward = prepare_model(step_request(config))
     rows, length = forward.shape
-    documents = tokenise(Path(config.model_path), Path(str(config.dataset_path)), length)
+    documents = tokenise(Path(config.model.model_path), Path(str(config.text.dataset_path)), length)
     packed = list(pack(samples_of(documents), rows, length))
     full = list(pack(samples_of([[n] * length for n in range(max(rows, 8))]), rows, length))
     began = time.perf_counter()

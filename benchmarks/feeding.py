@@ -19,7 +19,7 @@ import pyarrow.parquet
 from tokenizers import AddedToken, Tokenizer
 
 from activation_extraction.cli.config import parse_args
-from activation_extraction.cli.flags import Config
+from activation_extraction.cli.flags import TextOptions
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run import demo
 from activation_extraction.run.host_text import Text
@@ -79,9 +79,9 @@ def make_tokenizer(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
 
 
-def measure(config: Config, model: Path) -> float:
+def measure(options: TextOptions, model: Path) -> float:
     """Tokens per second."""
-    text = Text(config, Checkpoint(str(model)), 2**20)
+    text = Text(options, Checkpoint(str(model)), 2**20)
     form, documents = text.form, text.documents(Worker())
     began, tokens = time.perf_counter(), 0
     for batch in pack(samples(documents, text.tokenizer, form), ROWS, LENGTH):
@@ -121,7 +121,9 @@ def main() -> None:
         found: dict[str, list[float]] = {kind: [] for kind in kinds}
         for _ in range(asked.rounds):
             for kind, flags in kinds.items():
-                found[kind].append(measure(parse_args(flags.split()), asked.tokenizer or folder))
+                found[kind].append(
+                    measure(parse_args(flags.split()).text, asked.tokenizer or folder)
+                )
                 print(f"{kind}: {found[kind][-1]:,.0f} tokens/s", flush=True)
         medians = {kind: statistics.median(each) for kind, each in found.items()}
         ratios = {kind: round(each / medians["text"], 2) for kind, each in medians.items()}

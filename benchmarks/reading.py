@@ -45,8 +45,9 @@ import torch
 from obstore.store import GCSStore
 
 from activation_extraction import ROLES, ActivationDataset, paired
+from activation_extraction.cli.flags import StorageOptions, TextOptions
 from activation_extraction.model.weight_files import LocalFile
-from activation_extraction.store.identity import Identity, RunFacts, StorageOptions
+from activation_extraction.store.identity import Identity, RunFacts
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Sample
 from activation_extraction.text.mark import Mark
@@ -91,9 +92,10 @@ class Run(NamedTuple):
         identity = Identity(
             data="files",
             activation_dtype="bfloat16",
-            max_seq_length=LENGTH,
-            shard_format="safetensors",
-            messages_column="messages" if self.chat else "",
+            text=TextOptions(
+                max_seq_length=LENGTH, messages_column="messages" if self.chat else None
+            ),
+            storage=StorageOptions(shard_format="safetensors"),
         )
         options = StorageOptions(shard_size_gb=self.shard / 1e9, shard_format="safetensors")
         facts = RunFacts(hooks={name: {"width": self.width} for name in self.names})
@@ -333,7 +335,7 @@ def store_shards(folder: Path, shards: int) -> None:
     hooks: dict[int | str, str] = {name: name for name in run.names}
     options = StorageOptions(shard_size_gb=1e-9, shard_format="safetensors")
     facts = RunFacts(hooks={name: {"width": run.width} for name in hooks})
-    identity = Identity(data="files", activation_dtype="bfloat16", shard_format="safetensors")
+    identity = Identity(data="files", activation_dtype="bfloat16", storage=options)
     values = np.ones((2, run.width), ml_dtypes.bfloat16)
     with ActivationStorage(folder, hooks, options, identity, facts=facts) as storage:
         for sample in range(0 if storage.complete else shards):

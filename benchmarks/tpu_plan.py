@@ -30,7 +30,7 @@ from activation_extraction.model.mesh import in_words
 from activation_extraction.model.model_config import ModelConfig
 from activation_extraction.model.model_setup import build_model, choose_hooks
 from activation_extraction.model.step_cost import CostModel
-from activation_extraction.run.prepare import model_request
+from activation_extraction.run.prepare import step_request
 from activation_extraction.run.topologies import topology_of
 from benchmarks.inputs import SHAPES
 from benchmarks.processes import print_result
@@ -85,7 +85,7 @@ def compile_for(
     effort: the compiler's. 0 is that of a run; -1 takes a fifth of the time.
     """
     config = parse_args(["--dtype", "bfloat16", *flags.split()])
-    request = model_request(config, chips(topology, chips_per_host))
+    request = step_request(config, planned=chips(topology, chips_per_host))
     model, rows = build_model(request, shape)
     asked = choose_hooks(request, shape)
     program = Program(model, weight_table(model), rows, request.shape, *asked)

@@ -25,9 +25,9 @@ import numpy as np
 import safetensors.numpy
 import torch
 
+from activation_extraction.cli.flags import StorageOptions
 from activation_extraction.store.folder import ANY, Folder
 from activation_extraction.store.hook_values import DenseValues
-from activation_extraction.store.identity import StorageOptions
 from activation_extraction.store.pickle_file import records_of
 from activation_extraction.store.shard import Shard, ShardSample
 from activation_extraction.store.storage import ActivationStorage

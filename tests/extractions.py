@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pyarrow.parquet
 from crc32c import crc32c
 from storages import open_storage
 
+from activation_extraction.cli.flags import StorageOptions, TextOptions
 from activation_extraction.store.folder import ANY, Folder
 from activation_extraction.store.formats import format_of
 from activation_extraction.store.identity import Identity
@@ -35,15 +35,17 @@ def identity_of(machine: int = 0, host: int = 0, machines: int = 1, hosts: int =
         model_digest="0" * 64,
         data="files",
         data_revision="1" * 64,
-        max_seq_length=TOKENS,
+        text=TextOptions(max_seq_length=TOKENS),
+        storage=StorageOptions(shard_size_gb=4e-6),
         dtype="float32",
         activation_dtype="float32",
-        shard_size_gb=4e-6,
-        total_machines=machines,
-        num_hosts=hosts,
-        machine=machine,
-        host=host,
+        worker=Worker(machine, machines, host, hosts),
     )
+
+
+def changed_identity(identity: Identity, **fields: Any) -> Identity:
+    """Returns an identity with other values for fields of its JSON."""
+    return Identity.from_json({**identity.to_json(), **fields})
 
 
 def folder_name(machine: int, host: int, machines: int, hosts: int) -> str:
@@ -78,7 +80,7 @@ def open_part(root: Path, *part: int, identity: dict | None = None, **options: A
     return open_storage(
         root / folder_name(*part),
         HOOKS,
-        identity=replace(identity_of(*part), **(identity or {})),
+        identity=changed_identity(identity_of(*part), **(identity or {})),
         metadata={"model": {"hidden_size": HIDDEN, "vocab_size": VOCABULARY}, "backend": "cpu"},
         **(usual | options),
     )

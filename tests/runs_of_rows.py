@@ -1,11 +1,11 @@
 """Runs over the rows of one data set, stored in many ways, and what each of them holds."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import ml_dtypes  # also gives NumPy its bfloat16
 import numpy as np
-from extractions import folder_name, identity_of
+from extractions import changed_identity, folder_name, identity_of
 from storages import kill, open_storage
 
 from activation_extraction.common.choices import SHARD_FORMATS
@@ -115,7 +115,7 @@ class Run:
         """Stores the run, or only one of its parts. finish: whether it ends, or goes on."""
         self.root, numbers = root, self.sample_numbers()
         for part, rows in self.parts()[slice(only, None if only is None else only + 1)]:
-            identity = replace(
+            identity = changed_identity(
                 identity_of(*part),
                 activation_dtype=self.dtype,
                 shard_format=self.shard_format,

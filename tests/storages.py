@@ -4,7 +4,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from activation_extraction.store.identity import RunFacts, StorageOptions
+from activation_extraction.cli.flags import StorageOptions
+from activation_extraction.store.identity import RunFacts
 from activation_extraction.store.storage import ActivationStorage
 
 OPTIONS = {field.name for field in fields(StorageOptions)}

@@ -157,4 +157,5 @@ def test_what_is_typed_or_in_a_variable_has_its_value(typed, field, value, monke
     variables = [word for word in words if word.partition("=")[0].isupper()]
     for variable in variables:
         monkeypatch.setenv(*variable.split("="))
-    assert getattr(parse_args(words[len(variables) :]), field) == value
+    config = parse_args(words[len(variables) :])
+    assert {**config.values, "bucket_url": config.output.bucket_url}[field] == value

@@ -12,7 +12,7 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.model.forward import bytes_of_step
 from activation_extraction.model.model_setup import prepare_model
 from activation_extraction.run import batch_size
-from activation_extraction.run.prepare import model_request
+from activation_extraction.run.prepare import step_request
 
 # Runs the tool on a host whose devices report the memory that MEMORY says.
 WITH_MEMORY = """
@@ -61,7 +61,7 @@ def chosen(flags, tmp_path, devices, capsys):
 def bytes_for(flags, rows):
     """What the compiler plans for a step."""
     config = parse_args([str(flag) for flag in (*flags, "--batch_size", rows)])
-    return bytes_of_step(prepare_model(model_request(config)))
+    return bytes_of_step(prepare_model(step_request(config)))
 
 
 def recorded(folder):

@@ -11,7 +11,15 @@ import extractions
 import numpy as np
 import pytest
 from cloud import REPOSITORY
-from extractions import activations_of, edit, extract, identity_of, shard_file, upload
+from extractions import (
+    activations_of,
+    changed_identity,
+    edit,
+    extract,
+    identity_of,
+    shard_file,
+    upload,
+)
 from runs_of_rows import WIDTHS
 from runs_to_read import (
     assert_same,
@@ -292,7 +300,7 @@ def test_an_unknown_hook_is_told_with_the_list_of_hooks(run):
 
 def test_a_name_that_is_no_hook_says_where_its_values_are(tmp_path):
     """Records call positions `positions`, samples and batches `position`: both names are read."""
-    identity = replace(identity_of(), keep_columns=("label",))
+    identity = changed_identity(identity_of(), keep_columns=["label"])
     with open_storage(tmp_path, {0: FIRST}, identity=identity) as storage:
         facts = SampleFacts(0, {"line": 1}, columns={"label": "x"})
         sample = Sample(facts, np.arange(3, dtype=np.int32), Mark(0))

@@ -83,11 +83,12 @@ class Run:
         usual |= {"metadata": {"model": {"hidden_size": HIDDEN, "vocab_size": 2048}}}
         for host in range(case.hosts):
             place = root.child(f"machine_000_host_{host:02d}")
-            part = {"hooks": tuple(HOOKS.values()), "host": host, "num_hosts": case.hosts}
-            identity = Identity("tiny", data="files", **part)
+            worker = Worker(0, 1, host, case.hosts)
+            hooks = tuple(HOOKS.values())
+            identity = Identity("tiny", data="files", hooks=hooks, worker=worker)
             limits = NO_LIMITS | (case.before or {} if before else {})
             run_over(
-                stream_of(self.path, Worker(0, 1, host, case.hosts)),
+                stream_of(self.path, worker),
                 self.tokenizer,
                 self.folder / f"{next(self.processes)}",
                 case.form,

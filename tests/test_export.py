@@ -16,6 +16,7 @@ from datasets import load_from_disk
 from extractions import HIDDEN, HOOKS, activations_of, batches, extract, open_part
 
 from activation_extraction import ActivationDataset
+from activation_extraction.common.choices import EXPORTS
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.inspect import export as exporting
 from activation_extraction.inspect.export import export
@@ -46,6 +47,10 @@ def run(request, tmp_path_factory):
 
 
 one_run = pytest.mark.parametrize("run", ["float32"], indirect=True)
+
+
+def test_every_choice_of_the_flag_has_a_form():
+    assert sorted(EXPORTS) == sorted(EXPORT_FORMS)
 
 
 def save(run, target, *patterns):

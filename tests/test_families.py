@@ -16,7 +16,7 @@ from activation_extraction.model.family import complete, parse_model_config
 from activation_extraction.model.model_setup import build_model
 from activation_extraction.model.released import RELEASED, released_config
 from activation_extraction.model.rope import Rope
-from activation_extraction.run.prepare import model_request
+from activation_extraction.run.prepare import step_request
 from qwen2_jax import Qwen2, weight_table
 
 V4 = {
@@ -151,7 +151,7 @@ def test_the_longest_row_and_the_refusal_of_a_longer_one(changes, longest, why):
     config = parse_model_config(V4 | changes)
     flags = ["--batch_size", "1", "--no_data_parallel", "--layers_to_extract", "3"]
     within, beyond = (
-        model_request(parse_args([*flags, "--max_seq_length", str(longest + more)]))
+        step_request(parse_args([*flags, "--max_seq_length", str(longest + more)]))
         for more in (0, 1)
     )
     build_model(within, config)

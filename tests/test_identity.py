@@ -2,10 +2,13 @@
 by the name of the field. Nothing of what a run reads, and of what its flags ask, is forgotten.
 Digests of a model at a URL are tested in test_weights.py."""
 
+import hashlib
 import json
 import os
 import shutil
-from dataclasses import fields, replace
+import zipfile
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,40 +19,43 @@ from small_runs import set_status
 from storages import open_storage
 
 from activation_extraction.cli.config import parse_args
-from activation_extraction.cli.flags import FLAGS, GROUPS, Config
+from activation_extraction.cli.flags import EXTRACT, FLAGS, MODEL, TEXT, TOKENS, Config
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run.digests import model_digest
 from activation_extraction.run.inputs import INPUTS, settings_of
-from activation_extraction.run.prepare import model_request
 from activation_extraction.run.recompute import load_for_recomputing
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Difference, Identity
 from activation_extraction.store.run_log import read_metadata
+from activation_extraction.text.batch import Worker
 
 ONE = Identity(
     model_digest="1" * 64,
     data="files",
     hooks=("blocks.1.hook_mlp_out", "blocks.2.hook_mlp_out"),
     activation_dtype="float16",
-    total_machines=2,
-    num_hosts=2,
-    machine=1,
+    worker=Worker(machine=1, machines=2, hosts=2),
 )
+# Values of fields of which not any text is a value.
+OTHERS = {"positions": "last:2", "shuffle_documents": "7"}
 
 
 def other(value):
     """Another value of the same type."""
     if isinstance(value, bool):
         return not value
-    return value + (("x",) if isinstance(value, tuple) else "x" if isinstance(value, str) else 1)
+    return value + (["x"] if isinstance(value, list) else "x" if isinstance(value, str) else 1)
 
 
-@pytest.mark.parametrize("name", [each.name for each in fields(Identity)])
+@pytest.mark.parametrize("name", ONE.to_json())
 def test_every_field_is_recorded_and_compared(name):
-    changed = replace(ONE, **{name: other(getattr(ONE, name))})
-    assert Identity.from_json(json.loads(json.dumps(changed.to_json()))) == changed
-    expected = Difference(name, getattr(ONE, name), getattr(changed, name))
+    before = ONE.to_json()
+    now = OTHERS.get(name) or other(before[name])
+    changed = Identity.from_json(json.loads(json.dumps({**before, name: now})))
+    assert changed.to_json() == {**before, name: now} and changed != ONE
+    assert (changed.digest != ONE.digest) == (name != "skip_bad_rows")
+    expected = Difference(name, before[name], now)
     per_host, turned_on = name in ("machine", "host", "num_hosts"), name == "skip_bad_rows"
     assert changed.compare(ONE) == (None if turned_on else expected)
     assert ONE.compare(changed) == Difference(name, expected.now, expected.before)
@@ -58,20 +64,45 @@ def test_every_field_is_recorded_and_compared(name):
     assert (name in ONE.shared) == (not ignored)
 
 
+def test_every_flag_that_decides_content_is_in_the_identity():
+    content = {name for name, flag in FLAGS.items() if flag.content}
+    assert content < ONE.to_json().keys()
+    assert Identity.from_json(ONE.to_json()) == ONE
+    elsewhere = replace(ONE.text, dataset_path="moved.jsonl", chat_template="t.jinja")
+    assert replace(ONE, text=elsewhere, storage=replace(ONE.storage, overwrite=True)) == ONE
+
+
+@pytest.mark.parametrize("content", [{"unknown": 1}, {"positions": "unknown"}])
+def test_a_field_of_a_later_version_is_refused(content):
+    with pytest.raises((TypeError, ValueError), match="unknown"):
+        Identity.from_json(content)
+
+
+KEPT_RUNS = Path(__file__).parent / "kept_runs.zip"
+
+
+@pytest.mark.parametrize("run", ["pickle", "safetensors", "codes", "float8"])
+def test_the_identity_of_a_kept_run_is_the_same_now_and_has_the_same_digest(run):
+    with zipfile.ZipFile(KEPT_RUNS) as kept:
+        recorded = json.loads(kept.read(f"{run}/metadata.json"))["identity"]
+    identity = Identity.from_json(recorded)
+    assert identity.to_json() == recorded
+    del recorded["skip_bad_rows"]  # it may be turned on
+    content = json.dumps(recorded, sort_keys=True).encode()
+    assert identity.digest == hashlib.sha256(content).hexdigest()
+
+
 # Groups of flags about content, and those among them that the identity does not have as they are.
-ABOUT_CONTENT = {"model", "what to extract", "which tokens to keep", "text"}
+ABOUT_CONTENT = {MODEL, EXTRACT, TOKENS, TEXT}
 AS_HOOKS = {"layers_to_extract", "activation_type", "hook_names", "keep_activations"}
 NOT_CONTENT = {"list_hooks", "max_samples", "max_tokens"}
 
 
 def test_every_flag_about_content_belongs_to_an_input_or_to_the_identity():
     """All hosts compare the flags of inputs, but for their paths."""
-    title, about_content = None, set()
-    for name in FLAGS:
-        title = GROUPS[name][0] if name in GROUPS else title
-        about_content |= {name} if title in ABOUT_CONTENT else set()
+    about_content = {name for name, flag in FLAGS.items() if flag.group in ABOUT_CONTENT}
     of_inputs = {flag for each in INPUTS for flag in each.flags}
-    of_identity = {each.name for each in fields(Identity)}
+    of_identity = ONE.to_json().keys()
     assert about_content - of_inputs - of_identity == AS_HOOKS | NOT_CONTENT
     compared, paths = settings_of(parse_args([])), {path for each in INPUTS for path in each.paths}
     assert {path for path in paths if f"--{path}" in compared} == {"mix"}  # its weights
@@ -139,12 +170,14 @@ def test_a_changed_request_is_refused_naming_the_field(started, capsys, field, m
 
 def test_verify_recomputes_only_from_the_inputs_of_the_run(started):
     folder, flags = started
-    request = model_request(parse_args([*map(str, flags[:2])]))
+    config = parse_args([*map(str, flags[:2])])
+    assert config.text.dataset_path is None
     metadata = read_metadata(Folder(str(folder / "out")))
     metadata["identity"]["positions"] = "every:2"  # otherwise, shards have all token ids
 
     def load(path, **other):
-        return load_for_recomputing(request, path, {**metadata, **other})
+        options = replace(config.text, dataset_path=path)
+        return load_for_recomputing(replace(config, text=options), {**metadata, **other})
 
     gone = {**metadata["configuration"], "mix": [["gone.jsonl", 1.0]]}
     data = str(flags[flags.index("--dataset_path") + 1])

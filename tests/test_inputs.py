@@ -18,7 +18,8 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import RunError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.model.checkpoint import Checkpoint
-from activation_extraction.run.host_text import Prefetch, Text
+from activation_extraction.run.host_text import Text
+from activation_extraction.run.prefetch import Prefetch
 from activation_extraction.text import packing, sources
 from activation_extraction.text import samples as text_samples
 from activation_extraction.text.batch import Worker
@@ -93,7 +94,7 @@ def flags_of(case, data):
 
 def text_of(case, data):
     config = parse_args([str(flag) for flag in flags_of(case, data)])
-    return Text(config, Checkpoint(config.model_path), VOCABULARY)
+    return Text(config.text, Checkpoint(config.model.model_path), VOCABULARY)
 
 
 def read(text, worker=None, **limits):

@@ -47,8 +47,9 @@ def stored(demo_inputs, tmp_path_factory):
 )
 def test_kept_tokens_have_the_values_of_the_whole(kept, mesh, stored, demo_inputs):
     out, whole = stored(*kept, *mesh), stored("--no_data_parallel")
-    config, allowed = parse_args([*kept, *mesh]), rounding_of_run(whole, demo_inputs / "model")
-    choice, length = TokenChoice(config.positions, config.drop_token_ids), config.max_seq_length
+    options = parse_args([*kept, *mesh]).text
+    allowed = rounding_of_run(whole, demo_inputs / "model")
+    choice, length = TokenChoice(options.positions, options.drop_token_ids), options.max_seq_length
     found, dataset, every = records_of(out), ActivationDataset(out), []
     expected = {sample.sample_idx: sample for sample in ActivationDataset(whole)}
     assert len(dataset) == len(expected) == 60 and list(found) == HOOKS

@@ -390,8 +390,8 @@ def chosen(base, lora, column):
     flags = ["--lora", str(lora), f"--{column}_column", column, "--dataset_path", "x.jsonl"]
     checkpoint = Checkpoint(str(base))
     checkpoint.adapter = LoraAdapter(str(lora), checkpoint, tied=True)
-    config = parse_args(["--model_path", str(base), *flags])
-    return Text(config, checkpoint, CHAT_VOCABULARY, adapter=checkpoint.adapter.files)
+    options = parse_args(["--model_path", str(base), *flags]).text
+    return Text(options, checkpoint, CHAT_VOCABULARY, adapter=checkpoint.adapter.files)
 
 
 # What an adapter's folder has: further tokens and settings, the text of a file with a template, and

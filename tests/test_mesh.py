@@ -30,7 +30,7 @@ from activation_extraction.model.mesh_choice import (
 )
 from activation_extraction.model.model_setup import build_model
 from activation_extraction.model.step_cost import CostModel
-from activation_extraction.run.prepare import model_request
+from activation_extraction.run.prepare import step_request
 from benchmarks.inputs import SHAPES, evenly_spaced
 from qwen2_jax import weight_table
 from qwen2_jax_with_hooks import create_model_with_hooks
@@ -250,7 +250,7 @@ def test_memory(monkeypatch):
 def test_the_least_memory_of_all_hosts_decides():
     """A host cannot ask the devices of another one."""
     config = parse_model_config(SHAPES["0.5B"])
-    request = model_request(parse_args(["--batch_size", "8", "--layers_to_extract", "3"]))
+    request = step_request(parse_args(["--batch_size", "8", "--layers_to_extract", "3"]))
     large, small = (
         build_model(dataclasses.replace(request, memory=memory), config)[0].layout
         for memory in (1e12, 1e9)

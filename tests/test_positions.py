@@ -24,8 +24,8 @@ SLICES = {  # a rule, the slice, how it is recorded
 
 
 def choice_of(flags):
-    config = parse_args(flags.split())
-    return TokenChoice(config.positions, config.drop_token_ids)
+    options = parse_args(flags.split()).text
+    return TokenChoice(options.positions, options.drop_token_ids)
 
 
 @pytest.mark.parametrize("rule", SLICES)

@@ -15,8 +15,9 @@ PACKAGE = REPOSITORY / "activation_extraction"
 # The files of the model lie at the top level, where its user asked for them; their room is model.
 MODEL_FILES = "qwen2_jax", "qwen2_jax_with_hooks"
 
-# A room -> the rooms it may import from. Small modules of shared types are named by themselves.
-SHARED = ("text.batch", "text.mark", "text.sample_facts")
+# A room -> the rooms it may import from. Small modules of shared types are named by themselves:
+# the parts of the configuration, and what samples are.
+SHARED = ("cli.flags", "text.batch", "text.mark", "text.sample_facts")
 ARROWS = {
     "common": (),
     "cli": ("common",),

@@ -18,6 +18,7 @@ from cloud import REPOSITORY
 from storages import open_storage
 from test_autoencoders import assert_codes, encoded
 
+from activation_extraction.cli.flags import StorageOptions
 from activation_extraction.inspect.export import export
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
@@ -37,7 +38,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trainers")
     chance = np.random.default_rng(0)
     directions = chance.standard_normal((FEATURES, WIDTH))
-    stored = Identity(activation_dtype="bfloat16", shard_size_gb=5e-3)
+    stored = Identity(activation_dtype="bfloat16", storage=StorageOptions(5e-3))
     with open_storage(
         folder / "activations", {5: HOOK}, identity=stored, shard_size_gb=5e-3
     ) as storage:

@@ -80,7 +80,7 @@ def test_the_recorded_configuration_has_no_secrets():
     assert recorded["mix"] == [("https://host/a.jsonl", 2)]
     assert recorded["bucket_url"] == "gs://bucket/activations"
     assert recorded["output_dir"] == "out?token=1"  # not a URL
-    assert config.bucket_url == "gs://key:pass@bucket/activations"  # opens the bucket
+    assert config.output.bucket_url == "gs://key:pass@bucket/activations"  # opens the bucket
 
 
 def test_a_bucket_is_named_without_secrets(tmp_path):

@@ -1,18 +1,22 @@
-"""From the command line to the configuration: what was given, what stands in for the rest, checks.
+"""The way from the command line to a checked `Config`.
 
-What one flag may be is checked where it is parsed; here is what flags are together. Nothing outside
-this folder sees argparse's result, and only the script, run and inspect/look.py see the whole
-`Config`. `python -m activation_extraction.cli.config FLAGS` checks flags and starts nothing.
+flags.py declares the flags, and values.py checks the value of each where it is parsed. This module
+takes environment variables and defaults for flags that are not given, and checks whether flags are
+consistent. Nothing outside this folder sees argparse's result, and only the script, run and
+inspect/look.py see the whole `Config`.
+`python -m activation_extraction.cli.config FLAGS` checks flags and starts nothing.
 """
 
 import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any, NoReturn
 
 from activation_extraction import __version__
+from activation_extraction.cli.declare import Flag
 from activation_extraction.cli.flags import (
     DATASET,
     DEMO_MAX_SEQ_LENGTH,
@@ -21,9 +25,11 @@ from activation_extraction.cli.flags import (
     LOOKING,
     MODES,
     Config,
+    LookingOptions,
+    TextOptions,
 )
 from activation_extraction.common.choices import MAX_COLUMNS, SAMPLE_COLUMNS
-from activation_extraction.common.errors import InputError, exit_status, near_miss
+from activation_extraction.common.errors import FlagValueError, InputError, exit_status, near_miss
 from activation_extraction.common.visible import counted, make_streams_safe, plain_url
 
 # What schedulers call the number of a task of an array. It is only warned of, never used.
@@ -52,21 +58,28 @@ exit status: 0 done; 1 failed on the way, or --verify or --status found a proble
 also a row that cannot be used, or NaN; 130 or 143 stopped by Ctrl-C or SIGTERM (complete
 samples are stored). A scheduler should never retry 2.
 """
-# The flags that were given, by name, as argparse read them.
-Given = dict[str, Any]
+Values = dict[str, Any]  # name of a flag that is given -> its value
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Config:
-    """Returns the command line as a Config. Raises InputError for flags that are wrong together."""
+    """Returns the configuration that a command line asks for.
+
+    Args:
+        argv: The flags. None for those that this process was started with.
+
+    Raises:
+        InputError: A flag has a bad value, or flags are inconsistent.
+        SystemExit: After --help or --version.
+    """
     words = sys.argv[1:] if argv is None else argv
-    given: Given = vars(build_parser().parse_args(_with_slices(words)))
-    _fill_from_environment(given)
-    _refuse_conflicts(given)
-    _check_hosts(given)
-    for name, value in given.items():
+    values: Values = vars(build_parser().parse_args(_with_slices(words)))
+    _fill_from_environment(values)
+    _refuse_conflicts(values)
+    _check_hosts(values)
+    for name, value in values.items():
         if isinstance(value, list):
-            given[name] = FLAGS[name].collect(value)
-    config = Config(**{**given, **_depending(given)})
+            values[name] = FLAGS[name].collect(value)
+    config = Config.of({**values, **_depending(values)})
     _check_values(config)
     return config
 
@@ -112,71 +125,95 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    group = parser.add_argument_group("")
-    for name, flag in FLAGS.items():
-        if name in GROUPS:
-            group = parser.add_argument_group(*GROUPS[name])
-        # Of a flag and its opposite, only one may be given.
-        both = group.add_mutually_exclusive_group() if flag.opposite else group
-        both.add_argument(f"--{name}", **flag.options)
-        if flag.opposite:
-            opposite, meaning = flag.opposite
-            both.add_argument(f"--{opposite}", dest=name, action="store_false", help=meaning)
+    for declared in GROUPS:
+        group = parser.add_argument_group(declared.title, declared.note)
+        for name, flag in FLAGS.items():
+            if flag.group == declared:
+                _add_flag(group, name, flag)
     version = f"activation-extraction {__version__}"
     group.add_argument("--version", action="version", version=version, help="print the version")
     return parser
 
 
+def _add_flag(group: "argparse._ArgumentGroup", name: str, flag: Flag) -> None:
+    """Adds a flag to its group of --help, and its opposite if it has one."""
+    options = flag.options
+    if "type" in options:
+        options = {**options, "type": _for_argparse(options["type"])}
+    if flag.opposite is None:
+        group.add_argument(f"--{name}", **options)
+        return
+    opposite, meaning = flag.opposite
+    both = group.add_mutually_exclusive_group()
+    both.add_argument(f"--{name}", **options)
+    both.add_argument(f"--{opposite}", dest=name, action="store_false", help=meaning)
+
+
+def _for_argparse(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Returns the same parser with refusals that argparse shows as they are."""
+
+    @wraps(parse)  # messages of argparse contain the name
+    def parse_for_argparse(typed: str) -> Any:
+        try:
+            return parse(typed)
+        except FlagValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse_for_argparse
+
+
 def _epilog() -> str:
     """Returns the end of --help: examples, environment variables, exit statuses."""
-    variables = "\n".join(
-        f"  {' or '.join(flag.variables):<46} --{name}"
-        f"{' (with --multihost)' * (flag.needs == 'multihost')}"
-        for name, flag in FLAGS.items()
-        if flag.variables
-    )
-    return BEFORE_ENVIRONMENT + variables + AFTER_ENVIRONMENT
+    lines = []
+    for name, flag in FLAGS.items():
+        if flag.variables is not None:
+            line = f"  {' or '.join(flag.variables.names):<46} --{name}"
+            if flag.variables.only_with:
+                line += f" (with --{flag.variables.only_with})"
+            lines.append(line)
+    return BEFORE_ENVIRONMENT + "\n".join(lines) + AFTER_ENVIRONMENT
 
 
-def _fill_from_environment(given: Given) -> None:
-    """Takes missing flags from environment variables.
-
-    Variables about hosts count only with --multihost. Variables about machines count only in a run
-    over the user's data, so looking, planning, listing hooks and the demo work inside any job.
+def _fill_from_environment(values: Values) -> None:
+    """Takes flags that are not given from environment variables, where these count.
 
     Raises:
-        InputError: A variable has a bad value, or MACHINE_ID stands without a number of machines.
+        InputError: A variable has a bad value, or MACHINE_ID is set without a number of machines.
     """
-    shares_data = not any(mode in given for mode in (*LOOKING, "plan", "list_hooks", "demo"))
     for name, flag in FLAGS.items():
-        usable = flag.needs != "multihost" or "multihost" in given
-        if name in ("machine_id", "total_machines"):
-            usable = shares_data
-        # With a mesh type on the command line, the shape is not used; nor are axes without a shape.
-        if name == "mesh_shape":
-            usable = "mesh_type" not in given and given.get("use_data_parallel", True)
-        if name == "mesh_axes":
-            usable = "mesh_shape" in given
-        variables = [variable for variable in flag.variables if os.environ.get(variable)]
-        if usable and variables and name not in given:
-            _take_variable(given, name, variables[0])
-    if shares_data and os.environ.get("MACHINE_ID") and "total_machines" not in given:
+        if flag.variables is None or name in values:
+            continue
+        present = [variable for variable in flag.variables.names if os.environ.get(variable)]
+        if present and flag.variables.count_with(_typed(values)):
+            _take_variable(values, name, present[0])
+    of_machine = FLAGS["machine_id"].variables
+    if (
+        of_machine is not None
+        and of_machine.count_with(_typed(values))
+        and os.environ.get("MACHINE_ID")
+        and "total_machines" not in values
+    ):
         raise InputError(
             "TOTAL_MACHINES: is not set; MACHINE_ID says which machine this is, but not how many "
             "there are; set it, or give --total_machines"
         )
 
 
-def _take_variable(given: Given, name: str, variable: str) -> None:
+def _typed(values: Mapping[str, Any]) -> set[str]:
+    """Returns the names of the flags that are given, such as no_data_parallel of a pair."""
+    names = set()
+    for name, value in values.items():
+        opposite = FLAGS[name].opposite
+        names.add(name if opposite is None or value else opposite[0])
+    return names
+
+
+def _take_variable(values: Values, name: str, variable: str) -> None:
     """Sets a flag to the value of an environment variable, which must exist."""
     try:
-        given |= vars(build_parser().parse_args([f"--{name}={os.environ[variable]}"]))
+        values |= vars(build_parser().parse_args([f"--{name}={os.environ[variable]}"]))
     except InputError as error:
         raise InputError(f"environment variable {variable}: {error}") from error
-
-
-def _looking(given: Given) -> bool:
-    return any(mode in given for mode in LOOKING)
 
 
 def task_without_machine(config: Config) -> str | None:
@@ -188,133 +225,140 @@ def task_without_machine(config: Config) -> str | None:
     Returns:
         None if there are several machines, or if no scheduler has numbered this task.
     """
-    if config.total_machines > 1:
+    if config.hosts.total_machines > 1:
         return None
     for variable in ARRAY_VARIABLES:
-        of_a_host = variable == "JOB_COMPLETION_INDEX" and config.multihost
+        of_a_host = variable == "JOB_COMPLETION_INDEX" and config.hosts.multihost
         if os.environ.get(variable) and not of_a_host:
             return variable
     return None
 
 
-def _refuse_conflicts(given: Given) -> None:
+def _refuse_conflicts(values: Values) -> None:
     """Raises InputError for given flags that cannot be used together, or that need another one."""
-    for name in given:
+    for name in values:
         for other in FLAGS[name].excludes:
-            if other in given:
+            if other in values:
                 raise InputError(f"--{name} and --{other} cannot be used together")
-    for name in given:
+    for name in values:
         needed = [other for other in FLAGS[name].needs.split(" or ") if other]
-        if needed and not any(other in given for other in needed):
+        if needed and not any(other in values for other in needed):
             raise InputError(f"--{name}: needs {' or '.join(f'--{other}' for other in needed)}")
-    if "model_path" not in given:
-        if "verify_samples" in given:
+    if "model_path" not in values:
+        if "verify_samples" in values:
             raise InputError("--verify_samples: needs --model_path")
         for name in ("model_revision", "lora", "encode"):
-            if name in given and _looking(given):
+            if name in values and any(mode in values for mode in LOOKING):
                 raise InputError(f"--{name}: needs --model_path here")
     # The run that is estimated may begin anew.
-    planning = {"overwrite"} if "plan" in given else set()
-    modes = [f"--{mode}" for mode in MODES if mode in given and mode not in planning]
+    planning = {"overwrite"} if "plan" in values else set()
+    modes = [f"--{mode}" for mode in MODES if mode in values and mode not in planning]
     if len(modes) > 1:
         raise InputError(f"{' and '.join(modes)} cannot be used together")
-    if given.get("compress_shards") and given.get("shard_format") == "safetensors":
+    if values.get("compress_shards") and values.get("shard_format") == "safetensors":
         raise InputError(
             "--compress_shards: safetensors are never compressed, so that ranges of them can be "
             "read; leave it out, or choose pickle"
         )
-    if "mesh_shape" in given and not given.get("use_data_parallel", True):
+    if "mesh_shape" in values and not values.get("use_data_parallel", True):
         raise InputError("--mesh_shape and --no_data_parallel cannot be used together")
 
 
-def _check_hosts(given: Given) -> None:
+def _check_hosts(values: Values) -> None:
     """Checks the flags that name the hosts of a pod: all of them must be given, or none."""
     names = ("coordinator_address", "host_id", "num_hosts")
-    present = [name for name in names if name in given]
+    present = [name for name in names if name in values]
     if 0 < len(present) < len(names):
-        missing = next(name for name in names if name not in given)
+        missing = next(name for name in names if name not in values)
         raise InputError(f"--{missing}: is missing; --{present[0]} needs it")
-    if present and given["host_id"] >= given["num_hosts"]:
+    if present and values["host_id"] >= values["num_hosts"]:
         raise InputError(
-            f"--host_id {given['host_id']}: out of range for --num_hosts {given['num_hosts']}; "
+            f"--host_id {values['host_id']}: out of range for --num_hosts {values['num_hosts']}; "
             "hosts are counted from 0"
         )
 
 
-def _depending(given: Given) -> Given:
-    """Returns the fields whose values depend on several flags."""
-    recompute = "verify" in given and "model_path" in given
-    values: Given = {
-        "verify_samples": given.get("verify_samples", Config.verify_samples) if recompute else 0,
-        "compress_shards": given.get("compress_shards", True)
-        and given.get("shard_format") != "safetensors",
+def _depending(values: Values) -> Values:
+    """Returns the values of flags that depend on several flags."""
+    recompute = "verify" in values and "model_path" in values
+    compressible = values.get("shard_format") != "safetensors"
+    results: Values = {
+        "verify_samples": 0,
+        "compress_shards": compressible and values.get("compress_shards", True),
     }
-    if not {"dataset_path", "mix", "demo"} & given.keys():
-        values["dataset_name"] = given.get("dataset_name", DATASET[0])
+    if recompute:
+        results["verify_samples"] = values.get("verify_samples", LookingOptions.verify_samples)
+    if not {"dataset_path", "mix", "demo"} & values.keys():
+        results["dataset_name"] = values.get("dataset_name", DATASET[0])
         # The default configuration is the default data set's.
-        if "dataset_name" not in given:
-            values["dataset_config"] = given.get("dataset_config", DATASET[1])
-    if "demo" in given:
-        values["max_seq_length"] = given.get("max_seq_length", DEMO_MAX_SEQ_LENGTH)
-    if "mesh_shape" in given:
-        values["mesh_type"] = given.get("mesh_type")
-    return values
+        if "dataset_name" not in values:
+            results["dataset_config"] = values.get("dataset_config", DATASET[1])
+    if "demo" in values:
+        results["max_seq_length"] = values.get("max_seq_length", DEMO_MAX_SEQ_LENGTH)
+    if "mesh_shape" in values:
+        results["mesh_type"] = values.get("mesh_type")
+    return results
 
 
 def _check_values(config: Config) -> None:
-    """Raises InputError for values, given or default, that make no sense."""
-    if "://" in config.output_dir and not config.looking:
+    """Raises InputError for values, given or default, that make no sense together."""
+    output, storage, hosts = config.output, config.storage, config.hosts
+    if "://" in output.output_dir and not config.looking.requested:
         raise InputError(
-            f"--output_dir {config.output_dir}: is a URL, expected a local folder; to store shards "
+            f"--output_dir {output.output_dir}: is a URL, expected a local folder; to store shards "
             "in a bucket, use --upload_to_gcs with --gcs_bucket and --gcs_prefix"
         )
-    if config.activation_dtype == "float8" and config.shard_format != "safetensors":
+    if config.hooks.activation_dtype == "float8" and storage.shard_format != "safetensors":
         raise InputError("--activation_dtype float8: needs --shard_format safetensors")
-    if config.positions.last_of_turn and config.messages_column is None:
-        raise InputError("--positions last_of_turn: needs --messages_column")
-    names = [token for token in config.drop_token_ids if isinstance(token, str)]
-    if names and config.ids_column is not None:
-        raise InputError(
-            f"--drop_token_ids {names[0]}: with --ids_column no tokenizer is read, which knows the "
-            "names of tokens; give the id"
-        )
-    if config.overlap >= config.max_seq_length:
-        raise InputError(
-            f"--overlap {config.overlap}: expected less than --max_seq_length "
-            f"{config.max_seq_length}"
-        )
-    if config.overlap and config.long_documents != "split":
-        raise InputError("--overlap: needs --long_documents split")
-    for name in config.keep_columns:
-        if name in SAMPLE_COLUMNS:
-            raise InputError(
-                f"--keep_columns {name}: the table of samples has a column of this name; rename "
-                "the data set's"
-            )
-    if len(config.keep_columns) > MAX_COLUMNS:
-        raise InputError(
-            f"--keep_columns: names {len(config.keep_columns)} columns, there is room for "
-            f"{MAX_COLUMNS}"
-        )
-    sources = [plain_url(source) for source, _ in config.mix]
-    for source in sources:
-        if sources.count(source) > 1:
-            raise InputError(f"--mix: names {source} twice")
-    if not config.positions.may_keep(config.max_seq_length):
-        raise InputError(
-            f"--positions {config.positions}: keeps no token of any sample; samples have at most "
-            f"{counted(config.max_seq_length, 'token')} (--max_seq_length), with positions from 0"
-        )
-    waiting, least = config.waiting_shards_gb, 2 * config.shard_size_gb
+    _check_text(config.text)
+    waiting, least = storage.waiting_shards_gb, 2 * storage.shard_size_gb
     if waiting is not None and waiting < least:
         raise InputError(
             f"--waiting_shards_gb {waiting:g}: has no room for two shards; give at least "
             f"{least:g}, or a smaller --shard_size_gb"
         )
-    if config.machine_id >= config.total_machines:
+    if hosts.machine_id >= hosts.total_machines:
         raise InputError(
-            f"--machine_id {config.machine_id}: out of range for --total_machines "
-            f"{config.total_machines}; machines are counted from 0"
+            f"--machine_id {hosts.machine_id}: out of range for --total_machines "
+            f"{hosts.total_machines}; machines are counted from 0"
+        )
+
+
+def _check_text(text: TextOptions) -> None:
+    """Raises InputError for values of the flags about text that make no sense together."""
+    if text.positions.last_of_turn and text.messages_column is None:
+        raise InputError("--positions last_of_turn: needs --messages_column")
+    names = [token for token in text.drop_token_ids if isinstance(token, str)]
+    if names and text.ids_column is not None:
+        raise InputError(
+            f"--drop_token_ids {names[0]}: with --ids_column no tokenizer is read, which knows the "
+            "names of tokens; give the id"
+        )
+    if text.overlap >= text.max_seq_length:
+        raise InputError(
+            f"--overlap {text.overlap}: expected less than --max_seq_length {text.max_seq_length}"
+        )
+    if text.overlap and text.long_documents != "split":
+        raise InputError("--overlap: needs --long_documents split")
+    for name in text.keep_columns:
+        if name in SAMPLE_COLUMNS:
+            raise InputError(
+                f"--keep_columns {name}: the table of samples has a column of this name; rename "
+                "the data set's"
+            )
+    if len(text.keep_columns) > MAX_COLUMNS:
+        raise InputError(
+            f"--keep_columns: names {len(text.keep_columns)} columns, there is room for "
+            f"{MAX_COLUMNS}"
+        )
+    sources = [plain_url(source) for source, _ in text.mix]
+    for source in sources:
+        if sources.count(source) > 1:
+            raise InputError(f"--mix: names {source} twice")
+    if not text.positions.may_keep(text.max_seq_length):
+        raise InputError(
+            f"--positions {text.positions}: keeps no token of any sample; samples have at most "
+            f"{counted(text.max_seq_length, 'token')} (--max_seq_length), with positions from 0"
         )
 
 

@@ -1,91 +1,114 @@
-"""The table of flags: what each is called, means and is when nobody gives it.
+"""The table of flags, and the configuration that they make.
 
-`Config` is that table: one field for every flag. config.py makes the command line and --help from
-it, fills it in, and checks whether flags fit together. Model and store each declare a
-dataclass of the flags that they take, and get it from `Config.part`.
+`Config` is a run as its user asks for it. It consists of parts, frozen dataclasses of flags, each
+of which goes unchanged to the room that it is about. Every flag is declared once, with its meaning
+and default: as a field of a part, or of `Config` itself if it says what to do at all. config.py
+makes the command line and --help from this table, and checks whether flags are consistent. Every
+room may import the parts from here, so this module imports neither argparse nor NumPy.
 """
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from activation_extraction.cli.declare import (
     Flag,
+    Group,
+    Variables,
+    each_once,
+    flag,
+    gigabytes,
+    number,
+    pair,
+    part,
+    seconds,
+    several,
+    switch,
+)
+from activation_extraction.cli.values import (
     address,
     argument,
     axes,
     bucket,
     dollars,
-    each_once,
-    flag,
-    gigabytes,
     hook_and_path,
     in_bucket,
     layers,
-    number,
-    pair,
     path,
     path_or_default,
     positive,
     positive_or_0,
     rows,
-    seconds,
-    several,
     sizes,
-    switch,
     token,
     weighted,
 )
 from activation_extraction.common.choices import (
     DEFAULT_LAYERS,
     DEFAULT_TOP_LOGITS,
+    EXPORTS,
     MESH_AXES,
     ROLES,
     SHARD_FORMATS,
 )
+from activation_extraction.common.host_memory import available_memory
 from activation_extraction.common.positions import ALL, Positions, parse_positions
 from activation_extraction.common.visible import plain_url
 
-T = TypeVar("T")
 DATASET = ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")  # name, config, split
 DEMO_MAX_SEQ_LENGTH = 256
 LOOKING = ("status", "verify", "report", "export")
 # At most one of these is given.
 MODES = (*LOOKING, "repair", "overwrite", "list_hooks", "plan")
+# With these, a machine has no share of the user's data.
+WITHOUT_SHARES = (*LOOKING, "plan", "list_hooks", "demo")
+GIGABYTE = 10**9
+MAX_WAITING_BYTES = 16 * GIGABYTE
 
-
-# The flag that each group of --help begins with: the group's title and what is said below it.
-GROUPS = {
-    "model_path": ("model", None),
-    "layers_to_extract": ("what to extract", None),
-    "positions": (
-        "which tokens to keep",
-        "the model always reads whole samples; only kept tokens are stored",
-    ),
-    "dataset_name": ("text", None),
-    "machine_id": ("several machines", "each with its own share of the data"),
-    "batch_size": ("computing", None),
-    "multihost": ("several hosts as one", "start the same command on every host of a pod"),
-    "output_dir": ("output", None),
-    "upload_to_gcs": (
-        "upload",
-        "credentials come from the environment: for Google Cloud, gcloud auth application-default "
-        "login, GOOGLE_APPLICATION_CREDENTIALS or the machine's service account; for S3, AWS_* "
-        "variables; for Azure, AZURE_STORAGE_* variables. README.md names them",
-    ),
-    "plan": (
-        "before a machine is rented",
-        "give these beside the flags of a run, which then does not start. The estimate needs "
-        "neither weights nor data nor an accelerator: it reads the model's config.json, and does "
-        "without it for a released Qwen model if the hub cannot be reached",
-    ),
-    "status": (
-        "looking at an extraction",
-        "these flags do not extract; they look at the bucket with --upload_to_gcs, else at "
-        "--output_dir, which may be a URL here",
-    ),
-    "demo": ("general", None),
-}
+# The groups of --help.
+MODEL = Group("model")
+EXTRACT = Group("what to extract")
+TOKENS = Group(
+    "which tokens to keep", "the model always reads whole samples; only kept tokens are stored"
+)
+TEXT = Group("text")
+MACHINES = Group("several machines", "each with its own share of the data")
+COMPUTING = Group("computing")
+HOSTS = Group("several hosts as one", "start the same command on every host of a pod")
+OUTPUT = Group("output")
+UPLOAD = Group(
+    "upload",
+    "credentials come from the environment: for Google Cloud, gcloud auth application-default "
+    "login, GOOGLE_APPLICATION_CREDENTIALS or the machine's service account; for S3, AWS_* "
+    "variables; for Azure, AZURE_STORAGE_* variables. README.md names them",
+)
+PLAN = Group(
+    "before a machine is rented",
+    "give these beside the flags of a run, which then does not start. The estimate needs "
+    "neither weights nor data nor an accelerator: it reads the model's config.json, and does "
+    "without it for a released Qwen model if the hub cannot be reached",
+)
+LOOK = Group(
+    "looking at an extraction",
+    "these flags do not extract; they look at the bucket with --upload_to_gcs, else at "
+    "--output_dir, which may be a URL here",
+)
+GENERAL = Group("general")
+GROUPS = (
+    MODEL,
+    EXTRACT,
+    TOKENS,
+    TEXT,
+    MACHINES,
+    COMPUTING,
+    HOSTS,
+    OUTPUT,
+    UPLOAD,
+    PLAN,
+    LOOK,
+    GENERAL,
+)
 
 
 def _all_layers(ranges: list[tuple[int, ...] | str]) -> tuple[int, ...] | str:
@@ -93,19 +116,12 @@ def _all_layers(ranges: list[tuple[int, ...] | str]) -> tuple[int, ...] | str:
 
 
 def _ids_and_names(tokens: list[int | str]) -> tuple[int | str, ...]:
-    return tuple(sorted(set(tokens), key=lambda each: (isinstance(each, str), each)))
+    return tuple(sorted(set(tokens), key=lambda item: (isinstance(item, str), item)))
 
 
 @dataclass(frozen=True)
-class Config:
-    """One run, as the user asked for it.
-
-    layers_to_extract, batch_size: None is the default. drop_token_ids: ids, and then names, which
-    run/host_text.py replaces by ids. mesh_type: None if --mesh_shape is given instead.
-    compress_shards: false for safetensors, which are never compressed. verify_samples: 0 without
-    --model_path. report: the file to write the report to, "" for the default one; None without
-    --report.
-    """
+class ModelOptions:
+    """The model that computes, and its number type. The notes of --help describe all fields."""
 
     model_path: str = flag(
         "a Qwen or Llama 3 model: a folder with config.json, safetensors and tokenizer, local or "
@@ -131,6 +147,19 @@ class Config:
         default_is="auto = bfloat16 on TPU and GPU, float32 on CPU",
         choices=("auto", "float32", "bfloat16"),
     )
+
+
+@dataclass(frozen=True)
+class HookOptions:
+    """The hooks whose activations or codes are stored, and the type in which they are.
+
+    The notes of --help describe all fields.
+
+    Attributes:
+        layers_to_extract: Layers, "all", or None for the default layers.
+        encode: Hook and path of each autoencoder. The hook is "" if it is not given.
+    """
+
     layers_to_extract: tuple[int, ...] | str | None = flag(
         "layers, counted from 0: numbers, ranges such as 1-3, or all",
         default_is=f"{DEFAULT_LAYERS[0]}-{DEFAULT_LAYERS[-1]}, clipped to the model's depth",
@@ -181,10 +210,29 @@ class Config:
     keep_activations: bool = switch(
         "store the activations that are encoded beside their codes", needs="encode"
     )
-    list_hooks: bool = switch(
-        "list the model's hooks with all their names, widths, dtypes and bytes per token, then "
-        "exit; reads only config.json and, for the special tokens, tokenizer.json"
+    activation_dtype: str = flag(
+        "the type of the stored activations; float8, which needs --shard_format safetensors, takes "
+        "half of bfloat16 plus 4 bytes per token and hook, is read as float32, float16 or "
+        "bfloat16, and its error is measured on some of the tokens",
+        "auto",
+        default_is="auto = as --dtype",
+        choices=("auto", "float32", "float16", "bfloat16", "float8"),
     )
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """The text that the model reads, and which of its tokens are stored.
+
+    The notes of --help describe all fields.
+
+    Attributes:
+        drop_token_ids: Ids in ascending order, then names of tokens.
+        dataset_name: Data set of the hub; None if there are files or a mixture instead.
+        mix: Source and weight of each source of a mixture.
+        chat_template_args: Name and value of each variable.
+    """
+
     positions: Positions = flag(
         "all, last, first:N, last:N, every:N (0, N, 2N, ...), a slice as in Python, such as 4:-1, "
         "random:P or random:P:SEED, which keep every token with probability P (SEED is 0 if none "
@@ -193,6 +241,8 @@ class Config:
         Positions(),
         parse=parse_positions,
         metavar="RULE",
+        content=True,
+        group=TOKENS,
     )
     roles: tuple[str, ...] = several(
         "keep only the tokens of these roles of a conversation; --positions then counts only "
@@ -203,6 +253,8 @@ class Config:
         choices=ROLES,
         collect=each_once,
         metavar="ROLE",
+        content=True,
+        group=TOKENS,
     )
     drop_token_ids: tuple[Any, ...] = several(
         "of the tokens that --positions keeps, leave out these: ids, or names as the "
@@ -210,6 +262,8 @@ class Config:
         token,
         collect=_ids_and_names,
         metavar="ID|NAME",
+        content=True,
+        group=TOKENS,
     )
     dataset_name: str | None = flag(
         "a data set on the hub, which is streamed", default_is=DATASET[0]
@@ -239,6 +293,7 @@ class Config:
         "the column that holds the text; in rows without it, ARC-AGI's columns train and test "
         "become a prompt",
         "text",
+        content=True,
     )
     messages_column: str | None = flag(
         "the column that holds a conversation: messages with role and content, or from and value. "
@@ -246,6 +301,7 @@ class Config:
         "it leaves out text of a message, apart from thinking. Tokens have a role and a turn only "
         "if the template writes turns between <|im_start|> and <|im_end|>, as Qwen's do",
         excludes=("text_column",),
+        content=True,
     )
     chat_template: str | None = flag(
         "a file with a chat template for all rows",
@@ -264,19 +320,24 @@ class Config:
     ids_column: str | None = flag(
         "the column that holds token ids, which are taken as they are; no tokenizer is needed",
         excludes=("text_column", "messages_column"),
+        content=True,
     )
     mask_column: str | None = flag(
         "a column with 0 or 1 for each of these token ids; those with 0 are context, and are not "
         "stored; in a column called attention_mask they are padding, which the model does not read",
         default_is="all are stored",
         needs="ids_column",
+        content=True,
     )
     id_column: str | None = flag(
         "the column that holds the id of a row, which is stored as doc_id",
         default_is="id, or task_id of ARC-AGI, where rows have it",
+        content=True,
     )
     keep_columns: tuple[str, ...] = several(
-        "columns to store with each sample, such as a label", collect=each_once
+        "columns to store with each sample, such as a label",
+        collect=each_once,
+        content=True,
     )
     special_tokens: str = flag(
         "which tokens plain text gets besides its own. tokenizer: those that the model's tokenizer "
@@ -291,6 +352,7 @@ class Config:
         "make several samples, of which --max_samples and --positions count each",
         "cut",
         choices=("cut", "split"),
+        content=True,
     )
     overlap: int = number(
         "with --long_documents split: how many tokens of the previous piece each piece repeats, "
@@ -298,6 +360,7 @@ class Config:
         0,
         least=0,
         unit=" tokens",
+        content=True,
     )
     shuffle_documents: int | None = number(
         "shuffle the documents with this seed: files and row groups, and rows within blocks of "
@@ -305,37 +368,34 @@ class Config:
         least=0,
         default_is="the order of the data set",
         metavar="SEED",
+        content=True,
     )
     skip_bad_rows: bool = switch(
         "skip and count rows that cannot be used: not JSON, no such column, no text in it; may "
-        "also be added when a run is continued (default: such a row ends the run)"
+        "also be added when a run is continued (default: such a row ends the run)",
+        content=True,
     )
-    max_samples: int | None = number(
-        "store at most N samples on this machine. Its hosts have equal shares of N; a host that "
-        "runs out of rows stores fewer, and is named at the end",
-        default_is="all",
+    max_seq_length: int = number(
+        "tokens per row; longer documents are cut, see --long_documents",
+        2048,
+        default_is=f"2048 tokens; {DEMO_MAX_SEQ_LENGTH} with --demo",
+        metavar="TOKENS",
+        content=True,
+        group=COMPUTING,
     )
-    max_tokens: int | None = number(
-        "store at most N tokens on this machine, shared like --max_samples; the last sample is "
-        "cut, and stays so, so that a share is exact unless the host runs out of rows",
-        default_is="all",
-    )
-    machine_id: int = number(
-        "the number of this machine, from 0; each machine extracts its own share of the data. No "
-        "scheduler's variables are read: all tasks of a script of your own are machine 0 of 1, "
-        "unless it sets MACHINE_ID and TOTAL_MACHINES, which --demo and flags that only look or "
-        "plan ignore. The templates in deploy/ number their tasks",
-        0,
-        least=0,
-        variables=("MACHINE_ID",),
-        metavar="I",
-    )
-    total_machines: int = number(
-        "the number of independent machines that share the data; it may be much larger than the "
-        "number that runs at a time",
-        1,
-        variables=("TOTAL_MACHINES",),
-    )
+
+
+@dataclass(frozen=True)
+class ComputingOptions:
+    """The way in which a step is computed. The values do not depend on it beyond rounding.
+
+    The notes of --help describe all fields.
+
+    Attributes:
+        batch_size: Rows per host and step, "auto", or None for the default (run/batch_size.py).
+        mesh_type: None if --mesh_shape is given instead.
+    """
+
     batch_size: int | str | None = flag(
         "rows per host and step; several samples share a row. auto: the most, up to 512, that the "
         "devices and the host have memory for; on a CPU, the default",
@@ -343,12 +403,6 @@ class Config:
         "the devices",
         parse=rows,
         metavar="ROWS|auto",
-    )
-    max_seq_length: int = number(
-        "tokens per row; longer documents are cut, see --long_documents",
-        2048,
-        default_is=f"2048 tokens; {DEMO_MAX_SEQ_LENGTH} with --demo",
-        metavar="TOKENS",
     )
     mesh_type: str | None = flag(
         "how the devices are arranged. auto: for the shortest step, splitting weights as little as "
@@ -360,7 +414,7 @@ class Config:
     mesh_shape: tuple[int, ...] | None = flag(
         "the size of each axis",
         default_is="as --mesh_type says",
-        variables=("TPU_MESH_CONFIG",),
+        variables=Variables(("TPU_MESH_CONFIG",), unless=("mesh_type", "no_data_parallel")),
         parse=sizes,
         metavar="A,B[,C]",
     )
@@ -368,7 +422,7 @@ class Config:
         f"the names of the axes, from {', '.join(MESH_AXES)}: pipeline splits the layers; data, "
         "fsdp and expert the rows; fsdp and model the weights; expert those of the experts",
         default_is="data,model or pipeline,data,model",
-        variables=("TPU_AXIS_NAMES",),
+        variables=Variables(("TPU_AXIS_NAMES",), only_with="mesh_shape"),
         parse=axes,
         metavar="NAME,...",
     )
@@ -379,29 +433,63 @@ class Config:
         "where JAX keeps compiled programs for the next start, or off; with --multihost a folder "
         "or URL that all hosts share",
         default_is="activation_extraction/jax in XDG_CACHE_HOME or ~/.cache; off with --multihost",
-        variables=("JAX_COMPILATION_CACHE_DIR",),
+        variables=Variables(("JAX_COMPILATION_CACHE_DIR",)),
         parse=path,
         metavar="FOLDER",
+        per_host=True,
+    )
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """The place of this process among the machines and hosts of a run, and how long it waits there.
+
+    The notes of --help describe all fields.
+    """
+
+    machine_id: int = number(
+        "the number of this machine, from 0; each machine extracts its own share of the data. No "
+        "scheduler's variables are read: all tasks of a script of your own are machine 0 of 1, "
+        "unless it sets MACHINE_ID and TOTAL_MACHINES, which --demo and flags that only look or "
+        "plan ignore. The templates in deploy/ number their tasks",
+        0,
+        least=0,
+        variables=Variables(("MACHINE_ID",), unless=WITHOUT_SHARES),
+        metavar="I",
+        group=MACHINES,
+    )
+    total_machines: int = number(
+        "the number of independent machines that share the data; it may be much larger than the "
+        "number that runs at a time",
+        1,
+        variables=Variables(("TOTAL_MACHINES",), unless=WITHOUT_SHARES),
+        group=MACHINES,
     )
     multihost: bool = switch(
         "join the other hosts; on Cloud TPU, GKE and Slurm this flag alone is enough"
     )
     coordinator_address: str | None = flag(
         "the address of host 0",
-        variables=("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS"),
+        variables=Variables(
+            ("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS"), only_with="multihost"
+        ),
         needs="multihost",
         parse=address,
         metavar="HOST:PORT",
+        per_host=True,
     )
     host_id: int | None = number(
         "the number of this host, from 0",
         least=0,
-        variables=("JAX_PROCESS_INDEX", "HOST_ID"),
+        variables=Variables(("JAX_PROCESS_INDEX", "HOST_ID"), only_with="multihost"),
         needs="multihost",
         metavar="I",
+        per_host=True,
     )
     num_hosts: int | None = number(
-        "the number of hosts", variables=("JAX_PROCESS_COUNT", "NUM_HOSTS"), needs="multihost"
+        "the number of hosts",
+        variables=Variables(("JAX_PROCESS_COUNT", "NUM_HOSTS"), only_with="multihost"),
+        needs="multihost",
     )
     connect_timeout: int = seconds("how long to wait for the other hosts at the start", 300)
     heartbeat_timeout: int = seconds("how long a host may be silent before it counts as dead", 100)
@@ -409,37 +497,133 @@ class Config:
         "end the process if no step finishes for this long; skipping what is stored is progress",
         600,
     )
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """The folders that the shards are stored in. The notes of --help describe all fields."""
+
     output_dir: str = flag(
         "the folder for the shards; the same command continues a run that was interrupted there",
         "activations",
         path,
         metavar="FOLDER",
+        per_host=True,
     )
     min_free_gb: float = gigabytes(
         "refuse to start if the disk of --output_dir has less than this free",
         0.0,
         parse=positive_or_0,
     )
-    activation_dtype: str = flag(
-        "the type of the stored activations; float8, which needs --shard_format safetensors, takes "
-        "half of bfloat16 plus 4 bytes per token and hook, is read as float32, float16 or "
-        "bfloat16, and its error is measured on some of the tokens",
-        "auto",
-        default_is="auto = as --dtype",
-        choices=("auto", "float32", "float16", "bfloat16", "float8"),
+    upload_to_gcs: bool = switch(
+        "store the shards in a bucket, from memory; a shard counts as stored only once the bucket "
+        "has confirmed it",
+        needs="gcs_bucket",
+        group=UPLOAD,
     )
-    shard_size_gb: float = gigabytes("activations per shard before compression", 1.0)
+    gcs_bucket: str | None = flag(
+        "the name of a bucket of Google Cloud, or a URL: gs://, s3://, s3a://, az://, "
+        "abfs:// or abfss://",
+        parse=bucket,
+        needs="upload_to_gcs",
+        group=UPLOAD,
+    )
+    gcs_prefix: str = flag(
+        "a folder in the bucket; it gets one folder for each machine and host",
+        "activations",
+        in_bucket,
+        needs="upload_to_gcs",
+        metavar="PATH",
+        group=UPLOAD,
+    )
+    upload_timeout: int = number(
+        "how long an upload may keep failing, or wait for an answer once all is sent, before the "
+        "run stops; the time for sending it comes on top, at most 8 s per MB",
+        300,
+        unit=" s",
+        metavar="SECONDS",
+        group=UPLOAD,
+    )
+
+    @property
+    def bucket_url(self) -> str | None:
+        """The folder in the bucket that contains those of machines and hosts; None without upload.
+
+        The URL has the secrets that --gcs_bucket has.
+        """
+        if not self.upload_to_gcs or self.gcs_bucket is None:
+            return None
+        bucket = self.gcs_bucket.rstrip("/")
+        return f"{bucket if '://' in bucket else f'gs://{bucket}'}/{self.gcs_prefix.strip('/')}"
+
+    @property
+    def location(self) -> str:
+        """The URL or path of the run: the bucket's if there is one, otherwise the local folder."""
+        return self.bucket_url or self.output_dir
+
+
+@dataclass(frozen=True)
+class StorageOptions:
+    """How activations are stored.
+
+    Attributes:
+        shard_size_gb: Size of a shard's activations before compression, in 10^9 bytes. A shard has
+            at least one sample.
+        shard_format: "pickle" or "safetensors".
+        compress_shards: Whether pickles are compressed with gzip. Safetensors never are.
+        max_samples: The most samples that the caller adds; None for any number. No sample is
+            refused for this limit, but a run that already has more is refused when it begins.
+        max_tokens: The most tokens of all these samples, with the same meaning.
+        overwrite: Whether to begin anew instead of continuing what is stored already.
+        delete_local_after_upload: Whether shards are stored in the bucket alone, if there is one,
+            and not locally as well.
+        writer_threads: Number of threads that compress shards and add up statistics. None for one
+            for each core.
+        waiting_shards_gb: The most memory for activations that wait to be stored, in 10^9 bytes.
+            None for a quarter of the available memory, but at most 16 GB and at least two shards.
+    """
+
+    shard_size_gb: float = gigabytes(
+        "activations per shard before compression",
+        1.0,
+        content=True,
+    )
     shard_format: str = flag(
         "pickle: a dict that Python reads without this program; safetensors: one contiguous tensor "
         "per hook, so that one hook is read without the others. Reading compares every MiB with "
         "its crc32c, --verify the whole with its sha256",
         "pickle",
         choices=SHARD_FORMATS,
+        content=True,
     )
     compress_shards: bool = pair(
         "gzip the pickles; safetensors are never compressed",
         "no_compress_shards",
         "write plain .pkl files",
+        content=True,
+    )
+    max_samples: int | None = number(
+        "store at most N samples on this machine. Its hosts have equal shares of N; a host that "
+        "runs out of rows stores fewer, and is named at the end",
+        default_is="all",
+        group=TEXT,
+    )
+    max_tokens: int | None = number(
+        "store at most N tokens on this machine, shared like --max_samples; the last sample is "
+        "cut, and stays so, so that a share is exact unless the host runs out of rows",
+        default_is="all",
+        group=TEXT,
+    )
+    overwrite: bool = switch(
+        "at every start, begin anew in place of the extraction that --output_dir and the bucket "
+        "hold, of which nothing is left at the end (default: continue it)",
+        group=OUTPUT,
+    )
+    delete_local_after_upload: bool = pair(
+        "write no local shards, only metadata.json and metrics.jsonl",
+        "keep_local",
+        "write local shards as well, beside those in the bucket",
+        group=UPLOAD,
     )
     writer_threads: int | None = number(
         "the threads that compress shards and add up their statistics",
@@ -450,42 +634,43 @@ class Config:
         "for two shards is the least",
         default_is="a quarter of the memory at hand, at most 16, or two shards",
     )
-    overwrite: bool = switch(
-        "at every start, begin anew in place of the extraction that --output_dir and the bucket "
-        "hold, of which nothing is left at the end (default: continue it)"
-    )
-    repair: bool = switch(
-        "with the flags of a run: compute the samples of damaged and missing shards again, verify "
-        "the folder, and exit with that status"
-    )
-    upload_to_gcs: bool = switch(
-        "store the shards in a bucket, from memory; a shard counts as stored only once the bucket "
-        "has confirmed it",
-        needs="gcs_bucket",
-    )
-    gcs_bucket: str | None = flag(
-        "the name of a bucket of Google Cloud, or a URL: gs://, s3://, s3a://, az://, "
-        "abfs:// or abfss://",
-        parse=bucket,
-        needs="upload_to_gcs",
-    )
-    gcs_prefix: str = flag(
-        "a folder in the bucket; it gets one folder for each machine and host",
-        "activations",
-        in_bucket,
-        needs="upload_to_gcs",
-        metavar="PATH",
-    )
-    delete_local_after_upload: bool = pair(
-        "write no local shards, only metadata.json and metrics.jsonl",
-        "keep_local",
-        "write local shards as well, beside those in the bucket",
-    )
-    upload_timeout: int = seconds(
-        "how long an upload may keep failing, or wait for an answer once all is sent, before the "
-        "run stops; the time for sending it comes on top, at most 8 s per MB",
-        300,
-    )
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """The most samples and tokens to store, by the names that metadata.json has for them."""
+        return {"max_samples": self.max_samples, "max_tokens": self.max_tokens}
+
+    @property
+    def shard_bytes(self) -> float:
+        """The size of a shard's activations before compression, in bytes."""
+        return self.shard_size_gb * GIGABYTE
+
+    @property
+    def waiting_bytes(self) -> float:
+        """The most bytes that may wait in memory to be stored."""
+        if self.waiting_shards_gb is not None:
+            return self.waiting_shards_gb * GIGABYTE
+        return max(min(available_memory() / 4, MAX_WAITING_BYTES), 2 * self.shard_bytes)
+
+    @property
+    def threads(self) -> int:
+        """The number of threads that compress shards and add up statistics."""
+        cores = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
+            cores = len(os.sched_getaffinity(0))
+        return self.writer_threads or cores
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The machine that --plan estimates a run for, and what is known of it.
+
+    The notes of --help describe all fields.
+
+    Attributes:
+        plan: Name of the machine; None if nothing is estimated.
+    """
+
     plan: str | None = flag(
         "estimate what the run would take on a machine, such as v5e:8x8, v5litepod-64, v4-32, h100 "
         "or h100-8, on the mesh of auto and on the one that is asked for: whether it fits, bytes, "
@@ -514,6 +699,17 @@ class Config:
         needs="plan",
         metavar="X[,Y]",
     )
+
+
+@dataclass(frozen=True)
+class LookingOptions:
+    """What to do with a stored run. The notes of --help describe all fields.
+
+    Attributes:
+        verify_samples: Number of samples that --verify recomputes; 0 without --model_path.
+        report: File to write the report to, "" for the default one; None without --report.
+    """
+
     status: bool = switch(
         "show what all machines and hosts have stored, how fast they are and when they will be "
         "done; also works during a run; exits with status 1 if a host has failed or has been "
@@ -553,13 +749,53 @@ class Config:
         "hooks; how many tokens and codes are left out is printed",
         default_is="all",
         needs="export_dir",
-        choices=("sae_lens", "speculators", "specforge", "delphi"),
+        choices=EXPORTS,
     )
     export_dir: str | None = flag(
         "the folder that --export makes; it must not exist yet",
         parse=path,
         needs="export",
         metavar="FOLDER",
+    )
+
+    @property
+    def requested(self) -> bool:
+        """Whether to look at what is stored instead of extracting."""
+        reports = self.report is not None or self.export is not None
+        return self.status or self.verify or reports
+
+
+def content_flags(options: Any) -> dict[str, Any]:
+    """Returns the values of those flags of a part that decide the content of shards, by name."""
+    return {
+        item.name: getattr(options, item.name)
+        for item in fields(options)
+        if item.metadata["flag"].content
+    }
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run, as the user asks for it: its parts, and the flags that say what to do at all."""
+
+    model: ModelOptions = part(ModelOptions, MODEL)
+    hooks: HookOptions = part(HookOptions, EXTRACT)
+    text: TextOptions = part(TextOptions, TEXT)
+    computing: ComputingOptions = part(ComputingOptions, COMPUTING)
+    hosts: HostOptions = part(HostOptions, HOSTS)
+    output: OutputOptions = part(OutputOptions, OUTPUT)
+    storage: StorageOptions = part(StorageOptions, OUTPUT)
+    planning: PlanOptions = part(PlanOptions, PLAN)
+    looking: LookingOptions = part(LookingOptions, LOOK)
+    list_hooks: bool = switch(
+        "list the model's hooks with all their names, widths, dtypes and bytes per token, then "
+        "exit; reads only config.json and, for the special tokens, tokenizer.json",
+        group=EXTRACT,
+    )
+    repair: bool = switch(
+        "with the flags of a run: compute the samples of damaged and missing shards again, verify "
+        "the folder, and exit with that status",
+        group=OUTPUT,
     )
     demo: bool = switch(
         "make a tiny model and sample documents in --output_dir/demo_inputs and extract from them",
@@ -577,62 +813,92 @@ class Config:
             "id_column",
             "keep_columns",
         ),
+        group=GENERAL,
     )
-    log_every: int = seconds(
-        "the time between two lines of metrics.jsonl and, without a terminal, of progress", 30
+    log_every: int = number(
+        "the time between two lines of metrics.jsonl and, without a terminal, of progress",
+        30,
+        unit=" s",
+        metavar="SECONDS",
+        group=GENERAL,
     )
     verbose: bool = switch(
-        "log every step and shard, on all hosts (default: hosts other than 0 log problems only)"
+        "log every step and shard, on all hosts (default: hosts other than 0 log problems only)",
+        per_host=True,
+        group=GENERAL,
     )
 
-    @property
-    def looking(self) -> bool:
-        """Returns whether to look at what is stored instead of extracting."""
-        return any(getattr(self, mode) not in (None, False) for mode in LOOKING)
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Config":
+        """Makes the configuration of the values of flags.
+
+        Args:
+            values: Name of a flag -> value. A flag that is left out gets its default. Names that
+                are no flags are ignored.
+        """
+        content = {}
+        for item in fields(cls):
+            if kind := item.metadata.get("part"):
+                content[item.name] = kind(**_present(kind, values))
+            elif item.name in values:
+                content[item.name] = values[item.name]
+        return cls(**content)
 
     @property
-    def bucket_url(self) -> str | None:
-        """Returns the folder in the bucket for those of machines and hosts; None without upload."""
-        if not self.upload_to_gcs or self.gcs_bucket is None:
-            return None
-        bucket = self.gcs_bucket.rstrip("/")
-        return f"{bucket if '://' in bucket else f'gs://{bucket}'}/{self.gcs_prefix.strip('/')}"
-
-    @property
-    def location(self) -> str:
-        return self.bucket_url or self.output_dir
-
-    def part(self, kind: type[T]) -> T:
-        """Returns the flags that one user takes. kind: the user's dataclass, whose fields have the
-        names of flags; other fields keep their defaults."""
-        names = [each.name for each in fields(cast(Any, kind)) if each.name in FLAGS]
-        return kind(**{name: getattr(self, name) for name in names})
+    def values(self) -> dict[str, Any]:
+        """The values of all flags by their names."""
+        values: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            values |= vars(value) if "part" in item.metadata else {item.name: value}
+        return values
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the configuration as metadata.json records it: URLs are without secrets."""
+        """Returns the configuration as metadata.json records it: by flag, URLs without secrets."""
         content = {
             name: plain_url(value) if isinstance(value, str) else value
-            for name, value in {**vars(self), "bucket_url": self.bucket_url}.items()
+            for name, value in {**self.values, "bucket_url": self.output.bucket_url}.items()
         }
-        mix = [(plain_url(source), weight) for source, weight in self.mix]
-        encode = [(hook, plain_url(name)) for hook, name in self.encode]
-        return {**content, "mix": mix, "encode": encode, "positions": str(self.positions)}
+        mix = [(plain_url(source), weight) for source, weight in self.text.mix]
+        encode = [(hook, plain_url(name)) for hook, name in self.hooks.encode]
+        positions = str(self.text.positions)
+        return {**content, "mix": mix, "encode": encode, "positions": positions}
 
     @classmethod
     def from_json(cls, recorded: Mapping[str, Any]) -> "Config":
-        """Reads what `to_json` returned. Another version may have had other flags: one that is not
-        recorded has its default, and one that is unknown now is left out."""
-        known = {name: _as_tuple(recorded[name]) for name in FLAGS if name in recorded}
-        return cls(**{**known, "positions": parse_positions(recorded.get("positions", ALL))})
+        """Reads the result of `to_json`, perhaps of another version with other flags.
+
+        Flags that are not recorded get their default, and recorded ones that are unknown now are
+        ignored.
+        """
+        values = {name: _as_tuple(value) for name, value in recorded.items()}
+        return cls.of({**values, "positions": parse_positions(recorded.get("positions", ALL))})
+
+
+def _present(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of the values that are for fields of a dataclass."""
+    return {item.name: values[item.name] for item in fields(kind) if item.name in values}
 
 
 def _as_tuple(value: Any) -> Any:
     """Returns a list of values, or of pairs, as the tuple that it was before it became JSON."""
     if not isinstance(value, list):
         return value
-    return tuple(tuple(each) if isinstance(each, list) else each for each in value)
+    return tuple(tuple(item) if isinstance(item, list) else item for item in value)
 
 
-FLAGS: dict[str, Flag] = {
-    each.name: each.metadata["flag"] for each in fields(Config) if each.metadata
-}
+def _declared_flags() -> dict[str, Flag]:
+    """Returns all flags by their names, each with its group, in the order of --help."""
+    flags: list[tuple[str, Flag]] = []
+    for item in fields(Config):
+        if "flag" in item.metadata:
+            flags.append((item.name, item.metadata["flag"]))
+            continue
+        for declared in fields(item.metadata["part"]):
+            flag = declared.metadata["flag"]
+            group = flag.group or item.metadata["group"]
+            flags.append((declared.name, replace(flag, group=group)))
+    return dict(sorted(flags, key=lambda item: GROUPS.index(item[1].group)))
+
+
+FLAGS = _declared_flags()  # name -> flag

@@ -5,6 +5,7 @@ DEFAULT_LAYERS = range(10, 24)  # clipped to the model's depth
 DEFAULT_TOP_LOGITS = 10  # how many of the most likely next tokens `logits.top_ids` has
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "model")
 SHARD_FORMATS = ("pickle", "safetensors")
+EXPORTS = ("sae_lens", "speculators", "specforge", "delphi")  # inspect/trainer_files.py writes them
 # The columns of every table of samples; a run may keep up to MAX_COLUMNS of the data set's beside.
 SAMPLE_COLUMNS = ("sample_idx", "tokens", "doc_id", "row", "cut", "text_preview")
 MAX_COLUMNS = 64

@@ -46,6 +46,10 @@ class InputError(Exception):
     """The input is bad. The message names the flag or file, what was found and what was wanted."""
 
 
+class FlagValueError(ValueError):
+    """What was typed after a flag is no value of it. The message does not name the flag."""
+
+
 class RunError(Exception):
     """Something failed at run time. The message says what failed; the caller adds what is stored.
 

@@ -3,9 +3,10 @@
 This module parses the rule and knows nothing of tokens; text/token_choice.py applies it.
 """
 
-import argparse
 import re
 from dataclasses import dataclass
+
+from activation_extraction.common.errors import FlagValueError
 
 ALL, LAST_OF_TURN = "all", "last_of_turn"
 SLICE = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?(?::([1-9]\d{0,8})?)?")
@@ -70,7 +71,7 @@ class Positions:
 
 
 def parse_positions(typed: str) -> Positions:
-    """Parses a rule. Raises argparse.ArgumentTypeError for anything else."""
+    """Parses a rule of --positions. Raises FlagValueError for any other text."""
     if typed in (ALL, "last"):
         return Positions(start=None if typed == ALL else -1)
     if typed == LAST_OF_TURN:
@@ -85,9 +86,9 @@ def parse_positions(typed: str) -> Positions:
         return Positions(*slices[match[1]])
     if match := RANDOM.fullmatch(typed):
         if not 0 < (share := float(match[1])) < 1:
-            raise argparse.ArgumentTypeError(f"{typed}: the share is not between 0 and 1")
+            raise FlagValueError(f"{typed}: the share is not between 0 and 1")
         return Positions(share=share, seed=int(match[2] or 0))
     if match := SLICE.fullmatch(typed):
         start, stop, step = (None if each is None else int(each) for each in match.groups())
         return Positions(start or None, stop, step or 1)
-    raise argparse.ArgumentTypeError(f"{typed!r} is no choice of positions; {EXPECTED}")
+    raise FlagValueError(f"{typed!r} is no choice of positions; {EXPECTED}")

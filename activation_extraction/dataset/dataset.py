@@ -278,7 +278,8 @@ class ActivationDataset(Samples):
     def _known_roles(self, roles: Sequence[str]) -> tuple[str, ...]:
         """The roles that are asked for, in the order of ROLES. Raises ValueError."""
         asked = [roles] if isinstance(roles, str) else list(roles)
-        stored, has = self.identity.roles or ROLES, "has no roles; only runs of conversations do"
+        stored = self.identity.text.roles or ROLES
+        has = "has no roles; only runs of conversations do"
         if not len(self) or "role" in self.shards.get(0).tokens(0, 0):
             has = f"has tokens of {', '.join(stored)}"
             if asked and set(asked) <= {*stored}:

@@ -80,7 +80,7 @@ def _loss_mask(dataset: ActivationDataset, number: int, sample: TokenBatch) -> n
     for the tokens of the assistant, and in other samples for all tokens.
     """
     mask: Any = np.ones(len(sample))
-    if LOSS_MASK in dataset.identity.keep_columns:
+    if LOSS_MASK in dataset.identity.text.keep_columns:
         of_row = dataset.samples[LOSS_MASK][number].as_py()
         piece = piece_of(dataset.samples["row"][number].as_py())
         start = 0 if piece is None else piece[1]

@@ -90,7 +90,7 @@ def write_delphi(
         config = {
             "model_name": dataset.tokenizer_path,
             "dataset_repo": dataset.identity.data,
-            "dataset_column": dataset.identity.text_column,
+            "dataset_column": dataset.identity.text.text_column,
             "cache_ctx_len": ROW,
             "ctx_len": ROW,
             "n_tokens": tokens.size,

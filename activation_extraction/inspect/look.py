@@ -16,20 +16,33 @@ STATUS_PATIENCE = 20.0  # seconds
 
 
 def look(config: Config, load: Callable[[dict[str, Any]], Recompute] | None = None) -> int:
-    """Does what the flag asks for, and returns the exit status. load: see `verify`."""
+    """Does what the flag asks for.
+
+    Args:
+        config: The configuration.
+        load: See `verify`. None to recompute no samples.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        InputError: There is no run, or it does not allow what the flag asks for.
+        FolderError: A folder of the run cannot be read now.
+    """
+    output, looking = config.output, config.looking
     try:
-        if config.status and config.upload_timeout > STATUS_PATIENCE:
-            root = Folder(config.location, STATUS_PATIENCE)
+        if looking.status and output.upload_timeout > STATUS_PATIENCE:
+            root = Folder(output.location, STATUS_PATIENCE)
         else:
-            root = Folder(config.location, config.upload_timeout, flag=UPLOAD_TIMEOUT)
-        if config.status:
-            return show_status(root, config.aggregate, config.json)
-        if config.report is not None:
-            return show_report(root, config.report)
-        if config.export is not None and config.export_dir is not None:
-            export(root, config.export, config.export_dir, config.hook_names)
+            root = Folder(output.location, output.upload_timeout, flag=UPLOAD_TIMEOUT)
+        if looking.status:
+            return show_status(root, looking.aggregate, looking.json)
+        if looking.report is not None:
+            return show_report(root, looking.report)
+        if looking.export is not None and looking.export_dir is not None:
+            export(root, looking.export, looking.export_dir, config.hooks.hook_names)
             return 0
-        return verify(root, load, config.verify_samples)
+        return verify(root, load, looking.verify_samples)
     except FolderError as error:
         if error.final:
             raise InputError(str(error)) from error

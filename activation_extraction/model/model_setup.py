@@ -1,6 +1,6 @@
 """The model of a run is set up from what the flags ask for.
 
-`ModelRequest` holds what they ask. `prepare_model` reads config.json and the headers of the
+`StepRequest` holds what they ask. `prepare_model` reads config.json and the headers of the
 weights, chooses the hooks, the mesh and the kernels, and finds everything that can be wrong before
 a weight is read. Its result, a `Forward`, is loaded and compiled by forward.py.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from activation_extraction.cli.flags import ComputingOptions, HookOptions, ModelOptions
 from activation_extraction.common.choices import DEFAULT_LAYERS
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError
@@ -45,48 +46,33 @@ MOST_BYTES_OF_A_ROW = 32 * 2**20  # at a hook whose width grows with the row
 
 
 @dataclass(frozen=True)
-class ModelRequest:
-    """What the flags of the same names ask of the model.
+class StepRequest:
+    """The parts of the configuration that a step depends on, and what the run adds to them.
 
     Attributes:
-        batch_size: The rows that every host feeds in a step.
-        multihost: Whether there are several hosts. Then the hub's cache of this host does not keep
-            the weights, because a host may need only some of them.
-        memory: The bytes of memory of a device, the least of all hosts; None for the number of this
+        model: Flags that name the model.
+        hooks: Flags that name the hooks.
+        computing: Flags about the mesh. Its batch_size does not count.
+        shape: Rows that every host feeds in a step, and tokens per row.
+        several_hosts: Whether there are several hosts. Then the hub's cache of this host does not
+            keep the weights, because a host may need only some of them.
+        memory: Bytes of memory of a device, the least of all hosts; None for the number of this
             host.
-        devices: The devices of a machine that is only planned; None for those of this machine.
-        autoencoders: The autoencoders that `encode` names, in its order.
+        devices: Devices of a machine that is only planned; None for those of this machine.
+        autoencoders: Autoencoders that `hooks.encode` names, in its order.
     """
 
-    model_path: str
-    model_revision: str | None
-    lora: str | None
-    encode: tuple[tuple[str, str], ...]
-    encode_most: int | None
-    keep_activations: bool
-    dtype: str
-    activation_dtype: str
-    hook_names: tuple[str, ...] | None
-    layers_to_extract: tuple[int, ...] | str | None
-    activation_type: str
-    top_logits: int
-    batch_size: int
-    max_seq_length: int
-    mesh_type: str | None
-    mesh_shape: tuple[int, ...] | None
-    mesh_axes: tuple[str, ...] | None
-    use_data_parallel: bool
-    multihost: bool
+    model: ModelOptions
+    hooks: HookOptions
+    computing: ComputingOptions
+    shape: tuple[int, int]
+    several_hosts: bool = False
     memory: float | None = None
     devices: Sequence[Any] | None = None
     autoencoders: tuple[Autoencoder, ...] = ()
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.batch_size, self.max_seq_length
 
-
-def prepare_model(request: ModelRequest, before: Forward | None = None) -> Forward:
+def prepare_model(request: StepRequest, before: Forward | None = None) -> Forward:
     """Returns the model on its mesh, with its checked checkpoint.
 
     Args:
@@ -98,14 +84,17 @@ def prepare_model(request: ModelRequest, before: Forward | None = None) -> Forwa
     Raises:
         InputError: The model cannot be read, or what is asked for cannot be computed.
     """
+    options = request.model
     if before is None:
-        checkpoint = Checkpoint(request.model_path, request.model_revision, not request.multihost)
+        checkpoint = Checkpoint(
+            options.model_path, options.model_revision, not request.several_hosts
+        )
     else:
         checkpoint = before.checkpoint
     stated = read_model_config(checkpoint.file("config.json"))
     adapter = None
-    if before is None and request.lora is not None:
-        adapter = LoraAdapter(request.lora, checkpoint, stated.tie_word_embeddings)
+    if before is None and options.lora is not None:
+        adapter = LoraAdapter(options.lora, checkpoint, stated.tie_word_embeddings)
         checkpoint.adapter = adapter
     config = as_stored(stated, checkpoint.tensors)
     model, rows = build_model(request, config)
@@ -114,11 +103,11 @@ def prepare_model(request: ModelRequest, before: Forward | None = None) -> Forwa
     if before is not None and before.layout == model.layout:
         kernels = before.kernels
     else:
-        kernels = try_kernels(config, model.layout, request.max_seq_length, jnp.dtype(model.dtype))
+        kernels = try_kernels(config, model.layout, request.shape[1], jnp.dtype(model.dtype))
     model = _with_kernels(model, kernels)
     if model.predicts and not config.tie_word_embeddings and HEAD not in checkpoint.tensors:
         raise InputError(
-            f"--hook_names: losses and logits need {HEAD}, which --model_path {request.model_path} "
+            f"--hook_names: losses and logits need {HEAD}, which --model_path {options.model_path} "
             "has not; its other hooks can be stored"
         )
     table = weight_table(model, checkpoint.tensors)
@@ -164,7 +153,7 @@ def _with_kernels(model: HookedModel, kernels: dict[str, Choice]) -> HookedModel
     return model.clone(kernels=model.kernels._replace(**functions))
 
 
-def build_model(request: ModelRequest, config: ModelConfig) -> tuple[HookedModel, HostRows]:
+def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel, HostRows]:
     """Builds the hooked model on its mesh, without weights.
 
     Args:
@@ -178,18 +167,19 @@ def build_model(request: ModelRequest, config: ModelConfig) -> tuple[HookedModel
     Raises:
         InputError: What is asked for cannot be computed.
     """
-    length = request.max_seq_length
+    rows_of_host, length = request.shape
+    computing = request.computing
     longest, why = config.longest_row
     if length > longest:
         raise InputError(f"--max_seq_length {length}: {why}")
-    devices = usable_devices(request.use_data_parallel, request.devices)
+    devices = usable_devices(computing.use_data_parallel, request.devices)
     platform = devices[0].platform
     dtype, activation_dtype = choose_dtypes(request, platform)
     hooks, encoders = _computed_hooks(request, config)
     for hook in hooks:
         _check_bytes_of_a_row(hook, config, length, activation_dtype)
     hosts = count_hosts(devices)
-    rows = request.batch_size * hosts
+    rows = rows_of_host * hosts
 
     def automatic() -> MeshChoice:
         model = create_model_with_hooks(config, hooks, dtype, activation_dtype)
@@ -199,11 +189,11 @@ def build_model(request: ModelRequest, config: ModelConfig) -> tuple[HookedModel
         cost_model = CostModel(model, weight_table(model), rows, length, encoders)
         return cheapest_mesh(cost_model, devices, memory)
 
-    several = request.use_data_parallel
+    several = computing.use_data_parallel
     choice = choose_mesh(
-        request.mesh_type,
-        request.mesh_shape if several else None,
-        request.mesh_axes if several else None,
+        computing.mesh_type,
+        computing.mesh_shape if several else None,
+        computing.mesh_axes if several else None,
         len(devices),
         hosts,
         automatic,
@@ -219,7 +209,7 @@ def build_model(request: ModelRequest, config: ModelConfig) -> tuple[HookedModel
 
 
 def _computed_hooks(
-    request: ModelRequest, config: ModelConfig
+    request: StepRequest, config: ModelConfig
 ) -> tuple[list[Hook], tuple[Encoder, ...]]:
     """Returns the hooks that the model computes, in their order, and the encoders.
 
@@ -247,7 +237,7 @@ def _check_bytes_of_a_row(
         )
 
 
-def choose_dtypes(request: ModelRequest, platform: str) -> tuple[Any, Any]:
+def choose_dtypes(request: StepRequest, platform: str) -> tuple[Any, Any]:
     """Returns the dtype of the computation and the dtype of stored activations.
 
     The second one may be "float8". `auto` is float32 on CPUs and bfloat16 elsewhere.
@@ -257,16 +247,17 @@ def choose_dtypes(request: ModelRequest, platform: str) -> tuple[Any, Any]:
         platform: The platform of the devices.
     """
     auto = "float32" if platform == "cpu" else "bfloat16"
-    dtype = jnp.dtype(auto if request.dtype == "auto" else request.dtype)
-    if request.activation_dtype == FLOAT8:
+    dtype = jnp.dtype(auto if request.model.dtype == "auto" else request.model.dtype)
+    stored = request.hooks.activation_dtype
+    if stored == FLOAT8:
         return dtype, FLOAT8
-    if request.activation_dtype == "auto":
+    if stored == "auto":
         return dtype, dtype
-    return dtype, jnp.dtype(request.activation_dtype)
+    return dtype, jnp.dtype(stored)
 
 
 def choose_hooks(
-    request: ModelRequest, config: ModelConfig
+    request: StepRequest, config: ModelConfig
 ) -> tuple[dict[Key, Hook], tuple[Encoder, ...]]:
     """Returns the hooks that are stored, by their keys in the shards, and the encoders.
 
@@ -276,14 +267,15 @@ def choose_hooks(
     Raises:
         InputError: The model has no such hook, or an autoencoder does not fit it.
     """
-    table, depth = hook_table(config, request.top_logits), config.num_hidden_layers
-    sizes = config.sizes_with(request.max_seq_length)
-    encoders = make_encoders(request.autoencoders, request.encode_most, table, depth, sizes)
+    options = request.hooks
+    table, depth = hook_table(config, options.top_logits), config.num_hidden_layers
+    sizes = config.sizes_with(request.shape[1])
+    encoders = make_encoders(request.autoencoders, options.encode_most, table, depth, sizes)
     hooks: dict[Key, Hook] = {}
-    if not encoders or request.hook_names is not None or request.layers_to_extract is not None:
-        hooks = _requested_hooks(request, config, table)
+    if not encoders or options.hook_names is not None or options.layers_to_extract is not None:
+        hooks = _requested_hooks(options, config, table)
     for source in (encoder.source for encoder in encoders):
-        if not request.keep_activations:
+        if not options.keep_activations:
             hooks = {key: hook for key, hook in hooks.items() if hook != source}
         elif source not in hooks.values():
             hooks[source.name] = source
@@ -291,32 +283,32 @@ def choose_hooks(
 
 
 def _requested_hooks(
-    request: ModelRequest, config: ModelConfig, table: HookTable
+    options: HookOptions, config: ModelConfig, table: HookTable
 ) -> dict[Key, Hook]:
     """Returns the hooks that the flags name, by their keys in the shards and in their order.
 
     The default layers are clipped to the model's depth; explicit layers are not.
     """
     depth = config.num_hidden_layers
-    if request.hook_names is not None:
-        named = table.matching(request.hook_names, depth)
+    if options.hook_names is not None:
+        named = table.matching(options.hook_names, depth)
         if any(hook.kind.count > config.vocab_size for hook in named.values()):
             raise InputError(
-                f"--top_logits {request.top_logits}: the model has {config.vocab_size} tokens"
+                f"--top_logits {options.top_logits}: the model has {config.vocab_size} tokens"
             )
         return dict(named.items())
     layers: Sequence[int]
-    if request.layers_to_extract is None:
+    if options.layers_to_extract is None:
         layers = [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
-    elif isinstance(request.layers_to_extract, str):  # "all"
+    elif isinstance(options.layers_to_extract, str):  # "all"
         layers = range(depth)
     else:
-        layers = request.layers_to_extract
-    hooks = table.of_layers(layers, request.activation_type, depth)
+        layers = options.layers_to_extract
+    hooks = table.of_layers(layers, options.activation_type, depth)
     return {hook.layer: hook for hook in hooks}
 
 
-def log_hooks(request: ModelRequest, forward: Forward) -> None:
+def log_hooks(options: HookOptions, forward: Forward) -> None:
     """Logs what is stored of every token, and how many bytes that takes."""
     depth, size = forward.model.config.num_hidden_layers, forward.token_bytes
     for encoder in forward.encoders:
@@ -328,7 +320,7 @@ def log_hooks(request: ModelRequest, forward: Forward) -> None:
             log.warning(text, name, named, encoder.source.name)
     if not size:
         return
-    default = request.layers_to_extract is None and request.hook_names is None
+    default = options.layers_to_extract is None and options.hook_names is None
     if default and not forward.encoders and depth <= DEFAULT_LAYERS[-1]:
         text = "the default layers, %d to %d, are clipped: the model has layers 0 to %d"
         log.info(text, DEFAULT_LAYERS[0], DEFAULT_LAYERS[-1], depth - 1)

@@ -1,8 +1,9 @@
 """Runs one extraction, on one host or many.
 
-    prepare.py           turns a checked command line into a job
+    prepare.py           makes a run from a configuration: all that precedes compiling
     batch_size.py        chooses the rows of a batch
-    host_text.py         makes batches of one host's share of the text
+    host_text.py         the text of a run: one host's share of the data, as batches
+    prefetch.py          prepares batches in the background
     open_data.py         opens the data that a run reads
     data_files.py        the files of the data, and whether they are still the same
     tokenizer_choice.py  chooses the tokenizer and the chat template

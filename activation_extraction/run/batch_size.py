@@ -1,4 +1,4 @@
-"""This module decides how many rows a host feeds in a step, where --batch_size gives no number.
+"""The rows that a host feeds in a step, where --batch_size gives no number.
 
 On a CPU, a step is as small as it can be without losing speed, so that the first activations are
 stored soon. `auto` finds the largest step that accelerators have memory for. The activations depend
@@ -12,31 +12,40 @@ from typing import Any
 
 import jax
 
+from activation_extraction.cli.flags import GIGABYTE
 from activation_extraction.common.errors import one_line
 from activation_extraction.common.host_memory import available_memory
 from activation_extraction.common.log import log
 from activation_extraction.model.decoder import TOKENS_AT_ONCE
 from activation_extraction.model.devices import USABLE, devices_of_this_host, usable_devices
 from activation_extraction.model.forward import Forward, bytes_of_step
-from activation_extraction.model.model_setup import ModelRequest, prepare_model
+from activation_extraction.model.model_setup import StepRequest, prepare_model
 from activation_extraction.run.hosts import Host, gather, together
-from activation_extraction.store.identity import GIGABYTE
 
 DEFAULT_ROWS, MOST_ROWS = 8, 512
-STEPS_ON_HOST = 4  # so many steps' activations must fit in the memory of a host
+STEPS_ON_HOST = 4  # steps whose activations must fit in the memory of a host together
 
 
 def default_rows(
     length: int, every_device: bool, auto: bool = False, planned: Sequence[Any] | None = None
 ) -> int:
-    """Returns the default of --batch_size for rows of `length` tokens.
+    """Returns the default of --batch_size.
 
     It is 8. On a CPU, where more tokens at a time are not faster, it is the number of rows that
-    TOKENS_AT_ONCE fill, at most 8, rounded up to a multiple of the host's devices. auto: whether to
-    round it up on accelerators, too, so that no mesh refuses it before `fit_rows` finds a better
-    one. planned: the devices of a machine that is only planned.
+    TOKENS_AT_ONCE fill, at most 8, rounded up to a multiple of the host's devices.
+
+    Args:
+        length: Tokens per row.
+        every_device: Whether all devices of the host compute, or only one.
+        auto: Whether to round up on accelerators, too, so that no mesh refuses the rows before
+            `fit_rows` finds a better number.
+        planned: Devices of a machine that is only planned; None for those of this machine.
+
+    Raises:
+        InputError: JAX finds no devices.
     """
-    devices, rows = devices_of_this_host(usable_devices(every_device, planned)), DEFAULT_ROWS
+    devices = devices_of_this_host(usable_devices(every_device, planned))
+    rows = DEFAULT_ROWS
     on_cpu = devices[0].platform == "cpu"
     if on_cpu:
         rows = min(max(TOKENS_AT_ONCE // length, 1), DEFAULT_ROWS)
@@ -45,44 +54,56 @@ def default_rows(
 
 def fit_rows(
     host: Host,
-    request: ModelRequest,
+    request: StepRequest,
     forward: Forward,
     earlier: Sequence[Mapping[str, Any]],
 ) -> tuple[Forward, dict[str, Any] | None]:
-    """Returns the model for the largest step that fits, and what metadata.json records about it.
+    """Finds the largest step that fits. All hosts must call this together.
 
     The rows of a host are the number of its devices times a power of two, at most MOST_ROWS. If the
     run that is continued recorded a number for as many devices of this kind, with the mesh that the
-    default rows have now, it is taken untried. On devices that do not report their memory (CPU) the
-    default stays, and nothing is recorded.
+    default rows have now, that number is used untried. On devices that do not report their memory
+    (CPU), the default stays.
 
-    forward: the model for `request`, whose rows are the default. earlier: metadata of the run that
-    is continued, if any. All hosts must call this together, and all get the same number. If making
-    or compiling the model fails on a host, and not for lack of memory, all of them raise.
+    Args:
+        host: This host.
+        request: What the run asks of a step, with the default rows.
+        forward: The model for this request.
+        earlier: Metadata of the run that is continued; empty for a new run.
+
+    Returns:
+        The model for the largest step, with the same rows on all hosts; and the facts that
+        metadata.json records about the choice, None if the default stays.
+
+    Raises:
+        InputError: The model cannot be made for other rows, here or on another host.
+        RunError: The compiler failed on another host, and not for lack of memory.
+        JaxRuntimeError: The compiler failed on this host, and not for lack of memory.
     """
-    devices = devices_of_this_host(usable_devices(request.use_data_parallel))
+    devices = devices_of_this_host(usable_devices(request.computing.use_data_parallel))
     kind, least = devices[0].device_kind, len(devices)
     limit = together(host, lambda: (devices[0].memory_stats() or {}).get("bytes_limit", 0))
     usable = USABLE * min(gather(host, limit))
     if not usable:
-        log.info("--batch_size auto: %d rows, the default on %s", request.batch_size, kind)
+        log.info("--batch_size auto: %d rows, the default on %s", request.shape[0], kind)
         return forward, None
     facts = {"device": kind, "devices": least * host.count, "mesh": forward.layout.shape}
     recorded = [metadata.get("auto_batch_size") or {} for metadata in earlier]
-    alike = [each["rows"] for each in recorded if {**each, **facts} == each]
-    known = min(filter(None, gather(host, min(alike, default=None))), default=None)
+    rows_recorded = [record["rows"] for record in recorded if {**record, **facts} == record]
+    rows_of_hosts = gather(host, min(rows_recorded, default=None))
+    recorded_rows = min(filter(None, rows_of_hosts), default=None)
 
     def prepare(rows: int) -> Forward:
-        asked = replace(request, batch_size=rows)
-        return together(host, partial(prepare_model, asked, forward))
+        shape = rows, request.shape[1]
+        return together(host, partial(prepare_model, replace(request, shape=shape), forward))
 
-    if known is not None:
-        found, why = prepare(known), "as when the run began"
+    if recorded_rows is not None:
+        fitted, why = prepare(recorded_rows), "as when the run began"
     else:
-        found, why = _largest(host, prepare, least, usable)
-    rows, _ = found.shape
+        fitted, why = _largest(host, prepare, least, usable)
+    rows, _ = fitted.shape
     log.info("--batch_size auto: %d rows per host and step: %s", rows, why)
-    return found, {"rows": rows, **facts}
+    return fitted, {"rows": rows, **facts}
 
 
 def _largest(
@@ -92,7 +113,13 @@ def _largest(
 
     A step fits if every host has room for the activations of STEPS_ON_HOST steps, one of which is
     received while others wait to be stored, and if the compiler plans for no more than `usable`
-    bytes on a device. least: the smallest number, which is taken even if it does not fit.
+    bytes on a device.
+
+    Args:
+        host: This host.
+        prepare: A function that returns the model for a number of rows, on all hosts.
+        least: The smallest number of rows, which is used even if it does not fit.
+        usable: Bytes of memory of a device that may be used.
     """
     best = tried = prepare(least)
     while True:

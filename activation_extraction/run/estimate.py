@@ -25,12 +25,12 @@ from activation_extraction.model.devices import USABLE, memory_of
 from activation_extraction.model.family import parse_model_config
 from activation_extraction.model.forward import Program, bytes_of_step
 from activation_extraction.model.mesh import in_words
-from activation_extraction.model.model_setup import ModelRequest, build_model, choose_hooks
+from activation_extraction.model.model_setup import StepRequest, build_model, choose_hooks
 from activation_extraction.model.released import released_config
 from activation_extraction.model.repository import Repository, check_adapter, read_json
 from activation_extraction.model.step_cost import CostModel
 from activation_extraction.run.demo import MODEL_CONFIG
-from activation_extraction.run.prepare import model_request
+from activation_extraction.run.prepare import step_request
 from activation_extraction.run.topologies import Topology, topology_of
 from qwen2_jax import weight_table
 
@@ -80,7 +80,7 @@ class PlannedRun:
 
     raw: Mapping[str, Any]
     topology: Topology
-    request: ModelRequest
+    request: StepRequest
     amount: Amount | None
 
 
@@ -93,9 +93,10 @@ def print_estimate(config: Config) -> int:
     Raises:
         InputError: The run itself would refuse the flags, as far as config.json tells.
     """
-    check_adapter(config.lora)
+    check_adapter(config.model.lora)
     run = planned_run(config)
-    auto = replace(run.request, mesh_type="auto", mesh_shape=None, mesh_axes=None)
+    automatic = replace(run.request.computing, mesh_type="auto", mesh_shape=None, mesh_axes=None)
+    auto = replace(run.request, computing=automatic)
     programs = [(request, program_of(run, request)) for request in (auto, run.request)]
     token_bytes = sum(programs[0][1].token_bytes.values())
     if programs[0][1].layout.shape == programs[1][1].layout.shape:
@@ -104,20 +105,20 @@ def print_estimate(config: Config) -> int:
     fitting = [mesh for mesh in meshes if mesh["fits"]]
     best = max(fitting, key=lambda mesh: mesh["tokens_per_second"][1], default=None)
     totals = totals_of(run, best, token_bytes, config)
-    if config.json:
+    if config.looking.json:
         say(json.dumps({"meshes": meshes, "best": best} | totals))
     else:
-        say(*lines_of(run, meshes, totals, token_bytes, config.tokens_per_second))
+        say(*lines_of(run, meshes, totals, token_bytes, config.planning.tokens_per_second))
     return 0
 
 
 def planned_run(config: Config) -> PlannedRun:
     """Reads config.json and the machine's name. Raises InputError if either is unusable."""
-    topology = topology_of(config.plan or "", config.chips_per_host)
+    topology = topology_of(config.planning.plan or "", config.planning.chips_per_host)
     jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are left alone
-    request = model_request(config, topology.described())
-    if config.batch_size == "auto":
-        log.info("--batch_size auto: a run may take more than these %d rows", request.batch_size)
+    request = step_request(config, planned=topology.described())
+    if config.computing.batch_size == "auto":
+        log.info("--batch_size auto: a run may take more than these %d rows", request.shape[0])
     return PlannedRun(read_config(config), topology, request, amount_of(config))
 
 
@@ -125,9 +126,10 @@ def read_config(config: Config) -> Mapping[str, Any]:
     """Returns the contents of the model's config.json, or the released model's known sizes."""
     if config.demo:
         return MODEL_CONFIG
-    known = None if os.path.exists(config.model_path) else released_config(config.model_path)
+    model_path = config.model.model_path
+    known = None if os.path.exists(model_path) else released_config(model_path)
     try:
-        repository = Repository(config.model_path, config.model_revision)
+        repository = Repository(model_path, config.model.model_revision)
         return read_json(repository.file("config.json"))
     except InputError as error:
         if known is None:
@@ -136,9 +138,9 @@ def read_config(config: Config) -> Mapping[str, Any]:
         return known
 
 
-def program_of(run: PlannedRun, request: ModelRequest) -> Program:
+def program_of(run: PlannedRun, request: StepRequest) -> Program:
     """Returns the program of a step. Raises InputError for a model or mesh that a run refuses."""
-    config = parse_model_config(run.raw, request.model_path)
+    config = parse_model_config(run.raw, request.model.model_path)
     model, rows = build_model(request, config)
     if model.layout.size("pipeline") > 1:
         raise InputError("--mesh_type, --mesh_axes: --plan has no formula for a pipeline")
@@ -146,7 +148,7 @@ def program_of(run: PlannedRun, request: ModelRequest) -> Program:
     return Program(model, weight_table(model), rows, request.shape, *hooks)
 
 
-def estimate_mesh(run: PlannedRun, request: ModelRequest, program: Program) -> dict[str, Any]:
+def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> dict[str, Any]:
     """Estimates a step of this program, which is compiled if that is possible here.
 
     Returns:
@@ -159,10 +161,10 @@ def estimate_mesh(run: PlannedRun, request: ModelRequest, program: Program) -> d
             tokens_per_second: The guessed speed of the whole machine, at worst and at best.
     """
     layout, devices = program.layout, [*program.rows.mesh.devices.flat]
-    rows = request.batch_size * program.rows.hosts
-    step = CostModel(
-        program.model, program.weights, rows, request.max_seq_length, program.encoders
-    ).estimate(layout, devices)
+    rows, length = request.shape[0] * program.rows.hosts, request.shape[1]
+    step = CostModel(program.model, program.weights, rows, length, program.encoders).estimate(
+        layout, devices
+    )
     room = USABLE * (memory_of(devices[0]) or 0)
     compiled = None
     fits = step.memory <= room
@@ -174,7 +176,7 @@ def estimate_mesh(run: PlannedRun, request: ModelRequest, program: Program) -> d
         except (InputError, jax.errors.JaxRuntimeError) as error:
             log.warning("mesh %s: %s", in_words(layout.shape), one_line(error))
             fits = fits and "RESOURCE_EXHAUSTED" not in str(error)
-    speed = rows * request.max_seq_length / step.seconds
+    speed = rows * length / step.seconds
     return {
         "shape": layout.shape,
         "fits": fits,
@@ -185,7 +187,7 @@ def estimate_mesh(run: PlannedRun, request: ModelRequest, program: Program) -> d
     }
 
 
-def compiled_bytes(run: PlannedRun, request: ModelRequest) -> float | None:
+def compiled_bytes(run: PlannedRun, request: StepRequest) -> float | None:
     """Returns the bytes that the run takes on each TPU, by its compiler.
 
     Returns:
@@ -213,17 +215,18 @@ def amount_of(config: Config) -> Amount | None:
     Returns:
         None if nothing says how much data there is.
     """
-    length = tokens_of_a_sample(config.max_seq_length)
-    kept = config.positions.expected(length) / length
+    text, storage = config.text, config.storage
+    length = tokens_of_a_sample(text.max_seq_length)
+    kept = text.positions.expected(length) / length
     tokens_of_all_samples = math.inf
-    documents = KNOWN_DOCUMENTS.get((config.dataset_name or "", config.dataset_config or ""))
+    documents = KNOWN_DOCUMENTS.get((text.dataset_name or "", text.dataset_config or ""))
     if documents is not None:
-        tokens = TOKENS_OF_A_DOCUMENT if config.long_documents == "split" else length
-        tokens_of_all_samples = documents / config.total_machines * tokens
-    if config.max_samples is not None:
-        tokens_of_all_samples = min(tokens_of_all_samples, config.max_samples * length)
-    if config.max_tokens is not None and kept:
-        tokens_of_all_samples = min(tokens_of_all_samples, config.max_tokens / kept)
+        tokens = TOKENS_OF_A_DOCUMENT if text.long_documents == "split" else length
+        tokens_of_all_samples = documents / config.hosts.total_machines * tokens
+    if storage.max_samples is not None:
+        tokens_of_all_samples = min(tokens_of_all_samples, storage.max_samples * length)
+    if storage.max_tokens is not None and kept:
+        tokens_of_all_samples = min(tokens_of_all_samples, storage.max_tokens / kept)
     if math.isinf(tokens_of_all_samples):
         return None
     return Amount(tokens_of_all_samples, tokens_of_all_samples * kept)
@@ -252,12 +255,12 @@ def totals_of(
         if best is not None:
             slowest, fastest = best["tokens_per_second"]
             tokens = run.amount.computed
-            if config.tokens_per_second is not None:
-                slowest = fastest = config.tokens_per_second * run.topology.hosts
+            if config.planning.tokens_per_second is not None:
+                slowest = fastest = config.planning.tokens_per_second * run.topology.hosts
                 tokens = run.amount.stored
             hours = [tokens / fastest / 3600, tokens / slowest / 3600]
-        if hours is not None and config.chip_hour_dollars:
-            prices = config.chip_hour_dollars
+        if hours is not None and config.planning.chip_hour_dollars:
+            prices = config.planning.chip_hour_dollars
             least, most = hours[0] * min(prices), hours[1] * max(prices)
             dollars = [run.topology.chips * least, run.topology.chips * most]
     return {"hours": hours, "dollars": dollars, "terabytes": terabytes}
@@ -279,7 +282,7 @@ def lines_of(
     """
     machine, request = run.topology, run.request
     hosts = f"{counted(machine.chips, 'chip')} on {counted(machine.hosts, 'host')}"
-    rows = f"{counted(request.batch_size, 'row')} of {counted(request.max_seq_length, 'token')}"
+    rows = f"{counted(request.shape[0], 'row')} of {counted(request.shape[1], 'token')}"
     yield f"{machine.name}: {hosts}, each of which feeds {rows} per step"
     for mesh in meshes:
         memory = f"{short(mesh['memory_gb'])} GB per device by formula"
@@ -318,7 +321,7 @@ def lines_of(
 
 def samples_in_words(run: PlannedRun) -> str:
     """Says how long the estimate takes samples to be."""
-    length = tokens_of_a_sample(run.request.max_seq_length)
+    length = tokens_of_a_sample(run.request.shape[1])
     return f"a sample is taken to have {counted(length, 'token')}, as FineWeb-Edu's have on average"
 
 

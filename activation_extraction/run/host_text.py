@@ -1,26 +1,27 @@
-"""Makes batches of the text of a run, as the flags ask: of one host's share of a data set.
+"""The text of a run: one host's share of a data set, as samples and batches.
 
-A thread prepares the next batches while the devices compute.
+`Text` opens the data, the tokenizer and the chat template that the flags name, and puts the stages
+of the text room together: rows, documents, samples, packed batches. prefetch.py prepares batches
+while the devices compute.
 """
 
-import queue
 import threading
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from activation_extraction.cli.flags import Config
-from activation_extraction.common.errors import InputError, RunError, near_miss, one_line
+from activation_extraction.cli.flags import Config, TextOptions
+from activation_extraction.common.errors import InputError, RunError, near_miss
 from activation_extraction.common.tokenizer_files import WHOLE
 from activation_extraction.model.repository import Repository
 from activation_extraction.model.repository_files import ADAPTER
 from activation_extraction.run.hosts import Watchdog
 from activation_extraction.run.open_data import Dataset, open_dataset
+from activation_extraction.run.prefetch import PATIENCE, Prefetch
 from activation_extraction.run.tokenizer_choice import (
     ChosenTokenizer,
     choose_templates,
@@ -46,118 +47,7 @@ from activation_extraction.text.token_choice import TokenChoice
 from activation_extraction.text.tokenizer import read_tokenizer
 from activation_extraction.text.tokens import SpecialTokens, special_tokens_of
 
-T = TypeVar("T")
-R = TypeVar("R")
 BATCHES_AHEAD = 4
-POLL = 0.2  # seconds between checks whether to stop
-PATIENCE = 10.0  # seconds; a host that skips samples then takes part in a step without a batch
-
-
-@dataclass(frozen=True)
-class _End(Generic[R]):
-    """The end of the items that a thread prepares.
-
-    Attributes:
-        result: Value that the generator of the items has returned. None if it has failed.
-        error: Exception that it has raised. None if it has not failed.
-    """
-
-    result: R | None = None
-    error: BaseException | None = None
-
-
-class Prefetch(Generic[T, R]):
-    """Yields the items of a generator, of which a background thread prepares some in advance.
-
-    An exception in the generator is raised here when its turn comes, whatever kind it is.
-
-    Attributes:
-        result: Value that the generator has returned. None until its last item was taken here and
-            the next one was asked for, however much of it was prepared.
-    """
-
-    def __init__(
-        self,
-        items: Generator[T, None, R],
-        depth: int,
-        skipping: threading.Event | None = None,
-        patience: float = PATIENCE,
-    ) -> None:
-        """Starts the thread.
-
-        Args:
-            items: The generator.
-            depth: The most items that are prepared.
-            skipping: An event that is set again and again while the generator leaves out samples
-                that are stored. As long as it does, None is yielded from time to time, so that the
-                other hosts of a pod, which wait for this one, can go on. None to wait for an item,
-                however long it takes.
-            patience: The seconds after which None is yielded.
-        """
-        self.result: R | None = None
-        self._skipping, self._patience = skipping, patience
-        self._head: T | None = None
-        self._ready: queue.Queue[T | _End[R]] = queue.Queue(depth)
-        threading.Thread(target=self._run, args=(items,), name="prefetch", daemon=True).start()
-
-    def _run(self, items: Generator[T, None, R]) -> None:
-        end: _End[R]
-        try:
-            while True:
-                self._ready.put(next(items))
-        except StopIteration as stop:
-            end = _End(result=stop.value)
-        except BaseException as error:  # otherwise the consumer would wait forever
-            end = _End(error=error)
-        self._ready.put(end)
-
-    @property
-    def ready(self) -> int:
-        return self._ready.qsize()
-
-    def peek(self) -> T | None:
-        """Returns the next item, without consuming it; None at the end, or if it is not ready yet
-        because samples are skipped."""
-        if self._head is None:
-            self._head = next(iter(self), None)
-        return self._head
-
-    def __iter__(self) -> Iterator[T | None]:
-        return self.until(lambda: False)
-
-    def until(self, stopped: Callable[[], object]) -> Iterator[T | None]:
-        """Yields items until `stopped` returns true, which is called several times a second.
-
-        Yields None in the place of an item that is not ready because samples are skipped.
-        """
-        waiting_since = time.monotonic()
-        while not stopped():
-            if (head := self._head) is not None:
-                self._head = None
-                yield head
-                waiting_since = time.monotonic()
-                continue
-            try:
-                item = self._ready.get(timeout=POLL)
-            except queue.Empty:
-                waited = time.monotonic() - waiting_since
-                skipping = self._skipping
-                if skipping is not None and skipping.is_set() and waited >= self._patience:
-                    skipping.clear()
-                    yield None
-                    waiting_since = time.monotonic()
-                continue
-            if isinstance(item, _End):
-                error = item.error
-                self._ready.put(replace(item, error=None))  # the next iteration ends as well
-                if isinstance(error, Exception):
-                    raise error
-                if error is not None:
-                    raise RunError(f"preparing batches failed: {one_line(error)}") from error
-                self.result = item.result
-                return
-            yield item
-            waiting_since = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -168,7 +58,7 @@ class Text:
     InputError.
 
     Attributes:
-        config: The flags of the run.
+        options: The flags about text.
         model: The files of the model.
         vocabulary: How many token ids the model has.
         earlier: The metadata that hosts of the run have stored already; see `open_dataset`.
@@ -176,7 +66,7 @@ class Text:
         adapter: The files of the LoRA adapter; None without one.
     """
 
-    config: Config
+    options: TextOptions
     model: Repository
     vocabulary: int
     earlier: Sequence[Mapping[str, Any]] = ()
@@ -185,71 +75,77 @@ class Text:
 
     @cached_property
     def chosen_tokenizer(self) -> ChosenTokenizer | None:
-        """Returns the tokenizer of the model or its adapter; None if the data set has token ids."""
-        if self.config.ids_column:
+        """The tokenizer of the model or its adapter; None if the data set has token ids."""
+        if self.options.ids_column:
             return None
         return choose_tokenizer(self.model, self.adapter, self.vocabulary)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Returns what makes token ids of texts; None if the data set has token ids."""
+        """The object that makes token ids of texts; None if the data set has token ids."""
         chosen = self.chosen_tokenizer
         return None if chosen is None else chosen.backend
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """Returns what renders conversations; None if there are none."""
-        config = self.config
-        if not config.messages_column:
+        """The chat template, which renders conversations; None if there are none."""
+        options = self.options
+        if not options.messages_column:
             return None
         chosen = self.chosen_tokenizer
         if chosen is None:
             return None
-        arguments = dict(config.chat_template_args)
-        if config.chat_template is not None:
-            return ChatTemplate.of_file(chosen.pretrained, config.chat_template, arguments)
+        arguments = dict(options.chat_template_args)
+        if options.chat_template is not None:
+            return ChatTemplate.of_file(chosen.pretrained, options.chat_template, arguments)
         home, sources = choose_templates(self.model, self.adapter)
         return ChatTemplate.of_model(chosen.pretrained, sources, home.where, arguments)
 
     @cached_property
     def rows(self) -> RowForm:
-        """Returns what is read of every row of the data set."""
-        config = self.config
-        readers: tuple[Reader, ...] = (TextColumn(config.text_column), ArcTask())
-        if self.template is not None and config.messages_column:
-            conversations = MessagesColumn(config.messages_column, self.template)
+        """The form of rows: which columns are read, and how they become a document."""
+        options = self.options
+        readers: tuple[Reader, ...] = (TextColumn(options.text_column), ArcTask())
+        if self.template is not None and options.messages_column:
+            conversations = MessagesColumn(options.messages_column, self.template)
             readers = (conversations, ArcTask(self.template))
-        elif config.ids_column:
-            mask = config.mask_column or ""
-            readers = (IdsColumn(config.ids_column, mask, self.vocabulary),)
-        return RowForm(readers, config.id_column, config.keep_columns)
+        elif options.ids_column:
+            mask = options.mask_column or ""
+            readers = (IdsColumn(options.ids_column, mask, self.vocabulary),)
+        return RowForm(readers, options.id_column, options.keep_columns)
 
     @cached_property
     def form(self) -> SampleForm:
-        """Returns how documents become samples."""
-        config = self.config
-        choice = TokenChoice(config.positions, self.drop_token_ids, config.roles)
-        split, special = config.long_documents == "split", special_tokens(config, self.tokenizer)
-        return SampleForm(config.max_seq_length, split, config.overlap, choice, special)
+        """The form of samples: how documents become samples."""
+        options = self.options
+        choice = TokenChoice(options.positions, self.drop_token_ids, options.roles)
+        split = options.long_documents == "split"
+        special = special_tokens(options, self.tokenizer)
+        return SampleForm(options.max_seq_length, split, options.overlap, choice, special)
 
     @cached_property
     def drop_token_ids(self) -> tuple[int, ...]:
-        """Returns the ids of the tokens to drop, be they given by id or by name."""
-        return dropped_ids(self.config.drop_token_ids, self.tokenizer, self.vocabulary)
+        """The ids of the tokens to drop, which the flags name by id or by name."""
+        return dropped_ids(self.options.drop_token_ids, self.tokenizer, self.vocabulary)
 
     @cached_property
     def dataset(self) -> Dataset:
-        return open_dataset(self.config, self.rows, self.earlier, self.names)
+        """The open data."""
+        return open_dataset(self.options, self.rows, self.earlier, self.names)
 
     def check(self) -> None:
-        """Raises InputError unless the template renders conversations and has the roles that are
-        asked for, and the first row of each source can be used."""
+        """Checks the chat template, and the first row of each source.
+
+        Raises:
+            InputError: The template cannot render conversations or does not show the roles of
+                tokens that the flags name, or the first row of a source cannot be used.
+        """
         if self.template is not None:
-            check_roles(self.config, self.template)
+            check_roles(self.options, self.template)
             self.template.check()
         for source in self.dataset.sources:
             try:
-                check_dataset(source.rows, self.rows, self.config.skip_bad_rows)
+                check_dataset(source.rows, self.rows, self.options.skip_bad_rows)
             except InputError as error:
                 if source.name is None:
                     raise
@@ -257,22 +153,23 @@ class Text:
 
     def documents(self, worker: Worker) -> Documents:
         """Returns a worker's documents."""
-        sources, config = self.dataset.sources, self.config
+        sources, options = self.dataset.sources, self.options
         streams = [
             DocumentStream(
                 source.rows,
                 self.rows,
                 worker,
-                skip_bad_rows=config.skip_bad_rows,
+                skip_bad_rows=options.skip_bad_rows,
                 leave=self.dataset.files.check,
-                shuffle=config.shuffle_documents,
+                shuffle=options.shuffle_documents,
                 source=source.name,
             )
             for source in sources
         ]
         if sources[0].name is None:
             return streams[0]
-        return Mixture(streams, [str(s.name) for s in sources], [s.weight for s in sources])
+        names = [str(source.name) for source in sources]
+        return Mixture(streams, names, [source.weight for source in sources])
 
     def open(
         self,
@@ -284,11 +181,11 @@ class Text:
         """Returns the batches whose samples are not stored yet.
 
         Args:
-            worker: The host.
-            shape: The rows of a batch, and the tokens of a row.
-            storage: What is stored already.
-            watchdog: The watchdog, which also watches over the wait for the first batch. Every
-                stored sample that is skipped is progress.
+            worker: Machine and host.
+            shape: Rows of a batch, and tokens of a row.
+            storage: Storage of the host, which says what is stored already.
+            watchdog: Watchdog, which also watches over the wait for the first batch. Every stored
+                sample that is skipped is progress.
 
         Returns:
             The batches; their `result` is the mark at the end of the data, or of what the limits
@@ -323,7 +220,7 @@ class Text:
             pack(stream, rows, length),
             ahead,
             skipping if worker.hosts > 1 else None,
-            min(PATIENCE, self.config.stall_timeout / 4),
+            min(PATIENCE, watchdog.seconds / 4),
         )
         try:
             with watchdog:
@@ -335,14 +232,21 @@ class Text:
         return batches
 
 
-def special_tokens(config: Config, tokenizer: Tokenizer | None) -> SpecialTokens:
-    """Returns what every document gets: nothing but for plain text. Raises InputError if a cut
-    document would have no other token."""
-    plain = not (config.messages_column or config.ids_column)
-    if tokenizer is None or not plain or config.special_tokens == "none":
+def special_tokens(options: TextOptions, tokenizer: Tokenizer | None) -> SpecialTokens:
+    """Returns the special tokens that every document gets. Only plain text gets any.
+
+    Args:
+        options: Flags about text.
+        tokenizer: Tokenizer; None if there is none, and then there are no special tokens.
+
+    Raises:
+        InputError: A document that is cut would have no other token.
+    """
+    plain = not (options.messages_column or options.ids_column)
+    if tokenizer is None or not plain or options.special_tokens == "none":
         return SpecialTokens()
-    special, length = special_tokens_of(tokenizer), config.max_seq_length
-    if len(special) >= length and config.long_documents == "cut":
+    special, length = special_tokens_of(tokenizer), options.max_seq_length
+    if len(special) >= length and options.long_documents == "cut":
         raise InputError(
             f"--max_seq_length {length}: has no room for a text and the special tokens around it, "
             f"{special.template}; give at least {len(special) + 1}, or --special_tokens none"
@@ -355,32 +259,44 @@ def known_special_tokens(config: Config) -> SpecialTokens:
 
     Returns none if neither the adapter nor the model has a tokenizer.json that can be read.
     """
-    tokenizer = None
-    if not (config.demo or config.ids_column):
+    tokenizer, model = None, config.model
+    if not (config.demo or config.text.ids_column):
         with suppress(InputError):  # a run says what is wrong
-            path = Repository(config.lora, kind=ADAPTER).find(WHOLE) if config.lora else None
-            path = path or Repository(config.model_path, config.model_revision).find(WHOLE)
-            tokenizer = None if path is None else read_tokenizer(path)
-    return special_tokens(config, tokenizer)
+            path = None
+            if model.lora:
+                path = Repository(model.lora, kind=ADAPTER).find(WHOLE)
+            if path is None:
+                path = Repository(model.model_path, model.model_revision).find(WHOLE)
+            if path is not None:
+                tokenizer = read_tokenizer(path)
+    return special_tokens(config.text, tokenizer)
 
 
 def dropped_ids(
     tokens: Sequence[int | str], tokenizer: Tokenizer | None, vocabulary: int
 ) -> tuple[int, ...]:
-    """Returns the ids of the tokens to drop, of a model that has `vocabulary` token ids.
+    """Returns the ids of the tokens to drop, in ascending order.
 
-    Raises InputError if it has no such token, or no other one.
+    Args:
+        tokens: Ids and names of tokens.
+        tokenizer: Tokenizer; None only if no token has a name.
+        vocabulary: Number of token ids that the model has.
+
+    Raises:
+        InputError: There is no such token, or no token would be left.
     """
     token_ids = {token for token in tokens if isinstance(token, int)}
     for name in (token for token in tokens if isinstance(token, str)):
         assert tokenizer is not None  # cli/config.py refuses names where there is none
-        if (found := tokenizer.token_to_id(name)) is None:
-            added = [str(each.content) for each in tokenizer.get_added_tokens_decoder().values()]
+        token_id = tokenizer.token_to_id(name)
+        if token_id is None:
+            added_tokens = tokenizer.get_added_tokens_decoder().values()
+            added = [str(token.content) for token in added_tokens]
             raise InputError(
                 f"--drop_token_ids {name}: the tokenizer has no token of this name"
                 f"{near_miss(name, added)}"
             )
-        token_ids.add(found)
+        token_ids.add(token_id)
     if (largest := max(token_ids, default=0)) >= vocabulary:
         raise InputError(
             f"--drop_token_ids {largest}: the model has token ids 0 to {vocabulary - 1}"
@@ -390,11 +306,11 @@ def dropped_ids(
     return tuple(sorted(token_ids))
 
 
-def check_roles(config: Config, template: ChatTemplate) -> None:
-    """Raises InputError if roles are asked for and the template's turns do not show them."""
-    needed = f"--roles {' '.join(config.roles)}" if config.roles else ""
-    if config.positions.last_of_turn:
-        needed = f"--positions {config.positions}"
+def check_roles(options: TextOptions, template: ChatTemplate) -> None:
+    """Raises InputError if the flags name roles, but the template's turns do not show them."""
+    needed = f"--roles {' '.join(options.roles)}" if options.roles else ""
+    if options.positions.last_of_turn:
+        needed = f"--positions {options.positions}"
     if needed and not template.has_roles:
         raise InputError(
             f"{needed}: {template.where} writes no turns between {START} and {END}, by which the "

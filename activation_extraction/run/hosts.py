@@ -30,7 +30,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from activation_extraction.cli.console import Clock
-from activation_extraction.cli.flags import Config
+from activation_extraction.cli.flags import HostOptions
 from activation_extraction.common.errors import InputError, RunError, for_the_user, one_line
 from activation_extraction.common.interrupts import raise_on_ctrl_c
 from activation_extraction.common.log import activities
@@ -59,21 +59,21 @@ class Host:
         return self.count > 1
 
 
-def join(config: Config) -> Host:
+def join(options: HostOptions) -> Host:
     """Starts jax.distributed; where the flags name no hosts, JAX finds them.
 
     Raises InputError if JAX finds no pod or no devices, or if hosts have different numbers of
     devices; and RunError if the other hosts do not answer in time.
     """
-    coordinator, count = config.coordinator_address, config.num_hosts
-    seconds = config.connect_timeout
+    coordinator, count = options.coordinator_address, options.num_hosts
+    seconds = options.connect_timeout
     failed = (
         f"not all hosts connected to {coordinator or 'the coordinator'} within {seconds} s "
         "(--connect_timeout); check that host 0 is running, that its port can be reached from "
         f"here, and that all {count or ''} hosts were started with the same address and number "
         "of hosts"
     )
-    if coordinator is not None and config.host_id:
+    if coordinator is not None and options.host_id:
         _wait_for_port(coordinator, seconds, failed)
     elif coordinator is not None:
         _check_port(coordinator)
@@ -89,10 +89,10 @@ def join(config: Config) -> Host:
         jax.distributed.initialize(
             coordinator_address=coordinator,
             num_processes=count,
-            process_id=config.host_id,
+            process_id=options.host_id,
             local_device_ids=[] if alone else None,  # None: JAX chooses
             initialization_timeout=seconds + 60,  # JAX aborts then, after our timer
-            heartbeat_timeout_seconds=config.heartbeat_timeout,
+            heartbeat_timeout_seconds=options.heartbeat_timeout,
         )
     except ValueError as error:
         raise InputError(
@@ -247,10 +247,13 @@ class Watchdog:
     """Ends the process when no step finishes for too long; first prints every thread's stack.
 
     It watches inside its blocks, of which there may be several in turn.
+
+    Attributes:
+        seconds: How long no step may finish.
     """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
         self._last = time.monotonic()
         self._done = threading.Event()
 
@@ -267,11 +270,11 @@ class Watchdog:
         self._done.set()
 
     def _watch(self) -> None:
-        while not self._done.wait(min(self._seconds / 4, LOOK_SECONDS)):
-            if time.monotonic() - self._last <= self._seconds:
+        while not self._done.wait(min(self.seconds / 4, LOOK_SECONDS)):
+            if time.monotonic() - self._last <= self.seconds:
                 continue
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
-            why = f"no batch has become ready and no step has finished for {self._seconds:g} s"
+            why = f"no batch has become ready and no step has finished for {self.seconds:g} s"
             remedy = "to continue, start the run again without --overwrite"
             if busy := ", ".join(list(activities.values())):
                 why = f"{busy}: {why}"

@@ -9,10 +9,10 @@ identity that is made here.
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 
@@ -21,7 +21,6 @@ from activation_extraction.cli.flags import FLAGS, Config
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import plain_url
 from activation_extraction.model.forward import Forward
-from activation_extraction.model.model_setup import ModelRequest
 from activation_extraction.run.digests import (
     content_digest,
     digest_files,
@@ -36,20 +35,6 @@ from activation_extraction.text.file_list import is_path
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets", "isal")
 Home = TypeVar("Home", Forward, Text)
 SCRIPTS = ("extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py")
-
-
-class Inputs(NamedTuple):
-    """The inputs of one run.
-
-    Attributes:
-        request: What the flags ask of the model.
-        forward: The checked model.
-        text: The text.
-    """
-
-    request: ModelRequest
-    forward: Forward
-    text: Text
 
 
 @dataclass(frozen=True)
@@ -121,41 +106,38 @@ INPUTS: tuple[Input[Any], ...] = (*MODEL_INPUTS, *TEXT_INPUTS)
 
 # Flags that may differ between the hosts of a run.
 HOST_FIELDS = {
-    "host_id",
-    "coordinator_address",
-    "output_dir",
-    "verbose",
-    "compilation_cache",
+    *(name for name, flag in FLAGS.items() if flag.per_host),
     *(path for entry in INPUTS for path in entry.paths),
 }
 
 
-def check_model_inputs(forward: Forward, request: ModelRequest, identity: Identity) -> None:
+def check_model_inputs(forward: Forward, config: Config, identity: Identity) -> None:
     """Raises InputError unless stored activations came from this model.
 
     Args:
         forward: The model, with its adapter and autoencoders.
-        request: The flags that name them, for the message.
+        config: The configuration that names them, for the message.
         identity: The identity of the run that stored the activations.
 
     Raises:
         InputError: The model, the adapter or an autoencoder is another one.
     """
-    _check_inputs(MODEL_INPUTS, forward, vars(request), identity)
+    _check_inputs(MODEL_INPUTS, forward, config.values, identity)
 
 
-def check_text_inputs(text: Text, identity: Identity) -> None:
+def check_text_inputs(text: Text, config: Config, identity: Identity) -> None:
     """Raises InputError unless the tokens of stored activations came from this text.
 
     Args:
-        text: The text. The flags in its `config` say where its inputs are now.
+        text: The text.
+        config: The configuration that says where its inputs are now, for the message.
         identity: The identity of the run that stored the activations.
 
     Raises:
         InputError: The tokenizer, the chat template, the data set or one of its files is another
             one.
     """
-    _check_inputs(TEXT_INPUTS, text, vars(text.config), identity)
+    _check_inputs(TEXT_INPUTS, text, config.values, identity)
 
 
 def _check_inputs(
@@ -183,10 +165,18 @@ def _check_inputs(
         )
 
 
-def new_identity(inputs: Inputs, worker: Worker) -> Identity:
-    """Returns everything that decides the content of the shards, and must stay the same."""
-    request, forward, text = inputs
-    model, seed = forward.model, text.config.shuffle_documents
+def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -> Identity:
+    """Returns everything that decides the content of the shards, and must stay the same.
+
+    Args:
+        config: The configuration of the run.
+        forward: Its model.
+        text: Its text.
+        worker: The machine and the host.
+
+    Raises:
+        InputError: An input cannot be read.
+    """
     codes = tuple(encoder.hook.name for encoder in forward.encoders)
     dtypes = {
         hook.name: hook.kind.dtype for hook in forward.hooks.values() if hook.name not in codes
@@ -194,37 +184,33 @@ def new_identity(inputs: Inputs, worker: Worker) -> Identity:
     has_top_logits = any(name.startswith("logits.top_") for name in dtypes)
     of_model = {entry.field: entry.known_by(forward) for entry in MODEL_INPUTS}
     of_text = {entry.field: entry.known_by(text) for entry in TEXT_INPUTS}
-    settings = {
-        "positions": str(text.config.positions),
-        "drop_token_ids": text.drop_token_ids,
-        "hooks": (*dtypes, *codes),
-        "integer_hooks": tuple(name for name in dtypes if dtypes[name] == "int32"),
-        "float32_hooks": tuple(name for name in dtypes if dtypes[name] == "float32"),
-        "code_hooks": codes,
-        "encode_most": tuple(encoder.most for encoder in forward.encoders),
-        "keyed_by": forward.keyed_by,
-        "dtype": str(model.dtype),
-        "activation_dtype": str(model.activation_dtype),
-        "special_tokens": text.form.special.template,
-        "shuffle_documents": "" if seed is None else str(seed),
-        "top_logits": request.top_logits if has_top_logits else 0,
-        "total_machines": worker.machines,
-        "num_hosts": worker.hosts,
-        "machine": worker.machine,
-        "host": worker.host,
-    }
-    content: dict[str, Any] = {**vars(text.config), **of_model, **of_text, **settings}
-    content |= {name: "" for name, value in content.items() if value is None}
-    return Identity(**{field.name: content[field.name] for field in fields(Identity)})
+    return Identity(
+        **of_model,
+        **of_text,
+        special_tokens=text.form.special.template,
+        text=replace(config.text, drop_token_ids=text.drop_token_ids),
+        storage=config.storage,
+        hooks=(*dtypes, *codes),
+        integer_hooks=tuple(name for name in dtypes if dtypes[name] == "int32"),
+        float32_hooks=tuple(name for name in dtypes if dtypes[name] == "float32"),
+        code_hooks=codes,
+        encode_most=tuple(encoder.most for encoder in forward.encoders),
+        keyed_by=forward.keyed_by,
+        dtype=str(forward.model.dtype),
+        activation_dtype=str(forward.model.activation_dtype),
+        top_logits=config.hooks.top_logits if has_top_logits else 0,
+        worker=worker,
+    )
 
 
 def settings_of(config: Config) -> dict[str, Any]:
     """Returns what hosts must have in common before they prepare anything, by name."""
     flags = config.to_json()
+    # The weights of a mixture's sources, and the names of those that are not files.
+    mix = [("" if is_path(source) else source, weight) for source, weight in config.text.mix]
     return {
         **{f"--{name}": flags[name] for name in FLAGS if name not in HOST_FIELDS},
-        # The weights of a mixture's sources, and the names of those that are not files.
-        "--mix": [("" if is_path(source) else source, weight) for source, weight in config.mix],
+        "--mix": mix,
         **{f"version of {package}": number for package, number in package_versions().items()},
         "devices": f"{jax.default_backend()} {jax.local_device_count()}",
     }
@@ -239,7 +225,7 @@ def step_of(forward: Forward) -> dict[str, Any]:
     }
 
 
-def fingerprint(inputs: Inputs, identity: Identity) -> dict[str, Any]:
+def fingerprint(forward: Forward, text: Text, identity: Identity) -> dict[str, Any]:
     """Returns what hosts must have in common before they compute, by name."""
     package = Path(activation_extraction.__file__).parent
     sources = [*(package.parent / name for name in SCRIPTS), *package.rglob("*.py")]
@@ -248,9 +234,9 @@ def fingerprint(inputs: Inputs, identity: Identity) -> dict[str, Any]:
         flags = " or ".join(f"--{path}" for path in entry.paths)
         shared[f"{entry.field} ({flags})"] = shared.pop(entry.field)
     return {
-        **step_of(inputs.forward),
+        **step_of(forward),
         **shared,
-        **inputs.text.dataset.files.fingerprints(),
+        **text.dataset.files.fingerprints(),
         "source": digest_files(sources),
     }
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from activation_extraction.cli.flags import DATASET, Config
+from activation_extraction.cli.flags import DATASET, TextOptions
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import plain_url
 from activation_extraction.run.data_files import DataFiles
@@ -22,7 +22,13 @@ FILES = "files"  # what an identity calls a data set of files
 
 
 class Source(NamedTuple):
-    """An open data set, which has a name in a mixture."""
+    """An open data set.
+
+    Attributes:
+        rows: Rows of the data set.
+        name: Name in a mixture; None if there is no mixture.
+        weight: Share of the documents in a mixture.
+    """
 
     rows: Rows
     name: str | None = None
@@ -33,7 +39,13 @@ class Source(NamedTuple):
 class Dataset:
     """The open data sets of a run. Their name and content must stay the same when it continues.
 
-    content: the revision of a hub data set; "" for files, which `files` compares one by one.
+    Attributes:
+        sources: The open data sets, several only of a mixture.
+        name: Name in the identity of the run: FILES, the flags of a hub data set, or the sources of
+            a mixture with their weights.
+        content: Revision of a hub data set, or the revisions of a mixture's; "" for files, which
+            `files` compares one by one.
+        files: Files of all sources.
     """
 
     sources: tuple[Source, ...]
@@ -43,31 +55,37 @@ class Dataset:
 
 
 def open_dataset(
-    config: Config,
+    options: TextOptions,
     form: RowForm,
     earlier: Sequence[Mapping[str, Any]] = (),
     names: Sequence[str] = (),
 ) -> Dataset:
-    """Opens what is asked for: files, a data set of the hub, or a mixture of both.
+    """Opens the data of a run: files, a data set of the hub, or a mixture of both.
 
-    earlier: the metadata that hosts of the run have stored already, that of this host first. A hub
-    data set is opened at the revision that it records; files must be those that it lists (see
-    DataFiles.as_recorded). names: what a mixture calls its sources; () for what the flags do.
-    Raises InputError.
+    Args:
+        options: Flags about text.
+        form: How a row becomes a document.
+        earlier: Metadata that hosts of the run have stored already, that of this host first. A hub
+            data set is opened at the revision that it records, and files must be those that it
+            lists (see `DataFiles.as_recorded`). Empty for a new run.
+        names: Names of the sources of a mixture; empty for the names that the flags give them.
+
+    Raises:
+        InputError: A source cannot be opened, or is not the one that the run began with.
     """
-    if config.mix:
+    if options.mix:
         try:
-            return _open_mixture(config.mix, form, earlier, names)
+            return _open_mixture(options.mix, form, earlier, names)
         except InputError as error:
             raise InputError(re.sub("--dataset_(path|name)", "--mix", str(error))) from error
-    path = config.dataset_path
+    path = options.dataset_path
     if path is not None:
         stored, _ = _recorded(FILES, earlier)
         files = DataFiles.as_recorded(list_files(path), stored)
         return Dataset((Source(open_files(path, form, files.files)),), FILES, "", files)
-    name = config.dataset_name
-    subset = config.dataset_config
-    split = config.dataset_split
+    name = options.dataset_name
+    subset = options.dataset_config
+    split = options.dataset_split
     assert name is not None  # cli/config.py fills it in where no other source is given
     source = " ".join(filter(None, (name, subset, split)))
     stored, recorded = _recorded(source, earlier)
@@ -79,12 +97,13 @@ def open_dataset(
 def _recorded(
     name: str, earlier: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Mapping[str, Any]], str]:
-    """Returns the metadata that records this data set, and the revision there, "" if there is none.
+    """Returns the metadata that records this data set, and the revision there; "" if none does.
 
     A run with another data set is refused later on.
     """
-    found = [each for each in earlier if identity_of(each, METADATA).data == name]
-    return found, identity_of(found[0], METADATA).data_revision if found else ""
+    metadata = [record for record in earlier if identity_of(record, METADATA).data == name]
+    revision = identity_of(metadata[0], METADATA).data_revision if metadata else ""
+    return metadata, revision
 
 
 def _check_reader(source: str, stored: Sequence[Mapping[str, Any]]) -> None:
@@ -110,17 +129,18 @@ def _check_reader(source: str, stored: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _open_mixture(
-    given: Sequence[tuple[str, float]],
+    sources_and_weights: Sequence[tuple[str, float]],
     form: RowForm,
     earlier: Sequence[Mapping[str, Any]],
     names: Sequence[str],
 ) -> Dataset:
     """Opens all sources. Their files are listed together, each under the number of its source."""
-    names = names or [plain_url(source) for source, _ in given]
-    mix = [(name, source, weight) for name, (source, weight) in zip(names, given, strict=True)]
+    names = names or [plain_url(source) for source, _ in sources_and_weights]
+    pairs = zip(names, sources_and_weights, strict=True)
+    mix = [(name, source, weight) for name, (source, weight) in pairs]
     name = " ".join(f"{plain}={repr(weight).removesuffix('.0')}" for plain, _, weight in mix)
     stored, recorded = _recorded(name, earlier)
-    revisions = dict(each.rsplit("@", 1) for each in recorded.split())
+    revisions = dict(entry.rsplit("@", 1) for entry in recorded.split())
     listed = [
         replace(file, name=f"{number}/{file.name}")
         for number, (_, source, _) in enumerate(mix)
@@ -132,9 +152,13 @@ def _open_mixture(
     sources = []
     for number, (plain, source, weight) in enumerate(mix):
         if is_path(source):
-            own = [file for file in files.files if file.name.startswith(f"{number}/")]
-            own = [replace(file, name=file.name.removeprefix(f"{number}/")) for file in own]
-            rows = open_files(source, form, own)
+            prefix = f"{number}/"
+            files_of_source = [
+                replace(file, name=file.name.removeprefix(prefix))
+                for file in files.files
+                if file.name.startswith(prefix)
+            ]
+            rows = open_files(source, form, files_of_source)
         else:
             hub_name, config, split, *more = [*source.split(":"), "", ""]
             if any(more):

@@ -1,7 +1,9 @@
-"""This module turns a checked command line into a job, and finds all that can be wrong with it.
+"""Everything that a run does before a step is compiled.
 
-The cheapest checks come first, and no weight is read here. The hosts of a pod compare what they
-have found before they go on.
+`prepare` turns a checked configuration into a `Run`, in stages of which the cheapest come first. It
+finds all that can be wrong with a request, and reads no weights. After every stage the hosts of a
+pod know whether it has succeeded on all of them and whether their results agree, so all go on or
+all stop. extract_activations.py does the rest of the run.
 """
 
 import os
@@ -9,7 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,7 +25,7 @@ from activation_extraction.model.devices import devices_of_this_host, memory_of,
 from activation_extraction.model.family import parse_model_config
 from activation_extraction.model.forward import Forward
 from activation_extraction.model.model_setup import (
-    ModelRequest,
+    StepRequest,
     build_model,
     log_hooks,
     prepare_model,
@@ -31,17 +33,17 @@ from activation_extraction.model.model_setup import (
 from activation_extraction.model.repository import Repository
 from activation_extraction.run.batch_size import default_rows, fit_rows
 from activation_extraction.run.demo import MODEL_CONFIG, make_demo
-from activation_extraction.run.host_text import Prefetch, Text
+from activation_extraction.run.host_text import Text
 from activation_extraction.run.hosts import Host, Watchdog, gather, together
 from activation_extraction.run.inputs import (
-    Inputs,
     fingerprint,
     new_identity,
     package_versions,
     settings_of,
     step_of,
 )
-from activation_extraction.store.identity import RunFacts, StorageOptions
+from activation_extraction.run.prefetch import Prefetch
+from activation_extraction.store.identity import Identity, RunFacts
 from activation_extraction.store.local_files import check_output_dir, nearest
 from activation_extraction.store.metrics import METRICS
 from activation_extraction.store.resume import FLAGS_REMEDY
@@ -52,91 +54,98 @@ from activation_extraction.text.mark import Mark
 
 
 @dataclass(frozen=True)
-class Job:
-    """A checked request: the model, the text, and where the result goes.
+class Run:
+    """A run on this host that is checked and ready to be compiled.
 
-    batches: those that were not stored yet when the text was opened; their `result` is the mark at
-    the end of the data.
+    Attributes:
+        config: The configuration. That of a demo names the demo's own model and documents.
+        host: This host among the hosts of the run.
+        watchdog: The watchdog, which ends the process if nothing happens for too long.
+        folders: The folders of the run.
+        forward: The model on its mesh, with its checked checkpoint.
+        text: The text that the run reads.
+        storage: The storage of this host, which nothing has been written to yet.
+        batches: The batches whose samples were not stored yet when the text was opened. Their
+            `result` is the mark at the end of the data.
     """
 
+    config: Config
     host: Host
-    forward: Forward
+    watchdog: Watchdog
     folders: RunFolders
-    storage: ActivationStorage
+    forward: Forward
     text: Text
+    storage: ActivationStorage
     batches: Prefetch[Batch, Mark | None]
 
     @property
     def where(self) -> str:
-        """Returns the URL or path of the output, for messages."""
+        """The URL or path of the output, for messages."""
         return self.storage.destination.url
 
-    def with_text_reopened(self, watchdog: Watchdog) -> "Job":
-        """Returns the same job, with the batches that are still not stored."""
+    def with_text_reopened(self) -> "Run":
+        """Returns the same run with the batches whose samples are not stored by now."""
         worker, shape = self.folders.worker, self.forward.shape
-        return replace(self, batches=self.text.open(worker, shape, self.storage, watchdog))
+        return replace(self, batches=self.text.open(worker, shape, self.storage, self.watchdog))
 
 
-def prepare_together(config: Config, host: Host, watchdog: Watchdog) -> Job:
-    """Checks the request here and compares it with the other hosts'. Raises InputError."""
-    folders, earlier, chosen, own_memory = together(
-        host, lambda: examine_output(config, host), lambda _: settings_of(config)
-    )
-    names = [plain_url(name) for name, _ in config.mix]
-    found = gather(host, (chosen, own_memory, names))
-    commits, memories, (sources, *_) = zip(*found, strict=True)
-    # A recorded commit, or else that of the first host.
-    agreed = min(filter(None, commits), key=lambda each: each[0], default=None)
-    commit = agreed[1] if chosen and agreed else None
-    memory = min(filter(None, memories), default=None)
-    config, request, forward = together(
-        host,
-        lambda: prepare_forward(config, folders.folder, commit, memory),
-        lambda prepared: step_of(prepared[2]),
-    )
-    facts: dict[str, Any] = {}
-    stored = [metadata for _, metadata in earlier]
-    if config.batch_size == "auto":
-        forward, facts["auto_batch_size"] = fit_rows(host, request, forward, stored)
-    vocabulary = forward.model.config.vocab_size
-    text = Text(config, forward.checkpoint, vocabulary, stored, sources, forward.adapter_files)
-    inputs = Inputs(request, forward, text)
-    job, _ = together(
-        host,
-        lambda: prepare(host, inputs, folders, facts, watchdog),
-        lambda prepared: prepared[1],
-    )
-    log_hooks(request, job.forward)
-    totals = job.storage.totals
-    if totals.shards and job.storage.plan.repair is None and not job.storage.complete:
-        done = [counted(getattr(totals, f"{unit}s"), unit) for unit in ("sample", "token", "shard")]
-        log.info("continuing %s after %s and %s in %s", job.where, *done)
-    if special := text.form.special:
-        log.info("special tokens: %s (--special_tokens none adds none)", special.template)
-    if not text.form.choice.everything:
-        log.info("kept tokens: %s", text.form.choice)
-    return job
+def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
+    """Prepares a run. All hosts must call this together.
 
-
-def examine_output(
-    config: Config, host: Host
-) -> tuple[RunFolders, list[tuple[str, dict[str, Any]]], tuple[bool, str] | None, float | None]:
-    """Checks where the output goes. Raises InputError.
-
-    Returns the folders; the URL and the metadata of the run that is continued, of each root that
-    has it; the model's commit (see `choose_commit`); and the memory of a device, if it is known.
+    Raises:
+        InputError: The request cannot be met, or the hosts differ in what must be the same.
+        RunError: Something failed on this host or on another one.
     """
-    worker = Worker(config.machine_id, config.total_machines, host.id, host.count)
-    output, bucket = Path(config.output_dir), config.bucket_url
-    folders = RunFolders(worker, output, bucket, config.upload_timeout)
+    folders = together(host, lambda: check_output(config, host), lambda _: settings_of(config))
+    stored = together(host, lambda: stored_runs(config, folders))
+    choice = together(host, lambda: choose_commit(config, stored))
+    commit = agree_on_commit(host, choice)
+    memory = least_memory(config, host)
+    sources = sources_of_first_host(config, host)
+
+    config = together(host, lambda: with_inputs_of_demo(config, folders.folder))
+    request = together(host, lambda: step_request(config, commit, memory))
+    forward = together(host, lambda: prepare_model(request), step_of)
+    earlier = [metadata for _, metadata in stored]
+    facts: dict[str, Any] = {}
+    if config.computing.batch_size == "auto":
+        forward, facts["auto_batch_size"] = fit_rows(host, request, forward, earlier)
+
+    vocabulary = forward.model.config.vocab_size
+    text = Text(
+        config.text, forward.checkpoint, vocabulary, earlier, sources, forward.adapter_files
+    )
+    identity = together(
+        host,
+        lambda: identify(config, folders, forward, text, watchdog),
+        lambda identity: fingerprint(forward, text, identity),
+    )
+    facts = describe(config, forward, text) | facts
+    storage = together(
+        host, lambda: plan_storage(config, folders, forward, text, identity, facts, watchdog)
+    )
+    batches = together(host, lambda: text.open(folders.worker, forward.shape, storage, watchdog))
+    run = Run(config, host, watchdog, folders, forward, text, storage, batches)
+    log_beginning(run)
+    return run
+
+
+def check_output(config: Config, host: Host) -> RunFolders:
+    """Returns the folders of the run, after checks that need nothing but the output.
+
+    Raises:
+        InputError: Nothing can be stored there, or there is too little room, or a run with other
+            numbers of machines or hosts has left folders there.
+    """
+    hosts, output = config.hosts, config.output
+    worker = Worker(hosts.machine_id, hosts.total_machines, host.id, host.count)
+    folders = RunFolders(worker, Path(output.output_dir), output.bucket_url, output.upload_timeout)
     check_output_dir(folders.folder, METRICS)
-    check_free_disk(folders.folder, config.min_free_gb)
-    use_compilation_cache(config.compilation_cache, folders.local, host.several)
+    check_free_disk(folders.folder, output.min_free_gb)
+    use_compilation_cache(config.computing.compilation_cache, folders.local, host.several)
     folders.check_bucket()
-    folders.check_stale_folders(config.overwrite)
-    earlier = [] if config.overwrite else folders.earlier()
-    memory = memory_of(devices_of_this_host(usable_devices(config.use_data_parallel))[0])
-    return folders, earlier, choose_commit(config, earlier), memory
+    folders.check_stale_folders(config.storage.overwrite)
+    return folders
 
 
 def check_free_disk(folder: Path, gigabytes: float) -> None:
@@ -149,30 +158,57 @@ def check_free_disk(folder: Path, gigabytes: float) -> None:
         )
 
 
-def choose_commit(
-    config: Config, earlier: Sequence[tuple[str, Mapping[str, Any]]]
-) -> tuple[bool, str] | None:
-    """Returns the hub model's commit as this host sees it, after whether it is a new one.
+def stored_runs(config: Config, folders: RunFolders) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the URL and the metadata of the run that is continued, for each output that has it.
 
-    The first start records it in metadata.json, so a new commit on the hub does not stop a long
-    run. None for a local folder. Raises InputError if the revision asked for is not the recorded
-    commit.
+    Returns:
+        Nothing if there is no such run, or if it is overwritten.
+    """
+    return [] if config.storage.overwrite else folders.earlier()
+
+
+class CommitChoice(NamedTuple):
+    """The commit of a hub model, as one host sees it.
+
+    Attributes:
+        is_new: Whether no stored run has recorded the commit.
+        commit: The commit.
+    """
+
+    is_new: bool
+    commit: str
+
+
+def choose_commit(
+    config: Config, stored: Sequence[tuple[str, Mapping[str, Any]]]
+) -> CommitChoice | None:
+    """Returns the commit of the model on the hub as this host sees it; None for a local folder.
+
+    The first start records the commit in metadata.json, so a new commit on the hub does not stop a
+    long run.
+
+    Args:
+        config: The configuration.
+        stored: The result of `stored_runs`.
+
+    Raises:
+        InputError: The revision that the flags name is not the recorded commit.
     """
     if config.demo:
         return None
-    revision = config.model_revision
-    where, metadata = earlier[0] if earlier else ("", {})
-    recorded = recorded_commit(config.model_path, metadata)
+    model_path, revision = config.model.model_path, config.model.model_revision
+    where, metadata = stored[0] if stored else ("", {})
+    recorded = recorded_commit(model_path, metadata)
     # Even if a branch has moved on, the command that began the extraction continues it.
     if recorded and revision in (None, metadata["configuration"].get("model_revision")):
-        return False, recorded
-    commit = Repository(config.model_path, revision).commit
+        return CommitChoice(is_new=False, commit=recorded)
+    commit = Repository(model_path, revision).commit
     if commit is not None and recorded not in (None, commit):
         raise InputError(
             f"--model_revision {revision}: is commit {commit}, but {where} holds an extraction "
             f"with commit {recorded}; {FLAGS_REMEDY}"
         )
-    return None if commit is None else (recorded is None, commit)
+    return None if commit is None else CommitChoice(recorded is None, commit)
 
 
 def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
@@ -183,68 +219,124 @@ def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
     return metadata.get("model_commit")
 
 
-def prepare_forward(
-    config: Config, folder: Path, commit: str | None, memory: float | None
-) -> tuple[Config, ModelRequest, Forward]:
-    """Returns the configuration (a demo makes its own), the request and the checked model.
+def agree_on_commit(host: Host, choice: CommitChoice | None) -> str | None:
+    """Returns the commit of the model for all hosts; None if this host has it in a local folder.
 
-    folder: for the demo's inputs; commit: the hub model's; memory: of each device. Raises
-    InputError.
+    It is a commit that a stored run has recorded, or else that of the first host.
     """
-    if config.demo:
-        # This checks the flags.
-        build_model(model_request(config), parse_model_config(MODEL_CONFIG))
-        log.info("demo: making a tiny Qwen2 model and sample documents")
-        model, documents = make_demo(folder)
-        config = replace(config, model_path=str(model), dataset_path=str(documents))
-    revision = commit or config.model_revision
-    request = replace(model_request(config), model_revision=revision, memory=memory)
-    return config, request, prepare_model(request)
+    choices = [CommitChoice(*item) for item in gather(host, choice) if item is not None]
+    if choice is None or not choices:
+        return None
+    return min(choices, key=lambda item: item.is_new).commit
 
 
-def prepare(
-    host: Host,
-    inputs: Inputs,
-    folders: RunFolders,
-    facts: Mapping[str, Any],
-    watchdog: Watchdog,
-) -> tuple[Job, dict[str, Any]]:
-    """Checks the rest of the request; returns the job, and what hosts compare.
+def least_memory(config: Config, host: Host) -> float | None:
+    """Returns the bytes of memory of a device, the least of all hosts; None if they are unknown.
 
-    facts: what metadata.json records besides what this function knows. Raises InputError.
+    A host cannot ask the devices of another one.
+
+    Raises:
+        InputError: JAX finds no devices.
     """
-    forward = inputs.forward
-    text = inputs.text
-    worker = folders.worker
-    files = text.dataset.files  # listing them is not watched: it may take long
-    config = replace(text.config, drop_token_ids=text.drop_token_ids)
+    every_device = config.computing.use_data_parallel
+    memory = together(
+        host, lambda: memory_of(devices_of_this_host(usable_devices(every_device))[0])
+    )
+    return min(filter(None, gather(host, memory)), default=None)
+
+
+def sources_of_first_host(config: Config, host: Host) -> list[str]:
+    """Returns what all hosts call the sources of a mixture: the names that host 0 has for them."""
+    return gather(host, [plain_url(name) for name, _ in config.text.mix])[0]
+
+
+def with_inputs_of_demo(config: Config, folder: Path) -> Config:
+    """Makes the model and documents of a demo.
+
+    Args:
+        config: The configuration.
+        folder: The folder in which they are made.
+
+    Returns:
+        The configuration with their paths; without --demo, the configuration as it is.
+
+    Raises:
+        InputError: The flags do not fit the demo's model, or nothing can be written to the folder.
+    """
+    if not config.demo:
+        return config
+    build_model(step_request(config), parse_model_config(MODEL_CONFIG))  # checks the flags
+    log.info("demo: making a tiny Qwen2 model and sample documents")
+    model, documents = make_demo(folder)
+    return replace(
+        config,
+        model=replace(config.model, model_path=str(model)),
+        text=replace(config.text, dataset_path=str(documents)),
+    )
+
+
+def step_request(
+    config: Config,
+    commit: str | None = None,
+    memory: float | None = None,
+    planned: Sequence[Any] | None = None,
+) -> StepRequest:
+    """Returns what the configuration asks of a step.
+
+    Args:
+        config: The configuration. With --batch_size auto, the rows are the default, for which
+            `fit_rows` finds a better number.
+        commit: Commit of the model on the hub; None for --model_revision.
+        memory: Bytes of memory of a device; None for the number of this host.
+        planned: Devices of a machine that is only planned; None for those of this machine.
+
+    Raises:
+        InputError: An autoencoder cannot be read.
+    """
+    computing, length = config.computing, config.text.max_seq_length
+    autoencoders = tuple(read_autoencoder(hook, name) for hook, name in config.hooks.encode)
+    rows = computing.batch_size
+    if not isinstance(rows, int):
+        rows = default_rows(length, computing.use_data_parallel, rows == "auto", planned)
+    return StepRequest(
+        replace(config.model, model_revision=commit or config.model.model_revision),
+        config.hooks,
+        computing,
+        (rows, length),
+        several_hosts=config.hosts.multihost,
+        memory=memory,
+        devices=planned,
+        autoencoders=autoencoders,
+    )
+
+
+def identify(
+    config: Config, folders: RunFolders, forward: Forward, text: Text, watchdog: Watchdog
+) -> Identity:
+    """Checks the text, and returns the identity of the run.
+
+    Raises:
+        InputError: The text cannot be read, or other machines or hosts have stored another run.
+    """
+    _ = text.dataset  # listing its files is not watched, because it may take long
     with watchdog:
         text.check()
-    identity = new_identity(inputs, worker)
-    if not config.overwrite:
+    identity = new_identity(config, forward, text, folders.worker)
+    if not config.storage.overwrite:
         folders.check_siblings(identity)
-    # The flags limit what a machine stores, and this is one of its hosts.
-    options = replace(
-        config.part(StorageOptions),
-        max_samples=worker.share_of(config.max_samples),
-        max_tokens=worker.share_of(config.max_tokens),
-    )
-    configuration = {**config.to_json(), "batch_size": forward.shape[0]}
+    return identity
+
+
+def describe(config: Config, forward: Forward, text: Text) -> dict[str, Any]:
+    """Returns the facts about a run that metadata.json records beside its identity."""
+    resolved = replace(config, text=replace(config.text, drop_token_ids=text.drop_token_ids))
+    configuration = {**resolved.to_json(), "batch_size": forward.shape[0]}
     repositories = {"model_path": forward.checkpoint, "lora": forward.adapter_files}
     for name, repository in repositories.items():
         # Readers find the tokenizer of a local one from any folder.
         if repository is not None and repository.local:
             configuration[name] = os.path.abspath(os.path.expanduser(repository.path))
-    chosen = text.chosen_tokenizer
-    if chosen is not None:  # readers show the text of tokens with these
-        name = "model_path" if chosen.home is forward.checkpoint else "lora"
-        added = chosen.backend.get_added_tokens_decoder().items()
-        facts = {
-            **facts,
-            "tokenizer_path": configuration[name],
-            "added_tokens": {str(number): token.content for number, token in added},
-        }
-    metadata = {
+    facts = {
         "configuration": configuration,
         "model": asdict(forward.model.config),
         "model_commit": forward.checkpoint.commit,
@@ -252,37 +344,78 @@ def prepare(
         "mesh": forward.layout.shape,
         **{name: choice.to_json() for name, choice in forward.kernels.items()},
         "versions": package_versions(),
-        **facts,
     }
+    chosen = text.chosen_tokenizer
+    if chosen is not None:  # readers show the text of tokens with these
+        name = "model_path" if chosen.home is forward.checkpoint else "lora"
+        added = chosen.backend.get_added_tokens_decoder().items()
+        facts["tokenizer_path"] = configuration[name]
+        facts["added_tokens"] = {str(number): token.content for number, token in added}
+    return facts
+
+
+def plan_storage(
+    config: Config,
+    folders: RunFolders,
+    forward: Forward,
+    text: Text,
+    identity: Identity,
+    facts: Mapping[str, Any],
+    watchdog: Watchdog,
+) -> ActivationStorage:
+    """Returns the storage of this host, which has read what is stored and written nothing.
+
+    Args:
+        config: The configuration.
+        folders: The folders of the run.
+        forward: The model.
+        text: The text.
+        identity: The identity of the run.
+        facts: Further facts for metadata.json.
+        watchdog: The watchdog. Waiting for uploads is progress, because they have time limits of
+            their own.
+
+    Raises:
+        InputError: The output holds another run, or one that cannot be continued.
+    """
+    worker, storage = folders.worker, config.storage
+    # The flags limit what a machine stores, and this is one of its hosts.
+    options = replace(
+        storage,
+        max_samples=worker.share_of(storage.max_samples),
+        max_tokens=worker.share_of(storage.max_tokens),
+    )
     codes = {encoder.hook.name: encoder.facts() for encoder in forward.encoders}
-    hooks = {k: codes.get(h.name) or h.facts(forward.sizes) for k, h in forward.hooks.items()}
-    storage = ActivationStorage(
+    hooks = {
+        key: codes.get(hook.name) or hook.facts(forward.sizes)
+        for key, hook in forward.hooks.items()
+    }
+    return ActivationStorage(
         folders.folder,
         {key: hook.name for key, hook in forward.hooks.items()},
         options,
         identity,
         folders.remote,
-        RunFacts(metadata, hooks, files),
+        RunFacts(facts, hooks, text.dataset.files),
         config.repair,
-        # Uploads have time limits of their own.
         on_wait=watchdog.reset if folders.remote is not None else lambda: None,
     )
-    batches = text.open(worker, forward.shape, storage, watchdog)
-    job = Job(host, forward, folders, storage, text, batches)
-    return job, fingerprint(inputs, identity)
 
 
-def model_request(config: Config, planned: Sequence[Any] | None = None) -> ModelRequest:
-    """Returns what the flags ask of the model; `auto` rows are the default until `fit_rows`.
-
-    planned: the devices of a machine that is not here. Raises InputError for an autoencoder that
-    cannot be read.
-    """
-    autoencoders = tuple(read_autoencoder(hook, name) for hook, name in config.encode)
-    request = replace(config.part(ModelRequest), devices=planned, autoencoders=autoencoders)
-    rows = config.batch_size
-    if not isinstance(rows, int):
-        rows = default_rows(
-            request.max_seq_length, request.use_data_parallel, rows == "auto", planned
+def log_beginning(run: Run) -> None:
+    """Logs what is stored already, and what is going to be."""
+    storage, form = run.storage, run.text.form
+    log_hooks(run.config.hooks, run.forward)
+    totals = storage.totals
+    if totals.shards and storage.plan.repair is None and not storage.complete:
+        log.info(
+            "continuing %s after %s and %s in %s",
+            run.where,
+            counted(totals.samples, "sample"),
+            counted(totals.tokens, "token"),
+            counted(totals.shards, "shard"),
         )
-    return replace(request, batch_size=rows)
+    if special := form.special:
+        log.info("special tokens: %s (--special_tokens none adds none)", special.template)
+    if not form.choice.everything:
+        log.info("kept tokens: %s", form.choice)

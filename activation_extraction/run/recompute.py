@@ -4,38 +4,37 @@ To recompute a token takes all tokens before it. Where a run stores only some to
 reads the others again. inspect/verify.py compares the results with what is stored.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from activation_extraction.cli.flags import Config
+from activation_extraction.cli.flags import Config, HookOptions, ModelOptions
 from activation_extraction.common.codes import CODES
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.model.devices import device_errors
 from activation_extraction.model.forward import compile_step
-from activation_extraction.model.model_setup import ModelRequest, prepare_model
+from activation_extraction.model.model_setup import prepare_model
 from activation_extraction.run.inputs import check_model_inputs
-from activation_extraction.run.prepare import recorded_commit
+from activation_extraction.run.prepare import recorded_commit, step_request
 from activation_extraction.run.reread import load_for_rereading
 from activation_extraction.store.chosen_samples import ChosenSample, Recompute, Reread
 from activation_extraction.store.hook_values import Values
+from activation_extraction.store.identity import Identity
 from activation_extraction.store.run_log import METADATA, identity_of
 from activation_extraction.text.packing import pack, samples_of
 
 
-def load_for_recomputing(
-    request: ModelRequest, dataset_path: str | None, metadata: dict[str, Any]
-) -> Recompute:
+def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
     """Loads the model of a stored run, to recompute samples.
 
     Args:
-        request: How to compute. The metadata says what to compute.
-        dataset_path: The path or URL of the data set now. None for where the run had it. It is
-            opened only if the run does not store all tokens.
-        metadata: The content of metadata.json.
+        config: The configuration of --verify: where the model and its adapter are and how to
+            compute; and the path of the data set, if that is elsewhere now. The data set is opened
+            only if the run does not store all tokens.
+        metadata: The content of metadata.json, which says what to compute.
 
     Returns:
         A function that recomputes samples, and the platform that it uses.
@@ -44,29 +43,19 @@ def load_for_recomputing(
         InputError: An input is not the one that the stored activations came from.
     """
     identity = identity_of(metadata, METADATA)
-    configuration = Config.from_json(metadata.get("configuration", {}))
-    encoded = identity.activation_dtype == FLOAT8  # and decoded to float32
-    codes = {name.removesuffix(CODES) for name in identity.code_hooks}
-    activation_hooks = tuple(name for name in identity.hooks if name not in identity.code_hooks)
-    request = replace(
-        request,
-        model_revision=request.model_revision or recorded_commit(request.model_path, metadata),
-        layers_to_extract=None,
-        hook_names=activation_hooks or None,
-        encode_most=configuration.encode_most,
-        keep_activations=not codes.isdisjoint(activation_hooks),
-        top_logits=identity.top_logits or request.top_logits,
-        dtype=identity.dtype,
-        activation_dtype="float32" if encoded else identity.activation_dtype,
-        max_seq_length=identity.max_seq_length,
+    config = replace(
+        config,
+        model=_model_as_stored(config.model, identity, metadata),
+        hooks=_hooks_as_stored(config.hooks, identity, metadata),
+        text=replace(config.text, max_seq_length=identity.text.max_seq_length),
     )
     with device_errors():
-        forward = prepare_model(request)
-        check_model_inputs(forward, request, identity)
+        forward = prepare_model(step_request(config))
+        check_model_inputs(forward, config, identity)
         reread: Reread | None = None
         if not identity.every_token:
             reread = load_for_rereading(
-                metadata, forward.checkpoint, forward.adapter_files, dataset_path
+                metadata, forward.checkpoint, forward.adapter_files, config.text.dataset_path
             )
         step = compile_step(forward)
 
@@ -98,3 +87,30 @@ def load_for_recomputing(
         return results
 
     return Recompute(jax.default_backend(), recompute)
+
+
+def _model_as_stored(
+    options: ModelOptions, identity: Identity, metadata: Mapping[str, Any]
+) -> ModelOptions:
+    """Returns the options with which the model computes what it computed in a run."""
+    revision = options.model_revision or recorded_commit(options.model_path, metadata)
+    return replace(options, model_revision=revision, dtype=identity.dtype)
+
+
+def _hooks_as_stored(
+    options: HookOptions, identity: Identity, metadata: Mapping[str, Any]
+) -> HookOptions:
+    """Returns the options that name the hooks of a run."""
+    recorded = Config.from_json(metadata.get("configuration", {}))
+    encoded = identity.activation_dtype == FLOAT8  # and decoded to float32
+    sources = {name.removesuffix(CODES) for name in identity.code_hooks}
+    activation_hooks = tuple(name for name in identity.hooks if name not in identity.code_hooks)
+    return replace(
+        options,
+        layers_to_extract=None,
+        hook_names=activation_hooks or None,
+        encode_most=recorded.hooks.encode_most,
+        keep_activations=not sources.isdisjoint(activation_hooks),
+        top_logits=identity.top_logits or options.top_logits,
+        activation_dtype="float32" if encoded else identity.activation_dtype,
+    )

@@ -43,12 +43,12 @@ def recorded_repositories(metadata: Mapping[str, Any]) -> tuple[Repository, Repo
     Raises:
         InputError: A path is neither a folder nor the name of a repository.
     """
-    configuration = Config.from_json(metadata["configuration"])
-    commit = recorded_commit(configuration.model_path, metadata)
-    model = Repository(configuration.model_path, commit)
-    if configuration.lora is None:
+    options = Config.from_json(metadata["configuration"]).model
+    commit = recorded_commit(options.model_path, metadata)
+    model = Repository(options.model_path, commit)
+    if options.lora is None:
         return model, None
-    return model, Repository(configuration.lora, kind=ADAPTER)
+    return model, Repository(options.lora, kind=ADAPTER)
 
 
 def load_for_rereading(
@@ -75,18 +75,19 @@ def load_for_rereading(
             the file.
     """
     identity = identity_of(metadata, METADATA)
-    configuration = replace(
-        Config.from_json(metadata.get("configuration", {})),
-        model_path=model.path,
-        lora=None if adapter is None else adapter.path,
-    )
+    recorded = Config.from_json(metadata.get("configuration", {}))
+    options = recorded.text
     if dataset_path is not None:
-        configuration = replace(configuration, dataset_path=dataset_path, mix=())
+        options = replace(options, dataset_path=dataset_path, mix=())
     if not identity.special_tokens:  # earlier versions added none, whatever the tokenizer says
-        configuration = replace(configuration, special_tokens="none")
+        options = replace(options, special_tokens="none")
     vocabulary = metadata["model"]["vocab_size"]
-    text = Text(configuration, model, vocabulary, earlier=[metadata], adapter=adapter)
-    check_text_inputs(text, identity)
+    text = Text(options, model, vocabulary, earlier=[metadata], adapter=adapter)
+    lora = None if adapter is None else adapter.path
+    now = replace(
+        recorded, model=replace(recorded.model, model_path=model.path, lora=lora), text=options
+    )
+    check_text_inputs(text, now, identity)
     return partial(_read_again, text)
 
 

@@ -15,7 +15,7 @@ from activation_extraction.model.devices import peak_flops
 from activation_extraction.model.encode import Encoder
 from activation_extraction.model.hooks import HookTable
 from activation_extraction.run.hosts import gather
-from activation_extraction.run.prepare import Job
+from activation_extraction.run.prepare import Run
 from activation_extraction.store.statistics_in_words import code_warnings, codes_in_words
 from activation_extraction.store.totals import Totals
 
@@ -24,34 +24,39 @@ COLUMNS = "hook", "Hugging Face module", "width", "dtype", "bytes/token", "other
 RIGHT = "width", "bytes/token"  # columns of numbers
 
 
-def make_progress(job: Job, log_every: int) -> Progress:
+def make_progress(run: Run) -> Progress:
     """Makes this host's progress bar, progress lines and metrics."""
-    devices = job.forward.rows.mesh.shape["device"]
+    devices = run.forward.rows.mesh.shape["device"]
     return Progress(
-        job.storage.options.max_samples,
-        job.storage.options.max_tokens if job.storage.plan.repair is None else None,
-        (job.storage.totals.samples, job.storage.totals.tokens),
-        log_every,
+        run.storage.options.max_samples,
+        run.storage.options.max_tokens if run.storage.plan.repair is None else None,
+        (run.storage.totals.samples, run.storage.totals.tokens),
+        run.config.log_every,
         chips=devices,
         peak_flops=peak_flops(devices),
-        gauges=lambda: {"batches_ready": job.batches.ready, **job.storage.gauges()},
-        record=job.storage.record,
+        gauges=lambda: {"batches_ready": run.batches.ready, **run.storage.gauges()},
+        record=run.storage.record,
     )
 
 
-def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None:
+def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     """Prints what is stored, by this run and earlier ones, and which hosts had too little data.
 
-    The first host also prints where the time went, and how to read it. verbose: whether the others
-    print that too. All hosts must call this.
+    The first host, and with --verbose every host, also prints where the time went and how to read
+    what is stored. All hosts must call this together.
+
+    Args:
+        run: The run, which has ended on this host.
+        clock: The clock that has measured how long each activity took.
+        complete: Whether the whole run is stored, so that nothing is left to continue.
     """
-    storage = job.storage
-    totals = job.storage.totals
-    before = job.storage.plan.totals
+    storage = run.storage
+    totals = storage.totals
+    before = storage.plan.totals
     repair = storage.plan.repair
     if repair is not None:
         made = ranges(sorted(commit.number for commit in storage.made)) or "none"
-        say(f"{'repaired' if complete else 'interrupted'}: shards stored in {job.where}: {made}")
+        say(f"{'repaired' if complete else 'interrupted'}: shards stored in {run.where}: {made}")
         if complete and repair.gaps:
             if repair.status(totals.samples) != "complete":
                 say("the run is not complete: the same command without --repair continues it")
@@ -61,30 +66,30 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
                     f"{counted(more, 'token')} more"
                 )
         return
-    shortfalls = gather(job.host, _shortfall(job) if complete else "")
+    shortfalls = gather(run.host, _shortfall(run) if complete else "")
     say(
         f"{'done' if complete else 'interrupted'}: "
         f"{counted(totals.samples, 'sample')}, {counted(totals.tokens, 'token')}, "
-        f"{counted(len(job.forward.hooks), 'hook')}, {counted(totals.shards, 'shard')}, "
-        f"{totals.bytes / 1e6:,.1f} MB in {job.where}"
+        f"{counted(len(run.forward.hooks), 'hook')}, {counted(totals.shards, 'shard')}, "
+        f"{totals.bytes / 1e6:,.1f} MB in {run.where}"
     )
-    if job.text.config.skip_bad_rows:
+    if run.text.options.skip_bad_rows:
         rows = counted(totals.skipped_rows, "row")
         say(f"skipped: {rows} that could not be used (--skip_bad_rows)")
     if totals.empty_rows:
         say(f"empty: {counted(totals.empty_rows, 'row')} without text, which gave no sample")
     if totals.cut_samples:
-        config, split = job.text.config, job.text.form.split
-        by = [] if split else [f"at {counted(config.max_seq_length, 'token')} (--max_seq_length)"]
-        by += ["by --max_tokens"] if job.storage.options.max_tokens else []
-        by += ["by --max_samples"] if job.storage.options.max_samples and split else []
+        length, split = run.text.options.max_seq_length, run.text.form.split
+        by = [] if split else [f"at {counted(length, 'token')} (--max_seq_length)"]
+        by += ["by --max_tokens"] if run.storage.options.max_tokens else []
+        by += ["by --max_samples"] if run.storage.options.max_samples and split else []
         say(
             f"cut: {counted(totals.cut_samples, 'sample')} {' or '.join(by)}; left out: "
             f"{counted(totals.cut_tokens, 'token')}"
         )
     if totals.empty_samples:
-        mask = job.text.config.mask_column
-        rule = f"--mask_column {mask}, " * bool(mask) + str(job.text.form.choice)
+        mask = run.text.options.mask_column
+        rule = f"--mask_column {mask}, " * bool(mask) + str(run.text.form.choice)
         say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({rule})")
     for line in codes_in_words(totals.statistics):
         say(line)
@@ -92,13 +97,13 @@ def print_summary(job: Job, clock: Clock, complete: bool, verbose: bool) -> None
         log.warning("%s", line)
     for shortfall in filter(None, shortfalls):
         say(f"short: {shortfall}")
-    if job.host.id != 0 and not verbose:
+    if run.host.id != 0 and not run.config.verbose:
         return
     if new := totals.tokens - before.tokens:
-        say(_where_the_time_went(job, clock, new))
+        say(_where_the_time_went(run, clock, new))
     if totals.shards:
         say(
-            "read it with:", *_how_to_read(job.folders.bucket_url or str(job.folders.local), totals)
+            "read it with:", *_how_to_read(run.folders.bucket_url or str(run.folders.local), totals)
         )
 
 
@@ -125,14 +130,14 @@ def _how_to_read(url: str, totals: Totals) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def _shortfall(job: Job) -> str:
+def _shortfall(run: Run) -> str:
     """Says that this host's data ended before it reached a limit; "" if it reached one."""
-    limits = {"sample": job.storage.options.max_samples, "token": job.storage.options.max_tokens}
-    stored = {"sample": job.storage.totals.samples, "token": job.storage.totals.tokens}
+    limits = {"sample": run.storage.options.max_samples, "token": run.storage.options.max_tokens}
+    stored = {"sample": run.storage.totals.samples, "token": run.storage.totals.tokens}
     set_limits = {unit: most for unit, most in limits.items() if most is not None}
     if not set_limits or any(stored[unit] >= most for unit, most in set_limits.items()):
         return ""
-    whose, share = (f" of host {job.host.id}", "its share of ") if job.host.several else ("", "")
+    whose, share = (f" of host {run.host.id}", "its share of ") if run.host.several else ("", "")
     ended = " and ".join(
         f"{stored[unit]:,} of at most {counted(most, unit)} ({share}--max_{unit}s)"
         for unit, most in set_limits.items()
@@ -140,10 +145,10 @@ def _shortfall(job: Job) -> str:
     return f"the data{whose} ended after {ended}"
 
 
-def _where_the_time_went(job: Job, clock: Clock, tokens: int) -> str:
+def _where_the_time_went(run: Run, clock: Clock, tokens: int) -> str:
     """Returns a line with the times of each activity. tokens: those of this run alone."""
-    waited, elapsed = job.storage.waited, clock.elapsed
-    unit = "tokens" if job.text.form.choice.everything else "kept tokens"
+    waited, elapsed = run.storage.waited, clock.elapsed
+    unit = "tokens" if run.text.form.choice.everything else "kept tokens"
     times = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
     waits = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in waited.items())
     return (

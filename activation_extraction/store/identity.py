@@ -1,21 +1,23 @@
-"""What a storage is told of a run: Identity, the settings that decide the content of its shards;
-StorageOptions, how these are stored; RunFacts, what metadata.json records besides.
+"""The identity of a run: all that decides the content of its shards.
 
 A run that continues must have the same identity, but its batch size, mesh, devices and folders may
-change.
+change. Which flags decide content by their values alone, their declarations say (cli/flags.py); the
+identity contains these, and beside them what the run has made of the others, such as the digest of
+the model. metadata.json records the identity as one flat JSON object, and the JSON of every shard
+has its digest. `RunFacts` are further facts for metadata.json.
 """
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Protocol
 
+from activation_extraction.cli.flags import StorageOptions, TextOptions, content_flags
 from activation_extraction.common.choices import ATTENTION_MASK
 from activation_extraction.common.codes import value_dtype
 from activation_extraction.common.encodings import FLOAT8
-from activation_extraction.common.host_memory import available_memory
+from activation_extraction.common.positions import Positions, parse_positions
 from activation_extraction.store.hook_values import (
     CodeValues,
     DenseValues,
@@ -27,8 +29,8 @@ from activation_extraction.text.batch import Worker
 
 PER_HOST = {"num_hosts", "machine", "host"}  # fields that differ between the hosts of a run
 MAY_TURN_ON = {"skip_bad_rows"}  # fields that a run that continues may turn on
-# What decides the samples of a row and their tokens. The tokenizer's files are not among it: those
-# of a base and a chat model differ, but may give the same ids.
+# The fields that decide the samples of a row and their tokens. The tokenizer's files are not among
+# them: those of a base and a chat model differ, but may give the same ids.
 OF_SAMPLES = (
     "data",
     "data_revision",
@@ -41,13 +43,22 @@ OF_SAMPLES = (
     "long_documents",
     "overlap",
 )
-BLOCKS = "blocks "  # what the fingerprint of a local file begins with
+# The fields that decide which tokens of its samples a run stores.
+OF_KEPT_TOKENS = ("positions", "drop_token_ids", "roles", "mask_column", "overlap")
+BLOCKS = "blocks "  # beginning of the fingerprint of a local file
 LOSS = "loss"
+NOT_RECORDED = 0  # as max_seq_length
 DataFiles = Mapping[str, tuple[int, str]]
 
 
 class Difference(NamedTuple):
-    """The name of a field in which two identities differ, and both of its values."""
+    """A field in which two identities differ.
+
+    Attributes:
+        name: Name of the field in metadata.json.
+        before: Value in the stored identity, as JSON.
+        now: Value in the new identity, as JSON.
+    """
 
     name: str
     before: Any
@@ -56,20 +67,31 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Identity:
-    """The settings that decide the content of a run's shards.
+    """All that decides the content of a run's shards.
 
-    model_digest, lora_digest, autoencoder_digest, tokenizer_digest: SHA-256 of the files, "" for
-    none. data: the data set, or "files". data_revision: its commit on the hub, "" for files. hooks:
-    their full names. integer_hooks, float32_hooks: those whose values are no activations; they are
-    stored as int32 or float32, whatever `activation_dtype` is. Integers are numbers of experts or
-    tokens, and have no statistics. code_hooks: those that hold codes; encode_most: how many
-    features of a token each of these keeps at most. keyed_by: the keys of the hooks in the shards:
-    "layer", "hook name", or a list of the requested names. activation_dtype: a dtype, or "float8".
-    positions, drop_token_ids, roles, mask_column, overlap: which tokens are kept. num_hosts: the
-    number of hosts of this machine. chat_template: digest of the template and its arguments.
-    shuffle_documents: the seed, "" for none. special_tokens: what texts get, as in "text +
-    <|endoftext|>", "" for nothing. top_logits: how many of the most likely next tokens are stored,
-    0 if none are.
+    Attributes:
+        model_digest: SHA-256 of the model, "" if no model of ours computed the activations.
+        lora_digest: SHA-256 of the adapter, "" for none.
+        autoencoder_digest: SHA-256 of the autoencoders, "" for none.
+        tokenizer_digest: SHA-256 of the tokenizer's files, "" for none.
+        data: Name of the data set, "files", or "" if the samples come from a program of its own.
+        data_revision: Commit of the data set on the hub, "" for files.
+        chat_template: Digest of the chat template and its arguments, "" for none.
+        special_tokens: What texts get, such as "text + <|endoftext|>", "" for nothing.
+        text: Flags about text. Those that do not decide content have their default, and
+            drop_token_ids are ids.
+        storage: Flags about shards. Those that do not decide content have their default.
+        hooks: Full names of the hooks.
+        integer_hooks: Hooks with numbers of experts or tokens. They are stored as int32 and have no
+            statistics.
+        float32_hooks: Hooks whose values are no activations and are stored as float32.
+        code_hooks: Hooks with the codes of autoencoders.
+        encode_most: For each hook of codes, how many features of a token are kept at most.
+        keyed_by: Keys of the hooks in shards: "layer", "hook name", or a list of requested names.
+        dtype: Dtype of the computation.
+        activation_dtype: Dtype of stored activations, or "float8".
+        top_logits: How many of the most likely next tokens are stored; 0 if none are.
+        worker: Machine and host whose samples are stored.
     """
 
     model_digest: str = ""
@@ -78,9 +100,10 @@ class Identity:
     tokenizer_digest: str = ""
     data: str = ""
     data_revision: str = ""
-    text_column: str = "text"
-    skip_bad_rows: bool = False
-    max_seq_length: int = 0  # 0: not recorded
+    chat_template: str = ""
+    special_tokens: str = ""
+    text: TextOptions = TextOptions(max_seq_length=NOT_RECORDED)
+    storage: StorageOptions = StorageOptions()
     hooks: tuple[str, ...] = ()
     integer_hooks: tuple[str, ...] = ()
     float32_hooks: tuple[str, ...] = ()
@@ -89,32 +112,14 @@ class Identity:
     keyed_by: str | list[str] = "layer"
     dtype: str = ""
     activation_dtype: str = ""
-    shard_size_gb: float = 1.0
-    shard_format: str = "pickle"
-    compress_shards: bool = True
-    positions: str = "all"
-    drop_token_ids: tuple[int, ...] = ()
-    total_machines: int = 1
-    num_hosts: int = 1
-    machine: int = 0
-    host: int = 0
-    id_column: str = ""
-    keep_columns: tuple[str, ...] = ()
-    messages_column: str = ""
-    chat_template: str = ""
-    ids_column: str = ""
-    mask_column: str = ""
-    special_tokens: str = ""
-    long_documents: str = "cut"
-    overlap: int = 0
-    shuffle_documents: str = ""
-    roles: tuple[str, ...] = ()
     top_logits: int = 0
+    worker: Worker = Worker()
 
-    @property
-    def worker(self) -> Worker:
-        """The host whose samples are stored."""
-        return Worker(self.machine, self.total_machines, self.host, self.num_hosts)
+    def __post_init__(self) -> None:
+        """Forgets the flags that do not decide content."""
+        for name in ("text", "storage"):
+            options = getattr(self, name)
+            object.__setattr__(self, name, type(options)(**content_flags(options)))
 
     @property
     def from_dataset(self) -> bool:
@@ -130,9 +135,10 @@ class Identity:
     @property
     def every_token(self) -> bool:
         """Whether the run keeps all tokens of its samples."""
-        masked = self.mask_column not in ("", ATTENTION_MASK)
-        some = self.drop_token_ids or self.roles or masked or self.overlap
-        return self.positions == Identity.positions and not some
+        text = self.text
+        masked = text.mask_column not in (None, ATTENTION_MASK)
+        some = text.drop_token_ids or text.roles or masked or text.overlap
+        return text.positions == Positions() and not some
 
     def hook_values(
         self, key: Key, name: str, width: int = 0, dtype: str = "", most: int = 0
@@ -183,115 +189,136 @@ class Identity:
     @property
     def digest(self) -> str:
         """The SHA-256 of all fields that must stay as they are, which every shard's JSON has."""
-        content = {name: each for name, each in self.to_json().items() if name not in MAY_TURN_ON}
+        content = {name: value for name, value in self.to_json().items() if name not in MAY_TURN_ON}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
     def shared(self) -> dict[str, Any]:
         """The fields that are the same on all hosts of a run, as JSON."""
-        content = self.to_json().items()
-        return {name: each for name, each in content if name not in PER_HOST | MAY_TURN_ON}
+        return {
+            name: value
+            for name, value in self.to_json().items()
+            if name not in PER_HOST | MAY_TURN_ON
+        }
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields as metadata.json records them."""
-        content = asdict(self).items()
-        return {name: [*each] if isinstance(each, tuple) else each for name, each in content}
+        """Returns the identity as metadata.json records it, a flat JSON object."""
+        content: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name in ("text", "storage"):
+                for name, value_of_flag in content_flags(value).items():
+                    content[name] = _flag_to_json(name, value_of_flag)
+            elif item.name == "worker":
+                content["total_machines"] = value.machines
+                content["num_hosts"] = value.hosts
+                content["machine"] = value.machine
+                content["host"] = value.host
+            else:
+                content[item.name] = [*value] if isinstance(value, tuple) else value
+        return content
 
     @classmethod
     def from_json(cls, content: Any) -> "Identity":
-        """Reads what `to_json` returned; a field that is not recorded gets its default. Raises
-        TypeError or AttributeError for an unknown field, which a later version may have added."""
-        names = [each.name for each in fields(cls) if each.default == ()]
-        tuples = {name: tuple(content.get(name, ())) for name in names}
-        return cls(**{**content, **tuples})
+        """Reads the result of `to_json`. Fields that are not recorded get their default.
+
+        Raises:
+            TypeError: There is a field that is unknown, which a later version may have added, or
+                the content is no JSON object.
+            ValueError: A value cannot be read.
+        """
+        default = cls()
+        recorded = {**default.to_json(), **content}
+        values: dict[str, Any] = {}
+        for item in fields(cls):
+            if item.name in ("text", "storage"):
+                options = getattr(default, item.name)
+                flags = {
+                    name: _flag_from_json(name, recorded.pop(name))
+                    for name in content_flags(options)
+                }
+                values[item.name] = type(options)(**flags)
+            elif item.name == "worker":
+                values["worker"] = Worker(
+                    machine=recorded.pop("machine"),
+                    machines=recorded.pop("total_machines"),
+                    host=recorded.pop("host"),
+                    hosts=recorded.pop("num_hosts"),
+                )
+            else:
+                value = recorded.pop(item.name)
+                values[item.name] = tuple(value) if item.default == () else value
+        if recorded:
+            raise TypeError(f"unknown fields: {', '.join(recorded)}")
+        return cls(**values)
 
     def compare(self, stored: "Identity", shared_only: bool = False) -> Difference | None:
         """Returns the first field in which `stored` differs; None if this run may continue it.
 
-        shared_only: ignores the fields that may differ between the hosts of a run.
+        Args:
+            stored: The identity of the stored run.
+            shared_only: Whether to ignore the fields that may differ between the hosts of a run.
         """
-        for name in (each.name for each in fields(self)):
-            now, before = getattr(self, name), getattr(stored, name)
+        before = stored.to_json()
+        for name, now in self.to_json().items():
             ignored = name in MAY_TURN_ON and (now or shared_only)
-            if now != before and not (ignored or (shared_only and name in PER_HOST)):
-                return Difference(name, before, now)
+            ignored = ignored or (shared_only and name in PER_HOST)
+            if now != before[name] and not ignored:
+                return Difference(name, before[name], now)
         return None
 
     @property
-    def kept_tokens(self) -> tuple[Any, ...]:
-        """What decides which tokens of its samples a run stores."""
-        return self.positions, self.drop_token_ids, self.roles, self.mask_column, self.overlap
+    def kept_tokens(self) -> dict[str, Any]:
+        """The fields that decide which tokens of its samples a run stores, as JSON."""
+        content = self.to_json()
+        return {name: content[name] for name in OF_KEPT_TOKENS}
 
     def other_samples(
         self, other: "Identity", files: DataFiles, other_files: DataFiles
     ) -> list[Difference]:
-        """Returns what says that the samples of the same row are not the same in another run.
+        """Returns the differences that show that another run has other samples of the same row.
 
-        files, other_files: the bytes and the fingerprint of every file of the data, by its name.
-        Nothing says so for a program that stores activations of its own and records no data.
+        Args:
+            other: The identity of the other run.
+            files: Bytes and fingerprint of every file of this run's data, by its name.
+            other_files: The same of the other run.
+
+        Returns:
+            Nothing if a run is that of a program that stores activations of its own and records no
+            data.
         """
         if not (self.data and other.data):
             return []
-        found = [(name, getattr(self, name), getattr(other, name)) for name in OF_SAMPLES]
+        here, there = self.to_json(), other.to_json()
+        pairs = [(name, here[name], there[name]) for name in OF_SAMPLES]
         for name in files.keys() & other_files.keys():
-            (size, known), (other_size, other_known) = files[name], other_files[name]
-            found.append((f"the size of data file {name}", size, other_size))
-            # That of a file at a URL is its store's, and says nothing about a copy elsewhere.
-            if known.startswith(BLOCKS) and other_known.startswith(BLOCKS):
-                found.append((f"the content of data file {name}", known, other_known))
-        return [Difference(*each) for each in found if each[1] != each[2]]
+            (size, fingerprint), (other_size, other_fingerprint) = files[name], other_files[name]
+            pairs.append((f"the size of data file {name}", size, other_size))
+            # The fingerprint of a file at a URL is its store's, and says nothing about a copy.
+            if fingerprint.startswith(BLOCKS) and other_fingerprint.startswith(BLOCKS):
+                content = f"the content of data file {name}"
+                pairs.append((content, fingerprint, other_fingerprint))
+        return [Difference(*pair) for pair in pairs if pair[1] != pair[2]]
 
 
-GIGABYTE = 10**9
-MAX_WAITING_BYTES = 16 * GIGABYTE
+def _flag_to_json(name: str, value: Any) -> Any:
+    """Returns the value of a flag as the JSON of an identity has it: "" for None."""
+    if value is None:
+        return ""
+    if name in ("positions", "shuffle_documents"):
+        return str(value)
+    return [*value] if isinstance(value, tuple) else value
 
 
-@dataclass(frozen=True)
-class StorageOptions:
-    """How activations are stored.
-
-    shard_size_gb: the size of a shard's activations before compression, in 10^9 bytes; a shard
-    holds at least one sample. shard_format: "pickle", which `compress_shards` gzips, or
-    "safetensors". max_samples, max_tokens: the most samples, and tokens of them, that the caller
-    adds; no sample is refused for them, but a run is that holds more when it begins. overwrite:
-    begins anew instead of continuing what is stored already. delete_local_after_upload: False also
-    writes local shards when there is a bucket. writer_threads: how many threads compress and sum;
-    None means one for each core. waiting_shards_gb: how much may wait in memory to be stored; None
-    means a quarter of the available memory, at most 16 GB, and at least two shards.
-    """
-
-    shard_size_gb: float = 1.0
-    shard_format: str = "pickle"
-    compress_shards: bool = True
-    max_samples: int | None = None
-    max_tokens: int | None = None
-    overwrite: bool = False
-    delete_local_after_upload: bool = True
-    writer_threads: int | None = None
-    waiting_shards_gb: float | None = None
-
-    @property
-    def limits(self) -> dict[str, int | None]:
-        """The most samples and tokens to store, by the names that metadata.json has for them."""
-        return {"max_samples": self.max_samples, "max_tokens": self.max_tokens}
-
-    @property
-    def shard_bytes(self) -> float:
-        return self.shard_size_gb * GIGABYTE
-
-    @property
-    def waiting_bytes(self) -> float:
-        """The most bytes that may wait in memory to be stored."""
-        if self.waiting_shards_gb is not None:
-            return self.waiting_shards_gb * GIGABYTE
-        return max(min(available_memory() / 4, MAX_WAITING_BYTES), 2 * self.shard_bytes)
-
-    @property
-    def threads(self) -> int:
-        cores = os.cpu_count() or 1
-        if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
-            cores = len(os.sched_getaffinity(0))
-        return self.writer_threads or cores
+def _flag_from_json(name: str, value: Any) -> Any:
+    """Reads the result of `_flag_to_json`."""
+    if value == "":
+        return None
+    if name == "positions":
+        return parse_positions(value)
+    if name == "shuffle_documents":
+        return int(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 class Sources(Protocol):
@@ -305,10 +332,12 @@ class Sources(Protocol):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Optional facts about a run that metadata.json records beside its identity.
+    """Further facts about a run, which metadata.json records.
 
-    metadata: any JSON. hooks: further facts about a hook, such as its aliases, by its key. sources:
-    the files that the samples come from.
+    Attributes:
+        metadata: Fields of metadata.json, with JSON values.
+        hooks: Key of a hook -> facts about it, such as its aliases.
+        sources: Files that the samples come from; None if they come from no files.
     """
 
     metadata: Mapping[str, Any] = field(default_factory=dict)

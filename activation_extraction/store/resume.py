@@ -269,7 +269,7 @@ def shown(value: Any, other: Any) -> str:
         value: Value of the field. Of several values, only those that `other` lacks are shown.
         other: Value of the same field in another identity.
     """
-    if isinstance(value, tuple):
+    if isinstance(value, list):
         lacking = [item for item in value if item not in other]
         value = " ".join(map(str, lacking if {*value} != {*other} else value))
     text = str(value) or "nothing"

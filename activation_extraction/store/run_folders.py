@@ -162,14 +162,15 @@ def strangers(folders: Mapping[str, RunLog]) -> Iterator[str]:
             yield f"{where}: holds shards that are not part of this run"
         if (identity := stored.identity) is None:
             continue
-        written_as = HostFolder.of(identity.machine, identity.host, identity.num_hosts).name
+        worker = identity.worker
+        written_as = HostFolder.of(worker.machine, worker.host, worker.hosts).name
         first_name, first = readable[0]
         if difference := first.compare(identity, shared_only=True):
             field, value, first_value = difference
             elsewhere = f"{shown(first_value, value)} in {shown_name(first_name)}"
             other = f"its {field} is {shown(value, first_value)}, but {elsewhere}"
             yield f"{where}: belongs to another run: {other}"
-        elif hosts.setdefault(identity.machine, identity.num_hosts) != identity.num_hosts:
+        elif hosts.setdefault(worker.machine, worker.hosts) != worker.hosts:
             yield f"{where}: belongs to another run: its num_hosts differs"
         elif name not in ("", written_as):
             yield f"{where}: holds the shards of {written_as}"
@@ -190,15 +191,15 @@ def expected_names(folders: Mapping[str, RunLog]) -> list[str]:
     if "" in identities:
         return [""]
     first = next(iter(identities.values()))
-    hosts = dict.fromkeys(range(first.total_machines), 1)
+    hosts = dict.fromkeys(range(first.worker.machines), 1)
     for folder in host_folders(folders).values():
         if folder.host is not None:
             hosts[folder.machine] = max(hosts.get(folder.machine, 1), folder.host + 1, 2)
     for identity in reversed(identities.values()):
-        hosts[identity.machine] = identity.num_hosts
+        hosts[identity.worker.machine] = identity.worker.hosts
     return [
         HostFolder.of(machine, host, hosts[machine]).name
-        for machine in range(first.total_machines)
+        for machine in range(first.worker.machines)
         for host in range(hosts[machine])
     ]
 

@@ -15,11 +15,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from activation_extraction.cli.flags import StorageOptions
 from activation_extraction.common.errors import StorageError
 from activation_extraction.common.log import log
 from activation_extraction.store.formats import FileFacts, chosen_format, shard_name
 from activation_extraction.store.hook_values import HookValues, Key
-from activation_extraction.store.identity import Identity, Sources, StorageOptions
+from activation_extraction.store.identity import Identity, Sources
 from activation_extraction.store.log_writer import LogWriter
 from activation_extraction.store.resume import ShardNumbers, StoragePlan
 from activation_extraction.store.run_log import Commit

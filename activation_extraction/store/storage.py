@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from activation_extraction.cli.flags import StorageOptions
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError, RunError, StorageError, reason_of
 from activation_extraction.common.log import log
@@ -26,7 +27,7 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import DTYPES, SAFETENSORS
 from activation_extraction.store.given import as_int32, own_array
 from activation_extraction.store.hook_values import Key
-from activation_extraction.store.identity import Identity, RunFacts, StorageOptions
+from activation_extraction.store.identity import Identity, RunFacts
 from activation_extraction.store.local_files import check_output_dir, lock_folder, unlock
 from activation_extraction.store.log_writer import LogWriter, RunDescription
 from activation_extraction.store.metrics import METRICS, MetricsFile
