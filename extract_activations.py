@@ -276,8 +276,11 @@ def finish(run: Run, clock: Clock, complete: bool, failure: Exception | None = N
 
 
 def show_hooks(config: Config) -> int:
-    """Prints the hooks of the model that the flags name (--list_hooks); reads only config.json, and
-    tokenizer.json and the names of tensors in a local folder if they are there."""
+    """Prints the hooks of the model that the flags name (--list_hooks); returns the exit status.
+
+    Only config.json is read, and if they are there, tokenizer.json and, of a local folder, the
+    names of the tensors.
+    """
     names = None
     if config.demo:
         model = parse_model_config(MODEL_CONFIG)

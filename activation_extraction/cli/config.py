@@ -109,9 +109,9 @@ class _Parser(argparse.ArgumentParser):
         if argument and flag and flag.options.get("nargs") == "+":
             message += f"; put spaces between values: {argument[2].replace(',', ' ')}"
         if message.startswith("unrecognized"):
-            known = re.findall(r"--\w+", self.format_usage())
+            names = re.findall(r"--\w+", self.format_usage())
             typed = message.removeprefix("unrecognized arguments:").split()
-            message += near_miss(typed[0].partition("=")[0], known) if typed else "''"
+            message += near_miss(typed[0].partition("=")[0], names) if typed else "''"
         raise InputError(f"{message} (see --help)")
 
 
@@ -363,6 +363,7 @@ def _check_text(text: TextOptions) -> None:
 
 
 def check_flags() -> int:
+    """Checks the flags of this process; returns the exit status 0."""
     parse_args()
     return 0
 

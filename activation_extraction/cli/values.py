@@ -14,12 +14,16 @@ from typing import Any
 from activation_extraction.common.choices import BUCKET_PROTOCOLS, MESH_AXES
 from activation_extraction.common.errors import FlagValueError
 
-MOST = 10**9  # the largest whole number that any flag takes; more is a typo
+MOST = 10**9  # the largest whole number that a flag takes; a larger one is a typo
 MOST_LAYERS = 10_000
 
 
 def text(typed: str) -> str:
-    """Returns what was typed. Bytes that are not UTF-8 are refused: JSON cannot hold them."""
+    """Returns the text as it is.
+
+    Raises:
+        FlagValueError: The text is empty, or has bytes that are not UTF-8, which JSON cannot hold.
+    """
     if not typed.strip():
         raise FlagValueError("is empty (an unset variable?)")
     if re.search("[\ud800-\udfff]", typed):
@@ -28,7 +32,11 @@ def text(typed: str) -> str:
 
 
 def path(typed: str) -> str:
-    """Returns a path with the home folder for ~; without one, a folder called ~ would be made."""
+    """Returns a path with the home folder for ~.
+
+    Raises:
+        FlagValueError: There is no home folder. A folder called ~ would be made otherwise.
+    """
     expanded = os.path.expanduser(text(typed))
     if expanded.startswith("~"):
         raise FlagValueError(
@@ -43,7 +51,7 @@ def path_or_default(typed: str) -> str:
 
 
 def integer(least: int) -> Callable[[str], int]:
-    """Returns a parser of whole numbers from `least` to MOST."""
+    """Returns a parser of whole numbers of at least `least` and at most MOST."""
 
     def parse(typed: str) -> int:
         value = int(typed)
@@ -71,7 +79,7 @@ token.__name__ = "token id"
 
 
 def layers(typed: str) -> tuple[int, ...] | str:
-    """Returns the layers of a number or a range such as 1-3, which has both its ends; or "all"."""
+    """Returns the layers of a number or of an inclusive range such as 1-3; "all" as it is."""
     if typed == "all":
         return typed
     if typed.startswith("-") or "--" in typed:
@@ -83,10 +91,10 @@ def layers(typed: str) -> tuple[int, ...] | str:
     parse = integer(0)
     if not dash or not first:
         return (parse(typed),)
-    ends = parse(first), parse(last)
-    if ends[0] > ends[1] or ends[1] > MOST_LAYERS:
+    start, end = parse(first), parse(last)
+    if start > end or end > MOST_LAYERS:
         raise FlagValueError(f"{typed} is not a range of layers such as 1-3")
-    return tuple(range(ends[0], ends[1] + 1))
+    return tuple(range(start, end + 1))
 
 
 def sizes(typed: str) -> tuple[int, ...]:
@@ -94,7 +102,7 @@ def sizes(typed: str) -> tuple[int, ...]:
 
 
 def axes(typed: str) -> tuple[str, ...]:
-    """Returns different names of mesh axes that have commas between them."""
+    """Returns the names of mesh axes, which are separated by commas and all different."""
     names = tuple(typed.split(","))
     if len(set(names)) < len(names) or not set(names) <= set(MESH_AXES):
         raise FlagValueError(
@@ -104,9 +112,9 @@ def axes(typed: str) -> tuple[str, ...]:
 
 
 def address(typed: str) -> str:
-    """Returns HOST:PORT. The host may be a name, or an address of either kind."""
-    found = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)", typed)
-    if found is None or not 0 < int(found[2]) < 65536:
+    """Returns HOST:PORT. The host is a name, an IPv4 address, or an IPv6 address in brackets."""
+    match = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)", typed)
+    if match is None or not 0 < int(match[2]) < 65536:
         raise FlagValueError(f"{typed}: expected HOST:PORT of host 0, such as 10.0.0.1:8476")
     return typed
 
@@ -126,16 +134,17 @@ positive.__name__ = positive_or_0.__name__ = "number"
 
 
 def dollars(typed: str) -> tuple[float, ...]:
-    """Returns one or two prices with a comma between them."""
+    """Returns one price, or two that are separated by a comma."""
     if typed.count(",") > 1:
         raise FlagValueError(f"{typed!r} is not one or two prices such as 1.2,0.4")
     return tuple(map(positive, typed.split(",")))
 
 
 def argument(typed: str) -> tuple[str, Any]:
-    """Returns the name and the value of NAME=VALUE. The value is JSON, or else text.
+    """Returns the name and the value of NAME=VALUE. A value that is no JSON is text.
 
-    Python reads NaN, 1e999 and half of a surrogate pair, which metadata.json cannot hold.
+    Python reads NaN, 1e999 and half of a surrogate pair as JSON, but metadata.json cannot hold
+    them, so they are refused.
     """
     name, equals, text = typed.partition("=")
     if not equals or not name.isidentifier():
@@ -165,7 +174,10 @@ def weighted(typed: str) -> tuple[str, float]:
 
 
 def hook_and_path(typed: str) -> tuple[str, str]:
-    """Returns the hook, "" if there is none, and the path of [HOOK=]PATH. A hook has no slash."""
+    """Returns the hook and the path of [HOOK=]PATH; the hook is "" if there is none.
+
+    The name of a hook has no slash, so an = after a slash belongs to the path.
+    """
     hook, equals, rest = text(typed).partition("=")
     if not equals or "/" in hook:
         return "", path(typed)
@@ -175,8 +187,11 @@ def hook_and_path(typed: str) -> tuple[str, str]:
 
 
 def in_bucket(typed: str) -> str:
-    """Returns a folder in a bucket. Names are refused that clients would take for something else,
-    or write in another way."""
+    """Returns the path of a folder in a bucket.
+
+    Raises:
+        FlagValueError: Clients of buckets would interpret the path in another way or change it.
+    """
     if re.search(r"[*?\[\]#;\\\s]|::", text(typed)) or not typed.isprintable():
         raise FlagValueError(
             f"{typed!r}: contains a space, a wildcard, a control character, '#', ';', '\\' or "
@@ -192,7 +207,7 @@ def in_bucket(typed: str) -> str:
 
 
 def bucket(typed: str) -> str:
-    """Returns the name of a bucket, or a URL of a bucket and perhaps of a folder in it."""
+    """Returns the name of a bucket, or the URL of a bucket or of a folder in it."""
     protocol, is_url, rest = typed.partition("://")
     in_bucket(rest or typed)
     if is_url and (protocol not in BUCKET_PROTOCOLS or not rest):

@@ -127,15 +127,15 @@ def read_config(config: Config) -> Mapping[str, Any]:
     if config.demo:
         return MODEL_CONFIG
     model_path = config.model.model_path
-    known = None if os.path.exists(model_path) else released_config(model_path)
+    released = None if os.path.exists(model_path) else released_config(model_path)
     try:
         repository = Repository(model_path, config.model.model_revision)
         return read_json(repository.file("config.json"))
     except InputError as error:
-        if known is None:
+        if released is None:
             raise
         log.info("%s; the estimate uses the known sizes of this model", error)
-        return known
+        return released
 
 
 def program_of(run: PlannedRun, request: StepRequest) -> Program:

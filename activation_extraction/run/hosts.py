@@ -60,10 +60,17 @@ class Host:
 
 
 def join(options: HostOptions) -> Host:
-    """Starts jax.distributed; where the flags name no hosts, JAX finds them.
+    """Starts jax.distributed, with which this host joins the others.
 
-    Raises InputError if JAX finds no pod or no devices, or if hosts have different numbers of
-    devices; and RunError if the other hosts do not answer in time.
+    Args:
+        options: Flags about hosts. Where they name no hosts, JAX finds them.
+
+    Returns:
+        This host.
+
+    Raises:
+        InputError: JAX finds no pod or no devices, or hosts have different numbers of devices.
+        RunError: The other hosts do not answer in time.
     """
     coordinator, count = options.coordinator_address, options.num_hosts
     seconds = options.connect_timeout
@@ -175,14 +182,23 @@ def leave(host: Host) -> None:
 def raise_together(
     host: Host, problem: Exception | None, fields: Mapping[str, object] = MappingProxyType({})
 ) -> None:
-    """Raises on all hosts if one has a problem, or if `fields` (name -> content) differ over them.
+    """Raises on all hosts if one has a problem, or if fields differ between hosts.
 
-    All hosts must call this; it is a barrier. A host with a problem may leave the fields out.
-    Raises `problem` on the host that has one. The others raise an error that names that host:
-    InputError, or RunError if no host found bad input. If the problem of any host can only recur,
-    so can that of the whole run, and the errors of all hosts say so. If there is no problem but a
-    field differs, or some hosts lack it, raises InputError with the field, its values and their
-    hosts. All hosts leave the run before that.
+    All hosts must call this together; it is a barrier. If any host raises, all leave the run
+    before. If the problem of any host can only recur, the errors of all hosts say so.
+
+    Args:
+        host: This host.
+        problem: Problem of this host; None if it has none.
+        fields: Name -> content that must be the same on all hosts. A host with a problem may leave
+            the fields out.
+
+    Raises:
+        Exception: `problem` itself, on a host that has one.
+        InputError: Another host has found bad input, and the message names that host; or no host
+            has a problem but a field differs or is missing on some hosts, and the message names the
+            field, its values and their hosts.
+        RunError: Another host has failed in another way; the message names that host.
     """
     kind = NO_PROBLEM
     if problem is not None:
@@ -192,10 +208,12 @@ def raise_together(
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     kinds, digests = zip(*gather(host, (kind, digest)), strict=True)
     if problem is None and any(kinds):
-        hosts = ", ".join(str(number) for number, each in enumerate(kinds) if each)
-        told = f"host {hosts} failed: see the message there"
-        remedy = "it says what to do on all hosts"
-        problem = InputError(told) if BAD_INPUT in kinds else RunError(told, remedy=remedy)
+        hosts = ", ".join(str(number) for number, kind in enumerate(kinds) if kind)
+        message = f"host {hosts} failed: see the message there"
+        if BAD_INPUT in kinds:
+            problem = InputError(message)
+        else:
+            problem = RunError(message, remedy="it says what to do on all hosts")
     elif problem is None and len({*digests}) > 1:
         # A data set of many files has many fields, so they are seldom sent.
         problem = InputError(_difference(gather(host, values)))
@@ -208,10 +226,10 @@ def raise_together(
 
 def _difference(of_hosts: Sequence[Mapping[str, str]]) -> str:
     """Names the first field that differs, its values and their hosts."""
-    name = next(n for n in chain(*of_hosts) if len({each.get(n) for each in of_hosts}) > 1)
+    name = next(n for n in chain(*of_hosts) if len({fields.get(n) for fields in of_hosts}) > 1)
     groups: dict[str, list[str]] = {}
-    for number, each in enumerate(of_hosts):
-        groups.setdefault(each.get(name, "nothing"), []).append(str(number))
+    for number, fields in enumerate(of_hosts):
+        groups.setdefault(fields.get(name, "nothing"), []).append(str(number))
     who = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in groups.items())
     return f"hosts differ in {name}: {who}; it must be the same on all"
 
@@ -228,10 +246,16 @@ def together(
     action: Callable[[], T],
     compared: Callable[[T], Mapping[str, object]] = lambda _: {},
 ) -> T:
-    """Returns what `action` returns, once it has succeeded on all hosts; all must call this.
+    """Returns the result of `action` once it has succeeded on all hosts, which call this together.
 
-    compared: the fields of the result that must be the same on all hosts. Raises what
-    `raise_together` does.
+    Args:
+        host: This host.
+        action: A function that may fail on some hosts.
+        compared: A function that returns those fields of the result, name -> content, that must be
+            the same on all hosts.
+
+    Raises:
+        Exception: As `raise_together`.
     """
     try:
         result = action()

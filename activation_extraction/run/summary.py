@@ -146,7 +146,13 @@ def _shortfall(run: Run) -> str:
 
 
 def _where_the_time_went(run: Run, clock: Clock, tokens: int) -> str:
-    """Returns a line with the times of each activity. tokens: those of this run alone."""
+    """Returns a line with the time of each activity.
+
+    Args:
+        run: The run.
+        clock: The clock that has measured the times.
+        tokens: Number of tokens that this process has stored.
+    """
     waited, elapsed = run.storage.waited, clock.elapsed
     unit = "tokens" if run.text.form.choice.everything else "kept tokens"
     times = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
@@ -158,10 +164,15 @@ def _where_the_time_went(run: Run, clock: Clock, tokens: int) -> str:
 
 
 def how_to_continue(hosts: int, overwrite: bool) -> str:
-    """Returns what to do after a failure. overwrite: whether --overwrite was given."""
-    how = (
-        "start all hosts again with the same command" if hosts > 1 else "run the same command again"
-    )
+    """Returns what to do after a failure, as messages say it.
+
+    Args:
+        hosts: Number of hosts.
+        overwrite: Whether --overwrite was given, which would begin anew.
+    """
+    how = "run the same command again"
+    if hosts > 1:
+        how = "start all hosts again with the same command"
     return f"to continue, {how}{' without --overwrite' if overwrite else ''}"
 
 
@@ -175,8 +186,13 @@ def list_hooks(
 ) -> list[str]:
     """Returns lines with a model's hooks, all their names, and how much each of them stores.
 
-    config: the model's; dtype: of stored activations; rule: --positions; length: of the longest
-    samples. encoders: those of --encode.
+    Args:
+        table: Hooks of the model.
+        config: Configuration of the model.
+        dtype: Dtype of stored activations.
+        rule: Rule of --positions.
+        length: Tokens of the longest samples.
+        encoders: Autoencoders of --encode.
     """
     depth, letters = config.num_hidden_layers, config.sizes_with(length)
     rows: list[tuple[str, ...]] = [COLUMNS]

@@ -137,8 +137,8 @@ class Identity:
         """Whether the run keeps all tokens of its samples."""
         text = self.text
         masked = text.mask_column not in (None, ATTENTION_MASK)
-        some = text.drop_token_ids or text.roles or masked or text.overlap
-        return text.positions == Positions() and not some
+        selects = text.drop_token_ids or text.roles or masked or text.overlap
+        return text.positions == Positions() and not selects
 
     def hook_values(
         self, key: Key, name: str, width: int = 0, dtype: str = "", most: int = 0
