@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from activation_extraction.common.encodings import FLOAT8
-from activation_extraction.model.capture import Buffers, Capture, Writes
-from activation_extraction.model.decoder import Decoder, Layers, stage_length
-from activation_extraction.model.hooks import Form, Hook, HookKind
+from activation_extraction.model.capture import Buffers, Capture, Plan
+from activation_extraction.model.decoder import Layers, stage_length
+from activation_extraction.model.hooks import PREDICTED, Form, Hook, HookKind
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import STREAM, Out, RMSNorm, rotary_table
 from activation_extraction.model.mesh import RULES, Layout
@@ -63,16 +63,19 @@ class HookedModel(nn.Module):
         return self.hooks[-1].layer + 1
 
     @property
+    def layers_per_stage(self) -> int:
+        """Returns the number of layers in a pipeline stage; without a pipeline, of all layers."""
+        return stage_length(self.config.layer_types[: self.num_layers], self.stages)
+
+    @property
     def runs_to_the_end(self) -> bool:
+        """Returns whether a hook comes after the last layer."""
         return self.hooks[-1].kind.at_end
 
     @property
     def predicts(self) -> bool:
-        return any(map(_is_predicted, self.hooks))
-
-    @property
-    def layers_per_stage(self) -> int:
-        return stage_length(self.config.layer_types[: self.num_layers], self.stages)
+        """Returns whether a hook needs the logits."""
+        return any(hook.kind.is_prediction for hook in self.hooks)
 
     def micro_batches(self, rows: int) -> int:
         """Returns the number of micro-batches of a step.
@@ -98,7 +101,14 @@ class HookedModel(nn.Module):
             total += 2.0 * self.config.hidden_size * self.config.vocab_size * sum(lengths)
         return total
 
-    @nn.compact
+    def setup(self) -> None:
+        self.decoder = decoder(self.config, self.dtype, self.kernels, self.layout)
+        self.embed_tokens = Embedding(self.config, self.dtype, self.layout)
+        self.layers = self.param("layers", self.decoder.init, self.layers_per_stage, self.stages)
+        self.norm = RMSNorm(self.config, self.dtype)
+        if not self.config.tie_word_embeddings:
+            self.lm_head = Embedding(self.config, self.dtype, self.layout)
+
     def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> dict[Form, Array]:
         """Returns the values at the hooks.
 
@@ -112,141 +122,171 @@ class HookedModel(nn.Module):
             Form -> the values at all hooks of this form in the order of `hooks`, (hooks of the
             form, B, T, width). Activations have `captured_dtype`.
         """
-        embed = Embedding(self.config, self.dtype, self.layout, name="embed_tokens")
-        norm, head = RMSNorm(self.config, self.dtype, name="norm"), embed
-        if not self.config.tie_word_embeddings:
-            head = Embedding(self.config, self.dtype, self.layout, name="lm_head")
-        params = self.param("layers", self._layers().init, self.layers_per_stage, self.stages)
         if self.is_initializing():
-            x = embed(token_ids)
-            if self.runs_to_the_end:
-                norm(x)
-            if self.predicts:
-                head.table()
+            self._declare(token_ids)
             return {}
         sizes = self.config.sizes_with(token_ids.shape[1])
         capture = Capture(self.hooks, sizes, self.captured_dtype, self.layout)
-        run = self._scanned if self.stages == 1 else self._pipelined
-        end = partial(self._end, capture, norm, head, token_ids, positions)
-        return run(capture, params, embed, end, token_ids, segment_ids, positions)
+        run = self._in_one_loop if self.stages == 1 else self._in_stages
+        return run(capture, token_ids, segment_ids, positions)
 
-    def _layers(self) -> Decoder:
-        return decoder(self.config, self.dtype, self.kernels, self.layout)
-
-    def _end(self, capture: Capture, norm: RMSNorm, head: Embedding, *others: Array) -> list[Array]:
-        """Returns the bits of the hooks that come after the last layer, (B, T, width).
-
-        others: token ids, positions, and (B, T, D), the residual stream after the last layer.
-        """
-        token_ids, positions, x = others
-        hidden, final = norm(x)
-        out: Out = {"resid_pre": x, "final": final}
-        if self.predicts:
-            kinds = [hook.kind for hook in self.hooks if _is_predicted(hook)]
-            with jax.named_scope("predictions"):
-                out["predicted"] = predictions(
-                    hidden,
-                    from_bits(head.table()),
-                    token_ids,
-                    positions,
-                    {kind.value.rpartition(".")[2] for kind in kinds},
-                    max(kind.count for kind in kinds),
-                    self.captured_dtype,
-                    self.layout,
-                )
-        return capture.bits_of(capture.plan_end().kinds, out)
-
-    def _scanned(
-        self, capture: Capture, params: Any, embed: Embedding, end: Callable, *batch: Array
-    ) -> dict[Form, Array]:
-        """Runs one loop over all layers."""
-        token_ids, segment_ids, positions = batch
-        plan, at_end = capture.plan(range(self.num_layers)), capture.plan_end()
-        carry = embed(token_ids), capture.buffers([plan, at_end], token_ids.shape)
-        inputs = rotary_table(positions, self.config), segment_ids
-        with jax.named_scope("layers"):
-            layers = self._layers().stacked(params)
-            x, buffers = self._loop(capture, layers, plan, carry, inputs)
+    def _declare(self, token_ids: Array) -> None:
+        """Declares the parameters that hooks need besides those of the layers, by their use."""
+        x = self.embed_tokens(token_ids)
         if self.runs_to_the_end:
-            buffers = capture.write(buffers, at_end.only(), end(x))
+            self.norm(x)
+        if self.predicts:
+            self._head().table()
+
+    def _head(self) -> Embedding:
+        return self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+
+    def _in_one_loop(
+        self, capture: Capture, token_ids: Array, segment_ids: Array, positions: Array
+    ) -> dict[Form, Array]:
+        """Runs one loop over all layers. See `__call__` for the arrays and the result."""
+        plan = capture.plan(range(self.num_layers))
+        end = capture.plan_end()
+        x = self.embed_tokens(token_ids)
+        buffers = capture.buffers([plan, end], token_ids.shape)
+        rotary = rotary_table(positions, self.config)
+        with jax.named_scope("layers"):
+            layers = self.decoder.stacked(self.layers)
+            x, buffers = self._loop(capture, plan, layers, x, buffers, rotary, segment_ids)
+        if self.runs_to_the_end:
+            values = self._end(capture, x, token_ids, positions)
+            buffers = capture.write(buffers, end, values)
         return capture.result(buffers)
 
-    def _loop(
-        self, capture: Capture, layers: Layers, plan: Writes, carry: Any, inputs: Any, *at: Array
-    ) -> tuple[Array, Buffers]:
-        """Runs all layers, or those of one stage; the carry is the stream and the buffers.
-
-        inputs: of a layer, the rotary table and the segment ids. at: the micro-batch in a pipeline.
-        """
-
-        def block(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
-            x, buffers = carry
-            x, values = layer(x, *inputs)
-            return x, capture.write(buffers, plan._replace(slots=slots), values, *at)
-
-        keep = partial(capture.bits_of, plan.kinds)
-        return self._layers().scan(layers, block, carry, plan.slots, keep)
-
-    def _pipelined(
-        self, capture: Capture, params: Any, embed: Embedding, end: Callable, *batch: Array
+    def _in_stages(
+        self, capture: Capture, token_ids: Array, segment_ids: Array, positions: Array
     ) -> dict[Form, Array]:
-        """Runs all stages at once, each on a different micro-batch.
+        """Runs all stages of a pipeline at once, each on a different micro-batch.
 
         At tick t, stage s works on micro-batch t - s, so M micro-batches take M + stages - 1 ticks.
-        Each stage captures the hooks of its own layers.
+        Each stage captures the hooks of its own layers. See `__call__` for the arrays and the
+        result.
         """
-        stages, (rows, length) = self.stages, batch[0].shape
-        micro_batches = self.micro_batches(rows)
-        layers = self._layers().stacked(params)
-        per_stage = jax.tree.map(lambda x: x.reshape(stages, -1, *x.shape[1:]), layers)
-        token_ids, segment_ids, positions = (
-            x.reshape(-1, micro_batches, length).swapaxes(0, 1) for x in batch
-        )
-        plan, numbers = capture.plan_stages(stages, self.layers_per_stage), jnp.arange(stages)
+        stages = self.stages
+        rows, length = token_ids.shape
+        count = self.micro_batches(rows)
 
-        def stage(layers: Layers, slots: Any, x: Array, buffers: Buffers, number: Array) -> Any:
-            """Runs a stage. number: of the micro-batch.
+        def split(x: Array) -> Array:
+            """Maps (B, T) to (micro-batches, B / micro-batches, T)."""
+            return x.reshape(-1, count, length).swapaxes(0, 1)
+
+        layers = self.decoder.stacked(self.layers)
+        stage_layers = jax.tree.map(lambda x: x.reshape(stages, -1, *x.shape[1:]), layers)
+        micro_ids, micro_segments, micro_positions = map(split, (token_ids, segment_ids, positions))
+        plan = capture.plan_stages(stages, self.layers_per_stage)
+        stage_numbers = jnp.arange(stages)
+
+        def stage(
+            layers: Layers, slots: Any, x: Array, buffers: Buffers, number: Array
+        ) -> tuple[Array, Buffers]:
+            """Runs one stage on the micro-batch of this number.
 
             In the bubble before the first micro-batch, a stage writes values that it will write
             again; in the bubble after the last one, it computes that one again. Neither needs a
             mask.
             """
-            number = jnp.clip(number, 0, micro_batches - 1)
-            inputs = rotary_table(positions[number], self.config), segment_ids[number]
-            own = plan._replace(slots=slots)
-            return self._loop(capture, layers, own, (x, buffers), inputs, number)
+            number = jnp.clip(number, 0, count - 1)
+            rotary = rotary_table(micro_positions[number], self.config)
+            segments = micro_segments[number]
+            stage_plan = plan.with_slots(slots)
+            return self._loop(capture, stage_plan, layers, x, buffers, rotary, segments, number)
 
         def tick(carry: tuple[Array, Buffers], time: Array) -> tuple[Any, Array | None]:
+            """Runs every stage once; returns the bits of the stream after the last stage."""
             x, buffers = carry
-            entering = token_ids[jnp.minimum(time, micro_batches - 1)]
-            x = jnp.roll(x, 1, axis=0).at[0].set(embed(entering))
+            entering = micro_ids[jnp.minimum(time, count - 1)]
+            x = jnp.roll(x, 1, axis=0).at[0].set(self.embed_tokens(entering))
             x = self.layout.constrain(x, "stage", *STREAM)
-            inputs = per_stage, plan.slots, x, buffers, time - numbers
-            x, buffers = jax.vmap(stage, spmd_axis_name="pipeline")(*inputs)
+            run_stages = jax.vmap(stage, spmd_axis_name="pipeline")
+            x, buffers = run_stages(stage_layers, plan.slots, x, buffers, time - stage_numbers)
             return (x, buffers), to_bits(x[-1]) if self.runs_to_the_end else None
 
-        x = jnp.zeros((stages, *token_ids.shape[1:], self.config.hidden_size), self.dtype)
-        carry = x, capture.buffers([plan], token_ids.shape, stages)
+        x = jnp.zeros((stages, *micro_ids.shape[1:], self.config.hidden_size), self.dtype)
+        buffers = capture.buffers([plan], micro_ids.shape, stages)
         with jax.named_scope("layers"):
-            ticks = jnp.arange(micro_batches + stages - 1)
-            (_, buffers), streams = lax.scan(tick, carry, ticks)
+            ticks = jnp.arange(count + stages - 1)
+            (_, buffers), streams = lax.scan(tick, (x, buffers), ticks)
         at_end: dict[HookKind, Array] = {}
         if self.runs_to_the_end:
             assert streams is not None
             x = from_bits(streams[stages - 1 :], self.dtype).swapaxes(0, 1)
             x = self.layout.constrain(x.reshape(rows, length, -1), *STREAM)
-            at_end = dict(zip(capture.plan_end().kinds, end(x), strict=True))
+            values = self._end(capture, x, token_ids, positions)
+            at_end = dict(zip(capture.plan_end().kinds, values, strict=True))
         return capture.result_of_stages(buffers, rows, self.layers_per_stage, at_end)
 
+    def _loop(
+        self,
+        capture: Capture,
+        plan: Plan,
+        layers: Layers,
+        x: Array,
+        buffers: Buffers,
+        rotary: tuple[Array, Array],
+        segment_ids: Array,
+        micro_batch: Array | None = None,
+    ) -> tuple[Array, Buffers]:
+        """Runs all layers, or those of one stage, and writes the values at their hooks.
 
-def _is_predicted(hook: Hook) -> bool:
-    return hook.kind.value.startswith("predicted.")
+        Args:
+            capture: The hooks.
+            plan: The slots of these layers.
+            layers: The layers with their parameters.
+            x: The residual stream before the layers, (B, T, D).
+            buffers: The buffers, of this stage in a pipeline.
+            rotary: The rotary table of the rows.
+            segment_ids: The segment ids of the rows, (B, T) int32.
+            micro_batch: The number of the micro-batch in a pipeline, () int32; None without one.
+
+        Returns:
+            The residual stream after the layers, and the buffers.
+        """
+
+        def block(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
+            x, buffers = carry
+            x, values = layer(x, rotary, segment_ids)
+            return x, capture.write(buffers, plan.with_slots(slots), values, micro_batch)
+
+        keep = partial(capture.bits_of, plan.kinds)
+        return self.decoder.scan(layers, block, (x, buffers), plan.slots, keep)
+
+    def _end(self, capture: Capture, x: Array, token_ids: Array, positions: Array) -> list[Array]:
+        """Returns the bits of the hooks that come after the last layer, each (B, T, width).
+
+        Args:
+            capture: The hooks.
+            x: The residual stream after the last layer, (B, T, D).
+            token_ids: (B, T) int32.
+            positions: The position of a token in its sample, (B, T) int32.
+        """
+        hidden, final = self.norm(x)
+        out: Out = {"resid_pre": x, "final": final}
+        if self.predicts:
+            kinds = [hook.kind for hook in self.hooks if hook.kind.is_prediction]
+            with jax.named_scope("predictions"):
+                out["predicted"] = predictions(
+                    hidden,
+                    from_bits(self._head().table()),
+                    token_ids,
+                    positions,
+                    wanted={kind.intermediate.removeprefix(PREDICTED) for kind in kinds},
+                    top=max(kind.count for kind in kinds),
+                    dtype=self.captured_dtype,
+                    layout=self.layout,
+                )
+        return capture.bits_of(capture.plan_end().kinds, out)
 
 
 @cache
 def _weights_of_a_token(config: ModelConfig, layer: int) -> int:
     """Returns how many weights of this layer's matrices a token is multiplied by."""
-    layers, total = decoder(config, jnp.float32, Kernels(), Layout()), 0
+    layers = decoder(config, jnp.float32, Kernels(), Layout())
+    total = 0
     for path, box in layers.parameters(config.layer_types[layer]).items():
         if path[-1] == "weight" and len(box.names) > 1:
             size = math.prod(box.value.shape)
@@ -283,7 +323,8 @@ def create_model_with_hooks(
         raise ValueError("hooks: is empty; give at least one hook")
     layout = layout or Layout()
     stages = layout.size("pipeline")
-    stage_length(config.layer_types[: max(hooks).layer + 1], stages)
+    deepest = max(hook.layer for hook in hooks)
+    stage_length(config.layer_types[: deepest + 1], stages)  # raises InputError
     return HookedModel(
         config,
         tuple(sorted(set(hooks))),

@@ -179,7 +179,7 @@ def rows_in(dtype: str) -> list[Any]:
 
 def every_hook(config):
     every = hook_table(config).all_hooks(config.num_hidden_layers)
-    return [hook for hook in every if not hook.kind.value.startswith("predicted.")]
+    return [hook for hook in every if not hook.kind.is_prediction]
 
 
 def matching(config, names):

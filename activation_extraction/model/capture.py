@@ -1,8 +1,11 @@
-"""This module moves the values of hooks from the layers that compute them into one array per form.
+"""The values of hooks are moved from the layers that compute them into one array per form.
 
-A loop over layers carries one buffer for each form, in which every hook has a slot. This module
-decides what a slot is, which layer writes to it, and how the buffers become the result, both for a
-loop over all layers and for the stages of a pipeline. The layers belong to the model's file.
+A loop over layers carries a buffer for each form (hooks.py), in which every hook has a slot. A
+`Plan` says which slots a layer writes to. `Capture` makes the plans and the buffers, writes to
+them, and turns full buffers into the result, both for a loop over all layers and for the stages of
+a pipeline. The layers themselves belong to qwen2_jax.py, and the loops to qwen2_jax_with_hooks.py.
+
+Letters: B rows, T tokens per row.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,122 +20,182 @@ from activation_extraction.model.decoder import intermediate
 from activation_extraction.model.hooks import Form, Hook, HookKind
 from activation_extraction.model.mesh import Layout
 
-CAPTURED = "batch", "captured_sequence", "hidden"  # logical axes of a hook's value when stored
+# Logical axes of a hook's value (B, T, width), in a buffer and on its way to the host.
+CAPTURED = "batch", "captured_sequence", "hidden"
+LEAVING = "batch", "leaving_sequence", "hidden"
 
-Buffers = dict[Form, Array]  # form -> bits of the hooks of that form, (slots, ..., B, T, width)
+# Form -> the bits of the hooks of that form as unsigned integers, (slots, B, T, width); in a
+# pipeline (stages, slots, micro-batches, B, T, width), where B is the rows of a micro-batch.
+Buffers = dict[Form, Array]
 
 
-class Writes(NamedTuple):
-    """The hook kinds to write, in computing order, and each kind's slots by layer."""
+class Plan(NamedTuple):
+    """The kinds of hooks that are written together, and the slot of each kind.
+
+    Attributes:
+        kinds: The kinds, in the order in which a layer computes them.
+        slots: For each kind, the slots in the buffer of its form, int32: (layers,) for a loop over
+            layers, (stages, layers of a stage) for a pipeline, and () for a single layer.
+    """
 
     kinds: tuple[HookKind, ...]
     slots: tuple[Any, ...]
 
-    def only(self) -> "Writes":
-        """Returns what the first layer writes, with one slot for each kind."""
-        return self._replace(slots=tuple(of_kind[0] for of_kind in self.slots))
+    def with_slots(self, slots: tuple[Any, ...]) -> "Plan":
+        """Returns the plan of a part of its layers, for example of one stage or one layer.
+
+        Args:
+            slots: The slots of that part, for each kind.
+        """
+        return self._replace(slots=slots)
 
 
 @dataclass(frozen=True)
 class Capture:
-    """The values of some hooks are captured as one array per form."""
+    """Captures the values of hooks as one array per form.
 
-    hooks: tuple[Hook, ...]  # in their order
-    sizes: Mapping[str, int]  # the model's, and S, the tokens of a row
-    dtype: Any  # of activations
+    Attributes:
+        hooks: The hooks, in the order in which they are computed.
+        sizes: Letter -> size, for the letters of the model and S, the tokens of a row.
+        dtype: The dtype of activations. Some kinds of hooks have a dtype of their own.
+        layout: The mesh.
+    """
+
+    hooks: tuple[Hook, ...]
+    sizes: Mapping[str, int]
+    dtype: Any
     layout: Layout
 
+    def form(self, kind: HookKind) -> Form:
+        return kind.form(self.sizes, self.dtype)
+
     def by_form(self) -> dict[Form, list[Hook]]:
+        """Returns form -> its hooks, in the order in which they are computed."""
         groups: dict[Form, list[Hook]] = {}
         for hook in self.hooks:
             groups.setdefault(self.form(hook.kind), []).append(hook)
         return groups
 
-    def form(self, kind: HookKind) -> Form:
-        return kind.form(self.sizes, self.dtype)
+    def plan(self, layers: range) -> Plan:
+        """Plans a loop over layers.
 
-    def plan(self, layers: range, within: range | None = None, first: int = 0) -> Writes:
-        """Plans a loop over `layers` into buffers that begin with the hooks of layer `first`.
+        Every layer writes all kinds of hooks that any layer has, each into the slot of the next
+        hook of its form. If that hook is of a later layer, its own value overwrites this one before
+        the loop ends; if there is none, the slot is a spare one after those of the hooks. So memory
+        grows with the hooks and not with the depth.
 
-        Every layer writes all kinds of hooks that `within` (by default these layers) has, each into
-        the slot of the next hook of its form: a value that nobody asked for is overwritten before
-        the loop ends. So memory grows with the hooks, not with the depth. Values that come after
-        the last hook go into one spare slot. `plan_end` plans hooks that come after the last layer.
+        Args:
+            layers: The layers. The buffers begin with the hooks of the first of them.
         """
-        by_form, slots = self.by_form(), []
-        within = layers if within is None else within
-        in_layers = [hook for hook in self.hooks if not hook.kind.at_end]
-        kinds = sorted({hook[1:] for hook in in_layers if hook.layer in within})
-        for order, kind in kinds:
-            hooks = [h[:2] for h in by_form[self.form(kind)] if h.layer >= first]
-            before = [sum(hook < (layer, order) for hook in hooks) for layer in layers]
-            slots.append(np.array(before, np.int32))
-        return Writes(tuple(kind for _, kind in kinds), tuple(slots))
-
-    def plan_end(self) -> Writes:
-        """Plans what is written once, after the last layer."""
+        kinds = {hook.order: hook.kind for hook in self.hooks if not hook.kind.at_end}
         by_form = self.by_form()
-        kinds = [hook.kind for hook in self.hooks if hook.kind.at_end]
-        slots = [[hook.kind for hook in by_form[self.form(kind)]].index(kind) for kind in kinds]
-        return Writes(tuple(kinds), tuple(np.array([slot], np.int32) for slot in slots))
+        orders = sorted(kinds)
+        slots = []
+        for order in orders:
+            hooks = [
+                (hook.layer, hook.order)
+                for hook in by_form[self.form(kinds[order])]
+                if hook.layer >= layers.start
+            ]
+            earlier = [sum(hook < (layer, order) for hook in hooks) for layer in layers]
+            slots.append(np.array(earlier, np.int32))
+        return Plan(tuple(kinds[order] for order in orders), tuple(slots))
 
-    def plan_stages(self, stages: int, length: int) -> Writes:
-        """Plans pipeline stages that have buffers of their own; slots are (stages, length)."""
-        layers = range(stages * length)
-        plans = [self.plan(layers[k : k + length], layers, first=k) for k in layers[::length]]
-        slots = zip(*(plan.slots for plan in plans), strict=True)
-        return Writes(plans[0].kinds, tuple(np.stack(of_stages) for of_stages in slots))
+    def plan_stages(self, stages: int, length: int) -> Plan:
+        """Plans the stages of a pipeline, each of which has buffers of its own.
 
-    def buffers(self, plans: Sequence[Writes], shape: Sequence[int], stages: int = 1) -> Buffers:
-        """Returns empty buffers for what the plans write.
-
-        shape: (B, T) or (micro-batches, B, T). Each of several stages has buffers of its own, all
-        as long as the longest.
+        Args:
+            stages: The number of stages.
+            length: The number of layers in a stage.
         """
-        lengths: dict[Form, int] = {}
+        firsts = range(0, stages * length, length)
+        plans = [self.plan(range(first, first + length)) for first in firsts]
+        slots_by_kind = zip(*(plan.slots for plan in plans), strict=True)
+        return plans[0].with_slots(tuple(np.stack(of_stages) for of_stages in slots_by_kind))
+
+    def plan_end(self) -> Plan:
+        """Plans the hooks that come once, after the last layer."""
+        by_form = self.by_form()
+        hooks = [hook for hook in self.hooks if hook.kind.at_end]
+        slots = [by_form[self.form(hook.kind)].index(hook) for hook in hooks]
+        kinds = tuple(hook.kind for hook in hooks)
+        return Plan(kinds, tuple(np.int32(slot) for slot in slots))
+
+    def buffers(self, plans: Sequence[Plan], shape: Sequence[int], stages: int = 1) -> Buffers:
+        """Returns empty buffers for all that the plans write.
+
+        Args:
+            plans: The plans that write to the buffers.
+            shape: (B, T), or (micro-batches, B, T) in a pipeline.
+            stages: The number of pipeline stages. The buffers of all of them are as long as those
+                of the stage with most hooks.
+        """
+        counts: dict[Form, int] = {}
         for plan in plans:
-            for kind, slots in zip(*plan, strict=True):
+            for kind, slots in zip(plan.kinds, plan.slots, strict=True):
                 form = self.form(kind)
-                lengths[form] = max(lengths.get(form, 0), slots.max() + 1)
-        several = stages > 1
-        axes = ["stage"] * several + ["slots"] + ["micro_batch"] * (len(shape) - 2)
+                counts[form] = max(counts.get(form, 0), slots.max() + 1)
         buffers = {}
-        for form, length in lengths.items():
-            sizes = [stages] * several + [length, *shape, form.width]
+        for form, count in counts.items():
+            sizes = [count, *shape, form.width]
+            axes = ["slots", *CAPTURED]
+            if stages > 1:
+                sizes = [stages, *sizes]
+                axes = ["stage", "slots", "micro_batch", *CAPTURED]
             empty = _unsigned(jnp.zeros(sizes, form.dtype))
-            buffers[form] = self.layout.constrain(empty, *axes, *CAPTURED)
+            buffers[form] = self.layout.constrain(empty, *axes)
         return buffers
 
     def bits_of(self, kinds: Iterable[HookKind], out: dict[str, Any]) -> list[Array]:
-        """Returns the values of these kinds, (B, T, width), from a layer's intermediates.
+        """Returns the values of hooks as bits, for each kind (B, T, width).
 
-        A kind that the layer's type lacks gives zeros, which are overwritten like any value that
-        nobody asked for.
+        A kind that the type of the layer lacks gives zeros, which are overwritten like any value
+        that no hook asks for.
+
+        Args:
+            kinds: The kinds of the hooks.
+            out: The intermediates of a layer; `resid_pre` is one of them.
         """
-        shape, found = out["resid_pre"].shape[:2], []
+        shape = out["resid_pre"].shape[:2]
+        values = []
         for kind in kinds:
-            x, (width, dtype) = intermediate(out, kind.value), self.form(kind)
+            form = self.form(kind)
+            x = intermediate(out, kind.intermediate)
             if x is None:
-                x = jnp.zeros((*shape, width), dtype)
-            found.append(_unsigned(x.reshape(*shape, -1).astype(dtype)))
-        return found
+                x = jnp.zeros((*shape, form.width), form.dtype)
+            values.append(_unsigned(x.reshape(*shape, -1).astype(form.dtype)))
+        return values
 
-    def write(self, buffers: Buffers, plan: Writes, values: Iterable[Array], *at: Array) -> Buffers:
-        """Returns the buffers with one layer's values; a device of `model` keeps a part of a row.
+    def write(
+        self,
+        buffers: Buffers,
+        plan: Plan,
+        values: Iterable[Array],
+        micro_batch: Array | None = None,
+    ) -> Buffers:
+        """Returns the buffers with the values of one layer.
 
-        plan: of this layer alone, a slot for each kind. at: the index after the slot, which is the
-        number of the micro-batch if there is one.
+        Args:
+            buffers: The buffers, of one stage in a pipeline.
+            plan: The plan of this layer alone, with one slot for each kind.
+            values: The bits of each kind, (B, T, width).
+            micro_batch: The number of the micro-batch in a pipeline, () int32; None without one.
         """
         buffers = dict(buffers)
-        for kind, slot, value in zip(*plan, values, strict=True):
-            form, value = self.form(kind), self.layout.constrain(value, *CAPTURED)
-            value = value.reshape(*[1] * (1 + len(at)), *value.shape)
-            start = slot, *at, 0, 0, 0
-            buffers[form] = lax.dynamic_update_slice(buffers[form], value, start)
+        for kind, slot, value in zip(plan.kinds, plan.slots, values, strict=True):
+            form = self.form(kind)
+            value = self.layout.constrain(value, *CAPTURED)
+            entry = (slot,) if micro_batch is None else (slot, micro_batch)
+            value = value.reshape(*[1] * len(entry), *value.shape)
+            buffers[form] = lax.dynamic_update_slice(buffers[form], value, (*entry, 0, 0, 0))
         return buffers
 
     def result(self, buffers: Buffers) -> dict[Form, Array]:
-        """Turns full buffers into {form: (hooks of that form, B, T, width)}."""
+        """Returns form -> the values of its hooks, (hooks of the form, B, T, width).
+
+        Args:
+            buffers: The full buffers of a loop over all layers.
+        """
         return {
             form: lax.bitcast_convert_type(buffers[form][: len(hooks)], form.dtype)
             for form, hooks in self.by_form().items()
@@ -141,24 +204,28 @@ class Capture:
     def result_of_stages(
         self, buffers: Buffers, rows: int, length: int, at_end: Mapping[HookKind, Array]
     ) -> dict[Form, Array]:
-        """Does what `result` does for buffers (stages, slots, micro-batches, B, T, width).
+        """Returns form -> the values of its hooks, (hooks of the form, rows, T, width).
 
-        rows: of all micro-batches together; length: layers of a stage; at_end: the bits of the
-        hooks that come after the last layer, (B, T, width).
+        Args:
+            buffers: The full buffers of the stages of a pipeline.
+            rows: The rows of all micro-batches together.
+            length: The number of layers in a stage.
+            at_end: The bits of the hooks that come after the last layer, (rows, T, width).
         """
         result = {}
         for form, hooks in self.by_form().items():
-            stages = [hook.layer // length for hook in hooks if not hook.kind.at_end]
             pieces = []
+            stages = [hook.layer // length for hook in hooks if not hook.kind.at_end]
             if stages:
                 bits = buffers[form].swapaxes(2, 3)
                 bits = bits.reshape(*bits.shape[:2], rows, *bits.shape[-2:])
-                axes = "stages", "slots", "batch", "leaving_sequence", "hidden"
-                bits = self.layout.constrain(bits, *axes)
-                pieces = [bits[stage, :count] for stage, count in enumerate(np.bincount(stages))]
-            for value in (at_end[hook.kind] for hook in hooks if hook.kind.at_end):
-                value = self.layout.constrain(value, "batch", "leaving_sequence", "hidden")
-                pieces.append(value[None])
+                bits = self.layout.constrain(bits, "stages", "slots", *LEAVING)
+                hooks_by_stage = np.bincount(stages)
+                pieces = [bits[stage, :count] for stage, count in enumerate(hooks_by_stage)]
+            for hook in hooks:
+                if hook.kind.at_end:
+                    value = self.layout.constrain(at_end[hook.kind], *LEAVING)
+                    pieces.append(value[None])
             result[form] = lax.bitcast_convert_type(jnp.concatenate(pieces), form.dtype)
         return result
 

@@ -1,4 +1,8 @@
-"""A hook point is a kind of hook at a layer; this module names them and finds those asked for.
+"""The hook points of a model: their names, their meanings, and which of them a user asked for.
+
+A hook is a kind of hook at a layer. It has one canonical name, TransformerLens's, and may have
+aliases there and as an input or output of a Hugging Face module. The hook table of a model lists
+its kinds of hooks. Nothing here computes; the hooked model captures the values.
 
 Names and meanings are those of TransformerLens with unprocessed weights. A norm's `hook_normalized`
 comes before its weight and `hook_out` after it; `hook_q`, `hook_k` and `hook_v` are the
@@ -8,19 +12,22 @@ unlike Hugging Face's last hidden state. Values per head are flat: (tokens, head
 `hook_pattern` is (tokens, heads * tokens of a row): how much each head attends to position 0 of the
 token's own sample, to position 1 and so on; positions that the token does not see have 0.
 
-Layers with experts have others after `ln2.hook_out`: `mlp.gate.hook_out` is the router's logits,
-`mlp.hook_expert_weights` the weight of every expert (0 for those that a token does not go through),
-`mlp.hook_expert_indices` the numbers of the chosen ones, int32, the largest weight first,
-`mlp.experts.hook_out` the weighted sum of what they give. `mlp.shared_expert.hook_out` comes before
-it is multiplied by the sigmoid of `mlp.shared_expert_gate.hook_out`. Since `mlp.gate` is the router
-there, the matrices of a dense layer in such a model are called `mlp.dense_gate` and so on.
+Layers with experts have others after `ln2.hook_out`:
+
+    mlp.gate.hook_out                the router's logits
+    mlp.hook_expert_weights          the weight of every expert, 0 for those that were not chosen
+    mlp.hook_expert_indices          the numbers of the chosen experts, int32, the one with the
+                                     largest weight first
+    mlp.experts.hook_out             the weighted sum of the results of the chosen experts
+    mlp.shared_expert.hook_out       the result of the shared expert, before it is multiplied by the
+                                     sigmoid of mlp.shared_expert_gate.hook_out
+
+Since `mlp.gate` is the router there, the matrices of a dense layer in such a model are called
+`mlp.dense_gate` and so on.
 
 A model has a few more hooks after its last layer (predictions.py). `loss` is that of a token given
 the tokens before it, in nats, and NaN for the first token of a sample. `entropy`, `logits`,
 `logits.top_ids` and `logits.top_logprobs` describe the prediction of the token after it.
-
-A hook has one canonical name, TransformerLens's, and may have aliases there and as an input or
-output of a Hugging Face module. Nothing here computes; the hooked model captures the values.
 """
 
 import math
@@ -39,38 +46,53 @@ from activation_extraction.common.errors import InputError, near_miss
 from activation_extraction.model.model_config import ATTENTION, DENSE, LINEAR, SPARSE, ModelConfig
 
 HEAD_SIZES = "HCZ"  # the letters that stand for head sizes
+# --activation_type -> the hook of a layer that it stands for.
 ACTIVATION_TYPES = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
+PREDICTED = "predicted."  # where predictions are among the intermediates; see HookKind
 
 
 class Form(NamedTuple):
-    """The form of a hook's values. Those of one form share an array while they are captured."""
+    """The width and dtype of a hook's values. Hooks of one form share an array in a step.
 
-    width: int  # numbers per token
-    dtype: str  # of NumPy's, or "float8"
+    Attributes:
+        width: The numbers of a token.
+        dtype: The name of the dtype in NumPy, or "float8".
+    """
+
+    width: int
+    dtype: str
 
     @property
     def bytes(self) -> int:
+        """Returns the bytes of a token."""
         return token_bytes(self.width, self.dtype)
 
 
 @dataclass(frozen=True)
 class HookKind:
-    """A kind of hook, which is one row of a hook table.
+    """A kind of hook, which a model has once or in each of some layers.
 
-    name: the canonical one; aliases: other names in TransformerLens; modules: inputs and outputs of
-    Hugging Face modules. "{}" stands for the layer; a name without it exists once in a model.
-    letters: the axes of one token's value, as in the model file, and S for the tokens of a row;
-    the product of their sizes and of `count` is the width. Kinds with S or V are large, and have to
-    be asked for by name. value: the intermediate of a layer that is captured. at_end: whether a
-    kind that exists once comes after the last layer, rather than before the first. types: words of
-    the configuration's layer_types; the layers that one of them describes have the kind, and all
-    layers have it if there are none. dtype: the kind's own; None for activations, whose dtype the
-    user chooses.
+    Attributes:
+        name: The canonical name. "{}" stands for the layer, here and in the other names; a kind
+            without it exists once in a model.
+        letters: The letters of the axes of one token's value, as in the model file, and S for the
+            tokens of a row. The product of their sizes and of `count` is the width.
+        intermediate: The intermediate of a layer that is captured: the names of the modules around
+            it and its own, with dots between them.
+        modules: Inputs and outputs of Hugging Face modules that have the same values.
+        aliases: Other names in TransformerLens.
+        at_end: For a kind that exists once, whether it comes after the last layer rather than
+            before the first.
+        types: Words of the configuration's layer_types. The layers whose type has one of these
+            words have the kind; () for all layers.
+        dtype: The dtype of its values if they are not activations, whose dtype the user chooses;
+            None for activations.
+        count: A factor of the width that no letter stands for.
     """
 
     name: str
     letters: str
-    value: str
+    intermediate: str
     modules: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     at_end: bool = False
@@ -78,44 +100,74 @@ class HookKind:
     dtype: str | None = None
     count: int = 1
 
-    def width(self, sizes: Mapping[str, int]) -> int:
-        """Returns how many numbers a token has. sizes: letter -> size, of the model."""
-        return math.prod(sizes[letter] for letter in self.letters) * self.count
-
-    def form(self, sizes: Mapping[str, int], dtype: Any) -> Form:
-        """Returns the form of the values. sizes: as for `width`; dtype: of activations, or "float8"
-        for how they are stored."""
-        own = FLOAT8 if str(dtype) == FLOAT8 else np.dtype(dtype).name
-        return Form(self.width(sizes), self.dtype or own)
-
-    def exists_in(self, type_: str) -> bool:
-        return not self.types or not {*self.types}.isdisjoint(type_.split())
+    @property
+    def is_prediction(self) -> bool:
+        """Returns whether the values come from the logits."""
+        return self.intermediate.startswith(PREDICTED)
 
     @property
     def grows(self) -> bool:
+        """Returns whether the width grows with the tokens of a row."""
         return "S" in self.letters
 
     @property
     def large(self) -> bool:
-        """Returns whether the kind has to be asked for by name."""
+        """Returns whether the values are so large that the kind has to be asked for by name."""
         return self.grows or "V" in self.letters
 
+    def width(self, sizes: Mapping[str, int]) -> int:
+        """Returns the width, which is how many numbers a token has.
+
+        Args:
+            sizes: Letter -> size in the model.
+        """
+        return math.prod(sizes[letter] for letter in self.letters) * self.count
+
+    def form(self, sizes: Mapping[str, int], dtype: Any) -> Form:
+        """Returns the form of the values.
+
+        Args:
+            sizes: Letter -> size in the model.
+            dtype: The dtype of activations; or "float8", for the form in which they are stored.
+        """
+        of_activations = FLOAT8 if str(dtype) == FLOAT8 else np.dtype(dtype).name
+        return Form(self.width(sizes), self.dtype or of_activations)
+
+    def exists_in(self, type_: str) -> bool:
+        """Returns whether layers of a type have the kind."""
+        return not self.types or not {*self.types}.isdisjoint(type_.split())
+
     def layers(self, depth: int, types: Sequence[str] = ()) -> Sequence[int]:
-        """Returns the layers of a model that have a hook of this kind. types: of each layer."""
+        """Returns the layers of a model that have a hook of this kind.
+
+        A hook that exists once counts as one of the first layer or of the last.
+
+        Args:
+            depth: The number of layers.
+            types: The type of each layer; () if layers of every type are meant.
+        """
         if "{}" in self.name:
             return [k for k in range(depth) if not types or self.exists_in(types[k])]
         return range(depth - 1, depth) if self.at_end else range(1)
 
 
 class Hook(NamedTuple):
-    """A kind of hook at one layer. Hooks sort in the order in which they are computed."""
+    """A kind of hook at one layer. Hooks sort in the order in which they are computed.
+
+    Attributes:
+        layer: The number of the layer.
+        order: The index of the kind in the hook table, which has the order in which a layer
+            computes them.
+        kind: The kind.
+    """
 
     layer: int
-    order: int  # of the kind within a layer: its index in the family's table
+    order: int
     kind: HookKind
 
     @property
     def name(self) -> str:
+        """Returns the canonical name."""
         return self.kind.name.format(self.layer)
 
     @property
@@ -123,41 +175,59 @@ class Hook(NamedTuple):
         """Returns the Hugging Face module's input or output; None if no module has it."""
         return self.kind.modules[0].format(self.layer) if self.kind.modules else None
 
-    def matching(self, pattern: str) -> list[str]:
-        """Returns the hook's names that a glob matches.
-
-        A hook of a large kind matches only if the glob is one of its names, or ends in the kind's
-        own name.
-        """
-        names = [name for name in self.names() if fnmatchcase(name, pattern)]
-        named = pattern in names or pattern.rpartition(".")[2] == self.name.rpartition(".")[2]
-        return names if named or not self.kind.large else []
-
     def names(self) -> list[str]:
-        """Returns every name, the canonical one first."""
+        """Returns all of its names, the canonical one first."""
         names = self.kind.name, *self.kind.aliases, *self.kind.modules
         return [name.format(self.layer) for name in names]
 
+    def matching(self, pattern: str) -> list[str]:
+        """Returns the names of the hook that a glob matches.
+
+        A hook of a large kind matches only if the glob is one of its names, or ends in the last
+        part of its canonical name.
+
+        Args:
+            pattern: The glob.
+        """
+        names = self.names()
+        if self.kind.large and pattern not in names:
+            if pattern.rpartition(".")[2] != self.name.rpartition(".")[2]:
+                return []
+        return [name for name in names if fnmatchcase(name, pattern)]
+
     def facts(self, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """Returns what metadata.json records of the hook besides its canonical name."""
+        """Returns what metadata.json records of the hook besides its canonical name.
+
+        Args:
+            sizes: Letter -> size in the model.
+
+        Returns:
+            A dict with the keys `module`, `aliases` and `width`; `dtype` if the values are not
+            activations; `heads` and `head_size` if they are flat values per head; `heads` and
+            `keys` for a pattern.
+        """
         facts: dict[str, Any] = {"module": self.module, "aliases": self.names()[1:]}
         facts["width"] = self.kind.width(sizes)
         if self.kind.dtype is not None:
             facts["dtype"] = self.kind.dtype
         heads, size = self.kind.letters[:-1], self.kind.letters[-1:]
         if size and size in HEAD_SIZES:
-            facts |= {"heads": math.prod(sizes[axis] for axis in heads), "head_size": sizes[size]}
+            facts["heads"] = math.prod(sizes[letter] for letter in heads)
+            facts["head_size"] = sizes[size]
         if self.kind.grows:
-            facts |= {"heads": sizes[self.kind.letters[0]], "keys": sizes["S"]}
+            facts["heads"] = sizes[self.kind.letters[0]]
+            facts["keys"] = sizes["S"]
         return facts
 
 
 @dataclass(frozen=True)
 class HookTable:
-    """The kinds of hooks of a family, in the order in which a layer computes them.
+    """The kinds of hooks of a model, or of a family.
 
-    types: of each layer of a model, where that decides which kinds the layer has. vocabulary: the
-    number of tokens in the model's vocabulary, 0 if it is not known.
+    Attributes:
+        kinds: The kinds, in the order in which a layer computes them.
+        types: The type of each layer of the model; () if layers of every type are meant.
+        vocabulary: The number of tokens in the model's vocabulary; 0 if it is not known.
     """
 
     kinds: tuple[HookKind, ...]
@@ -166,13 +236,15 @@ class HookTable:
 
     def without_predictions(self) -> "HookTable":
         """Returns the table of a model without a head, which has no losses and logits."""
-        kinds = (kind for kind in self.kinds if not kind.value.startswith("predicted."))
-        return replace(self, kinds=tuple(kinds))
+        kinds = tuple(kind for kind in self.kinds if not kind.is_prediction)
+        return replace(self, kinds=kinds)
 
     def all_hooks(self, depth: int, large: bool = False) -> list[Hook]:
-        """Returns all hooks of a model with `depth` layers, in their order.
+        """Returns all hooks of a model in the order in which they are computed.
 
-        large: whether to include those that have to be asked for by name.
+        Args:
+            depth: The number of layers.
+            large: Whether to include hooks that have to be asked for by name.
         """
         return sorted(
             Hook(layer, order, kind)
@@ -182,55 +254,83 @@ class HookTable:
         )
 
     def of_layers(self, layers: Sequence[int], activation_type: str, depth: int) -> list[Hook]:
-        """Returns one hook per layer. Raises InputError for a layer outside 0 .. depth - 1."""
-        if outside := [layer for layer in layers if not 0 <= layer < depth]:
-            raise InputError(
-                f"--layers_to_extract {outside[0]}: the model has layers 0 to {depth - 1}"
-            )
-        wanted = [f"blocks.{layer}.{ACTIVATION_TYPES[activation_type]}" for layer in layers]
-        return list(self.matching(wanted, depth).values())
+        """Returns one hook of each layer.
+
+        Args:
+            layers: The numbers of the layers.
+            activation_type: A key of ACTIVATION_TYPES.
+            depth: The number of layers of the model.
+
+        Raises:
+            InputError: A layer is outside 0 .. depth - 1, or has no such hook.
+        """
+        for layer in layers:
+            if not 0 <= layer < depth:
+                raise InputError(
+                    f"--layers_to_extract {layer}: the model has layers 0 to {depth - 1}"
+                )
+        names = [f"blocks.{layer}.{ACTIVATION_TYPES[activation_type]}" for layer in layers]
+        return list(self.matching(names, depth).values())
 
     def matching(self, patterns: Sequence[str], depth: int) -> dict[str, Hook]:
-        """Returns the hooks that any glob matches, by the name that was asked for, in their order.
+        """Returns the hooks that globs match, in the order in which they are computed.
 
-        A glob that matches several names of a hook asks for the canonical one, or else for the
-        first of them. Raises InputError for a glob that matches nothing.
+        A glob that matches several names of a hook stands for the canonical one, or else for the
+        first of them. Of several globs that match a hook, the first one counts.
+
+        Args:
+            patterns: The globs.
+            depth: The number of layers of the model.
+
+        Returns:
+            Name by which a hook was asked for -> the hook.
+
+        Raises:
+            InputError: A glob matches nothing.
         """
-        asked, every = dict[Hook, str](), self.all_hooks(depth, large=True)
+        hooks = self.all_hooks(depth, large=True)
+        names: dict[Hook, str] = {}
         for pattern in patterns:
-            matches = {hook: names[0] for hook in every if (names := hook.matching(pattern))}
-            if not matches:
+            matches = {hook: hook.matching(pattern) for hook in hooks}
+            if not any(matches.values()):
                 raise self._refusal(pattern, depth)
-            asked = matches | asked
-        return {asked[hook]: hook for hook in sorted(asked)}
+            for hook, matching in matches.items():
+                if matching:
+                    names.setdefault(hook, matching[0])
+        return {names[hook]: hook for hook in sorted(names)}
 
     def _refusal(self, pattern: str, depth: int) -> InputError:
-        for hook in HookTable(self.kinds).all_hooks(depth, large=True):  # in layers of any type
+        """Returns the error for a glob that matches no hook, with a hint if there is one."""
+        of_any_type = HookTable(self.kinds).all_hooks(depth, large=True)
+        for hook in of_any_type:
             if hook.matching(pattern):
                 return InputError(
                     f"--hook_names {pattern}: layer {hook.layer} is of type "
                     f"{self.types[hook.layer]} and has no such hook; --list_hooks shows their names"
                 )
-        every = self.all_hooks(depth, large=True)
-        for hook in every:
-            if "V" in hook.kind.letters and any(fnmatchcase(n, pattern) for n in hook.names()):
+        hooks = self.all_hooks(depth, large=True)
+        for hook in hooks:
+            names = hook.names()
+            if "V" in hook.kind.letters and any(fnmatchcase(name, pattern) for name in names):
                 return InputError(
                     f"--hook_names {pattern}: matches only {hook.name}, which takes "
                     f"{2 * self.vocabulary:,} bytes per token in bfloat16; if you want it, ask for "
                     f"{hook.name}"
                 )
-        known = [name for hook in every for name in hook.names()]
+        hint = near_miss(pattern, [name for hook in hooks for name in hook.names()])
         return InputError(
             f"--hook_names {pattern}: matches no hook of a model with layers 0 to "
-            f"{depth - 1}{near_miss(pattern, known)}; --list_hooks shows their names"
+            f"{depth - 1}{hint}; --list_hooks shows their names"
         )
 
 
-# The kinds of hooks of layers, in the order in which a layer computes them. The columns are: which
-# layers have the kind (see `hook_table`), its name, the letters of its width, the intermediate, its
-# Hugging Face modules, its aliases. The beginning that all names share, with "{}", is left out.
+# The first column of HOOK_KINDS says which layers have a kind. It is one of these, or a word of the
+# layers' types; `_types_with` says what they mean.
 EVERY, NORMED, GATED, SHARED = "every", "normed", "gated", "shared"
-APART, INTERLEAVED = "apart", "interleaved"  # a delta net's projections
+APART, INTERLEAVED = "apart", "interleaved"
+# The kinds of hooks of layers, in the order in which a layer computes them. The columns are: which
+# layers have the kind, its name, the letters of its width, the intermediate, its Hugging Face
+# modules, its aliases. All names lack their common beginning with the number of the layer.
 # fmt: off
 HOOK_KINDS = (
     (EVERY, "hook_resid_pre", "D", "resid_pre", "input", "hook_in ln1.hook_in"),
@@ -300,29 +400,55 @@ OWN_DTYPES = {"mlp.chosen": "int32"}  # of intermediates that are not activation
 
 
 def hook_table(config: ModelConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> HookTable:
-    """Returns the hooks of the model with this configuration.
+    """Returns the hooks of a model.
 
-    top_logits: how many of the most likely next tokens `logits.top_ids` has.
+    Args:
+        config: The configuration of the model.
+        top_logits: The number of most likely next tokens that `logits.top_ids` has.
+    """
+    kinds = tuple(
+        kind
+        for kind in _kinds(_types_with(config), top_logits)
+        if any(kind.exists_in(type_) for type_ in config.layer_types)
+    )
+    return HookTable(kinds, config.layer_types, config.vocab_size)
+
+
+def _types_with(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Returns which layers of a model have the kinds of hooks in HOOK_KINDS.
+
+    Returns:
+        The first column of HOOK_KINDS -> the words of which one is in the type of each such layer,
+        () for all layers. A value of the column that is no key is of no layer of this model.
     """
     delta, experts = config.delta, config.experts
-    attention = (ATTENTION,) if delta is not None else ()  # () if all layers have it
-    dense = (DENSE,) if experts is not None else ()
-    types: dict[str, tuple[str, ...]] = {EVERY: (), ATTENTION: attention, DENSE: dense}
+    attention = () if delta is None else (ATTENTION,)
+    types: dict[str, tuple[str, ...]] = {EVERY: (), ATTENTION: attention}
+    types[DENSE] = () if experts is None else (DENSE,)
+    if config.qk_norm:
+        types[NORMED] = attention
+    if config.q_gate:
+        types[GATED] = attention
     if delta is not None:
-        types |= dict.fromkeys((LINEAR, INTERLEAVED if delta.interleaved else APART), (LINEAR,))
-    types |= {NORMED: attention} if config.qk_norm else {}
-    types |= {GATED: attention} if config.q_gate else {}
+        types[LINEAR] = (LINEAR,)
+        # A module of Hugging Face has a projection of its own only if it is stored by itself.
+        types[INTERLEAVED if delta.interleaved else APART] = (LINEAR,)
     if experts is not None:
-        types |= {SPARSE: (SPARSE,)} | ({SHARED: (SPARSE,)} if experts.shared_width else {})
-    own, every = config.layer_types, _table(types, top_logits).kinds
-    kinds = tuple(kind for kind in every if any(map(kind.exists_in, own)))
-    return HookTable(kinds, own, config.vocab_size)
+        types[SPARSE] = (SPARSE,)
+        if experts.shared_width:
+            types[SHARED] = (SPARSE,)
+    return types
 
 
-def _table(types: Mapping[str, tuple[str, ...]], top_logits: int = DEFAULT_TOP_LOGITS) -> HookTable:
-    """Builds a table. types: a row's first column -> types of the layers that have the kind."""
+def _kinds(types: Mapping[str, tuple[str, ...]], top_logits: int) -> list[HookKind]:
+    """Returns the kinds of hooks, in the order in which they are computed.
+
+    Args:
+        types: The layers that have a kind; see `_types_with`.
+        top_logits: The number of most likely next tokens that `logits.top_ids` has.
+    """
     kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
-    for layers, name, letters, value, modules, aliases in HOOK_KINDS:
+    for layers, name, letters, intermediate, modules, aliases in HOOK_KINDS:
         if layers not in types:
             continue
         if types[layers] == (DENSE,):  # `mlp.gate` is the router of other layers
@@ -331,11 +457,11 @@ def _table(types: Mapping[str, tuple[str, ...]], top_logits: int = DEFAULT_TOP_L
             HookKind(
                 f"blocks.{{}}.{name}",
                 letters,
-                value,
+                intermediate,
                 tuple(f"model.layers.{{}}.{module}" for module in modules.split()),
                 tuple(f"blocks.{{}}.{alias}" for alias in aliases.split()),
                 types=types[layers],
-                dtype=OWN_DTYPES.get(value),
+                dtype=OWN_DTYPES.get(intermediate),
             )
         )
     end = partial(HookKind, at_end=True)
@@ -348,7 +474,8 @@ def _table(types: Mapping[str, tuple[str, ...]], top_logits: int = DEFAULT_TOP_L
         end("loss", "", "predicted.loss", dtype="float32"),
         end("entropy", "", "predicted.entropy", dtype="float32"),
     ]
-    return HookTable(tuple(kinds))
+    return kinds
 
 
-HOOKS = _table({EVERY: (), ATTENTION: (), DENSE: ()})  # the hooks of Qwen2, the plainest family
+# The hooks of Qwen2, the plainest family.
+HOOKS = HookTable(tuple(_kinds({EVERY: (), ATTENTION: (), DENSE: ()}, DEFAULT_TOP_LOGITS)))
