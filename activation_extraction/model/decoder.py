@@ -54,6 +54,7 @@ class Decoder:
 
     @property
     def mixed(self) -> bool:
+        """Returns whether the layers are of several types."""
         return len(self.modules) > 1
 
     def init(self, _: Array, length: int, stages: int = 1) -> Any:
@@ -63,15 +64,12 @@ class Decoder:
             length: The number of layers in a pipeline stage. All stages have the same types.
             stages: The number of pipeline stages.
         """
-        types, stacks = self.config.layer_types[:length], {}
+        types = self.config.layer_types[:length]
+        stacks = {}
         for type_ in set(types):
-
-            def stack(box: Any, count: int = stages * types.count(type_)) -> Any:
-                zeros = jnp.zeros((count, *box.value.shape), box.value.dtype)
-                return box.replace(value=zeros, names=("layers", *box.names))
-
+            count = stages * types.count(type_)
             boxes = self.parameters(type_).items()
-            stacks[type_] = unflatten_dict({path: stack(box) for path, box in boxes})
+            stacks[type_] = unflatten_dict({path: _stacked(box, count) for path, box in boxes})
         return stacks if self.mixed else stacks[types[0]]
 
     def _example(self) -> tuple[Any, ...]:
@@ -79,8 +77,8 @@ class Decoder:
         nothing = jnp.zeros((1, 1), jnp.int32)
         dtype = self.modules[self.config.layer_types[0]].dtype
         x = jnp.zeros((1, 1, self.config.hidden_size), dtype)
-        sliding = self.config.sliding(range(1))
-        slides = None if sliding is None else sliding[0]
+        slides_by_layer = self.config.sliding(range(1))
+        slides = None if slides_by_layer is None else slides_by_layer[0]
         return x, rotary_table(nothing, self.config), nothing, slides
 
     def stacked(self, params: Any) -> Layers:
@@ -121,33 +119,39 @@ class Decoder:
         """
         params, slides = layers
         types = self.config.layer_types[: self._count(params)]
-        stacks = params if self.mixed else {types[0]: params}
-        apart = {type_: self._apart(type_, stack) for type_, stack in stacks.items()}
-        # For every layer, the number of its stack and its row in it. From a single stack, the loop
-        # itself takes the parameters of a layer, other than those that are read in place.
-        numbers = np.array([*map(sorted(stacks).index, types)], np.int32)
+        params_by_type = params if self.mixed else {types[0]: params}
+        names = sorted(params_by_type)
+        separated = {
+            type_: self._separate(type_, stacks) for type_, stacks in params_by_type.items()
+        }
+        # For every layer, the number of its type and its row in the stacks of that type.
+        numbers = np.array([names.index(type_) for type_ in types], np.int32)
         rows = np.array([types[:layer].count(type_) for layer, type_ in enumerate(types)], np.int32)
-        taken = None if self.mixed else apart[types[0]][1]
+        # With a single type, the loop itself takes a layer's parameters out of the stacks.
+        copied_stacks = None if self.mixed else separated[types[0]][1]
 
         def step(carry: Any, xs: Any) -> tuple[Any, None]:
-            number, row, taken, slides, per_layer = xs
+            number, row, copied, slides, per_layer = xs
 
             def run(type_: str, *inputs: Any) -> Any:
-                stay, others = apart[type_]
-                params = taken
+                stacks_in_place, stacks = separated[type_]
+                params = copied
                 if params is None:
                     take = partial(jax.lax.dynamic_index_in_dim, index=row, keepdims=False)
-                    params = jax.tree.map(take, others)
-                in_place = {path: (stack, row) for path, stack in stay.items()}
+                    params = jax.tree.map(take, stacks)
+                in_place = {path: (stack, row) for path, stack in stacks_in_place.items()}
                 layer = self._apply(type_, params, slides, keep, in_place)
                 return in_groups(layer, self.modules[type_])(*inputs)
 
-            layers = [partial(run, type_) for type_ in sorted(stacks)]
-            return body(partial(jax.lax.switch, number, layers), carry, per_layer), None
+            branches = [partial(run, type_) for type_ in names]
+            layer = partial(jax.lax.switch, number, branches)
+            return body(layer, carry, per_layer), None
 
-        return jax.lax.scan(step, carry, (numbers, rows, taken, slides, per_layer))[0]
+        xs = numbers, rows, copied_stacks, slides, per_layer
+        carry, _ = jax.lax.scan(step, carry, xs)
+        return carry
 
-    def _apart(self, type_: str, params: Any) -> tuple[Any, Any]:
+    def _separate(self, type_: str, params: Any) -> tuple[dict[ParamPath, Array], Any]:
         """Separates the stacks that layers read in place, which are those of experts.
 
         A loop copies what it takes out of a stack. Nothing is read in place if weights are gathered
@@ -160,11 +164,13 @@ class Decoder:
         Returns:
             Path -> stack that is read in place, and the other stacks as a nested dict.
         """
-        boxes, flat = self.parameters(type_), flatten_dict(params)
-        in_place = self.modules[type_].layout.size("fsdp", "pipeline") == 1
-        stay = [path for path, box in boxes.items() if in_place and "experts" in box.names]
-        stacks = {path: flat.pop(path) for path in stay}
-        return stacks, unflatten_dict(flat)
+        stacks = flatten_dict(params)
+        in_place = {}
+        if self.modules[type_].layout.size("fsdp", "pipeline") == 1:
+            for path, box in self.parameters(type_).items():
+                if "experts" in box.names:
+                    in_place[path] = stacks.pop(path)
+        return in_place, unflatten_dict(stacks)
 
     def _apply(
         self,
@@ -183,7 +189,8 @@ class Decoder:
             keep: Picks what is kept of the layer's intermediates.
             in_place: Path of a parameter -> the stack of all layers, and the layer's row in it.
         """
-        module, boxes = self.modules[type_], self.parameters(type_)
+        module = self.modules[type_]
+        boxes = self.parameters(type_)
         gathered = {
             path: from_bits(module.layout.gather(weight, boxes[path].names))
             for path, weight in flatten_dict(params).items()
@@ -195,6 +202,17 @@ class Decoder:
             return x, keep(out)
 
         return layer
+
+
+def _stacked(box: Any, count: int) -> Any:
+    """Returns zeros for the parameters of several layers.
+
+    Args:
+        box: The shape and the logical axes of the parameter of one layer.
+        count: The number of layers.
+    """
+    zeros = jnp.zeros((count, *box.value.shape), box.value.dtype)
+    return box.replace(value=zeros, names=("layers", *box.names))
 
 
 @partial(jax.jit, static_argnums=0)  # jit traces it only once
@@ -234,7 +252,7 @@ def intermediate(out: dict[str, Any], name: str) -> Array | None:
 
     Args:
         out: The intermediates of the layer.
-        name: The names of the modules and of the intermediate, with dots between them.
+        name: The names of the modules around the intermediate and its own, with dots between them.
 
     Returns:
         The array; None if the layer has no such intermediate.
@@ -272,24 +290,27 @@ def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
         module: The module of the layer, which has the layout and the dtype.
     """
 
-    def compute(x: Array, *others: Any) -> Any:
-        x, kept = layer(from_bits(x, module.dtype), *others)
+    def compute(bits: Array, rotary: Any, segment_ids: Array) -> Any:
+        x, kept = layer(from_bits(bits, module.dtype), rotary, segment_ids)
         return to_bits(x), kept
 
-    def skip(x: Array, *others: Any) -> Any:
-        _, shapes = jax.eval_shape(compute, x, *others)
-        return x, jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
+    def skip(bits: Array, rotary: Any, segment_ids: Array) -> Any:
+        _, shapes = jax.eval_shape(compute, bits, rotary, segment_ids)
+        return bits, jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
 
-    def group(inputs: Any) -> Any:
-        return jax.lax.cond(inputs[-1].any(), compute, skip, *inputs)
+    def run_group(group: Any) -> Any:
+        _, _, segment_ids = group
+        return jax.lax.cond(segment_ids.any(), compute, skip, *group)
 
-    def apply(x: Array, *others: Any) -> Any:
+    def apply(x: Array, rotary: Any, segment_ids: Array) -> Any:
         rows, length = x.shape[:2]
         size = rows_at_once(module.layout, rows, length)
         if size == rows:
-            return layer(x, *others)
-        groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), (to_bits(x), *others))
-        x, kept = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(group, groups))
-        return from_bits(x, module.dtype), kept
+            return layer(x, rotary, segment_ids)
+        arrays = to_bits(x), rotary, segment_ids
+        groups = jax.tree.map(lambda array: array.reshape(-1, size, *array.shape[1:]), arrays)
+        results = jax.lax.map(run_group, groups)
+        bits, kept = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), results)
+        return from_bits(bits, module.dtype), kept
 
     return apply
