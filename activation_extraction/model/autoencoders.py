@@ -1,9 +1,12 @@
 """Published sparse autoencoders and transcoders, read in the forms that their publishers write.
 
-A form is one function: it knows the files and how its publisher computes features. All of them give
-an `Autoencoder`, whose docstring is the one formula that encode.py computes. Which axis of a matrix
-has the features, its shape says. What no form describes is refused by name. D is the width of the
-input, O that of what is reconstructed, F the number of features.
+A form is one function, which turns the tensors and the configuration of a publisher into the fields
+of an `Autoencoder`. The docstring of `Autoencoder` has the one formula that encode.py computes. The
+shape of a matrix tells which of its axes holds the features. Files of any other form, and settings
+that no form describes, are refused by name.
+
+Letters: D the width of the hook that is read, O the width of the hook that is reconstructed, F the
+number of features.
 """
 
 import os
@@ -23,15 +26,16 @@ from activation_extraction.model.repository_files import AUTOENCODER
 from activation_extraction.model.torch_file import read_torch_file
 from activation_extraction.model.weight_files import LocalFile
 
-Tensors = dict[str, np.ndarray]
-Config = Mapping[str, Any]
-USUAL = "W_enc", "b_enc", "W_dec", "b_dec"
+Tensors = dict[str, np.ndarray]  # by our names, which are those of the fields of `Autoencoder`
+Config = Mapping[str, Any]  # what a publisher's configuration file contains
+USUAL = "W_enc", "b_enc", "W_dec", "b_dec"  # the tensors that all autoencoders have
 LOG_THRESHOLD = "log_jumprelu_threshold"
 DATA_NORM = "dataset_average_activation_norm."
 # SAELens's files beside the weights of a checkpoint whose normalisation is not folded into them.
 SCALER_FILE, WHITENING_FILE = "activation_scaler.json", "activation_whitening.safetensors"
 VALUES_AT_ONCE = 2**22  # how many values of an array are checked at a time
-OUR_NAMES = {  # by those of publishers; SAELens's and Qwen-Scope's are the same
+# A publisher's name of a tensor -> our name. The names of SAELens and Qwen-Scope are the same.
+OUR_NAMES = {
     **{"encoder.weight": "W_enc", "encoder.bias": "b_enc"},  # sparsify
     **{"W_E": "W_enc", "b_E": "b_enc", "W_D": "W_dec", "b_D": "b_dec"},  # Llamascopium
     **{f"activation_function.{name}": name for name in ("threshold", LOG_THRESHOLD)},
@@ -48,14 +52,28 @@ class Autoencoder:
         active   = pre * score > threshold, and pre > 0 if `relu`
         values   = pre where active and, with k, among the k largest of pre * score; else 0
         result   = values @ W_dec + b_dec + input @ W_skip.T
-                   where an autoencoder, but no transcoder, puts the norm back before the skip
+                   where an autoencoder, but no transcoder, undoes the normalisation before the skip
 
-    name: as it was given. hook, target: TransformerLens's or Hugging Face's names of what it reads
-    and reconstructs. named: the hook that its files name, if they do. W_enc: (F, D); W_dec: (F, O);
-    b_enc, threshold, score: (F,), the last two None if there are none; b_dec: (O,); W_skip: (O, D)
-    or None. norm: "none", "constant_norm_rescale" (a norm of sqrt(D)), or "layer_norm" (SAELens's).
-    dtype: of the products. files: those that it was read from; copies stay for as long as the
-    repository.
+    Attributes:
+        name: The name that the user gave.
+        hook: The hook that it reads, by a name of TransformerLens or Hugging Face.
+        target: The hook that it reconstructs. It equals `hook` for all but transcoders.
+        named: The hook that its files name; None if they name none.
+        W_enc: (F, D).
+        b_enc: (F,).
+        W_dec: (F, O).
+        b_dec: (O,).
+        files: The local paths of the files that it was read from.
+        repository: The repository of the files, which keeps local copies for as long as it lives.
+        dtype: The dtype of matrix products, float32 or bfloat16.
+        k: The number of features of a token; None if it is not limited.
+        relu: Whether only features with a positive `pre` are active.
+        threshold: (F,); None for no threshold.
+        score: The factor of each feature when features are compared, (F,); None for 1.
+        W_skip: (O, D); None if there is no skip connection.
+        subtracts: Whether b_dec is subtracted from the input.
+        norm: The normalisation of the input: "none", "constant_norm_rescale" (to a norm of
+            sqrt(D)), or "layer_norm" (SAELens's).
     """
 
     name: str
@@ -79,11 +97,12 @@ class Autoencoder:
 
     @property
     def features(self) -> int:
+        """Returns the number of features."""
         return len(self.b_enc)
 
     @property
     def arrays(self) -> Tensors:
-        """Returns what it computes with, by the names of the fields."""
+        """Returns name of a field -> array, for all arrays that it has."""
         return {name: x for name, x in vars(self).items() if isinstance(x, np.ndarray)}
 
     def __reduce__(self) -> Any:  # another process reads the files again
@@ -99,7 +118,7 @@ class Source(NamedTuple):
         folder: The folder in the repository with its files, with a slash at the end; "" for the
             top.
         layer: The number of its layer, for folders with a file for each layer; "" if unknown.
-        used: The files that were read.
+        used: The local paths of the files that were read so far.
     """
 
     name: str
@@ -110,6 +129,7 @@ class Source(NamedTuple):
 
     @property
     def path(self) -> str:
+        """Returns the path of the folder, with a slash at the end."""
         return f"{self.repository.path}/{self.folder}"
 
     def error(self, why: str) -> InputError:
@@ -119,26 +139,36 @@ class Source(NamedTuple):
         return self.repository.find(self.folder + name) is not None
 
     def file(self, name: str) -> Path:
-        """Returns the local path of a file that is to be read."""
-        self.used.append(self.repository.file(self.folder + name))
-        return self.used[-1]
+        """Returns the local path of a file, and notes that it is used."""
+        path = self.repository.file(self.folder + name)
+        self.used.append(path)
+        return path
 
     def tensors(self, name: str) -> Tensors:
         """Returns the tensors of a file by our names, as views of it where that is possible."""
         path = self.file(name)
         if name.endswith(".pt"):
-            found = read_torch_file(path, f"--encode {self.name}")
-            found = found.get("sae", found)
+            content = read_torch_file(path, f"--encode {self.name}")
+            tensors = content.get("sae", content)
         else:
             file = LocalFile(path)
-            found = {tensor: file.read(tensor, ()) for tensor in file.tensors}
-        return {OUR_NAMES.get(tensor, tensor): values for tensor, values in found.items()}
+            tensors = {tensor: file.read(tensor, ()) for tensor in file.tensors}
+        return {OUR_NAMES.get(tensor, tensor): array for tensor, array in tensors.items()}
 
-    def one_of(self, config: Config, key: str, *known: str) -> str:
-        """Returns a value of a configuration, by default the first of those that are known. Raises
-        InputError for any other."""
-        if (value := config.get(key, known[0])) not in known:
-            raise self.error(f"{key} {value!r} is not read, only {', '.join(known)}")
+    def one_of(self, config: Config, key: str, *supported: str) -> str:
+        """Returns a value of a configuration, which must be supported.
+
+        Args:
+            config: The configuration.
+            key: The key of the value.
+            supported: The supported values. The first one is the default.
+
+        Raises:
+            InputError: The value is not supported.
+        """
+        value = config.get(key, supported[0])
+        if value not in supported:
+            raise self.error(f"{key} {value!r} is not read, only {', '.join(supported)}")
         return value
 
 
@@ -146,84 +176,95 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
     """Reads an autoencoder.
 
     Args:
-        hook: Name of the hook that it encodes, "" for the hook that its files name. It also chooses
-            the file of a folder that has one for each layer.
+        hook: The name of the hook that it encodes; "" for the hook that its files name. It also
+            chooses the file of a folder that has one for each layer.
         name: A folder or a file: a local path, a URL, or ORG/REPO/FOLDER on the hub.
 
     Raises:
-        InputError: If a file is missing or damaged, if it has a form that is not read, or if a
-            weight is NaN or infinite.
+        InputError: A file is missing or damaged or has a form that is not read, a weight is NaN or
+            infinite, or the hook is neither given nor named by the files.
     """
     root = name.rstrip("/")
     folder = ""
     file = ""
     if root.endswith((".pt", ".safetensors")):
         root, file = os.path.split(root)
-    if os.path.exists(local := os.path.abspath(os.path.expanduser(root))):
+    local = os.path.abspath(os.path.expanduser(root))
+    on_hub = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)/(.+)", root)
+    if os.path.exists(local):
         root = local
-    elif in_hub := re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)/(.+)", root):
-        root, folder = in_hub[1], f"{in_hub[2]}/"
+    elif on_hub:
+        root = on_hub[1]
+        folder = f"{on_hub[2]}/"
     layer = re.sub(r"\D", "", file) or layer_in(hook)
     source = Source(name, Repository(root, kind=AUTOENCODER), folder, layer, [])
     try:
-        found = _fields(source, file)
-        _check(source, found)
-        _check_finite(source, found)
+        fields = _fields(source, file)
+        _check(source, fields)
+        _check_finite(source, fields)
     except (LookupError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
         why = f"{type(error).__name__}: {one_line(error):.200}"
         raise source.error(f"cannot be read: {why}") from error
-    if not hook and not found["hook"]:
+    named = fields["hook"]
+    if not hook and not named:
         raise source.error(f"does not name its hook; give --encode HOOK={name}")
-    named = found["named"] = found["hook"]
     if hook:
-        found |= {"hook": hook, "target": hook if found["target"] == named else found["target"]}
-    narrow = str(found.get("dtype", found["W_enc"].dtype)).endswith("bfloat16")
-    found["dtype"] = np.dtype(ml_dtypes.bfloat16 if narrow else np.float32)
-    return Autoencoder(**found, name=name, files=tuple(source.used), repository=source.repository)
+        fields["hook"] = hook
+        if fields["target"] == named:
+            fields["target"] = hook
+    is_bfloat16 = str(fields.get("dtype", fields["W_enc"].dtype)).endswith("bfloat16")
+    fields["dtype"] = np.dtype(ml_dtypes.bfloat16 if is_bfloat16 else np.float32)
+    return Autoencoder(
+        **fields, name=name, named=named, files=tuple(source.used), repository=source.repository
+    )
 
 
 def layer_in(hook: str) -> str:
     """Returns the number of the layer in the name of a hook, "" if it has none."""
-    found = re.search(r"\.(\d+)\.", f".{hook}.")
-    return found[1] if found else ""
+    match = re.search(r"\.(\d+)\.", f".{hook}.")
+    return match[1] if match else ""
 
 
 def _fields(source: Source, file: str) -> dict[str, Any]:
-    """Returns the fields of an Autoencoder, read in the first form whose files are there.
+    """Returns the fields of an Autoencoder, read in the first form whose files exist.
 
     Args:
-        source: Where the autoencoder lies.
-        file: Name of the file that was given; "" if a folder was given.
+        source: The files of the autoencoder.
+        file: The name of the file that the user gave; "" if the user gave a folder.
 
     Raises:
-        InputError: The files of no form are there. The message lists the files of all forms.
+        InputError: The files of no form exist. The message lists the files of all forms.
     """
-    looked_for = dict[str, None]()
-    for form, config, pattern in FORMS:
-        own = pattern.format(source.layer)
-        expected = pattern.format(source.layer or "N")
-        looked_for[f"{expected} with {config}" if config else expected] = None
-        if file not in ("", own) or (own != pattern and not source.layer) or not source.has(own):
+    looked_for: list[str] = []
+    for read, config_file, pattern in FORMS:
+        name = pattern.format(source.layer)
+        in_words = pattern.format(source.layer or "N")
+        looked_for.append(f"{in_words} with {config_file}" if config_file else in_words)
+        needs_layer = name != pattern
+        if file not in ("", name) or (needs_layer and not source.layer) or not source.has(name):
             continue
-        if config is None:
-            return form(source, {}, source.tensors(own))
-        if source.has(config):
-            return form(source, read_json(source.file(config)), source.tensors(own))
+        if config_file is None:
+            return read(source, {}, source.tensors(name))
+        if source.has(config_file):
+            config = read_json(source.file(config_file))
+            return read(source, config, source.tensors(name))
     if source.has("ae.pt"):
         raise source.error("is of dictionary_learning, whose form is not read")
     which = "" if source.layer else f"; N is the layer of HOOK in --encode HOOK={source.name}"
     raise source.error(
         f"has no {file or 'files'} of a form that is read; looked for "
-        f"{', '.join(looked_for)}{which}"
+        f"{', '.join(dict.fromkeys(looked_for))}{which}"
     )
 
 
 def qwen_scope(source: Source, _: Config, tensors: Tensors) -> dict[str, Any]:
-    """Returns what Qwen-Scope computes: the k largest of pre, negative ones as well.
+    """Returns the fields of an autoencoder of Qwen-Scope, by the formula in its README.
 
-    Its README has the formula. Only the name of the repository says k.
+    The k largest values of `pre` are kept, negative ones as well. Only the name of the repository
+    says k.
     """
-    if (k := re.search(r"-L0_(\d+)/", source.path)) is None:
+    k = re.search(r"-L0_(\d+)/", source.path)
+    if k is None:
         raise source.error(
             "the folder must be named as Qwen-Scope's repository, which ends in -L0_K: nothing "
             "else says how many features a token has"
@@ -238,8 +279,8 @@ def sae_lens(source: Source, config: Config, tensors: Tensors) -> dict[str, Any]
     Decoder norms come before the normalisation of activations, so that the features of a checkpoint
     that is not folded are those of its training (ActivationScaler, and then encode).
     """
-    said = config.get("metadata") or {}
-    if not re.match(r"[6-9]|[1-9]\d", str(said.get("sae_lens_version"))):
+    metadata = config.get("metadata") or {}
+    if not re.match(r"[6-9]|[1-9]\d", str(metadata.get("sae_lens_version"))):
         raise source.error(
             "cfg.json has no metadata.sae_lens_version of 6 or later; load it with SAELens 6 and "
             "save it again"
@@ -253,9 +294,10 @@ def sae_lens(source: Source, config: Config, tensors: Tensors) -> dict[str, Any]
     norm = source.one_of(config, "normalize_activations", *norms)
     subtracts = not transcoder and config.get("apply_b_dec_to_input", True)
     if config.get("rescale_acts_by_decoder_norm"):
-        of_rows = np.linalg.norm(tensors["W_dec"].astype(np.float32), axis=1)
-        tensors |= {name: tensors[name] * of_rows for name in ("W_enc", "b_enc")}
-        tensors["W_dec"] = tensors["W_dec"] / of_rows[:, None]
+        row_norms = np.linalg.norm(tensors["W_dec"].astype(np.float32), axis=1)
+        tensors["W_enc"] = tensors["W_enc"] * row_norms
+        tensors["b_enc"] = tensors["b_enc"] * row_norms
+        tensors["W_dec"] = tensors["W_dec"] / row_norms[:, None]
     if norm in unfolded:
         if transcoder:
             raise source.error(
@@ -268,8 +310,8 @@ def sae_lens(source: Source, config: Config, tensors: Tensors) -> dict[str, Any]
         **tensors,
         "threshold": tensors["threshold"] if "jumprelu" in architecture else None,
         "W_skip": tensors["W_skip"] if "skip" in architecture else None,
-        "hook": said.get("hook_name"),
-        "target": (said["hook_name_out"] or "") if transcoder else said.get("hook_name"),
+        "hook": metadata.get("hook_name"),
+        "target": (metadata["hook_name_out"] or "") if transcoder else metadata.get("hook_name"),
         "k": config["k"] if architecture == "topk" else None,
         "subtracts": subtracts,
         "norm": norm,
@@ -284,10 +326,10 @@ def _folded(source: Source, norm: str, tensors: Tensors, subtracts: bool) -> Ten
     checkpoints before that keep the normalisation in files of their own.
 
     Args:
-        source: Folder of the checkpoint.
+        source: The files of the checkpoint.
         norm: "expected_average_only_in", a factor for all activations; or "covariance_whitening",
             an affine map of them.
-        tensors: Weights for normalised activations: W_enc (D, F), b_enc (F,), W_dec (F, D) and
+        tensors: The weights for normalised activations: W_enc (D, F), b_enc (F,), W_dec (F, D) and
             b_dec (D,).
         subtracts: Whether b_dec is subtracted from the input.
 
@@ -295,7 +337,8 @@ def _folded(source: Source, norm: str, tensors: Tensors, subtracts: bool) -> Ten
         The same weights for activations as the model has them, in float32.
 
     Raises:
-        InputError: If a file of the normalisation is missing or does not hold it.
+        InputError: A file of the normalisation is missing, or has a factor that is no positive
+            number.
     """
     if not source.has(SCALER_FILE):
         raise source.error(
@@ -329,10 +372,14 @@ def _folded(source: Source, norm: str, tensors: Tensors, subtracts: bool) -> Ten
 
 
 def sparsify(source: Source, config: Config, tensors: Tensors) -> dict[str, Any]:
-    """Returns what EleutherAI's sparsify computes (sparse_coder.py): ReLU, and of that the k
-    largest. The folder is named after the module."""
+    """Returns the fields of an autoencoder of EleutherAI's sparsify (sparse_coder.py).
+
+    The k largest values of `pre` are kept, if they are positive. The folder is named after the
+    module.
+    """
     source.one_of(config, "activation", "topk")
-    transcodes, named = config.get("transcode"), re.search(r"/(layers\.\d+[\w.]*)/*$", source.path)
+    transcodes = config.get("transcode")
+    named = re.search(r"/(layers\.\d+[\w.]*)/*$", source.path)
     module = f"model.{named[1]}." if named else ""
     hook = module and module + ("input" if transcodes else "output")
     return {
@@ -345,25 +392,31 @@ def sparsify(source: Source, config: Config, tensors: Tensors) -> dict[str, Any]
 
 
 def llamascopium(source: Source, config: Config, tensors: Tensors) -> dict[str, Any]:
-    """Returns what Llamascopium, formerly lm_saes, computes (models/sae.py)."""
+    """Returns the fields of an autoencoder of Llamascopium, formerly lm_saes (models/sae.py)."""
     source.one_of(config, "sae_type", "sae")
     rule = source.one_of(config, "act_fn", "relu", "jumprelu", "topk")
-    hook, target = config["hook_point_in"], config["hook_point_out"]
-    norms = "dataset-wise", "inference", *["token-wise"] * (hook == target)
+    hook = config["hook_point_in"]
+    target = config["hook_point_out"]
+    norms = ["dataset-wise", "inference"]
+    if hook == target:
+        norms.append("token-wise")
     norm = source.one_of(config, "norm_activation", *norms)
-    of_data = {name: tensors.pop(name) for name in [*tensors] if name.startswith(DATA_NORM)}
-    dtype, width = tensors["W_enc"].dtype, tensors["W_dec"].shape[1]
+    norm_names = [name for name in tensors if name.startswith(DATA_NORM)]
+    average_norms = {name: tensors.pop(name) for name in norm_names}
+    dtype = tensors["W_enc"].dtype
+    width = tensors["W_dec"].shape[1]
     if rule == "jumprelu":
         tensors["threshold"] = np.exp(tensors.pop(LOG_THRESHOLD).astype(np.float32))
     if config.get("sparsity_include_decoder_norm", True):
         tensors["score"] = np.linalg.norm(tensors["W_dec"].astype(np.float32), axis=1)
     if not config.get("use_decoder_bias", True):
         tensors["b_dec"] = np.zeros(width, np.float32)
-    if norm == "dataset-wise":  # what is read and reconstructed has a norm of sqrt(D) on average
-        averages = (of_data[DATA_NORM + name].item() for name in (hook, target))
-        into, out = (np.float32(width**0.5 / average) for average in averages)
-        tensors["W_enc"] = tensors["W_enc"] * into
-        tensors |= {name: tensors[name] / out for name in ("W_dec", "b_dec")}
+    if norm == "dataset-wise":  # both hooks are scaled to a norm of sqrt(D) on average
+        input_factor = np.float32(width**0.5 / average_norms[DATA_NORM + hook].item())
+        output_factor = np.float32(width**0.5 / average_norms[DATA_NORM + target].item())
+        tensors["W_enc"] = tensors["W_enc"] * input_factor
+        tensors["W_dec"] = tensors["W_dec"] / output_factor
+        tensors["b_dec"] = tensors["b_dec"] / output_factor
     return {
         **tensors,
         "hook": hook,
@@ -375,10 +428,14 @@ def llamascopium(source: Source, config: Config, tensors: Tensors) -> dict[str, 
 
 
 def circuit_tracer(source: Source, _: Config, tensors: Tensors) -> dict[str, Any]:
-    """Returns what circuit-tracer's transcoders of single layers compute, in float32: JumpReLU if
-    they have thresholds, else ReLU. There may be a config.yaml."""
+    """Returns the fields of a transcoder of a single layer of circuit-tracer.
+
+    It is computed in float32, with JumpReLU if it has thresholds and with ReLU otherwise. There may
+    be a config.yaml.
+    """
     text = source.file("config.yaml").read_text() if source.has("config.yaml") else ""
-    config, block = dict(yaml.safe_load(text) or {}), f"blocks.{source.layer}."
+    config = dict(yaml.safe_load(text) or {})
+    block = f"blocks.{source.layer}."
     source.one_of(config, "model_kind", "transcoder_set")
     return {
         **tensors,
@@ -389,8 +446,8 @@ def circuit_tracer(source: Source, _: Config, tensors: Tensors) -> dict[str, Any
     }
 
 
-# Of each form: its function, the file of the configuration that this takes, and those that its
-# tensors may be in, with {} for a layer.
+# For each form: the function that reads it, the file of the configuration that this takes (None for
+# none), and the file with the tensors, in whose name {} stands for the number of the layer.
 FORMS: tuple[Any, ...] = (
     (qwen_scope, None, "layer{}.sae.pt"),
     (circuit_tracer, None, "layer_{}.safetensors"),
@@ -402,33 +459,55 @@ FORMS: tuple[Any, ...] = (
 )
 
 
-def _check(source: Source, found: dict[str, Any]) -> None:
-    """Gives matrices their features first. Raises InputError for tensors that the form does not
-    know, for square matrices, and unless all shapes fit each other."""
-    for name in sorted(found.keys() - Autoencoder.__dataclass_fields__.keys()):
+def _check(source: Source, fields: dict[str, Any]) -> None:
+    """Checks the tensors of an autoencoder, and transposes matrices with the features last.
+
+    Args:
+        source: The files of the autoencoder.
+        fields: The fields that the form has returned, in which matrices are replaced.
+
+    Raises:
+        InputError: The form does not know a tensor, a matrix is square, the shapes of the tensors
+            are inconsistent, or k is no number of features.
+    """
+    for name in sorted(fields.keys() - Autoencoder.__dataclass_fields__.keys()):
         raise source.error(f"has a tensor {name}, which its form does not know")
-    features = found["b_enc"].size
+    features = fields["b_enc"].size
     for name in ("W_enc", "W_dec"):
-        if found[name].shape == (features, features):
+        if fields[name].shape == (features, features):
             raise source.error("has square matrices, whose orientation cannot be known")
-        if found[name].shape[1] == features:
-            found[name] = found[name].T
-    width, out = found["W_enc"].shape[1], found["W_dec"].shape[1]
-    shapes: dict[str, tuple[int, ...]] = {"W_enc": (features, width), "W_dec": (features, out)}
-    shapes |= dict.fromkeys(("b_enc", "threshold", "score"), (features,))
-    shapes |= {"b_dec": (out,), "W_skip": (out, width)}
+        if fields[name].shape[1] == features:
+            fields[name] = fields[name].T
+    width = fields["W_enc"].shape[1]
+    target_width = fields["W_dec"].shape[1]
+    shapes = {
+        "W_enc": (features, width),
+        "W_dec": (features, target_width),
+        "b_enc": (features,),
+        "threshold": (features,),
+        "score": (features,),
+        "b_dec": (target_width,),
+        "W_skip": (target_width, width),
+    }
     for name, shape in shapes.items():
-        array = found[name] if name in USUAL else found.get(name)
+        array = fields[name] if name in USUAL else fields.get(name)
         if array is not None and array.shape != shape:
             raise source.error(f"{name} has shape {array.shape}, expected {shape}")
-    if (k := found.get("k")) is not None and not 0 < k <= features:
+    k = fields.get("k")
+    if k is not None and not 0 < k <= features:
         raise source.error(f"k is {k!r}, expected 1 to {features}")
 
 
-def _check_finite(source: Source, found: Mapping[str, Any]) -> None:
-    """Raises InputError if a weight is NaN, or is infinite in float32: a feature of such weights
-    would never be active, and nothing else would show it."""
-    for name, array in sorted(found.items()):
+def _check_finite(source: Source, fields: Mapping[str, Any]) -> None:
+    """Checks that all weights are finite, a part of an array at a time.
+
+    A feature with a weight that is not finite would never be active, and nothing else would show
+    it.
+
+    Raises:
+        InputError: A weight is NaN, or is infinite in float32.
+    """
+    for name, array in sorted(fields.items()):
         if not isinstance(array, np.ndarray):
             continue
         rows = max(VALUES_AT_ONCE // max(array[:1].size, 1), 1)
@@ -437,8 +516,9 @@ def _check_finite(source: Source, found: Mapping[str, Any]) -> None:
                 values = array[start : start + rows].astype(np.float32)
             bad = np.argwhere(~np.isfinite(values))
             if len(bad):
-                at = ", ".join(map(str, (bad[0][0] + start, *bad[0][1:])))
+                row, *columns = bad[0]
+                place = ", ".join(str(index) for index in (row + start, *columns))
                 raise source.error(
-                    f"{name}[{at}] is {values[tuple(bad[0])]}: weights must be finite numbers; "
+                    f"{name}[{place}] is {values[tuple(bad[0])]}: weights must be finite numbers; "
                     "the files are damaged, or the training has diverged"
                 )
