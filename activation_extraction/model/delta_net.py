@@ -5,17 +5,19 @@ q, key k, value v, log decay g and rate b changes it and reads it:
 
     S <- exp(g) S;  S <- S + k (b (v - S^T k))^T;  o = S^T q
 
-Tokens are computed in chunks (arXiv:2406.06484): what the tokens of a chunk do to each other is a
-triangular system, solved for all chunks at once; S goes from chunk to chunk in a loop. All of it is
-in float32, and no token sees another segment of its row.
+Tokens are computed in chunks (arXiv:2406.06484): the effect of a chunk's tokens on each other is a
+triangular system, which is solved for all chunks at once; S goes from chunk to chunk in a loop. All
+of it is in float32, and no token sees another segment of its row.
 
-The modules use the letters of qwen2_jax.py, and J key heads, G value heads of each, C key size, Z
-value size, O all values of a token, W taps of the convolution. Key heads, each with its value
-heads, are split over devices. A checkpoint keeps queries, keys and values in one matrix, one below
-the other or head by head, and the convolutions one below the other; here each has parameters of its
-own, so that heads can be split. The functions use the letters B rows, T tokens per row, K key
-heads, G value heads of each, D key size, U value size, N chunks, C tokens of a chunk (I and J where
-two meet).
+Key heads, each with its value heads, are split over devices. A checkpoint keeps queries, keys and
+values in one matrix, one below the other or head by head, and the convolutions one below the other;
+here each has parameters of its own, so that heads can be split.
+
+Letters of the module, besides those of qwen2_jax.py: J key heads, G value heads of each key head,
+C key size, Z value size, O all values of a token, W taps of the convolution. The functions of the
+rule have letters of their own: B rows, T tokens per row, K key heads, G value heads of each key
+head, D key size, U value size, N chunks, C tokens of a chunk (I and J for the tokens of a chunk
+that reads and that is read), X any size.
 """
 
 from collections.abc import Callable
@@ -36,18 +38,31 @@ from activation_extraction.model.parameters import Weight, parameter
 
 CHUNK = 64  # tokens
 EPSILON = 1e-6  # added to the squared length of queries and keys
-OF_KEYS = "batch", "sequence", "key_heads", "head_dim"  # logical axes of queries and keys
+# Logical axes of queries and keys, and of values.
+OF_KEYS = "batch", "sequence", "key_heads", "head_dim"
 OF_VALUES = *OF_KEYS, "head_dim"
 
-# Computes (q, k, v, log decay, beta, segment ids) -> o (B, T, K, G, U), in the dtype of v. q, k:
-# (B, T, K, D), normalised here; v: (B, T, K, G, U); log decay, at most 0, and beta: (B, T, K, G)
-# float32; segment ids: (B, T); the segments of a row follow one another, all different. Padding,
-# segment 0, comes last, and its outputs mean nothing.
+# Maps (q, k, v, log decay, beta, segment ids) to the outputs o, (B, T, K, G, U) in the dtype of v:
+#   q, k         (B, T, K, D), which the function normalises
+#   v            (B, T, K, G, U)
+#   log decay    (B, T, K, G) float32, at most 0
+#   beta         (B, T, K, G) float32
+#   segment ids  (B, T) int32. Every segment of a row is one run of tokens, and no two have the same
+#                number. Padding has 0 and comes last; its outputs mean nothing.
 DeltaRule = Callable[[Array, Array, Array, Array, Array, Array], Array]
 
 
 class GatedDeltaNet(nn.Module):
-    """Maps (B, T, D) to (B, T, D), token by token, with the state of each token's segment."""
+    """The gated delta net of a layer, with a convolution before the rule and a gate after it.
+
+    It takes the place of attention, and maps (B, T, D) to (B, T, D).
+
+    Attributes:
+        config: The configuration of the model.
+        dtype: The dtype of weights and matrix products.
+        rule: The function that computes the gated delta rule.
+        layout: The mesh.
+    """
 
     config: ModelConfig
     dtype: Any
@@ -69,24 +84,30 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = linear("O->D", split=self.layout.adds_up_parts)
 
     def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Out]:
-        constrain, out = self.layout.constrain, self._inputs(x, segment_ids)
-        names = "q", "k", "v", "log_decay", "beta"
+        """Returns the result and the intermediates.
+
+        Args:
+            x: The normed residual stream, (B, T, D).
+            segment_ids: The segment of each token, (B, T) int32; 0 for padding.
+        """
+        out = self._inputs(x, segment_ids)
+        q, k, v = out["q"], out["k"], out["v"]
+        arrays = q, k, v, out["log_decay"], out["beta"], segment_ids
+        axes = OF_KEYS, OF_KEYS, OF_VALUES, OF_KEYS, OF_KEYS, OF_KEYS[:2]
         with jax.named_scope("gated_delta_rule"):
-            out["recurrence_out"] = self.layout.per_device(
-                self.rule,
-                [*(out[name] for name in names), segment_ids],
-                [OF_KEYS, OF_KEYS, OF_VALUES, OF_KEYS, OF_KEYS, OF_KEYS[:2]],
-                like=names.index("v"),
-            )
-        epsilon, values = self.config.rms_norm_eps, out["recurrence_out"]
+            values = self.layout.per_device(self.rule, arrays, axes, like=2)  # like v
+        out["recurrence_out"] = values
+        epsilon = self.config.rms_norm_eps
         gated = gated_norm(values, out["gate_input"], self.norm(), epsilon).astype(self.dtype)
-        out["gated"], flat = gated, gated.reshape(*gated.shape[:2], -1)
-        out["out"] = constrain(self.out_proj(flat).astype(self.dtype), *STREAM)
+        out["gated"] = gated
+        flat = gated.reshape(*gated.shape[:2], -1)
+        out["out"] = self.layout.constrain(self.out_proj(flat).astype(self.dtype), *STREAM)
         return out["out"], out
 
     def _inputs(self, x: Array, segment_ids: Array) -> Out:
-        """Returns the inputs of the recurrence and of the gate after it."""
-        constrain, out = self.layout.constrain, Out()
+        """Returns, by name, the inputs of the rule and of the gate after it, and intermediates."""
+        constrain = self.layout.constrain
+        out: Out = {}
         for name, axes, projection, taps in (
             ("q", OF_KEYS, self.in_proj_q, self.conv1d_q),
             ("k", OF_KEYS, self.in_proj_k, self.conv1d_k),
@@ -101,18 +122,26 @@ class GatedDeltaNet(nn.Module):
         out["gate_input"] = constrain(self.in_proj_z(x), *OF_VALUES).astype(self.dtype)
         out["beta_logit"] = constrain(self.in_proj_b(x), *OF_KEYS)
         out["beta"] = jax.nn.sigmoid(out["beta_logit"])
-        rate, bias = (x.astype(jnp.float32) for x in (self.A_log, self.dt_bias))
+        log_rate = self.A_log.astype(jnp.float32)
+        bias = self.dt_bias.astype(jnp.float32)
         step = jax.nn.softplus(constrain(self.in_proj_a(x), *OF_KEYS) + bias)
-        out["log_decay"] = -jnp.exp(rate) * step
+        out["log_decay"] = -jnp.exp(log_rate) * step
         return out
 
 
 def short_convolution(x: Array, weight: Array, segment_ids: Array) -> Array:
     """Returns each channel's weighted sum over the last few tokens of its segment, then silu.
 
-    x: (B, T, ...channels); weight: (...channels, taps), the last tap being the token's own. Each
-    tap widens x itself: if x were widened once, for all taps, XLA would write it to HBM wide.
+    Args:
+        x: (B, T, ...channels).
+        weight: (...channels, taps). The last tap is that of the token itself.
+        segment_ids: (B, T) int32.
+
+    Returns:
+        (B, T, ...channels) float32.
     """
+    # Each tap converts x to float32: if x were converted once, for all taps, XLA would write it to
+    # HBM in float32.
     weight = weight.astype(jnp.float32)
     taps = weight.shape[-1]
     out = x.astype(jnp.float32) * weight[..., -1]
@@ -125,13 +154,23 @@ def short_convolution(x: Array, weight: Array, segment_ids: Array) -> Array:
 
 
 def _earlier(x: Array, distance: int) -> Array:
-    """Gives each token the value `distance` tokens before it, zeros before the row begins."""
+    """Returns for each token the value `distance` tokens before it; 0 before the row begins."""
     shift = [(0, 0), (distance, 0), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, shift)[:, : x.shape[1]]
 
 
 def gated_norm(x: Array, gate: Array, weight: Array, epsilon: float) -> Array:
-    """Applies an RMS norm over the last axis, then multiplies by `weight` and silu(gate)."""
+    """Applies an RMS norm over the last axis, then multiplies by `weight` and silu(gate).
+
+    Args:
+        x: The values, (..., Z).
+        gate: The input of the gate, like x.
+        weight: (Z,).
+        epsilon: The number that is added to the mean square.
+
+    Returns:
+        (..., Z) float32.
+    """
     x, gate = x.astype(jnp.float32), gate.astype(jnp.float32)
     inverse_rms = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
     return x * inverse_rms * weight.astype(jnp.float32) * jax.nn.silu(gate)
@@ -139,18 +178,22 @@ def gated_norm(x: Array, gate: Array, weight: Array, epsilon: float) -> Array:
 
 def token_by_token(*arrays: Any) -> np.ndarray:
     """Computes the rule as it is defined, in NumPy's float64. See `DeltaRule`."""
-    *others, segment_ids = map(np.asarray, arrays)
-    q, k, v, log_decay, beta = (x.astype(np.float64) for x in others)
+    *inputs, segment_ids = map(np.asarray, arrays)
+    q, k, v, log_decay, beta = (x.astype(np.float64) for x in inputs)
     q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + EPSILON) for x in (q, k))
-    state, out = np.zeros((*v.shape[:1], *v.shape[2:4], k.shape[-1], v.shape[-1])), []
-    last = np.zeros(len(v))
-    for t, own in enumerate(segment_ids.T):
-        kept = np.where((own == last)[:, None, None], np.exp(log_decay[:, t]), 0)  # BKG
-        state *= kept[..., None, None]
+    rows, length, key_heads, values_per_key, value_size = v.shape
+    state = np.zeros((rows, key_heads, values_per_key, k.shape[-1], value_size))  # BKGDU
+    out = []
+    segment_before = np.zeros(rows)
+    for t in range(length):
+        segment = segment_ids[:, t]
+        continues = (segment == segment_before)[:, None, None]
+        decay = np.where(continues, np.exp(log_decay[:, t]), 0)  # BKG
+        state *= decay[..., None, None]
         missing = v[:, t] - np.einsum("bkgdu,bkd->bkgu", state, k[:, t])
         state += np.einsum("bkd,bkg,bkgu->bkgdu", k[:, t], beta[:, t], missing)
         out.append(np.einsum("bkgdu,bkd->bkgu", state, q[:, t]) * q.shape[-1] ** -0.5)
-        last = own
+        segment_before = segment
     return np.stack(out, axis=1)
 
 
@@ -177,27 +220,45 @@ def inverse_length(x: Array) -> Array:
 
 def _in_chunks(x: Array) -> Array:
     """Maps (B, T, ...heads, size) to (N, B, ...heads, C, size), padded with zeros."""
-    more = [(0, 0), (0, -x.shape[1] % CHUNK), *[(0, 0)] * (x.ndim - 2)]
-    x = jnp.pad(x, more).reshape(x.shape[0], -1, CHUNK, *x.shape[2:])
+    padding = [(0, 0), (0, -x.shape[1] % CHUNK), *[(0, 0)] * (x.ndim - 2)]
+    x = jnp.pad(x, padding).reshape(x.shape[0], -1, CHUNK, *x.shape[2:])
     return jnp.moveaxis(x, (1, 2), (0, -2))
 
 
 class _Chunks(NamedTuple):
-    """The arrays of each chunk that the loop needs; every array begins with N."""
+    """The arrays of all chunks that the loop needs.
 
-    written: Array  # NBKGCU: what tokens add to S if it was zero before the chunk
-    readers: Array  # NBKG(2C)D: what reads the S before the chunk, for the update and for o
-    within: Array  # NBKGIJ: how much the output of token i takes of what token j added
-    writers: Array  # NBKGCD: the keys, decayed until the chunk's end
-    kept: Array  # NBKG11: how much of the S before the chunk is left after it
+    Token j of a chunk adds the outer product of its key and a vector to S. This vector is the value
+    `added` of `_step`.
+
+    Attributes:
+        written: The vectors that tokens would add if S were zero before the chunk, NBKGCU.
+        readers: The factors of S before the chunk, NBKG(2C)D: first those for the vectors that
+            tokens add, then those for the outputs.
+        within: The factor of token j's vector in the output of token i, NBKGIJ.
+        writers: The keys, decayed until the end of the chunk, NBKGCD.
+        kept: The share of S before the chunk that is left after it, NBKG11.
+    """
+
+    written: Array
+    readers: Array
+    within: Array
+    writers: Array
+    kept: Array
 
 
 def _prepare(
     q: Array, k: Array, v: Array, log_decay: Array, beta: Array, segments: Array
 ) -> _Chunks:
-    """Prepares all chunks at once, before the loop.
+    """Computes all that does not depend on S, for all chunks at once.
 
-    q, k: NBKCD; v: NBKGCU; log_decay, beta: NBKGC1; segments: NBC1.
+    Args:
+        q: The normalised queries, NBKCD.
+        k: The normalised keys, NBKCD.
+        v: NBKGCU.
+        log_decay: NBKGC1.
+        beta: NBKGC1.
+        segments: The segment ids, NBC1.
     """
     within, since = _decays(log_decay, segments)
     among_keys = einsum("NBKID,NBKJD->NBKIJ", k, k)[:, :, :, None]
@@ -216,19 +277,28 @@ def _prepare(
 
 
 def _inverse(below: Array) -> Array:
-    """Inverts the identity plus what `below` (..., C, C) has below its diagonal.
+    """Inverts lower triangular matrices whose diagonal is 1.
 
-    It goes along the diagonal block by block, and each time the blocks are twice as large; where
-    two inverse blocks X and Y become one, -Y (what is below X) X comes between them. These are
-    matrix products, where a solver would take tokens one after the other; on a CPU with several
-    devices it never returns.
+    It inverts blocks along the diagonal, first of one token, then of two, of four and so on. Two
+    blocks with the inverses X and Y become one block: the inverse of
+
+        [ A 0 ]      [    X    0 ]
+        [ M B ]  is  [ -Y M X  Y ]
+
+    These are matrix products, while a solver would take tokens one after the other; on a CPU with
+    several devices a solver never returns.
+
+    Args:
+        below: The matrices, NBKGIJ. Only the values below the diagonal are used.
     """
     tokens = np.arange(CHUNK)
     inverse = jnp.eye(CHUNK)
     for level in range(CHUNK.bit_length() - 1):
-        blocks, twice = tokens >> level, tokens >> (level + 1)
-        joined = (twice[:, None] == twice) & (blocks[:, None] > blocks)
-        between = jnp.where(joined, below, 0)
+        block = tokens >> level
+        joined_block = tokens >> (level + 1)
+        is_joined = joined_block[:, None] == joined_block
+        is_below = block[:, None] > block
+        between = jnp.where(is_joined & is_below, below, 0)
         if level:
             product = partial(einsum, "NBKGIC,NBKGCJ->NBKGIJ")
             between = product(product(inverse, between), inverse)
@@ -237,22 +307,40 @@ def _inverse(below: Array) -> Array:
 
 
 def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
-    """Returns how much is left from token to token of a chunk, NBKGIJ, and from before it, NBKGC1.
+    """Returns the decay of S between tokens of a chunk, and since the beginning of the chunk.
 
-    A mask puts 0 between different segments. Only numbers of one sign are added, and nothing is
-    subtracted, so a token that forgets everything does not harm the precision of the next ones.
+    Only numbers of one sign are added, and nothing is subtracted, so a token that forgets
+    everything does not harm the precision of the next ones.
+
+    Args:
+        log_decay: NBKGC1.
+        segments: The segment ids, NBC1.
+
+    Returns:
+        The share of what token j added that is left at token i, NBKGIJ, and the share of S before
+        the chunk that is left at each token, NBKGC1. Both are 0 across segments.
     """
-    own = segments[:, :, None, None]  # NB11C1
-    before = jnp.pad(own[:-1, ..., -1:, :], [(1, 0), *[(0, 0)] * 5], constant_values=-1)
-    seen = jnp.tril(own == own.mT)  # NB11IJ
+    segment = segments[:, :, None, None]  # NB11C1
+    last_segment = segment[:-1, ..., -1:, :]  # of each chunk but the last
+    segment_before = jnp.pad(last_segment, [(1, 0), *[(0, 0)] * 5], constant_values=-1)
+    seen = jnp.tril(segment == segment.mT)  # NB11IJ
     until = jnp.tri(CHUNK)  # IC: token C comes no later than I
     between = einsum("IC,NBKGCJ->NBKGIJ", until, log_decay * jnp.tri(CHUNK, k=-1))
-    begun = einsum("IC,NBKGCJ->NBKGIJ", until, log_decay)
-    return jnp.where(seen, jnp.exp(between), 0), jnp.where(own == before, jnp.exp(begun), 0)
+    since_begin = einsum("IC,NBKGCJ->NBKGIJ", until, log_decay)
+    within = jnp.where(seen, jnp.exp(between), 0)
+    return within, jnp.where(segment == segment_before, jnp.exp(since_begin), 0)
 
 
 def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
-    """Computes one chunk; returns S after it, (B, K, G, D, U), and its outputs (B, K, G, C, U)."""
+    """Computes one chunk.
+
+    Args:
+        state: S before the chunk, BKGDU.
+        chunk: The arrays of this chunk, without the axis N.
+
+    Returns:
+        S after the chunk, BKGDU, and the outputs of its tokens, BKGCU.
+    """
     stored, read = jnp.split(einsum("BKGCD,BKGDU->BKGCU", chunk.readers, state), 2, axis=3)
     added = chunk.written - stored
     out = read + einsum("BKGIJ,BKGJU->BKGIU", chunk.within, added)

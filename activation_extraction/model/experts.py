@@ -5,8 +5,8 @@ its own way to compute the sum of a token's experts; all have the signature `Exp
 them sort the rows of all tokens by expert, so that a product consists of many small ones, of the
 rows of an expert with its weights.
 
-The letters are those of qwen2_jax.py, for example X experts of a token; and n rows, which are
-T * X.
+The letters are those of qwen2_jax.py, for example X experts of a token. T is the number of tokens
+of all rows together, and n = T * X, one row for each expert of each token.
 """
 
 import math
@@ -44,10 +44,15 @@ class Stacks(NamedTuple):
     down: Array
 
 
-# Maps (x (T, D), weights (T, X) float32, chosen (T, X) int32, stacks, parts=1) to (T, D) float32,
-# the weighted sum of the results of every token's experts. Numbers of experts outside 0..E-1 add
-# nothing and cost nothing. The tokens are divided into `parts` equal parts, whose sums are computed
-# one after the other, so that the first sums may leave early.
+# Maps (x, weights, chosen, stacks, parts=1) to the weighted sum of the results of every token's
+# experts, (T, D) float32:
+#   x        the tokens, (T, D)
+#   weights  the weights of each token's experts, (T, X) float32
+#   chosen   the numbers of these experts, (T, X) int32; numbers outside 0..E-1 add nothing and cost
+#            nothing
+#   stacks   the weights of the experts
+#   parts    the number of equal parts of the tokens, whose sums are computed one after the other,
+#            so that the first sums may leave early
 ExpertSum = Callable[..., Array]
 
 # Maps (rows (n, D), sizes (E,) int32, stacks) to (n, D) in the dtype of the rows. The rows are
@@ -91,7 +96,13 @@ class Experts(nn.Module):
 
     Experts are split over the mesh axis `expert`, along which the devices exchange their tokens,
     and each of them over `model` like any MLP. Unlike other weights these have their input axis
-    first, as the TPU's kernel wants them: it would transpose all of them in every step.
+    first, as the TPU's kernel needs them: otherwise it would transpose all of them in every step.
+
+    Attributes:
+        config: The configuration of the model.
+        dtype: The dtype of the weights.
+        expert_sum: The function that computes the sums.
+        layout: The mesh.
     """
 
     config: Any
@@ -128,14 +139,25 @@ def _exchange(
     """Runs one device's experts on the tokens of all devices along `expert`.
 
     Sums that devices send to each other are rounded to the dtype of the tokens.
+
+    Args:
+        layout: The mesh.
+        expert_sum: The function that computes the sums.
+        x: The tokens of this device, (B, T, D).
+        weights: (B, T, X) float32.
+        chosen: (B, T, X) int32.
+        stacks: The fields of `Stacks`, for the experts of this device.
+
+    Returns:
+        The sums of the tokens of this device, (B, T, D) float32.
     """
-    axes = tuple(axis for axis in BOTH if layout.size(axis) > 1)
-    tokens = [a.reshape(-1, a.shape[-1]) for a in (x, weights, chosen)]
     if layout.size("expert") > 1:
         expert_sum = partial(_in_a_ring, layout.ring("expert"), expert_sum)
+    tokens = [array.reshape(-1, array.shape[-1]) for array in (x, weights, chosen)]
     y = expert_sum(*tokens, Stacks(*stacks))
-    if axes:
-        y = lax.psum(y.astype(x.dtype), axes).astype(jnp.float32)
+    split_axes = tuple(axis for axis in BOTH if layout.size(axis) > 1)
+    if split_axes:  # devices have parts of every expert
+        y = lax.psum(y.astype(x.dtype), split_axes).astype(jnp.float32)
     return y.reshape(x.shape)
 
 
@@ -147,40 +169,57 @@ def _in_a_ring(
     chosen: Array,
     stacks: Stacks,
 ) -> Array:
-    """Sends the tokens around the ring of devices, and then their sums, (T, D) each.
+    """Sends the tokens around the ring of devices, and then their sums.
 
     Half of the tokens go one way and half the other, so that both directions of the links are used.
     Part k of the tokens that a device gets is the first half of those of the k-th device before it
     and the second half of those of the k-th device after it. A part's sum starts at the first
-    device that its tokens reach and goes on the same way until it is home; every device adds its
-    own. So the hops of the tokens run while the rows are sorted, and those of one part's sum while
-    the next part is added up: the weights are read once.
+    device that its tokens reach and goes on the same way until it is home; every device adds the
+    results of its experts. So the hops of the tokens run while the rows are sorted, and the hops of
+    one part's sum while the next part is added up. The weights are read once.
+
+    Args:
+        ring: The numbers of the devices in the order of the ring.
+        expert_sum: The function that computes the sums of one device's experts.
+        x: The tokens of this device, (T, D).
+        weights: (T, X) float32.
+        chosen: The numbers of the experts among those of all devices, (T, X) int32.
+        stacks: The weights of the experts of this device.
+
+    Returns:
+        The sums of the tokens of this device over the experts of all devices, (T, D) float32.
     """
-    devices, half, (count, width) = len(ring), len(x) // 2, x.shape
-    # A kernel fetches rows from this shape; of single tokens, it is cheaper to change than of all.
+    devices = len(ring)
+    count, width = x.shape
+    half = count // 2
+    # A kernel fetches rows from this shape. The shape of this device's tokens is cheaper to change
+    # than that of the tokens of all devices.
     x = x.reshape(count, -1, math.gcd(width, LANES))
-    ways = [(slice(half), 1), (slice(half, None), -1)]  # some tokens, and devices per hop
+    ways = [(slice(half), 1), (slice(half, None), -1)]  # the tokens, and the devices per hop
 
     def hop(arrays: Any, by: int) -> Any:
         pairs = [(device, ring[(place + by) % devices]) for place, device in enumerate(ring)]
         return lax.ppermute(arrays, "expert", pairs)
 
-    parts = []
+    parts_by_way = []
     for tokens, by in ways:
-        parts.append([[a[tokens] for a in (x, weights, chosen)]])
+        parts = [[array[tokens] for array in (x, weights, chosen)]]
         for _ in range(1, devices):
-            parts[-1].append(hop(parts[-1][-1], by))
-    both = [part for pair in zip(*parts, strict=True) for part in pair]
-    x, weights, chosen = (jnp.concatenate(arrays) for arrays in zip(*both, strict=True))
+            parts.append(hop(parts[-1], by))
+        parts_by_way.append(parts)
+    halves: list[list[Array]] = []
+    for halves_of_part in zip(*parts_by_way, strict=True):
+        halves.extend(halves_of_part)
+    x, weights, chosen = (jnp.concatenate(arrays) for arrays in zip(*halves, strict=True))
     chosen = chosen - lax.axis_index("expert") * stacks.gate.shape[1]
     y = expert_sum(x.reshape(-1, width), weights, chosen, stacks, parts=devices)
 
     # Without barriers, XLA would put the parts together to convert and cut them.
-    first, *others = map(lax.optimization_barrier, jnp.split(y, devices))
+    own_part, *other_parts = map(lax.optimization_barrier, jnp.split(y, devices))
     sums = []
     for tokens, by in ways:
-        total = others[0][tokens]
-        for part in [*others[1:], first]:
+        total = other_parts[0][tokens]
+        for part in [*other_parts[1:], own_part]:
             total = hop(total.astype(x.dtype), by).astype(jnp.float32) + part[tokens]
         sums.append(total)
     return jnp.concatenate(sums)
@@ -194,34 +233,36 @@ def in_sorted_rows(
     One row of each token is added up at a time, so that no array has all rows in float32.
 
     Args:
-        compute: Runs the experts on sorted rows.
-        x: The tokens. See `ExpertSum` for this and the other arguments.
+        compute: The function that runs the experts on sorted rows.
+        x: The tokens. See `ExpertSum` for this and the other arguments, and for the result.
     """
-    (_, per_token), experts = chosen.shape, stacks.gate.shape[1]
-    local = (chosen >= 0) & (chosen < experts)
-    group = jnp.where(local, chosen, experts).reshape(-1)
+    per_token = chosen.shape[1]
+    experts = stacks.gate.shape[1]
+    exists = (chosen >= 0) & (chosen < experts)
+    group = jnp.where(exists, chosen, experts).reshape(-1)
     order = jnp.argsort(group, stable=True)
     sizes = jnp.bincount(group, length=experts + 1)[:experts].astype(jnp.int32)
     rows = from_bits(to_bits(x)[order // per_token], x.dtype)
     y = to_bits(compute(rows, sizes, stacks))
     places = jnp.zeros_like(order).at[order].set(jnp.arange(order.size)).reshape(chosen.shape)
 
-    def added(places: Array, weights: Array, local: Array) -> Array:
+    def added(places: Array, weights: Array, exists: Array) -> Array:
         total = jnp.zeros((len(places), x.shape[1]), jnp.float32)
         for number, place in enumerate(places.T):
             row = from_bits(y[place], x.dtype).astype(jnp.float32)
-            total += jnp.where(local[:, number, None], row * weights[:, number, None], 0)
+            total += jnp.where(exists[:, number, None], row * weights[:, number, None], 0)
         return total
 
-    split = [jnp.split(a, parts) for a in (places, weights, local)]
+    split = [jnp.split(array, parts) for array in (places, weights, exists)]
     return jnp.concatenate([added(*part) for part in zip(*split, strict=True)])
 
 
 def _in_ragged_products(x: Array, sizes: Array, stacks: Stacks) -> Array:
-    """Leaves the products to the TPU's compiler, which has a kernel for them. See `SortedRows`.
+    """Computes `SortedRows` by `lax.ragged_dot`, for which the TPU's compiler has a kernel.
 
-    They are with all layers' experts, of which only this layer's have rows: weights that are not
-    sliced are not copied. Elsewhere `lax.ragged_dot` multiplies every row with every expert.
+    The products are with the experts of all layers, of which only this layer's have rows, because a
+    slice of the weights would be a copy. On other platforms `lax.ragged_dot` multiplies every row
+    with every expert.
     """
     layer, gate, up, down = stacks
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -238,9 +279,10 @@ def _in_ragged_products(x: Array, sizes: Array, stacks: Stacks) -> Array:
 
 
 def _in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
-    """Takes one expert after the other and a tile of its rows at a time. See `SortedRows`.
+    """Computes `SortedRows` one expert after the other, a tile of its rows at a time.
 
-    Rows of a tile that belong to the next expert are computed again with that expert's tile.
+    The last tile of an expert may contain rows of the next one, which are computed again with the
+    next expert.
     """
     count, bits = len(x), to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
     first = jnp.cumsum(sizes) - sizes

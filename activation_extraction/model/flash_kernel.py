@@ -1,8 +1,8 @@
-"""Attention on NVIDIA GPUs: a Pallas kernel that skips what no token of a block may see.
+"""Attention on NVIDIA GPUs: a Pallas kernel that skips keys that no query of a block sees.
 
-It is FlashAttention-2 (https://arxiv.org/abs/2307.08691, section 3.1) over packed rows: of each
-block of queries, only the keys between its first segment's (or its window's) beginning and its last
-query are read, and no scores reach the GPU's memory.
+It is FlashAttention-2 (https://arxiv.org/abs/2307.08691, section 3.1) over packed rows. For each
+block of queries, it reads only keys up to the last query, from the beginning of the segment of the
+first query, or of its window if that begins later. No scores reach the GPU's memory.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
 """
@@ -19,8 +19,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from activation_extraction.model.attention import Segments, blocked_attention, whole_blocks
 
-# Of a block. An H100 took 0.42 ms for 28 heads of 128 and 16,384 tokens of packed documents, with
-# blocks of 128 queries 0.46; cuDNN's attention with a mask took 1.5 to 2.1.
+# The queries and the keys of a block. An H100 took 0.42 ms for 28 heads of 128 and 16,384 tokens of
+# packed documents, and 0.46 ms with blocks of 128 queries; cuDNN's attention with a mask took 1.5
+# to 2.1 ms.
 QUERIES, KEYS = 64, 64
 PADDING = -1  # the segment of tokens that only fill a block
 UNSEEN = -1e30  # the score of a key that a query does not see
@@ -35,9 +36,18 @@ def flash_attention(
     window: int | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Computes attention block by block. See `Attention`; `interpret` is for tests.
+    """Computes attention block by block, except in float32.
 
-    float32 is left to `blocked_attention`: the GPU's matrix units would round it.
+    float32 is left to `blocked_attention`, because the GPU's matrix units would round it.
+
+    Args:
+        q: The queries. See `Attention` for this and the other arguments, and for the result.
+        k: The keys.
+        v: The values.
+        segments: The segments of queries and keys.
+        first: The position in the row of the first query.
+        window: The length of the window; None for none.
+        interpret: Whether Pallas interprets the kernel, for tests without a GPU.
     """
     if q.dtype == jnp.float32:
         return blocked_attention(q, k, v, segments, first, window)
@@ -76,9 +86,17 @@ def flash_attention(
 
 
 def _spans(of_q: Array, of_k: Array, first: int | Array, window: int | None) -> tuple[Array, Array]:
-    """Returns the first block of keys of each block of queries and the one after its last.
+    """Returns which blocks of keys each block of queries reads.
 
-    They are (B, blocks of queries). Blocks of nothing but padding have no keys.
+    Args:
+        of_q: The segments of the queries, (B, T) int32, of whole blocks.
+        of_k: The segments of the keys, (B, S) int32, of whole blocks.
+        first: The position in the row of the first query.
+        window: The length of the window; None for none.
+
+    Returns:
+        The number of the first block of keys and the number after the last one, (B, blocks of
+        queries) int32 each. Blocks of queries that are all padding read no keys.
     """
     firsts = of_q[:, ::QUERIES]
     begins = jnp.argmax(of_k[:, None, :] == firsts[..., None], axis=-1).astype(jnp.int32)

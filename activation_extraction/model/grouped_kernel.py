@@ -1,7 +1,8 @@
 """Products of rows with the weights of their experts on NVIDIA GPUs: a Pallas kernel.
 
-The rows are sorted by expert. Every program multiplies a tile of one expert's rows with some of the
-columns of its weights; it finds both in a table, so experts without rows cost nothing.
+The rows are sorted by expert. Every program multiplies a tile of one expert's rows with a block of
+columns of the expert's weights. It looks up the expert and the rows in a table, so that experts
+without rows cost nothing.
 
 Letters: n rows, E experts, D inputs, M outputs of an expert.
 """
@@ -19,8 +20,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from activation_extraction.model.experts import Stacks, in_sorted_rows, tiled_experts
 
-# Of a tile. With 16,384 tokens of Qwen3-30B-A3B and a kernel for each of three products, an H100
-# took 3.5 ms, and `tiled_experts` 45.
+# The rows and the columns of a tile, and the inputs that are multiplied at a time. With 16,384
+# tokens of Qwen3-30B-A3B and a kernel for each of three products, an H100 took 3.5 ms, and
+# `tiled_experts` 45 ms.
 ROWS, COLUMNS, INNER = 128, 128, 64
 
 
@@ -32,10 +34,18 @@ def grouped_experts(
     parts: int = 1,
     interpret: bool = False,
 ) -> Array:
-    """Computes experts with two kernels, whose results have the type of x. See `ExpertSum`.
+    """Computes experts with two kernels, except in float32.
 
-    float32 is left to `tiled_experts`: the GPU's matrix units would round it. `interpret` is for
-    tests.
+    The results of the kernels have the dtype of x. float32 is left to `tiled_experts`, because the
+    GPU's matrix units would round it.
+
+    Args:
+        x: The tokens. See `ExpertSum` for this and the next four arguments, and for the result.
+        weights: The weights of each token's experts.
+        chosen: The numbers of each token's experts.
+        stacks: The weights of the experts.
+        parts: The number of parts whose sums are computed one after the other.
+        interpret: Whether Pallas interprets the kernels, for tests without a GPU.
     """
     if x.dtype == jnp.float32:
         return tiled_experts(x, weights, chosen, stacks, parts=parts)
@@ -44,7 +54,7 @@ def grouped_experts(
 
 
 def _in_kernels(x: Array, sizes: Array, stacks: Stacks, interpret: bool) -> Array:
-    """Computes `SortedRows`."""
+    """Computes `SortedRows` with one kernel for the gate and up, and one for down."""
     layer, *matrices = stacks
     gate, up, down = (matrix.reshape(-1, *matrix.shape[2:]) for matrix in matrices)
     first = layer * len(sizes)
@@ -55,10 +65,18 @@ def _in_kernels(x: Array, sizes: Array, stacks: Stacks, interpret: bool) -> Arra
 def _product(
     x: Array, stacks: Sequence[Array], sizes: Array, first: Array, interpret: bool
 ) -> Array:
-    """Multiplies rows with their experts' weights: (n, D), (L * E, D, M), (E,) -> (n, M).
+    """Multiplies rows with the weights of their experts.
 
-    Of two stacks, the first is the gate of the second: the result is SwiGLU's. first: the number of
-    the layer's first expert. What is returned for rows without an expert means nothing.
+    Args:
+        x: The rows, sorted by expert, (n, D).
+        stacks: The weights of the experts of all layers, (L * E, D, M). With two stacks, the first
+            is that of the gate, and the result is silu(x gate) * (x up).
+        sizes: The number of rows of each expert of this layer, (E,) int32.
+        first: The number of the first expert of this layer in the stacks, () int32.
+        interpret: Whether Pallas interprets the kernel.
+
+    Returns:
+        (n, M) in the dtype of x. The values of rows without an expert mean nothing.
     """
     (count, inner), columns = x.shape, stacks[0].shape[-1]
     tiles, width = -(-count // ROWS) + len(sizes), math.gcd(columns, COLUMNS)
@@ -82,23 +100,41 @@ def _product(
 
 
 def _tiles(sizes: Array, count: int) -> tuple[Array, Array, Array]:
-    """Returns the expert, the first row and the end of the rows of each tile, (count,) each.
+    """Returns the table of tiles.
 
-    Those that are left over have no rows.
+    Args:
+        sizes: The number of rows of each expert, (E,) int32.
+        count: The number of tiles, which must suffice for all rows.
+
+    Returns:
+        The expert of each tile, its first row, and the end of the expert's rows, (count,) int32
+        each. Tiles that are left over start at or after the end.
     """
-    own, ends = -(-sizes // ROWS), jnp.cumsum(sizes)
-    tiles, last_tiles = jnp.arange(count, dtype=jnp.int32), jnp.cumsum(own)
-    experts = jnp.searchsorted(last_tiles, tiles, side="right").clip(max=len(sizes) - 1)
-    number = tiles - (last_tiles - own)[experts]
+    tiles_per_expert = -(-sizes // ROWS)
+    ends = jnp.cumsum(sizes)
+    tiles = jnp.arange(count, dtype=jnp.int32)
+    tile_ends = jnp.cumsum(tiles_per_expert)
+    experts = jnp.searchsorted(tile_ends, tiles, side="right").clip(max=len(sizes) - 1)
+    number = tiles - (tile_ends - tiles_per_expert)[experts]
     starts = (ends - sizes)[experts] + number * ROWS
     return experts.astype(jnp.int32), starts, ends[experts]
 
 
 def _multiply(
-    expert_ref: Any, start_ref: Any, end_ref: Any, x_ref: Any, *others: Any, step: int
+    expert_ref: Any, start_ref: Any, end_ref: Any, x_ref: Any, *stacks_and_out: Any, step: int
 ) -> None:
-    """Multiplies one tile of rows with one block of columns. others: the weights, the result."""
-    *stacks, out_ref = others
+    """Multiplies one tile of rows with one block of columns of one or two stacks.
+
+    Args:
+        expert_ref: The number of the expert in the stacks, (1,).
+        start_ref: The first row of the tile, (1,).
+        end_ref: The end of the expert's rows, (1,).
+        x_ref: All rows, (n, D).
+        stacks_and_out: The columns of each stack, (L * E, D, columns), and the columns of the
+            result, (n, columns).
+        step: The number of inputs that are multiplied at a time.
+    """
+    *stacks, out_ref = stacks_and_out
     start = start_ref[0]
     end = end_ref[0]
     expert = expert_ref[0]

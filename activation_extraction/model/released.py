@@ -1,14 +1,14 @@
 """The sizes of the models that Qwen has released, for plans where the hub cannot be reached.
 
-They are those of the models' config.json, as far as a plan needs them: Qwen2.5's as in their
-technical report (https://arxiv.org/abs/2412.15115), Qwen3's and Qwen3.5's as in maxtext's and
-torchtitan's tables of models, and Qwen3-Next's as transformers has them.
+They are the fields of config.json that a plan needs. The sizes of Qwen2.5 are from the technical
+report (https://arxiv.org/abs/2412.15115), those of Qwen3 and Qwen3.5 from the tables of models in
+maxtext and torchtitan, and those of Qwen3-Next from transformers.
 """
 
 import re
 from typing import Any
 
-MOST_POSITIONS = 262144  # tokens per row; several of the models take fewer
+MOST_POSITIONS = 262144  # tokens per row; several of the models have fewer positions
 FAMILY = {"vocab_size": 151936, "max_position_embeddings": MOST_POSITIONS}
 QWEN2 = FAMILY | {"model_type": "qwen2"}
 UNTIED = QWEN2 | {"vocab_size": 152064}
@@ -19,8 +19,8 @@ QWEN3_NEXT = FAMILY | {"model_type": "qwen3_next", "head_dim": 256, "num_experts
 QWEN3_NEXT |= {"norm_topk_prob": True}
 QWEN3_5 = FAMILY | {"model_type": "qwen3_5_text", "head_dim": 256, "vocab_size": 248320}
 QWEN3_5_MOE = QWEN3_5 | {"model_type": "qwen3_5_moe_text", "num_experts_per_tok": 8}
-# For each: hidden size, width of the MLP or of an expert, layers, query heads, key/value heads; for
-# Qwen3-Next and Qwen3.5 also the value heads of the delta net and, with experts, their number.
+# Name of a model -> the fields that it shares with others, and its own numbers, in the order of
+# NUMBERS. Models without a delta net or without experts have no numbers for these.
 RELEASED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "Qwen2.5-0.5B": (QWEN2, (896, 4864, 24, 14, 2)),
     "Qwen2.5-1.5B": (QWEN2, (1536, 8960, 28, 12, 2)),
@@ -53,11 +53,11 @@ RELEASED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }
 NUMBERS = (
     "hidden_size",
-    "intermediate_size",
+    "intermediate_size",  # of the MLP, or of each expert
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
-    "linear_num_value_heads",
+    "linear_num_value_heads",  # of the delta net
     "num_experts",
 )
 TIED = re.compile(r"Qwen(2\.5-(0\.5|1\.5|3)B|3-(0\.6|1\.7|4)B|3\.5-(0\.8|2|4)B)")
@@ -65,9 +65,13 @@ VARIANT = re.compile(r"-(Base|Instruct|Thinking|Chat)(-\d+)?$")
 
 
 def released_config(name: str) -> dict[str, Any] | None:
-    """Returns what a plan needs of a released model's config.json; None for other models.
+    """Returns the fields of a released model's config.json that a plan needs.
 
-    name: on the hub, such as Qwen/Qwen2.5-7B-Instruct.
+    Args:
+        name: The name of the model on the hub, such as Qwen/Qwen2.5-7B-Instruct.
+
+    Returns:
+        The fields; None if the model is not in the table.
     """
     model = VARIANT.sub("", name.removeprefix("Qwen/"))
     if model not in RELEASED:

@@ -1,8 +1,9 @@
 """Reads the tensors of a PyTorch file (.pt) as NumPy arrays, without PyTorch and without its code.
 
-Such a file is a zip archive of a pickle and of the bytes of every storage, which are not
-compressed. The unpickler knows a list of names, which stand for functions of this module; a pickle
-with any other name is refused. Arrays are views of the file, which is mapped into memory.
+Such a file is a zip archive, without compression, of a pickle and of the bytes of every storage.
+The unpickler knows the names of some of PyTorch's functions and classes, in whose place it uses
+functions and dtypes of its own; a pickle with any other name is refused. Arrays are views of the
+file, which is mapped into memory.
 """
 
 import io
@@ -20,8 +21,13 @@ from activation_extraction.common.errors import InputError, one_line
 def read_torch_file(path: Path, where: str) -> Any:
     """Returns what torch.save has stored: containers of plain values and NumPy arrays.
 
-    where: names the file in messages. Raises InputError for a file that is no such archive, or
-    that would import anything but tensors.
+    Args:
+        path: The local path of the file.
+        where: The beginning of messages, which names the file for the user.
+
+    Raises:
+        InputError: The file is no such archive, or contains anything but tensors and plain
+            containers.
     """
     try:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
@@ -37,14 +43,25 @@ def read_torch_file(path: Path, where: str) -> Any:
 def _tensor(
     storage: tuple[str, np.ndarray], offset: int, shape: Any, strides: Any, *_: Any
 ) -> np.ndarray:
-    """Stands for torch's function that makes a tensor of a storage; NumPy refuses one that does not
-    fit it. offset, strides: in numbers."""
-    dtype, data = np.dtype(storage[0]), storage[1]
-    steps = [step * dtype.itemsize for step in strides]
-    return np.ndarray(shape, dtype, data, offset * dtype.itemsize, steps)
+    """Makes a tensor from a storage, in the place of torch's function.
+
+    Args:
+        storage: The name of its dtype, and its bytes.
+        offset: The offset of the first value, in values.
+        shape: The shape of the tensor.
+        strides: The distance between two values along each axis, in values.
+
+    Raises:
+        ValueError: The tensor does not fit into the storage. NumPy raises it.
+    """
+    name, data = storage
+    dtype = np.dtype(name)
+    byte_strides = [stride * dtype.itemsize for stride in strides]
+    return np.ndarray(shape, dtype, data, offset * dtype.itemsize, byte_strides)
 
 
 def _parameter(tensor: np.ndarray, *_: Any) -> np.ndarray:
+    """Returns the tensor of a parameter, in the place of torch's function."""
     return tensor
 
 
@@ -67,14 +84,21 @@ class _Unpickler(AllowListUnpickler):
     def __init__(self, file: IO[bytes], archive: zipfile.ZipFile) -> None:
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
             raise ValueError("it is compressed")
-        (found,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
-        super().__init__(io.BytesIO(archive.read(found)))
-        self._file, self._archive = file, archive
-        self._root = found.removesuffix("data.pkl")
+        (pickle_name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
+        super().__init__(io.BytesIO(archive.read(pickle_name)))
+        self._file = file
+        self._archive = archive
+        self._root = pickle_name.removesuffix("data.pkl")
 
     def persistent_load(self, pid: Any) -> tuple[str, np.ndarray]:
-        """Returns the dtype and the bytes of a storage. pid: "storage", its type, its name ..."""
-        member = self._archive.getinfo(f"{self._root}data/{pid[2]}")
-        with self._archive.open(member):  # which reads up to the bytes of the storage
+        """Returns the name of the dtype of a storage, and its bytes.
+
+        Args:
+            pid: A tuple of "storage", the type of the storage, which `allowed` maps to a dtype, the
+                name of the storage in the archive, and more that is not needed.
+        """
+        _, dtype, name, *_ = pid
+        member = self._archive.getinfo(f"{self._root}data/{name}")
+        with self._archive.open(member):  # opening reads the header that is before the bytes
             start = self._file.tell()
-        return pid[1], np.memmap(self._file, np.uint8, "r", start, (member.file_size,))
+        return dtype, np.memmap(self._file, np.uint8, "r", start, (member.file_size,))
