@@ -8,9 +8,11 @@ log. `RepairPlanner` then decides what is to be done, and `Repair` says it to th
   because somebody has put a lost JSON back. If a request fails, nobody knows whether the shard is
   bad: the repair ends, and has withdrawn nothing.
 - *Withdrawing.* The entry of every bad or missing shard is replaced by a reservation, on condition
-  of exactly the version, or absence, that was checked. Where something else stands now (a commit
-  that an earlier process had sent and that has landed since, or the work of another repair), the
-  log is read and planned again, and only the new commits are checked.
+  of exactly the version, or absence, that was checked. Those at the end of the log come first, the
+  last one before the others, so that a repair that is killed among them leaves no new gap. Where
+  something else stands now (a commit that an earlier process had sent and that has landed since, or
+  the work of another repair), the log is read and planned again, and only the new commits are
+  checked.
 - *Bad shards at the end of the log* are then gone, and the run simply goes on after the others.
 - *Gaps* are the numbers of the bad shards that lie before a good one. The text is read again, from
   the furthest mark before which no sample is missing, up to the largest sample that is stored or
@@ -22,6 +24,23 @@ log. `RepairPlanner` then decides what is to be done, and `Repair` says it to th
   to the run that continues; if the run was complete, the repair reads on up to its last sample.
 - *Limits.* Up to the largest stored sample, no limit ends or cuts the stream, because samples after
   the gap are stored. So a lost sample that a limit had cut is stored whole.
+
+For example, shards 3 and 5 of the seven of a complete run are damaged:
+
+1. `RepairPlanner._good_shards` checks all seven. The good ones are 1, 2, 4, 6 and 7, so
+   `RepairPlanner._plan` finds the gaps 3 and 5, and 8 as the number of the next new shard. No shard
+   at the end of the log is bad.
+2. `LogWriter.take_over` writes the id of this process into metadata.json, plans again, replaces the
+   entries 3 and 5 by reservations (`withdraw`), and reserves 8. From now on writers and readers
+   refuse the run as one with gaps.
+3. `StoragePlan.mark` is the furthest mark before which no sample is missing, such as the one of
+   shard 2, and `Repair.until` the number of samples of the complete run. The text is read from this
+   mark up to that sample, and `ActivationStorage.stored_after_mark` tells which samples the good
+   shards list; these are left out.
+4. `ShardWriter` stores the others. `ShardNumbers` gives a full shard the number 3, more full shards
+   8, 9 and so on, and the last shard the number 5. If one shard holds all samples, it gets the
+   number 5, and 3 is committed without samples.
+5. `LogWriter.finish` writes metadata.json, whose status `Repair.status` decides.
 
 A program with a loop of its own has no text that could be read again: it gives all its samples, and
 those that are stored are skipped. If it ends before it has given all that there were, the last gap

@@ -12,14 +12,14 @@ small JSON files whose entries are written strictly one after the other:
 A shard without a commit does not exist. No commit is replaced by its own run, except by a repair.
 Metrics are not part of the log (metrics.py).
 
-*Every write* follows one order. Delta Lake creates the next entry on condition that there is none.
-Here, an overwritten run may have left one, so the writer (1) reads the version of the file that
-stands there, if any, (2) reads metadata.json and stops with LostError unless it still names this
-process as the owner, and (3) writes on condition that exactly this version, or no file, is still
-there. If the condition does not hold, or the answer is lost, the same order begins again: a JSON
-with the writer's own content is a success, and a commit of the same run is never replaced. Where
-the version of an object is a digest of its content (on S3), it must still name one write, so every
-file contains the id of its writer, those of a shard where no reader minds it.
+*Every write* of the owner follows one order. Delta Lake creates the next entry on condition that
+there is none. Here, an overwritten run may have left one, so the writer (1) reads the version of
+the file that stands there, if any, (2) reads metadata.json and stops with LostError unless it still
+names this process as the owner, and (3) writes on condition that exactly this version, or no file,
+is still there. If the condition does not hold, or the answer is lost, the same order begins again:
+a JSON with the writer's own content is a success, and a commit of the same run is never replaced.
+Where the version of an object is a digest of its content (on S3), it must still name one write, so
+every file contains the id of its writer, those of a shard where no reader minds it.
 
 A process that writes (log_writer.py) goes through these steps:
 
@@ -28,20 +28,23 @@ A process that writes (log_writer.py) goes through these steps:
 - *Reserve.* It writes a reservation as the next entry. An earlier process may have had a request
   on its way that arrives only now, so if a commit of this run stands there, that shard counts as
   stored, and the process begins again. Once the reservation is there, no earlier process can commit
-  anything: it writes its entries one after the other, so its next one is at most this one. A lower
-  one is a commit, which is never replaced. This one has changed since the earlier process read it,
-  so its condition fails, and when it begins the same order again, it finds another owner.
+  anything. It writes its entries one after the other, so its next one is at most this one. If it is
+  a lower one, a commit stands there, which is never replaced. If it is this one and the earlier
+  process read its version before the reservation, the condition fails. If it read the version
+  after that, it then finds another owner in metadata.json.
 - *Commit.* It writes the files of a shard, then its entry with their versions, and only then the
   next entry.
 - *Withdraw.* A repair replaces the entry of each bad shard by a reservation, on condition of the
   version that it has checked (repair.py).
-- *Finish.* It deletes the files that belong to no commit, such as those of an overwritten run, and
-  writes the totals and `status` into metadata.json. A deletion cannot be conditional (obstore has
-  no such request). So each file is deleted by one request, which is never sent again and whose
-  answer is waited for; a file whose deletion stays unknown is left. A DELETE that is still on its
+- *Finish.* If the run is complete, it deletes the files of shards that belong to no commit, such as
+  those of an overwritten run. Then it compares the size of every committed file with a new listing,
+  and the version, too, if this process wrote the file. In any case it writes the totals and
+  `status` into metadata.json. A deletion cannot be conditional (obstore has no such request). So
+  each file is deleted by one request, which is never sent again and whose answer is waited for; a
+  file whose deletion stays unknown is left, and a warning names it. A DELETE that is still on its
   way when its sender is killed may remove a file that a later process has committed under that
-  name. Readers then refuse the shard, because a file that its commit lists is missing, and
-  --repair computes it again.
+  name. Readers then refuse the shard, because a file that its commit lists is missing, and --repair
+  computes it again.
 
 *Continuing* a run stores nothing twice, because what is stored is a set: the samples that the
 tables of the committed shards list. Every commit has a mark, a place in the data before which all
