@@ -1,7 +1,8 @@
-"""ActivationDataset: what a run has stored, for training on it. Needs neither JAX nor PyTorch.
+"""ActivationDataset: reads the samples, tokens and activations of a stored run.
 
-It reads the JSON files of all machines and hosts once, at the start, and shards when they are
-needed.
+It reads the JSON files of all machines and hosts once, when a run is opened, and shards when they
+are needed (open_shards.py). token_source.py filters tokens, batches.py makes batches of them, and
+paired.py reads several runs as one. None of this needs JAX or PyTorch.
 """
 
 import hashlib
@@ -42,39 +43,60 @@ from activation_extraction.store.statistics import HookStatistics
 
 
 class ActivationDataset(Samples):
-    """The samples of a run, in the order of its machines, hosts and shards. Within a shard their
-    numbers ascend, but those of several shards may interleave.
+    """The samples of a stored run, as a sequence of SampleActivations, and all that describes them.
 
-    url: the run's output, a local folder or any URL that fsspec knows. hooks: names of the hooks to
-    read, or globs, as --hook_names takes them; all of them by default. A run that is still going on
-    is read as far as it is stored now. Mappings by hook list the canonical names, and
-    find a hook by its other names, too.
-    `metadata` is what the first host's metadata.json says, `identity` has the settings that it
-    records, `shards` opens what is stored, and `data_files` has the bytes and the fingerprint of
-    every file of the data by its name.
+    Samples have the order of the run's machines, hosts and shards. Within a shard, their numbers
+    (`sample_idx`) ascend, but the numbers of several shards may interleave. A run that is still
+    going on is read as far as it is stored when it is opened. Mappings by hook list the canonical
+    names of the hooks, and find a hook by its other names, too.
 
-    Opening a run checks the checksums of all JSON files, and that every shard has its full size.
-    Reading compares every MiB of a shard that it reads with its crc32c, and the tables of samples
-    and statistics with their sha256.
+    Opening a run compares the checksums of all JSON files, and checks that every shard has its full
+    size. Reading compares every MiB of a shard that it reads with its crc32c, and the tables of
+    samples and statistics with their sha256.
 
-    Raises ValueError when there is no such run or hook, or when folders of different runs are
-    mixed; OSError when files are damaged, missing or cut short. Reading raises OSError for a shard
-    in which these checks find damage, that has become shorter, or that has been replaced because
-    the run was overwritten or repaired in the meantime.
+    Args:
+        url: The output of the run: a local folder, a bucket (gs://, s3:// or az://), or any other
+            URL that fsspec knows.
+        hooks: Names of the hooks to read, or globs, as --hook_names takes them. None for all hooks.
+
+    Attributes:
+        url: URL of the run, without secrets.
+        metadata: Content of the first host's metadata.json.
+        identity: Settings of the run that metadata.json records.
+        data_files: Size in bytes and fingerprint of every file of the data set, by its name.
+        complete: Whether all machines and hosts of the run are there, and have stored all of their
+            samples.
+        shards: Shards of the run, which are opened when they are read.
+
+    Raises:
+        ValueError: There is no such run or hook, or folders of different runs are mixed.
+        OSError: A file is damaged, missing or cut short. All methods that read shards or tables
+            raise OSError, too, if a file turns out to be damaged or shorter than its JSON says, or
+            if it was replaced because the run was overwritten or repaired in the meantime.
     """
 
     def __init__(self, url: Any, hooks: Sequence[str] | None = None) -> None:
         root, folders = read_run(str(url))
         self.url = root.url
-        every = [stored.metadata for stored in folders.values() if stored.metadata is not None]
-        self.metadata: dict[str, Any] = every[0]
+        all_metadata = [
+            run_log.metadata for run_log in folders.values() if run_log.metadata is not None
+        ]
+        self.metadata: dict[str, Any] = all_metadata[0]
         self.identity = identity_of(self.metadata, METADATA)
-        files = [file for each in reversed(every) for file in each.get("data_files", ())]
+        files = [
+            file for metadata in reversed(all_metadata) for file in metadata.get("data_files", ())
+        ]
         self.data_files = {file["name"]: (file["bytes"], file["fingerprint"]) for file in files}
         self._going_on = {
-            name for name, s in folders.items() if s.metadata and s.metadata["status"] != "complete"
+            name
+            for name, run_log in folders.items()
+            if run_log.metadata and run_log.metadata["status"] != "complete"
         }
-        self._strides = {n: s.identity.worker.stride for n, s in folders.items() if s.identity}
+        self._strides = {
+            name: run_log.identity.worker.stride
+            for name, run_log in folders.items()
+            if run_log.identity
+        }
         self.complete: bool = set(folders) == set(expected_names(folders)) and not self._going_on
         described = self.metadata.get("hooks", ())
         aliases = recorded_aliases(described)
@@ -84,12 +106,13 @@ class ActivationDataset(Samples):
             raise ValueError(f"{self.url}: no hook is asked for; it has {', '.join(recorded)}")
         commits = [(name, commit) for name in folders for commit in folders[name].in_order]
         in_shards = {hook["name"]: hook for _, commit in commits for hook in commit.hooks}
-        stored = {
+        hook_values = {
             name: self.identity.recorded_hook(in_shards.get(name, {}) | recorded[name])
             for name in names
         }
-        with_samples = [each for each in commits if each[1].count]  # --repair may leave others
-        self.shards = OpenShards(root.given, root.local, with_samples, ByHook(stored, aliases))
+        # --repair may leave shards without samples.
+        with_samples = [(name, commit) for name, commit in commits if commit.count]
+        self.shards = OpenShards(root.given, root.local, with_samples, ByHook(hook_values, aliases))
 
     def __len__(self) -> int:
         return self.shards.firsts[-1]
@@ -103,7 +126,7 @@ class ActivationDataset(Samples):
 
     @property
     def tokens(self) -> int:
-        """The tokens of all samples."""
+        """The number of stored tokens of all samples."""
         return sum(commit.tokens for commit in self.shards.commits)
 
     @property
@@ -113,42 +136,58 @@ class ActivationDataset(Samples):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of activations: as they are stored, or float32 if they are encoded. It is that
-        of the first hook if no hook that is read has activations."""
-        every = self.shards.hooks.values()
-        return min(every, key=lambda hook: not hook.activations).dtype
+        """The dtype of activations: the stored dtype, or float32 if they are stored in float8.
+
+        If no hook that is read has activations, it is the dtype of the first hook.
+        """
+        hooks = list(self.shards.hooks.values())
+        with_activations = [hook for hook in hooks if hook.are_activations]
+        return (with_activations or hooks)[0].dtype
 
     @property
     def dtypes(self) -> ByHook[np.dtype]:
-        """The dtype of every hook that is read, by name. Numbers of experts and tokens are int32;
-        losses and the like are float32, and so are encoded activations."""
+        """The dtype of every hook that is read, by name.
+
+        Activations have the stored dtype, or float32 if they are stored in float8. Losses,
+        log-probabilities and codes are float32; numbers of experts and of tokens are int32.
+        """
         return self.shards.hooks.map(lambda hook: hook.dtype)
 
     @property
     def statistics(self) -> ByHook[HookStatistics]:
-        """Statistics over all that is stored, by hook. No shard is read for them.
+        """Statistics of every hook that is read, over all stored tokens, by name.
 
-        Those of numbers of experts and tokens are over no tokens, and those of losses leave out the
-        tokens that have none. Statistics of every dimension are read from the small files beside
-        the shards when they are first asked for.
+        They come from the JSON files. Only the statistics of every dimension are read from the
+        small files beside the shards, when they are first used. Numbers of experts and of tokens
+        have no statistics: their number of tokens is 0. Statistics of losses leave out the tokens
+        without a loss.
         """
         return self.shards.statistics
 
     @property
     def samples(self) -> pyarrow.Table:
-        """A table of all samples, in their order: sample_idx, tokens (how many are stored), doc_id,
-        row, cut and text_preview, as in SampleActivations, and each column that the run kept, under
-        its own name. No activation is read for it.
+        """The table of all samples, with a row for each of them, in their order.
 
-        Values of several types become texts. `samples.to_pandas()` makes a frame of it. Raises
-        OSError for a table that is damaged.
+        Its columns are `sample_idx`, `doc_id`, `row`, `cut` and `text_preview`, as in
+        SampleActivations; `tokens`, the number of stored tokens; and every column of the data set
+        that the run kept, under its own name. If the values of a column have several types, they
+        become texts. No activations are read. `samples.to_pandas()` makes a data frame of it.
+
+        Raises:
+            OSError: The table of a shard is damaged, or was replaced.
         """
         return self.shards.samples
 
     @property
     def tokenizer_path(self) -> str:
-        """The model or adapter whose tokenizer made the token ids: the absolute path of its folder,
-        its URL or its hub name. It is the model if the data set had token ids."""
+        """The model or adapter whose tokenizer made the token ids.
+
+        It is the absolute path of a folder, a URL or a name on the hub. If the data set had token
+        ids, it is the model.
+
+        Raises:
+            ValueError: metadata.json does not name the model.
+        """
         try:
             model = self.metadata["configuration"]["model_path"]
             return str(self.metadata.get("tokenizer_path", model))
@@ -156,14 +195,24 @@ class ActivationDataset(Samples):
             raise ValueError(f"{self.url}: its metadata does not name the model") from None
 
     def document(self, index: int) -> SampleActivations:
-        """Returns the whole document that sample `index` belongs to, every token of it once.
+        """Returns the whole document that a sample belongs to.
 
-        Where a run splits long documents, a sample is a piece of one. The pieces are joined, and
-        `position` counts from the start of the document; sample_idx, row and the like are those of
-        the first piece. Any other sample is returned as it is. A run that ended within a document,
-        because of --max_samples, has the start of it.
+        If the run splits long documents, a sample may be a piece of one. All pieces of its document
+        are then joined, so that every stored token is there once. A sample that is no piece is
+        returned as it is. A run that ended within a document, because of --max_samples, has only
+        the beginning of it.
 
-        Raises ValueError where pieces are missing, or may be because the run still goes on.
+        Args:
+            index: Index of the sample; a negative one counts from the end.
+
+        Returns:
+            The document. Its facts are those of the first piece, except for `cut`, which is that of
+            the last. `position` counts from the start of the document.
+
+        Raises:
+            IndexError: There is no such sample.
+            ValueError: Pieces are missing, or are perhaps not stored yet because the run goes on.
+            OSError: A shard or a table is damaged.
         """
         number = self.number(index)
         facts = self.shards.facts(number)
@@ -198,8 +247,12 @@ class ActivationDataset(Samples):
         return self._joined([number], [0])
 
     def _joined(self, numbers: Sequence[int], starts: Sequence[int]) -> SampleActivations:
-        """The samples with these numbers, which are all pieces of a document, as one. starts: where
-        in the document each begins."""
+        """Returns the pieces of a document as one sample.
+
+        Args:
+            numbers: Numbers of the samples that are its pieces, in order.
+            starts: Position in the document at which each piece begins.
+        """
         facts, last = self.shards.facts(numbers[0]), self.shards.facts(numbers[-1])
         source = self._all_tokens
         chunks = [chunk for number in numbers for (chunk,) in source.by_shard(np.array([number]))]
@@ -218,17 +271,32 @@ class ActivationDataset(Samples):
         return self.source(BatchOptions(1))
 
     def batches(self, size: int, hooks: Any = None, **options: Any) -> Batches[TokenBatch]:
-        """Returns all tokens, in batches of `size`: one pass over the data.
+        """Returns an iterator over the tokens of all samples in batches, for one pass.
 
-        BatchOptions describes all arguments. The order of shuffled batches depends on how the
-        shards were cut. `paired` reads two runs side by side. Raises ValueError for arguments that
-        make no sense, and for a choice of samples or roles that is empty.
+        The order of shuffled tokens depends on the seed and on how the shards were cut. `paired`
+        reads two runs side by side.
+
+        Args:
+            size: Number of tokens in a batch; the last batch may have fewer.
+            hooks: Names of the hooks to read, or globs. None for all hooks of the dataset.
+            **options: Any other field of BatchOptions, which describes them.
+
+        Raises:
+            ValueError: An argument makes no sense for the run, or `where` or `roles` chooses
+                nothing.
         """
         source = self.source(BatchOptions(size, hooks, **options))
         return Batches((source,), itemgetter(0), source.reader)
 
     def source(self, options: BatchOptions) -> TokenSource:
-        """Returns what batches with these options are made of."""
+        """Returns the source of the tokens of batches.
+
+        Args:
+            options: Options of the batches, as a user gives them.
+
+        Raises:
+            ValueError: An option makes no sense for this run.
+        """
         names = self.hooks.chosen(self.url, options.hooks)
         mask, where = None, options.where
         if where is not None:
@@ -249,8 +317,12 @@ class ActivationDataset(Samples):
         return TokenSource(self.shards, complete, mask)
 
     def _limits(self, names: Sequence[str], max_norm: Any) -> dict[str, float]:
-        """Returns the largest norm at each hook that has a limit. Raises ValueError."""
-        floats = [name for name in names if self.shards.hooks[name].activations]
+        """Returns the largest norm at each hook that has a limit.
+
+        Raises:
+            ValueError: A hook with a limit is not read, or has no activations.
+        """
+        floats = [name for name in names if self.shards.hooks[name].are_activations]
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(floats, max_norm)
         limits = {self.hooks.aliases.get(name, name): limit for name, limit in limits.items()}
         for name in limits:
@@ -264,53 +336,79 @@ class ActivationDataset(Samples):
     def join(self, other: Any) -> JoinedRuns:
         """Returns a dataset with the hooks of this run and of another run over the same data.
 
-        So a layer can be added without computing the others again. other: an ActivationDataset, or
-        its url. It has the samples and tokens that both runs have, found as `paired` does. Raises
-        ValueError for a hook that both have.
+        So a layer can be added to a run without computing its other layers again. The result has
+        the samples and tokens that both runs have; `paired` says which these are.
+
+        Args:
+            other: An ActivationDataset, or the URL of a run.
+
+        Raises:
+            ValueError: Both runs have a hook of the same name, or `paired` would refuse them.
         """
         return JoinedRuns(self, self.opened(other))
 
     @classmethod
     def opened(cls, run: Any) -> "ActivationDataset":
-        """Returns the dataset of a run, which may be given as one, or as its url."""
+        """Returns the dataset of a run.
+
+        Args:
+            run: An ActivationDataset, which is returned as it is, or the URL of a run.
+        """
         return run if isinstance(run, cls) else cls(run)
 
     def _known_roles(self, roles: Sequence[str]) -> tuple[str, ...]:
-        """The roles that are asked for, in the order of ROLES. Raises ValueError."""
-        asked = [roles] if isinstance(roles, str) else list(roles)
+        """Returns some roles in the order of ROLES.
+
+        Raises:
+            ValueError: There are none, or the run has no tokens of one of them.
+        """
+        names = [roles] if isinstance(roles, str) else list(roles)
         stored = self.identity.text.roles or ROLES
         has = "has no roles; only runs of conversations do"
         if not len(self) or "role" in self.shards.get(0).tokens(0, 0):
             has = f"has tokens of {', '.join(stored)}"
-            if asked and set(asked) <= {*stored}:
-                return tuple(role for role in ROLES if role in asked)
-        raise ValueError(f"roles: {', '.join(asked) or 'none'} asked for; {self.url} {has}")
+            if names and set(names) <= {*stored}:
+                return tuple(role for role in ROLES if role in names)
+        raise ValueError(f"roles: {', '.join(names) or 'none'} asked for; {self.url} {has}")
 
     def _known_columns(self, columns: Sequence[str]) -> tuple[str, ...]:
-        """The columns that are asked for. Raises ValueError for one that the samples lack."""
-        asked = (columns,) if isinstance(columns, str) else tuple(columns)
-        known = self.shards.table(0).column_names if asked and len(self) else asked
-        for name in asked:
-            if name not in known:
-                raise ValueError(f"columns: samples have no {name!r}; they have {', '.join(known)}")
-        return asked
+        """Returns the names of columns of the table of samples.
+
+        Raises:
+            ValueError: The table lacks a column.
+        """
+        names = (columns,) if isinstance(columns, str) else tuple(columns)
+        if names and len(self):
+            stored = self.shards.table(0).column_names
+            for name in names:
+                if name not in stored:
+                    raise ValueError(
+                        f"columns: samples have no {name!r}; they have {', '.join(stored)}"
+                    )
+        return names
 
     def grain(self, hooks: Any = None, tokens: int = 1) -> TokenRecords:
         """Returns all tokens as a random-access source for a DataLoader or a MapDataset of grain.
 
-        A record is a dict of NumPy arrays: the activations of each hook, (tokens, width), and
-        token_ids, sample_idx, position and, where the run has them, role and turn, (tokens,), as in
-        a TokenBatch. With tokens=1 they have no axis of tokens, and `grain.transforms.Batch(1024)`
-        gives what a batch of 1024 tokens has. Otherwise a record has so many consecutive tokens of
-        a shard, but the last one of each shard may have fewer: give `Batch` a `batch_fn` that
-        concatenates. hooks: those to read, as for `batches`.
+        A record is a dict of NumPy arrays, as in a TokenBatch: the activations of each hook by its
+        name, (tokens, width), and `token_ids`, `sample_idx`, `position` and, if the run has them,
+        `role` and `turn`, (tokens,).
 
-        A record of hundreds of tokens takes little longer than one of a single token. In a bucket,
-        each takes a request of at least a MiB for every hook, and in a random order it shares none
-        with others: use thousands of tokens there, or `batches`.
+        A record of hundreds of tokens takes little longer to read than one of a single token. In a
+        bucket, each record takes a request of at least a MiB for every hook, and in a random order
+        it shares none with other records, so records should have thousands of tokens there;
+        `batches` is faster.
 
-        Raises ValueError for a hook that the run lacks, or that holds codes, for fewer tokens than
-        1, and for a run of pickles: grain's threads would each unpack a whole one for every record.
+        Args:
+            hooks: Names of the hooks to read, or globs. None for all hooks of the dataset.
+            tokens: Number of tokens in a record. With 1, the arrays have no axis of tokens, and
+                `grain.transforms.Batch(1024)` makes batches of 1024 tokens. Otherwise the tokens of
+                a record follow one another in a shard, and the last record of a shard may have
+                fewer: give `Batch` a `batch_fn` that concatenates.
+
+        Raises:
+            ValueError: The dataset lacks a hook, a hook holds codes, `tokens` is less than 1, or
+                the run stores pickles, which threads would decompress whole for every record.
         """
         if not self.shards.by_ranges:
             raise ValueError(f"{self.url}: has pickles; grain needs --shard_format safetensors")
@@ -321,17 +419,33 @@ class ActivationDataset(Samples):
         return TokenRecords(source, tokens)
 
     def features(self, hook: str, contexts: int = 10, around: int = 16) -> pyarrow.Table:
-        """Returns a table with a row for each feature of the codes at a hook: one pass over them.
+        """Returns a table of the features of an autoencoder whose codes the run stores.
 
-        feature: its number. tokens: on how many it is active; frequency: the share of all tokens.
-        mean, maximum: of its values where it is active, null where it never is. contexts: the
-        tokens with its largest values, descending; of each, the value, sample_idx, position, the
-        token_ids of it and of up to `around` tokens of its sample on each side, `token`, which of
-        these it is, and their text, null where the tokenizer (tokenizer.json, or vocab.json with
-        merges.txt) is neither in the folder of `tokenizer_path` nor in the hub's cache here.
+        One pass over the codes makes it, then the tokens around the strongest ones are read.
+        `pyarrow.parquet.write_table(table, "features.parquet")` stores it.
 
-        `pyarrow.parquet.write_table(table, "features.parquet")` keeps it. Raises ValueError for a
-        hook that has no codes; reading raises OSError, as `batches` does.
+        Args:
+            hook: Name of the hook that holds the codes.
+            contexts: Number of tokens to list for each feature.
+            around: Number of tokens of the sample to show on each side of a listed token.
+
+        Returns:
+            A row for each feature, with these columns:
+
+            feature: Number of the feature, from 0.
+            tokens: Number of tokens on which the feature is active.
+            frequency: Share of all tokens on which it is active.
+            mean, maximum: Mean and largest of its values on these tokens; null if there are none.
+            contexts: The tokens with its largest values, in descending order. Each has the `value`,
+                `sample_idx` and `position`; the `token_ids` of the token and those around it;
+                `token`, the index in `token_ids` of the token itself; and the `text` of them all.
+                The text is null if the vocabulary (tokenizer.json, or vocab.json with merges.txt)
+                is neither in the folder of `tokenizer_path` nor in the cache of the hub on this
+                machine.
+
+        Raises:
+            ValueError: The hook has no codes, `contexts` is less than 1, or `around` less than 0.
+            OSError: A shard is damaged.
         """
         return feature_table(self, hook, contexts, around)
 
@@ -339,18 +453,24 @@ class ActivationDataset(Samples):
 def paired(a: Any, b: Any) -> PairedRuns:
     """Returns two runs over the same data as one, such as those of a base and a chat model.
 
-    a, b: ActivationDatasets, or what these take as `url`. Tokens are paired that come from the same
-    row of the data set, as in the `row` of the samples, and have the same position, however the
-    runs were cut, ordered and stored; only rows of a hub data set that are counted within a share
-    are the same on equally many machines and hosts alone. Tokens that one of the runs lacks are
-    left out; the log says so once, and `unpaired_samples` counts samples.
+    Tokens belong together if their samples come from the same row of the data set (`row` of the
+    samples) and they have the same position in it, however the runs were cut, ordered and stored.
+    There is one exception: rows of a data set on the hub that are counted within a share are the
+    same only if both runs had equally many machines and hosts. Tokens that one of the runs lacks
+    are left out. The log says so once, and `unpaired_samples` counts the samples.
 
-    The order is that of `a`; `b` is read wherever its tokens lie. If `b` stores pickles, those that
-    have samples of a shard of `a` are all unpacked for it, and up to six shards come on top of the
-    buffer. If its order is quite another one, this takes long.
+    Tokens have the order of run `a`, and those of run `b` are read wherever they lie, which takes
+    long if its order is quite another one. If `b` stores pickles, reading a shard of `a`
+    decompresses every pickle of `b` that has samples of it, and up to six shards are in memory
+    beside the buffer.
 
-    Raises ValueError when there is no such run, when a run has two samples of a row, when no row is
-    in both, or when the metadata shows that the samples come from other data or were made in
-    another way. Reading raises ValueError for a token whose id differs in the two runs.
+    Args:
+        a: An ActivationDataset, or the URL of a run.
+        b: The other one.
+
+    Raises:
+        ValueError: There is no such run, a run has two samples of the same row, no row is in both
+            runs, or the metadata shows that the samples come from other data or were made in
+            another way. Reading raises ValueError for a token whose id differs in the two runs.
     """
     return PairedRuns(*map(ActivationDataset.opened, (a, b)))

@@ -276,7 +276,9 @@ class TokenSource:
         """Returns tokens `start` to `stop`, counted over the rows of some blocks, as a batch of its
         own. Raises OSError, and ValueError for values beyond the dtype of the result."""
         hooks, options = self.shards.hooks, self.options
-        dtypes = {n: options.dtype for n in options.hooks if options.dtype and hooks[n].activations}
+        dtypes = {
+            n: options.dtype for n in options.hooks if options.dtype and hooks[n].are_activations
+        }
         batch, first = empty_batch(blocks[0].tokens, stop - start, dtypes), 0
         for tokens, rows in blocks:
             part = rows[max(start - first, 0) : max(stop - first, 0)]

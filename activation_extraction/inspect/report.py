@@ -52,7 +52,7 @@ def make_report(root: Folder, folders: dict[str, RunLog]) -> str:
     try:
         dataset = ActivationDataset(root.given)
         identity = identity_of(dataset.metadata, METADATA)
-        names = [name for name, hook in dataset.shards.hooks.items() if hook.activations]
+        names = [name for name, hook in dataset.shards.hooks.items() if hook.are_activations]
         sample = report_numbers.read_sample(dataset, names)
     except ValueError as error:
         raise InputError(str(error)) from error

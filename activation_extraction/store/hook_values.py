@@ -55,10 +55,16 @@ TIE = 2  # numbers that differ when two change places, which recomputing may alw
 
 
 class TensorFile(Protocol):
-    """A file of tensors, of which rows are read."""
+    """A file of named tensors whose rows can be read, such as SafetensorsFile."""
 
     def begin_rows(self, name: str, start: int, stop: int) -> Callable[[], np.ndarray]:
-        """Asks for the rows of a tensor from `start` to `stop`, and returns what waits for them."""
+        """Asks for consecutive rows of a tensor, and returns a function that waits for them.
+
+        Args:
+            name: Name of the tensor.
+            start: First row.
+            stop: Row after the last one.
+        """
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class Tolerance:
 
     @property
     def activations(self) -> float:
-        """The relative error of activations."""
+        """Largest relative error of recomputed activations: those of computing and of rounding."""
         return self.computed + self.rounded
 
     def different_numbers(self, count: int) -> int:
@@ -113,8 +119,9 @@ class HookValues(ABC):
 
     @property
     @abstractmethod
-    def activations(self) -> bool:
-        """Whether the values are activations, which have norms, and are read in any dtype."""
+    def are_activations(self) -> bool:
+        """Whether the values are activations. Only these have norms that batches may limit, and can
+        be read in another dtype than `dtype`."""
 
     @property
     @abstractmethod
@@ -253,14 +260,14 @@ class HookValues(ABC):
     def begin_rows(
         self, file: TensorFile, start: int, stop: int, dtype: Any = None
     ) -> Callable[[], np.ndarray]:
-        """Asks for the rows of consecutive tokens, and returns what waits for them.
+        """Asks for the rows of consecutive tokens, and returns a function that waits for them.
 
         Args:
             file: The file of a shard.
-            start: The first token.
-            stop: The token after the last one. Nothing is read if there are no tokens.
-            dtype: The dtype to which encoded activations are decoded. None for `dtype` of the hook;
-                values that are not encoded are returned as they are stored.
+            start: First token.
+            stop: Token after the last one. Nothing is read if there are no tokens.
+            dtype: Dtype to which encoded activations are decoded. None for the hook's `dtype`.
+                Values that are not encoded are returned in the stored dtype.
         """
 
     def for_user(self, rows: np.ndarray) -> Values:
@@ -306,7 +313,7 @@ class DenseValues(HookValues):
         return np.dtype(self.stored_dtype)
 
     @property
-    def activations(self) -> bool:
+    def are_activations(self) -> bool:
         return self.content == "activations"
 
     @property
@@ -381,7 +388,7 @@ class DenseValues(HookValues):
             defined = self._has_loss(before, positions) | self._has_loss(now, positions)
             before, now = before[defined], now[defined]
         # Values other than activations are stored in the dtype in which they are computed.
-        limit = tolerance.activations if self.activations else tolerance.computed
+        limit = tolerance.activations if self.are_activations else tolerance.computed
         yield from _different_norm(before, now, limit)
 
 
@@ -393,7 +400,7 @@ class Float8Values(HookValues):
 
     stored_dtype: str = VALUES.name
     dtype = FLOATS
-    activations = True
+    are_activations = True
     is_array = True
     is_encoded = True
 
@@ -504,7 +511,7 @@ class CodeValues(HookValues):
 
     most: int
     dtype = FLOATS
-    activations = False
+    are_activations = False
     is_array = False
     is_encoded = False
 
