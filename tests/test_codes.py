@@ -396,6 +396,15 @@ def test_each_feature_has_its_numbers_and_its_strongest_tokens(runs, tokenizer, 
     assert run.features("model.layers.1.output.codes", 1, 0) == run.features(CODES, 1, 0)
 
 
+def test_features_of_hooks_without_codes_are_refused(runs):
+    for hooks, wrong, told in (
+        (None, OUT, f"{OUT}' has no codes .* read at .*{CODES}"),
+        ([OUT], CODES, f"{CODES}' .*is not read; codes are read at no hook"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            ActivationDataset(runs["safetensors"], hooks).features(wrong)
+
+
 def test_codes_are_taken_as_arrays_are(runs):
     """Slices, steps, numbers and masks take them."""
     codes = next(ActivationDataset(runs["safetensors"]).batches(60))[CODES]

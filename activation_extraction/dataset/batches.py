@@ -1,6 +1,8 @@
-"""Batches of tokens: an iterator with an exact state, which can be copied to other processes.
+"""Batches: an iterator over batches of tokens, with an exact state that can be restored.
 
-Batches are shuffled in bounded memory by windows of tokens out of many shards (windows.py).
+It cuts the data into chunks and chooses their order; token_source.py and paired.py read chunks, and
+windows.py shuffles tokens in bounded memory. The iterator can be copied to other processes, and
+divides the data among the workers of a PyTorch DataLoader.
 """
 
 import hashlib
@@ -18,22 +20,37 @@ from activation_extraction.dataset.token_source import Read, TokenSource
 from activation_extraction.dataset.windows import Position, Window, Windows, cut, share, shuffled
 from activation_extraction.store.shard_reader import IN_FLIGHT
 
-ALONE = 0, 1  # the share of a process without a DataLoader: the first of one
-LARGEST_READ = 8 * 2**20  # bytes of a chunk: in a bucket of each hook, else of all
-LEAST_READ = 2 * 2**20  # in a bucket, of each hook: whole MiB are read
-ORDERED_READ = 14 * 2**20  # in a bucket, in order: two chunks that meet read the same MiB twice
-CHUNKS_IN_BUFFER, LEAST_CHUNKS = 32, 8  # so that tokens are mixed well, and at least
+ALONE = 0, 1  # number of this worker and of all workers in a process without a DataLoader
+LARGEST_READ = 8 * 2**20  # most bytes of a chunk: of each hook in a bucket, of all hooks locally
+LEAST_READ = 2 * 2**20  # least bytes of a chunk at each hook in a bucket, where whole MiB are read
+# Bytes of a chunk at each hook in a bucket if tokens stay in order: two chunks that meet within a
+# MiB read it twice, so they are larger than LARGEST_READ.
+ORDERED_READ = 14 * 2**20
+CHUNKS_IN_BUFFER = 32  # so that tokens of many places are mixed
+LEAST_CHUNKS = 8  # in the buffer of a bucket, where LEAST_READ may allow fewer than 32
 ORDERED_CHUNKS = 4  # in a buffer whose tokens stay in order
 T = TypeVar("T", TokenBatch, TokenPair)
 
 
 class Batches(Iterator[T]):
-    """Batches of tokens; the last one may be shorter. `state` and `restore` are exact.
+    """An iterator over batches of tokens, for one pass over the data.
 
-    They are of type TokenBatch, or pairs of these where two runs are read side by side. It goes
-    over the data once. A copy in another process starts where this one stands; in a worker of a
-    DataLoader, which reads a share of its own, only a copy that stands at the start can be read.
-    Asking for a batch raises ValueError if no token of the run passes the filters.
+    A batch is a TokenBatch, or a TokenPair if two runs are read side by side; the last one may have
+    fewer tokens. A copy in another process continues where this object stands. In a worker of a
+    DataLoader, which reads only a share of the data, a copy can be read only if it stands at the
+    start.
+
+    Args:
+        sources: Source of each run. The options of the first one decide the order.
+        form: Function that makes a result, given a batch of each run.
+        reader: Function that returns a function that reads a chunk of the first run.
+
+    Attributes:
+        options: Options of the batches.
+
+    Raises:
+        ValueError: No token of the run passes the filters. `next` raises this.
+        OSError: A shard is damaged. `next` raises this.
     """
 
     def __init__(
@@ -42,17 +59,17 @@ class Batches(Iterator[T]):
         form: Callable[[Sequence[TokenBatch]], T],
         reader: Callable[[], Read],
     ) -> None:
-        """sources: of each run. form: makes one result of a batch of each. reader: returns what
-        reads a chunk of the first run, whose options decide the order."""
-        self._sources, self._reader = sources, reader
+        self._sources = sources
+        self._reader = reader
         self._form: Callable[[Sequence[TokenBatch]], T] = form
         self.options = sources[0].options
         self._position = Position()
-        self._loader_worker: tuple[int, int] | None = None  # whose share the position is in
+        # Number of the DataLoader's worker whose share the position is in, and of all its workers.
+        self._loader_worker: tuple[int, int] | None = None
         self._looped = False  # whether a loop over tensors has begun here since `restore`
         self._windows: Generator[Window, None, None] | None = None
         self._window: Window | None = None
-        # A byte of memory that forked workers share, from `torch` on: not 0 if workers of a
+        # A byte of memory that forked workers share once `torch` was called: not 0 if workers of a
         # DataLoader have read batches since `restore`.
         self._read_by_workers: mmap.mmap | None = None
 
@@ -60,11 +77,11 @@ class Batches(Iterator[T]):
         return {**vars(self), "_windows": None, "_window": None, "_read_by_workers": None}
 
     def state(self) -> dict[str, Any]:
-        """Returns where the iteration stands, as plain JSON values.
+        """Returns the place at which the iteration stands, for `restore`, as JSON values.
 
         Raises:
             ValueError: Workers of a DataLoader have read these batches since they were made or
-                restored: where each worker stands is not known here.
+                restored. Only the workers know where they stand.
         """
         if _loader_worker() is None and self._read_by_workers and self._read_by_workers[0]:
             raise ValueError(
@@ -75,15 +92,20 @@ class Batches(Iterator[T]):
         return {**self._setting(), **asdict(self._position)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken.
+        """Continues at the place at which a state was taken.
 
-        Raises ValueError when the state is of other data, or of batches with other arguments.
+        Args:
+            state: A result of `state`.
+
+        Raises:
+            ValueError: The state comes from other data, or from batches with other arguments.
         """
         content = dict(state)
         for name, expected in self._setting().items():
-            if (found := content.pop(name, None)) != expected:
+            value = content.pop(name, None)
+            if value != expected:
                 raise ValueError(
-                    f"the state is of other batches: its {name} is {found!r}, not {expected!r}"
+                    f"the state is of other batches: its {name} is {value!r}, not {expected!r}"
                 )
         self._begin(Position(**content))
 
@@ -96,35 +118,36 @@ class Batches(Iterator[T]):
             self._read_by_workers[0] = 0
 
     def _setting(self) -> dict[str, Any]:
-        """Everything on which the order of the tokens depends."""
+        """Returns all settings on which the order of the tokens depends, as JSON values."""
         part, parts = _loader_worker() or ALONE
-        each = "\n".join(source.fingerprint for source in self._sources)
-        data = hashlib.sha256(each.encode()).hexdigest()
+        fingerprints = "\n".join(source.fingerprint for source in self._sources)
+        data = hashlib.sha256(fingerprints.encode()).hexdigest()
         setting, *others = (source.options.setting for source in self._sources)
         setting = {"data": data, **setting, "others": others, "part": part, "parts": parts}
         plain: dict[str, Any] = json.loads(json.dumps(setting))
         return plain
 
     def close(self) -> None:
-        """Ends the reading ahead and frees the buffer."""
+        """Stops reading ahead, and frees the buffer. The next batch starts both again."""
         if self._windows is not None:
             self._windows.close()
         self._windows = self._window = None
 
     def torch(self) -> Any:
-        """Returns a PyTorch IterableDataset of the same batches as tensors, for a DataLoader or a
-        loop.
+        """Returns a PyTorch IterableDataset of these batches as tensors.
 
-        The first loop goes on where the batches stand, and every later one begins anew, unless
-        `restore` was called before it. Give a DataLoader `batch_size=None`, and for a run in a
-        bucket `multiprocessing_context="spawn"`, if it has workers. With any other size, it raises
-        TypeError, because it would make batches of batches.
+        It is for a loop, or for a DataLoader with `batch_size=None`: with any other size, the
+        DataLoader would make batches of batches, and raises TypeError. If the run is in a bucket
+        and the DataLoader has workers, it needs `multiprocessing_context="spawn"`.
 
-        Each worker of a DataLoader reads a share of its own, and moves only its own copy of the
-        batches. So a loop with workers raises ValueError if the batches were restored, and `state`
-        raises ValueError once workers have read. The result has `state_dict` and
-        `load_state_dict`, with which torchdata's StatefulDataLoader continues its workers, if there
-        are equally many.
+        The first loop continues where this object stands. Every later loop begins at the start,
+        unless `restore` was called before it.
+
+        Each worker of a DataLoader reads a share of the data, and moves only its own copy of this
+        object. So a loop with workers raises ValueError if this object does not stand at the start,
+        and `state` raises ValueError after workers have read. The result has `state_dict` and
+        `load_state_dict`, with which torchdata's StatefulDataLoader continues its workers if it has
+        as many of them as before.
         """
         from torch.utils.data import IterableDataset
 
@@ -157,7 +180,7 @@ class Batches(Iterator[T]):
         return TorchBatches(self)
 
     def jax(self) -> Iterator[T]:
-        """Returns the same batches as JAX arrays."""
+        """Returns an iterator over these batches as JAX arrays (see TokenBatch.jax)."""
         return (batch.jax() for batch in self)
 
     def __next__(self) -> T:
@@ -185,7 +208,12 @@ class Batches(Iterator[T]):
         return batch
 
     def _next_window(self) -> Window:
-        """Returns the window at the position. Raises StopIteration after the last one."""
+        """Returns the window that begins at the current position.
+
+        Raises:
+            StopIteration: There are no more windows.
+            ValueError: There was none at all, because no token passes the filters.
+        """
         if self._windows is None:
             self._windows = self._share().beginning(self._position)
         try:
@@ -199,10 +227,10 @@ class Batches(Iterator[T]):
             raise
 
     def _share(self) -> Windows:
-        """The windows of what this process reads.
+        """Returns the windows of the data that this process reads.
 
-        Workers share chunks of the first run, or its whole pickles, which they then read in chunks
-        as well.
+        Chunks of the first run are divided among workers. Of pickles, whole shards are, and each
+        worker then cuts its own into chunks.
         """
         sources = self._sources
         options = self.options
@@ -219,12 +247,14 @@ class Batches(Iterator[T]):
         size = max(min(largest // row, options.buffer // many), least, 1)
         chunks, ahead = sources[0].chunks(), 1
         if by_ranges:
-            chunks = [piece for each in chunks for piece in cut(each, size)]
+            chunks = [piece for chunk in chunks for piece in cut(chunk, size)]
         chunks = share(shuffled(chunks, seed), options.worker, options.workers)
         chunks = share(chunks, *(self._loader_worker or ALONE))
         if not by_ranges:
-            parts = (shuffled(cut(each, size), seed, each.shard, each.start) for each in chunks)
-            chunks = [piece for part in parts for piece in part]
+            of_shards = (
+                shuffled(cut(chunk, size), seed, chunk.shard, chunk.start) for chunk in chunks
+            )
+            chunks = [piece for pieces in of_shards for piece in pieces]
         elif not local:
             most_bytes = IN_FLIGHT * LARGEST_READ
             ahead = max(min(IN_FLIGHT // hooks, most_bytes // (size * row)), 2)
@@ -232,23 +262,28 @@ class Batches(Iterator[T]):
         return Windows(chunks, self._reader(), ahead, most, seed)
 
     def _check_selection(self) -> None:
-        """Raises ValueError at the end of the data if it had no batch because of filters.
+        """Checks at the end of the data that there was a batch, unless there are no filters.
 
-        A worker that has no batch logs it: the others may have some.
+        If there are several workers, the others may have had batches, so a worker without a batch
+        only logs a warning.
+
+        Raises:
+            ValueError: No token passes the filters.
         """
         filters = dict.fromkeys(text for s in self._sources for text in s.options.filters)
         if self._position != Position() or not filters:
             return
-        told = f"no token passes these filters: {', '.join(filters)}"
+        message = f"no token passes these filters: {', '.join(filters)}"
         part, parts = self._loader_worker or ALONE
         worker, workers = self.options.worker * parts + part, self.options.workers * parts
         if workers == 1:
-            raise ValueError(told)
-        log.warning("in the share of worker %d of %d, %s", worker, workers, told)
+            raise ValueError(message)
+        log.warning("in the share of worker %d of %d, %s", worker, workers, message)
 
 
 def _loader_worker() -> tuple[int, int] | None:
-    """The number of this worker of a DataLoader of PyTorch, and of all; None outside of them."""
+    """Returns the number of this worker of a PyTorch DataLoader, and the number of its workers.
+    None if this process is no such worker."""
     data = sys.modules.get("torch.utils.data")
     info = data.get_worker_info() if data is not None else None
     return None if info is None else (info.id, info.num_workers)

@@ -444,7 +444,8 @@ class ActivationDataset(Samples):
                 machine.
 
         Raises:
-            ValueError: The hook has no codes, `contexts` is less than 1, or `around` less than 0.
+            ValueError: The hook has no codes or is not read, `contexts` is less than 1, or `around`
+                is less than 0.
             OSError: A shard is damaged.
         """
         return feature_table(self, hook, contexts, around)

@@ -1,7 +1,8 @@
-"""What the features of an autoencoder do: how often each is active, and where it is most active.
+"""The table of an autoencoder's features: how often each is active, and on which tokens most.
 
-One pass over the codes counts and keeps the strongest tokens of every feature, so memory grows with
-the number of features and not with the run. The tokens around them are read afterwards.
+One pass over the codes counts them and keeps the strongest tokens of every feature, so that memory
+grows with the number of features and not with the run. The tokens around these are read afterwards.
+`find_decoder` turns token ids into text without the tokenizer of the run.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from activation_extraction.common.tokenizer_files import (
 if TYPE_CHECKING:  # that module imports this one
     from activation_extraction.dataset.dataset import ActivationDataset
 
-SIZE = 2**14  # tokens that are read at a time
+SIZE = 2**14  # tokens of a batch
 CONTEXT = pyarrow.schema(
     {
         "value": pyarrow.float32(),
@@ -39,10 +40,16 @@ CONTEXT = pyarrow.schema(
 
 
 class Strongest:
-    """The tokens at which each of F features has its largest values.
+    """The tokens on which each feature has its largest values.
 
-    values: float32 (F, count), descending, -inf where a feature is active on fewer tokens.
-    tokens: int64 (F, count), their numbers.
+    Args:
+        features: Number of features, F.
+        count: Number of tokens to keep for each feature.
+
+    Attributes:
+        values: Largest values of each feature, float32 (F, count), in descending order; -inf after
+            the last token on which the feature is active.
+        tokens: Numbers of the tokens with these values, int64 (F, count).
     """
 
     def __init__(self, features: int, count: int) -> None:
@@ -50,11 +57,19 @@ class Strongest:
         self.tokens = np.zeros((features, count), np.int64)
 
     def add(self, ids: np.ndarray, values: np.ndarray, tokens: np.ndarray) -> None:
-        """Adds values of features, (n,) each; of equal ones, those that came first are kept."""
+        """Adds values. Of equal values, those that were added first are kept.
+
+        Args:
+            ids: Features that the values belong to, int32 (n,).
+            values: The values, float32 (n,).
+            tokens: Numbers of the tokens that have these values, int64 (n,).
+        """
         count = self.values.shape[1]
         large = values > self.values[ids, -1]
         order = np.lexsort((-values[large], ids[large]))
-        ids, values, tokens = (each[large][order] for each in (ids, values, tokens))
+        ids = ids[large][order]
+        values = values[large][order]
+        tokens = tokens[large][order]
         found, first, number = np.unique(ids, return_index=True, return_counts=True)
         rank = np.arange(len(ids)) - np.repeat(first, number)
         row = np.repeat(np.arange(len(found)), number)
@@ -74,11 +89,15 @@ def feature_table(
     """Returns a row for each feature of the codes at a hook. See `ActivationDataset.features`."""
     from tqdm import tqdm  # which reading does not need otherwise
 
-    hook, known = dataset.hooks.aliases.get(hook, hook), dataset.identity.code_hooks
-    if not known:
+    hook = dataset.hooks.aliases.get(hook, hook)
+    code_hooks = [name for name, values in dataset.shards.hooks.items() if not values.is_array]
+    if not dataset.identity.code_hooks:
         raise ValueError(f"{dataset.url}: has no codes, which --encode stores")
-    if hook not in known:
-        raise ValueError(f"{hook!r} has no codes; {', '.join(known)} have")
+    if hook not in code_hooks:
+        raise ValueError(
+            f"hook {hook!r} has no codes or is not read; codes are read at "
+            f"{', '.join(code_hooks) or 'no hook'}"
+        )
     if contexts < 1 or around < 0:
         raise ValueError(f"contexts {contexts}, around {around}: expected at least 1 and 0")
     features, seen = dataset.hooks[hook], 0
@@ -108,7 +127,13 @@ def feature_table(
 
 
 def _contexts(dataset: "ActivationDataset", strongest: Strongest, around: int) -> pyarrow.Array:
-    """Returns the list of the strongest tokens of every feature, with the tokens around each."""
+    """Returns the column `contexts` of a table of features: a list of CONTEXT for each feature.
+
+    Args:
+        dataset: Dataset with the codes.
+        strongest: Strongest tokens of every feature, by their numbers in the dataset.
+        around: Number of tokens of the sample to show on each side of a token.
+    """
     kept = np.isfinite(strongest.values)
     values, numbers = strongest.values[kept], strongest.tokens[kept]
     begins = np.cumsum([0, *(commit.tokens for commit in dataset.shards.commits)])
@@ -120,34 +145,38 @@ def _contexts(dataset: "ActivationDataset", strongest: Strongest, around: int) -
     for shard in np.unique(of_shard).tolist():
         reader, place = dataset.shards.get(shard), np.flatnonzero(of_shard == shard)
         tokens = reader.tokens(0, dataset.shards.commits[shard].tokens)
-        own = numbers[place] - begins[shard]
-        samples = np.searchsorted(reader.offsets, own, "right") - 1
-        starts = np.maximum(reader.offsets[samples], own - around)
-        stops = np.minimum(reader.offsets[samples + 1], own + around + 1)
+        in_shard = numbers[place] - begins[shard]
+        samples = np.searchsorted(reader.offsets, in_shard, "right") - 1
+        starts = np.maximum(reader.offsets[samples], in_shard - around)
+        stops = np.minimum(reader.offsets[samples + 1], in_shard + around + 1)
         ids = [tokens["token_ids"][start:stop] for start, stop in zip(starts, stops, strict=True)]
         columns = {
             "value": values[place],
             "sample_idx": reader.sample_idx[samples],
-            "position": tokens["position"][own],
+            "position": tokens["position"][in_shard],
             "token_ids": ids,
-            "token": own - starts,
-            "text": [decode and decode(each) for each in ids],
+            "token": in_shard - starts,
+            "text": [decode and decode(tokens_around) for tokens_around in ids],
         }
         places.append(place)
         tables.append(pyarrow.table(columns, CONTEXT))
-    each = pyarrow.concat_tables(tables).take(np.argsort(np.concatenate(places)))
+    contexts = pyarrow.concat_tables(tables).take(np.argsort(np.concatenate(places)))
     offsets = np.cumsum([0, *kept.sum(axis=1)], dtype=np.int32)
-    return pyarrow.ListArray.from_arrays(offsets, each.to_struct_array().combine_chunks())
+    return pyarrow.ListArray.from_arrays(offsets, contexts.to_struct_array().combine_chunks())
 
 
 def find_decoder(dataset: "ActivationDataset") -> Callable[[np.ndarray], str]:
-    """Returns a function that decodes token ids with the vocabulary that the run read.
+    """Returns a function that decodes token ids with the vocabulary of the run's model.
 
-    The run recorded the tokens that stand beside that vocabulary. An id without a token is shown as
-    a number in brackets.
+    Tokens that the files of the vocabulary lack are taken from metadata.json, in which the run has
+    recorded them. An id without a token is shown as a number in brackets.
+
+    Args:
+        dataset: Dataset of the run.
 
     Raises:
-        LookupError: The vocabulary is not on this machine, or cannot be read. Says what is needed.
+        LookupError: The package tokenizers or the vocabulary is not on this machine, or the
+            vocabulary cannot be read. The message says what is needed.
     """
     try:
         from tokenizers import Tokenizer, decoders, models

@@ -1,4 +1,4 @@
-"""TokenRecords: the tokens of a run as records in any order, of which grain makes batches."""
+"""TokenRecords: a source of records of tokens for grain, which reads them in any order."""
 
 from bisect import bisect_right
 from itertools import accumulate
@@ -11,7 +11,15 @@ from activation_extraction.dataset.windows import Chunk
 
 
 class TokenRecords:
-    """A `grain.sources.RandomAccessDataSource`; `ActivationDataset.grain` describes its records."""
+    """A `grain.sources.RandomAccessDataSource`. `ActivationDataset.grain` describes its records.
+
+    Args:
+        source: Source of the tokens, whose options choose the hooks.
+        tokens: Number of tokens in a record.
+
+    Raises:
+        ValueError: `tokens` is less than 1.
+    """
 
     def __init__(self, source: TokenSource, tokens: int) -> None:
         if (tokens := index(tokens)) < 1:
@@ -28,12 +36,16 @@ class TokenRecords:
         return f"TokenRecords(data={source.fingerprint}, hooks={hooks}, tokens={self._tokens})"
 
     def __getitem__(self, number: int) -> dict[str, np.ndarray]:
-        if not 0 <= (number := index(number)) < len(self):
+        number = index(number)
+        if not 0 <= number < len(self):
             raise IndexError(f"record {number}: there are {len(self)}, counted from 0")
-        source, shard = self._source, bisect_right(self._firsts, number) - 1
+        source = self._source
+        shard = bisect_right(self._firsts, number) - 1
         start = (number - self._firsts[shard]) * self._tokens
         stop = min(start + self._tokens, source.shards.commits[shard].tokens)
         batch = source.whole_tokens([Chunk(shard, start, stop)])
         shared = {name: getattr(batch, name) for name in ("token_ids", "sample_idx", "position")}
         record = {**batch.activations, **shared, **batch.labels}
-        return {k: v[0, ...] for k, v in record.items()} if self._tokens == 1 else record
+        if self._tokens == 1:
+            return {name: values[0, ...] for name, values in record.items()}
+        return record

@@ -1,4 +1,8 @@
-"""OpenShards: the shards of a run, of which those that were read last stay open."""
+"""OpenShards: opens the shards of a run when they are read, and keeps the last ones open.
+
+It knows which shard has which samples, and reads the tables and the statistics beside the shards.
+store/shard_reader.py reads a single shard.
+"""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -39,16 +43,16 @@ from activation_extraction.store.statistics import HookStatistics, Statistics, S
 from activation_extraction.store.totals import Totals
 from activation_extraction.text.sample_facts import SampleFacts
 
-OPEN_SHARDS = 128  # that are mapped; one pickle stays in memory
-KEPT_BYTES = 2**28  # of what the shards in a bucket say of their tokens
-TABLE_ROWS = 100_000  # of tables of samples that stay in memory, and at least one table
+OPEN_SHARDS = 128  # local safetensors files that stay mapped; of pickles, one stays in memory
+KEPT_BYTES = 2**28  # most memory for the front bytes of shards in a bucket that stay open
+TABLE_ROWS = 100_000  # most rows of the tables of samples in memory, except for a single table
 
 T = TypeVar("T")
 
 
 @contextmanager
 def as_os_errors() -> Iterator[None]:
-    """Turns a RunError into an OSError, as a reader expects it of a damaged file."""
+    """Raises OSError in place of a RunError, because users expect it for a damaged file."""
     try:
         yield
     except RunError as error:
@@ -57,13 +61,24 @@ def as_os_errors() -> Iterator[None]:
 
 @dataclass
 class OpenShards:
-    """The shards of a run; those that were read last stay open. Methods raise OSError.
+    """The shards of a run, which are opened when they are read. The last ones stay open.
 
-    url: of the run. local: whether its shards are files here. shards: the name of the folder and
-    the commit of each. firsts: the number of samples before each shard, and that of all. table:
-    returns the table of a shard's samples, as `read_table` does. A copy of this in another process
-    opens its own files and connections; a fork can read only local runs. Raises ValueError if a
-    file is too small for its tokens.
+    A pickled copy in another process opens files and connections of its own. A fork of this process
+    can read only local runs. Methods that read raise OSError for damaged, missing and replaced
+    files.
+
+    Attributes:
+        url: URL of the run, with its secrets.
+        local: Whether the run is on this machine.
+        shards: Name of the host's folder ("" for the output itself) and commit of each shard.
+        hooks: Hooks that are read, by name.
+        commits: Commits of the shards.
+        firsts: Number of samples before each shard, and, as the last item, of all samples.
+        by_ranges: Whether rows of every shard can be read without the rest of it.
+        table: Function that returns the table of a shard's samples, given the shard's number.
+
+    Raises:
+        ValueError: A file is too small for its tokens.
     """
 
     url: str
@@ -97,12 +112,16 @@ class OpenShards:
         return OpenShards, (self.url, self.local, self.shards, self.hooks)
 
     def get(self, shard: int) -> SafetensorsFile:
-        """Returns the reader of a shard, which is opened once, also if several threads ask."""
+        """Returns an open shard. It is opened only once if several threads need it.
+
+        Args:
+            shard: Number of the shard, from 0.
+        """
         with self._locks[shard]:
             return self._open(shard)
 
     def row_bytes(self, hooks: Sequence[str]) -> int:
-        """Returns the bytes of one token at these hooks in memory."""
+        """Returns the bytes of memory for the values of one token at some hooks."""
         return sum(self.hooks[name].row.itemsize for name in hooks)
 
     def _check_sizes(self) -> None:
@@ -117,17 +136,33 @@ class OpenShards:
                 )
 
     def shard_of(self, sample: int) -> int:
-        """Returns the number of the shard that has the sample with this number in the run."""
+        """Returns the number of the shard that contains a sample.
+
+        Args:
+            sample: Number of the sample in the run, in the order of the shards.
+        """
         return bisect_right(self.firsts, sample) - 1
 
     def facts(self, sample: int) -> SampleFacts:
-        """Returns the facts of the sample with this number in the run."""
+        """Returns the facts of a sample.
+
+        Args:
+            sample: Number of the sample in the run, in the order of the shards.
+        """
         shard = self.shard_of(sample)
         row = self.table(shard).slice(sample - self.firsts[shard], 1)
         return stored_samples(row)[0].facts
 
     def find(self, folder: str, sample_idx: int) -> int | None:
-        """Returns the number in the run of a sample of a folder; None if no shard has it."""
+        """Returns the number of a sample in the run, in the order of the shards.
+
+        Args:
+            folder: Name of the folder of the host that stored the sample.
+            sample_idx: Number of the sample among those of all hosts.
+
+        Returns:
+            The number; None if no shard of the folder contains the sample.
+        """
         for number, (name, commit) in enumerate(self.shards):
             if name == folder and commit.first <= sample_idx <= commit.last:
                 numbers = self.table(number)["sample_idx"].to_numpy()
@@ -137,7 +172,11 @@ class OpenShards:
         return None
 
     def each(self, read: Callable[[int], T]) -> Iterator[T]:
-        """Yields what `read` returns for the number of each shard, read by several threads."""
+        """Yields the results of reading all shards, in their order. Several threads read them.
+
+        Args:
+            read: Function that reads a shard, given its number.
+        """
         with ThreadPoolExecutor(IN_FLIGHT) as pool:  # which a fork of this process does not meet
             yield from pool.map(read, range(len(self.shards)))
 
@@ -147,8 +186,15 @@ class OpenShards:
         return concatenate_tables(self.each(self.table))
 
     def columns(self, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """Returns the values of columns of the table of all samples, as they were given, in arrays
-        of objects. They stay in memory, and the tables are read once for those that do not yet."""
+        """Returns columns of the table of all samples. They stay in memory.
+
+        Args:
+            names: Names of the columns.
+
+        Returns:
+            The values as they were stored, by the name of the column: arrays of objects (samples,),
+            with None for a sample that lacks the column.
+        """
         if missing := [name for name in names if name not in self._columns]:
             tables = list(self.each(self.table))
             for name in missing:
@@ -158,11 +204,12 @@ class OpenShards:
 
     @cached_property
     def statistics(self) -> ByHook[HookStatistics]:
-        """The statistics of every hook over all shards, which read `sums` when they need them."""
-        found = Totals.of(self.commits).statistics
+        """The statistics of every hook over all shards. The statistics of every dimension read
+        `sums` when they are first used."""
+        totals = Totals.of(self.commits).statistics
         statistics = {
             name: HookStatistics(
-                **vars(found.get(name, Statistics())), load=partial(self._sums_of, name)
+                **vars(totals.get(name, Statistics())), load=partial(self._sums_of, name)
             )
             for name in self.hooks
         }
@@ -173,12 +220,15 @@ class OpenShards:
 
     @cached_property
     def sums(self) -> dict[str, Sums]:
-        """The sums of all shards by hook, merged in their order: always with the same result.
-        Codes have none, and neither has a run without shards."""
+        """The sums over all shards, by the name of the hook. Codes have none.
+
+        They are merged in the order of the shards, so that the result is always the same. Empty for
+        a run without shards.
+        """
         summed = [name for name, hook in self.hooks.items() if hook.is_array]
-        total: dict[str, Sums] = {}  # as large as what was read
-        for found in self.each(partial(self._read, partial(read_sums, hooks=summed))):
-            for hook, sums in found.items():
+        total: dict[str, Sums] = {}
+        for of_shard in self.each(partial(self._read, partial(read_sums, hooks=summed))):
+            for hook, sums in of_shard.items():
                 total[hook] = total[hook].merge(sums) if hook in total else sums
         return total
 
@@ -190,7 +240,18 @@ def _read(
     read: Callable[[Folder, Commit], T],
     number: int,
 ) -> T:
-    """Returns what `read` makes of a shard's folder and commit. folders: the open ones, by name."""
+    """Returns the result of reading a shard.
+
+    Args:
+        url: URL of the run.
+        shards: Name of the folder and commit of each shard.
+        folders: Folders that are open, by name. The shard's folder is added.
+        read: Function that reads a shard, given its folder and its commit.
+        number: Number of the shard, from 0.
+
+    Raises:
+        OSError: `read` has raised RunError.
+    """
     name, commit = shards[number]
     with as_os_errors():
         if name not in folders:

@@ -1,8 +1,8 @@
-"""Runs over the same data, read as one: `paired` gives two side by side, `join` adds up hooks.
+"""Runs over the same data that are read as one: side by side (`paired`), or joined (`join`).
 
-Samples are the same that come from the same row of the data set, and tokens that are at the same
-position of these. Other data may have rows of the same names, so runs that record other data are
-refused.
+Two samples are the same if they come from the same row of the data set, and two tokens if they also
+have the same position. Different data may have rows of the same names, so runs whose metadata
+records different data are refused.
 """
 
 import json
@@ -29,8 +29,8 @@ from activation_extraction.dataset.token_batch import (
 )
 from activation_extraction.dataset.token_source import (
     BatchOptions,
-    FoundTokens,
     Read,
+    ShardTokens,
     TokenSource,
     as_mask,
     default_buffer,
@@ -44,10 +44,20 @@ if TYPE_CHECKING:  # that module imports this one
 
 
 class AlignedRuns:
-    """Several runs over the same data, of which the tokens that all have are read.
+    """Several runs over the same data, of which the tokens that all runs have are read.
 
-    runs: the datasets. unpaired_samples: how many samples each has that not all have. The length is
-    the number of samples that all have.
+    Its length is the number of samples that all runs have.
+
+    Args:
+        *runs: Datasets of the runs.
+
+    Attributes:
+        runs: The datasets.
+        unpaired_samples: For each run, the number of its samples that some other run lacks.
+
+    Raises:
+        ValueError: The runs have no row in common, two samples of one run come from the same row,
+            or the metadata shows that the samples come from other data or were made in another way.
     """
 
     def __init__(self, *runs: "ActivationDataset") -> None:
@@ -55,32 +65,36 @@ class AlignedRuns:
         for run in runs[1:]:
             files = runs[0].data_files, run.data_files
             for name, before, now in runs[0].identity.other_samples(run.identity, *files):
-                told = (
+                message = (
                     f"{runs[0].url} and {run.url}: their samples are not those of the same data: "
                     f"{name} is {shown(before, now)} in one and {shown(now, before)} in the other"
                 )
-                raise ValueError(without_secrets(told))
+                raise ValueError(without_secrets(message))
         tables = [_rows(run, str(number)) for number, run in enumerate(runs)]
         table = reduce(lambda one, other: one.join(other, "row", join_type="inner"), tables)
-        # int64 (runs, samples): the number of each sample in each run, as the first orders them.
+        # Numbers of the samples in each run, int64 (runs, samples), in the order of the first run.
         self._numbers = np.stack(table.sort_by("0").drop_columns("row").columns)
         if not len(self):
             raise ValueError(f"{urls}: no row of the data set has a sample in each of them")
         self.unpaired_samples = tuple(len(run) - len(self) for run in runs)
         tokens = [run.shards.columns(["tokens"])["tokens"] for run in runs]
-        common = [each[own].astype(int) for each, own in zip(tokens, self._numbers, strict=True)]
+        # Numbers of tokens of these samples in each run.
+        common = [
+            of_run[numbers].astype(int)
+            for of_run, numbers in zip(tokens, self._numbers, strict=True)
+        ]
         for run, left_out, in_all in zip(runs, self.unpaired_samples, common, strict=True):
             if left_out:
                 what = counted(left_out, "sample"), counted(run.tokens - in_all.sum(), "token")
                 log.warning("%s: %s (%s) left out: not all runs have them", run.url, *what)
         if any(
-            run.identity.kept_tokens != runs[0].identity.kept_tokens or (each != common[0]).any()
-            for run, each in zip(runs, common, strict=True)
+            run.identity.kept_tokens != runs[0].identity.kept_tokens or (counts != common[0]).any()
+            for run, counts in zip(runs, common, strict=True)
         ):
-            told = (
-                "%s: store different tokens of the same samples; only those that all have are read"
+            log.warning(
+                "%s: store different tokens of the same samples; only those that all have are read",
+                urls,
             )
-            log.warning(told, urls)
 
     def __len__(self) -> int:
         return self._numbers.shape[1]
@@ -88,10 +102,16 @@ class AlignedRuns:
     def _batches(
         self, form: Any, hooks: Sequence[list[str]], options: BatchOptions
     ) -> Batches[Any]:
-        """Batches of the tokens that all runs have: what `form` makes of a batch of each run.
+        """Returns batches of the tokens that all runs have.
 
-        hooks: the names of those to read, of each run. A mask in `where` is over the samples of the
-        first run; a function gets the table of each. Raises ValueError.
+        Args:
+            form: Function that makes the result, given a batch of each run.
+            hooks: Names of the hooks to read, for each run.
+            options: Options of the batches. A mask in `where` is over the samples of the first run;
+                a function in `where` is called with the table of each run.
+
+        Raises:
+            ValueError: An option makes no sense for these runs.
         """
         runs = list(zip(self.runs, hooks, strict=True))
         row = sum(run.shards.row_bytes(names) for run, names in runs)
@@ -105,8 +125,8 @@ class AlignedRuns:
                 limits = {n: limit for n, limit in limits.items() if aliases.get(n, n) in names}
                 unread -= limits.keys()
             where = options.where if callable(options.where) or not sources else None
-            own = dict(hooks=names, buffer=buffer, max_norm=limits, where=where)
-            sources.append(run.source(replace(options, **own)))
+            of_run = dict(hooks=names, buffer=buffer, max_norm=limits, where=where)
+            sources.append(run.source(replace(options, **of_run)))
         for name in unread:
             raise ValueError(f"max_norm: hook {name!r} is not read")
         sources[0] = sources[0].of(self._numbers[0])
@@ -114,26 +134,44 @@ class AlignedRuns:
 
 
 class PairedRuns(AlignedRuns):
-    """Two runs side by side; `paired` makes it."""
+    """Two runs that are read side by side. `paired` makes it."""
 
     def batches(self, size: int, hooks: Any = None, **options: Any) -> Batches[TokenPair]:
-        """Returns all tokens that both runs have, as pairs of batches of `size`, a batch of each
-        run: row t of every array belongs to the same token.
+        """Returns an iterator over the tokens that both runs have, as pairs of batches.
 
-        BatchOptions describes all arguments; the order is that of the first run. A token comes only
-        if it passes the filters in both runs. hooks: those of both runs; to read other hooks of
-        each, give datasets of these to `paired`. where: a function is called with the table of each
-        run; a mask is over the samples of the first. Raises ValueError as for one run.
+        Row t of every array of a pair belongs to the same token. Tokens have the order of the first
+        run, and only those are read that pass the filters in both runs.
+
+        Args:
+            size: Number of tokens in each batch of a pair; the last pair may have fewer.
+            hooks: Names of the hooks to read in both runs, or globs. None for all hooks of both
+                datasets. To read different hooks, give `paired` datasets that were opened with
+                these hooks.
+            **options: Any other field of BatchOptions. A mask in `where` is over the samples of the
+                first run; a function in `where` is called with the table of each run.
+
+        Raises:
+            ValueError: An argument makes no sense for these runs.
         """
         names = [run.hooks.chosen(run.url, hooks) for run in self.runs]
         return self._batches(TokenPair._make, names, BatchOptions(size, **options))
 
 
 class JoinedRuns(AlignedRuns, Samples):
-    """Runs of different hooks over the same data, as one dataset; `ActivationDataset.join` makes
-    it. It has the samples and tokens that all runs have, in the order of the first run.
+    """Runs of different hooks over the same data, as one sequence of samples.
 
-    hooks, dtypes: the width and the dtype of every hook, by name.
+    `ActivationDataset.join` makes it. It has the samples and tokens that all runs have, in the
+    order of the first run.
+
+    Args:
+        *runs: Datasets of the runs.
+
+    Attributes:
+        hooks: Width of every hook, by name.
+        dtypes: Dtype of every hook, by name.
+
+    Raises:
+        ValueError: Two runs have a hook of the same name, or AlignedRuns refuses them.
     """
 
     def __init__(self, *runs: "ActivationDataset") -> None:
@@ -143,36 +181,52 @@ class JoinedRuns(AlignedRuns, Samples):
 
     @cached_property
     def statistics(self) -> ByHook[HookStatistics]:
-        """Statistics by hook, over all that its own run has stored."""
+        """Statistics by the name of the hook, over all tokens of the run that has the hook."""
         return _joined_hooks([run.statistics for run in self.runs])
 
     @cached_property
     def samples(self) -> pyarrow.Table:
-        """The table of the samples, as the first run has it: `tokens` counts those that it has."""
+        """The table of the samples that all runs have, from the first run. Its column `tokens`
+        counts the tokens that the first run stores."""
         return self.runs[0].samples.take(self._numbers[0])
 
     def join(self, other: Any) -> "JoinedRuns":
-        """Returns the same with the hooks of another run, too. See `ActivationDataset.join`."""
+        """Returns a dataset that also has the hooks of another run. See `ActivationDataset.join`.
+
+        Args:
+            other: An ActivationDataset, or the URL of a run.
+        """
         return JoinedRuns(*self.runs, self.runs[0].opened(other))
 
     def batches(self, size: int, hooks: Any = None, **options: Any) -> Batches[TokenBatch]:
-        """Returns all tokens, in batches of `size`, with the hooks of all runs.
+        """Returns an iterator over the tokens that all runs have, with the hooks of all runs.
 
-        BatchOptions describes all arguments; `where` is over the joined samples. A token comes only
-        if it passes the filters in all runs. What a batch has beside activations is what the first
-        run has. Raises ValueError as for one run.
+        Only tokens are read that pass the filters in all runs. All arrays of a batch except for the
+        activations come from the first run.
+
+        Args:
+            size: Number of tokens in a batch; the last batch may have fewer.
+            hooks: Names of the hooks to read, or globs. None for all hooks.
+            **options: Any other field of BatchOptions. `where` is over the samples of this object.
+
+        Raises:
+            ValueError: An argument makes no sense for these runs.
         """
         names = self.hooks.chosen("the joined runs", hooks)
         of_runs = [[name for name in names if name in run.hooks] for run in self.runs]
-        asked = BatchOptions(size, **options)
-        if (where := asked.where) is not None:
+        batch_options = BatchOptions(size, **options)
+        if (where := batch_options.where) is not None:
             mask = as_mask(where(self.samples) if callable(where) else where, len(self))
             of_first = np.isin(np.arange(len(self.runs[0])), self._numbers[0][mask])
-            asked = replace(asked, where=of_first)
-        return self._batches(_joined, of_runs, asked)
+            batch_options = replace(batch_options, where=of_first)
+        return self._batches(_joined, of_runs, batch_options)
 
     def _sample(self, index: int) -> SampleActivations:
-        """Raises ValueError where the runs have different token ids."""
+        """Returns a sample with the hooks of all runs, of the tokens that all runs have.
+
+        Raises:
+            ValueError: The runs have different token ids.
+        """
         numbers = self._numbers[:, index].tolist()
         samples = [run[number] for run, number in zip(self.runs, numbers, strict=True)]
         position = reduce(np.intersect1d, (sample.position for sample in samples))
@@ -183,17 +237,26 @@ class JoinedRuns(AlignedRuns, Samples):
 
 
 def aligned_reader(sources: Sequence[TokenSource], numbers: np.ndarray) -> Read:
-    """Returns what reads the tokens of a chunk of the first run that all runs have and let through.
+    """Returns a function that reads the tokens of a chunk that all runs have.
 
-    numbers: those of AlignedRuns. If another run has pickles, tokens are aligned by whole shards of
-    the first, since every alignment unpacks all pickles that it needs.
+    If another run has pickles, tokens are aligned by whole shards of the first run, because every
+    alignment decompresses all pickles that it needs.
+
+    Args:
+        sources: Sources of the runs. The source of the first run has a mask.
+        numbers: Numbers of the same samples in each run, int64 (runs, samples), in the order of the
+            first run.
+
+    Returns:
+        A function that takes a chunk of the first run, and returns a block for each run. Their rows
+        are the tokens that pass the filters of all runs.
     """
     first, *others = sources
     numbers = numbers[:, np.asarray(first.mask)[numbers[0]]]
     whole = not all(source.shards.by_ranges for source in others)
 
     @lru_cache(int(whole))
-    def align(chunk: Chunk) -> tuple[FoundTokens, list[Block]]:
+    def align(chunk: Chunk) -> tuple[ShardTokens, list[Block]]:
         ours = first.tokens([chunk])
         here = slice(*np.searchsorted(numbers[0], ours.samples[[0, -1]] + [0, 1]))
         return ours, [
@@ -215,9 +278,21 @@ def aligned_reader(sources: Sequence[TokenSource], numbers: np.ndarray) -> Read:
     return read
 
 
-def _partners(one: TokenSource, other: TokenSource, ours: FoundTokens, pairs: np.ndarray) -> Block:
-    """The tokens of another run with a row for each of the tokens of the first, which is -1 where
-    that run lacks it, or one of both leaves it out. Raises ValueError if the id of a token differs.
+def _partners(one: TokenSource, other: TokenSource, ours: ShardTokens, pairs: np.ndarray) -> Block:
+    """Finds tokens of the first run in another run, and reads them there.
+
+    Args:
+        one: Source of the first run.
+        other: Source of the other run.
+        ours: Tokens of the first run.
+        pairs: Numbers of their samples in the first run and in the other run, int64 (2, samples).
+
+    Returns:
+        A block of the other run with a row for each token of `ours`. A row is -1 if the other run
+        lacks the token, or if the token does not pass the filters of both runs.
+
+    Raises:
+        ValueError: A token has another id in the other run.
     """
     of_one, of_other = pairs[:, np.argsort(pairs[1])]
     keys = ours.samples << 32 | ours.tokens.position
@@ -238,22 +313,31 @@ def _partners(one: TokenSource, other: TokenSource, ours: FoundTokens, pairs: np
 
 
 def _check_same_tokens(urls: Sequence[str], *runs: Any) -> None:
-    """Raises ValueError for the first token whose id differs. runs: batches or samples of the same
-    tokens, of two runs with these urls."""
+    """Raises ValueError, which names the first such token, if the ids of tokens differ.
+
+    Args:
+        urls: URLs of two runs.
+        *runs: A batch or a sample of each run, with the same tokens.
+    """
     for token in np.flatnonzero(runs[0].token_ids != runs[1].token_ids):
-        told = " but ".join(
-            f"{each.token_ids[token]} in sample "
-            f"{np.broadcast_to(each.sample_idx, each.token_ids.shape)[token]} of {url}"
-            for url, each in zip(urls, runs, strict=True)
+        difference = " but ".join(
+            f"{tokens.token_ids[token]} in sample "
+            f"{np.broadcast_to(tokens.sample_idx, tokens.token_ids.shape)[token]} of {url}"
+            for url, tokens in zip(urls, runs, strict=True)
         )
-        told = f"the token at position {runs[0].position[token]} of the same row is {told}"
-        raise ValueError(without_secrets(told))
+        position = runs[0].position[token]
+        message = f"the token at position {position} of the same row is {difference}"
+        raise ValueError(without_secrets(message))
 
 
-def _joined_hooks(every: Sequence[ByHook[Any]]) -> ByHook[Any]:
-    """The values of several runs by hook. Raises ValueError for a hook that two have."""
+def _joined_hooks(of_runs: Sequence[ByHook[Any]]) -> ByHook[Any]:
+    """Returns the values by hook of several runs together.
+
+    Raises:
+        ValueError: Two runs have a hook of the same name.
+    """
     joined = ByHook[Any]({})
-    for of_run in every:
+    for of_run in of_runs:
         for hook in filter(joined.__contains__, of_run):
             raise ValueError(f"hook {hook!r} is in more than one of the runs")
         joined.update(of_run)
@@ -261,28 +345,43 @@ def _joined_hooks(every: Sequence[ByHook[Any]]) -> ByHook[Any]:
     return joined
 
 
-def _joined(every: Sequence[Any]) -> Any:
-    """Batches or samples of several runs as one, with the hooks of all."""
-    return replace(every[0], activations=_joined_hooks([each.activations for each in every]))
+def _joined(of_runs: Sequence[Any]) -> Any:
+    """Returns batches or samples of the same tokens, one of each run, as one with all hooks."""
+    activations = _joined_hooks([tokens.activations for tokens in of_runs])
+    return replace(of_runs[0], activations=activations)
 
 
 def _at_positions(sample: SampleActivations, position: np.ndarray) -> SampleActivations:
-    """The tokens of a sample that are at these positions."""
+    """Returns a sample with only those of its tokens that are at these positions."""
     rows = np.isin(sample.position, position)
     kept: dict[str, Any] = {
-        n: v[rows] for n, v in vars(sample).items() if isinstance(v, np.ndarray)
+        name: values[rows]
+        for name, values in vars(sample).items()
+        if isinstance(values, np.ndarray)
     }
     return replace(sample, activations=sample.activations.map(itemgetter(rows)), **kept)
 
 
 def _rows(run: "ActivationDataset", number: str) -> pyarrow.Table:
-    """The row of every sample that has one, as JSON, which includes the piece and start of a piece
-    of a document, and in column `number` the sample's number. Raises ValueError where two samples
-    come from the same row."""
+    """Returns the rows of the data set that the samples of a run come from.
+
+    Args:
+        run: Dataset of the run.
+        number: Name of the column with the numbers of the samples.
+
+    Returns:
+        A table with a row for each sample whose `row` is stored: this `row`, as JSON, which differs
+        between the pieces of a document, and the number of the sample in the run.
+
+    Raises:
+        ValueError: Two samples come from the same row.
+    """
     numbers = dict[str, int]()
-    for n, row in enumerate(run.shards.columns(["row"])["row"]):
-        if row is not None and numbers.setdefault(json.dumps(row, sort_keys=True), n) != n:
+    for sample, row in enumerate(run.shards.columns(["row"])["row"]):
+        if row is None:
+            continue
+        if numbers.setdefault(json.dumps(row, sort_keys=True), sample) != sample:
             url = without_secrets(run.url)
-            raise ValueError(f"{url}: sample {n} has the row of another sample")
+            raise ValueError(f"{url}: sample {sample} has the row of another sample")
     schema = pyarrow.schema({"row": pyarrow.string(), number: pyarrow.int64()})
     return pyarrow.table([[*numbers], [*numbers.values()]], schema=schema)

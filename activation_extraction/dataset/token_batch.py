@@ -43,25 +43,43 @@ class ByHook(dict[str, T]):
         return ByHook({hook: convert(value) for hook, value in self.items()}, self.aliases)
 
     def chosen(self, where: str, hooks: Any) -> list[str]:
-        """Returns the hooks that have a name which any of these globs matches, in the order of the
-        globs; None asks for all. Raises ValueError for a glob that matches nothing. where: names
-        the run in messages."""
+        """Returns the canonical names of some hooks, each once.
+
+        Args:
+            where: URL of the run, for messages.
+            hooks: Name or glob, or several of them, which may match any name of a hook. None for
+                all hooks.
+
+        Returns:
+            The names in the order of the globs.
+
+        Raises:
+            ValueError: A glob matches nothing.
+        """
         if hooks is None:
             return list(self)
         names = {hook: [hook] for hook in self}
         for alias, hook in self.aliases.items():
             names.get(hook, []).append(alias)
-        found: dict[str, None] = {}
+        chosen: dict[str, None] = {}  # as an ordered set
         for pattern in [hooks] if isinstance(hooks, str) else hooks:
-            new = [h for h, known in names.items() if any(fnmatchcase(n, pattern) for n in known)]
-            if not new:
+            matches = [
+                hook
+                for hook, names_of_hook in names.items()
+                if any(fnmatchcase(name, pattern) for name in names_of_hook)
+            ]
+            if not matches:
                 raise ValueError(f"{where}: has no hook {pattern!r}; it has {', '.join(self)}")
-            found |= dict.fromkeys(new)
-        return list(found)
+            chosen |= dict.fromkeys(matches)
+        return list(chosen)
 
 
 def recorded_aliases(hooks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns every other name of the hooks that metadata.json describes -> the canonical one."""
+    """Returns the canonical names of hooks by their other names.
+
+    Args:
+        hooks: Descriptions of the hooks in metadata.json.
+    """
     return {
         alias: hook["name"]
         for hook in hooks
@@ -72,13 +90,21 @@ def recorded_aliases(hooks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Some tokens; row t of every array belongs to the same token.
+    """Tokens with their activations at several hooks. Row t of every array belongs to one token.
 
-    activations: hook, by any of its names -> (size, width); at a hook of codes, Codes. token_ids,
-    position: int32 (size,); the position counts from 0 within the sample. sample_idx: int64
-    (size,). role, turn: int32 (size,), None where the run has none; a role is an index in ROLES.
-    columns: of the table of samples, by name, where batches are asked for them: NumPy arrays of
-    objects (size,), which stay what they are when the others become tensors.
+    Arrays are NumPy's, PyTorch's (after `torch` and `to`) or JAX's (after `jax`). `batch[hook]`
+    returns the activations at a hook.
+
+    Attributes:
+        activations: Values by hook, by any of its names, (size, width); Codes at a hook of codes.
+        token_ids: Ids of the tokens, int32 (size,).
+        sample_idx: Numbers of the samples that the tokens belong to, int64 (size,).
+        position: Positions of the tokens in their samples, from 0, int32 (size,).
+        role: Roles of the tokens, int32 (size,), indices in `activation_extraction.ROLES`. None if
+            the run has no roles.
+        turn: Turns of the tokens, int32 (size,), counted from 0. None if the run has no turns.
+        columns: Columns of the table of samples, by name, if the batches were made with `columns`.
+            They are NumPy arrays of objects (size,), also in batches of tensors.
     """
 
     activations: ByHook[Any]
@@ -101,7 +127,7 @@ class TokenBatch:
         return self.position
 
     def __iter__(self) -> Iterator[str]:
-        """The names of the hooks, as of a dict."""
+        """Iterates over the names of the hooks, like a dict."""
         return iter(self.activations)
 
     def keys(self) -> KeysView[str]:
@@ -109,32 +135,37 @@ class TokenBatch:
         return self.activations.keys()
 
     def items(self) -> ItemsView[str, Any]:
-        """Returns the names of the hooks with their activations."""
+        """Returns pairs of a hook's name and its activations."""
         return self.activations.items()
 
     def to(self, device: Any) -> "TokenBatch":
-        """Returns the same as PyTorch tensors on a device."""
+        """Returns the batch as PyTorch tensors on a device.
+
+        Args:
+            device: Device of PyTorch, such as "cuda".
+        """
         tensors = self if hasattr(self.token_ids, "is_pinned") else self.map(np.array).torch()
         return tensors.map(methodcaller("to", device))
 
     @property
     def arrays(self) -> list[Any]:
-        """The activations of every hook, and the arrays that all hooks share, but `columns`."""
+        """All arrays in a fixed order: the activations of every hook, then the others, without
+        `columns`."""
         shared = self.token_ids, self.sample_idx, self.position, *self.labels.values()
         return [*self.activations.values(), *shared]
 
     @property
     def labels(self) -> dict[str, Any]:
-        """The labels of tokens that the run has, by name."""
+        """The arrays `role` and `turn` by name, if the run has them."""
         labels = {"role": self.role, "turn": self.turn}
         return {name: values for name, values in labels.items() if values is not None}
 
     def torch(self) -> "TokenBatch":
-        """Returns the same as PyTorch tensors, in the same memory."""
+        """Returns the batch as PyTorch tensors, which share its memory."""
         return self.map(as_tensor)
 
     def jax(self) -> "TokenBatch":
-        """Returns the same as JAX arrays on JAX's default device.
+        """Returns the batch as JAX arrays on JAX's default device.
 
         `sample_idx` stays a NumPy array: JAX would cut it to 32 bits.
         """
@@ -143,7 +174,7 @@ class TokenBatch:
         return replace(self.map(jax.device_put), sample_idx=self.sample_idx)
 
     def map(self, convert: Callable[[np.ndarray], Any]) -> "TokenBatch":
-        """Returns `convert` applied to every array but `columns`."""
+        """Returns a batch with `convert` applied to every array except those in `columns`."""
         return TokenBatch(
             self.activations.map(lambda values: map_arrays(values, convert)),
             convert(self.token_ids),
@@ -155,7 +186,12 @@ class TokenBatch:
 
 
 class TokenPair(NamedTuple):
-    """The same tokens in two runs: row t of every array of both belongs to the same token."""
+    """Batches of the same tokens from two runs. Row t of every array of both is one token.
+
+    Attributes:
+        first: Batch of the first run that `paired` was given.
+        second: Batch of the second run.
+    """
 
     first: TokenBatch
     second: TokenBatch
@@ -201,10 +237,13 @@ def concatenate_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
 
 
 class Block(NamedTuple):
-    """Tokens that were read. rows: the numbers of those that pass the filters, ascending.
+    """Tokens that were read together, and which of them are wanted.
 
-    Where several runs are read as one, each has its own block, and row i is of the same token. The
-    rows of all are then in the order of the first run.
+    Attributes:
+        tokens: The tokens with their activations.
+        rows: Indices into `tokens` of the tokens that pass the filters, int64 (rows,). They ascend,
+            except in the blocks of paired or joined runs: there is a block for each run, row i of
+            every block is the same token, and all blocks have the order of the first run.
     """
 
     tokens: TokenBatch
@@ -212,27 +251,34 @@ class Block(NamedTuple):
 
 
 def copy_rows(block: Block, places: np.ndarray, target: TokenBatch) -> None:
-    """Copies the rows of a block, of which there must be one, to these rows of `target`, which has
-    its own dtypes."""
-    of, to = _as_slice(block.rows), _as_slice(places)
-    for values, found in zip(block.tokens.arrays, target.arrays, strict=True):
-        as_stored, same = _bits_of(values), values.dtype == found.dtype
-        room = _bits_of(found) if same else found
-        if same and isinstance(to, slice) and not isinstance(of, slice):
+    """Copies the rows of a block into a batch, and converts them to the dtypes of the batch.
+
+    Args:
+        block: Block with at least one row.
+        places: Rows of `target` to copy to, int64 (rows,).
+        target: Batch that is written to.
+    """
+    source_rows, target_rows = _as_slice(block.rows), _as_slice(places)
+    for values, output in zip(block.tokens.arrays, target.arrays, strict=True):
+        same_dtype = values.dtype == output.dtype
+        bits = _bits_of(values)
+        output_bits = _bits_of(output) if same_dtype else output
+        if same_dtype and isinstance(target_rows, slice) and not isinstance(source_rows, slice):
             # With mode="raise", NumPy would copy to `out` by way of other memory.
-            np.take(as_stored, of, axis=0, out=room[to], mode="clip")
+            np.take(bits, source_rows, axis=0, out=output_bits[target_rows], mode="clip")
         else:
-            taken = as_stored[of]
-            room[to] = taken if same else taken.view(values.dtype)
+            taken = bits[source_rows]
+            output_bits[target_rows] = taken if same_dtype else taken.view(values.dtype)
 
 
 def _as_slice(rows: np.ndarray) -> slice | np.ndarray:
-    """The rows as a slice where they lie side by side: it is copied at once."""
+    """Returns rows as a slice if they lie side by side, because NumPy copies a slice at once."""
     return slice(rows[0], rows[-1] + 1) if (np.diff(rows) == 1).all() else rows
 
 
 def _bits_of(values: np.ndarray) -> np.ndarray:
-    """Two-byte numbers as integers: NumPy is slow with those that it does not know itself."""
+    """Returns values of two bytes as integers with the same bits, because NumPy copies its own
+    dtypes faster than bfloat16."""
     return values.view(np.uint16) if values.dtype.itemsize == 2 else values
 
 
@@ -298,11 +344,20 @@ def _at_hook(tokens: TokenBatch | SampleActivations, name: str) -> Any:
 
 
 class Samples(Sequence[SampleActivations]):
-    """Samples that are read when they are asked for, by `_sample` of their number from 0."""
+    """A sequence of samples, which are read when they are indexed.
+
+    A subclass has `__len__`, and `_sample`, which reads the sample with a number from 0.
+    """
 
     def number(self, index: int) -> int:
-        """Returns the number of a sample, which an index may count from the end. Raises
-        IndexError."""
+        """Returns the number of a sample, from 0.
+
+        Args:
+            index: Index of the sample; a negative one counts from the end.
+
+        Raises:
+            IndexError: There is no such sample.
+        """
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index}: the dataset has {counted(len(self), 'sample')}")
         return index % len(self)
@@ -321,8 +376,15 @@ class Samples(Sequence[SampleActivations]):
 
 
 def piece_of(row: Mapping[str, Any] | None) -> tuple[int, int, dict[str, Any]] | None:
-    """Returns the number and the start of a piece of a document, and its row without these; None
-    for the row of a sample that is no piece."""
+    """Returns where a piece of a long document lies in it.
+
+    Args:
+        row: The row of a sample (see SampleFacts).
+
+    Returns:
+        The number of the piece, from 0; the position in the document of its first token; and the
+        row of the document. None if the sample is no piece.
+    """
     document = dict(row or {})
     piece, start = document.pop("piece", None), document.pop("start", None)
     return None if piece is None or start is None else (piece, start, document)

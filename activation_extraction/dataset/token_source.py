@@ -1,5 +1,8 @@
-"""BatchOptions: what batches are asked for, of a run or of several that are read as one.
-TokenSource: the tokens of a run, and which of them pass the filters."""
+"""TokenSource: reads the tokens of one run with their activations, and filters them.
+
+BatchOptions are the arguments of a user for batches of tokens. batches.py puts batches together
+from chunks that it reads here, and paired.py aligns the tokens of several sources.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,44 +34,40 @@ FLOATING = "float16", "bfloat16", "float32", "float64"  # dtypes that activation
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """What batches of tokens are made of, in `batches` of one run, of paired and of joined runs.
+    """The arguments of `batches`, for one run, for paired and for joined runs.
 
-    size: the tokens of a batch; the last one may have fewer.
+    Attributes:
+        size: Number of tokens in a batch; the last batch may have fewer.
+        hooks: Names of the hooks to read, or globs. None for all hooks of the dataset; with an
+            empty list, batches have no activations.
+        shuffle: Seed for the order of the tokens. None for the order of the shards.
+        buffer: Number of tokens that are kept in memory and shuffled there. None for 64 batches, or
+            from a bucket for 256 MiB of each hook (64 MiB if nothing is shuffled), but at most
+            1 GiB. Beside the buffer, memory holds what is being read from a bucket, about 300 MiB
+            in ranges of 2 to 16 MiB, and up to two pickles, which are decompressed whole.
+        skip_first: Number of tokens to leave out at the start of every sample.
+        max_norm: Largest norm: tokens with a larger norm at any of the hooks are left out. A
+            mapping gives the limit of each hook that it names. None for no limit. Only activations
+            have norms.
+        dtype: Dtype of the activations in batches: float16, bfloat16, float32 or float64. None for
+            the dtype of the dataset.
+        worker: Number of the share to read, from 0.
+        workers: Number of shares. Shares do not overlap. The workers of a PyTorch DataLoader divide
+            a share further by themselves.
+        where: Boolean for each row of the dataset's `samples`, as an array or a list, or a function
+            that returns these for the table, such as
+            `lambda table: pyarrow.compute.equal(table["split"], "test")`. Only tokens of samples
+            with True are read. None for all samples.
+        roles: Roles in a conversation, such as ["assistant"], whose tokens are read. None for all
+            tokens.
+        columns: Names of columns of `samples`, such as ["doc_id", "label"], whose values a batch
+            then has for every token.
 
-    hooks: names of the hooks to read, or globs. By default, all hooks of the dataset are read; with
-    an empty list, batches have no activations.
+    A TokenSource has complete options: `hooks` holds canonical names, `max_norm` a limit by hook,
+    `dtype` a name, and `where` a digest of the mask.
 
-    shuffle: a seed for the order of the tokens, or None for the order of the shards.
-
-    buffer: the number of tokens that are kept in memory and shuffled there, by default 64 batches;
-    from a bucket 256 MiB of each hook, or 64 MiB if nothing is shuffled; and at most 1 GiB. What is
-    on its way from there comes on top, about 300 MiB in ranges of 2 to 16 MiB, and so do up to two
-    pickles, which are unpacked whole.
-
-    skip_first: the number of tokens to leave out at the start of every sample.
-
-    max_norm: a number; tokens with a larger norm at any of the hooks are left out. A mapping gives
-    the limit at each hook that it names. Only activations have norms.
-
-    dtype: of activations in the result, float16, bfloat16, float32 or float64; by default, that of
-    the dataset.
-
-    worker, workers: which one of how many shares to read. Shares do not overlap. The workers of a
-    PyTorch DataLoader divide a share further by themselves.
-
-    where: a boolean for each row of the dataset's `samples`, as an array or a list, or a function
-    that gets this table and returns them, such as
-    `lambda table: pyarrow.compute.equal(table["split"], "test")`. Only tokens of samples with true
-    are read.
-
-    roles: roles in a conversation, such as ["assistant"]. Only their tokens are read.
-
-    columns: names of columns of `samples`, such as ["doc_id", "label"]. A batch then has their
-    values for every token.
-
-    Raises ValueError for values that make no sense for any run. A TokenSource has the options
-    complete: hooks by their canonical names, a limit for each hook in `max_norm`, the name of the
-    dtype, and of `where` a digest of its mask.
+    Raises:
+        ValueError: A value makes no sense for any run.
     """
 
     size: int
@@ -89,7 +88,7 @@ class BatchOptions:
         no_seed = isinstance(self.shuffle, bool) or (self.shuffle or 0) < 0
         no_buffer = self.buffer is not None and self.buffer < 2 * self.size
         workers = f"expected 0 to {self.workers - 1}, of {self.workers} workers"
-        for wrong, told in (
+        for wrong, message in (
             (self.size < 1, f"size {self.size}: expected 1 or more tokens"),
             (no_buffer, f"buffer {self.buffer}: it must hold two batches of {self.size} tokens"),
             (self.skip_first < 0, f"skip_first {self.skip_first}: expected 0 or more tokens"),
@@ -105,25 +104,35 @@ class BatchOptions:
             ),
         ):
             if wrong:
-                raise ValueError(told)
+                raise ValueError(message)
 
     @property
     def filters(self) -> list[str]:
-        """The arguments that leave out tokens."""
-        given = {name: getattr(self, name) for name in ("skip_first", "max_norm", "roles")}
-        found = [f"{name}={value!r}" for name, value in given.items() if value]
-        return found + ["where"] * (self.where is not None)
+        """The options that leave out tokens, as texts for messages."""
+        values = {name: getattr(self, name) for name in ("skip_first", "max_norm", "roles")}
+        filters = [f"{name}={value!r}" for name, value in values.items() if value]
+        if self.where is not None:
+            filters.append("where")
+        return filters
 
     @property
     def setting(self) -> dict[str, Any]:
-        """All that the order of the tokens depends on."""
+        """All options but `columns`, on which neither the choice nor the order of the tokens
+        depends, by name."""
         return {name: value for name, value in asdict(self).items() if name != "columns"}
 
 
-class FoundTokens(NamedTuple):
-    """All tokens of some chunks of a shard, one after the other, without activations. at: where
-    each one lies in the shard. samples: the number of each one's sample in the run. wanted: whether
-    each passes the filters, but for its norm."""
+class ShardTokens(NamedTuple):
+    """All tokens of some chunks of a shard, one after the other, without activations.
+
+    Attributes:
+        shard: Number of the shard.
+        at: Index of each token in the shard, ascending, int64 (tokens,).
+        tokens: The tokens.
+        samples: Number in the run of each token's sample, int64 (tokens,).
+        wanted: Whether each token passes the filters, bool (tokens,). Norms, which need the
+            activations, are not compared yet.
+    """
 
     shard: int
     at: np.ndarray
@@ -134,9 +143,13 @@ class FoundTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenSource:
-    """What batches of one run are made of: its shards, and the complete options.
+    """The tokens of one run from which batches are made. Its methods raise OSError for a shard that
+    is damaged.
 
-    mask: bool (samples,), the samples that are wanted; None for all.
+    Attributes:
+        shards: Shards of the run.
+        options: Complete options (see BatchOptions).
+        mask: Samples whose tokens are wanted, bool (samples,). None for all.
     """
 
     shards: OpenShards
@@ -145,39 +158,51 @@ class TokenSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of what is stored."""
+        """A digest of the stored shards, which other data does not have."""
         files = "".join(f"{folder}/{commit.sha256}\n" for folder, commit in self.shards.shards)
         return hashlib.sha256(files.encode()).hexdigest()
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of one token at the hooks in memory."""
+        """Bytes of memory for the values of a token at all hooks that are read."""
         return self.shards.row_bytes(self.options.hooks)
 
     def columns(self, names: Sequence[str], sample_idx: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns columns of the table of samples for some samples, as objects. Raises OSError."""
+        """Returns columns of the table of samples for some samples.
+
+        Args:
+            names: Names of the columns.
+            sample_idx: Numbers (`sample_idx`) of the samples, int64 (n,).
+
+        Returns:
+            The values by the name of the column, arrays of objects (n,).
+        """
         columns = self.shards.columns(dict.fromkeys(["sample_idx", *names]))
-        every, ascending = self._sample_idx
-        found = ascending[np.searchsorted(every, sample_idx, sorter=ascending)]
-        return {name: columns[name][found] for name in names}
+        all_numbers, ascending = self._sample_idx
+        rows = ascending[np.searchsorted(all_numbers, sample_idx, sorter=ascending)]
+        return {name: columns[name][rows] for name in names}
 
     @cached_property
     def _sample_idx(self) -> tuple[np.ndarray, np.ndarray]:
-        """The `sample_idx` of all samples, and what sorts them."""
-        every = self.shards.columns(["sample_idx"])["sample_idx"].astype(np.int64)
-        return every, np.argsort(every)
+        """The `sample_idx` of all samples, and the indices that sort them, int64 (samples,)."""
+        numbers = self.shards.columns(["sample_idx"])["sample_idx"].astype(np.int64)
+        return numbers, np.argsort(numbers)
 
     def of(self, samples: np.ndarray) -> "TokenSource":
-        """Returns the same source, but only with tokens of the samples with these numbers."""
+        """Returns a source with the tokens of some samples only.
+
+        Args:
+            samples: Numbers of the samples in the run.
+        """
         mask = np.isin(np.arange(self.shards.firsts[-1]), samples)
         return replace(self, mask=mask if self.mask is None else mask & self.mask)
 
     def whole(self, shard: int) -> Chunk:
-        """Returns all tokens of a shard."""
+        """Returns the chunk of all tokens of a shard."""
         return Chunk(shard, 0, self.shards.commits[shard].tokens)
 
     def chunks(self) -> list[Chunk]:
-        """Returns the shards that have samples which are wanted."""
+        """Returns a chunk for each shard with a wanted sample, of all its tokens."""
         firsts = self.shards.firsts
         return [
             self.whole(shard)
@@ -186,21 +211,30 @@ class TokenSource:
         ]
 
     def by_shard(self, samples: np.ndarray) -> Iterator[list[Chunk]]:
-        """Yields the tokens of the samples with these numbers, which ascend, from shard to shard:
-        samples that lie side by side are one chunk. Raises OSError."""
+        """Yields the chunks of some samples, shard by shard.
+
+        Args:
+            samples: Numbers of the samples in the run, ascending.
+
+        Yields:
+            The chunks of a shard. Samples that lie side by side are one chunk.
+        """
         shards = np.searchsorted(self.shards.firsts, samples, "right") - 1
         for shard in np.unique(shards).tolist():
             numbers = samples[shards == shard] - self.shards.firsts[shard]
             with as_os_errors():
                 offsets = self.shards.get(shard).offsets
             yield [
-                Chunk(shard, int(offsets[each[0]]), int(offsets[each[-1] + 1]))
-                for each in np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+                Chunk(shard, int(offsets[group[0]]), int(offsets[group[-1] + 1]))
+                for group in np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
             ]
 
-    def tokens(self, chunks: Sequence[Chunk]) -> FoundTokens:
-        """Returns all tokens of some chunks of a shard, in its order, and which of them are wanted.
-        Raises OSError."""
+    def tokens(self, chunks: Sequence[Chunk]) -> ShardTokens:
+        """Returns all tokens of some chunks of one shard, and which of them pass the filters.
+
+        Args:
+            chunks: Chunks of the shard, in its order.
+        """
         shard = chunks[0].shard
         start = chunks[0].start
         stop = chunks[-1].stop
@@ -219,13 +253,21 @@ class TokenSource:
             wanted &= self.mask[samples]
         if self.options.roles is not None:
             wanted &= np.isin(shared["role"], [*map(ROLES.index, self.options.roles)])
-        return FoundTokens(shard, at, tokens, samples, wanted)
+        return ShardTokens(shard, at, tokens, samples, wanted)
 
-    def with_activations(self, found: FoundTokens, rows: np.ndarray) -> Block:
-        """Returns these tokens with their activations. Raises OSError.
+    def with_activations(self, found: ShardTokens, rows: np.ndarray) -> Block:
+        """Returns tokens with their activations.
 
-        Activations are views of the file where that is possible. Encoded ones are decoded to the
-        dtype of the result. What lies between tokens that are far apart is not read.
+        Activations are views of the file if it is mapped into memory and they are not encoded.
+        Encoded activations are decoded to the dtype of the options. Bytes between tokens that are
+        far apart are not read.
+
+        Args:
+            found: Tokens of a shard.
+            rows: Indices into `found` of the tokens to return, int64.
+
+        Returns:
+            A block whose rows are these tokens, in the order of `rows`.
         """
         hooks = self.shards.hooks
         names = self.options.hooks
@@ -249,14 +291,18 @@ class TokenSource:
         return Block(tokens, np.searchsorted(read, rows))
 
     def whole_tokens(self, chunks: Sequence[Chunk]) -> TokenBatch:
-        """Returns all tokens of some chunks as one batch, also those that the filters leave out.
-        Raises OSError."""
-        every = [self.tokens([chunk]) for chunk in chunks]
-        blocks = [self.with_activations(found, np.arange(len(found.at))) for found in every]
+        """Returns all tokens of some chunks as one batch, also those that do not pass the filters.
+
+        Args:
+            chunks: Chunks of any shards, in the order of the batch.
+        """
+        of_chunks = [self.tokens([chunk]) for chunk in chunks]
+        blocks = [self.with_activations(found, np.arange(len(found.at))) for found in of_chunks]
         return self.take(blocks, 0, sum(len(block.rows) for block in blocks))
 
     def reader(self) -> Read:
-        """Returns what reads the tokens of a chunk that pass the filters."""
+        """Returns a function that reads a chunk, and returns a block of its tokens that pass all
+        filters, norms included."""
 
         def read(chunk: Chunk) -> tuple[Block, ...]:
             found = self.tokens([chunk])
@@ -266,15 +312,23 @@ class TokenSource:
         return read
 
     def are_small(self, block: Block) -> np.ndarray:
-        """Returns whether the norms of each row of a block are within the limits."""
+        """Returns for each row of a block whether its norms are within the limits, bool (rows,)."""
         small = np.ones(len(block.tokens), bool)
         for hook, limit in self.options.max_norm.items():
             small &= np.linalg.norm(block.tokens[hook].astype(np.float32), axis=1) <= limit
         return small[block.rows]
 
     def take(self, blocks: Sequence[Block], start: int, stop: int) -> TokenBatch:
-        """Returns tokens `start` to `stop`, counted over the rows of some blocks, as a batch of its
-        own. Raises OSError, and ValueError for values beyond the dtype of the result."""
+        """Returns some rows of consecutive blocks as a batch that has its own memory.
+
+        Args:
+            blocks: Blocks of tokens.
+            start: First row to take, counted over all blocks.
+            stop: Row after the last one.
+
+        Raises:
+            ValueError: A value is too large for the dtype of the batch.
+        """
         hooks, options = self.shards.hooks, self.options
         dtypes = {
             n: options.dtype for n in options.hooks if options.dtype and hooks[n].are_activations
@@ -301,30 +355,43 @@ class TokenSource:
 
 
 def _concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns arrays as one; a single array is not copied."""
+    """Returns the concatenation of arrays. A single array is returned without a copy."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _span(numbers: np.ndarray) -> tuple[int, int]:
-    """The first of some ascending numbers, and the one after the last; an empty span of none."""
+    """Returns the first of some ascending numbers and the successor of the last; (0, 0) if there
+    are none."""
     return (int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else (0, 0)
 
 
 def overflows(values: np.ndarray) -> bool:
-    """Returns whether a value of float16 is NaN or infinite."""
+    """Returns whether any of these float16 values is NaN or infinite."""
     return bool(values.size) and bool((values.view(np.uint16) & 0x7FFF).max() >= 0x7C00)
 
 
 def floating_name(dtype: Any) -> str | None:
-    """Returns the name of a dtype that activations can be read as; None for None and any other."""
+    """Returns the name of a dtype in FLOATING, to which activations can be converted.
+
+    Args:
+        dtype: Name of a dtype, or anything that NumPy compares with one.
+
+    Returns:
+        The name; None if `dtype` is None or any other dtype.
+    """
     names = [name for name in FLOATING if dtype is not None and np.dtype(name) == dtype]
     return names[0] if names else None
 
 
 def default_buffer(options: BatchOptions, hooks: int, row: int, local: bool) -> int:
-    """Returns how many tokens, of `row` bytes at so many hooks, are kept in memory for batches.
+    """Returns the number of tokens that are kept in memory for batches if the user gives none.
 
-    local: of files on this machine; from elsewhere, large ranges are read of every hook.
+    Args:
+        options: Options of the batches.
+        hooks: Number of hooks that are read.
+        row: Bytes of a token at all these hooks.
+        local: Whether the files are on this machine. From elsewhere, large ranges are read of every
+            hook, so that the buffer has to be larger.
     """
     of_each_hook = ORDERED_BYTES if options.shuffle is None else SHUFFLED_BYTES
     most = BUFFER_BYTES if local else min(of_each_hook * max(hooks, 1), BUFFER_BYTES)
@@ -333,13 +400,23 @@ def default_buffer(options: BatchOptions, hooks: int, row: int, local: bool) -> 
 
 
 def as_mask(mask: Any, samples: int) -> np.ndarray:
-    """Returns a mask over so many samples as an array. Raises ValueError for anything else."""
-    found = values = np.asarray(mask)
-    if found.dtype == object or not found.size:  # of pandas or pyarrow, where null is possible
-        values = np.array([v for v in found.flat if isinstance(v, bool | np.bool_)], bool)
-    if values.dtype != bool or not values.shape == found.shape == (samples,):
+    """Returns a user's mask of samples as an array, bool (samples,).
+
+    Args:
+        mask: Boolean for each sample: a list, or an array of NumPy, pandas or pyarrow.
+        samples: Number of samples.
+
+    Raises:
+        ValueError: The mask has another length, other values, or nulls.
+    """
+    array = values = np.asarray(mask)
+    if array.dtype == object or not array.size:  # of pandas or pyarrow, where null is possible
+        values = np.array(
+            [value for value in array.flat if isinstance(value, bool | np.bool_)], bool
+        )
+    if values.dtype != bool or not values.shape == array.shape == (samples,):
         raise ValueError(
-            f"where: {found.dtype}, shape {found.shape}: expected true or false, never null, for "
+            f"where: {array.dtype}, shape {array.shape}: expected true or false, never null, for "
             f"each of {counted(samples, 'sample')}"
         )
     return values

@@ -1,11 +1,11 @@
-"""Windows of tokens: what batches are taken from, in bounded memory.
+"""Windows: the tokens from which batches are cut, in bounded memory.
 
-A window is what was read of consecutive chunks, whose tokens are permuted and sliced. A thread
-fills one window while the one before it is in use: both together are the buffer. Shuffled tokens
-are copied to random places in memory that is used again by the windows that follow, so that a batch
-is a slice of it; those in order go from what was read right into their batch. Where a window
-begins and how many tokens were taken from it says exactly where an iteration stands, so nothing has
-to be stored to restore it.
+A window has the tokens of consecutive chunks, permuted if they are shuffled. A thread fills one
+window while the window before it is in use, and both together are the buffer. Shuffled tokens are
+copied to random rows of memory, so that a batch is a slice of it; the windows that follow use this
+memory again. Tokens that stay in order are copied from the blocks that were read right into their
+batch. The state of an iteration is the place where its window begins and the number of tokens that
+were taken from it (Position), so that restoring it needs nothing that was stored.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -18,14 +18,21 @@ import numpy as np
 
 from activation_extraction.dataset.token_batch import Block, TokenBatch, copy_rows, empty_batch
 
-# Tokens in order are taken from a block if at least this share of it is wanted, and so many bytes
-# of a hook: ranges are whole MiB.
+# A window of ordered tokens keeps a block in memory, instead of copying its wanted tokens, if they
+# are at least this share of it, and have at least so many bytes at a hook: ranges are read in whole
+# MiB, so that a small block may have much else in memory.
 MOSTLY, LEAST_HELD = 0.75, 2**20
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens `start` to `stop` of shard number `shard`."""
+    """Consecutive tokens of a shard, which are read together.
+
+    Attributes:
+        shard: Number of the shard.
+        start: First token.
+        stop: Token after the last one.
+    """
 
     shard: int
     start: int
@@ -37,10 +44,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Position:
-    """Where an iteration stands.
+    """The place at which an iteration over batches stands.
 
-    window: number of the window in use; chunk and row: where it begins; taken: tokens handed out of
-    it. `row` counts the tokens of the chunk that are left after filtering.
+    Attributes:
+        window: Number of the window in use.
+        chunk: Index of the chunk in which the window begins.
+        row: Number of tokens of this chunk before the window, among those that pass the filters.
+        taken: Number of tokens of the window that are in earlier batches.
     """
 
     window: int = 0
@@ -50,8 +60,13 @@ class Position:
 
 
 class Window(NamedTuple):
-    """The same tokens of each run. runs: the blocks of each. tokens: how many there are, over all
-    blocks of a run, in the order in which they are handed out. end: where the next window begins.
+    """The tokens of consecutive chunks, from which batches are cut.
+
+    Attributes:
+        runs: Blocks of each run, whose rows are the tokens in the order of the batches. All runs
+            have the same tokens.
+        tokens: Number of tokens.
+        end: Position at which the next window begins.
     """
 
     runs: list[tuple[Block, ...]]
@@ -61,11 +76,14 @@ class Window(NamedTuple):
 
 @dataclass
 class Windows:
-    """Windows of `most` tokens; the last one may be shorter. seed: for shuffling; None keeps the
-    order.
+    """Makes the windows of some chunks. One thread fills a window, and others read its chunks.
 
-    read: returns a block of each run for one of the chunks. ahead: how many chunks are read at the
-    same time. A thread fills a window, others read its chunks.
+    Attributes:
+        chunks: Chunks to read, in order.
+        read: Function that reads a chunk and returns a block for each run.
+        ahead: Number of chunks that are read at the same time.
+        most: Number of tokens in a window; the last window may have fewer.
+        seed: Seed for shuffling. None to keep the order.
     """
 
     chunks: Sequence[Chunk]
@@ -75,7 +93,7 @@ class Windows:
     seed: int | None
 
     def beginning(self, begin: Position) -> Generator[Window, None, None]:
-        """Yields the windows from `begin` on.
+        """Yields the windows, beginning at a position.
 
         The filling ends early when the generator is closed or collected, or the program ends, and
         the threads end with it.
@@ -94,7 +112,7 @@ class Windows:
             self._stopped = True
 
     def _fill(self, begin: Position, pool: ThreadPoolExecutor) -> Window | None:
-        """The window that begins there; None if no tokens are left."""
+        """Returns the window that begins at a position; None if no tokens are left."""
         chunk = begin.chunk
         row = begin.row
         filled = 0
@@ -124,9 +142,15 @@ class Windows:
         return Window([*zip(*parts, strict=True)], filled, Position(begin.window + 1, chunk, row))
 
     def _blocks(self, chunk: int, pool: ThreadPoolExecutor) -> tuple[Block, ...]:
-        """A chunk of each run. Some of those that follow are read meanwhile.
+        """Returns the blocks of a chunk, and lets threads read the chunks after it.
 
-        When the program ends, the pool raises RuntimeError, which ends the filling.
+        Args:
+            chunk: Index of the chunk.
+            pool: The threads.
+
+        Raises:
+            RuntimeError: The program ends, so the pool starts no more threads. This ends the
+                filling.
         """
         self._reading.pop(chunk - 1, None)
         for number in range(chunk, min(chunk + self.ahead, len(self.chunks))):
@@ -136,27 +160,46 @@ class Windows:
 
 
 def _may_hold(block: Block) -> bool:
-    """Whether batches can be taken from the block itself: it has little else in memory."""
+    """Returns whether a window may keep a block in memory instead of copying its wanted rows,
+    because nearly all of it is wanted."""
     size = len(block.rows) * max(values[:1].nbytes for values in block.tokens.arrays)
     return size >= LEAST_HELD and len(block.rows) >= MOSTLY * len(block.tokens)
 
 
 def cut(chunk: Chunk, size: float) -> list[Chunk]:
-    """Returns a chunk in equal pieces, to a token, of about `size` tokens, and of at least one."""
+    """Cuts a chunk into pieces whose lengths differ by at most one token.
+
+    Args:
+        chunk: The chunk.
+        size: Approximate number of tokens in a piece, which has at least one.
+    """
     count = min(max(round(len(chunk) / size), 1), len(chunk))
     edges = [chunk.start + len(chunk) * n // count for n in range(count + 1)] if count else []
     return [Chunk(chunk.shard, start, stop) for start, stop in pairwise(edges)]
 
 
 def shuffled(chunks: list[Chunk], seed: int | None, *within: int) -> list[Chunk]:
-    """Returns the chunks in the order of a seed, and of what they are within; None keeps theirs."""
+    """Returns chunks in a random order.
+
+    Args:
+        chunks: The chunks.
+        seed: Seed of the order. None to keep the order.
+        *within: Further numbers on which the order depends, such as the shard that is cut into
+            these chunks.
+    """
     if seed is None:
         return chunks
     return [chunks[i] for i in np.random.default_rng([seed, *within]).permutation(len(chunks))]
 
 
 def share(chunks: list[Chunk], worker: int, workers: int) -> list[Chunk]:
-    """Returns every n-th chunk; where there are too few chunks, they are cut."""
+    """Returns the chunks of one of several workers: every n-th chunk.
+
+    Args:
+        chunks: All chunks. If there are fewer than workers, they are cut into pieces first.
+        worker: Number of the worker, from 0.
+        workers: Number of workers.
+    """
     if len(chunks) < workers:
-        chunks = [piece for each in chunks for piece in cut(each, max(len(each) / workers, 1))]
+        chunks = [piece for chunk in chunks for piece in cut(chunk, max(len(chunk) / workers, 1))]
     return chunks[worker::workers]
