@@ -4,7 +4,7 @@ This package is a library of its own, which the extraction uses: it knows no mod
 JAX. A sample passes these modules on its way to a committed shard:
 
     storage.py              ActivationStorage: takes batches or samples, opens and ends a run
-      given.py              copies and checks the arrays of programs with a loop of their own
+      caller_arrays.py      copies and checks the arrays of programs with a loop of their own
       identity.py           declares what a run is, and how it is stored
       resume.py             plans what to store, from the log of what is stored already
       repair.py             plans the same where shards are damaged or missing

@@ -68,7 +68,15 @@ class FileFacts:
 
 
 def blocks_of(pieces: Iterable[memoryview], size: int = GZIP_BLOCK) -> Iterator[list[memoryview]]:
-    """Regroups pieces of bytes into blocks of `size` bytes; the last may be smaller."""
+    """Regroups bytes into blocks of equal size.
+
+    Args:
+        pieces: The bytes, piece by piece.
+        size: Bytes of a block.
+
+    Yields:
+        The pieces of a block, which are not copied. The last block may be smaller.
+    """
     block: list[memoryview] = []
     room = size
     for piece in pieces:
@@ -84,14 +92,22 @@ def blocks_of(pieces: Iterable[memoryview], size: int = GZIP_BLOCK) -> Iterator[
 
 
 def gzip_member(block: Sequence[memoryview]) -> list[bytes]:
-    """Compresses a block to a gzip member, returned in pieces: joining them would hold the GIL."""
+    """Compresses a block of bytes to a gzip member.
+
+    Returns:
+        The member in pieces, because joining them would hold the GIL.
+    """
     packer = isal_zlib.compressobj(COMPRESSION_LEVEL, isal_zlib.DEFLATED, GZIP)
     return [*map(packer.compress, block), packer.flush()]
 
 
 def with_comment(member: Sequence[bytes], comment: str) -> list[bytes]:
-    """Returns a gzip member, in pieces, with a comment in its header. Characters that Latin-1 lacks
-    become question marks, because the comment of a gzip header is Latin-1."""
+    """Returns a gzip member with a comment in its header.
+
+    Args:
+        member: The member, in pieces.
+        comment: The comment. Gzip stores it in Latin-1; other characters become question marks.
+    """
     front, *rest = filter(None, member)
     header, data = bytearray(front[:GZIP_HEADER]), front[GZIP_HEADER:]
     header[3] |= COMMENT
@@ -99,7 +115,13 @@ def with_comment(member: Sequence[bytes], comment: str) -> list[bytes]:
 
 
 class Packed(NamedTuple):
-    """A shard's file in memory. unpacked: the bytes before compression."""
+    """The file of a shard in memory.
+
+    Attributes:
+        parts: Content of the file, in pieces.
+        facts: Facts about the file for the shard's commit, but for its version.
+        unpacked: Bytes of the content before compression.
+    """
 
     parts: list[bytes | memoryview]
     facts: FileFacts
@@ -145,15 +167,13 @@ class ShardFormat:
             reduce(lambda crc, piece: crc32c(piece, crc), block, 0)
             for block in blocks_of(map(memoryview, parts), MIB)
         ]
-        size, unpacked = (sum(memoryview(p).nbytes for p in some) for some in (parts, pieces))
-        return Packed(
-            parts,
-            FileFacts(size, digest.hexdigest(), crc32c="".join(f"{crc:08x}" for crc in crcs)),
-            unpacked,
-        )
+        size = sum(memoryview(part).nbytes for part in parts)
+        crc_digits = "".join(f"{crc:08x}" for crc in crcs)
+        facts = FileFacts(size, digest.hexdigest(), crc32c=crc_digits)
+        return Packed(parts, facts, unpacked=sum(piece.nbytes for piece in pieces))
 
 
-DTYPES = {np.dtype(code).name for code in NUMBER_TYPES}  # those of values that are not encoded
+DTYPES = {np.dtype(code).name for code in NUMBER_TYPES}  # of values that are stored as they are
 PICKLE = ShardFormat(".pkl", pickle_pieces)
 GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, compressed=True)
 SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces)
@@ -163,8 +183,16 @@ SHARD_FILE = re.compile(rf"shard_{SHARD_NUMBER}({SUFFIXES})")
 
 
 def chosen_format(name: str, compress: bool) -> ShardFormat:
-    """Returns the format that --shard_format names. compress: whether to gzip pickles; safetensors
-    are never compressed, because they are read by ranges. Raises InputError for another name."""
+    """Returns the format in which a run stores its shards.
+
+    Args:
+        name: Value of --shard_format.
+        compress: Whether to compress pickles with gzip. Safetensors are never compressed, because
+            they are read by ranges.
+
+    Raises:
+        InputError: There is no format with this name.
+    """
     if name not in SHARD_FORMATS:
         raise InputError(f"shard_format {name!r:.40}: expected {' or '.join(SHARD_FORMATS)}")
     if name == "safetensors":

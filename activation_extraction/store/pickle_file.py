@@ -39,11 +39,11 @@ PROTOCOL = 2  # bytes at the beginning of a pickle, which name the protocol
 
 
 class _Pickler(pickle.Pickler):
-    """Writes arrays in C order straight from memory; `pickle.dump` would keep copies of all of them
-    until it ends.
+    """A pickler that writes arrays without copying them.
 
-    This needs protocol 5. But with protocol 5, NumPy would pickle arrays by internals that NumPy
-    1.26 does not have, so everything except the protocol number is written as in protocol 4.
+    `pickle.dump` would keep a copy of every array until it ends. Writing buffers straight from
+    memory needs protocol 5. With this protocol, however, NumPy would pickle arrays by a function
+    that NumPy 1.26 lacks, so arrays are written as NumPy writes them in protocol 4.
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -57,7 +57,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Pieces(list[memoryview]):
-    """A list of everything that was written, without copies."""
+    """A file for a pickler: a list of the buffers that were written, without copies."""
 
     def write(self, data: bytes | PickleBuffer) -> int:
         self.append(memoryview(data).cast("B"))
@@ -106,18 +106,24 @@ def records_of(shard: Shard) -> Records:
 
 
 def read_records(file: IO[bytes], where: str, limit: int) -> Records:
-    """Reads a pickled shard without running pickled code.
+    """Reads the records of a pickled shard without running pickled code.
 
-    where: names the file in messages; it is gzipped if that ends in .gz. limit: the most bytes that
-    it may unpack to. Raises UnsafeError for anything but plain containers and NumPy arrays of
-    numbers, and for more than `limit` bytes; RunError for a damaged file.
+    Args:
+        file: The file.
+        where: The name of the file for messages; it is gzipped if that ends in .gz.
+        limit: The most bytes to which the file may be decompressed.
+
+    Raises:
+        UnsafeError: The file has anything but plain containers and NumPy arrays of numbers, or
+            more than `limit` bytes.
+        RunError: The file is damaged.
     """
     stream: Any = igzip.IGzipFile(fileobj=file, mode="rb") if where.endswith(".gz") else file
     try:
-        found = _Unpickler(_LimitedReader(stream, limit)).load()
+        by_key = _Unpickler(_LimitedReader(stream, limit)).load()
         return {
-            key: [{name: _plain(value) for name, value in each.items()} for each in records]
-            for key, records in found.items()
+            key: [{name: _plain(value) for name, value in record.items()} for record in records]
+            for key, records in by_key.items()
         }
     except RunError as error:
         raise type(error)(f"{where}: {error}") from error
@@ -186,8 +192,11 @@ class _LimitedReader:
 
 
 class _DType:
-    """Stands for a number type in a pickle. NumPy's own would believe a state that makes it read
-    foreign memory; of the state, only the byte order is looked at."""
+    """Stands for a dtype in a pickle.
+
+    NumPy's own class accepts states with which it reads memory outside of an array. This class uses
+    only the byte order of the state.
+    """
 
     def __init__(self, code: Any, *_: Any) -> None:
         if not isinstance(code, str) or code not in NUMBER_TYPES:

@@ -38,8 +38,12 @@ IN_FLIGHT = 32  # requests to buckets at the same time, over all runs, shards an
 
 @lru_cache(1)
 def request_threads(process: int) -> ThreadPoolExecutor:
-    """Returns the threads for requests to buckets. process: the number of this process; a fork of
-    it has none of its threads."""
+    """Returns the threads for requests to buckets.
+
+    Args:
+        process: Id of this process. A fork has another one, and none of the threads of its parent,
+            so it gets threads of its own.
+    """
     return ThreadPoolExecutor(IN_FLIGHT, "requests")
 
 
@@ -49,16 +53,29 @@ def read_by_ranges(commit: Commit) -> bool:
 
 
 def front_bytes(commit: Commit) -> int:
-    """Returns how many bytes at the beginning of a shard in a bucket are read at once, and kept:
-    whole MiB with the header and all that is said of samples and tokens."""
+    """Returns the number of bytes at the beginning of a shard in a bucket that are read by one
+    request, and kept in memory.
+
+    They are whole MiB, with the header and the tensors of samples and tokens in front of the hooks.
+    """
     return -(-(HEADER + 16 * commit.count + 16 * commit.tokens) // MIB) * MIB
 
 
 class ShardBytes:
-    """The bytes of a shard's file; every MiB that is read is compared with its crc32c.
+    """The bytes of a shard's file. Every MiB that is read is compared with its crc32c.
 
-    A file on this machine is mapped, and a MiB of it is compared when it is first read. Any other
-    is read in ranges of whole MiB by `request_threads`, RANGE at once.
+    A file on this machine is mapped into memory, and each MiB is compared when it is first read. In
+    a bucket, `request_threads` read ranges of whole MiB, of about RANGE bytes each.
+
+    Args:
+        folder: Folder of the shard.
+        commit: Commit of the shard.
+        where: URL of the file, for messages.
+
+    Raises:
+        RunError: The file is on this machine, and is missing or has another size than its JSON
+            says.
+        FolderError: The file is on this machine and cannot be opened.
     """
 
     def __init__(self, folder: Folder, commit: Commit, where: str) -> None:
@@ -72,9 +89,16 @@ class ShardBytes:
             self._unseen = np.ones(-(-commit.bytes // MIB), bool)
 
     def begin(self, start: int, stop: int) -> Callable[[], np.ndarray]:
-        """Asks for the bytes from `start` to `stop`, and returns what waits for them, uint8.
+        """Asks for a range of bytes, and returns a function that waits for them.
 
-        Waiting raises RunError if they are damaged or cannot be read.
+        Args:
+            start: Offset of the first byte.
+            stop: Offset of the byte after the last one.
+
+        Returns:
+            A function that returns the bytes, uint8 (stop - start,). It raises RunError if they are
+            damaged, missing or replaced, and FolderError if they cannot be read. On this machine,
+            `begin` itself raises RunError.
         """
         first, last = start // MIB, -(-stop // MIB)
         if self._mapped is not None:
@@ -88,14 +112,15 @@ class ShardBytes:
         parts = [submit(self._read, a, b) for a, b in pairwise(edges.tolist())]
 
         def wait() -> np.ndarray:
-            found = [part.result() for part in parts]
-            content = found[0] if len(found) == 1 else np.concatenate(found)
+            ranges = [part.result() for part in parts]
+            content = ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
             return content[start - first * MIB : stop - first * MIB]
 
         return wait
 
     def _read(self, first: int, last: int) -> np.ndarray:
-        """Reads whole MiB, by their numbers."""
+        """Reads consecutive MiB from a bucket, from number `first` up to number `last` - 1, and
+        compares them with their crc32c."""
         start, stop = first * MIB, min(last * MIB, self._commit.bytes)
         data = b""
         if stop > start:
@@ -137,7 +162,7 @@ def open_shard(folder: Folder, commit: Commit, hooks: Iterable[HookValues]) -> S
         by_key = {hook.key: hook for hook in hooks}
         shard = read_pickle(pyarrow.BufferReader(content), where, commit.unpacked, by_key)
         reader = _in_memory(shard, where)
-    found = {name: (tensor.dtype, tensor.shape) for name, tensor in reader.tensors.items()}
+    tensors = {name: (tensor.dtype, tensor.shape) for name, tensor in reader.tensors.items()}
     expected: dict[str, tuple[np.dtype, Shape]] = {
         "sample_idx": (np.dtype(np.int64), (commit.count,)),
         "sample_offsets": (np.dtype(np.int64), (commit.count + 1,)),
@@ -146,13 +171,21 @@ def open_shard(folder: Folder, commit: Commit, hooks: Iterable[HookValues]) -> S
     }
     for hook in hooks:
         expected |= hook.expected_tensors(commit.tokens)
-    for name, each in expected.items():
-        expect(where, name, found.get(name), each)
+    for name, dtype_and_shape in expected.items():
+        expect(where, name, tensors.get(name), dtype_and_shape)
     return reader
 
 
 def _in_memory(shard: Shard, where: str) -> SafetensorsFile:
-    """Returns a shard as if it were a safetensors file."""
+    """Returns a pickled shard as a safetensors file in memory.
+
+    Args:
+        shard: The shard.
+        where: URL of the pickle, for messages.
+
+    Raises:
+        RunError: A sample has no token ids.
+    """
     for sample in shard.samples:
         if sample.token_ids is None:
             raise RunError(
@@ -171,19 +204,39 @@ def _in_memory(shard: Shard, where: str) -> SafetensorsFile:
 
 
 def expect(where: str, what: str, found: Any, expected: Any) -> None:
-    """Raises RunError unless what was found in a shard is what its JSON says."""
+    """Compares a fact about a shard with its JSON.
+
+    Args:
+        where: URL of the file, for messages.
+        what: Name of the fact, for messages.
+        found: The fact in the file.
+        expected: The fact in the JSON.
+
+    Raises:
+        RunError: They differ.
+    """
     if found != expected:
         raise RunError(f"{where}: {what}: found {found}, its JSON says {expected}")
 
 
 def check_shard_file(folder: Folder, commit: Commit) -> None:
-    """Raises RunError if a shard's file is missing or its sha256 is not the one in its JSON, and
-    FolderError if the file cannot be read."""
+    """Compares the sha256 of a shard's activations with its commit.
+
+    Raises:
+        RunError: The file is missing, has another size, or is damaged.
+        FolderError: The file cannot be read, so that nobody knows whether it is damaged.
+    """
     _check_digest(_whole(folder, commit, commit.file), commit.sha256, commit.file)
 
 
 def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
-    """Returns the bytes of a shard's file: those on the disk itself, or in memory."""
+    """Returns the whole content of a shard's file: mapped into memory from a disk, or read from a
+    bucket.
+
+    Raises:
+        RunError: The file is missing, was replaced, or has another size than its JSON says.
+        FolderError: The file cannot be read.
+    """
     content: bytes | mmap.mmap
     if not folder.local:
         content = _read(folder, commit, commit.file, where, most=commit.bytes)
@@ -204,9 +257,13 @@ def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
 
 
 def _check_json(folder: Folder, commit: Commit, where: str) -> None:
-    """Raises RunError if the shard has another JSON now: it is replaced before its files are.
+    """Raises RunError if the shard has another JSON now. The JSON of a shard is replaced before its
+    files are, so one that is the same shows that the files were not replaced.
 
-    where: the name of one of its files, for the message.
+    Args:
+        folder: Folder of the shard.
+        commit: The commit that was read before.
+        where: URL of one of the shard's files, for the message.
     """
     data = folder.read(commit.name, most=MOST_BYTES)
     with suppress(DamagedError):
@@ -215,10 +272,22 @@ def _check_json(folder: Folder, commit: Commit, where: str) -> None:
 
 
 def _read(folder: Folder, commit: Commit, name: str, where: str, **options: Any) -> bytes:
-    """Reads a file of a shard, or a range of it. Raises RunError if it is missing or was replaced.
+    """Reads a file of a shard, or a range of it.
 
-    Its version must be the one in the JSON, except on a disk and in a copy of the folder that it
-    was written to.
+    The version of the file must be the one in its JSON. Versions are not compared on a disk, which
+    has none, and in a copy of the folder, which has others.
+
+    Args:
+        folder: Folder of the shard.
+        commit: Commit of the shard.
+        name: Name of the file.
+        where: URL of the file, for messages.
+        **options: `start` and `stop` of a range in bytes; for a whole file `most`, the most bytes
+            that it may have.
+
+    Raises:
+        RunError: The file is missing or was replaced.
+        FolderError: The file cannot be read.
     """
     pinned = not folder.local and commit.url == folder.url
     try:
@@ -238,16 +307,35 @@ def _check_digest(content: bytes | mmap.mmap, sha256: str, where: str) -> None:
 
 
 def read_sums(folder: Folder, commit: Commit, hooks: Iterable[str]) -> dict[str, Sums]:
-    """Returns the sums of a shard at these hooks. Raises RunError for a damaged file."""
+    """Returns the sums of a shard at some hooks.
+
+    Args:
+        folder: Folder of the shard.
+        commit: Commit of the shard.
+        hooks: Names of the hooks.
+
+    Raises:
+        RunError: The statistics file is missing, damaged or replaced.
+    """
     return unpack_sums(read_beside(folder, commit, commit.statistics_file)[0], hooks)
 
 
 def read_beside(folder: Folder, commit: Commit, name: str) -> tuple[bytes, str]:
-    """Returns the content of a small file beside a shard, and the file's URL for messages.
+    """Reads a small file of a shard, and compares its sha256 with the commit.
 
-    Raises RunError if it is missing, damaged or replaced.
+    Args:
+        folder: Folder of the shard.
+        commit: Commit of the shard.
+        name: Name of the file.
+
+    Returns:
+        The content of the file, and its URL for messages.
+
+    Raises:
+        RunError: The file is missing, damaged or replaced.
     """
-    facts, where = commit.files[name], f"{folder.url}/{name}"
+    facts = commit.files[name]
+    where = f"{folder.url}/{name}"
     try:
         data = _read(folder, commit, name, where, most=facts.bytes)
         _check_digest(data, facts.sha256, where)

@@ -24,14 +24,18 @@ SINK, OTHER = 0, 1  # kinds of tokens
 
 @dataclass(eq=False)
 class Sums:
-    """Sums over tokens at one hook, in float64, which can be merged.
+    """Sums over tokens at one hook, which can be merged.
 
-    Here the first token of a document (position 0) counts as an attention sink, so that it does not
-    depend on other tokens whether a token is one.
+    There are separate sums for attention sinks (index SINK) and for other tokens (index OTHER). The
+    first token of a document (position 0) counts as a sink, and no other token does, so that the
+    kind of a token does not depend on other tokens.
 
-    counts, norms: shape (2,), the number of tokens and the sum of their Euclidean norms, for sinks
-    and for other tokens. sums, squares: shape (2, width), the sums of the values and of their
-    squares, for both. largest: shape (), the largest norm.
+    Attributes:
+        counts: Number of tokens of each kind, int64 (2,).
+        norms: Sum of their Euclidean norms, float64 (2,).
+        sums: Sum of their values, float64 (2, width).
+        squares: Sum of the squares of their values, float64 (2, width).
+        largest: Largest norm of a token of any kind, float64 ().
     """
 
     counts: np.ndarray
@@ -264,6 +268,8 @@ class Statistics:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Returns the statistics as the JSON files contain them. `error` and `codes` are left out
+        if they are empty."""
         content = {key: getattr(self, name) for key, name in STATISTICS.items()}
         for name in ("error", "codes"):
             if by_kind := getattr(self, name):
@@ -272,7 +278,11 @@ class Statistics:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Statistics":
-        """Reads what `to_json` returned, and ignores other keys."""
+        """Returns the statistics in a JSON.
+
+        Args:
+            content: A result of `to_json`, perhaps with other items, which are ignored.
+        """
         error = {kind: EncodingError(**each) for kind, each in content.get("error", {}).items()}
         codes = {kind: CodeSums(**each) for kind, each in content.get("codes", {}).items()}
         known = {name: content[key] for key, name in STATISTICS.items()}
@@ -288,8 +298,14 @@ STATISTICS = {  # what the JSON files call the fields of Statistics
 
 @dataclass(frozen=True, eq=False)
 class DimensionStatistics:
-    """Statistics of some tokens: the mean and (population) variance of every dimension, float64
-    (width,), and the mean Euclidean norm; NaN if there are no tokens."""
+    """Statistics of every dimension of some tokens.
+
+    Attributes:
+        tokens: Number of tokens.
+        mean: Mean of every dimension, float64 (width,); NaN without tokens.
+        variance: Population variance of every dimension, float64 (width,); NaN without tokens.
+        mean_norm: Mean Euclidean norm of the tokens; NaN without tokens.
+    """
 
     tokens: int
     mean: np.ndarray
@@ -298,7 +314,12 @@ class DimensionStatistics:
 
     @classmethod
     def of(cls, sums: Sums, kinds: slice) -> "DimensionStatistics":
-        """Returns those of sinks, of other tokens, or of both."""
+        """Returns the statistics of some kinds of tokens.
+
+        Args:
+            sums: Sums over tokens of both kinds.
+            kinds: Slice of the kinds SINK and OTHER.
+        """
         tokens = int(sums.counts[kinds].sum())
         totals = sums.sums[kinds].sum(0), sums.squares[kinds].sum(0), sums.norms[kinds].sum()
         with np.errstate(invalid="ignore"):
@@ -308,24 +329,26 @@ class DimensionStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class HookStatistics(Statistics):
-    """Statistics of a hook over everything that is stored.
+    """Statistics of a hook over all stored tokens, including those of every dimension.
 
-    `mean` and `variance` are those of every dimension, float64 (width,), here as in `all_tokens`
-    and `without_first_token`. They are read when they are first asked for, by `load`, and raise
-    OSError for damaged files. The first token of a document is often an attention sink, whose norm
-    is 100 times that of other tokens.
+    `mean`, `variance`, `all_tokens` and `without_first_token` are read from the statistics files
+    when they are first used, which raises OSError if a file is damaged. The first token of a
+    document is often an attention sink, whose norm may be 100 times that of other tokens.
+
+    Attributes:
+        load: Function that reads the sums over all shards.
     """
 
     load: Callable[[], Sums] = field(repr=False, compare=False)
 
     @property
     def mean(self) -> np.ndarray:
-        """The mean of every dimension over all tokens."""
+        """The mean of every dimension over all tokens, float64 (width,)."""
         return self.all_tokens.mean
 
     @property
     def variance(self) -> np.ndarray:
-        """The population variance of every dimension over all tokens."""
+        """The population variance of every dimension over all tokens, float64 (width,)."""
         return self.all_tokens.variance
 
     @cached_property
@@ -361,6 +384,11 @@ def pack_sums(sums: Mapping[str, Sums], writer: str = "") -> bytes:
 
 
 def unpack_sums(data: bytes, hooks: Iterable[str]) -> dict[str, Sums]:
-    """Reads the sums at these hooks from what `pack_sums` returned."""
+    """Returns the sums in a statistics file.
+
+    Args:
+        data: Content of the file.
+        hooks: Names of the hooks whose sums are read.
+    """
     with PARSING, np.load(io.BytesIO(data)) as arrays:
         return {hook: Sums(*(arrays[f"{hook}/{name}"] for name in FIELDS)) for hook in hooks}

@@ -23,9 +23,9 @@ from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError, RunError, StorageError, reason_of
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, plain_url
+from activation_extraction.store.caller_arrays import copy_array, copy_as_int32
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.formats import DTYPES, SAFETENSORS
-from activation_extraction.store.given import as_int32, own_array
 from activation_extraction.store.hook_values import Key
 from activation_extraction.store.identity import Identity, RunFacts
 from activation_extraction.store.local_files import check_output_dir, lock_folder, unlock
@@ -372,8 +372,8 @@ class ActivationStorage:
         self._check_open(number)
         where = f"sample {number}, hook {layer_idx!r}"
         try:
-            activation = own_array(activation)
-            ids = None if token_ids is None else as_int32(token_ids)
+            activation = copy_array(activation)
+            ids = None if token_ids is None else copy_as_int32(token_ids)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         for problem in self._problems(layer_idx, activation, ids, number):

@@ -1,7 +1,8 @@
-"""The types that `text` hands on: workers, samples and batches.
+"""The types that leave this room: workers, samples, and batches of samples in rows.
 
-The model and the output know only this module of the folder. Data is first split between machines;
-the hosts of a machine then split its share, so machines may differ in their number of hosts.
+The model and the storage know only these, marks (mark.py) and the facts of samples
+(sample_facts.py). Data is first divided among machines, and the share of a machine among its hosts,
+so that machines may have different numbers of hosts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,14 @@ from activation_extraction.text.sample_facts import SampleFacts
 
 @dataclass(frozen=True)
 class Worker:
-    """Host `host` of `hosts`, on machine `machine` of `machines`: a share of the data."""
+    """A process that reads a share of the data: a host of a machine.
+
+    Attributes:
+        machine: Number of the machine, from 0.
+        machines: Number of machines of the run.
+        host: Number of the host on its machine, from 0.
+        hosts: Number of hosts of the machine.
+    """
 
     machine: int = 0
     machines: int = 1
@@ -24,20 +32,35 @@ class Worker:
     hosts: int = 1
 
     def sample_idx(self, number: int) -> int:
-        """Returns the index of this worker's sample `number`, unique over all workers."""
+        """Returns the number that a sample has among those of all workers.
+
+        Args:
+            number: Number of the sample among those of this worker, from 0.
+        """
         return (number * self.hosts + self.host) * self.machines + self.machine
 
     def number_of(self, sample_idx: int) -> int:
-        """Returns the number of a sample of this worker: the reverse of `sample_idx`."""
+        """Returns the number that a sample has among those of this worker, from 0.
+
+        Args:
+            sample_idx: Number of the sample among those of all workers. It must be this worker's.
+        """
         return (sample_idx - self.sample_idx(0)) // self.stride
 
     def share_of(self, limit: int | None) -> int | None:
-        """Returns how many of a machine's samples or tokens are this host's; None: no limit."""
+        """Returns the share that this host has of a limit.
+
+        Args:
+            limit: Most samples or tokens of its machine. None for no limit.
+
+        Returns:
+            Most samples or tokens of this host; None for no limit.
+        """
         return None if limit is None else len(range(self.host, limit, self.hosts))
 
     @property
     def stride(self) -> int:
-        """The difference between the indices of consecutive samples of this worker."""
+        """The difference between the `sample_idx` of consecutive samples of this worker."""
         return self.hosts * self.machines
 
 
@@ -82,7 +105,7 @@ class Sample:
 
 
 class Placed(NamedTuple):
-    """A sample and its place in a batch; one without tokens takes no room there.
+    """A sample and its place in a batch. A sample without tokens takes no room.
 
     Attributes:
         sample: The sample.
@@ -104,10 +127,14 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Arrays (B, T) int32 and the samples in them, row by row, each row from left to right.
+    """Samples that are computed together, packed into B rows of T tokens.
 
-    segment_ids: 1, 2, ... for the samples of each row, 0 for padding. positions: counted from 0
-    within each sample. kept: bool (B, T), the tokens whose activations are wanted; None for all.
+    Attributes:
+        token_ids: Ids of the tokens, int32 (B, T); 0 for padding.
+        segment_ids: Number of the sample in its row, from 1, int32 (B, T); 0 for padding.
+        positions: Positions of the tokens in their samples, from 0, int32 (B, T); 0 for padding.
+        samples: The samples, row by row, and each row from left to right.
+        kept: Whether the activations of a token are wanted, bool (B, T). None for all tokens.
     """
 
     token_ids: np.ndarray
@@ -121,15 +148,18 @@ class Batch:
         return [len(placed.sample.token_ids) for placed in self.samples]
 
     def kept_tokens(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """Yields, for each sample, an index of its kept tokens and their positions, int32.
+        """Yields where the kept tokens of each sample are.
 
-        The index is into an array (B, T, ...), or, if only some tokens are kept, into an array
-        (tokens, ...) of these, row by row.
+        Yields:
+            For each sample an index, and the positions of its kept tokens in the sample, int32
+            (tokens,). If all tokens are kept, the index selects the sample's tokens in an array
+            (B, T, ...). Otherwise it selects them in an array (tokens, ...) that has only the kept
+            tokens of the batch, row by row.
         """
         if self.kept is None:
             for placed in self.samples:
-                every = np.arange(placed.stop - placed.start, dtype=np.int32)
-                yield (placed.row, slice(placed.start, placed.stop)), every
+                all_positions = np.arange(placed.stop - placed.start, dtype=np.int32)
+                yield (placed.row, slice(placed.start, placed.stop)), all_positions
             return
         before = np.concatenate([[0], np.cumsum(self.kept)])
         for placed in self.samples:

@@ -37,8 +37,12 @@ class Mark:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Mark":
-        """Returns the mark with these fields; ignores others."""
-        names = {each.name for each in fields(cls)}
+        """Returns the mark that a JSON contains.
+
+        Args:
+            content: Fields of the mark by name. Other items are ignored.
+        """
+        names = {item.name for item in fields(cls)}
         return cls(**{name: value for name, value in content.items() if name in names})
 
     def after(self, tokens: int) -> "Mark":
