@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -28,8 +27,7 @@ from activation_extraction.text.rows import (
     UnusableRowError,
 )
 from activation_extraction.text.sample_facts import DocId
-from activation_extraction.text.sources import Rows, ShuffledRows
-from activation_extraction.text.structs import as_structs
+from activation_extraction.text.sources import Rows, ShuffledRows, hub_row
 
 # With fewer pieces per share than this, Parquet files of the hub are split into row groups, for
 # even shares. Local ones always are.
@@ -250,11 +248,9 @@ class DocumentStream:
 
     def _numbered(self, columns: dict[str, Any], number: int) -> SourceRow:
         """Returns a row of a data set on the hub, which has no position but its number."""
-        own_id = f", id {columns['id']!r:.80}" if "id" in columns else ""
         whose = "the data set" if self.worker == Worker() else "the rows that this host reads"
-        where = f"row {number} (from 0) of {whose}{own_id}"
-        read = partial(as_structs, columns, self._dataset.features)
-        return SourceRow(where, {"row": number}, read)
+        where = f"row {number} (from 0) of {whose}"
+        return hub_row(columns, self._dataset.features, where, {"row": number})
 
     def _document_in(self, row: SourceRow) -> tuple[Document | None, str]:
         """Returns the document in a row, None if there is none; and why the row is skipped, or "".

@@ -192,6 +192,23 @@ def open_hub_dataset(
         raise InputError(f"--dataset_name {source}: {reason}") from error
 
 
+def hub_row(
+    columns: Mapping[str, Any], features: Any, where: str, position: dict[str, Any]
+) -> SourceRow:
+    """Returns a row of a data set of the hub as a SourceRow.
+
+    Such a row has no position of its own, so whoever iterates over the data set counts its rows.
+
+    Args:
+        columns: Columns of the row by name, as `datasets` returns them.
+        features: Types of the columns by `datasets`; None if they are unknown.
+        where: Position of the row in words, for messages. The row's id is added to it.
+        position: Position of the row as it is stored with its samples (see `SampleFacts.row`).
+    """
+    row_id = f", id {columns['id']!r:.80}" if "id" in columns else ""
+    return SourceRow(where + row_id, position, partial(as_structs, columns, features))
+
+
 @contextmanager
 def _scratch_cache() -> Iterator[None]:
     """Gives `datasets` a temporary cache inside the block.
@@ -245,11 +262,11 @@ class ShuffledRows:
                 for taken, at in enumerate(order[state["taken"] :].tolist(), state["taken"] + 1):
                     self._state = {**state, "taken": taken}
                     row = read[at]
-                    if not isinstance(row, SourceRow):  # of the hub; those of files have a position
+                    if not isinstance(row, SourceRow):
                         row_number = block * BLOCK_ROWS + at
                         where = f"row {row_number} of shard {piece} (both from 0)"
-                        read_row = partial(as_structs, row, rows.features)
-                        row = SourceRow(where, {"shard": piece, "row": row_number}, read_row)
+                        position = {"shard": piece, "row": row_number}
+                        row = hub_row(row, rows.features, where, position)
                     yield row
                 block += 1
                 begin = rows.state_dict()
