@@ -144,12 +144,12 @@ class Folder:
         return self._files.largest
 
     def listing(self) -> dict[str, FileEntry | None]:
-        """Maps the names here, sorted, to sizes and versions of files, and to None for folders;
-        empty if the folder is missing."""
+        """Returns the content of the folder by name, sorted: the size and version of each file, and
+        None for a folder. Empty if this folder does not exist."""
         return dict(sorted(self._retry("listing", self._files.entries).items()))
 
     def files(self) -> dict[str, int]:
-        """Maps the names of the files here to sizes in bytes."""
+        """Returns the sizes in bytes of the files in the folder, by name."""
         return {name: entry.size for name, entry in self.listing().items() if entry is not None}
 
     def head(self, name: str) -> FileEntry | None:
@@ -159,10 +159,20 @@ class Folder:
     def read(
         self, name: str, *, version: str | None = None, most: int | None = None
     ) -> bytes | None:
-        """Returns a whole file; None if there is no such file.
+        """Reads a whole file.
 
-        version: raises ChangedError if the file is another version now. most: raises FolderError,
-        before it is read, if the file has more bytes.
+        Args:
+            name: Name of the file.
+            version: Version of the file to read. None for the current one.
+            most: Most bytes that the file may have. None for no limit.
+
+        Returns:
+            The content; None if there is no such file.
+
+        Raises:
+            ChangedError: The file has another version now.
+            FolderError: The request failed, or the file has more than `most` bytes, which is found
+                before it is read.
         """
         found = self.read_with_version(name, version, most)
         return found and found[0]
@@ -170,15 +180,30 @@ class Folder:
     def read_with_version(
         self, name: str, version: str | None = None, most: int | None = None
     ) -> tuple[bytes, str | None] | None:
-        """Returns what `read` returns, and the version of the file."""
+        """Reads a whole file as `read` does, and returns its content and its version; None if there
+        is no such file. The version is None if the store has no versions."""
         found = self._read(name, version, most, None)
         return found and (bytes(found[0]), found[1])
 
     def read_range(
         self, name: str, start: int, stop: int, version: str | None = None
     ) -> Bytes | bytes | None:
-        """Returns the bytes of a file from `start` to `stop`, without those past its end; None if
-        there is no such file. version: see `read`. No copy is made of what a bucket sends."""
+        """Reads a range of bytes of a file.
+
+        Args:
+            name: Name of the file.
+            start: Offset of the first byte.
+            stop: Offset of the byte after the last one. Fewer bytes are returned if the file ends
+                before it.
+            version: Version of the file to read. None for the current one.
+
+        Returns:
+            The bytes, which are not copied if a bucket sent them; None if there is no such file.
+
+        Raises:
+            ChangedError: The file has another version now.
+            FolderError: The request failed.
+        """
         if stop <= start:
             return b""
         found = self._read(name, version, None, (start, stop))
@@ -188,7 +213,11 @@ class Folder:
         return self._retry(f"reading {name}", lambda: self._files.read(name, *how))
 
     def patience_for(self, parts: bytes | Sequence[Any]) -> Patience:
-        """Returns the time that a write of these buffers may take from now on, retries and all."""
+        """Returns the time that a write may take from now on, including all retries.
+
+        Args:
+            parts: Content of the file that is written.
+        """
         size = sum(view.nbytes for view in _views(parts))
         return Patience(self.patience, size / MIN_BYTES_PER_SECOND)
 

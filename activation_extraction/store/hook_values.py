@@ -142,6 +142,11 @@ class HookValues(ABC):
         """The names of the tensors that a safetensors shard has for the hook."""
 
     @property
+    def in_pickles(self) -> bool:
+        """Whether pickles can hold the values. Safetensors can hold the values of every kind."""
+        return True
+
+    @property
     @abstractmethod
     def is_encoded(self) -> bool:
         """Whether `encode` makes other arrays, so that values are in memory twice meanwhile."""
@@ -403,6 +408,7 @@ class Float8Values(HookValues):
     are_activations = True
     is_array = True
     is_encoded = True
+    in_pickles = False
 
     @property
     def most_values(self) -> int:

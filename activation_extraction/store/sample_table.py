@@ -60,9 +60,15 @@ def pack_table(samples: Sequence[ShardSample], writer: str = "") -> bytes:
 
 
 def read_table(folder: Folder, commit: Commit) -> pyarrow.Table:
-    """Returns the table of a shard's samples, in which JSON is still text.
+    """Returns the table of a shard's samples as it is stored: values that Parquet cannot hold are
+    texts of JSON.
 
-    Raises RunError if it is missing or damaged, or has other samples than the shard.
+    Args:
+        folder: Folder of the shard.
+        commit: Commit of the shard.
+
+    Raises:
+        RunError: The table is missing, damaged or replaced, or lists other samples than its commit.
     """
     if not commit.count:
         return _table([])
@@ -106,7 +112,15 @@ def samples_to_continue(table: pyarrow.Table) -> dict[int, StoredSample]:
 
 
 def values_of(table: pyarrow.Table, name: str) -> list[Any]:
-    """Returns a column as it was given, with None for samples that lack it."""
+    """Returns the values of a column as they were before they were stored.
+
+    Args:
+        table: Table of samples.
+        name: Name of the column.
+
+    Returns:
+        A value for each sample; None for a sample that lacks the column.
+    """
     if name not in table.column_names:
         return [None] * table.num_rows
     return [None if value is ABSENT else value for value in _decoded(table, name)]
@@ -120,9 +134,9 @@ def concatenate_tables(tables: Iterable[pyarrow.Table]) -> pyarrow.Table:
     Args:
         tables: The tables, in the order of the samples; without any, the result has no rows.
     """
-    every = [*tables] or [_table([])]
-    names = dict.fromkeys(name for table in every for name in table.column_names)
-    return pyarrow.table({name: _concatenate_column(every, name) for name in names})
+    parts = list(tables) or [_table([])]
+    names = dict.fromkeys(name for table in parts for name in table.column_names)
+    return pyarrow.table({name: _concatenate_column(parts, name) for name in names})
 
 
 def _table(samples: Sequence[ShardSample]) -> pyarrow.Table:
@@ -142,7 +156,16 @@ def _table(samples: Sequence[ShardSample]) -> pyarrow.Table:
 
 
 def _packed(name: str, values: list[Any]) -> tuple[pyarrow.Field, pyarrow.Array]:
-    """Returns a column of a type of its own, or of JSON if that would not give its values back."""
+    """Returns a column for the table: its field in the Arrow schema, and its values.
+
+    Args:
+        name: Name of the column.
+        values: Values of the column; ABSENT for a sample that lacks it.
+
+    Returns:
+        A column of the type that pyarrow infers, if that gives all values back; otherwise a column
+        of texts of JSON.
+    """
     if name in FIXED:
         return pyarrow.field(name, FIXED[name]), pyarrow.array(values, FIXED[name])
     if ABSENT not in values and (array := _inferred(values)) is not None:
@@ -172,7 +195,8 @@ def _is_json(table: pyarrow.Table, name: str) -> bool:
 
 
 def _decoded(table: pyarrow.Table, name: str) -> list[Any]:
-    """Returns a column as it was given, with ABSENT for samples that lack it."""
+    """Returns the values of a column as they were before they were stored; ABSENT for a sample that
+    lacks the column."""
     column = table[name].combine_chunks()
     if _is_json(table, name):
         return [ABSENT if text is None else json.loads(text) for text in column.to_pylist()]
@@ -180,7 +204,8 @@ def _decoded(table: pyarrow.Table, name: str) -> list[Any]:
 
 
 def _plain(array: pyarrow.Array) -> list[Any]:
-    """Returns the values of an array without a null field of a struct."""
+    """Returns the values of an array. Null fields of structs are left out, because `pyarrow` adds
+    them to structs that lack a field."""
     if not pyarrow.types.is_struct(array.type):
         return array.to_pylist()
     return [
@@ -190,7 +215,8 @@ def _plain(array: pyarrow.Array) -> list[Any]:
 
 
 def _concatenate_column(tables: Sequence[pyarrow.Table], name: str) -> pyarrow.ChunkedArray:
-    """Returns a column of all tables. Values become texts where they have no type in common."""
+    """Returns a column of several tables as one. If its values have no type in common, they become
+    texts."""
     found = [table.select([name]) for table in tables if name in table.column_names]
     if not any(_is_json(table, name) for table in found):
         parts = [
@@ -214,7 +240,8 @@ def _text(value: Any) -> str:
 
 
 def _check(facts: SampleFacts) -> None:
-    """Raises StorageError for values that another program gave, and that the table cannot have."""
+    """Raises StorageError if the facts of a sample, which another program may have made, cannot be
+    stored in the table."""
     where, columns = f"sample {facts.sample_idx}", facts.columns
     try:
         " ".join(columns).encode()  # names may not have lone surrogates; values may

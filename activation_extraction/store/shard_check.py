@@ -2,8 +2,8 @@
 them.
 
 Both must tell a bad shard from one that could not be read: only content that was read and differs,
-or a file that is definitely absent, makes a shard bad. These are all checks of a shard, and what
-each of them finds that no other does:
+or a file that is definitely absent, makes a shard bad. These are all checks of a shard, here and in
+readers, and what each of them finds that no other does:
 
 - *Sizes* (`RunLog.missing_files`, and `check_shard` here): files that are missing or cut short,
   before any is read, and files that are too long. Reading refuses the latter before it believes
@@ -18,7 +18,10 @@ each of them finds that no other does:
   that are not damaged, but not the ones that the JSON describes, by a fault of the program that
   wrote them or of whoever edited the JSON.
 
-The checksums inside gzip and zip files find nothing more, because their bytes were compared before.
+`check_shard` compares the sizes, the versions, the SHA-256 of every file, and the counts of the
+table. Reading rows compares the CRC-32C and the tensors; --verify reads some samples that way to
+recompute them. The checksums inside gzip and zip files find nothing more, because the bytes of
+these files were compared before.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -19,7 +19,6 @@ from typing import Any, Literal
 import numpy as np
 
 from activation_extraction.cli.flags import StorageOptions
-from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError, RunError, StorageError, reason_of
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, plain_url
@@ -116,17 +115,17 @@ class ActivationStorage:
             raise InputError(f"{self.folder}: overwrite and repair exclude each other; give one")
         facts = facts or RunFacts()
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
-        if self._identity.activation_dtype == FLOAT8 and options.shard_format != "safetensors":
-            raise InputError(
-                f"activation_dtype float8: needs shard_format safetensors, found "
-                f"{options.shard_format!r:.40}"
-            )
         self._hooks = {
             key: self._identity.hook_values(key, name, facts.hooks.get(key, {}).get("width", 0))
             for key, name in hooks.items()
         }
         taken = set(OF_TOKENS)
         for hook in self._hooks.values():
+            if not hook.in_pickles and options.shard_format != "safetensors":
+                raise InputError(
+                    f"activation_dtype {self._identity.activation_dtype}: needs shard_format "
+                    f"safetensors, found {options.shard_format!r:.40}"
+                )
             for clash in taken.intersection(hook.tensor_names):
                 raise InputError(f"hook {hook.name}: a shard calls something else {clash}")
             taken.update(hook.tensor_names)
