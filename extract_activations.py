@@ -129,8 +129,9 @@ def extract(config: Config) -> int:
         samples, tokens = any_host(host, [totals.samples > 0, totals.tokens > 0])
         leave(host)
     if complete and samples and not tokens:
+        choice = run.text.sample_form.choice
         raise RunError(
-            f"no token was stored: no sample has a token that is kept ({run.text.form.choice})",
+            f"no token was stored: no sample has a token that is kept ({choice})",
             remedy="start anew with another choice and --overwrite",
             recurs=True,
         )

@@ -82,7 +82,7 @@ def make_tokenizer(folder: Path) -> None:
 def measure(options: TextOptions, model: Path) -> float:
     """Tokens per second."""
     text = Text(options, Checkpoint(str(model)), 2**20)
-    form, documents = text.form, text.documents(Worker())
+    form, documents = text.sample_form, text.documents(Worker())
     began, tokens = time.perf_counter(), 0
     for batch in pack(samples(documents, text.tokenizer, form), ROWS, LENGTH):
         tokens += batch.num_tokens

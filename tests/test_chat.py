@@ -353,10 +353,10 @@ def test_a_row_with_tools_takes_the_template_for_tools(where, model_with, tmp_pa
         row = {"messages": talk(), "tools": tools}
         if not tools and set(where) == {"tool_use"}:
             with pytest.raises(UnusableRowError, match="for conversations with tools, tool"):
-                text.rows.content_of(row)
+                text.row_form.content_of(row)
             continue
         expected = render(row["messages"], tools=tools or None, tokenize=False)
-        assert text.rows.content_of(row).text == expected
+        assert text.row_form.content_of(row).text == expected
         assert ("<tools>" in expected) == bool(tools)
     (tmp_path / "own.jinja").write_text(QWEN3)
     own = text_of(folder, replace(ASKED, chat_template=str(tmp_path / "own.jinja"))).template

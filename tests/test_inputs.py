@@ -100,7 +100,7 @@ def text_of(case, data):
 def read(text, worker=None, **limits):
     """The samples that a run makes of a text, and the counts of its other rows."""
     documents = text.documents(worker or Worker())
-    found, end = drained(samples(documents, text.tokenizer, text.form, **limits))
+    found, end = drained(samples(documents, text.tokenizer, text.sample_form, **limits))
     return found, (end.skipped_rows, end.empty_rows)
 
 
@@ -158,7 +158,9 @@ def test_limits_that_are_raised_between_the_starts(case, limit, data):
         table = {p.sample.facts.sample_idx: as_stored(p.sample) for p in stored}
         documents = text.documents(worker)
         start = start and Mark.from_json(json.loads(json.dumps(asdict(start))))
-        found = samples(documents, text.tokenizer, text.form, start=start, stored=table, **limits)
+        found = samples(
+            documents, text.tokenizer, text.sample_form, start=start, stored=table, **limits
+        )
         batches, end = drained(pack(found, rows, LENGTH))
         placed = [placed for batch in batches for placed in batch.samples]
         return placed, (end.skipped_rows, end.empty_rows)

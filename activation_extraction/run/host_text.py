@@ -102,7 +102,7 @@ class Text:
         return ChatTemplate.of_model(chosen.pretrained, sources, home.where, arguments)
 
     @cached_property
-    def rows(self) -> RowForm:
+    def row_form(self) -> RowForm:
         """The form of rows: which columns are read, and how they become a document."""
         options = self.options
         readers: tuple[Reader, ...] = (TextColumn(options.text_column), ArcTask())
@@ -115,7 +115,7 @@ class Text:
         return RowForm(readers, options.id_column, options.keep_columns)
 
     @cached_property
-    def form(self) -> SampleForm:
+    def sample_form(self) -> SampleForm:
         """The form of samples: how documents become samples."""
         options = self.options
         choice = TokenChoice(options.positions, self.drop_token_ids, options.roles)
@@ -131,7 +131,7 @@ class Text:
     @cached_property
     def dataset(self) -> Dataset:
         """The open data."""
-        return open_dataset(self.options, self.rows, self.earlier, self.names)
+        return open_dataset(self.options, self.row_form, self.earlier, self.names)
 
     def check(self) -> None:
         """Checks the chat template, and the first row of each source.
@@ -145,7 +145,7 @@ class Text:
             self.template.check()
         for source in self.dataset.sources:
             try:
-                check_dataset(source.rows, self.rows, self.options.skip_bad_rows)
+                check_dataset(source.rows, self.row_form, self.options.skip_bad_rows)
             except InputError as error:
                 if source.name is None:
                     raise
@@ -157,7 +157,7 @@ class Text:
         streams = [
             DocumentStream(
                 source.rows,
-                self.rows,
+                self.row_form,
                 worker,
                 skip_bad_rows=options.skip_bad_rows,
                 leave=self.dataset.files.check,
@@ -206,7 +206,7 @@ class Text:
         stream = samples(
             self.documents(worker),
             self.tokenizer,
-            self.form,
+            self.sample_form,
             start=storage.plan.mark,
             stored=storage.stored_after_mark,
             until=storage.plan.until,

@@ -187,7 +187,7 @@ def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -
     return Identity(
         **of_model,
         **of_text,
-        special_tokens=text.form.special.template,
+        special_tokens=text.sample_form.special.template,
         text=replace(config.text, drop_token_ids=text.drop_token_ids),
         storage=config.storage,
         hooks=(*dtypes, *codes),

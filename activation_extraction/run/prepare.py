@@ -404,7 +404,7 @@ def plan_storage(
 
 def log_beginning(run: Run) -> None:
     """Logs what is stored already, and what is going to be."""
-    storage, form = run.storage, run.text.form
+    storage, form = run.storage, run.text.sample_form
     log_hooks(run.config.hooks, run.forward)
     totals = storage.totals
     if totals.shards and storage.plan.repair is None and not storage.complete:

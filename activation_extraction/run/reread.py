@@ -104,7 +104,7 @@ def _read_again(text: Text, stored: Sequence[StoredTokens]) -> list[np.ndarray |
         stream = samples(
             text.documents(worker),
             text.tokenizer,
-            text.form,
+            text.sample_form,
             start=stored[any_index].start,
             until=worker.number_of(max(indices)) + 1,
         )

@@ -79,7 +79,7 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     if totals.empty_rows:
         say(f"empty: {counted(totals.empty_rows, 'row')} without text, which gave no sample")
     if totals.cut_samples:
-        length, split = run.text.options.max_seq_length, run.text.form.split
+        length, split = run.text.options.max_seq_length, run.text.sample_form.split
         by = [] if split else [f"at {counted(length, 'token')} (--max_seq_length)"]
         by += ["by --max_tokens"] if run.storage.options.max_tokens else []
         by += ["by --max_samples"] if run.storage.options.max_samples and split else []
@@ -89,7 +89,7 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         )
     if totals.empty_samples:
         mask = run.text.options.mask_column
-        rule = f"--mask_column {mask}, " * bool(mask) + str(run.text.form.choice)
+        rule = f"--mask_column {mask}, " * bool(mask) + str(run.text.sample_form.choice)
         say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({rule})")
     for line in codes_in_words(totals.statistics):
         say(line)
@@ -154,7 +154,7 @@ def _where_the_time_went(run: Run, clock: Clock, tokens: int) -> str:
         tokens: Number of tokens that this process has stored.
     """
     waited, elapsed = run.storage.waited, clock.elapsed
-    unit = "tokens" if run.text.form.choice.everything else "kept tokens"
+    unit = "tokens" if run.text.sample_form.choice.everything else "kept tokens"
     times = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
     waits = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in waited.items())
     return (

@@ -44,10 +44,13 @@ class ChangedDataError(RunError):
 class SampleForm:
     """How documents become samples.
 
-    length: the most tokens of a sample. split: whether a longer document becomes several samples;
-    it is cut otherwise. overlap: how many tokens at the start of a piece, but of the first one, are
-    those at the end of the piece before; they are read as context, and never kept. special: what
-    a document gets around it, as tokens of its own; a cut one keeps them all.
+    Attributes:
+        length: Most tokens of a sample.
+        split: Whether a longer document becomes several samples, its pieces. Otherwise it is cut.
+        overlap: Number of tokens at the start of a piece that repeat the end of the piece before
+            it. They are context, and are never kept. The first piece has none.
+        choice: Tokens whose activations are kept.
+        special: Special tokens that are put around a document. A cut document keeps all of them.
     """
 
     length: int
@@ -57,7 +60,11 @@ class SampleForm:
     special: SpecialTokens = SpecialTokens()
 
     def pieces(self, tokens: int) -> list[range]:
-        """Returns the tokens of each sample of a document."""
+        """Returns the range of tokens of each sample of a document.
+
+        Args:
+            tokens: Number of tokens of the document.
+        """
         if not self.split or tokens <= self.length:
             return [range(min(tokens, self.length))]
         starts = range(0, tokens - self.overlap, self.length - self.overlap)
@@ -154,11 +161,20 @@ def _whole_samples(
     start: Mark,
     most_samples: float,
 ) -> Generator[Sample, None, Mark]:
-    """Yields samples from `start` on, as if no limit cut them: `cut` is what follows one in its
-    document, and its mark does not count the tokens that are kept before it.
+    """Yields the samples of one worker as if no limit cut any of them.
 
-    It reads ahead, but not for more samples than `most_samples`. Returns the mark at the end of the
-    data, which counts no tokens either.
+    The `cut` of a sample is the number of tokens that follow it in its document, and marks do not
+    count kept tokens.
+
+    Args:
+        documents: The documents of the worker.
+        tokenizer: The tokenizer; None if documents are token ids.
+        form: How documents become samples.
+        start: The mark before the first sample to yield.
+        most_samples: The number of the worker's samples for which rows are read ahead at most.
+
+    Returns:
+        The mark at the end of the data.
     """
     number = start.samples - start.skip
     state = start.stream or documents.beginning
