@@ -147,13 +147,15 @@ def test_the_commands_do_what_is_said(checkout):
 def test_the_snippets_read_what_is_stored(checkout, monkeypatch):
     root, _, _, bucket = checkout
     python = [with_bucket(block) for block in BLOCKS if is_python(block)]
-    training, own, resumed, workers = python
+    demonstration, training, own, resumed, workers = python
     monkeypatch.chdir(root)
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
     gcsfs.GCSFileSystem.clear_instance_cache()
     found = {}
+    exec(demonstration, found)
+    assert found["batch"]["blocks.10.hook_resid_post"].shape == (1024, 128)
     exec(training, found)
     assert found["hook"] == "blocks.12.hook_resid_post" and found["loss"].isfinite()
     assert len(found["dataset"]) == 100
