@@ -45,18 +45,18 @@ examples:
   extract_activations.py --status --output_dir gs://B/run1
       how far the run has come
 
-README.md says what files are written, and how to read them. In Python:
+README.md describes the files that are written and how to read them. In Python:
   from activation_extraction import ActivationDataset
   sample = ActivationDataset("out")[7]  # its activations by hook, token_ids, text_preview, ...
 
-environment variables that stand in for flags that are not given:
+environment variables, which count if the flag is not given:
 """
 AFTER_ENVIRONMENT = """
   HF_TOKEN gives access to private and gated repositories of the Hugging Face hub.
 
-exit status: 0 done; 1 failed on the way, or --verify or --status found a problem; 2 bad input,
-also a row that cannot be used, or NaN; 130 or 143 stopped by Ctrl-C or SIGTERM (complete
-samples are stored). A scheduler should never retry 2.
+exit status: 0 done; 1 failed on the way, or --verify or --status found a problem; 2 bad input
+(also a row that cannot be used) or NaN, which a scheduler should not try again; 130 or 143 stopped
+by Ctrl-C or SIGTERM, with all complete samples stored.
 """
 Values = dict[str, Any]  # name of a flag that is given -> its value
 

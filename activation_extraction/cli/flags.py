@@ -85,14 +85,14 @@ UPLOAD = Group(
 )
 PLAN = Group(
     "before a machine is rented",
-    "give these beside the flags of a run, which then does not start. The estimate needs "
-    "neither weights nor data nor an accelerator: it reads the model's config.json, and does "
-    "without it for a released Qwen model if the hub cannot be reached",
+    "with these flags beside those of a run, the run is estimated and does not start. This needs "
+    "neither weights nor data nor an accelerator, only the model's config.json; the sizes of "
+    "released Qwen models are known even if the hub cannot be reached",
 )
 LOOK = Group(
     "looking at an extraction",
-    "these flags do not extract; they look at the bucket with --upload_to_gcs, else at "
-    "--output_dir, which may be a URL here",
+    "these flags extract nothing. They look at the bucket if --upload_to_gcs is given, otherwise "
+    "at --output_dir, which may be a URL here",
 )
 GENERAL = Group("general")
 GROUPS = (
@@ -121,37 +121,38 @@ def _ids_and_names(tokens: list[int | str]) -> tuple[int | str, ...]:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The model that computes, and its number type. The notes of --help describe all fields."""
+    """The model and its dtype. The notes of --help describe all fields."""
 
     model_path: str = flag(
-        "a Qwen or Llama 3 model: a folder with config.json, safetensors and tokenizer, local or "
-        "in a bucket (gs://BUCKET/FOLDER), or the name of a hub model",
+        "the model, a Qwen or Llama 3 checkpoint: a folder with config.json, safetensors and "
+        "tokenizer, local or in a bucket (gs://BUCKET/FOLDER), or the name of a model on the hub "
+        "(Hugging Face)",
         "Qwen/Qwen2.5-0.5B",
         metavar="PATH",
     )
     model_revision: str | None = flag(
-        "a branch, tag or commit of a hub model",
-        default_is="the commit that the extraction began with; the newest one for a new extraction",
+        "the branch, tag or commit of a model on the hub",
+        default_is="the commit that the extraction began with; for a new one, the newest commit",
     )
     lora: str | None = flag(
-        "a LoRA adapter, as PEFT stores it (adapter_config.json, adapter_model.safetensors): a "
-        "folder, local or in a bucket, or the name of a hub adapter; it is merged into the weights "
-        "in float32 while they are read. A tokenizer or chat template that is stored with it is "
-        "used where it differs from the model's",
+        "a LoRA adapter in PEFT's format (adapter_config.json, adapter_model.safetensors): a "
+        "folder, local or in a bucket, or the name of an adapter on the hub. It is merged into the "
+        "weights in float32 while they are read. If a tokenizer or chat template is stored with "
+        "the adapter and differs from the model's, the run uses the adapter's",
         default_is="none",
         metavar="PATH",
     )
     dtype: str = flag(
-        "the type of weights and matrix products; sums are float32",
+        "the dtype of the weights and of matrix products, whose sums are float32",
         "auto",
-        default_is="auto = bfloat16 on TPU and GPU, float32 on CPU",
+        default_is="auto, which is bfloat16 on TPU and GPU, float32 on CPU",
         choices=("auto", "float32", "bfloat16"),
     )
 
 
 @dataclass(frozen=True)
 class HookOptions:
-    """The hooks whose activations or codes are stored, and the type in which they are.
+    """The hooks whose activations or codes are stored, and the dtype of what is stored.
 
     The notes of --help describe all fields.
 
@@ -161,7 +162,8 @@ class HookOptions:
     """
 
     layers_to_extract: tuple[int, ...] | str | None = flag(
-        "layers, counted from 0: numbers, ranges such as 1-3, or all",
+        "the layers to extract from, counted from 0: numbers, ranges such as 1-3 (inclusive), or "
+        "all",
         default_is=f"{DEFAULT_LAYERS[0]}-{DEFAULT_LAYERS[-1]}, clipped to the model's depth",
         parse=layers,
         collect=_all_layers,
@@ -169,41 +171,42 @@ class HookOptions:
         metavar="N|N-M|all",
     )
     activation_type: str = flag(
-        "residual: the residual stream after the block; attn, mlp: what that half of the block "
-        "adds to it",
+        "which activations of these layers. residual: the residual stream after the block; attn, "
+        "mlp: what the attention or the MLP of the block adds to that stream",
         "residual",
         choices=("residual", "mlp", "attn"),
     )
     hook_names: tuple[str, ...] | None = flag(
-        "instead of the two flags above: names or globs of TransformerLens's hooks, such as "
-        "'blocks.*.mlp.hook_in', or of inputs and outputs of Hugging Face modules, such as "
-        "'model.layers.20.mlp.output'; large ones, such as logits, only if they are named. Also "
-        "loss, of each token given those before it, and entropy, logits.top_ids and "
-        "logits.top_logprobs, of the prediction of the token after it",
+        "the hooks to extract, instead of the two flags above: names or globs as in "
+        "TransformerLens, such as 'blocks.*.mlp.hook_in', or of inputs and outputs of Hugging Face "
+        "modules, such as 'model.layers.20.mlp.output' (--list_hooks prints all). A glob matches "
+        "large hooks, such as logits, only if it ends in their name. loss is the loss at each "
+        "token, given the tokens before it; entropy, logits.top_ids and logits.top_logprobs "
+        "describe the prediction of the token after it",
         excludes=("layers_to_extract", "activation_type"),
         nargs="+",
         metavar="GLOB",
     )
     top_logits: int = number(
-        "how many of the most likely next tokens logits.top_ids and logits.top_logprobs have",
+        "how many of the most likely next tokens logits.top_ids and logits.top_logprobs contain",
         DEFAULT_TOP_LOGITS,
         needs="hook_names",
         metavar="K",
     )
     encode: tuple[tuple[str, str], ...] = several(
-        "store codes at hooks, the active features of sparse autoencoders or transcoders, instead "
-        "of activations: a folder or file, local or in a bucket, or ORG/REPO/FOLDER on the hub, in "
-        "the form of Qwen Scope (layerN.sae.pt), SAELens 6, sparsify, Llamascopium or "
-        "circuit_tracer. HOOK is needed where the files do not name it, or where there is one for "
-        "each layer",
+        "store codes, the active features of sparse autoencoders or transcoders, instead of "
+        "activations. SAE is a folder or file, local or in a bucket, or ORG/REPO/FOLDER on the "
+        "hub, in the format of Qwen Scope (layerN.sae.pt), SAELens 6, sparsify, Llamascopium or "
+        "circuit_tracer. HOOK= is needed if the files do not name the hook, or if they hold an "
+        "autoencoder for each layer",
         hook_and_path,
         collect=each_once,
         metavar="[HOOK=]SAE",
     )
     encode_most: int | None = number(
-        "keep at most K features of a token, those with the largest values; how many are cut is "
-        "counted",
-        default_is="k of autoencoders with a top k, else 256",
+        "store at most K features of each token, those with the largest values; the run counts the "
+        "features that this leaves out",
+        default_is="the k of autoencoders with a top k, otherwise 256",
         needs="encode",
         metavar="K",
     )
@@ -211,11 +214,11 @@ class HookOptions:
         "store the activations that are encoded beside their codes", needs="encode"
     )
     activation_dtype: str = flag(
-        "the type of the stored activations; float8, which needs --shard_format safetensors, takes "
-        "half of bfloat16 plus 4 bytes per token and hook, is read as float32, float16 or "
-        "bfloat16, and its error is measured on some of the tokens",
+        "the dtype of the stored activations. float8 takes half as many bytes as bfloat16, and 4 "
+        "more per token and hook. It needs --shard_format safetensors and is read as float32, "
+        "float16 or bfloat16; the run measures its error on some of the tokens",
         "auto",
-        default_is="auto = as --dtype",
+        default_is="auto, which is the --dtype",
         choices=("auto", "float32", "float16", "bfloat16", "float8"),
     )
 
@@ -234,10 +237,12 @@ class TextOptions:
     """
 
     positions: Positions = flag(
-        "all, last, first:N, last:N, every:N (0, N, 2N, ...), a slice as in Python, such as 4:-1, "
-        "random:P or random:P:SEED, which keep every token with probability P (SEED is 0 if none "
-        "is given), or last_of_turn, the last token of every turn of a conversation: with --roles, "
-        "the last of these roles, such as <|im_end|>; else often the new line after it",
+        "which tokens of each sample to store. all, last, first:N, last:N; every:N (positions 0, "
+        "N, 2N, ...); a slice as in Python, such as 4:-1; random:P or random:P:SEED, which stores "
+        "each token with probability P (SEED is 0 unless it is set); last_of_turn, the last token "
+        "of every turn of a conversation. With --roles, last_of_turn is the last token that has "
+        "one of these roles, such as <|im_end|>; without --roles, it is often the new line after "
+        "it",
         Positions(),
         parse=parse_positions,
         metavar="RULE",
@@ -245,9 +250,10 @@ class TextOptions:
         group=TOKENS,
     )
     roles: tuple[str, ...] = several(
-        "keep only the tokens of these roles of a conversation; --positions then counts only "
-        "these. A turn is one message with its header, and its <|im_end|> has the message's role; "
-        "</think> is thinking; headers and text between turns are template",
+        "store only the tokens with these roles in a conversation; --positions then counts only "
+        "these tokens. A turn is one message with its header. Its <|im_end|> has the role of the "
+        "message, </think> has the role thinking, and headers and text between turns have the role "
+        "template",
         default_is="all",
         needs="messages_column",
         choices=ROLES,
@@ -257,8 +263,8 @@ class TextOptions:
         group=TOKENS,
     )
     drop_token_ids: tuple[Any, ...] = several(
-        "of the tokens that --positions keeps, leave out these: ids, or names as the "
-        "tokenizer has them, such as '<|im_end|>'; a number is an id",
+        "do not store these tokens, even if --positions selects them: ids, or names as in the "
+        "tokenizer, such as '<|im_end|>'. A number is always an id",
         token,
         collect=_ids_and_names,
         metavar="ID|NAME",
@@ -266,51 +272,53 @@ class TextOptions:
         group=TOKENS,
     )
     dataset_name: str | None = flag(
-        "a data set on the hub, which is streamed", default_is=DATASET[0]
+        "a data set on the hub, whose rows are streamed", default_is=DATASET[0]
     )
     dataset_config: str | None = flag(
-        "its configuration",
-        default_is=f"{DATASET[1]} for the default data set, else its own default",
+        "the configuration of the data set on the hub",
+        default_is=f"{DATASET[1]} for the default data set, otherwise the data set's own",
     )
-    dataset_split: str = flag("its split", DATASET[2])
+    dataset_split: str = flag("the split of the data set on the hub", DATASET[2])
     dataset_path: str | None = flag(
-        "your own files instead: .jsonl, .ndjson, .json (an array of objects, or lines), .csv "
-        "(with a header), each also compressed (.gz, .zst, .bz2, .xz), .parquet, .arrow or what "
-        "save_to_disk of `datasets` has written; a file, a folder of one split or a glob, local or "
-        "a URL. Names that begin with . or _ are left out",
+        "your own files instead of a data set on the hub: a file, a folder that holds one split, "
+        "or a glob, local or as a URL. The files are .jsonl, .ndjson, .json (an array of objects, "
+        "or lines) or .csv (with a header), each also compressed (.gz, .zst, .bz2, .xz); .parquet; "
+        ".arrow; or what save_to_disk of `datasets` has written. Names that begin with . or _ are "
+        "left out",
         excludes=("dataset_name", "dataset_config", "dataset_split"),
         metavar="PATH",
     )
     mix: tuple[tuple[str, float], ...] = several(
-        "several sources instead, each with its share of the documents: a path as for "
-        "--dataset_path, or NAME:CONFIG:SPLIT of a hub data set; when a source runs out, the "
-        "others continue",
+        "several sources instead of one, each with its share of the documents. SOURCE is a path as "
+        "for --dataset_path, or NAME:CONFIG:SPLIT of a data set on the hub. When a source runs "
+        "out, the others continue",
         weighted,
         excludes=("dataset_name", "dataset_config", "dataset_split", "dataset_path"),
         metavar="SOURCE=WEIGHT",
     )
     text_column: str = flag(
-        "the column that holds the text; in rows without it, ARC-AGI's columns train and test "
-        "become a prompt",
+        "the column with the text. In rows without this column, the columns train and test of an "
+        "ARC-AGI task become a prompt",
         "text",
         content=True,
     )
     messages_column: str | None = flag(
-        "the column that holds a conversation: messages with role and content, or from and value. "
-        "The chat template makes them one text, with the tools of a column tools; a row is bad if "
-        "it leaves out text of a message, apart from thinking. Tokens have a role and a turn only "
-        "if the template writes turns between <|im_start|> and <|im_end|>, as Qwen's do",
+        "the column with a conversation: messages with role and content, or with from and value. "
+        "The chat template turns them into one text, together with the tools in the column tools. "
+        "If the template leaves out text of a message, other than thinking, the row cannot be "
+        "used. Tokens get a role and a turn only if the template writes turns between <|im_start|> "
+        "and <|im_end|>, as Qwen's templates do",
         excludes=("text_column",),
         content=True,
     )
     chat_template: str | None = flag(
-        "a file with a chat template for all rows",
-        default_is="the adapter's or the model's own; of several, tool_use for rows with tools",
+        "a file with the chat template for all rows",
+        default_is="the adapter's or the model's; if it has several, tool_use for rows with tools",
         needs="messages_column",
         metavar="FILE",
     )
     chat_template_args: tuple[tuple[str, Any], ...] = several(
-        "extra variables for the template, such as enable_thinking=false",
+        "extra variables for the chat template, such as enable_thinking=false",
         argument,
         default_is="nothing",
         needs="messages_column",
@@ -318,65 +326,70 @@ class TextOptions:
         metavar="NAME=VALUE",
     )
     ids_column: str | None = flag(
-        "the column that holds token ids, which are taken as they are; no tokenizer is needed",
+        "the column with token ids, which are used as they are, without a tokenizer",
         excludes=("text_column", "messages_column"),
         content=True,
     )
     mask_column: str | None = flag(
-        "a column with 0 or 1 for each of these token ids; those with 0 are context, and are not "
-        "stored; in a column called attention_mask they are padding, which the model does not read",
-        default_is="all are stored",
+        "the column with a 0 or 1 for each token id of --ids_column. Tokens with 0 are context, "
+        "which the model reads but the run does not store; in a column called attention_mask, they "
+        "are padding, which the model does not read either",
+        default_is="all tokens are stored",
         needs="ids_column",
         content=True,
     )
     id_column: str | None = flag(
-        "the column that holds the id of a row, which is stored as doc_id",
-        default_is="id, or task_id of ARC-AGI, where rows have it",
+        "the column with the id of each row, which is stored as doc_id",
+        default_is="id, or task_id of ARC-AGI, in rows that have it",
         content=True,
     )
     keep_columns: tuple[str, ...] = several(
-        "columns to store with each sample, such as a label",
+        "the columns of the data set that are stored with each sample, such as a label",
         collect=each_once,
         content=True,
     )
     special_tokens: str = flag(
-        "which tokens plain text gets besides its own. tokenizer: those that the model's tokenizer "
-        "adds at the front and the end. Llama 3 adds <|begin_of_text|> at the front, Qwen's "
-        "embedding models add <|endoftext|> at the end, and its chat and base models nothing. "
-        "Conversations and token ids never get any",
+        "which special tokens plain text gets. tokenizer: those that the model's tokenizer adds at "
+        "the front and at the end; none: no special tokens. Llama 3's tokenizer adds "
+        "<|begin_of_text|> at the front, that of Qwen's embedding models adds <|endoftext|> at the "
+        "end, and those of Qwen's chat and base models add nothing. Conversations and token ids "
+        "never get any",
         "tokenizer",
         choices=("tokenizer", "none"),
     )
     long_documents: str = flag(
-        "what to do with documents longer than --max_seq_length. cut: leave out the rest; split: "
-        "make several samples, of which --max_samples and --positions count each",
+        "what happens to documents that are longer than --max_seq_length. cut: the rest is left "
+        "out; split: the document becomes several samples, each of which counts for --max_samples "
+        "and has its own --positions",
         "cut",
         choices=("cut", "split"),
         content=True,
     )
     overlap: int = number(
-        "with --long_documents split: how many tokens of the previous piece each piece repeats, "
-        "only as context; every token is stored once",
+        "with --long_documents split: how many tokens of the previous piece each piece repeats. "
+        "They are only context, so every token is stored once",
         0,
         least=0,
         unit=" tokens",
         content=True,
     )
     shuffle_documents: int | None = number(
-        "shuffle the documents with this seed: files and row groups, and rows within blocks of "
-        "1,024",
+        "read the documents in a random order that depends on this seed: files and row groups are "
+        "shuffled, and so are the rows within blocks of 1,024",
         least=0,
         default_is="the order of the data set",
         metavar="SEED",
         content=True,
     )
     skip_bad_rows: bool = switch(
-        "skip and count rows that cannot be used: not JSON, no such column, no text in it; may "
-        "also be added when a run is continued (default: such a row ends the run)",
+        "skip and count rows that cannot be used, for example because they are not JSON, or "
+        "because their column is missing or does not hold text. The flag may be added when a run "
+        "is continued (default: such a row ends the run)",
         content=True,
     )
     max_seq_length: int = number(
-        "tokens per row; longer documents are cut, see --long_documents",
+        "the number of tokens per row of a batch, and the most per sample; see --long_documents "
+        "for longer documents",
         2048,
         default_is=f"2048 tokens; {DEMO_MAX_SEQ_LENGTH} with --demo",
         metavar="TOKENS",
@@ -397,41 +410,43 @@ class ComputingOptions:
     """
 
     batch_size: int | str | None = flag(
-        "rows per host and step; several samples share a row. auto: the most, up to 512, that the "
-        "devices and the host have memory for; on a CPU, the default",
-        default_is="8; on a CPU at most as many as 2,048 tokens fill, rounded up to a multiple of "
-        "the devices",
+        "the number of rows per host and step; several samples share a row. auto: as many rows as "
+        "fit in the memory of the devices and of the host, at most 512; on a CPU, the default",
+        default_is="8; on a CPU as many as 2,048 tokens fill, at most 8, rounded up to a multiple "
+        "of the devices",
         parse=rows,
         metavar="ROWS|auto",
     )
     mesh_type: str | None = flag(
-        "how the devices are arranged. auto: for the shortest step, splitting weights as little as "
-        "it can (data, fsdp, expert, model); 1d: all along the model axis; 2d: data x model, "
-        "with one host per data index; 3d: pipeline x data x model",
+        "how the devices are arranged. auto: as makes the step shortest, with weights split as "
+        "little as possible (over the axes data, fsdp, expert and model); 1d: all devices along "
+        "the axis model; 2d: data x model, with one host per index of data; 3d: pipeline x data x "
+        "model",
         "auto",
         choices=("auto", "1d", "2d", "3d"),
     )
     mesh_shape: tuple[int, ...] | None = flag(
-        "the size of each axis",
+        "the size of each axis of the mesh, instead of --mesh_type",
         default_is="as --mesh_type says",
         variables=Variables(("TPU_MESH_CONFIG",), unless=("mesh_type", "no_data_parallel")),
         parse=sizes,
         metavar="A,B[,C]",
     )
     mesh_axes: tuple[str, ...] | None = flag(
-        f"the names of the axes, from {', '.join(MESH_AXES)}: pipeline splits the layers; data, "
-        "fsdp and expert the rows; fsdp and model the weights; expert those of the experts",
-        default_is="data,model or pipeline,data,model",
+        f"the names of the mesh's axes, from {', '.join(MESH_AXES)}. pipeline splits the layers; "
+        "data, fsdp and expert split the rows; fsdp and model split the weights, and expert splits "
+        "the weights of experts",
+        default_is="data,model for two sizes, pipeline,data,model for three",
         variables=Variables(("TPU_AXIS_NAMES",), only_with="mesh_shape"),
         parse=axes,
         metavar="NAME,...",
     )
     use_data_parallel: bool = pair(
-        "use all devices", "no_data_parallel", "use only one device of each host"
+        "use all devices of each host", "no_data_parallel", "use only one device of each host"
     )
     compilation_cache: str | None = flag(
-        "where JAX keeps compiled programs for the next start, or off; with --multihost a folder "
-        "or URL that all hosts share",
+        "the folder in which JAX keeps compiled programs for the next start, or off for none. With "
+        "--multihost, this is a folder or URL that all hosts share",
         default_is="activation_extraction/jax in XDG_CACHE_HOME or ~/.cache; off with --multihost",
         variables=Variables(("JAX_COMPILATION_CACHE_DIR",)),
         parse=path,
@@ -442,16 +457,17 @@ class ComputingOptions:
 
 @dataclass(frozen=True)
 class HostOptions:
-    """The place of this process among the machines and hosts of a run, and how long it waits there.
+    """The number of this process among the machines and hosts of a run, and its timeouts.
 
     The notes of --help describe all fields.
     """
 
     machine_id: int = number(
-        "the number of this machine, from 0; each machine extracts its own share of the data. No "
-        "scheduler's variables are read: all tasks of a script of your own are machine 0 of 1, "
-        "unless it sets MACHINE_ID and TOTAL_MACHINES, which --demo and flags that only look or "
-        "plan ignore. The templates in deploy/ number their tasks",
+        "the number of this machine, counted from 0. Each machine extracts its own share of the "
+        "data. The templates in deploy/ number their tasks. A script of your own must set "
+        "MACHINE_ID and TOTAL_MACHINES, or give both flags, because variables of schedulers are "
+        "not read: otherwise, each of its tasks is machine 0 of 1. --demo and flags that only look "
+        "or plan ignore the two variables",
         0,
         least=0,
         variables=Variables(("MACHINE_ID",), unless=WITHOUT_SHARES),
@@ -459,17 +475,18 @@ class HostOptions:
         group=MACHINES,
     )
     total_machines: int = number(
-        "the number of independent machines that share the data; it may be much larger than the "
-        "number that runs at a time",
+        "the number of independent machines that share the data. It may be much larger than the "
+        "number of machines that run at a time",
         1,
         variables=Variables(("TOTAL_MACHINES",), unless=WITHOUT_SHARES),
         group=MACHINES,
     )
     multihost: bool = switch(
-        "join the other hosts; on Cloud TPU, GKE and Slurm this flag alone is enough"
+        "join the other hosts of the pod. On Cloud TPU, GKE and Slurm, this flag alone is enough; "
+        "elsewhere, the three flags below are needed, too"
     )
     coordinator_address: str | None = flag(
-        "the address of host 0",
+        "with --multihost: the address of host 0",
         variables=Variables(
             ("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS"), only_with="multihost"
         ),
@@ -479,7 +496,7 @@ class HostOptions:
         per_host=True,
     )
     host_id: int | None = number(
-        "the number of this host, from 0",
+        "with --multihost: the number of this host, counted from 0",
         least=0,
         variables=Variables(("JAX_PROCESS_INDEX", "HOST_ID"), only_with="multihost"),
         needs="multihost",
@@ -487,14 +504,17 @@ class HostOptions:
         per_host=True,
     )
     num_hosts: int | None = number(
-        "the number of hosts",
+        "with --multihost: the number of hosts",
         variables=Variables(("JAX_PROCESS_COUNT", "NUM_HOSTS"), only_with="multihost"),
         needs="multihost",
     )
     connect_timeout: int = seconds("how long to wait for the other hosts at the start", 300)
-    heartbeat_timeout: int = seconds("how long a host may be silent before it counts as dead", 100)
+    heartbeat_timeout: int = seconds(
+        "how long a host may be silent before the others take it for dead", 100
+    )
     stall_timeout: int = seconds(
-        "end the process if no step finishes for this long; skipping what is stored is progress",
+        "end the process if no step finishes for this long; skipping samples that are already "
+        "stored counts as progress",
         600,
     )
 
@@ -504,32 +524,33 @@ class OutputOptions:
     """The folders that the shards are stored in. The notes of --help describe all fields."""
 
     output_dir: str = flag(
-        "the folder for the shards; the same command continues a run that was interrupted there",
+        "the folder for the shards. To continue a run that was interrupted, give the same command "
+        "again",
         "activations",
         path,
         metavar="FOLDER",
         per_host=True,
     )
     min_free_gb: float = gigabytes(
-        "refuse to start if the disk of --output_dir has less than this free",
+        "refuse to start if the disk of --output_dir has less free space than this",
         0.0,
         parse=positive_or_0,
     )
     upload_to_gcs: bool = switch(
-        "store the shards in a bucket, from memory; a shard counts as stored only once the bucket "
-        "has confirmed it",
+        "store the shards in a bucket, straight from memory. A shard counts as stored only once "
+        "the bucket has confirmed it",
         needs="gcs_bucket",
         group=UPLOAD,
     )
     gcs_bucket: str | None = flag(
-        "the name of a bucket of Google Cloud, or a URL: gs://, s3://, s3a://, az://, "
-        "abfs:// or abfss://",
+        "the name of a bucket of Google Cloud Storage, or the URL of any bucket, which begins with "
+        "gs://, s3://, s3a://, az://, abfs:// or abfss://",
         parse=bucket,
         needs="upload_to_gcs",
         group=UPLOAD,
     )
     gcs_prefix: str = flag(
-        "a folder in the bucket; it gets one folder for each machine and host",
+        "the folder in the bucket, in which every machine and host gets a folder of its own",
         "activations",
         in_bucket,
         needs="upload_to_gcs",
@@ -537,8 +558,8 @@ class OutputOptions:
         group=UPLOAD,
     )
     upload_timeout: int = number(
-        "how long an upload may keep failing, or wait for an answer once all is sent, before the "
-        "run stops; the time for sending it comes on top, at most 8 s per MB",
+        "how long an upload may keep failing, or may wait for an answer once all is sent, before "
+        "the run stops. The time for sending it comes on top, at most 8 s per MB",
         300,
         unit=" s",
         metavar="SECONDS",
@@ -584,55 +605,58 @@ class StorageOptions:
     """
 
     shard_size_gb: float = gigabytes(
-        "activations per shard before compression",
+        "the size of the activations in a shard, before compression",
         1.0,
         content=True,
     )
     shard_format: str = flag(
         "pickle: a dict that Python reads without this program; safetensors: one contiguous tensor "
-        "per hook, so that one hook is read without the others. Reading compares every MiB with "
-        "its crc32c, --verify the whole with its sha256",
+        "per hook, so that one hook is read without the others. Readers compare every MiB with its "
+        "crc32c, and --verify compares the whole file with its sha256",
         "pickle",
         choices=SHARD_FORMATS,
         content=True,
     )
     compress_shards: bool = pair(
-        "gzip the pickles; safetensors are never compressed",
+        "compress pickles with gzip; safetensors are never compressed",
         "no_compress_shards",
-        "write plain .pkl files",
+        "write pickles as plain .pkl files",
         content=True,
     )
     max_samples: int | None = number(
-        "store at most N samples on this machine. Its hosts have equal shares of N; a host that "
-        "runs out of rows stores fewer, and is named at the end",
+        "store at most N samples on this machine. Its hosts have equal shares of N. A host that "
+        "runs out of rows stores fewer samples, and the run names it at the end",
         default_is="all",
         group=TEXT,
     )
     max_tokens: int | None = number(
-        "store at most N tokens on this machine, shared like --max_samples; the last sample is "
-        "cut, and stays so, so that a share is exact unless the host runs out of rows",
+        "store at most N tokens on this machine, shared among its hosts like --max_samples. The "
+        "last sample is cut, so that a host stores exactly its share unless it runs out of rows; "
+        "it stays cut if N is raised later",
         default_is="all",
         group=TEXT,
     )
     overwrite: bool = switch(
-        "at every start, begin anew in place of the extraction that --output_dir and the bucket "
-        "hold, of which nothing is left at the end (default: continue it)",
+        "begin anew at every start, in place of the extraction in --output_dir and in the bucket. "
+        "At the end of the new run, nothing is left of the old one (default: continue the "
+        "extraction)",
         group=OUTPUT,
     )
     delete_local_after_upload: bool = pair(
-        "write no local shards, only metadata.json and metrics.jsonl",
+        "with --upload_to_gcs: write no shards to --output_dir, only metadata.json and "
+        "metrics.jsonl",
         "keep_local",
-        "write local shards as well, beside those in the bucket",
+        "write the shards to --output_dir as well, beside those in the bucket",
         group=UPLOAD,
     )
     writer_threads: int | None = number(
-        "the threads that compress shards and add up their statistics",
-        default_is="as many as there are cores",
+        "the number of threads that compress shards and add up their statistics",
+        default_is="one for each core",
     )
     waiting_shards_gb: float | None = gigabytes(
-        "the most memory for activations that wait to be stored; beyond it, computing waits; room "
-        "for two shards is the least",
-        default_is="a quarter of the memory at hand, at most 16, or two shards",
+        "the most memory for activations that wait to be stored. When it is full, computing waits. "
+        "It has to hold two shards",
+        default_is="a quarter of the available memory, at most 16, but at least two shards",
     )
 
     @property
@@ -672,28 +696,29 @@ class PlanOptions:
     """
 
     plan: str | None = flag(
-        "estimate what the run would take on a machine, such as v5e:8x8, v5litepod-64, v4-32, h100 "
-        "or h100-8, on the mesh of auto and on the one that is asked for: whether it fits, bytes, "
-        "and hours, which are a guess without --tokens_per_second. If the package libtpu is "
-        "installed, the TPU compiler also says whether the program fits",
+        "estimate what this run would take on a machine, such as v5e:8x8, v5litepod-64, v4-32, "
+        "h100 or h100-8: whether it fits, how many bytes it stores, and how many hours it takes, "
+        "which is a guess without --tokens_per_second. The estimate is for the mesh of auto and "
+        "for the one that the flags ask for. If the package libtpu is installed, the TPU compiler "
+        "also says whether the program fits",
         metavar="TOPOLOGY",
     )
     chips_per_host: int | None = number(
-        "with --plan: how many chips each host has",
+        "with --plan: the number of chips of each host",
         default_is="4; all of v5e-1, v5e-8, v6e-1 and v6e-8; up to 8 GPUs",
         needs="plan",
     )
     tokens_per_second: float | None = flag(
-        "with --plan: how many stored tokens per second each host of the machine reaches, as the "
-        "line 'time: ...' at the end of a run with --max_samples 200 says it",
-        default_is="a guess from the peak speed of the chips",
+        "with --plan: the stored tokens per second of each host. A run with --max_samples 200 on "
+        "such a machine prints them at its end, in the line that begins with 'time:'",
+        default_is="a guess from the chips' peak speed",
         parse=positive,
         needs="plan",
         metavar="X",
     )
     chip_hour_dollars: tuple[float, ...] | None = flag(
-        "with --plan: what a chip costs per hour, on demand and, after a comma, on a spot machine; "
-        "the estimate then says dollars, too",
+        "with --plan: the price in dollars of a chip for an hour, on demand and, after a comma, on "
+        "a spot machine. The estimate then contains dollars, too",
         default_is="none",
         parse=dollars,
         needs="plan",
@@ -712,28 +737,32 @@ class LookingOptions:
 
     status: bool = switch(
         "show what all machines and hosts have stored, how fast they are and when they will be "
-        "done; also works during a run; exits with status 1 if a host has failed or has been "
-        "silent for 15 minutes (longer, if five shards take longer), or if files are damaged or "
-        "missing"
+        "done, also during a run. Exits with status 1 if files are damaged or missing, or if a "
+        "host has failed or has been silent for 15 minutes (or as long as five of its shards take, "
+        "if this is longer)"
     )
     aggregate: bool = switch(
-        "with --status: also write it there as aggregated_metadata.json", needs="status"
+        "with --status: also write the totals to aggregated_metadata.json, in the same place as "
+        "the run",
+        needs="status",
     )
     json: bool = switch(
-        "with --status or --plan: print one JSON object. That of --plan has meshes, best (the "
-        "fastest mesh that fits), hours and dollars as [least, most], and terabytes before "
-        "compression; what is unknown is null, as dollars are without --chip_hour_dollars",
+        "with --status or --plan: print one JSON object. With --plan, it contains meshes, best "
+        "(the fastest mesh that fits), hours and dollars as [least, most], and terabytes before "
+        "compression; null stands for what is unknown, such as dollars without --chip_hour_dollars",
         needs="status or plan",
     )
     verify: bool = switch(
         "compare every shard with its sha256 and its JSON file, and check that every sample is "
-        "there once; with --model_path (and --lora, --encode), also recompute some samples; lists "
-        "every problem and exits with status 1 if there is any"
+        "there once. With --model_path (and the --lora and --encode of the run), also recompute "
+        "some samples. Lists every problem, and exits with status 1 if there is any"
     )
-    verify_samples: int = number("how many random samples --verify recomputes", 8, needs="verify")
+    verify_samples: int = number(
+        "with --verify and --model_path: how many random samples to recompute", 8, needs="verify"
+    )
     report: str | None = flag(
-        "write an HTML page about the activations: norms by layer and position, outlier tokens and "
-        "dimensions, lengths of documents, throughput; also works during a run",
+        "write an HTML page about the activations, also during a run: norms by layer and position, "
+        "outlier tokens and dimensions, lengths of documents, throughput",
         default_is="report.html in --output_dir, or in the working directory for a bucket",
         parse=path_or_default,
         nargs="?",
@@ -741,18 +770,18 @@ class LookingOptions:
         metavar="FILE",
     )
     export: str | None = flag(
-        "copy a finished run to --export_dir: sae_lens makes the cached activations of SAELens; "
-        "for draft models (EAGLE-3), speculators and specforge make a file for each sample, with a "
-        "mask of the loss from the kept column loss_mask or from the roles; delphi, for codes, "
-        "makes the cache from which it explains features, without codes of at most 1e-5 and "
-        "without tokens at the end of a sample that do not fill a row of 64. --hook_names chooses "
-        "hooks; how many tokens and codes are left out is printed",
-        default_is="all",
+        "copy a finished run to --export_dir, in the files of another program. sae_lens: cached "
+        "activations of SAELens. speculators, specforge: for training EAGLE-3 draft models, a file "
+        "for each sample, in which the kept column loss_mask or the roles make the mask of the "
+        "loss. delphi: the cache of codes from which delphi explains features, without codes of at "
+        "most 1e-5 and without the last tokens of a sample that do not fill a row of 64. "
+        "--hook_names chooses hooks (all without it). The command prints how many tokens and codes "
+        "it leaves out",
         needs="export_dir",
         choices=EXPORTS,
     )
     export_dir: str | None = flag(
-        "the folder that --export makes; it must not exist yet",
+        "the folder that --export creates; it must not exist yet",
         parse=path,
         needs="export",
         metavar="FOLDER",
@@ -788,17 +817,17 @@ class Config:
     planning: PlanOptions = part(PlanOptions, PLAN)
     looking: LookingOptions = part(LookingOptions, LOOK)
     list_hooks: bool = switch(
-        "list the model's hooks with all their names, widths, dtypes and bytes per token, then "
-        "exit; reads only config.json and, for the special tokens, tokenizer.json",
+        "print the hooks of the model with all their names, widths, dtypes and bytes per token, "
+        "then exit. Reads only config.json and, for the special tokens, tokenizer.json",
         group=EXTRACT,
     )
     repair: bool = switch(
-        "with the flags of a run: compute the samples of damaged and missing shards again, verify "
-        "the folder, and exit with that status",
+        "together with the flags of the run: compute the samples of damaged and missing shards "
+        "again, then verify the folder, and exit with status 1 if anything is still wrong",
         group=OUTPUT,
     )
     demo: bool = switch(
-        "make a tiny model and sample documents in --output_dir/demo_inputs and extract from them",
+        "make a tiny model and sample documents in --output_dir/demo_inputs, and extract from them",
         excludes=(
             "model_path",
             "model_revision",
@@ -816,14 +845,15 @@ class Config:
         group=GENERAL,
     )
     log_every: int = number(
-        "the time between two lines of metrics.jsonl and, without a terminal, of progress",
+        "the time between two lines of metrics.jsonl and, where the output is no terminal, between "
+        "two lines of progress",
         30,
         unit=" s",
         metavar="SECONDS",
         group=GENERAL,
     )
     verbose: bool = switch(
-        "log every step and shard, on all hosts (default: hosts other than 0 log problems only)",
+        "log every step and shard, on all hosts (default: hosts other than 0 log only problems)",
         per_host=True,
         group=GENERAL,
     )
