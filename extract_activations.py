@@ -77,7 +77,7 @@ def carry_out(config: Config) -> int:
 
 
 def extract(config: Config) -> int:
-    """Runs one extraction from beginning to end.
+    """Carries out one run from beginning to end.
 
     Args:
         config: The configuration.

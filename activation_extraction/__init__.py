@@ -14,7 +14,7 @@ These words have a meaning of their own in the code, its messages and README.
 
 A run, and who computes it:
 
-    run          An extraction on all of its machines and hosts, however often the commands are
+    run          One extraction, on all of its machines and hosts, however often its commands are
                  killed and given again.
     machine      An independent part of a run with its own part of the data; it is one host, or
                  several hosts that run one model together (a pod).

@@ -164,7 +164,7 @@ def test_a_changed_request_is_refused_naming_the_field(started, capsys, field, m
     layers = [] if {"--layers_to_extract", "--hook_names"} & {*changed} else LAYERS
     assert main(*flags, folder / "out", *layers, *changed) == 2
     error = capsys.readouterr().err
-    assert f"already holds an extraction that differs in {field}: " in error
+    assert f"already holds a run that differs in {field}: " in error
     assert {p.name: p.read_bytes() for p in (folder / "out").iterdir()} == before
 
 
@@ -216,7 +216,7 @@ def test_machines_of_one_output_must_agree(started, tmp_path, capsys):
         (["3"], "in total_machines: 2, now 3"),
     ):
         assert main(*flags, *changed, "--machine_id", "1") == 2
-        told = f"machine_000: already holds an extraction that differs {told}"
+        told = f"machine_000: already holds a run that differs {told}"
         assert told in capsys.readouterr().err
     assert main(*flags, "2", "--machine_id", "1") == 0
 
@@ -228,7 +228,7 @@ def test_a_folder_of_another_number_of_machines_or_hosts_is_named(name, started,
     shutil.copytree(folder / "out", tmp_path / name)
     for more, remedy in ([], "give the same number, or delete it"), (["--overwrite"], "delete it"):
         assert main(*flags, tmp_path, *LAYERS, *more) == 2
-        told = f"holds an extraction with another number of hosts or machines; {remedy}\n"
+        told = f"holds a run with another number of hosts or machines; {remedy}\n"
         assert capsys.readouterr().err.endswith(f"{tmp_path}/{name}: {told}")
 
 

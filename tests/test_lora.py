@@ -344,7 +344,7 @@ def test_an_adapter_is_an_input_of_the_run(demo_inputs, tmp_path, capsys, monkey
     again, verify = [*flags, 30, "--output_dir", "out"], ["--verify", "--output_dir", "out"]
     of_model, came = ["--model_path", model], "that the stored activations came from\n"
     for asked, status, told in (
-        ([*again, "--lora", other], 2, "already holds an extraction that differs in lora_digest: "),
+        ([*again, "--lora", other], 2, "already holds a run that differs in lora_digest: "),
         ([*again, "--lora", remote], 0, ""),
         ([*verify, *of_model, "--lora", remote], 0, ""),
         ([*verify, *of_model], 2, f"error: --lora: the adapter is missing, the one {came}"),
@@ -455,7 +455,7 @@ def test_the_tokenizer_of_an_adapter_is_an_input_of_the_run(
     reference = AutoTokenizer.from_pretrained(other)
     assert ids == [reference(text).input_ids[-1:] for text in (SAID, f"{OWN}{OWN} again")]
     assert ActivationDataset(tmp_path / "of_other").tokenizer_path == str(other)
-    differs = "already holds an extraction that differs in tokenizer_digest: "
+    differs = "already holds a run that differs in tokenizer_digest: "
     came = "the tokenizer is not the one that the stored activations came from\n"
     for name, lora, status, told in (
         ("of_lost", same, 0, ""),

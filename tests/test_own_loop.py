@@ -58,7 +58,7 @@ def test_the_same_loop_started_again_continues(tmp_path, check, again, shard_for
         assert check(folder) == []
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert loop(folder, again, shard_format=shard_format).totals.samples == COUNT
-    told = "sample 10: .* holds a complete extraction of 10 samples; give another folder"
+    told = "sample 10: .* holds a complete run of 10 samples; give another folder"
     with pytest.raises(ValueError, match=told):
         loop(folder, range(COUNT + 1), shard_format=shard_format)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

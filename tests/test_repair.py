@@ -161,7 +161,7 @@ def test_in_a_bucket(flags, undisturbed, bucket, tmp_path, capsys):
     same_values("gs://bucket/run", undisturbed)
     assert main("--verify", "--output_dir", "gs://bucket/run") == 0
     assert main(*flags, "--output_dir", tmp_path / "elsewhere", "--repair") == 2
-    assert "holds no extraction" in capsys.readouterr().err.splitlines()[-1]
+    assert "holds no run" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_without_metadata_a_repair_compares_its_flags_with_the_shards(

@@ -171,7 +171,7 @@ def test_activations_whose_norms_are_no_usable_numbers_are_refused(value, run, t
 
 def test_refusals_are_one_line(tmp_path, run, capsys, monkeypatch):
     for arguments, told, gone in (
-        (["--output_dir", tmp_path], "holds no extraction", None),
+        (["--output_dir", tmp_path], "holds no run", None),
         ([tmp_path / "no/a.html", "--output_dir", run], "a folder that exists", None),
         (["--output_dir", run], "needs jinja2; in the folder", "jinja2"),
     ):

@@ -60,7 +60,7 @@ def test_a_complete_run_is_left_alone(run, rows, tmp_path):
     assert (totals.cut_samples, totals.cut_tokens) == (len(cut), sum(cut))
     assert totals.tokens == sum(lengths) - sum(cut)
     with open_storage(whole, HOOKS, identity=IDENTITY, shard_size_gb=1.5e-6) as place:
-        with pytest.raises(ValueError, match="holds a complete extraction of 36 samples"):
+        with pytest.raises(ValueError, match="holds a complete run of 36 samples"):
             place.add_activation(1, np.zeros((3, HIDDEN), np.float32), 1000, "")
         place.finalize(False)
     assert status(whole) == "complete" and files_in(whole) == before

@@ -186,8 +186,8 @@ def test_rows_that_are_left_out_add_up_over_hosts_but_not_over_shards(tmp_path, 
 def test_nothing_to_look_at_is_bad_input(flags, tmp_path, capsys):
     (tmp_path / "machine_000").mkdir()
     for place, named in (
-        (tmp_path, f"{tmp_path}: holds no extraction"),
-        ("memory://nowhere", "holds no extraction"),
+        (tmp_path, f"{tmp_path}: holds no run"),
+        ("memory://nowhere", "holds no run"),
     ):
         assert main(*flags, "--output_dir", place) == 2
         (error,) = capsys.readouterr().err.splitlines()

@@ -179,7 +179,7 @@ def test_a_run_is_continued_and_verified_with_the_same_tokens(models, texts, tmp
         due = reference(every[sample.row["line"] - 1]).input_ids
         assert dataset.document(index).token_ids.tolist() == due
     assert main(*flags, "--special_tokens", "none") == 2
-    differs = "already holds an extraction that differs in special_tokens: "
+    differs = "already holds a run that differs in special_tokens: "
     assert f"{differs}{TEMPLATES[BOTH]}, now nothing; " in capsys.readouterr().err
 
 

@@ -91,7 +91,7 @@ def test_a_bucket_is_named_without_secrets(tmp_path):
     assert Folder(url).url == plain
     dataset = ActivationDataset(url)
     assert len(list(dataset)) == 10 and "pass" not in repr(dataset)
-    with pytest.raises(ValueError, match="holds no extraction") as refused:
+    with pytest.raises(ValueError, match="holds no run") as refused:
         ActivationDataset(f"{url}/nothing")
     assert "pass" not in str(refused.value)
 

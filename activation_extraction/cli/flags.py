@@ -90,7 +90,7 @@ PLAN = Group(
     "released Qwen models are known even if the hub cannot be reached",
 )
 LOOK = Group(
-    "looking at an extraction",
+    "looking at a run",
     "these flags extract nothing. They look at the bucket if --upload_to_gcs is given, otherwise "
     "at --output_dir, which may be a URL here",
 )
@@ -132,7 +132,7 @@ class ModelOptions:
     )
     model_revision: str | None = flag(
         "the branch, tag or commit of a model on the hub",
-        default_is="the commit that the extraction began with; for a new one, the newest commit",
+        default_is="the commit that the run began with; for a new one, the newest commit",
     )
     lora: str | None = flag(
         "a LoRA adapter in PEFT's format (adapter_config.json, adapter_model.safetensors): a "
@@ -637,9 +637,8 @@ class StorageOptions:
         group=TEXT,
     )
     overwrite: bool = switch(
-        "begin anew at every start, in place of the extraction in --output_dir and in the bucket. "
-        "At the end of the new run, nothing is left of the old one (default: continue the "
-        "extraction)",
+        "begin a new run at every start, in place of the one in --output_dir and in the bucket, of "
+        "which nothing is left at the end (default: continue that run)",
         group=OUTPUT,
     )
     delete_local_after_upload: bool = pair(

@@ -48,8 +48,8 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
         The exit status: 0 if there is no problem.
 
     Raises:
-        InputError: There is no extraction, or samples are to be recomputed of a run that records no
-            model. `load` raises it, too.
+        InputError: There is no run, or it records no model and samples are to be recomputed.
+            `load` raises it, too.
     """
     folders = read_folders(root)
     metadata = next((stored.metadata for stored in folders.values() if stored.metadata), None)

@@ -60,7 +60,7 @@ def use_compilation_cache(flag: str | None, output: Path, several: bool) -> None
 
     Args:
         flag: --compilation_cache: a folder, a URL or OFF; None if it is not given.
-        output: The folder of the extraction, in which the cache must not lie.
+        output: The folder of the run, in which the cache must not lie.
         several: Whether this is one of several hosts. They have no cache by default: JAX writes on
             host 0 only, so all of them must share the folder.
 
@@ -100,8 +100,7 @@ def _usable(folder: Path, output: Path) -> str:
     """Returns the folder, which is created if it does not exist.
 
     Raises:
-        InputError: It cannot be written, or it lies in the output, which holds nothing but the
-            extraction.
+        InputError: It cannot be written, or it lies in the output, which holds only the run.
     """
     if folder.resolve().is_relative_to(output.resolve()):
         raise InputError(f"--compilation_cache {folder}: lies within --output_dir {output}")

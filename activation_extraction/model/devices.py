@@ -61,7 +61,7 @@ USABLE = 0.9  # the share of a device's memory that plans may fill
 
 TOO_LARGE = (
     "it continues with a smaller --batch_size, or with a larger model or fsdp axis (--mesh_shape); "
-    "fewer layers or a smaller --max_seq_length make it another extraction (--overwrite)"
+    "fewer layers or a smaller --max_seq_length make it another run (--overwrite)"
 )
 
 # A machine with a TPU has some of these device files or environment variables.

@@ -1,4 +1,4 @@
-"""Runs one extraction, on one host or many.
+"""Carries out a run, on one host or many.
 
     prepare.py           makes a run from a configuration: all that precedes compiling
     batch_size.py        chooses the rows of a batch

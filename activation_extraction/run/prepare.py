@@ -199,20 +199,20 @@ def choose_commit(
     model_path, revision = config.model.model_path, config.model.model_revision
     where, metadata = stored[0] if stored else ("", {})
     recorded = recorded_commit(model_path, metadata)
-    # Even if a branch has moved on, the command that began the extraction continues it.
+    # Even if a branch has moved on, the command that began the run continues it.
     if recorded and revision in (None, metadata["configuration"].get("model_revision")):
         return CommitChoice(is_new=False, commit=recorded)
     commit = Repository(model_path, revision).commit
     if commit is not None and recorded not in (None, commit):
         raise InputError(
-            f"--model_revision {revision}: is commit {commit}, but {where} holds an extraction "
+            f"--model_revision {revision}: is commit {commit}, but {where} holds a run "
             f"with commit {recorded}; {FLAGS_REMEDY}"
         )
     return None if commit is None else CommitChoice(recorded is None, commit)
 
 
 def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
-    """Returns the commit that an extraction used; None if its model is another or a local one."""
+    """Returns the commit that a run used; None if its model is another or a local one."""
     recorded_path = metadata.get("configuration", {}).get("model_path")
     if recorded_path != plain_url(model_path) or Repository(model_path).local:
         return None

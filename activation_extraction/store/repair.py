@@ -198,7 +198,7 @@ class RepairPlanner:
     def _newest_run(self, stored: RunLog) -> str:
         """Returns the run that the newest shard belongs to, for a folder that lacks metadata."""
         if not stored.commits:
-            raise InputError(f"{self.target.url}: holds no extraction that could be repaired")
+            raise InputError(f"{self.target.url}: holds no run that could be repaired")
         newest = max(stored.commits.values(), key=lambda commit: commit.committed)
         hooks = tuple(newest.names.values())
         if hooks and hooks != self.identity.hooks:

@@ -257,7 +257,7 @@ def refuse_difference(where: str, difference: Difference | None) -> None:
     if difference is not None:
         name, before, now = difference
         raise InputError(
-            f"{where}: already holds an extraction that differs in {name}: "
+            f"{where}: already holds a run that differs in {name}: "
             f"{shown(before, now)}, now {shown(now, before)}; {FLAGS_REMEDY}"
         )
 

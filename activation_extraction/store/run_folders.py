@@ -95,11 +95,11 @@ def read_folders(root: Folder) -> dict[str, RunLog]:
         root: The output of the run.
 
     Returns:
-        The content of each folder that holds files of an extraction, by the folder's name; "" is
+        The content of each folder that holds files of a run, by the folder's name; "" is
         the output itself.
 
     Raises:
-        InputError: There is no extraction at all.
+        InputError: There is no run at all.
     """
     listing = root.listing()
     names = list(host_folders(listing))
@@ -110,7 +110,7 @@ def read_folders(root: Folder) -> dict[str, RunLog]:
     by_name = dict(zip(names, contents, strict=True))
     folders = {name: stored for name, stored in by_name.items() if own_files(stored.files)}
     if not folders:
-        raise InputError(f"{root.url}: holds no extraction")
+        raise InputError(f"{root.url}: holds no run")
     return folders
 
 
@@ -285,7 +285,7 @@ class RunFolders:
                 if name not in current and own_files(stale.files()):
                     remedy = "delete it" if overwrite else "give the same number, or delete it"
                     raise InputError(
-                        f"{stale.url}: holds an extraction with another number of hosts or "
+                        f"{stale.url}: holds a run with another number of hosts or "
                         f"machines; {remedy}"
                     )
 

@@ -513,7 +513,7 @@ def _gaps(numbers: Iterable[int]) -> list[range]:
 
 
 def own_files(names: Iterable[str], temporary: bool = False) -> list[str]:
-    """Returns the names of files that belong to an extraction, sorted.
+    """Returns the names of files that belong to a run, sorted.
 
     Args:
         names: Names of any files.
@@ -528,8 +528,8 @@ def check_own(folder: Folder) -> None:
     """Checks that --overwrite deletes and replaces no files of somebody else.
 
     Raises:
-        InputError: Files with names like those of an extraction are there, but no JSON that an
-            extraction of any version has written.
+        InputError: Files with names like those of a run are there, but no JSON that
+            a run of any version has written.
     """
     names = own_files(folder.files())
     for name in names:

@@ -50,13 +50,13 @@ from activation_extraction.text.sample_facts import DocId, SampleFacts, StoredSa
 class ActivationStorage:
     """Writes activations to shards in a folder. It is a context manager.
 
-    A stored extraction with the same `identity` is continued: what is stored stays as it is, and a
+    A stored run with the same `identity` is continued: what is stored stays as it is, and a
     program that gives the same samples again has those that are stored skipped.
 
     The constructor only reads. Nothing is written before `open`, which is called on entering the
     context, or by the first sample. Leaving the context commits the complete samples, even after an
     exception or Ctrl-C; metadata.json then says "interrupted", or "failed" if a shard could not be
-    committed. Without an exception the extraction is complete, and takes no more samples.
+    committed. Without an exception the run is complete, and takes no more samples.
 
     Args:
         output_dir: The local folder. It need not exist.
@@ -69,7 +69,7 @@ class ActivationStorage:
             without `delete_local_after_upload`; metadata.json and metrics.jsonl are in both
             folders. None to store everything in `output_dir`.
         facts: More facts for metadata.json; None for none.
-        repair: Whether to repair a stored extraction (repair.py). The constructor then reads every
+        repair: Whether to repair a stored run (repair.py). The constructor then reads every
             shard to find damaged and missing ones, and `open` withdraws these. Give all samples
             again, in the same order: those that are stored are skipped, and the lost ones are
             stored.
@@ -87,7 +87,7 @@ class ActivationStorage:
         format: Format of the shard files.
 
     Raises:
-        InputError: `output_dir` is not a local folder or holds another extraction, the shard format
+        InputError: `output_dir` is not a local folder or holds another run, the shard format
             is unknown, or activations in float8 are not to be stored in safetensors.
         StorageError: A shard could not be stored. The next call after that raises this.
         LostError: Another process has begun to write to the same folder; an InputError.
@@ -317,7 +317,7 @@ class ActivationStorage:
     def _check_open(self, sample_idx: int) -> None:
         if self.complete:
             raise ValueError(
-                f"sample {sample_idx}: {self.folder} holds a complete extraction of "
+                f"sample {sample_idx}: {self.folder} holds a complete run of "
                 f"{counted(self.totals.samples, 'sample')}; give another folder, or overwrite it"
             )
 
@@ -356,7 +356,7 @@ class ActivationStorage:
         Raises:
             KeyError: The hook is unknown.
             ValueError: The sample has another number than the next one, was given twice, or follows
-                a complete extraction; the activation is not two-dimensional, has another width or
+                a complete run; the activation is not two-dimensional, has another width or
                 dtype than those before it, or another number of tokens than at the sample's first
                 hook; or token ids are missing that safetensors need.
             StorageError: Something has failed in the background.
