@@ -201,7 +201,7 @@ def gigabytes(
     **options: Any,
 ) -> Any:
     """Declares a flag that takes a size in GB."""
-    help = f"{help}; in units of 10^9 bytes"
+    help = f"{help}. The unit is 10^9 bytes"
     return flag(help, default, parse, unit=" GB", metavar="GB", **options)
 
 

@@ -426,7 +426,7 @@ class ComputingOptions:
         choices=("auto", "1d", "2d", "3d"),
     )
     mesh_shape: tuple[int, ...] | None = flag(
-        "the size of each axis of the mesh, instead of --mesh_type",
+        "the size of each axis of the mesh",
         default_is="as --mesh_type says",
         variables=Variables(("TPU_MESH_CONFIG",), unless=("mesh_type", "no_data_parallel")),
         parse=sizes,
