@@ -247,9 +247,10 @@ def _refuse_conflicts(values: Values) -> None:
     if "model_path" not in values:
         if "verify_samples" in values:
             raise InputError("--verify_samples: needs --model_path")
+        looking = [mode for mode in LOOKING if mode in values]
         for name in ("model_revision", "lora", "encode"):
-            if name in values and any(mode in values for mode in LOOKING):
-                raise InputError(f"--{name}: needs --model_path here")
+            if name in values and looking:
+                raise InputError(f"--{name}: needs --model_path if --{looking[0]} is given")
     # The run that is estimated may begin anew.
     planning = {"overwrite"} if "plan" in values else set()
     modes = [f"--{mode}" for mode in MODES if mode in values and mode not in planning]

@@ -37,7 +37,7 @@ A token passes these layers, of which there are faster kernels for each platform
 
 Values are extracted:
 
-    hooks.py             names the hook points of a model, and finds those that are asked for
+    hooks.py             names the hooks of a model, and finds those that are asked for
     capture.py           collects the values of hooks
     predictions.py       losses, entropies and the most likely tokens
     encode.py            encodes values by autoencoders

@@ -1,4 +1,4 @@
-"""The hook points of a model: their names, their meanings, and which of them a user asked for.
+"""The hooks of a model: their names, their meanings, and which of them a user asked for.
 
 A hook is a kind of hook at a layer. It has one canonical name, TransformerLens's, and may have
 aliases there and as an input or output of a Hugging Face module. The hook table of a model lists

@@ -61,7 +61,7 @@ class KeptTokens(NamedTuple):
         received = {form: np.empty(shape, form.dtype) for form, shape in shapes}
         for piece, values in pieces:
             for form, value in values.items():
-                # As integers: NumPy is slow with number types of other packages.
+                # As integers: NumPy is slow with dtypes of other packages.
                 bits = f"uint{8 * value.dtype.itemsize}"
                 of_piece = np.asarray(value).view(bits)[:, piece.rows]
                 received[form].view(bits)[:, piece.indices] = of_piece
