@@ -147,7 +147,7 @@ def test_the_commands_do_what_is_said(checkout):
 def test_the_snippets_read_what_is_stored(checkout, monkeypatch):
     root, _, _, bucket = checkout
     python = [with_bucket(block) for block in BLOCKS if is_python(block)]
-    demonstration, training, own, resumed, workers = python
+    demonstration, training, resumed, workers, own = python
     monkeypatch.chdir(root)
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
