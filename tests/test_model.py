@@ -349,6 +349,29 @@ def test_every_hook_equals_transformers(models, request, case):
         assert not any(value[4:].any() for hook, value in found.items() if not hook.kind.at_end)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=family(name)) for name in ("2 kv heads", "llama", "interleaved")],
+)
+def test_a_packed_document_has_the_values_that_it_has_alone(models, name):
+    """The second document of each row is computed again, as the only one of its row."""
+    reference, packed, places, _ = models(name)
+    second = [place for place in places if place[1].start > 0]
+    length = second[0][1].stop - second[0][1].start
+    (token_ids, *_), size = packed, packed[0].shape[1]
+    alone, _ = batch_of([[length]] * len(second), size, reference.config.vocab_size)
+    for row, where in second:
+        alone[0][row, :length] = token_ids[row, where]
+    hooks = every_hook(reference.config)
+    values = values_on(MESHES["one device"], reference, hooks, packed)
+    values_alone = values_on(MESHES["one device"], reference, hooks, alone)
+    for hook in hooks:
+        for row, where in second:
+            expected = values_alone[hook][row, :length]
+            assert error_of(values[hook][row, where], expected) < 1e-5, (hook.name, row)
+
+
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("case", rows_in("bfloat16"))
 def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(models, case):

@@ -35,21 +35,29 @@ from activation_extraction.model.experts import LANES, Stacks, ragged_experts
 from activation_extraction.model.numerics import einsum
 
 SUBLANES = 8  # the height of a register
-ROWS = 128  # of a tile
-TOKENS = 16  # whose sums are computed together
-AT_ONCE = 8  # rows of which the fetches are one turn of a loop
-GATED, WEIGHTED, ADDED = "experts_gate_up", "experts_down", "experts_sum"  # the kernels
-MOST_OF_WEIGHTS = 40 * 2**20  # bytes of the blocks of weights in fast memory
-FAST_MEMORY = 56 * 2**20  # bytes: v5p has 64 MiB, v5e and v6e have more
+ROWS = 128  # rows of a tile
+TOKENS = 16  # tokens of a group, whose sums are computed together
+AT_ONCE = 8  # rows that a turn of a loop fetches
+GATED, WEIGHTED, ADDED = "experts_gate_up", "experts_down", "experts_sum"  # names of the kernels
+MOST_OF_WEIGHTS = 40 * 2**20  # bytes of fast memory for blocks of weights
+FAST_MEMORY = 56 * 2**20  # bytes of fast memory for a kernel: v5p has 64 MiB, v5e and v6e have more
 
 
 class Table(NamedTuple):
-    """Which rows each tile has, and where each token's rows are.
+    """The rows of each tile, and the rows of each token.
 
-    The tiles with rows come first. experts: of each tile; counts: of each tile's rows; tokens,
-    weights: of the rows of each tile, (tiles, 1, ROWS). rows: for every TOKENS tokens, the rows to
-    fetch, and their places among X * TOKENS rows, (groups, 2, X * TOKENS); of_tokens: how many
-    these are, (groups,).
+    A group is TOKENS tokens that follow one another.
+
+    Attributes:
+        tiles: The number of tiles with rows, which come first, () int32.
+        experts: The expert of each tile, (tiles,) int32.
+        counts: The number of rows of each tile, (tiles,) int32.
+        tokens: The token of each row of a tile, (tiles, 1, ROWS) int32.
+        weights: The weight of each row of a tile, (tiles, 1, ROWS) float32.
+        rows: For each group, the numbers of its rows among those of all tiles, and their places
+            among the X * TOKENS rows of the group, (groups, 2, X * TOKENS) int32. Rows to fetch
+            come first.
+        of_tokens: The number of rows to fetch for each group, (groups,) int32.
     """
 
     tiles: Array
@@ -64,9 +72,10 @@ class Table(NamedTuple):
 def pallas_experts(
     x: Array, weights: Array, chosen: Array, stacks: Stacks, parts: int = 1
 ) -> Array:
-    """Computes experts with three kernels. See `ExpertSum`.
+    """Computes experts with three kernels, except in float32.
 
-    float32, and widths that are no multiples of LANES, are left to `ragged_experts`.
+    float32, and widths that are no multiples of LANES, are left to `ragged_experts`. See
+    `ExpertSum` for the arguments and the result.
     """
     experts, hidden, width = stacks.gate.shape[1:]
     if x.dtype == jnp.float32 or hidden % LANES or width % LANES:
@@ -76,23 +85,36 @@ def pallas_experts(
     table = table_of(jnp.pad(weights, fill), chosen, experts)
     rows = _weighted(table, stacks, _gated(table, stacks, x))
     parts = parts if len(table.rows) % parts == 0 else 1
-    of_parts = zip(jnp.split(table.rows, parts), jnp.split(table.of_tokens, parts), strict=True)
-    sums = [_added(rows, *each) for each in of_parts]
+    fetches_of_parts = jnp.split(table.rows, parts)
+    counts_of_parts = jnp.split(table.of_tokens, parts)
+    sums = [
+        _added(rows, fetches, counts)
+        for fetches, counts in zip(fetches_of_parts, counts_of_parts, strict=True)
+    ]
     return jnp.concatenate(sums)[: len(x)]
 
 
 def table_of(weights: Array, chosen: Array, experts: int) -> Table:
-    """Returns the table of rows. weights, chosen: (T, X), where TOKENS divides T.
+    """Returns the table of rows.
 
-    Sorting with the rows that fill the tiles gives every row its place: TPUs sort fast, but look
-    numbers up one by one.
+    Rows that fill the tiles are sorted together with the rows of tokens, so that every row gets its
+    place: TPUs sort fast, but look numbers up one by one.
+
+    Args:
+        weights: The weights of each token's experts, (T, X) float32, where TOKENS divides T.
+        chosen: The numbers of each token's experts, (T, X) int32.
+        experts: The number of experts.
     """
-    count, per_token = chosen.size, chosen.shape[1]
-    numbers, of_group = chosen.reshape(-1), TOKENS * per_token
+    count = chosen.size
+    per_token = chosen.shape[1]
+    of_group = TOKENS * per_token
+    numbers = chosen.reshape(-1)
     numbers = jnp.where((numbers >= 0) & (numbers < experts), numbers, experts)
-    all_experts, of_tile = jnp.arange(experts), jnp.arange(ROWS)
-    missing = -(numbers[:, None] == all_experts).sum(axis=0) % ROWS
-    filling = jnp.where(of_tile < missing[:, None], all_experts[:, None], experts).reshape(-1)
+    all_experts = jnp.arange(experts)
+    rows_of_tile = jnp.arange(ROWS)
+    missing = -(numbers[:, None] == all_experts).sum(axis=0) % ROWS  # in each expert's last tile
+    is_filling = rows_of_tile < missing[:, None]
+    filling = jnp.where(is_filling, all_experts[:, None], experts).reshape(-1)
     filling = jnp.pad(filling, (0, -count % ROWS), constant_values=experts)
     keys = jnp.concatenate([2 * numbers, 2 * filling + 1])  # these come after an expert's own rows
     places, weights = jnp.arange(keys.size), jnp.pad(weights.reshape(-1), (0, filling.size))
@@ -105,20 +127,25 @@ def table_of(weights: Array, chosen: Array, experts: int) -> Table:
     keys, places = lax.sort((keys, places), num_keys=1, is_stable=False)
     in_group = keys[:count] % of_group
     in_group = in_group % per_token * TOKENS + in_group // per_token
-    rows = [each.reshape(-1, 1, of_group) for each in (places[:count], in_group)]
+    rows = [array.reshape(-1, 1, of_group) for array in (places[:count], in_group)]
     return Table(
-        (tiles < experts).sum(),
-        jnp.minimum(tiles, experts - 1),
-        real.reshape(-1, ROWS).sum(axis=1),
-        jnp.where(real, row // per_token, 0).reshape(-1, 1, ROWS),
-        weights.reshape(-1, 1, ROWS),
-        jnp.concatenate(rows, axis=1),
-        (numbers < experts).reshape(-1, of_group).sum(axis=1),
+        tiles=(tiles < experts).sum(),
+        experts=jnp.minimum(tiles, experts - 1),
+        counts=real.reshape(-1, ROWS).sum(axis=1),
+        tokens=jnp.where(real, row // per_token, 0).reshape(-1, 1, ROWS),
+        weights=weights.reshape(-1, 1, ROWS),
+        rows=jnp.concatenate(rows, axis=1),
+        of_tokens=(numbers < experts).reshape(-1, of_group).sum(axis=1),
     )
 
 
 def block_of(columns: int, bytes_of_column: int) -> int:
-    """Returns the largest block of columns whose weights, held twice, fit into fast memory."""
+    """Returns the largest block of columns whose weights, held twice, fit into fast memory.
+
+    Args:
+        columns: The number of all columns, a multiple of LANES.
+        bytes_of_column: The bytes of the weights of a column.
+    """
     sizes = [size for size in range(LANES, columns + 1, LANES) if columns % size == 0]
     return max([LANES, *(s for s in sizes if 2 * s * bytes_of_column <= MOST_OF_WEIGHTS)])
 
@@ -126,7 +153,15 @@ def block_of(columns: int, bytes_of_column: int) -> int:
 def _call(
     kernel: Callable[..., None], scalars: list[Array], out: Any, name: str, **options: Any
 ) -> Any:
-    """Returns the call of a kernel, whose scalars are known before it runs."""
+    """Returns the call of a kernel, a function of its other inputs.
+
+    Args:
+        kernel: The kernel.
+        scalars: Its first inputs, which the index maps of blocks may read before it runs.
+        out: The shape and dtype of the result.
+        name: The name of the kernel in profiles.
+        options: The other fields of `pltpu.PrefetchScalarGridSpec`.
+    """
     spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=len(scalars), **options)
     parameters = pltpu.CompilerParams(vmem_limit_bytes=FAST_MEMORY)
     call = pl.pallas_call(kernel, out, grid_spec=spec, compiler_params=parameters, name=name)
@@ -200,12 +235,12 @@ def _multiply_fetched(
 
 
 def _wait(fetched: Any, arrived: Any, buffer: Any, count: Any) -> None:
-    """Waits until so many rows are in this buffer."""
+    """Waits until `count` rows have arrived in this buffer."""
 
     @pl.when(count > 0)
     def wait() -> None:
-        some = fetched.at[buffer, pl.ds(0, count)]
-        pltpu.make_async_copy(some, some, arrived.at[buffer]).wait()
+        rows = fetched.at[buffer, pl.ds(0, count)]  # only their size matters
+        pltpu.make_async_copy(rows, rows, arrived.at[buffer]).wait()
 
 
 def _weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
@@ -245,7 +280,10 @@ def _multiply_down(
 def _added(rows: Array, fetches: Array, counts: Array) -> Array:
     """Returns the sum of each token's rows, (T, D) float32.
 
-    fetches, counts: `Table.rows` and `Table.of_tokens` of these tokens.
+    Args:
+        rows: The rows of all tiles, (n', D / LANES, LANES).
+        fetches: `Table.rows` of these tokens.
+        counts: `Table.of_tokens` of these tokens.
     """
     groups, _, of_group = fetches.shape
     hidden = math.prod(rows.shape[1:])
