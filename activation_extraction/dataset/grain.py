@@ -1,4 +1,8 @@
-"""TokenRecords: a source of records of tokens for grain, which reads them in any order."""
+"""TokenRecords: a source of records of tokens for grain, which reads them in any order.
+
+grain makes and shuffles batches itself. batches.py does this for everybody else, with fewer and
+larger reads.
+"""
 
 from bisect import bisect_right
 from itertools import accumulate

@@ -33,11 +33,17 @@ FOLDER_NAME = re.compile(r"(?!\.)[\w .:+@-]{1,200}")  # a hook of a stranger's r
 
 
 def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None) -> None:
-    """Exports the run at `root` to a new folder `target`, and prints how to read it.
+    """Exports a run to a new folder, and prints how to read it.
 
-    name: the value of --export. patterns: names or globs of the hooks; None means all. Raises
-    InputError for a run that cannot be exported or a folder that cannot be made, and RunError if
-    anything fails on the way; then nothing is left of the export.
+    Args:
+        root: Output of the run.
+        name: Value of --export.
+        target: Path of the folder to make.
+        patterns: Names or globs of the hooks to export. None for all hooks.
+
+    Raises:
+        InputError: The run cannot be exported in this form, or the folder cannot be made.
+        RunError: Something fails on the way. Nothing is left of the export then.
     """
     form = EXPORT_FORMS[name]
     if find_spec(form.library) is None:
@@ -122,9 +128,13 @@ def _choose_hooks(
 
 @contextmanager
 def _new_folder(target: str, needed: int) -> Iterator[Path]:
-    """Makes a temporary folder, which is renamed to `target` after the block. If the block fails,
-    the folder is deleted, and an OSError becomes a RunError. needed: the most bytes that its files
-    can have."""
+    """Makes a temporary folder, which is renamed after the block. If the block fails, the folder is
+    deleted, and an OSError becomes a RunError.
+
+    Args:
+        target: Final path of the folder.
+        needed: Most bytes that its files can have.
+    """
     where, temporary = f"--export_dir {target}", Path(f"{target}.unfinished")
     if os.path.lexists(target):
         raise InputError(f"{where}: exists; expected the name of a new folder")

@@ -23,10 +23,19 @@ from activation_extraction.store.statistics_in_words import code_warnings, codes
 
 
 def show_report(root: Folder, file: str) -> int:
-    """Writes the report, prints its path, and returns the exit status. Raises InputError.
+    """Writes the report of a run, and prints its path.
 
-    file: the path; "" means report.html, beside metadata.json if the run is local, or else in the
-    working directory.
+    Args:
+        root: Output of the run.
+        file: Path of the report. "" for report.html, beside metadata.json if the run is local, and
+            otherwise in the working directory.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        InputError: A package is missing, nothing is stored, or the file cannot be written.
+        RunError: A shard is damaged.
     """
     folders, name = read_folders(root), "report.html"
     target = Path(file or (Path(local_path(root.given), name) if root.local else name))

@@ -32,10 +32,16 @@ BINS, SHARDS_PER_BIN = 120, 4  # of the throughput: shards are often committed s
 
 @dataclass(frozen=True)
 class TokenSample:
-    """The tokens that were read, in order, and the documents that they come from.
+    """The tokens that were read for a report, in order, and the documents that they come from.
 
-    document: the number of each token's document. token_ids, position: int32 (tokens,). norms:
-    float64 (tokens,) by hook. sums: over these tokens, by hook. shards: how many shards were read.
+    Attributes:
+        documents: Samples that the tokens come from.
+        document: Index in `documents` of each token's sample, (tokens,).
+        token_ids: Ids of the tokens, int32 (tokens,).
+        position: Positions of the tokens in their samples, int32 (tokens,).
+        norms: Norms of the tokens by hook, float64 (tokens,).
+        sums: Sums over these tokens, by hook.
+        shards: Number of shards that were read.
     """
 
     documents: Sequence[StoredSample]
@@ -63,9 +69,14 @@ class TokenSample:
 
 
 def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample:
-    """Reads a sample of the tokens. hooks: those that have activations.
+    """Reads a sample of the tokens of a run.
 
-    Raises OSError if a shard cannot be read, or has activations that are NaN or huge.
+    Args:
+        dataset: Dataset of the run.
+        hooks: Names of the hooks that have activations.
+
+    Raises:
+        OSError: A shard cannot be read, or has activations that are NaN or huge.
     """
     row_bytes = max(dataset.shards.row_bytes(hooks), 1)
     tokens = int(np.clip(READ_BYTES // row_bytes, *TOKENS))
@@ -140,8 +151,16 @@ def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, in
 
 
 def throughput(hosts: Iterable[Sequence[Commit]]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns the edges of bins, in seconds of each host's work, and the tokens per second of all
-    hosts together in each bin; None if the shards do not show it. hosts: the shards of each."""
+    """Returns the speed of a run over the time of its hosts' work.
+
+    Args:
+        hosts: Commits of the shards of each host.
+
+    Returns:
+        The edges of bins, in seconds of each host's work, float64 (bins + 1,); and the tokens per
+        second of all hosts together in each bin, float64 (bins,). None if the shards do not show
+        it.
+    """
     timed = [[(s, commit.tokens) for commit, s in shard_seconds(commits)] for commits in hosts]
     totals = [np.cumsum([(0, 0), *each], axis=0).T for each in timed if each]
     if not totals:

@@ -1,11 +1,12 @@
 """Stores activations so that every sample is there exactly once, whatever process is killed.
 
-This package is a library of its own, which the extraction uses: it knows no model and imports no
-JAX. A sample passes these modules on its way to a committed shard:
+This package is a library of its own, which the extraction uses. It knows no model and imports no
+JAX; of the command line it knows only the options about text and storage (cli/flags.py). A sample
+passes these modules on its way to a committed shard:
 
     storage.py              ActivationStorage: takes batches or samples, opens and ends a run
       caller_arrays.py      copies and checks the arrays of programs with a loop of their own
-      identity.py           declares what a run is, and how it is stored
+      identity.py           declares what decides the content of a run's shards
       resume.py             plans what to store, from the log of what is stored already
       repair.py             plans the same where shards are damaged or missing
     shard_writer.py         gathers samples into shards

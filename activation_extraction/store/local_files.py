@@ -29,14 +29,25 @@ LOCK_ATTEMPTS, LOCK_PAUSE = 5, 0.05  # seconds
 
 
 class FileEntry(NamedTuple):
-    """A file in a listing. version: changes with every write; None if the store has no versions."""
+    """A file in a listing.
+
+    Attributes:
+        size: Size in bytes.
+        version: Version of the file, which changes with every write. None if the store has no
+            versions.
+    """
 
     size: int
     version: str | None = None
 
 
 class FolderError(RunError):
-    """A folder refused a request (`final`), or requests kept failing until time ran out."""
+    """A request to a folder failed.
+
+    Attributes:
+        final: Whether the folder refused the request, so that repeating it is useless. Otherwise
+            the request kept failing until its time ran out.
+    """
 
     def __init__(self, message: str, final: bool = True) -> None:
         super().__init__(message)
@@ -58,12 +69,24 @@ def check_size(size: int, most: int | None) -> None:
 
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview], expected: str | None = ANY) -> str:
-    """Writes a whole file, and returns its new version.
+    """Writes a whole file.
 
-    It has a temporary name until it is synced to the disk. So whenever the process or the machine
-    dies, the file is absent or complete. expected: the version that it replaces; None: no file;
-    ANY: whatever is there. Raises ChangedError if something else is there, FolderError for a link
-    or a pipe, and OSError.
+    The file has a temporary name until it is synced to the disk. So whenever the process or the
+    machine dies, the file is absent or complete.
+
+    Args:
+        path: Path of the file.
+        parts: Content of the file, in pieces.
+        expected: Version of the file that it replaces; None if there must be no file; ANY to
+            replace whatever is there.
+
+    Returns:
+        The version of the new file.
+
+    Raises:
+        ChangedError: Something else than `expected` is there.
+        FolderError: A link or a pipe is there.
+        OSError: The file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # a killed process may have left one
@@ -105,7 +128,13 @@ def _is_at(path: Path, file: IO[bytes]) -> bool:
 
 
 def _give_name(temporary: Path, path: Path, create: bool) -> None:
-    """Gives a file its final name. create: raises FileExistsError if the name exists."""
+    """Gives a file its final name, and syncs the folder.
+
+    Args:
+        temporary: Path of the file.
+        path: Its final path.
+        create: Whether to raise FileExistsError if the final path exists, instead of replacing it.
+    """
     try:
         (os.link if create else os.replace)(temporary, path)
     except OSError as error:
@@ -215,10 +244,21 @@ class LocalFolder:
     def read(
         self, name: str, version: str | None, most: int | None, span: tuple[int, int] | None
     ) -> tuple[bytes, str | None] | None:
-        """Returns a file, and its version; None if there is no such file.
+        """Reads a file.
 
-        version: what the file must be. most: how many bytes it may have. span: the first byte to
-        read, and the one after the last, which may lie past the end of the file; None for all.
+        Args:
+            name: Name of the file.
+            version: Version that the file must have. None for any.
+            most: Most bytes that a file may have that is read whole. None for no limit.
+            span: Offsets of the first byte to read and of the byte after the last one, which may
+                lie behind the end of the file. None for the whole file.
+
+        Returns:
+            The bytes and the version of the file; None if there is no such file.
+
+        Raises:
+            ChangedError: The file has another version.
+            FolderError: The file is too large, or is a link or a pipe.
         """
         with suppress(FileNotFoundError, NotADirectoryError):
             _check_regular(os.stat(self._path / name))  # opening a pipe would wait

@@ -51,7 +51,12 @@ class Patience:
     """
 
     def __init__(self, seconds: float, sending: float = 0.0) -> None:
-        """Begins now. sending: the seconds that sending the body takes on a slow line."""
+        """Begins now.
+
+        Args:
+            seconds: Time for the write, without the time in which the body is being sent.
+            sending: Seconds that sending the body takes on a slow line, which may be added at most.
+        """
         self.began = time.monotonic()
         self.end = self.began + seconds
         self.silence = seconds / 2

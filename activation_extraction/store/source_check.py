@@ -1,4 +1,8 @@
-"""SourceCheck: refuses to commit samples of files that have changed while the run read them."""
+"""SourceCheck: refuses to commit samples of files that have changed while the run read them.
+
+A `Sources` (identity.py) finds out whether files have changed. This module decides when it looks:
+before each commit, at the files that the samples of the shard come from.
+"""
 
 from collections.abc import Sequence
 

@@ -242,8 +242,8 @@ class Statistics:
     @property
     def finite(self) -> bool:
         """Whether no value was NaN or infinite."""
-        found = self.max_norm, *(each.error + each.square for each in self.codes.values())
-        return all(map(math.isfinite, found))
+        of_codes = (sums.error + sums.square for sums in self.codes.values())
+        return all(map(math.isfinite, (self.max_norm, *of_codes)))
 
     def merge(self, other: "Statistics") -> "Statistics":
         """Merges two statistics by the pairwise update of Chan, Golub and LeVeque (1979)."""

@@ -1,4 +1,8 @@
-"""Totals: the sums over the committed shards of a run, which metadata.json records."""
+"""Totals: the sums over the committed shards of a run, which metadata.json records.
+
+They follow from the commits (run_log.py), so a writer counts them up, and --verify compares those
+in metadata.json with those of the commits.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
