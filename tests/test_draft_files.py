@@ -3,6 +3,7 @@ the loss is the row's own, that of the assistant, or all ones."""
 
 import json
 import re
+import resource
 import subprocess
 
 import torch
@@ -133,6 +134,24 @@ def test_conversations_teach_what_the_assistant_says_and_texts_every_token(demo_
     assert len(mask) > 1 and mask.all()
 
 
+def test_a_file_that_cannot_be_written_ends_an_export_in_one_line(demo_inputs, tmp_path, capsys):
+    """PyTorch reports a full disk, for which a limit on the size of files stands here, as a
+    RuntimeError if it writes the file itself."""
+    flags = "--ids_column", "ids", "--keep_columns", "loss_mask"
+    run(tmp_path, demo_inputs / "model", ROWS, *flags)
+    target = tmp_path / "export"
+    arguments = ["--output_dir", tmp_path / "run", "--export", "specforge", "--export_dir", target]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    capsys.readouterr()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (32_768, limits[1]))
+    try:
+        assert main(*arguments) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large; nothing is left of the export" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "run"}
+
+
 def test_what_a_trainer_cannot_take_is_refused(demo_inputs, tmp_path, capsys):
     def told(form, *more):
         capsys.readouterr()
@@ -150,4 +169,4 @@ def test_what_a_trainer_cannot_take_is_refused(demo_inputs, tmp_path, capsys):
     assert three in told("specforge", "--hook_names", *STREAM[1:], "ln_final.hook_out")
     assert "sample 0: its column loss_mask: expected a 0 or 1 for" in told("speculators")
     run(tmp_path, demo_inputs / "model", rows, *flags, "--positions", "last")
-    assert "stores some tokens only" in told("speculators")
+    assert "stores only some of its tokens" in told("speculators")

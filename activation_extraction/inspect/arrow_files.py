@@ -9,9 +9,13 @@ FILE = "data-00000-of-00001.arrow"
 
 
 class ArrowFolder:
-    """A data set in a folder that exists, written in batches of rows.
+    """A data set that is written to an existing folder in batches of rows.
 
-    columns: the type of each, of `datasets`. form: what rows are read as, "torch" for tensors.
+    Args:
+        folder: The folder, which exists.
+        columns: The feature type of each column, as `datasets.Features` takes it.
+        form: The format in which `datasets` returns rows, "torch" for tensors. None for Python
+            lists and numbers.
     """
 
     def __init__(self, folder: Path, columns: Mapping[str, Any], form: str | None = None) -> None:
@@ -26,15 +30,23 @@ class ArrowFolder:
         self._writer = ArrowWriter(features=features, path=str(folder / FILE))
 
     def write(self, rows: Mapping[str, Any]) -> None:
-        """Adds rows, by column."""
+        """Appends a batch of rows.
+
+        Args:
+            rows: The values of each column, with as many entries as there are rows.
+        """
         self._writer.write_batch(rows)
 
     def finalize(self) -> None:
-        """Completes the folder; nothing can be added after it."""
+        """Closes the Arrow file and writes state.json. No rows can be appended afterwards."""
         self._writer.finalize()
-        state: dict[str, Any] = dict.fromkeys(("_fingerprint", "_format_columns", "_split"))
-        state |= {"_format_kwargs": {}, "_output_all_columns": False, "_format_type": self._form}
-        state["_data_files"] = [{"filename": FILE}]  # `datasets` makes the fingerprint
-        if self._form is not None:
-            state["_format_columns"] = self._columns
+        state: dict[str, Any] = {
+            "_data_files": [{"filename": FILE}],
+            "_fingerprint": None,  # `datasets` computes one when it reads the folder
+            "_format_columns": None if self._form is None else self._columns,
+            "_format_kwargs": {},
+            "_format_type": self._form,
+            "_output_all_columns": False,
+            "_split": None,
+        }
         self._state_file.write_text(json.dumps(state, indent=2))

@@ -1,10 +1,12 @@
-"""The files that trainers of draft models read (EAGLE-3, DFlash): whole samples with a mask of the
-loss, the stream of some layers, and the last hidden state.
+"""Writes the files from which speculators and SpecForge train draft models (EAGLE-3, DFlash).
 
-Both trainers mean the same tensors by other numbers: the stream after block k, counted from 0, is
-k + 1 for speculators, as in transformers' `hidden_states`, and k for SpecForge.
+They contain whole samples with a loss mask, the residual streams of some layers, and the last
+hidden state. The two trainers number the same tensors differently: the residual stream after block
+k, counted from 0, is number k + 1 for speculators, as in transformers' `hidden_states`, and number
+k for SpecForge.
 """
 
+import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,20 +30,20 @@ from activation_extraction.dataset.token_batch import (
 from activation_extraction.inspect.arrow_files import ArrowFolder
 from activation_extraction.inspect.exported import Exported
 
-LOSS_MASK = "loss_mask"  # the name of a kept column: 1 for each token of the row that is learned
-LEARNED = [ROLES.index(role) for role in ("assistant", "thinking")]
+LOSS_MASK = "loss_mask"  # kept column with a 0 or 1 per token of the row: 1 if its loss counts
+LEARNED = [ROLES.index(role) for role in ("assistant", "thinking")]  # roles whose loss counts
 STREAMS = "blocks.*.hook_resid_pre", "blocks.*.hook_resid_post"
 NORMED = "ln_final.hook_out"
-PER_FOLDER = 2000  # samples, as SpecForge groups them
-EAGLE3_LAYERS = 3  # layers whose streams SpecForge's draft models of EAGLE-3 read, no more or less
+PER_FOLDER = 2000  # samples per folder, as SpecForge groups them
+EAGLE3_LAYERS = 3  # SpecForge's EAGLE-3 draft models read the streams of exactly so many layers
 
 
 class Sample(NamedTuple):
-    """A sample as the trainers read it.
+    """A sample as the trainers of draft models read it.
 
     Attributes:
         token_ids: The token ids, int64 (tokens,).
-        loss_mask: 1 for each token for which the loss counts, otherwise 0, int64 (tokens,).
+        loss_mask: 1 for each token whose loss counts, otherwise 0, int64 (tokens,).
         values: The activations by hook, (tokens, width) each.
     """
 
@@ -51,7 +53,7 @@ class Sample(NamedTuple):
 
 
 def samples_in(dataset: ActivationDataset, chunks: Iterable[TokenBatch]) -> Iterator[Sample]:
-    """Yields all samples that have tokens.
+    """Yields all samples of the run that have tokens.
 
     Args:
         dataset: The run.
@@ -63,28 +65,37 @@ def samples_in(dataset: ActivationDataset, chunks: Iterable[TokenBatch]) -> Iter
     upcoming = iter(chunks)
     pending: list[TokenBatch] = []  # tokens that were read, but not yielded yet
     for number, length in enumerate(dataset.samples["tokens"].to_pylist()):
+        if not length:
+            continue
         while sum(map(len, pending)) < length:
             pending.append(next(upcoming))
-        if length:
-            read = concatenate_batches(pending)
-            sample = read.map(itemgetter(slice(length)))
-            pending = [read.map(itemgetter(slice(length, None)))]
-            mask = _loss_mask(dataset, number, sample)
-            yield Sample(sample.token_ids.astype(np.int64), mask, sample.activations)
+        tokens = concatenate_batches(pending)
+        sample = tokens.map(itemgetter(slice(length)))
+        pending = [tokens.map(itemgetter(slice(length, None)))]
+        mask = _loss_mask(dataset, number, sample)
+        yield Sample(sample.token_ids.astype(np.int64), mask, sample.activations)
 
 
 def _loss_mask(dataset: ActivationDataset, number: int, sample: TokenBatch) -> np.ndarray:
-    """Returns 1 for each token of a sample for which the loss counts, otherwise 0.
+    """Returns the loss mask of a sample: 1 for each token whose loss counts, otherwise 0.
 
-    If the run kept a column `loss_mask`, it says so; otherwise, in conversations, the loss counts
-    for the tokens of the assistant, and in other samples for all tokens.
+    It is read from the column `loss_mask` if the run kept one. Otherwise the loss counts for the
+    assistant's tokens (and its thinking) in conversations, and for all tokens in other samples.
+
+    Args:
+        dataset: The run.
+        number: The position of the sample in `dataset.samples`.
+        sample: The tokens of the sample.
+
+    Raises:
+        RunError: The column is not a 0 or 1 for each token of its row.
     """
     mask: Any = np.ones(len(sample))
     if LOSS_MASK in dataset.identity.text.keep_columns:
-        of_row = dataset.samples[LOSS_MASK][number].as_py()
+        row_mask = dataset.samples[LOSS_MASK][number].as_py()
         piece = piece_of(dataset.samples["row"][number].as_py())
         start = 0 if piece is None else piece[1]
-        mask = np.array(of_row[start : start + len(sample)] if isinstance(of_row, list) else [])
+        mask = np.array(row_mask[start : start + len(sample)] if isinstance(row_mask, list) else [])
         if mask.shape != (len(sample),) or not np.isin(mask, (0, 1)).all():
             where = f"sample {sample.sample_idx[0]}: its column {LOSS_MASK}"
             raise RunError(f"{where}: expected a 0 or 1 for each of the row's tokens")
@@ -94,9 +105,14 @@ def _loss_mask(dataset: ActivationDataset, number: int, sample: TokenBatch) -> n
 
 
 def layer_ids(hooks: Iterable[str]) -> dict[int, str]:
-    """Returns the hooks of the residual stream by transformers' numbers of hidden states.
+    """Returns the residual-stream hooks, numbered as transformers numbers hidden states.
 
-    Number 0 is the embedding, and number k + 1 is the output of block k.
+    Args:
+        hooks: Names of hooks. Those of other tensors are ignored.
+
+    Returns:
+        A hook name by its number, ascending: number 0 is the embedding, and number k + 1 is the
+        output of block k. Of two hooks that name the same tensor, the first one.
     """
     by_number: dict[int, str] = {}
     for hook in hooks:
@@ -106,15 +122,19 @@ def layer_ids(hooks: Iterable[str]) -> dict[int, str]:
 
 
 def specforge_config(folder: str, dataset: ActivationDataset, hooks: Iterable[str]) -> str:
-    """Returns the JSON with which `specforge train` of SpecForge 0.2 reads an export.
+    """Returns the configuration with which `specforge train` of SpecForge 0.2 reads an export.
 
-    SpecForge would cut samples that are longer than 2,048 tokens. It counts the stream after block
-    k as k, and the trained draft model later gets the streams of the layers that are named here.
+    `max_length` is set because SpecForge cuts samples to 2,048 tokens by default.
+    `aux_hidden_state_layer_ids` names the layers by SpecForge's numbers; the trained draft model
+    later reads the residual streams of these layers.
 
     Args:
-        folder: Folder of the export.
+        folder: The folder of the export.
         dataset: The run that was exported.
-        hooks: Names of the exported hooks.
+        hooks: The names of the exported hooks.
+
+    Returns:
+        A JSON text.
     """
     lengths = dataset.samples["tokens"].to_pylist()
     layers = [number - 1 for number in layer_ids(hooks)]
@@ -129,7 +149,7 @@ def specforge_config(folder: str, dataset: ActivationDataset, hooks: Iterable[st
 
 
 def _empty_samples(dataset: ActivationDataset) -> tuple[str, ...]:
-    """Returns in words how many samples have no tokens, which no trainer reads."""
+    """Returns the number of samples without tokens in words, or nothing if there are none."""
     empty = dataset.samples["tokens"].to_pylist().count(0)
     return (f"{counted(empty, 'sample')} without tokens",) if empty else ()
 
@@ -139,8 +159,21 @@ def write_speculators(
 ) -> Exported:
     """Writes the data set and the hidden states that speculators 0.9 trains on.
 
-    `hidden_states/hs_i.safetensors` belongs to row i of the data set: (tokens, layers, width), the
-    last one before the final norm.
+    `hidden_states/hs_i.safetensors` belongs to row i of the data set. Its tensor `hidden_states` is
+    (tokens, layers, width); the last layer is the output of the last block, before the final norm.
+
+    Args:
+        folder: The folder of the export, which is empty.
+        dataset: The run, which stores all tokens of its samples.
+        hooks: The names of residual-stream hooks.
+        chunks: All tokens of the run, in stored order.
+
+    Returns:
+        The number of tokens written, and the number of samples without tokens in words.
+
+    Raises:
+        InputError: `hooks` lacks the output of the last block, or has no other hook.
+        RunError: A `loss_mask` is not a 0 or 1 for each token of its row.
     """
     import datasets
     from safetensors.numpy import save
@@ -153,15 +186,16 @@ def write_speculators(
             f"least one other layer; it has {', '.join(hooks)} of {dataset.url}"
         )
     (folder / "hidden_states").mkdir()
-    of_tokens = datasets.List(datasets.Value("int64"))
-    columns = {"input_ids": of_tokens, LOSS_MASK: of_tokens, "seq_len": datasets.Value("int64")}
+    integer = datasets.Value("int64")
+    integers = datasets.List(integer)
+    columns = {"input_ids": integers, LOSS_MASK: integers, "seq_len": integer}
     rows = ArrowFolder(folder, columns, "torch")
     layers = layer_ids(hooks).values()
     tokens = 0
     for number, (ids, mask, values) in enumerate(samples_in(dataset, chunks)):
         states = np.stack([values[hook] for hook in layers], axis=1)
-        data = save({"hidden_states": states, "token_ids": ids})
-        (folder / f"hidden_states/hs_{number}.safetensors").write_bytes(data)
+        content = save({"hidden_states": states, "token_ids": ids})
+        (folder / f"hidden_states/hs_{number}.safetensors").write_bytes(content)
         rows.write({"input_ids": [ids], LOSS_MASK: [mask], "seq_len": [len(ids)]})
         tokens += len(ids)
     rows.finalize()
@@ -171,8 +205,26 @@ def write_speculators(
 def write_specforge(
     folder: Path, dataset: ActivationDataset, hooks: Sequence[str], chunks: Iterable[TokenBatch]
 ) -> Exported:
-    """Writes the files that SpecForge trains EAGLE-3 on offline: a file for each sample, with the
-    stream of three layers side by side, and the last hidden state after the final norm."""
+    """Writes the files from which SpecForge trains EAGLE-3 draft models offline.
+
+    Each sample has a file. `aux_hidden_state` contains the residual streams of three layers side by
+    side, (1, tokens, 3 * width), and `hidden_state` the last hidden state after the final norm,
+    (1, tokens, width).
+
+    Args:
+        folder: The folder of the export, which is empty.
+        dataset: The run, which stores all tokens of its samples.
+        hooks: The names of the final norm's hook and of residual-stream hooks.
+        chunks: All tokens of the run, in stored order.
+
+    Returns:
+        The number of tokens written, and the number of samples without tokens in words.
+
+    Raises:
+        InputError: `hooks` lacks the final norm's hook, does not have exactly three layers, or has
+            the embedding.
+        RunError: A `loss_mask` is not a 0 or 1 for each token of its row.
+    """
     import torch
 
     layers = layer_ids(hooks)
@@ -185,16 +237,17 @@ def write_specforge(
     tokens = 0
     for number, (ids, mask, values) in enumerate(samples_in(dataset, chunks)):
         first = number // PER_FOLDER * PER_FOLDER
-        place = folder / f"rows_{first}-{first + PER_FOLDER}"
-        place.mkdir(exist_ok=True)
-        stream = np.concatenate([values[hook] for hook in layers.values()], axis=1)
+        subfolder = folder / f"rows_{first}-{first + PER_FOLDER}"
+        subfolder.mkdir(exist_ok=True)
+        streams = np.concatenate([values[hook] for hook in layers.values()], axis=1)
         content = {
             "input_ids": as_tensor(ids),
             LOSS_MASK: as_tensor(mask),
             "hidden_state": as_tensor(values[NORMED])[None],
-            "aux_hidden_state": as_tensor(stream)[None],
+            "aux_hidden_state": as_tensor(streams)[None],
         }
-        with open(place / f"data_{number}.ckpt", "wb") as file:  # which reports a full disk
-            torch.save(content, file)
+        buffer = io.BytesIO()  # if torch wrote the file itself, a full disk would be a RuntimeError
+        torch.save(content, buffer)
+        (subfolder / f"data_{number}.ckpt").write_bytes(buffer.getbuffer())
         tokens += len(ids)
     return Exported(tokens, _empty_samples(dataset))

@@ -1,8 +1,8 @@
-"""--export: copies a finished run to a local folder, as files that a trainer of autoencoders or of
-draft models reads.
+"""Copies a finished run to a local folder of files for another program, for --export.
 
-trainer_files.py and draft_files.py write the files. They go to a temporary folder, which is renamed
-once it is complete, so a folder of the final name holds a whole export.
+trainer_files.py, draft_files.py and latent_files.py write the files. They are written to a
+temporary folder, which is renamed once it is complete, so a folder with the final name always holds
+a whole export.
 """
 
 import os
@@ -28,35 +28,37 @@ from activation_extraction.inspect.trainer_files import EXPORT_FORMS
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.run_folders import read_folders
 
-CHUNK_BYTES = 256 * 2**20  # of all hooks together; a few times as much is in memory
-FOLDER_NAME = re.compile(r"(?!\.)[\w .:+@-]{1,200}")  # a hook of a stranger's run may be any text
+CHUNK_BYTES = 256 * 2**20  # bytes of a chunk, all hooks together; memory holds a few chunks
+# Hook names that may name a folder. In a run by somebody else, a hook name may be any text.
+FOLDER_NAME = re.compile(r"(?!\.)[\w .:+@-]{1,200}")
 
 
 def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None) -> None:
     """Exports a run to a new folder, and prints how to read it.
 
     Args:
-        root: Output of the run.
-        name: Value of --export.
-        target: Path of the folder to make.
-        patterns: Names or globs of the hooks to export. None for all hooks.
+        root: The output of the run.
+        name: The value of --export, a key of EXPORT_FORMS.
+        target: The path of the folder, which must not exist.
+        patterns: Names or globs of the hooks to export. None for all hooks that the form can take.
 
     Raises:
-        InputError: The run cannot be exported in this form, or the folder cannot be made.
-        RunError: Something fails on the way. Nothing is left of the export then.
+        InputError: The run cannot be exported in this form, a package is missing, or the folder
+            exists or cannot be made.
+        RunError: Reading or writing failed. Nothing is left of the export then.
     """
     form = EXPORT_FORMS[name]
     if find_spec(form.library) is None:
-        needed = f"needs {form.library}; {install(form.library)}"
-        raise InputError(f"--export {name}: {needed}")
+        raise InputError(f"--export {name}: needs {form.library}; {install(form.library)}")
     if "://" in target:
         raise InputError(f"--export_dir {target}: is a URL; expected a local folder")
     target = os.path.normpath(target)
     dataset = _finished_run(root)
     hooks = _choose_hooks(dataset, patterns, name)
-    if (form.of_codes or form.streams) and not dataset.identity.every_token:
-        why = "stores some tokens only; expected all of them"
-        raise InputError(f"--export {name}: {dataset.url} {why}")
+    if (form.takes_codes or form.streams) and not dataset.identity.every_token:
+        raise InputError(
+            f"--export {name}: {dataset.url} stores only some of its tokens; expected all of them"
+        )
     for hook in hooks:
         if not FOLDER_NAME.fullmatch(hook):
             raise InputError(f"--export {name}: hook {hook!r:.80} cannot name a folder")
@@ -66,21 +68,25 @@ def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None)
             f"expected at least {form.row}"
         )
     token_bytes = sum(form.token_bytes(dataset, hook) for hook in hooks)
-    chunk = max(CHUNK_BYTES // token_bytes // form.row, 1) * form.row
-    # Beside activations, the files have up to 16 bytes per token and hook: token ids and masks.
+    rows = max(CHUNK_BYTES // token_bytes // form.row, 1)
+    chunks = _chunks(dataset, hooks, rows * form.row)
+    # Besides activations, the files have up to 16 bytes per token and hook: token ids and masks.
     most_bytes = dataset.tokens * (token_bytes + 16 * len(hooks))
     with raise_on_ctrl_c(), _new_folder(target, most_bytes) as folder:
-        for hook in () if form.streams else hooks:
-            (folder / hook).mkdir()
-        written = form.write(folder, dataset, hooks, _chunks(dataset, hooks, chunk))
+        if not form.streams:
+            for hook in hooks:
+                (folder / hook).mkdir()
+        written = form.write(folder, dataset, hooks, chunks)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    exported = counted(written.tokens, "token"), counted(len(hooks), "hook")
-    say(f"exported: {', '.join(exported)}, {size / 1e9:,.3f} GB in {target}")
-    if rest := dataset.tokens - written.tokens:
-        where = ", at the ends of their samples" if form.of_codes else ""
-        say(f"left out: {counted(rest, 'token')}, too few for a row of {form.row}{where}")
-    for left_out in written.left_out:
-        say(f"left out: {left_out}")
+    say(
+        f"exported: {counted(written.tokens, 'token')}, {counted(len(hooks), 'hook')}, "
+        f"{size / 1e9:,.3f} GB in {target}"
+    )
+    if left_out := dataset.tokens - written.tokens:
+        where = ", at the ends of their samples" if form.takes_codes else ""
+        say(f"left out: {counted(left_out, 'token')}, too few for a row of {form.row}{where}")
+    for phrase in written.left_out:
+        say(f"left out: {phrase}")
     names = {"folder": target, "hook": hooks[0], "path": os.path.join(target, hooks[0])}
     if form.streams:
         names["quoted_folder"] = shlex.quote(target)
@@ -91,7 +97,12 @@ def export(root: Folder, name: str, target: str, patterns: Sequence[str] | None)
 
 
 def _finished_run(root: Folder) -> ActivationDataset:
-    """Returns the dataset of a run of which every host has finished."""
+    """Returns the dataset of a run.
+
+    Raises:
+        InputError: A host has not finished, or the run cannot be read as a dataset.
+        RunError: A file of the run is damaged or cannot be read.
+    """
     for host in host_states(read_folders(root)):
         if host.state != "complete":
             where = f"{root.url}/{host.name}".rstrip("/")
@@ -107,35 +118,61 @@ def _finished_run(root: Folder) -> ActivationDataset:
 def _choose_hooks(
     dataset: ActivationDataset, patterns: Sequence[str] | None, name: str
 ) -> list[str]:
-    """Returns the names of the hooks to export, in the run's order: those that a form can take."""
+    """Returns the names of the hooks to export, in the run's order.
+
+    Chosen hooks that the form cannot take are left out, with a message.
+
+    Args:
+        dataset: The run.
+        patterns: Names or globs of the chosen hooks. None for all.
+        name: The value of --export.
+
+    Raises:
+        InputError: A pattern matches no hook, or the form can take none of the chosen hooks.
+    """
     form = EXPORT_FORMS[name]
     try:
         chosen = dataset.hooks.chosen(dataset.url, patterns)
     except ValueError as error:
         raise InputError(f"--hook_names: {error}") from None
-    kind = "codes, which --encode stores" if form.of_codes else "activations, no codes"
-    taken = [h for h in dataset.hooks if dataset.shards.hooks[h].is_array != form.of_codes]
-    found = [hook for hook in taken if hook in chosen]
     if form.streams:
         kind = " and ".join(form.streams)
-        found = [hook for hook in found if any(fnmatchcase(hook, glob) for glob in form.streams)]
-    if not found:
+    else:
+        kind = "codes, which --encode stores" if form.takes_codes else "activations, no codes"
+
+    def can_take(hook: str) -> bool:
+        if dataset.shards.hooks[hook].is_array == form.takes_codes:
+            return False
+        return not form.streams or any(fnmatchcase(hook, glob) for glob in form.streams)
+
+    exported = [hook for hook in dataset.hooks if hook in chosen and can_take(hook)]
+    if not exported:
         raise InputError(f"--export {name}: takes {kind}; {dataset.url} has {', '.join(chosen)}")
-    if others := [hook for hook in chosen if hook not in found]:
-        say(f"left out: {', '.join(others)}; {name} takes {kind}")
-    return found
+    if left_out := [hook for hook in chosen if hook not in exported]:
+        say(f"left out: {', '.join(left_out)}; {name} takes {kind}")
+    return exported
 
 
 @contextmanager
 def _new_folder(target: str, needed: int) -> Iterator[Path]:
-    """Makes a temporary folder, which is renamed after the block. If the block fails, the folder is
-    deleted, and an OSError becomes a RunError.
+    """Makes a temporary folder, which is renamed to `target` after the `with` block.
+
+    If the block fails, the folder is deleted.
 
     Args:
-        target: Final path of the folder.
-        needed: Most bytes that its files can have.
+        target: The path of the final folder.
+        needed: The largest number of bytes that the files can have.
+
+    Yields:
+        The path of the temporary folder.
+
+    Raises:
+        InputError: The final or the temporary folder exists or cannot be made, or the disk has too
+            little space.
+        RunError: The block raised an OSError.
     """
-    where, temporary = f"--export_dir {target}", Path(f"{target}.unfinished")
+    where = f"--export_dir {target}"
+    temporary = Path(f"{target}.unfinished")
     if os.path.lexists(target):
         raise InputError(f"{where}: exists; expected the name of a new folder")
     try:
@@ -149,8 +186,9 @@ def _new_folder(target: str, needed: int) -> Iterator[Path]:
         raise InputError(f"{where}: cannot be written to: {reason_of(error)}") from error
     try:
         if needed > (free := shutil.disk_usage(temporary).free):
-            room = f"{free / 1e9:,.3f} GB free, needs {needed / 1e9:,.3f} GB"
-            raise InputError(f"{where}: has {room}")
+            raise InputError(
+                f"{where}: has {free / 1e9:,.3f} GB free, needs {needed / 1e9:,.3f} GB"
+            )
         yield temporary
         os.sync()  # the files must be on the disk before their folder has its name
         temporary.rename(target)
@@ -162,7 +200,7 @@ def _new_folder(target: str, needed: int) -> Iterator[Path]:
 
 
 def _chunks(dataset: ActivationDataset, hooks: Sequence[str], size: int) -> Iterator[TokenBatch]:
-    """Yields all tokens in stored order, `size` at a time, with a progress bar."""
+    """Yields all tokens in stored order, `size` at a time, and shows a progress bar."""
     settings = dict(unit=" tokens", unit_scale=True, desc="exporting", disable=None)
     with (
         closing(dataset.batches(size, hooks, buffer=2 * size)) as batches,

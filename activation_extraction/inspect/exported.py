@@ -1,15 +1,15 @@
-"""Exported: what a form of --export wrote, and what it left out."""
+"""Declares Exported, the counts of what an export wrote and what it left out."""
 
 from typing import NamedTuple
 
 
 class Exported(NamedTuple):
-    """The content of an export.
+    """The counts of what an export wrote and what it left out.
 
     Attributes:
-        tokens: Number of tokens in the files. The others were too few for a row of them.
-        left_out: Everything else that the run has and the files have not, one phrase with a count
-            for each kind.
+        tokens: Number of tokens in the files. The remaining tokens of the run did not fill a row.
+        left_out: Phrases that name anything else of the run that the files lack, with its count,
+            such as "3 samples without tokens".
     """
 
     tokens: int

@@ -1,4 +1,7 @@
-"""The files from which delphi explains features, its cache of latents."""
+"""Writes delphi's cache of latents: the files from which delphi explains features.
+
+delphi says "latent" for what this project calls a feature of an autoencoder.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -13,21 +16,27 @@ from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
 from activation_extraction.inspect.exported import Exported
 
-ROW = 64  # tokens of a context, of which delphi's examples have half
-SPLITS = 5  # files of a hook, as delphi makes by default; more where one would be too large
+ROW = 64  # tokens per row; an example of delphi's is half a row
+SPLITS = 5  # files per hook, delphi's default; there are more if files would exceed SPLIT_BYTES
 SPLIT_BYTES = 2**30
-LEAST = 1e-5  # delphi leaves out smaller values
+LEAST = 1e-5  # values up to this magnitude are left out, as delphi does
+# A value of a code. `row` and `position` say where its token is in the table of all rows.
 ENTRY = np.dtype([("row", "u4"), ("position", "u4"), ("latent", "u4"), ("value", "f4")])
 
 
 def write_delphi(
     folder: Path, dataset: ActivationDataset, hooks: Sequence[str], chunks: Iterable[TokenBatch]
 ) -> Exported:
-    """Writes the cache of latents that delphi 0.1 reads, a folder for each hook.
+    """Writes the cache of latents that delphi 0.1 reads, in a folder for each hook.
 
-    Its contexts all have ROW tokens: tokens at the end of a sample that do not fill one are left
-    out. A file START_END.safetensors has the active features START to END, inclusive: `locations`
-    (row, position, feature - START), sorted by feature, `activations`, and `tokens`, of all rows.
+    A row contains ROW consecutive tokens of one sample. Tokens at the end of a sample that do not
+    fill a row are left out. A file START_END.safetensors covers the features START to END,
+    inclusive, and contains these tensors:
+
+    - `locations`, uint32 (values, 3): the row, the position in the row, and feature - START of each
+      value, sorted by feature.
+    - `activations`, float32 (values,).
+    - `tokens`: the token ids of all rows, (rows, ROW).
 
     Args:
         folder: The folder of the export, which has an empty folder for each hook.
@@ -36,7 +45,8 @@ def write_delphi(
         chunks: All tokens of the run, in stored order.
 
     Returns:
-        How many tokens are in the files, and which codes are left out.
+        The number of tokens in the files, and the number of small values left out at each hook in
+        words.
 
     Raises:
         InputError: No sample has ROW tokens.
@@ -48,44 +58,51 @@ def write_delphi(
         raise InputError(
             f"--export delphi: no sample of {dataset.url} has {ROW} tokens, which a row needs"
         )
-    begins = np.cumsum([0, *lengths])
-    seen = 0
-    kept = 0  # tokens in whole rows
-    small = dict.fromkeys(hooks, 0)  # values in whole rows that are left out
+    begins = np.cumsum([0, *lengths])  # offset of each sample among all tokens of the run
+    tokens_read = 0
+    tokens_kept = 0  # tokens in whole rows
+    small_values = dict.fromkeys(hooks, 0)  # number of values in whole rows that are left out
     token_ids: list[np.ndarray] = []
-    # By the first feature and the one after the last. Until all entries are there, a file has them
-    # as they come, row by row.
+    # The files of each hook by their range of features (first, stop). At first a file gets its
+    # entries in the order of the tokens; when all are written, it is replaced by the tensors.
     files: dict[str, dict[tuple[int, int], Path]] = {}
     for hook in hooks:
-        ends = pairwise(_edges(dataset, hook))
-        files[hook] = {(a, b): folder / hook / f"{a}_{b - 1}.safetensors" for a, b in ends}
+        files[hook] = {
+            (first, stop): folder / hook / f"{first}_{stop - 1}.safetensors"
+            for first, stop in pairwise(_edges(dataset, hook))
+        }
     for batch in chunks:
-        sample = np.searchsorted(begins, np.arange(seen, seen + len(batch)), "right") - 1
-        whole = batch.position < lengths[sample] // ROW * ROW
-        place = kept + np.cumsum(whole) - 1
-        token_ids.append(batch.token_ids[whole])
+        offsets = np.arange(tokens_read, tokens_read + len(batch))
+        sample = np.searchsorted(begins, offsets, "right") - 1
+        in_row = batch.position < lengths[sample] // ROW * ROW
+        kept_index = tokens_kept + np.cumsum(in_row) - 1  # index of a token among the kept ones
+        token_ids.append(batch.token_ids[in_row])
         for hook, codes in batch.items():
             token = np.repeat(np.arange(len(batch)), np.diff(codes.indptr))
             is_small = np.abs(codes.data) <= LEAST
-            small[hook] += int(np.count_nonzero(whole[token] & is_small))
-            chosen = whole[token] & ~is_small
-            where = np.divmod(place[token[chosen]], ROW)
-            arrays = [*where, codes.indices[chosen], codes.data[chosen]]
-            added = np.rec.fromarrays(arrays, dtype=ENTRY)
+            small_values[hook] += int(np.count_nonzero(in_row[token] & is_small))
+            chosen = in_row[token] & ~is_small
+            row, position = np.divmod(kept_index[token[chosen]], ROW)
+            columns = [row, position, codes.indices[chosen], codes.data[chosen]]
+            entries = np.rec.fromarrays(columns, dtype=ENTRY)
             for (first, stop), path in files[hook].items():
-                in_file = (added["latent"] >= first) & (added["latent"] < stop)
+                in_file = (entries["latent"] >= first) & (entries["latent"] < stop)
                 with open(path, "ab") as file:
-                    added[in_file].tofile(file)
-        seen, kept = seen + len(batch), kept + int(whole.sum())
+                    entries[in_file].tofile(file)
+        tokens_read += len(batch)
+        tokens_kept += int(in_row.sum())
     tokens = np.concatenate(token_ids).reshape(-1, ROW)
     for hook in hooks:
         for (first, _), path in files[hook].items():
-            entries = np.fromfile(path, ENTRY)
-            entries = entries[np.argsort(entries["latent"], kind="stable")]
-            entries["latent"] -= first
-            locations = np.stack([entries[n] for n in ("row", "position", "latent")], axis=1)
-            values = entries["value"].copy()
-            tensors = {"locations": locations, "activations": values, "tokens": tokens}
+            stored = np.fromfile(path, ENTRY)
+            stored = stored[np.argsort(stored["latent"], kind="stable")]
+            stored["latent"] -= first
+            locations = [stored["row"], stored["position"], stored["latent"]]
+            tensors = {
+                "locations": np.stack(locations, axis=1),
+                "activations": stored["value"].copy(),
+                "tokens": tokens,
+            }
             path.write_bytes(save(tensors))
         config = {
             "model_name": dataset.tokenizer_path,
@@ -99,14 +116,23 @@ def write_delphi(
         (folder / hook / "config.json").write_text(json.dumps(config, indent=2))
     left_out = [
         f"{counted(count, 'code')} of at most {LEAST:g} at {hook}, as by delphi itself"
-        for hook, count in small.items()
+        for hook, count in small_values.items()
         if count
     ]
     return Exported(tokens.size, tuple(left_out))
 
 
 def _edges(dataset: ActivationDataset, hook: str) -> list[int]:
-    """Returns the first feature of each file, and the number of all features."""
-    most, features = dataset.shards.hooks[hook].most_values, dataset.hooks[hook]
-    splits = max(SPLITS, -(-dataset.tokens * most * ENTRY.itemsize // SPLIT_BYTES))
+    """Returns the boundaries between the files of a hook.
+
+    Args:
+        dataset: The run.
+        hook: The name of a hook with codes.
+
+    Returns:
+        The first feature of each file, then the number of all features.
+    """
+    features = dataset.hooks[hook]
+    most_values = dataset.tokens * dataset.shards.hooks[hook].most_values
+    splits = max(SPLITS, -(-most_values * ENTRY.itemsize // SPLIT_BYTES))  # rounded up
     return np.linspace(0, features, min(splits, features) + 1).astype(int).tolist()

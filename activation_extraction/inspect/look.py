@@ -1,4 +1,4 @@
-"""Starts --status, --verify, --report or --export: the flags that look at a stored run."""
+"""Calls the function for --status, --verify, --report or --export: flags about a stored run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,21 +12,24 @@ from activation_extraction.inspect.verify import verify
 from activation_extraction.store.chosen_samples import Recompute
 from activation_extraction.store.folder import UPLOAD_TIMEOUT, Folder, FolderError
 
-STATUS_PATIENCE = 20.0  # seconds
+# Seconds for which --status tries to reach the output, unless --upload_timeout is shorter.
+STATUS_PATIENCE = 20.0
 
 
 def look(config: Config, load: Callable[[dict[str, Any]], Recompute] | None = None) -> int:
-    """Does what the flag asks for.
+    """Looks at a stored run as the flag asks: --status, --report, --export, or else --verify.
 
     Args:
-        config: The configuration.
-        load: See `verify`. None to recompute no samples.
+        config: The configuration, which contains one of the four flags.
+        load: A function that loads the model for --verify; see `verify`. None to recompute no
+            samples.
 
     Returns:
-        The exit status.
+        The exit status: 1 if --status or --verify found a problem, otherwise 0.
 
     Raises:
-        InputError: There is no run, or it does not allow what the flag asks for.
+        InputError: There is no run, or the flag cannot be applied to this run.
+        RunError: --report or --export failed, for example because a shard is damaged.
         FolderError: A folder of the run cannot be read now.
     """
     output, looking = config.output, config.looking

@@ -1,7 +1,8 @@
-"""--report: writes an HTML file about a run, from a sample of its shards.
+"""Writes the HTML file of --report, which describes a run from a sample of its shards.
 
-It works while the run goes on, from a local folder or a bucket, and runs no pickled code. The page
-is made from report.jinja, where every value is escaped. It needs matplotlib and Jinja2.
+The run may be in a local folder or a bucket, and need not be finished. Pickled code is never run.
+The page is rendered from report.jinja, where every value is escaped. It needs matplotlib and
+Jinja2.
 """
 
 import time
@@ -23,22 +24,26 @@ from activation_extraction.store.statistics_in_words import code_warnings, codes
 
 
 def show_report(root: Folder, file: str) -> int:
-    """Writes the report of a run, and prints its path.
+    """Writes the report and prints its path.
 
     Args:
-        root: Output of the run.
-        file: Path of the report. "" for report.html, beside metadata.json if the run is local, and
+        root: The output of the run.
+        file: The path of the HTML file. "" for report.html in the output if the run is local,
             otherwise in the working directory.
 
     Returns:
-        The exit status.
+        The exit status, 0.
 
     Raises:
-        InputError: A package is missing, nothing is stored, or the file cannot be written.
+        InputError: There is no run, no token is stored yet, a package is missing, or the file
+            cannot be written.
         RunError: A shard is damaged.
     """
-    folders, name = read_folders(root), "report.html"
-    target = Path(file or (Path(local_path(root.given), name) if root.local else name))
+    folders = read_folders(root)
+    if file:
+        target = Path(file)
+    else:
+        target = Path(local_path(root.given) if root.local else "", "report.html")
     for library in ("matplotlib", "jinja2"):
         if find_spec(library) is None:
             raise InputError(f"--report: needs {library}; {install_extra('report')}")
@@ -54,7 +59,16 @@ def show_report(root: Folder, file: str) -> int:
 
 
 def make_report(root: Folder, folders: dict[str, RunLog]) -> str:
-    """Returns the page. Raises InputError if nothing is stored, RunError if a shard is damaged."""
+    """Returns the report as HTML.
+
+    Args:
+        root: The output of the run.
+        folders: The content of each folder, by the folder's name.
+
+    Raises:
+        InputError: No token is stored yet, or the run cannot be read as a dataset.
+        RunError: A shard is damaged or cannot be read.
+    """
     commits = [commit for stored in folders.values() for commit in stored.in_order]
     if not sum(commit.tokens for commit in commits):
         raise InputError(f"{root.url}: no {'token' if commits else 'shard'} is stored yet")
@@ -67,13 +81,15 @@ def make_report(root: Folder, folders: dict[str, RunLog]) -> str:
         raise InputError(str(error)) from error
     except OSError as error:
         raise RunError(str(error)) from error
-    decode, undecoded = None, ""
+    decode = None
+    undecoded = ""  # the reason why token ids cannot be decoded
     try:
         decode = find_decoder(dataset)
     except LookupError as error:
         undecoded = str(error)
     hooks = [report_numbers.HookReport(sample, number, name) for number, name in enumerate(names)]
     statistics = totals_of(folders).statistics
+    warnings = [f"Warning: {line}" for line in code_warnings(statistics)]
     return _template().render(
         dataset=dataset,
         identity=identity,
@@ -82,21 +98,19 @@ def make_report(root: Folder, folders: dict[str, RunLog]) -> str:
         hooks=sorted(hooks, key=lambda hook: (hook.kind, hook.layer)),
         decode=decode,
         undecoded=undecoded,
-        codes=[
-            *codes_in_words(statistics),
-            *(f"Warning: {line}" for line in code_warnings(statistics)),
-        ],
+        codes=[*codes_in_words(statistics), *warnings],
         throughput=report_numbers.throughput(stored.in_order for stored in folders.values()),
         now=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     )
 
 
 def _template() -> Any:
-    """Returns report.jinja, whose values are first made visible and then escaped."""
+    """Returns report.jinja, in which every value is passed through `visible` and then escaped."""
     from jinja2 import Environment, PackageLoader
     from markupsafe import Markup
 
-    from activation_extraction.inspect import report_charts  # imports matplotlib
+    # Imported where it is needed because matplotlib, which it imports, is optional.
+    from activation_extraction.inspect import report_charts
 
     environment = Environment(
         autoescape=True,

@@ -1,4 +1,8 @@
-"""Draws the charts of a report as SVG images, which contain no text from the stored data."""
+"""Draws the charts of a report as SVG images, which contain no text from the stored data.
+
+Each function that is decorated with `_image` is called without its first parameter, the axes, and
+returns an image as a data URL.
+"""
 
 import io
 from base64 import b64encode
@@ -20,44 +24,66 @@ STYLE: dict[Any, Any] = {
     **{"figure.facecolor": "none", "axes.facecolor": "none", "figure.figsize": (6.0, 3.5)},
 }
 BLUE, RED = "#1f5fbf", "#c2410c"
-LOG_FROM = 20.0  # if the largest value is more times the smallest one, the scale is logarithmic
+LOG_FROM = 20.0  # the scale is logarithmic if the largest norm / smallest norm exceeds this
 
 
 def _image(draw: Callable[..., None]) -> Callable[..., str]:
-    """Turns a function that draws on axes into one that returns the image as a data URL."""
+    """Turns a function that draws on axes into a function that returns the image as a data URL.
+
+    Args:
+        draw: A function that draws on the axes that are its first argument. It may have more
+            arguments.
+
+    Returns:
+        A function that takes the other arguments of `draw`.
+    """
 
     def image(*content: Any) -> str:
         with matplotlib.rc_context(STYLE):
-            figure, out = Figure(layout="constrained"), io.BytesIO()
+            figure = Figure(layout="constrained")
             axes = figure.add_subplot()
             axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
             axes.yaxis.set_major_formatter("{x:,.6g}")
             draw(axes, *content)
-            figure.savefig(out, format="svg", metadata={"Date": None})
-        return f"data:image/svg+xml;base64,{b64encode(out.getvalue()).decode()}"
+            svg = io.BytesIO()
+            figure.savefig(svg, format="svg", metadata={"Date": None})
+        return f"data:image/svg+xml;base64,{b64encode(svg.getvalue()).decode()}"
 
     return image
 
 
 @_image
 def norms_by_layer(axes: Axes, hooks: Sequence[HookReport]) -> None:
-    """Draws quantiles of the norms, and the largest norm, for hooks of one kind."""
-    layers, levels = [hook.layer for hook in hooks], np.transpose([hook.norms for hook in hooks])
-    axes.vlines(layers, levels[0], levels[4], color=BLUE, linewidth=1.2, alpha=0.55)
-    axes.vlines(layers, levels[1], levels[3], color=BLUE, linewidth=4.5, alpha=0.55)
-    axes.plot(layers, levels[2], "o", color=BLUE, markersize=4.5)
-    axes.plot(layers, levels[5], "x", color=RED, markersize=4.5)
+    """Draws the quantiles of the norms and the largest norm at each hook.
+
+    Args:
+        axes: The axes to draw on.
+        hooks: The hooks of one kind.
+    """
+    layers = [hook.layer for hook in hooks]
+    quantiles = np.transpose([hook.norms for hook in hooks])  # (LEVELS, hooks)
+    lowest, lower, median, upper, highest, largest = quantiles
+    axes.vlines(layers, lowest, highest, color=BLUE, linewidth=1.2, alpha=0.55)
+    axes.vlines(layers, lower, upper, color=BLUE, linewidth=4.5, alpha=0.55)
+    axes.plot(layers, median, "o", color=BLUE, markersize=4.5)
+    axes.plot(layers, largest, "x", color=RED, markersize=4.5)
     axes.set(xlabel=_label(hooks), ylabel="norm")
-    _norm_scale(axes, levels)
+    _norm_scale(axes, quantiles)
 
 
 @_image
 def norms_by_position(axes: Axes, hooks: Sequence[HookReport], starts: Sequence[int]) -> None:
-    """Draws the median norm by position, with a line for each hook of one kind."""
+    """Draws the median norm by position, with a line for each hook.
+
+    Args:
+        axes: The axes to draw on.
+        hooks: The hooks of one kind.
+        starts: The first position of each bucket of positions.
+    """
     colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(hooks)))
     for color, hook in zip(colors, hooks, strict=True):
-        named = hook.layer if hook in (hooks[0], hooks[-1]) else None
-        axes.plot(hook.by_position, ".-", color=color, label=named)
+        label = hook.layer if hook in (hooks[0], hooks[-1]) else None
+        axes.plot(hook.by_position, ".-", color=color, label=label)
     axes.figure.legend(loc="outside upper center", ncols=2, title=_label(hooks))
     axes.set(xlabel="position in the document", ylabel="median norm")
     axes.set_xticks(range(len(starts)), [str(start) for start in starts])
@@ -66,7 +92,14 @@ def norms_by_position(axes: Axes, hooks: Sequence[HookReport], starts: Sequence[
 
 @_image
 def document_lengths(axes: Axes, lengths: Sequence[int], row: int, mean: float) -> None:
-    """Draws a histogram of lengths up to `row`, and the mean of the whole run."""
+    """Draws a histogram of the lengths of documents.
+
+    Args:
+        axes: The axes to draw on.
+        lengths: The number of tokens of each sampled document.
+        row: The end of the axis: the tokens of a row, or the longest length if that is larger.
+        mean: The mean length over the whole run, drawn as a line.
+    """
     axes.hist(lengths, min(max(len(lengths) // 5, 8), 40), range=(0, row), color=BLUE, alpha=0.75)
     axes.axvline(mean, color=RED)
     axes.set(xlabel="tokens per document", ylabel="documents", xlim=(0, row))
@@ -74,7 +107,13 @@ def document_lengths(axes: Axes, lengths: Sequence[int], row: int, mean: float) 
 
 @_image
 def throughput_over_time(axes: Axes, edges: np.ndarray, rates: np.ndarray) -> None:
-    """Draws the tokens per second of all hosts together."""
+    """Draws the tokens per second of all hosts together.
+
+    Args:
+        axes: The axes to draw on.
+        edges: The edges of the bins, in seconds of work, (bins + 1,).
+        rates: The tokens per second in each bin, (bins,).
+    """
     factor, unit = (3600, "hours") if edges[-1] >= 7200 else (1, "seconds")
     axes.stairs(rates, edges / factor, color=BLUE, fill=True, alpha=0.3)
     axes.set(xlabel=f"{unit} of work", ylabel="tokens per second", xlim=(0, edges[-1] / factor))
@@ -85,7 +124,7 @@ def _label(hooks: Sequence[HookReport]) -> str:
 
 
 def _norm_scale(axes: Axes, norms: np.ndarray) -> None:
-    """Makes the scale of norms start at 0, or logarithmic if they are very different."""
+    """Makes the y axis logarithmic if the norms span more than LOG_FROM, otherwise start at 0."""
     if 0 < LOG_FROM * norms.min() < norms.max():
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:,.6g}")

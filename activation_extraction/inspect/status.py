@@ -1,6 +1,6 @@
-"""--status: prints the progress and speed of every host of a run, and the totals.
+"""Prints the progress and speed of every host of a run, and the totals, for --status.
 
-It reads only JSON files, and can write the totals to the output.
+It reads only JSON files. With --aggregate it also writes the totals to the output.
 """
 
 import json
@@ -27,8 +27,8 @@ from activation_extraction.store.statistics_in_words import (
 from activation_extraction.store.totals import COUNTED, Totals
 
 SILENCE = 900.0  # seconds without a commit before a run counts as silent
-RECENT = 20  # how many shards the current speed of a host is computed from
-WRONG = {"damaged", "silent", "failed"}  # states in which somebody has to do something
+RECENT = 20  # number of last shards from which the current speed of a host is computed
+WRONG = {"damaged", "silent", "failed"}  # states of a host in which its user has to intervene
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,23 @@ class HostState:
         state: "complete", "running", "silent" (the metadata says running, but nothing has been
             written for a long time), "interrupted", "failed", "not started" or "damaged" (files are
             unreadable or missing).
-        shards, samples, tokens: How many are stored.
-        bytes: The size of the files of activations.
-        last_commit: When the last shard was committed; None without a shard.
-        last_sign: When the run last wrote anything; None if that is unknown.
-        tokens_per_second: The speed over the last shards, without pauses between processes; None if
-            it is unknown.
-        utilisation: The share of the devices' peak FLOP/s, from metrics.jsonl; None if it is
+        shards: The number of stored shards.
+        samples: The number of stored samples.
+        tokens: The number of stored tokens.
+        bytes: The size of the activation files in bytes.
+        last_commit: The time at which the last shard was committed. None if there is no shard.
+        last_sign: The time of the last write to metadata.json or of the last commit. None if
+            metadata.json cannot be read.
+        tokens_per_second: The speed over the last RECENT shards, without pauses between processes.
+            None if it is unknown.
+        utilisation: The fraction of the devices' peak FLOP/s, from metrics.jsonl. None if it is
             unknown.
         waited: The seconds for which computing waited because the memory for shards was full, by
             the phase of the oldest shard.
-        expected_end: When the run will reach a limit at its present speed; None if that is unknown.
-        share: The share that is done of --max_samples or --max_tokens, whichever is nearer to its
-            end; None without a limit.
+        expected_end: The time at which the run will reach --max_samples or --max_tokens at its
+            present speed. None if that is unknown.
+        share: The fraction that is done of --max_samples or --max_tokens, whichever is larger.
+            None without a limit.
     """
 
     name: str
@@ -116,28 +120,39 @@ def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
 
 
 def host_states(folders: dict[str, RunLog]) -> list[HostState]:
-    """Returns the state of every host, including hosts that have not started."""
+    """Returns the state of every host, including hosts that have not started.
+
+    Args:
+        folders: The content of each folder, by the folder's name.
+    """
     names = sorted({*expected_names(folders), *folders})
     return [_host_state(name, folders.get(name, RunLog())) for name in names]
 
 
 def _host_state(name: str, stored: RunLog) -> HostState:
+    """Returns the state of a host.
+
+    Args:
+        name: The name of the host's folder.
+        stored: The content of the folder; empty if it does not exist.
+    """
     folder = HostFolder.parse(name) or HostFolder(0)
     commits = stored.in_order
     metadata = stored.metadata
     totals = Totals.of_log(stored)
-    phases = {
-        key: re.fullmatch("waited_([a-z]+)_seconds_since_start", key) for key in stored.metrics
-    }
+    waited = {}
+    for key, seconds in stored.metrics.items():
+        if match := re.fullmatch("waited_([a-z]+)_seconds_since_start", key):
+            waited[match[1]] = seconds
     without_metadata = HostState(
         name=name,
         machine=folder.machine,
         host=folder.host or 0,
         state="damaged" if stored.files else "not started",
-        **{field: getattr(totals, field) for field in COUNTED},
+        **{name: getattr(totals, name) for name in COUNTED},
         last_commit=max((commit.committed for commit in commits), default=None),
         utilisation=stored.metrics.get("model_flops_utilisation"),
-        waited={match[1]: stored.metrics[key] for key, match in phases.items() if match},
+        waited=waited,
     )
     if metadata is None:
         return without_metadata
@@ -146,8 +161,11 @@ def _host_state(name: str, stored: RunLog) -> HostState:
     share = None
     last_sign = max([metadata["written"], *(commit.committed for commit in commits)])
     state = _state(stored, metadata, pace, last_sign)
-    limits = {name: metadata.get(f"max_{name}") for name in ("samples", "tokens")}
-    limits = {name: limit for name, limit in limits.items() if limit is not None}
+    limits = {}
+    for counted_name in ("samples", "tokens"):
+        limit = metadata.get(f"max_{counted_name}")
+        if limit is not None:
+            limits[counted_name] = limit
     if limits:
         share = max(getattr(totals, name) / (limit or 1) for name, limit in limits.items())
         share = 1.0 if state == "complete" else share
@@ -167,7 +185,13 @@ def _host_state(name: str, stored: RunLog) -> HostState:
 
 
 class Pace(NamedTuple):
-    """Tokens and samples per second, and seconds per shard."""
+    """The current speed of a host.
+
+    Attributes:
+        tokens: Tokens per second.
+        samples: Samples per second.
+        seconds_per_shard: Mean seconds per shard.
+    """
 
     tokens: float
     samples: float
@@ -175,12 +199,17 @@ class Pace(NamedTuple):
 
 
 def shard_seconds(commits: Iterable[Commit]) -> Iterator[tuple[Commit, float]]:
-    """Yields the shards of a host, in the order in which they were committed, each with the seconds
-    that it took, if those are known.
+    """Yields the seconds that each shard of a host took, in the order of the commits.
 
-    A shard's time starts at the previous commit of the same process, or at the start of the process
-    if this is its first commit. So a pause between two processes does not count, and neither does
+    The time of a shard starts at the previous commit of the same process, or at the start of the
+    process if it is the first commit. So pauses between processes do not count, and neither does
     the time of a --repair, which commits shards between those of an earlier process.
+
+    Args:
+        commits: The commits of the shards of a host, in any order.
+
+    Yields:
+        The commit and its seconds. A shard is left out if its times do not show how long it took.
     """
     last_commits: dict[float, float] = {}  # by the start of the process
     for commit in sorted(commits, key=lambda commit: commit.committed):
@@ -191,7 +220,7 @@ def shard_seconds(commits: Iterable[Commit]) -> Iterator[tuple[Commit, float]]:
 
 
 def _pace(commits: list[Commit]) -> Pace | None:
-    """Returns the pace of the last shards; None if they do not show it."""
+    """Returns the pace over the last RECENT shards, or None if their times do not show it."""
     timed = list(shard_seconds(commits))[-RECENT:]
     if not timed:
         return None
@@ -202,6 +231,7 @@ def _pace(commits: list[Commit]) -> Pace | None:
 
 
 def _state(stored: RunLog, metadata: dict[str, Any], pace: Pace | None, last_sign: float) -> str:
+    """Returns the state of a host that has started, as in HostState."""
     if stored.problems:
         return "damaged"
     if metadata["status"] != "running":
@@ -211,7 +241,11 @@ def _state(stored: RunLog, metadata: dict[str, Any], pace: Pace | None, last_sig
 
 
 def totals_of(folders: Mapping[str, RunLog]) -> Totals:
-    """Returns the totals over all folders."""
+    """Returns the totals over all hosts.
+
+    Args:
+        folders: The content of each folder, by the folder's name.
+    """
     totals = Totals()
     for stored in folders.values():
         totals.add_host(Totals.of_log(stored))
@@ -221,7 +255,18 @@ def totals_of(folders: Mapping[str, RunLog]) -> Totals:
 def aggregate(
     folders: Mapping[str, RunLog], totals: Totals, hosts: list[HostState]
 ) -> dict[str, Any]:
-    """Returns the totals over all hosts, as aggregated_metadata.json records them."""
+    """Returns the content of aggregated_metadata.json, which --status --json also prints.
+
+    Args:
+        folders: The content of each folder, by the folder's name.
+        totals: The totals over all hosts.
+        hosts: The states of all hosts.
+
+    Returns:
+        A JSON object with these keys. format_version: FORMAT_VERSION. status: "complete" or
+        "incomplete". The counts of `totals` by their names. hooks: for each hook its key, name,
+        width and statistics. parts: the fields of each HostState. written: the Unix time now.
+    """
     complete = all(host.state == "complete" for host in hosts)
     commits = (commit for stored in folders.values() for commit in stored.in_order)
     hooks = {hook["name"]: hook for commit in commits for hook in commit.hooks}
@@ -241,36 +286,45 @@ def aggregate(
 def _print_table(hosts: list[HostState], total: dict[str, Any]) -> None:
     rows = [_row(host) for host in hosts if host.state != "not started"]
     rows.append({**_row(_sum(hosts, total)), "machine": "all", "host": ""})
-    table = [tuple(rows[0]), *(tuple(row.values()) for row in rows)]
+    header = tuple(rows[0])
+    table = [header, *(tuple(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for cells in table:
         say("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
 
 
 def _sum(hosts: list[HostState], total: dict[str, Any]) -> HostState:
-    """Returns the last row of the table. A run ends when its last host ends. How much of it is done
-    is known if all hosts that have started have a limit."""
+    """Returns the sums over all hosts, for the last row of the table.
+
+    A run ends when its last host ends, so the expected end is known only if it is known for all
+    running hosts. The fraction that is done is known only if all hosts that have started have a
+    limit; hosts that have not started count as 0.
+
+    Args:
+        hosts: The states of all hosts.
+        total: The content of aggregated_metadata.json.
+    """
     running = [host for host in hosts if host.state == "running"]
     rates = [host.tokens_per_second for host in running if host.tokens_per_second is not None]
     ends = [host.expected_end for host in running if host.expected_end is not None]
     commits = [host.last_commit for host in hosts if host.last_commit is not None]
-    begun = [host.share for host in hosts if host.state != "not started"]
-    done = [share for share in begun if share is not None]
+    started = [host for host in hosts if host.state != "not started"]
+    shares = [host.share for host in started if host.share is not None]
     return HostState(
         name="",
         machine=0,
         host=0,
         state=total["status"],
-        **{field: total[field] for field in COUNTED},
+        **{name: total[name] for name in COUNTED},
         last_commit=max(commits, default=None),
         tokens_per_second=sum(rates) if rates else None,
         expected_end=max(ends) if ends and len(ends) == len(running) else None,
-        share=sum(done) / len(hosts) if done and len(done) == len(begun) else None,
+        share=sum(shares) / len(hosts) if shares and len(shares) == len(started) else None,
     )
 
 
 def _row(host: HostState) -> dict[str, str]:
-    """Returns the cells of a host by column; they are empty where a value is unknown."""
+    """Returns the cells of a host by the title of the column. Unknown values are empty cells."""
     now = time.time()
     state = host.state
     waited = ""
@@ -279,8 +333,8 @@ def _row(host: HostState) -> dict[str, str]:
     if (seconds := sum(host.waited.values())) >= 1:
         waited = f"{_duration(seconds)} ({max(host.waited, key=lambda name: host.waited[name])})"
 
-    def cell(value: float | None, in_words: Callable[[float], str]) -> str:
-        return "" if value is None else in_words(value)
+    def cell(number: float | None, in_words: Callable[[float], str]) -> str:
+        return "" if number is None else in_words(number)
 
     return {
         "machine": str(host.machine),
@@ -291,11 +345,11 @@ def _row(host: HostState) -> dict[str, str]:
         "tokens": f"{host.tokens:,}",
         "GB": f"{host.bytes / 1e9:,.3f}",
         "done": cell(host.share, "{:.1%}".format),
-        "last commit": cell(host.last_commit, lambda at: f"{_duration(now - at)} ago"),
+        "last commit": cell(host.last_commit, lambda moment: f"{_duration(now - moment)} ago"),
         "tokens/s": cell(host.tokens_per_second, "{:,.0f}".format),
         "of peak": cell(host.utilisation, "{:.0%}".format),
         "waited to store": waited,
-        "expected end": cell(host.expected_end, lambda at: f"in {_duration(at - now)}"),
+        "expected end": cell(host.expected_end, lambda moment: f"in {_duration(moment - now)}"),
     }
 
 

@@ -1,11 +1,8 @@
-"""The forms of --export, and the files of one of them, SAELens. draft_files.py writes the files of
-draft models, and latent_files.py those of delphi.
+"""Lists the export forms, and writes the files of SAELens.
 
-A function for each form writes its files. The function gets a folder, a run, the names of the hooks
-to export, and all tokens of the run in chunks; every chunk but the last has a multiple of the
-form's `row` tokens. The folder has an empty folder for each hook, unless the form is one for draft
-models. The function returns what it wrote and what it left out. Libraries are imported where they
-are needed.
+An export form is one value of --export: the files that one other program reads. draft_files.py
+writes the files for trainers of draft models, and latent_files.py those of delphi. Optional
+packages are imported inside the functions that need them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,25 +23,30 @@ from activation_extraction.inspect.draft_files import (
 from activation_extraction.inspect.exported import Exported
 from activation_extraction.inspect.latent_files import ROW, write_delphi
 
+# A function that writes the files of a form. Its arguments are the folder of the export, which has
+# an empty folder for each hook unless the form is for draft models; the run; the names of the hooks
+# to export; and all tokens of the run in chunks, of which all but the last have a multiple of the
+# form's `row` tokens.
 Write = Callable[[Path, ActivationDataset, Sequence[str], Iterable[TokenBatch]], Exported]
 
 
 class ExportForm(NamedTuple):
-    """One value of --export.
+    """An export form: one value of --export.
 
     Attributes:
-        library: Package that is needed to write the files.
-        write: Function that writes the files; see above.
-        read_with: Lines with which the trainer reads the files. They are a format of `folder`,
-            `hook`, `path` (the folder of the hook) and `row`; in commands also of `model` (the
-            model's path), `layers` (numbers of all hidden states but the last, as transformers
-            counts them) and `config` (specforge_config), all of which are quoted for a shell.
-        row: Number of tokens in a row of the files. Tokens that do not fill a row are left out.
-        has_bfloat16: Whether the files can hold bfloat16; otherwise float32 is written.
-        of_codes: Whether the form takes codes, and no other hooks. Such a form needs all tokens of
-            the samples.
-        streams: Hooks that a form for draft models takes, as globs; empty for other forms. A form
-            for draft models needs all tokens of the samples.
+        library: The package that is needed to write the files.
+        write: The function that writes the files; see Write.
+        read_with: The lines of Python or shell that read the files, a template for `str.format`
+            with these fields: `folder`, `hook` (the first hook), `path` (its folder) and `row`. In
+            forms for draft models also, quoted for a shell: `quoted_folder`, `model` (the path of
+            the model), `layers` (the numbers of all exported hidden states but the last, as
+            transformers counts them) and `config` (from specforge_config).
+        row: The number of tokens in a row of the files. Tokens that do not fill a row are left out.
+        has_bfloat16: Whether the files can contain bfloat16; otherwise float32 is written instead.
+        takes_codes: Whether the form takes codes instead of activations. Such a form needs all
+            tokens of the samples.
+        streams: Globs of the hooks that a form for draft models takes; empty for other forms. A
+            form for draft models needs all tokens of the samples.
     """
 
     library: str
@@ -52,7 +54,7 @@ class ExportForm(NamedTuple):
     read_with: str
     row: int = 1
     has_bfloat16: bool = True
-    of_codes: bool = False
+    takes_codes: bool = False
     streams: tuple[str, ...] = ()
 
     def dtype_of(self, dataset: ActivationDataset, hook: str) -> np.dtype:
@@ -61,8 +63,8 @@ class ExportForm(NamedTuple):
         return dtype if self.has_bfloat16 or dtype.name != "bfloat16" else np.dtype(np.float32)
 
     def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
-        """Returns the most bytes of a token at a hook on the way to the files and in them."""
-        if self.of_codes:
+        """Returns the largest number of bytes of a token at a hook, in memory or in the files."""
+        if self.takes_codes:
             return 4 * dataset.shards.row_bytes([hook])
         return dataset.hooks[hook] * self.dtype_of(dataset, hook).itemsize
 
@@ -72,9 +74,18 @@ def write_sae_lens(
 ) -> Exported:
     """Writes SAELens's cached activations, as its CacheActivationsRunner does.
 
-    Each hook has a folder that `datasets.load_from_disk` reads. Like the rows that SAELens itself
-    makes, a row may begin and end within samples: SAELens mixes all tokens before it trains on
-    them.
+    Each hook has a folder that `datasets.load_from_disk` reads. As in the rows that SAELens itself
+    makes, a row may begin and end within samples, because SAELens mixes all tokens before it trains
+    on them.
+
+    Args:
+        folder: The folder of the export, which has an empty folder for each hook.
+        dataset: The run.
+        hooks: The names of hooks with activations.
+        chunks: All tokens of the run, in stored order. All chunks but the last have whole rows.
+
+    Returns:
+        The number of tokens written.
     """
     import datasets
 
@@ -82,19 +93,22 @@ def write_sae_lens(
     tokens = 0
     writers = {}
     for hook in hooks:
-        shape, dtype = (form.row, dataset.hooks[hook]), form.dtype_of(dataset, hook).name
-        ids = datasets.List(datasets.Value("int32"), length=form.row)
-        columns = {hook: datasets.Array2D(shape, dtype), "token_ids": ids}
+        shape = (form.row, dataset.hooks[hook])
+        dtype = form.dtype_of(dataset, hook)
+        columns = {
+            hook: datasets.Array2D(shape, dtype.name),
+            "token_ids": datasets.List(datasets.Value("int32"), length=form.row),
+        }
         writers[hook] = ArrowFolder(folder / hook, columns)
     for batch in chunks:
         rows = len(batch) // form.row
-        whole = rows * form.row
-        token_ids = batch.token_ids[:whole].reshape(rows, form.row)
-        for hook, values in batch.items():
-            column = values[:whole].reshape(rows, form.row, values.shape[1])
+        row_tokens = rows * form.row
+        token_ids = batch.token_ids[:row_tokens].reshape(rows, form.row)
+        for hook, activations in batch.items():
+            column = activations[:row_tokens].reshape(rows, form.row, activations.shape[1])
             column = column.astype(form.dtype_of(dataset, hook), copy=False)
             writers[hook].write({hook: column, "token_ids": token_ids})
-        tokens += whole
+        tokens += row_tokens
     for writer in writers.values():
         writer.finalize()
     return Exported(tokens)
@@ -106,7 +120,7 @@ EXPORT_FORMS = {
         write_sae_lens,
         "LanguageModelSAERunnerConfig(..., hook_name={hook!r}, context_size={row}, "
         "use_cached_activations=True, cached_activations_path={path!r})",
-        row=128,  # as the contexts of SAELens by default
+        row=128,  # SAELens's default context_size
         has_bfloat16=False,
     ),
     "speculators": ExportForm(
@@ -127,6 +141,6 @@ EXPORT_FORMS = {
         write_delphi,
         "LatentDataset({folder!r}, SamplerConfig(), ConstructorConfig())",
         row=ROW,
-        of_codes=True,
+        takes_codes=True,
     ),
 }

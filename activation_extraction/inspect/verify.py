@@ -1,7 +1,8 @@
-"""--verify: checks everything that a run has stored.
+"""Checks everything that a run has stored, for --verify.
 
 It compares the files with their JSON files, checks that every sample number is stored exactly once,
-and recomputes a few samples. It lists the first problem of every shard, and all others.
+and recomputes a few samples. It reports the first problem of each shard, and all problems of the
+JSON files, the sample numbers and the recomputed samples.
 """
 
 import random
@@ -36,20 +37,20 @@ from activation_extraction.store.totals import total_problems
 
 
 def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, count: int) -> int:
-    """Checks everything, and prints all problems.
+    """Checks everything that a run has stored, and prints all problems.
 
     Args:
         root: The output of the run.
-        load: A function that returns a Recompute, given the metadata of the run. None to recompute
-            nothing.
-        count: How many random samples are recomputed.
+        load: A function that takes the metadata of the run, loads its model and returns a
+            Recompute. None to recompute nothing.
+        count: The number of random samples to recompute.
 
     Returns:
-        The exit status: 0 if there is no problem.
+        The exit status: 0 if there is no problem, otherwise 1.
 
     Raises:
         InputError: There is no run, or it records no model and samples are to be recomputed.
-            `load` raises it, too.
+            `load` may raise it, too.
     """
     folders = read_folders(root)
     metadata = next((stored.metadata for stored in folders.values() if stored.metadata), None)
@@ -65,14 +66,14 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
         recompute = load(metadata)
         allowed = tolerance(identity, metadata.get("backend") == recompute.platform)
     problems = list(check_folders(folders))
-    results = list(check_shards(root, folders, count if recompute is not None else 0))
-    checked = [shard for shard, _ in results]
+    shards = list(check_shards(root, folders, count if recompute is not None else 0))
+    checked = [shard for shard, _ in shards]
     problems += [shard.problem for shard in checked if shard.problem]
     problems += check_numbers(folders, checked)
     hint = "no model is recorded" if without_model else "give --model_path"
     recomputed = f"nothing recomputed ({hint})"
     if recompute is not None:
-        chosen = [sample for _, samples in results for sample in samples]
+        chosen = [sample for _, samples in shards for sample in samples]
         problems += _compare(chosen, recompute, allowed)
         recomputed = f"{counted(len(chosen), 'sample')} recomputed"
     samples = sum(shard.commit.count for shard in checked)
@@ -89,37 +90,39 @@ def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, cou
 def check_shards(
     root: Folder, folders: dict[str, RunLog], count: int = 0
 ) -> Iterator[tuple[CheckedShard, list[ChosenSample]]]:
-    """Checks every shard, several at the same time, and yields the results in order.
+    """Checks all shards, several at the same time, and yields the results in order.
 
     Args:
-        root: The output.
-        folders: What is stored in each folder, by its name.
-        count: How many random samples to choose, over all shards.
+        root: The output of the run.
+        folders: The content of each folder, by the folder's name.
+        count: The number of random samples to choose, over all shards.
+
+    Yields:
+        The result of the check of a shard, and its chosen samples; none if there is a problem.
     """
     shards = [(name, commit) for name in folders for commit in folders[name].in_order]
     picks = _pick(shards, count)
-    arguments = [
-        (commit, (root.child(name), name, folders[name], commit, wanted))
-        for (name, commit), wanted in zip(shards, picks, strict=True)
-    ]
+    arguments = []
+    for (name, commit), wanted in zip(shards, picks, strict=True):
+        arguments.append((commit, (root.child(name), name, folders[name], commit, wanted)))
     return for_each_shard(check_and_choose, arguments)
 
 
 def check_and_choose(
     store: Folder, folder: str, stored: RunLog, commit: Commit, wanted: Sequence[int]
 ) -> tuple[CheckedShard, list[ChosenSample]]:
-    """Checks a shard, and reads the samples that are to be recomputed if it is good.
+    """Checks a shard and, if it is good, reads the samples that are to be recomputed.
 
     Args:
         store: The host's folder.
-        folder: Its name, for messages.
+        folder: The name of the host's folder, for messages.
         stored: The content of the folder.
         commit: The commit of the shard.
-        wanted: The positions in the shard of the samples to read.
+        wanted: The indices in the shard of the samples to read.
 
     Returns:
-        The result of the check, which has a problem if the samples cannot be read; and the samples,
-        none if there is a problem.
+        The result of the check, and the samples. If there is a problem, even in reading the
+        samples, the list is empty.
     """
     checked = check_shard(store, folder, stored, commit)
     if checked.problem or not wanted or stored.identity is None:
@@ -133,7 +136,15 @@ def check_and_choose(
 
 
 def _pick(shards: list[tuple[str, Commit]], count: int) -> list[list[int]]:
-    """Picks `count` random samples with equal probability, and returns their positions by shard."""
+    """Picks random samples with equal probability.
+
+    Args:
+        shards: The folder's name and the commit of each shard.
+        count: The number of samples to pick. There are fewer if the shards have fewer.
+
+    Returns:
+        The indices of the samples within each shard, ascending.
+    """
     total = sum(commit.count for _, commit in shards)
     numbers = sorted(random.sample(range(total), min(count, total)))
     picks, first = [], 0
@@ -143,10 +154,9 @@ def _pick(shards: list[tuple[str, Commit]], count: int) -> list[list[int]]:
     return picks
 
 
-# How much recomputed activations may differ from the stored ones, relative to the norm of a sample
-# at a hook. This is the error of the computation, by the dtype of the model and by whether the
-# platform is the one of the run.
-COMPUTED = {  # on the platform of the run, and on another one
+# Largest error of the computation of activations, relative to the norm of a sample at a hook: by
+# the dtype of the model, a pair for recomputing on the platform of the run and on another platform.
+COMPUTED = {
     # Products have the highest precision on every platform, but another mesh or packing changes the
     # order in which they are summed: on a CPU, 2e-6 was measured after 12 layers. Functions such as
     # exp and rsqrt differ between platforms.
@@ -156,28 +166,29 @@ COMPUTED = {  # on the platform of the run, and on another one
     # The functions of two platforms differ by less than one such rounding.
     "bfloat16": (5e-2, 5e-2),
 }
-# This is the error of rounding both to the stored dtype: 0.4 of a unit in the last place (the RMS
-# of two roundings), which is at most 2**-10 or 2**-7 of a value. Encoded activations are compared
-# with float32. A value of float8 has 4 significant bits, so it is off by at most 2**-4 of itself
-# (0.026 of a token's norm was measured).
+# Relative error when the stored and the recomputed activations are both rounded to the stored
+# dtype: 0.4 of a unit in the last place (the RMS of two roundings), which is at most 2**-10 of a
+# float16 and 2**-7 of a bfloat16. Float8 is compared with recomputed values in float32; it has
+# 4 significant bits, so a value is off by at most 2**-4 of itself (0.026 of a token's norm was
+# measured).
 STORED = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, FLOAT8: 2.0**-4}
 
-# How large a share of a sample's numbers of experts, or of predicted tokens, may differ at a hook,
-# by the dtype of the model: rounding decides between those that are nearly tied. On a CPU, with 8
-# of 64 experts, no number differed where only the packing did, and 13 % did between bfloat16 and
-# float32.
+# Largest fraction of a sample's expert numbers, or predicted token ids, that may differ at a hook,
+# by the dtype of the model. Rounding decides between experts, or tokens, that are nearly tied. On a
+# CPU, with 8 of 64 experts, no number differed if only the packing did, and 13 % differed between
+# bfloat16 and float32.
 OTHER_NUMBERS = {"float32": 0.01, "bfloat16": 0.25}
 
 
 def tolerance(identity: Identity, same_platform: bool) -> Tolerance:
-    """Returns the differences that rounding explains.
+    """Returns the differences between stored and recomputed samples that rounding explains.
 
     Args:
         identity: The identity of the run.
         same_platform: Whether samples are recomputed on the platform of the run.
 
     Raises:
-        InputError: The differences are not known for the dtype of the model or of its activations.
+        InputError: COMPUTED lacks the dtype of the model, or STORED that of the activations.
     """
     dtype, stored = identity.dtype, identity.activation_dtype
     if dtype not in COMPUTED or stored not in STORED:
@@ -189,7 +200,7 @@ def tolerance(identity: Identity, same_platform: bool) -> Tolerance:
 
 
 def _compare(chosen: list[ChosenSample], recompute: Recompute, allowed: Tolerance) -> Iterator[str]:
-    """Recomputes the chosen samples, and yields those that differ by more than is allowed."""
+    """Recomputes the chosen samples, and yields a message on each difference beyond `allowed`."""
     for sample, recomputed in zip(chosen, recompute.values(chosen), strict=True):
         if isinstance(recomputed, str):
             yield f"{sample.where}: cannot be recomputed: {recomputed}"
@@ -203,28 +214,31 @@ def _compare(chosen: list[ChosenSample], recompute: Recompute, allowed: Toleranc
 
 
 def check_numbers(folders: dict[str, RunLog], checked: Sequence[CheckedShard]) -> Iterator[str]:
-    """Yields whether sample numbers are stored more than once, and the first one that is missing.
+    """Yields a message on repeated sample numbers, and on the first missing one of each folder.
 
-    In a run over a data set that is not complete, only numbers before its mark can be missing. A
-    folder with a shard whose numbers are unknown is not searched for missing ones.
+    In a run over a data set that is not complete, only numbers before its mark can be missing.
+    Missing numbers are not looked for in a folder that has a shard whose numbers are unknown.
 
     Args:
         folders: The content of each folder, by the folder's name.
         checked: The results for all shards. A shard with a problem has no numbers.
     """
-    of_shards: dict[str, list[np.ndarray]] = {name: [] for name in folders}
+    by_folder: dict[str, list[np.ndarray]] = {name: [] for name in folders}
     for shard in checked:
         if shard.sample_idx is not None:
-            of_shards[shard.folder].append(shard.sample_idx)
-    of_folders = [np.concatenate([NO_NUMBERS, *numbers]) for numbers in of_shards.values()]
-    numbers, times = np.unique(np.concatenate([NO_NUMBERS, *of_folders]), return_counts=True)
-    if (twice := numbers[times > 1]).size:
-        yield f"{counted(len(twice), 'sample number')} stored more than once, such as {twice[0]}"
+            by_folder[shard.folder].append(shard.sample_idx)
+    all_shards = [shard.sample_idx for shard in checked if shard.sample_idx is not None]
+    numbers, times = np.unique(np.concatenate([NO_NUMBERS, *all_shards]), return_counts=True)
+    repeated = numbers[times > 1]
+    if repeated.size:
+        count = counted(len(repeated), "sample number")
+        yield f"{count} stored more than once, such as {repeated[0]}"
     for name, stored in folders.items():
-        identity, last = stored.identity, max(stored.commits, default=0)
-        if identity is None or not 0 < last == len(of_shards[name]):
+        identity = stored.identity
+        last_shard = max(stored.commits, default=0)
+        if identity is None or last_shard == 0 or last_shard != len(by_folder[name]):
             continue
-        numbers = np.unique(np.concatenate(of_shards[name]))
+        numbers = np.unique(np.concatenate(by_folder[name]))
         if identity.from_dataset and (stored.metadata or {})["status"] != "complete":
             mark = furthest_mark(stored.commits.values())
             numbers = numbers[: 0 if mark is None else mark.samples]
@@ -236,17 +250,23 @@ def check_numbers(folders: dict[str, RunLog], checked: Sequence[CheckedShard]) -
 
 
 def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
-    """Yields all problems that the JSON files and the names of the files show."""
+    """Yields all problems that the JSON files and the names of the files show.
+
+    Args:
+        folders: The content of each folder, by the folder's name.
+    """
     yield from (f"{name}: is missing" for name in expected_names(folders) if name not in folders)
     yield from strangers(folders)
-    prints: dict[tuple[str, int], str] = {}  # of the data set's files, by name and size
+    # The fingerprint of each file of the data set, by its name and size.
+    fingerprints: dict[tuple[str, int], str] = {}
     for name, stored in folders.items():
         yield from stored.damaged.values()
         yield from (file_path(name, message) for message in stored.missing_jsons)
         metadata, where = stored.metadata or {}, file_path(name, METADATA)
         for file in metadata.get("data_files", ()):
             fingerprint = file["fingerprint"]
-            if prints.setdefault((file["name"], file["bytes"]), fingerprint) != fingerprint:
+            expected = fingerprints.setdefault((file["name"], file["bytes"]), fingerprint)
+            if fingerprint != expected:
                 yield f"{name}: has read a file {file['name']} with other content than others have"
         if metadata and metadata["status"] != "complete":
             yield f"{where}: the run is not complete: {metadata['status']}"
