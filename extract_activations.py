@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Extracts the activations of a language model from a stream of text. See --help and README.md.
 
-This script is the story of a run, from the checked flags to the summary; the modules that it calls
-do the work. It finds everything the user can get wrong before it reads the weights.
+This script contains the main steps of a run, from the checked flags to the summary. The modules
+that it calls do the work. Mistakes in a request are found before the weights are read.
 """
 
 if __name__ == "__main__":
-    # The flags are parsed before what follows is imported, which takes seconds. `script` imports
-    # this file again, as a module, if the flags ask for more than the help or a stored run.
+    # The flags are parsed before the imports below, which take seconds. `script` imports this file
+    # again, as a module, unless the flags only ask for the help or look at a stored run.
     from activation_extraction.__main__ import script
 
     script()
@@ -67,7 +67,18 @@ from activation_extraction.text.batch import Batch
 
 
 def carry_out(config: Config) -> int:
-    """Does what checked flags ask of a model, and returns the exit status."""
+    """Does what the flags ask for: --list_hooks, --plan, --verify or, without these, a run.
+
+    Args:
+        config: The configuration, made from checked flags.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        InputError: The request cannot be met.
+        RunError: Something failed on the way.
+    """
     leave_out_absent_tpu()
     if config.list_hooks:
         return show_hooks(config)
@@ -83,7 +94,8 @@ def extract(config: Config) -> int:
         config: The configuration.
 
     Returns:
-        The exit status.
+        The exit status: 0 if the run is complete, 128 plus the number of the signal that stopped
+        it, or after a repair the status of --verify.
 
     Raises:
         InputError: The request cannot be met.
@@ -104,10 +116,11 @@ def extract(config: Config) -> int:
     with explain_abort(host, f"committed shards are safe; {remedy}"):
         with device_errors():
             run = prepare(config, host, watchdog)
-        clock, signaled = Clock(), 0
+        clock = Clock()
+        stop_signal = 0
         try:
             if any_host(host, [not run.storage.complete])[0]:
-                complete, signaled = compute(run, clock)
+                complete, stop_signal = compute(run, clock)
             else:
                 if config.repair:
                     log.info("no shard needs repair")
@@ -126,9 +139,9 @@ def extract(config: Config) -> int:
             raise failure from error
         print_summary(run, clock, complete)
         totals = run.storage.totals
-        samples, tokens = any_host(host, [totals.samples > 0, totals.tokens > 0])
+        has_samples, has_tokens = any_host(host, [totals.samples > 0, totals.tokens > 0])
         leave(host)
-    if complete and samples and not tokens:
+    if complete and has_samples and not has_tokens:
         choice = run.text.sample_form.choice
         raise RunError(
             f"no token was stored: no sample has a token that is kept ({choice})",
@@ -137,7 +150,7 @@ def extract(config: Config) -> int:
         )
     if config.repair and complete:
         return verify(run.storage.destination, None, 0)
-    return 0 if complete else 128 + (signaled or signal.SIGTERM)
+    return 0 if complete else 128 + (stop_signal or signal.SIGTERM)
 
 
 def compute(run: Run, clock: Clock) -> tuple[bool, int]:
@@ -145,10 +158,15 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
 
     Args:
         run: The run.
-        clock: The clock that measures how long each activity takes.
+        clock: The clock that measures the time of each activity.
 
     Returns:
-        Whether all is done, and the number of the signal that stopped the run, 0 for none.
+        Whether the run came to the end of its data or limits, and the number of the signal that
+        stopped this host, 0 for none.
+
+    Raises:
+        InputError: The weights cannot be used, or nothing may be added to the output.
+        RunError: Something failed on this host or on another one.
     """
     with device_errors():
         step, run = start_together(run)
@@ -158,7 +176,7 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
             with device_errors(), run.watchdog:
                 progress = make_progress(run)
                 steps = take_steps(run, step, progress, clock, stopped)
-        except KeyboardInterrupt:  # the second Ctrl-C: do not wait for uploads
+        except KeyboardInterrupt:  # a second Ctrl-C ends the run without waiting for uploads
             run.storage.close()
             raise
         if stopped() and (waiting := run.storage.gauges()["bytes_waiting"]):
@@ -173,21 +191,31 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
 
 
 def start_together(run: Run) -> tuple[Step, Run]:
-    """Loads the weights, compiles the step and opens the output; fails on all hosts or on none.
+    """Loads the weights, compiles the step and opens the output.
+
+    All hosts must call this together; it fails on all hosts or on none.
+
+    Args:
+        run: The run.
 
     Returns:
-        The step, and the run with the batches that are left, because another process may have
-        written to the same output while this one was compiling.
+        The compiled step, and the run. If another process has written to the output while this one
+        was compiling, the run has new batches, without the samples that are stored by now.
+
+    Raises:
+        Exception: As `raise_together`.
     """
     failure: Exception | None = None
     try:
         step = compile_step(run.forward)
     except Exception as error:  # the other hosts must not wait for this one
         failure = error
-    for firsts_turn in (True, False):  # if two pods begin, the first hosts decide which goes on
+    # Host 0 opens its output before the others do: if two pods start at the same time, their first
+    # hosts decide which of them continues.
+    for is_turn_of_first in (True, False):
         raise_together(run.host, failure)
         try:
-            if (run.host.id == 0) == firsts_turn:
+            if (run.host.id == 0) == is_turn_of_first:
                 run = open_output(run)
         except Exception as error:
             failure = error
@@ -196,7 +224,19 @@ def start_together(run: Run) -> tuple[Step, Run]:
 
 
 def open_output(run: Run) -> Run:
-    """Takes over the output; returns the run with the batches that are still not stored."""
+    """Takes over the output of this host, to which no earlier process can write from then on.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The same run. If another process has stored shards since `prepare`, the run has new batches,
+        without the samples that are stored by now.
+
+    Raises:
+        InputError: Nothing may be added to the run that the output contains now.
+        RunError: Another process is writing to the output, or it cannot be written to.
+    """
     before = run.storage.plan
     if run.config.storage.overwrite:
         run.folders.remove_totals()
@@ -215,17 +255,17 @@ def open_output(run: Run) -> Run:
 def take_steps(
     run: Run, step: Step, progress: Progress, clock: Clock, stopped: Callable[[], int]
 ) -> Lockstep:
-    """Runs the loop over batches: a step computes while the one before is copied and stored.
+    """Runs the loop over batches. A step computes while the one before is copied and stored.
 
     Args:
         run: The run.
         step: The compiled step.
         progress: The progress, which is closed at the end.
-        clock: The clock that measures how long each activity takes.
+        clock: The clock that measures the time of each activity.
         stopped: A function that returns the number of the signal that asks to stop, 0 for none.
 
     Returns:
-        How the steps ended: whether the data was used up, and what failed.
+        The lockstep, whose attributes `complete` and `failure` say how the loop ended.
     """
     batches = run.batches.until(stopped)
     steps = Lockstep(batches, stopped, partial(any_host, run.host), clock)
@@ -251,23 +291,34 @@ def take_steps(
                     log.debug("step %d: %d samples", progress.steps, len(batch.samples))
                 except Exception as error:  # it is raised once all hosts have stopped
                     steps.fail(error)
-                    storing = False  # nothing may be stored after a gap
+                    storing = False  # so that no batch is stored after the missing one
             run.watchdog.reset()
             steps.learn(np.asarray(votes))
     finally:
         try:
             progress.close()
-        except Exception as error:  # the last metrics were not written; tell the other hosts
+        except Exception as error:  # the last metrics were not written, which all hosts must learn
             steps.fail(error)
     return steps
 
 
 def finish(run: Run, clock: Clock, complete: bool, failure: Exception | None = None) -> None:
-    """Commits the complete samples and waits until the other hosts have done the same."""
+    """Commits the complete samples and waits until the other hosts have done the same.
+
+    Args:
+        run: The run.
+        clock: The clock that measures the time of each activity.
+        complete: Whether the run came to the end of its data or limits.
+        failure: The failure that ended the steps. None without a failure.
+
+    Raises:
+        Exception: As `raise_together`.
+    """
     done = complete and failure is None
     try:
         with clock.measure("store"):
-            # Rows count up to the end of the data, unless a run ends before it.
+            # The rows that were skipped or empty up to the end of the data are counted only if the
+            # run reached it.
             end = run.batches.result if done else None
             rows = () if end is None else (end.skipped_rows, end.empty_rows)
             run.storage.finalize(done, *rows)
@@ -277,34 +328,54 @@ def finish(run: Run, clock: Clock, complete: bool, failure: Exception | None = N
 
 
 def show_hooks(config: Config) -> int:
-    """Prints the hooks of the model that the flags name (--list_hooks); returns the exit status.
+    """Prints the hooks of the model that the flags name, for --list_hooks.
 
-    Only config.json is read, and if they are there, tokenizer.json and, of a local folder, the
-    names of the tensors.
+    Only config.json is read; tokenizer.json, if it exists; and the names of the tensors, if the
+    model is in a local folder.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        InputError: The flags do not fit the model, or config.json cannot be read.
     """
-    names = None
+    tensor_names = None
     if config.demo:
         model = parse_model_config(MODEL_CONFIG)
     else:
         checkpoint = Checkpoint(config.model.model_path, config.model.model_revision)
         model = read_model_config(checkpoint.file("config.json"))
-        names = checkpoint.local_tensors()
+        tensor_names = checkpoint.local_tensors()
         check_adapter(config.model.lora)
     request = step_request(config)
-    stored = choose_dtypes(request, jax.default_backend())[1]
-    encoders = choose_hooks(request, model)[1]
+    _, activation_dtype = choose_dtypes(request, jax.default_backend())
+    _, encoders = choose_hooks(request, model)
     rule, length = config.text.positions, config.text.max_seq_length
-    table, special = hook_table(model, config.hooks.top_logits), known_special_tokens(config)
-    if names is not None and HEAD not in names and not model.tie_word_embeddings:
+    table = hook_table(model, config.hooks.top_logits)
+    special = known_special_tokens(config)
+    if tensor_names is not None and HEAD not in tensor_names and not model.tie_word_embeddings:
         table = table.without_predictions()
-    say(*list_hooks(table, model, stored, rule, length, encoders))
+    say(*list_hooks(table, model, activation_dtype, rule, length, encoders))
     if special:
         say(f"special tokens: {special.template}")
     return 0
 
 
 def recompute_some(config: Config) -> int:
-    """Verifies what is stored, and computes some samples again; returns the exit status."""
+    """Looks at a stored run, where --verify also recomputes some samples with the model.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        The exit status: 0 if there is no problem, otherwise 1.
+
+    Raises:
+        InputError: There is no run, or the model is not the one of the run.
+    """
     use_compilation_cache(
         config.computing.compilation_cache, Path(config.output.output_dir), several=False
     )
@@ -312,7 +383,18 @@ def recompute_some(config: Config) -> int:
 
 
 def join_hosts(config: Config) -> Host:
-    """Joins the other hosts of the pod; without --multihost, this process is the only host."""
+    """Joins the other hosts of the pod, with --multihost.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        This host; the only one without --multihost.
+
+    Raises:
+        InputError: There is no pod, or its hosts cannot work together.
+        RunError: The other hosts do not answer in time.
+    """
     if not config.hosts.multihost:
         return Host()
     log.info("joining the other hosts")

@@ -1,14 +1,23 @@
 """Extracts activations from language models and reads them back.
 
-extract_activations.py, beside this package, is the story of a run. The folders here hold its parts:
-`run` knows them all; `model`, `text` and `store` share only a few types; `dataset` reads what
-`store` wrote, and `inspect` looks at it; `cli` is what the user types and sees; `common` is below
-everything. Each folder's `__init__.py` lists its modules.
+extract_activations.py, beside this package, contains the main steps of a run. The packages here
+contain its parts:
 
-`ActivationDataset` reads what a run has stored, `paired` reads two runs as one, and
-`ActivationStorage` stores activations, also those of another program; the other names are what they
-take and return. They are imported when they are first used, so importing this package costs
-nothing; none of them needs JAX or PyTorch.
+    cli      flags, configuration and progress
+    text     rows of a data set, which become samples and batches
+    model    the model, its hooks and its weights
+    store    shards, commits and everything else that is written
+    run      connects the model, the text and the store to a run
+    dataset  reads stored runs, for training on them
+    inspect  status, verification, reports and exports of stored runs
+    common   shared by all others, and uses none of them
+
+The `__init__.py` of each package lists its modules.
+
+`ActivationDataset` reads a stored run, `paired` reads two runs as one, and `ActivationStorage`
+stores activations, also those of another program. The other names in `__all__` are types of their
+arguments and results. A name is imported when it is first used, so importing this package costs
+nothing. None of them needs JAX or PyTorch.
 
 These words have a meaning of their own in the code, its messages and README.
 
@@ -59,7 +68,7 @@ From the model to the files:
     owner        The one process that may write to a folder; metadata.json names it.
 """
 
-TYPE_CHECKING = False  # that of `typing`, which takes longer to import than Python takes to start
+TYPE_CHECKING = False  # not imported, because importing `typing` takes longer than Python's start
 if TYPE_CHECKING:
     from typing import Any
 
@@ -86,6 +95,7 @@ __all__ = [
     "TokenBatch",
     "paired",
 ]
+# The module of each name, which `__getattr__` imports.
 HOMES = {
     "ActivationDataset": "dataset.dataset",
     "ActivationStorage": "store.storage",
@@ -99,7 +109,7 @@ HOMES = {
     "TokenBatch": "dataset.token_batch",
     "paired": "dataset.dataset",
 }
-__version__ = "0.1.0"  # of the package, too: pyproject.toml reads it here
+__version__ = "0.1.0"  # pyproject.toml reads the version of the distribution here
 
 
 def __getattr__(name: str) -> "Any":

@@ -1,14 +1,14 @@
-"""The command line: `python extract_activations.py`, `extract-activations` and `python -m`.
+"""Runs the command line: `python extract_activations.py`, `extract-activations` or `python -m`.
 
-It parses the flags and looks at stored runs; extract_activations.py does what needs a model.
-Nothing is imported before it is needed. JAX and the libraries that read models and data sets take
-seconds, and --help, a wrong flag and looking at a run do without them. Ctrl-C is taken care of
-before anything else is imported.
+It parses the flags and looks at stored runs; extract_activations.py does everything that needs a
+model. JAX and the libraries that read models and data sets take seconds to import, so nothing is
+imported before it is needed: --help, messages about wrong flags and looking at a run do without
+them. The handler of Ctrl-C is set before anything else is imported.
 """
 
 from activation_extraction.common.interrupts import end_on_ctrl_c
 
-TYPE_CHECKING = False  # that of `typing`, which takes longer to import than Python takes to start
+TYPE_CHECKING = False  # not imported, because importing `typing` takes longer than Python's start
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import NoReturn
@@ -31,14 +31,14 @@ def script() -> "NoReturn":
     status = 1
     try:
         status = main()
-    except SystemExit as stop:  # --help
+    except SystemExit as stop:  # after --help or --version
         status = int(stop.code or 0)
     except BaseException:
         say_error(*traceback.format_exc().splitlines())
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything that can be committed has been. Native threads of streaming readers, and those of
-    # jax.distributed after a failure, can hang or abort an ordinary exit.
+    # Native threads of streaming readers, and of jax.distributed after a failure, can hang or abort
+    # an ordinary exit. Nothing is lost by skipping it, because all shards are committed by now.
     os._exit(status)
 
 
@@ -46,7 +46,7 @@ def main(argv: "Sequence[str] | None" = None) -> int:
     """Runs the command line.
 
     Args:
-        argv: The flags. None for those that this process was started with.
+        argv: The flags. None for the flags with which this process was started.
 
     Returns:
         The exit status.
@@ -61,10 +61,17 @@ def main(argv: "Sequence[str] | None" = None) -> int:
 
 
 def _carry_out(config: "Config") -> int:
-    """Looks at a stored run, or hands over to extract_activations.py. Returns the exit status.
+    """Looks at a stored run, or calls extract_activations.py for everything that needs a model.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        The exit status.
 
     Raises:
-        InputError: If a package that a model needs is not installed.
+        InputError: The request cannot be met, or a package that it needs is not installed.
+        RunError: Something failed on the way.
     """
     from activation_extraction.common.errors import InputError, install_extra
     from activation_extraction.common.log import start_logging

@@ -1,8 +1,8 @@
-"""The demo's inputs are a small Qwen2 checkpoint and sample documents, made on the spot.
+"""Makes the inputs of --demo: a small Qwen2 checkpoint and sample documents.
 
-The files look like real ones (config.json, safetensors, tokenizer.json; Parquet) and have the same
-bytes every time. The weights are random: the demo shows that the pipeline works, not what a trained
-model has learned.
+The files have the formats of real ones (config.json, safetensors, tokenizer.json; Parquet) and the
+same bytes every time. Because the weights are random, the demo shows that the pipeline works, and
+nothing that a trained model has learned.
 """
 
 import errno
@@ -29,8 +29,11 @@ from activation_extraction.store.local_files import IS_A_LINK, FolderError, writ
 from qwen2_jax import Qwen2, weight_table
 
 VOCAB_SIZE = 2048
-HOW_MANY = 300  # documents
-MEDIAN_SENTENCES, SPREAD = 6, 0.8  # the documents' lengths are log-normal
+DOCUMENTS = 300  # number of documents
+# The number of sentences in a document is log-normal: its median, and the standard deviation of its
+# logarithm.
+MEDIAN_SENTENCES = 6
+SPREAD = 0.8
 END_OF_TEXT = "<|endoftext|>"
 # Qwen2 splits text like this before byte-level BPE (the pattern is in its tokenizer.json).
 QWEN2_WORDS = (
@@ -58,12 +61,20 @@ MODEL_CONFIG = {
 
 
 def make_demo(output: Path) -> tuple[Path, Path]:
-    """Makes the model's folder and the documents in `output`/demo_inputs; returns their paths.
+    """Makes the model and the documents in the folder demo_inputs.
 
-    Raises InputError if they cannot be written there.
+    Args:
+        output: The folder in which demo_inputs is made.
+
+    Returns:
+        The folder of the model, and the Parquet file of the documents.
+
+    Raises:
+        InputError: The files cannot be written there.
     """
     folder = output / "demo_inputs"
-    model, documents = folder / "model", folder / "documents.parquet"
+    model = folder / "model"
+    documents = folder / "documents.parquet"
     weights = weight_table(Qwen2(parse_model_config(MODEL_CONFIG))).values()
     text = resources.files(__package__).joinpath("demo_texts.txt").read_text(encoding="utf-8")
     paragraphs = text.strip().split("\n\n")
@@ -82,22 +93,36 @@ def make_demo(output: Path) -> tuple[Path, Path]:
 
 
 def write_documents(path: Path, paragraphs: list[str]) -> None:
-    """Writes documents: runs of sentences, of log-normal length."""
+    """Writes a Parquet file of documents.
+
+    A document consists of consecutive sentences of the sample text.
+
+    Args:
+        path: The file.
+        paragraphs: The paragraphs of the sample text.
+    """
     rng = random.Random(0)
-    sentences = [s for paragraph in paragraphs for s in re.split(r"(?<=[.!?]) ", paragraph)]
+    sentences: list[str] = []
+    for paragraph in paragraphs:
+        sentences += re.split(r"(?<=[.!?]) ", paragraph)
     rows = []
-    for number in range(HOW_MANY):
+    for number in range(DOCUMENTS):
         count = math.ceil(rng.lognormvariate(math.log(MEDIAN_SENTENCES), SPREAD))
         start = rng.randrange(len(sentences))
         text = " ".join(sentences[start : start + count])
         rows.append({"text": text, "id": f"<urn:demo:{number:04d}>", "score": rng.uniform(3, 5)})
-    written = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), written, row_group_size=100)
-    write_file(path, [written.getvalue().to_pybytes()])
+    buffer = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer, row_group_size=100)
+    write_file(path, [buffer.getvalue().to_pybytes()])
 
 
 def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
-    """Writes a byte-level BPE that splits words as Qwen2's does, trained on the sample text."""
+    """Writes a byte-level BPE tokenizer that splits words as Qwen2's does.
+
+    Args:
+        folder: The folder of the model.
+        paragraphs: The paragraphs of the sample text, on which the tokenizer is trained.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -125,14 +150,21 @@ def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
 
 
 def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
-    """Writes random bfloat16 weights: norms near 1, matrices scaled by their fan-in."""
+    """Writes random bfloat16 weights.
+
+    Norm weights are near 1. All others are normal with variance 1 / (length of the last axis).
+
+    Args:
+        path: The safetensors file.
+        table: The weights of the model.
+    """
     rng = np.random.default_rng(0)
     tensors = {}
     for spec in table:
         for name in spec.hf_names:
-            values = rng.standard_normal(spec.hf_shape, np.float32)
-            values /= math.sqrt(spec.hf_shape[-1])
+            weights = rng.standard_normal(spec.hf_shape, np.float32)
+            weights /= math.sqrt(spec.hf_shape[-1])
             if name.endswith("norm.weight"):
-                values += 1
-            tensors[name] = values.astype(ml_dtypes.bfloat16)
+                weights += 1
+            tensors[name] = weights.astype(ml_dtypes.bfloat16)
     write_file(path, [save(tensors, metadata={"format": "pt"})])

@@ -1,8 +1,8 @@
-"""Digests and fingerprints show whether two runs read the same files.
+"""Computes digests and fingerprints, which show whether two runs read the same files.
 
-Small files are digested whole. Weights and data may be terabytes: a fingerprint is their size and
-samples of their content, which takes milliseconds. It does not show an edit that keeps the size and
-lies between the samples.
+A digest covers the whole content of small files. A fingerprint is for weights and data, which may
+be terabytes: it is a digest of the size and of sampled blocks, which takes milliseconds. It does
+not show an edit between the blocks that keeps the size.
 """
 
 import hashlib
@@ -16,15 +16,20 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model.repository import Repository
 from activation_extraction.model.weight_files import WeightFile
 
-BLOCK, BLOCKS = 2**16, 64  # a file that is not larger than all blocks is read whole
+BLOCK = 2**16  # bytes of a sampled block
+BLOCKS = 64  # number of sampled blocks; a file of at most BLOCK * BLOCKS bytes is read whole
 BLOCKS_AT_ONCE = 32  # blocks or files that are read at the same time
 
 
 def model_digest(repository: Repository) -> str:
-    """Returns what a model is known by: its commit on the hub, or a digest of its files.
+    """Returns the identity of a model: its commit on the hub, otherwise its `content_digest`.
 
-    That is made of config.json and the fingerprints of the weights, without their names. Raises
-    InputError if config.json cannot be read, RunError if weights cannot.
+    Args:
+        repository: The files of the model.
+
+    Raises:
+        InputError: A file cannot be read.
+        RunError: A request for weights at a URL failed.
     """
     if repository.commit is not None:
         return f"commit {repository.commit}"
@@ -32,22 +37,45 @@ def model_digest(repository: Repository) -> str:
 
 
 def content_digest(repository: Repository) -> str:
-    """Returns a digest of a repository's configuration and of its weights, wherever they are."""
+    """Returns a digest of the configuration and of the fingerprints of the weights.
+
+    It does not depend on where the files are, nor on the names of the weight files.
+
+    Args:
+        repository: The files of a model or an adapter.
+
+    Raises:
+        InputError: A file cannot be read.
+        RunError: A request for weights at a URL failed.
+    """
     with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-weights") as pool:
-        weights = sorted(_of_weights(file, pool) for file in repository.weight_files)
+        weights = sorted(_weight_fingerprint(file, pool) for file in repository.weight_files)
     lines = [digest_files([repository.file(repository.kind.config)]), *weights]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def digest_fingerprints(paths: Sequence[Path]) -> str:
-    """Returns a digest of the fingerprints of files, in this order, without their names. Raises
-    InputError if a file is unreadable."""
-    prints = [file_fingerprint(path, path.stat().st_size) for path in paths]
-    return hashlib.sha256("\n".join(prints).encode()).hexdigest()
+    """Returns a digest of the fingerprints of files, without their names.
+
+    Args:
+        paths: The files. Another order gives another digest.
+
+    Raises:
+        InputError: A file cannot be read.
+    """
+    fingerprints = [file_fingerprint(path, path.stat().st_size) for path in paths]
+    return hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()
 
 
 def digest_files(paths: Sequence[Path]) -> str:
-    """Returns a digest of names and whole contents. Raises InputError if a file is unreadable."""
+    """Returns a digest of the names and whole contents of files.
+
+    Args:
+        paths: The files, in any order.
+
+    Raises:
+        InputError: A file cannot be read.
+    """
     lines = []
     for path in paths:
         with naming_unreadable(path):
@@ -56,17 +84,30 @@ def digest_files(paths: Sequence[Path]) -> str:
 
 
 def file_fingerprint(path: Path, size: int) -> str:
-    """Takes that of the first `size` bytes of a file. Raises InputError if it is unreadable."""
+    """Computes the fingerprint of the first `size` bytes of a file.
+
+    Args:
+        path: The file.
+        size: Number of bytes.
+
+    Raises:
+        InputError: The file cannot be read.
+    """
     with naming_unreadable(path), open(path, "rb", buffering=0) as file:
-        blocks = sampled_blocks(size)
-        return _digest_of(size, (os.pread(file.fileno(), b - a, a) for a, b in blocks))
+        blocks = (
+            os.pread(file.fileno(), stop - start, start) for start, stop in sampled_blocks(size)
+        )
+        return _digest_of(size, blocks)
 
 
 def sampled_blocks(size: int) -> Iterator[tuple[int, int]]:
-    """Yields the start and stop of the blocks that stand for a file of this size.
+    """Yields the offsets of the sampled blocks of a file, start and stop.
 
-    They are all of a small file. Of a large one, the first and the last block are at its ends, and
-    the others are spread evenly between them.
+    The blocks cover a small file completely. In a large file, the first and the last block are at
+    its ends, and the others are spread evenly between them.
+
+    Args:
+        size: The size of the file in bytes.
     """
     starts: Iterable[int] = range(0, size, BLOCK)
     if size > BLOCK * BLOCKS:
@@ -77,24 +118,32 @@ def sampled_blocks(size: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def naming_unreadable(path: Path | str) -> Iterator[None]:
-    """Raises InputError if the file cannot be read inside the block."""
+    """Turns an OSError in the `with` block into an InputError that names the file.
+
+    Args:
+        path: The file that the block reads.
+    """
     try:
         yield
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _of_weights(file: WeightFile, pool: ThreadPoolExecutor) -> str:
-    """Returns the fingerprint of a file of weights, in which the whole header counts.
+def _weight_fingerprint(file: WeightFile, pool: ThreadPoolExecutor) -> str:
+    """Returns the fingerprint of a weight file, which also covers its whole header.
 
-    The blocks of a remote file are asked for at the same time.
+    Args:
+        file: The file, local or remote.
+        pool: Threads that read the blocks at the same time.
     """
     with naming_unreadable(file.where):
         ranges = [(0, file.header.end), *sampled_blocks(file.size)]
-        return _digest_of(file.size, pool.map(lambda each: file.read_bytes(*each), ranges))
+        starts, stops = zip(*ranges, strict=True)
+        return _digest_of(file.size, pool.map(file.read_bytes, starts, stops))
 
 
 def _digest_of(size: int, parts: Iterable[bytes]) -> str:
+    """Returns the SHA-256 of a size and of parts of a file, in hexadecimal digits."""
     digest = hashlib.sha256(str(size).encode())
     for part in parts:
         digest.update(part)

@@ -1,10 +1,10 @@
-"""Estimates what a run would take on a machine that is not rented yet (--plan).
+"""Estimates the resources of a run on a machine that is not rented yet, for --plan.
 
-The estimate says four things: the mesh, whether the run fits in memory, its hours, and its bytes;
-and its dollars if a price is given. Memory and the fastest possible step follow from the formula by
-which `--mesh_type auto` chooses (step_cost.py). For TPUs, the compiler also says how much
-memory the very program takes; that needs libtpu, but no TPU. Of the model, only config.json is
-read. Nothing runs.
+The estimate has four parts: the mesh, whether the run fits in memory, its hours, and its bytes. If
+a price is given, it also has dollars. Memory and the fastest possible step follow from the formula
+by which `--mesh_type auto` chooses (step_cost.py). For TPUs, the compiler also reports the memory
+of the compiled program; that needs libtpu, but no TPU. Only config.json of the model is read, and
+nothing is computed.
 """
 
 import json
@@ -34,17 +34,18 @@ from activation_extraction.run.prepare import step_request
 from activation_extraction.run.topologies import Topology, topology_of
 from qwen2_jax import weight_table
 
-# How fast a run is, at worst and at best, as a share of the speed at which the chips compute a step
-# at their peaks. It is a guess: published runs that store nothing reach 0.02 (experts on v6e) to
-# 0.7 (training of dense models on v4 to v6e), and what the host does is not counted.
+# The guessed speed of a run, at worst and at best, as a fraction of the peak speed of its chips.
+# Published runs that store nothing reach 0.02 (mixtures of experts on v6e) to 0.7 (training of
+# dense models on v4 to v6e). The work of the hosts is not included.
 GUESSED_SHARES = (0.15, 0.7)
-# (data set, configuration) -> its documents, as others have counted them.
+# (data set, configuration) -> the number of its documents, from published counts.
 KNOWN_DOCUMENTS = {
     (DATASET[0], "sample-10BT"): 9_672_101,
     (DATASET[0], "sample-350BT"): 339_347_842,
 }
-# What libtpu reads when it is loaded. It finds no TPU, and would complain about each of these; the
-# type of accelerator may be any: programs name the one that they are compiled for.
+# Environment variables that libtpu reads when it is loaded. Because there is no TPU, it would warn
+# about each missing variable. TPU_ACCELERATOR_TYPE may be any type, because a program names the
+# accelerator for which it is compiled.
 LIBTPU_VARIABLES = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -56,11 +57,11 @@ TOKENS_OF_A_DOCUMENT = 1_000  # about the mean of FineWeb-Edu
 
 @dataclass(frozen=True)
 class Amount:
-    """How much a run does in all.
+    """The amount of work of a whole run.
 
     Attributes:
-        computed: The tokens that go through the model.
-        stored: The tokens whose activations are stored.
+        computed: The number of tokens that go through the model.
+        stored: The number of tokens whose activations are stored.
     """
 
     computed: float
@@ -72,10 +73,10 @@ class PlannedRun:
     """A run and the machine that it is planned for.
 
     Attributes:
-        raw: The contents of config.json.
+        raw: The content of config.json.
         topology: The machine.
-        request: What the run asks of the model.
-        amount: How much the run computes and stores; None if nothing says how much data there is.
+        request: The request for a step: model, hooks, mesh and shape.
+        amount: The amount of work. None if the amount of data is unknown.
     """
 
     raw: Mapping[str, Any]
@@ -85,13 +86,20 @@ class PlannedRun:
 
 
 def print_estimate(config: Config) -> int:
-    """Prints what the run would take, in words or as the JSON that --help describes.
+    """Prints the estimate of a run, in words or as the JSON that --help describes.
+
+    It covers the mesh that the flags ask for and, if that is another one, the mesh of --mesh_type
+    auto.
+
+    Args:
+        config: The configuration, which contains --plan.
 
     Returns:
-        The exit status.
+        The exit status, 0.
 
     Raises:
-        InputError: The run itself would refuse the flags, as far as config.json tells.
+        InputError: The machine is unknown, or the run would refuse the flags, as far as config.json
+            shows that.
     """
     check_adapter(config.model.lora)
     run = planned_run(config)
@@ -113,7 +121,14 @@ def print_estimate(config: Config) -> int:
 
 
 def planned_run(config: Config) -> PlannedRun:
-    """Reads config.json and the machine's name. Raises InputError if either is unusable."""
+    """Reads config.json and the name of the machine.
+
+    Args:
+        config: The configuration.
+
+    Raises:
+        InputError: The machine is unknown, or config.json or an autoencoder cannot be read.
+    """
     topology = topology_of(config.planning.plan or "", config.planning.chips_per_host)
     jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are left alone
     request = step_request(config, planned=topology.described())
@@ -123,7 +138,14 @@ def planned_run(config: Config) -> PlannedRun:
 
 
 def read_config(config: Config) -> Mapping[str, Any]:
-    """Returns the contents of the model's config.json, or the released model's known sizes."""
+    """Returns the content of the model's config.json, or the known one of a released model.
+
+    Args:
+        config: The configuration, which names the model.
+
+    Raises:
+        InputError: config.json cannot be read, and no sizes of this model are known.
+    """
     if config.demo:
         return MODEL_CONFIG
     model_path = config.model.model_path
@@ -139,7 +161,15 @@ def read_config(config: Config) -> Mapping[str, Any]:
 
 
 def program_of(run: PlannedRun, request: StepRequest) -> Program:
-    """Returns the program of a step. Raises InputError for a model or mesh that a run refuses."""
+    """Returns the program of a step.
+
+    Args:
+        run: The planned run.
+        request: The request for the step, which may have another mesh or devices than the run's.
+
+    Raises:
+        InputError: A run would refuse the model or the mesh, or the mesh has a pipeline.
+    """
     config = parse_model_config(run.raw, request.model.model_path)
     model, rows = build_model(request, config)
     if model.layout.size("pipeline") > 1:
@@ -149,19 +179,27 @@ def program_of(run: PlannedRun, request: StepRequest) -> Program:
 
 
 def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> dict[str, Any]:
-    """Estimates a step of this program, which is compiled if that is possible here.
+    """Estimates a step of a program, which is compiled for a TPU if libtpu is installed.
+
+    Args:
+        run: The planned run.
+        request: The request for the step.
+        program: The program of this request.
 
     Returns:
-        What --json prints of a mesh:
-            shape: Axis -> its size.
-            fits: Whether the run fits in the memory of a device.
-            memory_gb: GB of each device, by formula.
-            compiled_gb: GB of each device, by the compiler; None if it was not asked or failed.
-            step_ms: Milliseconds of a step at the peak speeds of the chips.
-            tokens_per_second: The guessed speed of the whole machine, at worst and at best.
+        The facts about a mesh that --json prints:
+
+        - shape: The size of each axis by its name.
+        - fits: Whether the run fits in the memory of a device.
+        - memory_gb: GB on each device, by formula.
+        - compiled_gb: GB on each device, by the compiler; None if it was not asked or failed.
+        - step_ms: Milliseconds of a step at the peak speed of the chips.
+        - tokens_per_second: The guessed speed of the whole machine, at worst and at best.
     """
-    layout, devices = program.layout, [*program.rows.mesh.devices.flat]
-    rows, length = request.shape[0] * program.rows.hosts, request.shape[1]
+    layout = program.layout
+    devices = [*program.rows.mesh.devices.flat]
+    rows_of_host, length = request.shape
+    rows = rows_of_host * program.rows.hosts
     step = CostModel(program.model, program.weights, rows, length, program.encoders).estimate(
         layout, devices
     )
@@ -188,7 +226,11 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
 
 
 def compiled_bytes(run: PlannedRun, request: StepRequest) -> float | None:
-    """Returns the bytes that the run takes on each TPU, by its compiler.
+    """Returns the bytes of memory that the compiler plans on each TPU.
+
+    Args:
+        run: The planned run.
+        request: The request for the step to compile.
 
     Returns:
         None if libtpu, the compiler, is not installed.
@@ -210,44 +252,54 @@ def compiled_bytes(run: PlannedRun, request: StepRequest) -> float | None:
 
 
 def amount_of(config: Config) -> Amount | None:
-    """Returns how much the run computes and stores, if all documents have the mean length.
+    """Returns the amount of work of a run, assuming that all documents have the mean length.
+
+    Args:
+        config: The configuration.
 
     Returns:
-        None if nothing says how much data there is.
+        None if there is no limit and the number of documents is unknown.
     """
     text, storage = config.text, config.storage
     length = tokens_of_a_sample(text.max_seq_length)
-    kept = text.positions.expected(length) / length
-    tokens_of_all_samples = math.inf
+    kept_fraction = text.positions.expected(length) / length
+    computed = math.inf
     documents = KNOWN_DOCUMENTS.get((text.dataset_name or "", text.dataset_config or ""))
     if documents is not None:
-        tokens = TOKENS_OF_A_DOCUMENT if text.long_documents == "split" else length
-        tokens_of_all_samples = documents / config.hosts.total_machines * tokens
+        document_length = TOKENS_OF_A_DOCUMENT if text.long_documents == "split" else length
+        computed = documents / config.hosts.total_machines * document_length
     if storage.max_samples is not None:
-        tokens_of_all_samples = min(tokens_of_all_samples, storage.max_samples * length)
-    if storage.max_tokens is not None and kept:
-        tokens_of_all_samples = min(tokens_of_all_samples, storage.max_tokens / kept)
-    if math.isinf(tokens_of_all_samples):
+        computed = min(computed, storage.max_samples * length)
+    if storage.max_tokens is not None and kept_fraction:
+        computed = min(computed, storage.max_tokens / kept_fraction)
+    if math.isinf(computed):
         return None
-    return Amount(tokens_of_all_samples, tokens_of_all_samples * kept)
+    return Amount(computed, computed * kept_fraction)
 
 
 def tokens_of_a_sample(max_seq_length: int) -> int:
-    """Returns how long the estimate takes a sample to be: a document, cut to a row."""
+    """Returns the assumed number of tokens of a sample: a mean document, cut to a row.
+
+    Args:
+        max_seq_length: Tokens of a row.
+    """
     return min(TOKENS_OF_A_DOCUMENT, max_seq_length)
 
 
 def totals_of(
     run: PlannedRun, best: Mapping[str, Any] | None, token_bytes: int, config: Config
 ) -> dict[str, Any]:
-    """Returns what the whole run takes.
+    """Returns the hours, dollars and terabytes of the whole run.
 
     Args:
-        best: The fastest mesh that fits; None if none does.
+        run: The planned run.
+        best: The fastest mesh that fits, from `estimate_mesh`. None if no mesh fits.
         token_bytes: The bytes of a stored token, before compression.
+        config: The configuration, which may contain the speed and the price.
 
     Returns:
-        hours, dollars: [least, most]; terabytes: before compression. Each is None if unknown.
+        "hours" and "dollars", each [least, most], and "terabytes" before compression. A value is
+        None if it is unknown.
     """
     hours = dollars = terabytes = None
     if run.amount is not None:
@@ -273,16 +325,20 @@ def lines_of(
     token_bytes: int,
     tokens_per_second: float | None,
 ) -> Iterator[str]:
-    """Yields the estimate in words.
+    """Yields the lines of the estimate in words.
 
     Args:
+        run: The planned run.
+        meshes: The results of `estimate_mesh`.
         totals: The result of `totals_of`.
         token_bytes: The bytes of a stored token, before compression.
-        tokens_per_second: The measured speed of each host; None if the speed is guessed.
+        tokens_per_second: The stored tokens per second of each host, as --tokens_per_second gives
+            them. None if the speed is guessed.
     """
-    machine, request = run.topology, run.request
+    machine = run.topology
+    rows_of_host, length = run.request.shape
     hosts = f"{counted(machine.chips, 'chip')} on {counted(machine.hosts, 'host')}"
-    rows = f"{counted(request.shape[0], 'row')} of {counted(request.shape[1], 'token')}"
+    rows = f"{counted(rows_of_host, 'row')} of {counted(length, 'token')}"
     yield f"{machine.name}: {hosts}, each of which feeds {rows} per step"
     for mesh in meshes:
         memory = f"{short(mesh['memory_gb'])} GB per device by formula"
@@ -320,13 +376,17 @@ def lines_of(
 
 
 def samples_in_words(run: PlannedRun) -> str:
-    """Says how long the estimate takes samples to be."""
+    """Returns the assumption about the length of samples, in words."""
     length = tokens_of_a_sample(run.request.shape[1])
     return f"a sample is taken to have {counted(length, 'token')}, as FineWeb-Edu's have on average"
 
 
 def duration(hours: float) -> str:
-    """Returns a time as people say it, with two significant digits: "about 3.5 hours"."""
+    """Returns a time in words with two significant digits, such as "3.5 hours".
+
+    Args:
+        hours: The time in hours.
+    """
     for unit, length in (("day", 24), ("hour", 1), ("minute", 1 / 60)):
         number = float(f"{hours / length:.2g}")
         if number >= 1:
@@ -337,17 +397,21 @@ def duration(hours: float) -> str:
 
 
 def size(terabytes: float) -> str:
-    """Returns a number of bytes in the largest unit of which there is at least one."""
+    """Returns a number of bytes in words, such as "1.25 TB".
+
+    Args:
+        terabytes: The number in TB. It is shown in the largest unit that gives at least 1.
+    """
     units = {"TB": 1.0, "GB": 1e-3, "MB": 1e-6}
     unit = next((unit for unit, length in units.items() if terabytes >= length), "MB")
     return f"{short(terabytes / units[unit])} {unit}"
 
 
 def between(ends: Iterable[str]) -> str:
-    """Joins both ends of a range; equal ones are named once."""
+    """Returns a range in words, such as "1 hour to 2 hours"; equal ends are named once."""
     return " to ".join(dict.fromkeys(ends))
 
 
-def short(value: float) -> str:
+def short(number: float) -> str:
     """Returns a number with three significant digits."""
-    return f"{float(f'{value:.3g}'):,.10g}"
+    return f"{float(f'{number:.3g}'):,.10g}"

@@ -1,7 +1,7 @@
-"""The text of a run: one host's share of a data set, as samples and batches.
+"""Turns one host's share of a data set into samples and batches.
 
-`Text` opens the data, the tokenizer and the chat template that the flags name, and puts the stages
-of the text room together: rows, documents, samples, packed batches. prefetch.py prepares batches
+`Text` opens the data, the tokenizer and the chat template that the flags name, and connects the
+stages of the package `text`: rows, documents, samples, packed batches. prefetch.py prepares batches
 while the devices compute.
 """
 
@@ -47,23 +47,23 @@ from activation_extraction.text.token_choice import TokenChoice
 from activation_extraction.text.tokenizer import read_tokenizer
 from activation_extraction.text.tokens import SpecialTokens, special_tokens_of
 
-BATCHES_AHEAD = 4
+BATCHES_AHEAD = 4  # batches that are prepared in advance, besides those of the next group
 
 
 @dataclass(frozen=True)
 class Text:
-    """Turns the rows of a data set into samples and batches, as the flags ask.
+    """The text of a run, whose rows become samples and batches as the flags ask.
 
-    The tokenizer, the template and the data set are opened when they are first needed, which raises
-    InputError.
+    The tokenizer, the template and the data set are opened when they are first needed. Reading
+    these properties raises InputError if that fails.
 
     Attributes:
         options: The flags about text.
         model: The files of the model.
-        vocabulary: How many token ids the model has.
+        vocabulary: The number of token ids that the model has.
         earlier: The metadata that hosts of the run have stored already; see `open_dataset`.
         names: The names of the sources of a mixture; see `open_dataset`.
-        adapter: The files of the LoRA adapter; None without one.
+        adapter: The files of the LoRA adapter. None without an adapter.
     """
 
     options: TextOptions
@@ -75,20 +75,20 @@ class Text:
 
     @cached_property
     def chosen_tokenizer(self) -> ChosenTokenizer | None:
-        """The tokenizer of the model or its adapter; None if the data set has token ids."""
+        """The tokenizer of the model or the adapter. None if the data set has token ids."""
         if self.options.ids_column:
             return None
         return choose_tokenizer(self.model, self.adapter, self.vocabulary)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The object that makes token ids of texts; None if the data set has token ids."""
+        """The object that turns text into token ids. None if the data set has token ids."""
         chosen = self.chosen_tokenizer
         return None if chosen is None else chosen.backend
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """The chat template, which renders conversations; None if there are none."""
+        """The chat template, which renders conversations. None without --messages_column."""
         options = self.options
         if not options.messages_column:
             return None
@@ -103,7 +103,7 @@ class Text:
 
     @cached_property
     def row_form(self) -> RowForm:
-        """The form of rows: which columns are read, and how they become a document."""
+        """The form of rows: the columns to read, and the readers that make documents of them."""
         options = self.options
         readers: tuple[Reader, ...] = (TextColumn(options.text_column), ArcTask())
         if self.template is not None and options.messages_column:
@@ -125,20 +125,21 @@ class Text:
 
     @cached_property
     def drop_token_ids(self) -> tuple[int, ...]:
-        """The ids of the tokens to drop, which the flags name by id or by name."""
+        """The ids of the tokens of --drop_token_ids, which names them by id or by name."""
         return dropped_ids(self.options.drop_token_ids, self.tokenizer, self.vocabulary)
 
     @cached_property
     def dataset(self) -> Dataset:
-        """The open data."""
+        """The open data sets of the run."""
         return open_dataset(self.options, self.row_form, self.earlier, self.names)
 
     def check(self) -> None:
         """Checks the chat template, and the first row of each source.
 
         Raises:
-            InputError: The template cannot render conversations or does not show the roles of
-                tokens that the flags name, or the first row of a source cannot be used.
+            InputError: The template cannot render conversations, or the flags need the roles of
+                tokens and the template does not show them, or the first row of a source cannot be
+                used.
         """
         if self.template is not None:
             check_roles(self.options, self.template)
@@ -152,8 +153,13 @@ class Text:
                 raise InputError(f"--mix {source.name}: {error}") from error
 
     def documents(self, worker: Worker) -> Documents:
-        """Returns a worker's documents."""
-        sources, options = self.dataset.sources, self.options
+        """Returns the stream of a worker's documents.
+
+        Args:
+            worker: The machine and host, which read a share of the data.
+        """
+        sources = self.dataset.sources
+        options = self.options
         streams = [
             DocumentStream(
                 source.rows,
@@ -178,18 +184,18 @@ class Text:
         storage: ActivationStorage,
         watchdog: Watchdog,
     ) -> Prefetch[Batch, Mark | None]:
-        """Returns the batches whose samples are not stored yet.
+        """Returns the batches of the samples that are not stored yet, prepared in advance.
 
         Args:
-            worker: Machine and host.
+            worker: The machine and host.
             shape: Rows of a batch, and tokens of a row.
-            storage: Storage of the host, which says what is stored already.
-            watchdog: Watchdog, which also watches over the wait for the first batch. Every stored
-                sample that is skipped is progress.
+            storage: The storage of the host, which knows the samples that are stored already.
+            watchdog: The watchdog, which also watches over the wait for the first batch. Every
+                stored sample that is skipped counts as progress.
 
         Returns:
-            The batches; their `result` is the mark at the end of the data, or of what the limits
-            allow. It stays None if everything is stored already.
+            The batches. Their `result` is the mark at the end of the data, or at the limits of the
+            run. It stays None if everything is stored already.
 
         Raises:
             InputError: The first batch cannot be read, or there is no text at all.
@@ -233,19 +239,20 @@ class Text:
 
 
 def special_tokens(options: TextOptions, tokenizer: Tokenizer | None) -> SpecialTokens:
-    """Returns the special tokens that every document gets. Only plain text gets any.
+    """Returns the special tokens that are added to every document. Only plain text gets any.
 
     Args:
-        options: Flags about text.
-        tokenizer: Tokenizer; None if there is none, and then there are no special tokens.
+        options: The flags about text.
+        tokenizer: The tokenizer. None for no tokenizer and so no special tokens.
 
     Raises:
-        InputError: A document that is cut would have no other token.
+        InputError: A document that is cut to --max_seq_length would have only special tokens.
     """
     plain = not (options.messages_column or options.ids_column)
     if tokenizer is None or not plain or options.special_tokens == "none":
         return SpecialTokens()
-    special, length = special_tokens_of(tokenizer), options.max_seq_length
+    special = special_tokens_of(tokenizer)
+    length = options.max_seq_length
     if len(special) >= length and options.long_documents == "cut":
         raise InputError(
             f"--max_seq_length {length}: has no room for a text and the special tokens around it, "
@@ -257,11 +264,20 @@ def special_tokens(options: TextOptions, tokenizer: Tokenizer | None) -> Special
 def known_special_tokens(config: Config) -> SpecialTokens:
     """Returns the special tokens of the model for --list_hooks, where there is no run.
 
-    Returns none if neither the adapter nor the model has a tokenizer.json that can be read.
+    Args:
+        config: The configuration.
+
+    Returns:
+        No special tokens if the tokenizer.json of the adapter or else of the model is missing or
+        cannot be read.
+
+    Raises:
+        InputError: A document that is cut to --max_seq_length would have only special tokens.
     """
-    tokenizer, model = None, config.model
+    tokenizer = None
+    model = config.model
     if not (config.demo or config.text.ids_column):
-        with suppress(InputError):  # a run says what is wrong
+        with suppress(InputError):  # a run reports why it cannot be read
             path = None
             if model.lora:
                 path = Repository(model.lora, kind=ADAPTER).find(WHOLE)
@@ -278,12 +294,12 @@ def dropped_ids(
     """Returns the ids of the tokens to drop, in ascending order.
 
     Args:
-        tokens: Ids and names of tokens.
-        tokenizer: Tokenizer; None only if no token has a name.
-        vocabulary: Number of token ids that the model has.
+        tokens: The ids and names of tokens.
+        tokenizer: The tokenizer, which knows the names. None only if all tokens are ids.
+        vocabulary: The number of token ids that the model has.
 
     Raises:
-        InputError: There is no such token, or no token would be left.
+        InputError: The tokenizer or the model lacks a token, or no token would be left.
     """
     token_ids = {token for token in tokens if isinstance(token, int)}
     for name in (token for token in tokens if isinstance(token, str)):
@@ -307,7 +323,15 @@ def dropped_ids(
 
 
 def check_roles(options: TextOptions, template: ChatTemplate) -> None:
-    """Raises InputError if the flags name roles, but the template's turns do not show them."""
+    """Checks that the chat template shows the roles of tokens if the flags need them.
+
+    Args:
+        options: The flags about text; --roles and some rules of --positions need roles.
+        template: The chat template.
+
+    Raises:
+        InputError: The flags need roles that the turns of the template do not show.
+    """
     needed = f"--roles {' '.join(options.roles)}" if options.roles else ""
     if options.positions.last_of_turn:
         needed = f"--positions {options.positions}"

@@ -2,9 +2,9 @@
 
 `jax.distributed` joins the processes of a pod. Before anything expensive, `raise_together`
 compares everything that must be the same on all hosts, such as the flags and the model's files.
-During the run, `Lockstep` keeps the hosts at the same step, a watchdog ends a process whose steps
-no longer finish, and a helper process says what to do when JAX ends this one because another one
-died.
+During the run, `Lockstep` keeps the hosts at the same step, and a watchdog ends a process whose
+steps no longer finish. If JAX ends this process because another one died, a helper process prints
+what to do.
 """
 
 import faulthandler
@@ -39,23 +39,30 @@ from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.host_rows import count_hosts
 from activation_extraction.text.batch import Batch
 
-MOST_SHOWN = 400  # of a value with more characters, messages show a digest
-STEPS_AHEAD = 2
-# What `raise_together` finds on a host. A problem may pass, or it can only recur.
+MOST_SHOWN = 400  # characters of a value in a message; of a longer value, a digest is shown
+STEPS_AHEAD = 2  # batches are fetched, and votes are cast, so many steps before they are needed
+# Whether a host has a problem, and which, in `raise_together`. A problem that recurs comes again
+# with the same command; one that may pass perhaps does not.
 NO_PROBLEM, BAD_INPUT, RECURS, MAY_PASS = range(4)
-LOOK_SECONDS = 1.0  # between two looks of the watchdog
+LOOK_SECONDS = 1.0  # longest time between two checks of the watchdog
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Host:
-    """The number of this process among the hosts of the run."""
+    """This process among the hosts of the run, each of which has one process.
+
+    Attributes:
+        id: The number of this host, from 0.
+        count: The number of hosts.
+    """
 
     id: int = 0
     count: int = 1
 
     @property
     def several(self) -> bool:
+        """Whether the run has more than one host."""
         return self.count > 1
 
 
@@ -84,7 +91,8 @@ def join(options: HostOptions) -> Host:
         _wait_for_port(coordinator, seconds, failed)
     elif coordinator is not None:
         _check_port(coordinator)
-    # Under Slurm JAX takes one GPU per task, but a task that is alone on its node should use all.
+    # Under Slurm, JAX uses one GPU per task, but a task that is alone on its node should use all
+    # its GPUs.
     tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 1(x16)
     alone = re.fullmatch(r"1(\(x\d+\))?", tasks) is not None
     # This program handles SIGTERM itself; JAX's preemption service would swallow the signal.
@@ -98,7 +106,7 @@ def join(options: HostOptions) -> Host:
             num_processes=count,
             process_id=options.host_id,
             local_device_ids=[] if alone else None,  # None: JAX chooses
-            initialization_timeout=seconds + 60,  # JAX aborts then, after our timer
+            initialization_timeout=seconds + 60,  # JAX would abort then, later than `timer`
             heartbeat_timeout_seconds=options.heartbeat_timeout,
         )
     except ValueError as error:
@@ -113,25 +121,34 @@ def join(options: HostOptions) -> Host:
     devices = usable_devices(all_of_host=True)
     host = Host(jax.process_index(), jax.process_count())
     try:
-        count_hosts(devices)  # first, because JAX can gather nothing from hosts that differ in this
-    except InputError:  # all hosts know all devices, so all raise
+        # Checked first, because JAX cannot gather from hosts with different numbers of devices.
+        count_hosts(devices)
+    except InputError:  # every host knows the devices of all hosts, so all raise it
         leave(host)
         raise
     return host
 
 
 def _end_process(message: str) -> None:
+    """Prints a message and ends the process at once, even if other threads hang."""
     say_error(message)
     os._exit(1)
 
 
 def _check_port(address: str) -> None:
-    """Raises RunError unless host 0 can listen at the port: JAX would abort without a message."""
+    """Checks that host 0 can listen at the port, because JAX would abort without a message.
+
+    Args:
+        address: HOST:PORT.
+
+    Raises:
+        RunError: This process cannot listen at the port.
+    """
     port = int(address.rsplit(":", 1)[1])
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
+    dual_stack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual_stack else socket.AF_INET
     try:
-        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+        socket.create_server(("", port), family=family, dualstack_ipv6=dual_stack).close()
     except OSError as error:
         raise RunError(
             f"--coordinator_address {address}: host 0 cannot listen at port {port}: "
@@ -141,9 +158,15 @@ def _check_port(address: str) -> None:
 
 
 def _wait_for_port(address: str, seconds: float, failed: str) -> None:
-    """Waits until something listens at HOST:PORT: JAX would look less and less often.
+    """Waits until a process listens at a port, because JAX would retry at ever longer intervals.
 
-    Raises RunError(failed) if nothing ever does.
+    Args:
+        address: HOST:PORT.
+        seconds: The longest time to wait.
+        failed: The message of the error.
+
+    Raises:
+        RunError: No process has listened at the port in time.
     """
     name, port = address.rsplit(":", 1)
     deadline = time.monotonic() + seconds
@@ -158,23 +181,41 @@ def _wait_for_port(address: str, seconds: float, failed: str) -> None:
 
 
 def gather(host: Host, value: Any) -> list[Any]:
-    """Returns every host's value, which JSON can hold. All hosts must call this together."""
+    """Gathers a value from each host. All hosts must call this together.
+
+    Args:
+        host: This host.
+        value: The value of this host, which JSON can represent.
+
+    Returns:
+        The values of all hosts, by the hosts' numbers. Of several hosts, they went through JSON, so
+        a tuple becomes a list.
+    """
     if not host.several:
         return [value]
     local = json.dumps(value).encode()
     size = int(np.max(multihost_utils.process_allgather(np.int32(len(local)))))
-    # Arrays of different sizes could not be gathered; JSON may end with spaces.
+    # Padded with spaces, which JSON ignores, because only arrays of one size can be gathered.
     rows = multihost_utils.process_allgather(np.frombuffer(local.ljust(size), np.uint8))
     return [json.loads(row.tobytes()) for row in np.asarray(rows)]
 
 
 def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
-    """Returns, for each flag, whether any host has set it. All hosts must call this together."""
+    """Returns for each flag whether it is set on any host. All hosts must call this together.
+
+    Args:
+        host: This host.
+        flags: The flags of this host, as many as on the other hosts.
+    """
     return [any(votes) for votes in zip(*gather(host, flags), strict=True)]
 
 
 def leave(host: Host) -> None:
-    """Leaves the run. All hosts must do so together: JAX would abort one that leaves later."""
+    """Leaves the run. All hosts must call this together: JAX would abort a host that leaves later.
+
+    Args:
+        host: This host.
+    """
     if host.several:
         jax.distributed.shutdown()
 
@@ -224,18 +265,23 @@ def raise_together(
         raise problem
 
 
-def _difference(of_hosts: Sequence[Mapping[str, str]]) -> str:
-    """Names the first field that differs, its values and their hosts."""
-    name = next(n for n in chain(*of_hosts) if len({fields.get(n) for fields in of_hosts}) > 1)
-    groups: dict[str, list[str]] = {}
-    for number, fields in enumerate(of_hosts):
-        groups.setdefault(fields.get(name, "nothing"), []).append(str(number))
-    who = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in groups.items())
-    return f"hosts differ in {name}: {who}; it must be the same on all"
+def _difference(fields_of_hosts: Sequence[Mapping[str, str]]) -> str:
+    """Returns a message on the first field that differs, with its values and their hosts.
+
+    Args:
+        fields_of_hosts: The fields of each host, name -> content, which differ.
+    """
+    names = chain(*fields_of_hosts)
+    name = next(n for n in names if len({fields.get(n) for fields in fields_of_hosts}) > 1)
+    hosts_with: dict[str, list[str]] = {}
+    for number, fields in enumerate(fields_of_hosts):
+        hosts_with.setdefault(fields.get(name, "nothing"), []).append(str(number))
+    values = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in hosts_with.items())
+    return f"hosts differ in {name}: {values}; it must be the same on all"
 
 
 def _shown(value: object) -> str:
-    """Returns a value that is short enough to be shown, or else a digest of it."""
+    """Returns a value as text; a digest of it if it is longer than MOST_SHOWN."""
     text = str(value)
     digest = hashlib.sha256(text.encode()).hexdigest()[:32]
     return text if len(text) <= MOST_SHOWN else f"digest {digest}"
@@ -268,12 +314,15 @@ def together(
 
 
 class Watchdog:
-    """Ends the process when no step finishes for too long; first prints every thread's stack.
+    """Ends the process when no step finishes for too long, after printing every thread's stack.
 
-    It watches inside its blocks, of which there may be several in turn.
+    It watches inside a `with` block. It can be used for several blocks, one after another.
+
+    Args:
+        seconds: The longest time without a step.
 
     Attributes:
-        seconds: How long no step may finish.
+        seconds: The longest time without a step.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -282,6 +331,7 @@ class Watchdog:
         self._done = threading.Event()
 
     def reset(self) -> None:
+        """Records progress: the time starts anew."""
         self._last = time.monotonic()
 
     def __enter__(self) -> "Watchdog":
@@ -312,10 +362,14 @@ class Watchdog:
 
 @contextmanager
 def explain_abort(host: Host, message: str) -> Iterator[None]:
-    """Prints `message` to stderr if JAX ends this process inside the block.
+    """Prints a message to stderr if JAX ends this process inside the `with` block.
 
     JAX aborts a process whose peers are gone and runs no `finally` blocks. A helper process waits
     at the other end of a pipe and outlives this one long enough to print the message.
+
+    Args:
+        host: This host. A single host has no helper process.
+        message: The message, which says what to do.
     """
     if not host.several:
         yield
@@ -329,33 +383,37 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
         start_new_session=True,  # Ctrl-C in the terminal must not reach it
     )
     try:
-        with raise_on_ctrl_c():  # which is no abort
+        with raise_on_ctrl_c():  # an exception, so that `finally` ends the helper in silence
             yield
     finally:
         helper.communicate(".")
 
 
 class Lockstep:
-    """Gives out the batches of this host, one for each step that all hosts take together.
+    """Yields the batches of this host, one for each step that all hosts take together.
 
-    Hosts run out of data at different times, and any of them may fail or be asked to stop. Along
-    with step n, each host sends its `votes`: what it knows about step n + 2. The sum over all hosts
-    comes back with the results of step n, in time for step n + 2, and `learn` takes it in; so no
-    host waits for it. Iterating yields None when this host has no batch for a step: none is left
-    although another host has one, or none is ready because this host skips samples that are stored.
-    All hosts end at the same step: when none has data, or two steps after any host failed or was
-    asked to stop.
+    Hosts run out of data at different times, and any of them may fail or be asked to stop. With
+    step n, each host sends its `votes` on step n + 2. The sums of the votes over all hosts come
+    back with the results of step n and are passed to `learn`, in time for step n + 2, so no host
+    waits for them.
+
+    Iterating yields None if this host has no batch for a step: its data has ended although another
+    host has a batch, or no batch is ready because this host skips samples that are stored already.
+    All hosts end at the same step: when none has data, or two steps after any host has failed or
+    was asked to stop.
 
     Args:
-        batches: The batches of this host; None for a batch that is not ready yet.
-        stopped: Whether this host has been asked to stop.
-        any_host: Returns, for each of several flags, whether any host has set it. It is called
-            once, by all hosts together.
+        batches: The batches of this host. None for a batch that is not ready yet.
+        stopped: A function that returns a true value once this host has been asked to stop.
+        any_host: A function that takes flags and returns for each whether any host has set it. It
+            is called once, by all hosts together.
         clock: The clock that measures the wait for batches.
 
     Attributes:
-        complete: Whether the run came to the end of its data.
-        failure: The failure of this host or, once this host has learned of it, of another one.
+        complete: Whether the run comes to the end of its data; False once a host is known to have
+            been asked to stop.
+        failure: The failure of this host or, once this host has learned of it, of another host.
+            None without a failure.
     """
 
     def __init__(
@@ -387,8 +445,10 @@ class Lockstep:
             yield batch
 
     def _fetch(self) -> Batch | None:
-        """Returns the batch of a later step, or None; `_has_data` says whether there may be more
-        batches from that step on."""
+        """Returns the next batch, which is for a later step; None if there is none.
+
+        Sets `_has_data`: whether this host may have more batches from that step on.
+        """
         self._has_data = False
         if self.failure is None and not self._stopped():
             try:
@@ -404,12 +464,18 @@ class Lockstep:
 
     @property
     def votes(self) -> tuple[bool, bool, bool]:
-        """Returns what to send with the step of the batch that was yielded last: whether this host
-        has data, whether it was asked to stop, and whether it failed."""
+        """The votes of this host, to send with the step of the batch that was yielded last.
+
+        They say whether this host has data, whether it was asked to stop, and whether it failed.
+        """
         return self._has_data, bool(self._stopped()), self.failure is not None
 
     def learn(self, votes: Iterable[float]) -> None:
-        """Learns how many hosts cast each vote with a step; decides on the step two later."""
+        """Takes in the votes of all hosts with a step, and decides on the step two later.
+
+        Args:
+            votes: The number of hosts that have data, were asked to stop, and failed.
+        """
         with_data, stopping, failed = (bool(count) for count in votes)
         if failed and self.failure is None:
             remedy = "its message says what to do on all hosts"
@@ -418,15 +484,22 @@ class Lockstep:
         self._take_step.append(with_data and not stopping and not failed)
 
     def fail(self, error: Exception) -> None:
-        """Records a failure on this host; only the first counts. Logs the traceback of a bug."""
+        """Records a failure of this host. Only the first failure counts.
+
+        Args:
+            error: The failure. If it is a bug, its traceback is logged.
+        """
         if self.failure is None:
             self.failure = for_the_user(error)
 
 
 def one_step_behind(items: Iterable[T]) -> Iterator[T]:
-    """Yields each item only once the next one has been made, and the last one at the end.
+    """Yields each item only after the next one has been made, and the last one at the end.
 
-    So one of the steps that compute in the background is always in flight.
+    If making an item starts a step, one step is always in flight while the one before it is used.
+
+    Args:
+        items: The items.
     """
     for item, _ in pairwise(chain(items, [None])):
         yield item  # type: ignore[misc]

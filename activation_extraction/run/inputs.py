@@ -1,9 +1,9 @@
-"""The inputs of a run: the model, its adapter and tokenizer, the chat template, the data set.
+"""Lists the inputs of a run: model, adapter, autoencoders, tokenizer, chat template, data set.
 
-Each has its entry in INPUTS, from which follows by what metadata.json knows it, which flags may
-differ between the hosts of a run, what the hosts compare, and what is compared before samples are
-recomputed (--verify) or read again (reread.py). --repair and a run that continues compare the
-identity that is made here.
+Each input has an entry in INPUTS. The entry determines how metadata.json identifies the input,
+which flags may differ between the hosts of a run, what the hosts compare, and what is compared
+before samples are recomputed (--verify) or read again (reread.py). --repair and a run that
+continues compare the identity that is made here.
 """
 
 import hashlib
@@ -32,8 +32,10 @@ from activation_extraction.store.identity import Identity
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.file_list import is_path
 
+# Packages whose versions decide which bytes are stored.
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets", "isal")
-Home = TypeVar("Home", Forward, Text)
+Home = TypeVar("Home", Forward, Text)  # the model or the text, to which an input belongs
+# Files of this program beside the package, which belong to its code version, too.
 SCRIPTS = ("extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py")
 
 
@@ -42,11 +44,11 @@ class Input(Generic[Home]):
     """One input of a run, which belongs to its model or to its text.
 
     Attributes:
-        name: The name for messages.
-        field: The field of Identity that tells whether the input is the same.
-        known_by: A function that returns the value of this field, from the model or the text.
+        name: The name of the input in messages.
+        field: The field of Identity that identifies the content of the input.
+        known_by: A function that takes the model or the text and returns the value of this field.
         flags: The flags that name the input. A message shows the first one that is given.
-        paths: Those of the flags that may differ between hosts. The content must be the same.
+        paths: The flags with paths, which may differ between hosts. The content must be the same.
     """
 
     name: str
@@ -57,19 +59,21 @@ class Input(Generic[Home]):
 
 
 def _adapter_digest(forward: Forward) -> str:
-    # Of a hub adapter, too: no commit is recorded that the next start could ask for.
+    # Even an adapter on the hub has a digest, because metadata.json records no commit of it with
+    # which the next start could find the same adapter.
     adapter = forward.adapter_files
     return "" if adapter is None else content_digest(adapter)
 
 
 def _autoencoder_digest(forward: Forward) -> str:
-    # Nothing but the name of its folder may say k; hooks are in the identity.
-    lines = [
-        f"{encoder.source.name} {encoder.autoencoder.k} "
-        f"{digest_fingerprints(encoder.autoencoder.files)}\n"
-        for encoder in forward.encoders
-    ]
-    return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else ""
+    if not forward.encoders:
+        return ""
+    lines = []
+    for encoder in forward.encoders:
+        # k is a part of the line because it may follow from the folder's name alone.
+        files = digest_fingerprints(encoder.autoencoder.files)
+        lines.append(f"{encoder.source.name} {encoder.autoencoder.k} {files}\n")
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _tokenizer_digest(text: Text) -> str:
@@ -85,17 +89,19 @@ def _model_digest(forward: Forward) -> str:
     return model_digest(forward.checkpoint)
 
 
-MODEL_FLAGS, LORA, SAE = ("model_path", "model_revision"), ("lora",), ("encode",)
+MODEL_FLAGS = ("model_path", "model_revision")
+LORA = ("lora",)
+SAE = ("encode",)
 TEMPLATE_FLAGS = ("chat_template", "model_path", "chat_template_args")
 TEMPLATE_PATHS = ("chat_template", "lora")
 DATA_FLAGS = ("mix", "dataset_path", "dataset_name", "dataset_config", "dataset_split")
-DATA_PATHS = ("dataset_path", "mix")  # settings_of has what hosts compare of a mixture
+DATA_PATHS = ("dataset_path", "mix")  # settings_of compares the parts of --mix that are no paths
 MODEL_INPUTS: tuple[Input[Forward], ...] = (
     Input("model", "model_digest", _model_digest, MODEL_FLAGS, ("model_path",)),
     Input("adapter", "lora_digest", _adapter_digest, LORA, LORA),
     Input("autoencoder", "autoencoder_digest", _autoencoder_digest, SAE, SAE),
 )
-# These decide the token ids, and do not matter where token ids are stored.
+# The inputs that decide the token ids. They are compared only before token ids are made again.
 TEXT_INPUTS: tuple[Input[Text], ...] = (
     Input("tokenizer", "tokenizer_digest", _tokenizer_digest, MODEL_FLAGS, ("model_path", "lora")),
     Input("chat template", "chat_template", _template_digest, TEMPLATE_FLAGS, TEMPLATE_PATHS),
@@ -112,7 +118,7 @@ HOST_FIELDS = {
 
 
 def check_model_inputs(forward: Forward, config: Config, identity: Identity) -> None:
-    """Raises InputError unless stored activations came from this model.
+    """Checks that stored activations came from this model.
 
     Args:
         forward: The model, with its adapter and autoencoders.
@@ -126,11 +132,11 @@ def check_model_inputs(forward: Forward, config: Config, identity: Identity) -> 
 
 
 def check_text_inputs(text: Text, config: Config, identity: Identity) -> None:
-    """Raises InputError unless the tokens of stored activations came from this text.
+    """Checks that the tokens of stored activations came from this text.
 
     Args:
         text: The text.
-        config: The configuration that says where its inputs are now, for the message.
+        config: The configuration that names the inputs of the text, for the message.
         identity: The identity of the run that stored the activations.
 
     Raises:
@@ -143,13 +149,16 @@ def check_text_inputs(text: Text, config: Config, identity: Identity) -> None:
 def _check_inputs(
     inputs: Sequence[Input[Home]], home: Home, flags: Mapping[str, Any], identity: Identity
 ) -> None:
-    """Raises InputError for the first input that is not the one of a run.
+    """Checks that inputs are those of a run.
 
     Args:
         inputs: The inputs to compare.
-        home: The model or the text that they belong to.
+        home: The model or the text to which they belong.
         flags: The values of the flags that name them.
         identity: The identity of the run.
+
+    Raises:
+        InputError: An input differs; the message names the first one and its flag.
     """
     for entry in inputs:
         if entry.known_by(home) == getattr(identity, entry.field):
@@ -157,7 +166,7 @@ def _check_inputs(
         flag = next((flag for flag in entry.flags if flags[flag]), entry.flags[0])
         problem = "is not the one" if flags[flag] else "is missing, the one"
         value = f" {plain_url(flags[flag])}" if isinstance(flags[flag], str) else ""
-        # The adapter has a tokenizer and a template of its own, or has lost them.
+        # The tokenizer or template may differ because the adapter has, or no longer has, its own.
         if flag in MODEL_FLAGS and "lora" in entry.paths and flags["lora"]:
             value += f" with --lora {plain_url(flags['lora'])}"
         raise InputError(
@@ -166,12 +175,12 @@ def _check_inputs(
 
 
 def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -> Identity:
-    """Returns everything that decides the content of the shards, and must stay the same.
+    """Returns the identity of a run: everything that decides the content of its shards.
 
     Args:
         config: The configuration of the run.
-        forward: Its model.
-        text: Its text.
+        forward: The model of the run.
+        text: The text of the run.
         worker: The machine and the host.
 
     Raises:
@@ -182,11 +191,11 @@ def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -
         hook.name: hook.kind.dtype for hook in forward.hooks.values() if hook.name not in codes
     }
     has_top_logits = any(name.startswith("logits.top_") for name in dtypes)
-    of_model = {entry.field: entry.known_by(forward) for entry in MODEL_INPUTS}
-    of_text = {entry.field: entry.known_by(text) for entry in TEXT_INPUTS}
+    model_inputs = {entry.field: entry.known_by(forward) for entry in MODEL_INPUTS}
+    text_inputs = {entry.field: entry.known_by(text) for entry in TEXT_INPUTS}
     return Identity(
-        **of_model,
-        **of_text,
+        **model_inputs,
+        **text_inputs,
         special_tokens=text.sample_form.special.template,
         text=replace(config.text, drop_token_ids=text.drop_token_ids),
         storage=config.storage,
@@ -204,9 +213,16 @@ def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Returns what hosts must have in common before they prepare anything, by name."""
+    """Returns the settings that hosts must have in common before they prepare anything.
+
+    Args:
+        config: The configuration of this host.
+
+    Returns:
+        Flags, versions of packages, and the devices of this host, by their names in messages.
+    """
     flags = config.to_json()
-    # The weights of a mixture's sources, and the names of those that are not files.
+    # Of a mixture, the weights of all sources and the names of hub data sets. Paths may differ.
     mix = [("" if is_path(source) else source, weight) for source, weight in config.text.mix]
     return {
         **{f"--{name}": flags[name] for name in FLAGS if name not in HOST_FIELDS},
@@ -217,7 +233,14 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def step_of(forward: Forward) -> dict[str, Any]:
-    """Returns what hosts must have in common before they compile a step, by name."""
+    """Returns the properties of a step that hosts must have in common before they compile it.
+
+    Args:
+        forward: The model on its mesh.
+
+    Returns:
+        The rows of a host, the mesh, and the choice of each kernel, by their names in messages.
+    """
     return {
         "rows per host": forward.shape[0],
         "mesh": json.dumps(forward.layout.shape),
@@ -226,7 +249,17 @@ def step_of(forward: Forward) -> dict[str, Any]:
 
 
 def fingerprint(forward: Forward, text: Text, identity: Identity) -> dict[str, Any]:
-    """Returns what hosts must have in common before they compute, by name."""
+    """Returns everything that hosts must have in common before they compute.
+
+    Args:
+        forward: The model on its mesh.
+        text: The text.
+        identity: The identity of the run.
+
+    Returns:
+        The properties of the step (`step_of`), the fields of the identity that all hosts share, the
+        files of the data, and a digest of this program's source, by their names in messages.
+    """
     package = Path(activation_extraction.__file__).parent
     sources = [*(package.parent / name for name in SCRIPTS), *package.rglob("*.py")]
     shared = identity.shared

@@ -1,6 +1,7 @@
-"""Opens what a run reads: files, a data set of the hub, or a mixture of both.
+"""Opens the data of a run: files, a data set on the hub, or a mixture of both.
 
-A run that continues reads the same data: the files that it has recorded, and the same revisions.
+A run that continues reads the same data: the files that metadata.json records, and the recorded
+revisions of hub data sets.
 """
 
 import re
@@ -18,16 +19,17 @@ from activation_extraction.text.file_list import is_path, list_files, refuse_rep
 from activation_extraction.text.rows import RowForm
 from activation_extraction.text.sources import Rows, open_files, open_hub_dataset
 
-FILES = "files"  # what an identity calls a data set of files
+FILES = "files"  # the name of a data set of files in an identity
 
 
 class Source(NamedTuple):
     """An open data set.
 
     Attributes:
-        rows: Rows of the data set.
-        name: Name in a mixture; None if there is no mixture.
-        weight: Share of the documents in a mixture.
+        rows: The rows of the data set.
+        name: The name of the source in a mixture. None if there is no mixture.
+        weight: The weight of the source in a mixture, to which its share of documents is
+            proportional.
     """
 
     rows: Rows
@@ -37,15 +39,17 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """The open data sets of a run. Their name and content must stay the same when it continues.
+    """The open data of a run.
+
+    When the run continues, name and content must be the same as before.
 
     Attributes:
-        sources: The open data sets, several only of a mixture.
-        name: Name in the identity of the run: FILES, the flags of a hub data set, or the sources of
-            a mixture with their weights.
-        content: Revision of a hub data set, or the revisions of a mixture's; "" for files, which
-            `files` compares one by one.
-        files: Files of all sources.
+        sources: The open data sets. Only a mixture has several.
+        name: The name in the identity of the run: FILES, the flags of a hub data set, or the
+            sources of a mixture with their weights.
+        content: The revision of a hub data set, or the revisions of all hub data sets in a mixture.
+            "" for files, which `files` compares one by one.
+        files: The files of all sources.
     """
 
     sources: tuple[Source, ...]
@@ -60,18 +64,22 @@ def open_dataset(
     earlier: Sequence[Mapping[str, Any]] = (),
     names: Sequence[str] = (),
 ) -> Dataset:
-    """Opens the data of a run: files, a data set of the hub, or a mixture of both.
+    """Opens the data of a run: files, a data set on the hub, or a mixture of both.
 
     Args:
-        options: Flags about text.
-        form: How a row becomes a document.
-        earlier: Metadata that hosts of the run have stored already, that of this host first. A hub
-            data set is opened at the revision that it records, and files must be those that it
-            lists (see `DataFiles.as_recorded`). Empty for a new run.
-        names: Names of the sources of a mixture; empty for the names that the flags give them.
+        options: The flags about text.
+        form: The form of rows, by which they become documents.
+        earlier: The metadata that hosts of the run have stored already, this host's first. A hub
+            data set is opened at the recorded revision, and files must be the recorded ones (see
+            `DataFiles.as_recorded`). Empty for a new run.
+        names: The names of the sources of a mixture, which are the same on all hosts. Empty for the
+            names in the flags.
+
+    Returns:
+        The open data.
 
     Raises:
-        InputError: A source cannot be opened, or is not the one that the run began with.
+        InputError: A source cannot be opened, or differs from the source that the run began with.
     """
     if options.mix:
         try:
@@ -97,9 +105,16 @@ def open_dataset(
 def _recorded(
     name: str, earlier: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Mapping[str, Any]], str]:
-    """Returns the metadata that records this data set, and the revision there; "" if none does.
+    """Finds the metadata of earlier starts with the same data set.
 
-    A run with another data set is refused later on.
+    Metadata of another data set is left out here; the start is refused later, by its identity.
+
+    Args:
+        name: The name of the data set in identities.
+        earlier: The metadata that hosts of the run have stored already.
+
+    Returns:
+        The metadata, and the revision that the first one records; "" if there is none.
     """
     metadata = [record for record in earlier if identity_of(record, METADATA).data == name]
     revision = identity_of(metadata[0], METADATA).data_revision if metadata else ""
@@ -107,23 +122,26 @@ def _recorded(
 
 
 def _check_reader(source: str, stored: Sequence[Mapping[str, Any]]) -> None:
-    """Raises InputError if another version of `datasets` has read a data set of the hub before.
+    """Checks that the run has always read a hub data set with this version of `datasets`.
 
-    `datasets` cuts such a data set into pieces, gives them an order, and decides what a position
-    means. After an upgrade, a position may lie before other rows. Files do not depend on it.
+    `datasets` divides a hub data set into pieces and orders them, and so determines which rows
+    follow a position. Another version may divide it differently. Files do not depend on `datasets`.
 
     Args:
         source: The flag and the name of the data set, for the message.
-        stored: Metadata of the hosts of the run; without a recorded version, any version continues.
+        stored: The metadata of the hosts of the run. Metadata without a version fits any version.
+
+    Raises:
+        InputError: Another version has read the data set before.
     """
-    now = version("datasets")
+    installed = version("datasets")
     for metadata in stored:
-        before = metadata.get("versions", {}).get("datasets", now)
-        if before != now:
+        recorded = metadata.get("versions", {}).get("datasets", installed)
+        if recorded != installed:
             raise InputError(
-                f"{source}: the run has read it with datasets {before}, and datasets {now} is "
-                "installed here, which may divide or order its rows differently: rows could be "
-                f"skipped or stored twice; pip install datasets=={before}, or begin anew with "
+                f"{source}: the run has read it with datasets {recorded}, and datasets {installed} "
+                "is installed here, which may divide or order its rows differently: rows could be "
+                f"skipped or stored twice; pip install datasets=={recorded}, or begin anew with "
                 "--overwrite or in another folder"
             )
 
@@ -134,23 +152,35 @@ def _open_mixture(
     earlier: Sequence[Mapping[str, Any]],
     names: Sequence[str],
 ) -> Dataset:
-    """Opens all sources. Their files are listed together, each under the number of its source."""
+    """Opens all sources of a mixture.
+
+    Their files are listed together. The name of each file begins with the number of its source.
+
+    Args:
+        sources_and_weights: The sources and weights of --mix.
+        form: The form of rows, by which they become documents.
+        earlier: The metadata that hosts of the run have stored already; see `open_dataset`.
+        names: The names of the sources; see `open_dataset`.
+
+    Raises:
+        InputError: A source cannot be opened, or differs from the source that the run began with.
+    """
     names = names or [plain_url(source) for source, _ in sources_and_weights]
-    pairs = zip(names, sources_and_weights, strict=True)
-    mix = [(name, source, weight) for name, (source, weight) in pairs]
-    name = " ".join(f"{plain}={repr(weight).removesuffix('.0')}" for plain, _, weight in mix)
-    stored, recorded = _recorded(name, earlier)
-    revisions = dict(entry.rsplit("@", 1) for entry in recorded.split())
-    listed = [
-        replace(file, name=f"{number}/{file.name}")
-        for number, (_, source, _) in enumerate(mix)
-        if is_path(source)
-        for file in list_files(source)
-    ]
+    named_weights = []
+    for name, (_, weight) in zip(names, sources_and_weights, strict=True):
+        named_weights.append(f"{name}={repr(weight).removesuffix('.0')}")
+    mixture_name = " ".join(named_weights)
+    stored, recorded_revisions = _recorded(mixture_name, earlier)
+    revisions = dict(entry.rsplit("@", 1) for entry in recorded_revisions.split())
+    listed = []
+    for number, (source, _) in enumerate(sources_and_weights):
+        if is_path(source):
+            listed += [replace(file, name=f"{number}/{file.name}") for file in list_files(source)]
     refuse_repeated(listed)
     files = DataFiles.as_recorded(listed, stored)
     sources = []
-    for number, (plain, source, weight) in enumerate(mix):
+    for number, (source, weight) in enumerate(sources_and_weights):
+        name = names[number]
         if is_path(source):
             prefix = f"{number}/"
             files_of_source = [
@@ -160,13 +190,13 @@ def _open_mixture(
             ]
             rows = open_files(source, form, files_of_source)
         else:
-            hub_name, config, split, *more = [*source.split(":"), "", ""]
-            if any(more):
-                raise InputError(f"--mix {plain}: no such path, and not NAME:CONFIG:SPLIT")
-            _check_reader(f"--mix {plain}", stored)
-            rows, revisions[plain] = open_hub_dataset(
-                hub_name, config or None, split or DATASET[2], revisions.get(plain)
+            hub_name, config, split, *surplus = [*source.split(":"), "", ""]
+            if any(surplus):
+                raise InputError(f"--mix {name}: no such path, and not NAME:CONFIG:SPLIT")
+            _check_reader(f"--mix {name}", stored)
+            rows, revisions[name] = open_hub_dataset(
+                hub_name, config or None, split or DATASET[2], revisions.get(name)
             )
-        sources.append(Source(rows, plain, weight))
-    content = " ".join(f"{plain}@{revision}" for plain, revision in revisions.items())
-    return Dataset(tuple(sources), name, content, files)
+        sources.append(Source(rows, name, weight))
+    content = " ".join(f"{name}@{revision}" for name, revision in revisions.items())
+    return Dataset(tuple(sources), mixture_name, content, files)

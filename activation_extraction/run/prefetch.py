@@ -1,4 +1,4 @@
-"""A background thread prepares items while the caller works on those before them."""
+"""Prepares items in a background thread while the caller works on earlier items."""
 
 import queue
 import threading
@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 from activation_extraction.common.errors import RunError, one_line
 
 T = TypeVar("T")
-R = TypeVar("R")
+R = TypeVar("R")  # type of the generator's return value
 POLL = 0.2  # seconds between checks whether to stop
-PATIENCE = 10.0  # seconds; a host that skips samples then takes part in a step without a batch
+PATIENCE = 10.0  # seconds after which a host that skips samples takes a step without a batch
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class _End(Generic[R]):
     """The end of the items that a thread prepares.
 
     Attributes:
-        result: Value that the generator of the items has returned. None if it has failed.
-        error: Exception that it has raised. None if it has not failed.
+        result: The value that the generator has returned. None if it has raised an exception.
+        error: The exception that the generator has raised. None if it has returned.
     """
 
     result: R | None = None
@@ -29,13 +29,14 @@ class _End(Generic[R]):
 
 
 class Prefetch(Generic[T, R]):
-    """Yields the items of a generator, of which a background thread prepares some in advance.
+    """Yields the items of a generator, some of which a background thread prepares in advance.
 
-    An exception in the generator is raised here when its turn comes, whatever kind it is.
+    An exception in the generator is raised in place of the item that it prevented: an Exception as
+    it is, any other BaseException as a RunError.
 
     Attributes:
-        result: Value that the generator has returned. None until its last item was taken here and
-            the next one was asked for, however much of it was prepared.
+        result: The value that the generator has returned. None until iterating here has ended,
+            even if the background thread has reached the end already.
     """
 
     def __init__(
@@ -49,15 +50,16 @@ class Prefetch(Generic[T, R]):
 
         Args:
             items: The generator.
-            depth: The most items that are prepared.
-            skipping: An event that is set again and again while the generator leaves out samples
-                that are stored. As long as it does, None is yielded from time to time, so that the
-                other hosts of a pod, which wait for this one, can go on. None to wait for an item,
-                however long it takes.
+            depth: The largest number of items that are prepared.
+            skipping: An event that the generator sets again and again while it leaves out samples
+                that are stored already. During that time, None is yielded every `patience`
+                seconds, so that the other hosts of a pod, which wait for this one, can go on. None
+                to wait for an item however long it takes.
             patience: The seconds after which None is yielded.
         """
         self.result: R | None = None
-        self._skipping, self._patience = skipping, patience
+        self._skipping = skipping
+        self._patience = patience
         self._head: T | None = None
         self._ready: queue.Queue[T | _End[R]] = queue.Queue(depth)
         threading.Thread(target=self._run, args=(items,), name="prefetch", daemon=True).start()
@@ -75,12 +77,16 @@ class Prefetch(Generic[T, R]):
 
     @property
     def ready(self) -> int:
-        """The number of items that are prepared and wait."""
+        """The number of prepared items that have not been taken yet."""
         return self._ready.qsize()
 
     def peek(self) -> T | None:
-        """Returns the next item, without consuming it; None at the end, or if it is not ready yet
-        because samples are skipped."""
+        """Returns the next item without consuming it.
+
+        Returns:
+            None if there are no more items, or if the item is not ready because samples are
+            skipped.
+        """
         if self._head is None:
             self._head = next(iter(self), None)
         return self._head
@@ -89,9 +95,14 @@ class Prefetch(Generic[T, R]):
         return self.until(lambda: False)
 
     def until(self, stopped: Callable[[], object]) -> Iterator[T | None]:
-        """Yields items until `stopped` returns true, which is called several times a second.
+        """Yields items until the end, or until the caller is asked to stop.
 
-        Yields None in the place of an item that is not ready because samples are skipped.
+        Args:
+            stopped: A function that returns a true value when no more items are wanted. It is
+                called several times a second.
+
+        Yields:
+            The items; None for an item that is not ready because samples are skipped.
         """
         waiting_since = time.monotonic()
         while not stopped():

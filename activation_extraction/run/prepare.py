@@ -1,9 +1,9 @@
-"""Everything that a run does before a step is compiled.
+"""Prepares a run: everything that precedes compiling a step.
 
-`prepare` turns a checked configuration into a `Run`, in stages of which the cheapest come first. It
-finds all that can be wrong with a request, and reads no weights. After every stage the hosts of a
-pod know whether it has succeeded on all of them and whether their results agree, so all go on or
-all stop. extract_activations.py does the rest of the run.
+`prepare` turns a checked configuration into a `Run`, the cheapest stages first. It finds every
+mistake in a request that can be found without reading weights. After each stage, the hosts of a pod
+know whether it has succeeded on all of them and whether their results agree, so that all continue
+or all stop. extract_activations.py does the rest of the run.
 """
 
 import os
@@ -58,13 +58,13 @@ class Run:
     """A run on this host that is checked and ready to be compiled.
 
     Attributes:
-        config: The configuration. That of a demo names the demo's own model and documents.
+        config: The configuration. With --demo, it names the model and the documents of the demo.
         host: This host among the hosts of the run.
         watchdog: The watchdog, which ends the process if nothing happens for too long.
         folders: The folders of the run.
         forward: The model on its mesh, with its checked checkpoint.
         text: The text that the run reads.
-        storage: The storage of this host, which nothing has been written to yet.
+        storage: The storage of this host, to which nothing has been written yet.
         batches: The batches whose samples were not stored yet when the text was opened. Their
             `result` is the mark at the end of the data.
     """
@@ -84,13 +84,25 @@ class Run:
         return self.storage.destination.url
 
     def with_text_reopened(self) -> "Run":
-        """Returns the same run with the batches whose samples are not stored by now."""
+        """Returns the same run with new batches, of the samples that are not stored by now.
+
+        Raises:
+            InputError: The first batch cannot be read.
+        """
         worker, shape = self.folders.worker, self.forward.shape
         return replace(self, batches=self.text.open(worker, shape, self.storage, self.watchdog))
 
 
 def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
     """Prepares a run. All hosts must call this together.
+
+    Args:
+        config: The configuration.
+        host: This host.
+        watchdog: The watchdog, which watches over the stages that read text.
+
+    Returns:
+        The run, ready to be compiled.
 
     Raises:
         InputError: The request cannot be met, or the hosts differ in what must be the same.
@@ -131,11 +143,15 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
 
 
 def check_output(config: Config, host: Host) -> RunFolders:
-    """Returns the folders of the run, after checks that need nothing but the output.
+    """Returns the folders of the run, after all checks that need only the output.
+
+    Args:
+        config: The configuration.
+        host: This host.
 
     Raises:
-        InputError: Nothing can be stored there, or there is too little room, or a run with other
-            numbers of machines or hosts has left folders there.
+        InputError: The output cannot be written to, its disk has too little free space, or a run
+            with other numbers of machines or hosts has left folders there.
     """
     hosts, output = config.hosts, config.output
     worker = Worker(hosts.machine_id, hosts.total_machines, host.id, host.count)
@@ -149,7 +165,15 @@ def check_output(config: Config, host: Host) -> RunFolders:
 
 
 def check_free_disk(folder: Path, gigabytes: float) -> None:
-    """Raises InputError if the disk where `folder` is or will be has too little free space."""
+    """Checks that a disk has enough free space.
+
+    Args:
+        folder: A folder on the disk, which need not exist yet.
+        gigabytes: GB that must be free.
+
+    Raises:
+        InputError: There is too little free space.
+    """
     free = shutil.disk_usage(nearest(folder)).free / 1e9
     if free < gigabytes:
         raise InputError(
@@ -159,10 +183,15 @@ def check_free_disk(folder: Path, gigabytes: float) -> None:
 
 
 def stored_runs(config: Config, folders: RunFolders) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the URL and the metadata of the run that is continued, for each output that has it.
+    """Returns the records of the run that is continued.
+
+    Args:
+        config: The configuration.
+        folders: The folders of the run.
 
     Returns:
-        Nothing if there is no such run, or if it is overwritten.
+        The URL and the content of metadata.json for each output of this host that contains the run.
+        Empty if there is no such run, or if it is overwritten.
     """
     return [] if config.storage.overwrite else folders.earlier()
 
@@ -182,14 +211,17 @@ class CommitChoice(NamedTuple):
 def choose_commit(
     config: Config, stored: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> CommitChoice | None:
-    """Returns the commit of the model on the hub as this host sees it; None for a local folder.
+    """Returns the commit of the model on the hub, as this host sees it.
 
-    The first start records the commit in metadata.json, so a new commit on the hub does not stop a
-    long run.
+    The first start records the commit in metadata.json. A run that continues uses the recorded
+    commit, so a new commit on the hub does not stop a long run.
 
     Args:
         config: The configuration.
         stored: The result of `stored_runs`.
+
+    Returns:
+        The commit. None for a local model, and for the demo.
 
     Raises:
         InputError: The revision that the flags name is not the recorded commit.
@@ -212,7 +244,15 @@ def choose_commit(
 
 
 def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
-    """Returns the commit that a run used; None if its model is another or a local one."""
+    """Returns the commit of a model on the hub that a run has recorded.
+
+    Args:
+        model_path: The name of the model.
+        metadata: The content of metadata.json.
+
+    Returns:
+        The commit. None if the run used another model, or if the model is local.
+    """
     recorded_path = metadata.get("configuration", {}).get("model_path")
     if recorded_path != plain_url(model_path) or Repository(model_path).local:
         return None
@@ -220,20 +260,35 @@ def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
 
 
 def agree_on_commit(host: Host, choice: CommitChoice | None) -> str | None:
-    """Returns the commit of the model for all hosts; None if this host has it in a local folder.
+    """Returns the commit of the model that all hosts use. All hosts must call this together.
 
-    It is a commit that a stored run has recorded, or else that of the first host.
+    It is a commit that a stored run has recorded, otherwise the commit that the first host sees.
+
+    Args:
+        host: This host.
+        choice: The commit that this host sees. None if its model is local.
+
+    Returns:
+        The commit. None if the model of this host is local.
     """
-    choices = [CommitChoice(*item) for item in gather(host, choice) if item is not None]
+    gathered = gather(host, choice)
+    choices = [CommitChoice(*fields) for fields in gathered if fields is not None]
     if choice is None or not choices:
         return None
-    return min(choices, key=lambda item: item.is_new).commit
+    return min(choices, key=lambda choice: choice.is_new).commit
 
 
 def least_memory(config: Config, host: Host) -> float | None:
-    """Returns the bytes of memory of a device, the least of all hosts; None if they are unknown.
+    """Returns the memory of the smallest device of all hosts. All hosts must call this together.
 
-    A host cannot ask the devices of another one.
+    The hosts gather it because none can query the devices of another host.
+
+    Args:
+        config: The configuration.
+        host: This host.
+
+    Returns:
+        Bytes. None if no device reports its memory.
 
     Raises:
         InputError: JAX finds no devices.
@@ -246,7 +301,14 @@ def least_memory(config: Config, host: Host) -> float | None:
 
 
 def sources_of_first_host(config: Config, host: Host) -> list[str]:
-    """Returns what all hosts call the sources of a mixture: the names that host 0 has for them."""
+    """Returns the names of the sources of a mixture on host 0, which all hosts use.
+
+    All hosts must call this together.
+
+    Args:
+        config: The configuration of this host, on which the sources may have other paths.
+        host: This host.
+    """
     return gather(host, [plain_url(name) for name, _ in config.text.mix])[0]
 
 
@@ -258,10 +320,11 @@ def with_inputs_of_demo(config: Config, folder: Path) -> Config:
         folder: The folder in which they are made.
 
     Returns:
-        The configuration with their paths; without --demo, the configuration as it is.
+        The configuration with the paths of the model and documents. Without --demo, the unchanged
+        configuration.
 
     Raises:
-        InputError: The flags do not fit the demo's model, or nothing can be written to the folder.
+        InputError: The flags do not fit the demo's model, or the folder cannot be written to.
     """
     if not config.demo:
         return config
@@ -281,19 +344,21 @@ def step_request(
     memory: float | None = None,
     planned: Sequence[Any] | None = None,
 ) -> StepRequest:
-    """Returns what the configuration asks of a step.
+    """Returns the request for a step that follows from the configuration.
+
+    With --batch_size auto it has the default rows, for which `fit_rows` finds a better number.
 
     Args:
-        config: The configuration. With --batch_size auto, the rows are the default, for which
-            `fit_rows` finds a better number.
-        commit: Commit of the model on the hub; None for --model_revision.
-        memory: Bytes of memory of a device; None for the number of this host.
-        planned: Devices of a machine that is only planned; None for those of this machine.
+        config: The configuration.
+        commit: The commit of the model on the hub. None for --model_revision.
+        memory: Bytes of memory of a device. None for the memory that this host's devices report.
+        planned: The devices of a machine that is only planned. None for this machine's devices.
 
     Raises:
-        InputError: An autoencoder cannot be read.
+        InputError: An autoencoder cannot be read, or JAX finds no devices.
     """
-    computing, length = config.computing, config.text.max_seq_length
+    computing = config.computing
+    length = config.text.max_seq_length
     autoencoders = tuple(read_autoencoder(hook, name) for hook, name in config.hooks.encode)
     rows = computing.batch_size
     if not isinstance(rows, int):
@@ -315,10 +380,18 @@ def identify(
 ) -> Identity:
     """Checks the text, and returns the identity of the run.
 
+    Args:
+        config: The configuration.
+        folders: The folders of the run.
+        forward: The model.
+        text: The text.
+        watchdog: The watchdog, which watches over the check of the text.
+
     Raises:
         InputError: The text cannot be read, or other machines or hosts have stored another run.
     """
-    _ = text.dataset  # listing its files is not watched, because it may take long
+    # The data set is opened here, outside the watchdog, because listing its files may take long.
+    _ = text.dataset
     with watchdog:
         text.check()
     identity = new_identity(config, forward, text, folders.worker)
@@ -328,12 +401,22 @@ def identify(
 
 
 def describe(config: Config, forward: Forward, text: Text) -> dict[str, Any]:
-    """Returns the facts about a run that metadata.json records beside its identity."""
+    """Returns the facts about a run that metadata.json records beside its identity.
+
+    Args:
+        config: The configuration.
+        forward: The model.
+        text: The text.
+
+    Returns:
+        The facts by their keys in metadata.json: configuration, model, model_commit, backend, mesh,
+        the choice of each kernel, versions; and, with a tokenizer, tokenizer_path and added_tokens.
+    """
     resolved = replace(config, text=replace(config.text, drop_token_ids=text.drop_token_ids))
     configuration = {**resolved.to_json(), "batch_size": forward.shape[0]}
     repositories = {"model_path": forward.checkpoint, "lora": forward.adapter_files}
     for name, repository in repositories.items():
-        # Readers find the tokenizer of a local one from any folder.
+        # An absolute path, by which readers in any working directory find a local tokenizer.
         if repository is not None and repository.local:
             configuration[name] = os.path.abspath(os.path.expanduser(repository.path))
     facts = {
@@ -346,7 +429,8 @@ def describe(config: Config, forward: Forward, text: Text) -> dict[str, Any]:
         "versions": package_versions(),
     }
     chosen = text.chosen_tokenizer
-    if chosen is not None:  # readers show the text of tokens with these
+    if chosen is not None:
+        # Readers need the path and the added tokens to show tokens as text.
         name = "model_path" if chosen.home is forward.checkpoint else "lora"
         added = chosen.backend.get_added_tokens_decoder().items()
         facts["tokenizer_path"] = configuration[name]
@@ -363,7 +447,7 @@ def plan_storage(
     facts: Mapping[str, Any],
     watchdog: Watchdog,
 ) -> ActivationStorage:
-    """Returns the storage of this host, which has read what is stored and written nothing.
+    """Returns the storage of this host. It has read the stored shards and has written nothing.
 
     Args:
         config: The configuration.
@@ -372,14 +456,14 @@ def plan_storage(
         text: The text.
         identity: The identity of the run.
         facts: Further facts for metadata.json.
-        watchdog: The watchdog. Waiting for uploads is progress, because they have time limits of
-            their own.
+        watchdog: The watchdog. Waiting for an upload counts as progress, because every upload has
+            its own time limit.
 
     Raises:
         InputError: The output holds another run, or one that cannot be continued.
     """
     worker, storage = folders.worker, config.storage
-    # The flags limit what a machine stores, and this is one of its hosts.
+    # --max_samples and --max_tokens are limits of a machine; this host gets its share of them.
     options = replace(
         storage,
         max_samples=worker.share_of(storage.max_samples),
@@ -403,7 +487,7 @@ def plan_storage(
 
 
 def log_beginning(run: Run) -> None:
-    """Logs what is stored already, and what is going to be."""
+    """Logs the hooks, the samples that are stored already, and the tokens that will be kept."""
     storage, form = run.storage, run.text.sample_form
     log_hooks(run.config.hooks, run.forward)
     totals = storage.totals

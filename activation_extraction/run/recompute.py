@@ -1,7 +1,7 @@
-"""--verify recomputes samples with the model of a stored run, which this module loads.
+"""Recomputes samples with the model of a stored run, for --verify.
 
-To recompute a token takes all tokens before it. Where a run stores only some tokens, reread.py
-reads the others again. inspect/verify.py compares the results with what is stored.
+Recomputing a token needs all tokens before it. If a run stores only some tokens, reread.py reads
+the others again. inspect/verify.py compares the results with the stored values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,16 +31,17 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
     """Loads the model of a stored run, to recompute samples.
 
     Args:
-        config: The configuration of --verify: where the model and its adapter are and how to
-            compute; and the path of the data set, if that is elsewhere now. The data set is opened
-            only if the run does not store all tokens.
-        metadata: The content of metadata.json, which says what to compute.
+        config: The configuration of --verify. It names the model and the adapter, the options of
+            computing, and the path of the data set if it has moved. The data set is opened only if
+            the run does not store all tokens.
+        metadata: The content of metadata.json, which determines the hooks and dtypes.
 
     Returns:
         A function that recomputes samples, and the platform that it uses.
 
     Raises:
-        InputError: An input is not the one that the stored activations came from.
+        InputError: An input cannot be read, or is not the one that the stored activations came
+            from.
     """
     identity = identity_of(metadata, METADATA)
     config = replace(
@@ -92,7 +93,13 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
 def _model_as_stored(
     options: ModelOptions, identity: Identity, metadata: Mapping[str, Any]
 ) -> ModelOptions:
-    """Returns the options with which the model computes what it computed in a run."""
+    """Returns the options of the model with the revision and dtype of a stored run.
+
+    Args:
+        options: The options of --verify.
+        identity: The identity of the run.
+        metadata: The content of metadata.json.
+    """
     revision = options.model_revision or recorded_commit(options.model_path, metadata)
     return replace(options, model_revision=revision, dtype=identity.dtype)
 
@@ -100,9 +107,16 @@ def _model_as_stored(
 def _hooks_as_stored(
     options: HookOptions, identity: Identity, metadata: Mapping[str, Any]
 ) -> HookOptions:
-    """Returns the options that name the hooks of a run."""
+    """Returns the options about hooks that compute the hooks of a stored run.
+
+    Args:
+        options: The options of --verify.
+        identity: The identity of the run.
+        metadata: The content of metadata.json.
+    """
     recorded = Config.from_json(metadata.get("configuration", {}))
-    encoded = identity.activation_dtype == FLOAT8  # and decoded to float32
+    # Stored float8 is decoded to float32 before it is compared.
+    encoded = identity.activation_dtype == FLOAT8
     sources = {name.removesuffix(CODES) for name in identity.code_hooks}
     activation_hooks = tuple(name for name in identity.hooks if name not in identity.code_hooks)
     return replace(

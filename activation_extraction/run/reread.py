@@ -1,9 +1,9 @@
-"""Reads the text of a stored run again, for the token ids that the run does not store.
+"""Reads the text of a stored run again, for token ids that the run does not store.
 
-To compute a token again, or to show the text before it, takes all tokens of its sample up to it. A
-run that keeps only some tokens (--positions, --roles and the like) does not store the others. They
-are made again from the data set, beginning at a mark before the sample, and compared with the
-tokens that are stored. inputs.py finds which input of the text is another one now.
+Recomputing a token, or showing the text before it, needs all earlier tokens of its sample. A run
+with --positions, --roles or a similar flag does not store all of them. All tokens of the sample are
+made again from the data set, starting at a mark before the sample, and the kept ones are compared
+with the stored tokens. inputs.py checks that tokenizer, chat template and data are still the same.
 """
 
 import json
@@ -31,14 +31,16 @@ NO_SAMPLE = "the data set now ends before this sample"
 
 
 def recorded_repositories(metadata: Mapping[str, Any]) -> tuple[Repository, Repository | None]:
-    """Returns the model and the adapter of a stored run, where the run had them.
+    """Returns the model and the adapter of a stored run, at the paths that the run used.
+
+    No weights are read.
 
     Args:
         metadata: The content of metadata.json.
 
     Returns:
-        The model, at the commit of the hub that the run used; and the adapter, None if the run had
-        none. No weights are read.
+        The model, at the commit on the hub that the run used, and the adapter. The adapter is None
+        if the run had none.
 
     Raises:
         InputError: A path is neither a folder nor the name of a repository.
@@ -60,17 +62,18 @@ def load_for_rereading(
     """Opens the text of a stored run again, and checks that its inputs are those of the run.
 
     Args:
-        metadata: The content of the metadata.json of one of the run's hosts.
-        model: The files of the model where they are now. Only the tokenizer and the chat template
-            are read.
-        adapter: The files of the LoRA adapter where they are now; None without one.
-        dataset_path: The path or URL of the data set now. None for where the run had its data.
+        metadata: The content of metadata.json of one of the run's hosts.
+        model: The files of the model at their present path. Only the tokenizer and the chat
+            template are read.
+        adapter: The files of the LoRA adapter at their present path. None without an adapter.
+        dataset_path: The present path or URL of the data set. None for the path, the data set on
+            the hub or the mixture that the run used.
 
     Returns:
         A function that reads samples again.
 
     Raises:
-        InputError: An input cannot be read or is not the one that the stored tokens came from. The
+        InputError: An input cannot be read, or is not the one that the stored tokens came from. The
             message names the flag and the input: the tokenizer, the chat template, the data set or
             the file.
     """
@@ -79,22 +82,33 @@ def load_for_rereading(
     options = recorded.text
     if dataset_path is not None:
         options = replace(options, dataset_path=dataset_path, mix=())
-    if not identity.special_tokens:  # earlier versions added none, whatever the tokenizer says
+    # Without a record of them, the run added none: earlier versions ignored those of the tokenizer.
+    if not identity.special_tokens:
         options = replace(options, special_tokens="none")
     vocabulary = metadata["model"]["vocab_size"]
     text = Text(options, model, vocabulary, earlier=[metadata], adapter=adapter)
     lora = None if adapter is None else adapter.path
-    now = replace(
+    present = replace(
         recorded, model=replace(recorded.model, model_path=model.path, lora=lora), text=options
     )
-    check_text_inputs(text, now, identity)
+    check_text_inputs(text, present, identity)
     return partial(_read_again, text)
 
 
 def _read_again(text: Text, stored: Sequence[StoredTokens]) -> list[np.ndarray | str]:
-    """Reads samples again, as `Reread` says. The inputs of the text have been checked."""
+    """Reads samples again; see `Reread`.
+
+    Args:
+        text: The text, whose inputs have been checked.
+        stored: The stored tokens of the samples to read.
+
+    Returns:
+        For each sample all its token ids, or a message if they differ from the stored ones or the
+        data ends before it.
+    """
     results: list[np.ndarray | str] = [NO_SAMPLE] * len(stored)
-    # Indices into `stored` by host and start, which are read in one pass, and then by sample.
+    # Indices into `stored`, by the host and the start of the pass that reads the sample, and then
+    # by the number of the sample.
     passes: dict[Any, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, tokens in enumerate(stored):
         first = 0 if tokens.start is None else tokens.start.samples
@@ -115,9 +129,12 @@ def _read_again(text: Text, stored: Sequence[StoredTokens]) -> list[np.ndarray |
 
 
 def _token_ids(sample: Sample, stored: StoredTokens) -> np.ndarray | str:
-    """Returns all token ids of a sample that was read again, or that they are not the stored ones.
+    """Returns all token ids of a sample, or a message if they differ from the stored ones.
 
-    No limit cuts samples here, so of one that a limit had cut, the first kept tokens are stored.
+    Args:
+        sample: The sample as it was read again. No limit has cut it.
+        stored: The stored tokens. If a limit of the run had cut the sample, they are its first kept
+            tokens.
     """
     positions = sample.kept_positions[: len(stored.positions)]
     same = np.array_equal(positions, stored.positions)

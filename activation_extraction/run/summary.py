@@ -1,7 +1,7 @@
-"""A run prints its progress, and at the end what this host stored and how to go on.
+"""Words the progress of a run, the summary at its end, and the list of --list_hooks.
 
---list_hooks prints a model's hooks, without a run. Totals over all machines and hosts are the
-subject of inspect/status.py.
+The summary says what this host has stored and how to read or continue it. inspect/status.py has the
+totals over all machines and hosts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,13 +19,17 @@ from activation_extraction.run.prepare import Run
 from activation_extraction.store.statistics_in_words import code_warnings, codes_in_words
 from activation_extraction.store.totals import Totals
 
-ACTIVITIES = ("data", "compute", "copy", "store")
+ACTIVITIES = ("data", "compute", "copy", "store")  # names of the times that Clock measures
 COLUMNS = "hook", "Hugging Face module", "width", "dtype", "bytes/token", "other names"
-RIGHT = "width", "bytes/token"  # columns of numbers
+RIGHT = "width", "bytes/token"  # columns of numbers, which are aligned on the right
 
 
 def make_progress(run: Run) -> Progress:
-    """Makes this host's progress bar, progress lines and metrics."""
+    """Returns the object that shows and records this host's progress.
+
+    Args:
+        run: The run.
+    """
     devices = run.forward.rows.mesh.shape["device"]
     return Progress(
         run.storage.options.max_samples,
@@ -40,14 +44,14 @@ def make_progress(run: Run) -> Progress:
 
 
 def print_summary(run: Run, clock: Clock, complete: bool) -> None:
-    """Prints what is stored, by this run and earlier ones, and which hosts had too little data.
+    """Prints what this and earlier processes have stored, and which hosts had too little data.
 
-    The first host, and with --verbose every host, also prints where the time went and how to read
-    what is stored. All hosts must call this together.
+    The first host, and with --verbose every host, also prints the time of each activity and how to
+    read the data set. All hosts must call this together.
 
     Args:
         run: The run, which has ended on this host.
-        clock: The clock that has measured how long each activity took.
+        clock: The clock that has measured the time of each activity.
         complete: Whether the whole run is stored, so that nothing is left to continue.
     """
     storage = run.storage
@@ -79,17 +83,24 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     if totals.empty_rows:
         say(f"empty: {counted(totals.empty_rows, 'row')} without text, which gave no sample")
     if totals.cut_samples:
-        length, split = run.text.options.max_seq_length, run.text.sample_form.split
-        by = [] if split else [f"at {counted(length, 'token')} (--max_seq_length)"]
-        by += ["by --max_tokens"] if run.storage.options.max_tokens else []
-        by += ["by --max_samples"] if run.storage.options.max_samples and split else []
+        split = run.text.sample_form.split
+        causes = []
+        if not split:
+            length = run.text.options.max_seq_length
+            causes.append(f"at {counted(length, 'token')} (--max_seq_length)")
+        if run.storage.options.max_tokens:
+            causes.append("by --max_tokens")
+        if run.storage.options.max_samples and split:
+            causes.append("by --max_samples")
         say(
-            f"cut: {counted(totals.cut_samples, 'sample')} {' or '.join(by)}; left out: "
+            f"cut: {counted(totals.cut_samples, 'sample')} {' or '.join(causes)}; left out: "
             f"{counted(totals.cut_tokens, 'token')}"
         )
     if totals.empty_samples:
         mask = run.text.options.mask_column
-        rule = f"--mask_column {mask}, " * bool(mask) + str(run.text.sample_form.choice)
+        rule = str(run.text.sample_form.choice)
+        if mask:
+            rule = f"--mask_column {mask}, {rule}"
         say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({rule})")
     for line in codes_in_words(totals.statistics):
         say(line)
@@ -108,11 +119,11 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
 
 
 def _how_to_read(url: str, totals: Totals) -> list[str]:
-    """Returns lines of Python that read a sample and a batch.
+    """Returns lines of Python that read a sample and a batch of tokens.
 
     Args:
-        url: Folder or URL of the run.
-        totals: Totals of this host, which say whether there is a sample or a token to read.
+        url: The folder or URL of the run.
+        totals: The totals of this host. Lines that would find no sample or no token are left out.
     """
     hook = next(iter(totals.statistics))
     lines = [
@@ -131,13 +142,17 @@ def _how_to_read(url: str, totals: Totals) -> list[str]:
 
 
 def _shortfall(run: Run) -> str:
-    """Says that this host's data ended before it reached a limit; "" if it reached one."""
+    """Returns a message that this host's data ended before it reached a limit.
+
+    It is "" if the host reached a limit, or has none.
+    """
     limits = {"sample": run.storage.options.max_samples, "token": run.storage.options.max_tokens}
     stored = {"sample": run.storage.totals.samples, "token": run.storage.totals.tokens}
     set_limits = {unit: most for unit, most in limits.items() if most is not None}
     if not set_limits or any(stored[unit] >= most for unit, most in set_limits.items()):
         return ""
-    whose, share = (f" of host {run.host.id}", "its share of ") if run.host.several else ("", "")
+    whose = f" of host {run.host.id}" if run.host.several else ""
+    share = "its share of " if run.host.several else ""
     ended = " and ".join(
         f"{stored[unit]:,} of at most {counted(most, unit)} ({share}--max_{unit}s)"
         for unit, most in set_limits.items()
@@ -151,12 +166,12 @@ def _where_the_time_went(run: Run, clock: Clock, tokens: int) -> str:
     Args:
         run: The run.
         clock: The clock that has measured the times.
-        tokens: Number of tokens that this process has stored.
+        tokens: The number of tokens that this process has stored.
     """
-    waited, elapsed = run.storage.waited, clock.elapsed
+    elapsed = clock.elapsed
     unit = "tokens" if run.text.sample_form.choice.everything else "kept tokens"
     times = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
-    waits = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in waited.items())
+    waits = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in run.storage.waited.items())
     return (
         f"time: {elapsed:.1f} s, {tokens / elapsed:,.0f} {unit}/s; waiting for {times} "
         f"s; of store, until there was room in memory (--waiting_shards_gb): {waits} s"
@@ -164,16 +179,16 @@ def _where_the_time_went(run: Run, clock: Clock, tokens: int) -> str:
 
 
 def how_to_continue(hosts: int, overwrite: bool) -> str:
-    """Returns what to do after a failure, as messages say it.
+    """Returns the advice of messages about a failure: how to continue the run.
 
     Args:
-        hosts: Number of hosts.
+        hosts: The number of hosts.
         overwrite: Whether --overwrite was given, which would begin anew.
     """
-    how = "run the same command again"
+    advice = "run the same command again"
     if hosts > 1:
-        how = "start all hosts again with the same command"
-    return f"to continue, {how}{' without --overwrite' if overwrite else ''}"
+        advice = "start all hosts again with the same command"
+    return f"to continue, {advice}{' without --overwrite' if overwrite else ''}"
 
 
 def list_hooks(
@@ -184,35 +199,43 @@ def list_hooks(
     length: int,
     encoders: Sequence[Encoder] = (),
 ) -> list[str]:
-    """Returns lines with a model's hooks, all their names, and how much each of them stores.
+    """Returns the lines of --list_hooks: a table of a model's hooks, and notes below it.
+
+    A row has all names of a hook of each layer K, its width and dtype, and the bytes of a stored
+    token.
 
     Args:
-        table: Hooks of the model.
-        config: Configuration of the model.
-        dtype: Dtype of stored activations.
-        rule: Rule of --positions.
-        length: Tokens of the longest samples.
-        encoders: Autoencoders of --encode.
+        table: The hooks of the model.
+        config: The configuration of the model.
+        dtype: The dtype of stored activations.
+        rule: The rule of --positions.
+        length: The tokens of the longest samples.
+        encoders: The autoencoders of --encode.
     """
-    depth, letters = config.num_hidden_layers, config.sizes_with(length)
+    depth = config.num_hidden_layers
+    sizes = config.sizes_with(length)
     rows: list[tuple[str, ...]] = [COLUMNS]
     for kind in table.kinds:
-        form = kind.form(letters, dtype)
-        module, *others = kind.modules or ("",)
+        form = kind.form(sizes, dtype)
+        module, *other_modules = kind.modules or ("",)
         layers = kind.layers(depth, table.types)
-        only = f" (K: {ranges(layers)})" if "{}" in kind.name and len(layers) != depth else ""
-        names = kind.name.format("K") + only, module.format("K")
-        more = ", ".join(name.format("K") for name in (*kind.aliases, *others))
-        rows.append((*names, f"{form.width:,}", form.dtype, f"{form.bytes:,}", more))
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        name = kind.name.format("K")
+        if "{}" in kind.name and len(layers) != depth:
+            name += f" (K: {ranges(layers)})"
+        other_names = ", ".join(alias.format("K") for alias in (*kind.aliases, *other_modules))
+        numbers = f"{form.width:,}", form.dtype, f"{form.bytes:,}"
+        rows.append((name, module.format("K"), *numbers, other_names))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = zip(COLUMNS, row, sizes, strict=True)
-        lines.append("  ".join(f"{c:{'>' if name in RIGHT else '<'}{n}}" for name, c, n in cells))
+        cells = []
+        for column, cell, width in zip(COLUMNS, row, widths, strict=True):
+            cells.append(cell.rjust(width) if column in RIGHT else cell.ljust(width))
+        lines.append("  ".join(cells))
     lines.append(f"K is the layer, from 0 to {depth - 1}")
     for encoder in encoders:
-        whole = encoder.source.kind.form(letters, dtype).bytes
-        lines.append(f"{encoder.in_words(dtype)} (the activations take {whole:,})")
+        activation_bytes = encoder.source.kind.form(sizes, dtype).bytes
+        lines.append(f"{encoder.in_words(dtype)} (the activations take {activation_bytes:,})")
     if config.weights:
         lines.append(f"the checkpoint has {config.weights}")
     if rule != Positions():
@@ -222,7 +245,7 @@ def list_hooks(
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Abbreviates ascending numbers, as in 1-3, 7."""
+    """Returns ascending numbers in words, with consecutive ones as ranges: "1-3, 7"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -1,8 +1,8 @@
-"""Chooses the tokenizer and the chat template of a run: those of the model, or of its adapter.
+"""Chooses the tokenizer and the chat template of a run from its model or its adapter.
 
-An adapter that was trained with further tokens, or with another chat template, is stored with its
-own tokenizer. Where that gives other token ids than the model's tokenizer, or has another chat
-template, the adapter needs its own.
+An adapter that was trained with additional tokens, or with another chat template, comes with its
+own tokenizer. The adapter's tokenizer is chosen if it gives other token ids than the model's, and
+the adapter's chat templates are chosen if they differ from the model's.
 """
 
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ from activation_extraction.common.tokenizer_files import vocabulary_file
 from activation_extraction.model.repository import Repository, read_json
 from activation_extraction.text.tokenizer import load_tokenizer, same_ids
 
-# Name of a chat template -> its file. Where one of these files is there, TEMPLATE_SETTINGS do not
-# count.
+# Name of a chat template -> its file. If one of these files exists, TEMPLATE_SETTINGS are ignored.
 TEMPLATE_FILES = {
     "default": "chat_template.jinja",
     "tool_use": "additional_chat_templates/tool_use.jinja",
 }
-# JSON files with chat templates as settings. Models that also take images have the second one.
+# JSON files with chat templates in their setting `chat_template`. Only models that also take images
+# have the second file.
 TEMPLATE_SETTINGS = ("tokenizer_config.json", "chat_template.json")
 
 
@@ -30,8 +30,8 @@ class ChosenTokenizer(NamedTuple):
     """The tokenizer of a run.
 
     Attributes:
-        home: The model or adapter that it is read from.
-        pretrained: The object of transformers, which renders chat templates.
+        home: The model or adapter from which it is read.
+        pretrained: The tokenizer object of transformers, which renders chat templates.
     """
 
     home: Repository
@@ -39,7 +39,7 @@ class ChosenTokenizer(NamedTuple):
 
     @property
     def backend(self) -> Tokenizer:
-        """Returns the object that makes token ids."""
+        """The object of the package tokenizers, which turns text into token ids."""
         return self.pretrained.backend_tokenizer
 
 
@@ -47,8 +47,9 @@ class ChosenTemplates(NamedTuple):
     """The chat templates of a run.
 
     Attributes:
-        home: The model or adapter that they are read from.
-        sources: Jinja source by template name, "default" or "tool_use". Empty if there is none.
+        home: The model or adapter from which they are read.
+        sources: The Jinja source by the name of the template, "default" or "tool_use". Empty if
+            there is no template.
     """
 
     home: Repository
@@ -62,7 +63,7 @@ def choose_tokenizer(
 
     Args:
         model: The files of the model.
-        adapter: The files of its adapter; None without one.
+        adapter: The files of its adapter. None without an adapter.
         vocabulary: The number of token ids that the model has.
 
     Raises:
@@ -70,13 +71,13 @@ def choose_tokenizer(
     """
     if adapter is None or vocabulary_file(adapter.tokenizer_files()) is None:
         return _load(model, vocabulary)
-    of_adapter = _load(adapter, vocabulary)
+    adapter_tokenizer = _load(adapter, vocabulary)
     if vocabulary_file(model.tokenizer_files()) is not None:
-        of_model = _load(model, vocabulary)
-        if same_ids(of_adapter.backend, of_model.backend):
-            return of_model
+        model_tokenizer = _load(model, vocabulary)
+        if same_ids(adapter_tokenizer.backend, model_tokenizer.backend):
+            return model_tokenizer
     log.info("tokenizer: that of %s, which differs from the model's", adapter.where)
-    return of_adapter
+    return adapter_tokenizer
 
 
 def _load(repository: Repository, vocabulary: int) -> ChosenTokenizer:
@@ -85,49 +86,57 @@ def _load(repository: Repository, vocabulary: int) -> ChosenTokenizer:
 
 
 def choose_templates(model: Repository, adapter: Repository | None) -> ChosenTemplates:
-    """Returns the adapter's chat templates if it has others, otherwise the model's.
+    """Returns the adapter's chat templates if it has any that differ, otherwise the model's.
 
     Args:
         model: The files of the model.
-        adapter: The files of its adapter; None without one.
+        adapter: The files of its adapter. None without an adapter.
 
     Raises:
         InputError: A file with a template cannot be read.
     """
-    of_model = templates_in(model)
+    model_templates = templates_in(model)
     if adapter is not None:
-        of_adapter = templates_in(adapter)
-        if of_adapter and of_adapter != of_model:
+        adapter_templates = templates_in(adapter)
+        if adapter_templates and adapter_templates != model_templates:
             log.info("chat template: that of %s, which differs from the model's", adapter.where)
-            return ChosenTemplates(adapter, of_adapter)
-    return ChosenTemplates(model, of_model)
+            return ChosenTemplates(adapter, adapter_templates)
+    return ChosenTemplates(model, model_templates)
 
 
 def templates_in(repository: Repository) -> dict[str, str]:
-    """Returns the Jinja source of a repository's chat templates by name; empty without any.
+    """Returns the chat templates of a repository.
 
-    Only "default" and, for conversations with tools, "tool_use" are looked for.
+    Args:
+        repository: The files of a model or an adapter.
+
+    Returns:
+        The Jinja source by the name of the template: "default" and, for conversations with tools,
+        "tool_use". Other templates are ignored. Empty if there is none.
+
+    Raises:
+        InputError: A file with a template cannot be read.
     """
-    found = {}
+    sources: dict[str, str] = {}
     for name, file in TEMPLATE_FILES.items():
         if (path := repository.find(file)) is not None:
             try:
-                found[name] = path.read_text(encoding="utf-8")
+                sources[name] = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
     for file in TEMPLATE_SETTINGS:
-        if not found and (path := repository.find(file)) is not None:
+        if not sources and (path := repository.find(file)) is not None:
             templates = read_json(path).get("chat_template")
             try:
                 if isinstance(templates, list):
                     templates = {entry["name"]: entry["template"] for entry in templates}
                 elif not isinstance(templates, dict):
                     templates = {"default": templates}
-                found = {name: templates[name] for name in TEMPLATE_FILES if templates.get(name)}
-                if not all(isinstance(source, str) for source in found.values()):
+                sources = {name: templates[name] for name in TEMPLATE_FILES if templates.get(name)}
+                if not all(isinstance(source, str) for source in sources.values()):
                     raise TypeError("a template is not text")
             except (KeyError, TypeError) as error:
                 raise InputError(
                     f"{path}: chat_template is neither text nor a list of templates with names"
                 ) from error
-    return found
+    return sources
