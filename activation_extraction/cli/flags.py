@@ -59,7 +59,7 @@ from activation_extraction.common.visible import plain_url
 DATASET = ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")  # name, config, split
 DEMO_MAX_SEQ_LENGTH = 256
 LOOKING = ("status", "verify", "report", "export")
-# At most one of these is given.
+# At most one of these flags may be given.
 MODES = (*LOOKING, "repair", "overwrite", "list_hooks", "plan")
 # With these, a machine has no share of the user's data.
 WITHOUT_SHARES = (*LOOKING, "plan", "list_hooks", "demo")
@@ -704,7 +704,7 @@ class PlanOptions:
     )
     chips_per_host: int | None = number(
         "with --plan: the number of chips of each host",
-        default_is="4; all of v5e-1, v5e-8, v6e-1 and v6e-8; up to 8 GPUs",
+        default_is="4 TPU chips, but all of v5e-1, v5e-8, v6e-1 and v6e-8; up to 8 GPUs",
         needs="plan",
     )
     tokens_per_second: float | None = flag(
@@ -817,7 +817,8 @@ class Config:
     looking: LookingOptions = part(LookingOptions, LOOK)
     list_hooks: bool = switch(
         "print the hooks of the model with all their names, widths, dtypes and bytes per token, "
-        "then exit. Reads only config.json and, for the special tokens, tokenizer.json",
+        "then exit. Reads no weights: only config.json, the special tokens in tokenizer.json and, "
+        "in a local folder, the names of the tensors",
         group=EXTRACT,
     )
     repair: bool = switch(
