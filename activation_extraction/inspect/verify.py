@@ -147,10 +147,12 @@ def _pick(shards: list[tuple[str, Commit]], count: int) -> list[list[int]]:
     """
     total = sum(commit.count for _, commit in shards)
     numbers = sorted(random.sample(range(total), min(count, total)))
-    picks, first = [], 0
+    picks = []
+    first = 0  # number of the shard's first sample among those of all shards
     for _, commit in shards:
-        picks.append([n - first for n in numbers if first <= n < first + commit.count])
-        first += commit.count
+        stop = first + commit.count
+        picks.append([number - first for number in numbers if first <= number < stop])
+        first = stop
     return picks
 
 
@@ -244,9 +246,11 @@ def check_numbers(folders: dict[str, RunLog], checked: Sequence[CheckedShard]) -
             numbers = numbers[: 0 if mark is None else mark.samples]
         worker = identity.worker
         expected = worker.sample_idx(0) + worker.stride * np.arange(len(numbers))
-        for i in np.flatnonzero(numbers != expected)[:1]:
-            problem = "is missing" if numbers[i] > expected[i] else "belongs to another host"
-            yield f"{shown_name(name)}: sample {min(numbers[i], expected[i])} {problem}"
+        different = np.flatnonzero(numbers != expected)
+        if different.size:
+            number, expected_number = numbers[different[0]], expected[different[0]]
+            problem = "is missing" if number > expected_number else "belongs to another host"
+            yield f"{shown_name(name)}: sample {min(number, expected_number)} {problem}"
 
 
 def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
@@ -262,7 +266,8 @@ def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
     for name, stored in folders.items():
         yield from stored.damaged.values()
         yield from (file_path(name, message) for message in stored.missing_jsons)
-        metadata, where = stored.metadata or {}, file_path(name, METADATA)
+        metadata = stored.metadata or {}
+        where = file_path(name, METADATA)
         for file in metadata.get("data_files", ()):
             fingerprint = file["fingerprint"]
             expected = fingerprints.setdefault((file["name"], file["bytes"]), fingerprint)

@@ -69,7 +69,7 @@ def fit_rows(
 
     Args:
         host: This host.
-        request: What the run asks of a step, with the default rows.
+        request: The request for a step, with the default rows.
         forward: The model for this request.
         earlier: The metadata of the run that is continued; empty for a new run.
 
@@ -101,11 +101,12 @@ def fit_rows(
         return together(host, partial(prepare_model, replace(request, shape=shape), forward))
 
     if recorded_rows is not None:
-        fitted, why = prepare(recorded_rows), "as when the run began"
+        fitted = prepare(recorded_rows)
+        reason = "as when the run began"
     else:
-        fitted, why = _largest(host, prepare, len(devices), usable)
+        fitted, reason = _largest(host, prepare, len(devices), usable)
     rows, _ = fitted.shape
-    log.info("--batch_size auto: %d rows per host and step: %s", rows, why)
+    log.info("--batch_size auto: %d rows per host and step: %s", rows, reason)
     return fitted, {"rows": rows, **facts}
 
 
@@ -129,13 +130,13 @@ def _largest(
     """
     best = tried = prepare(least)
     while True:
-        why = next(filter(None, gather(host, _lacking_on_host(tried))), "")
-        # `why` is the same on all hosts, so either all of them compile or none.
-        if not why:
+        reason = next(filter(None, gather(host, _lacking_on_host(tried))), "")
+        # `reason` is the same on all hosts, so either all of them compile or none.
+        if not reason:
             lacking = together(host, partial(_lacking_on_device, tried, usable))
-            why = next(filter(None, gather(host, lacking)), "")
-        if why:
-            return best, why
+            reason = next(filter(None, gather(host, lacking)), "")
+        if reason:
+            return best, reason
         best = tried
         if 2 * best.shape[0] > MOST_ROWS:
             return best, "the most that are tried"

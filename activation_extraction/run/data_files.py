@@ -119,9 +119,10 @@ class DataFiles:
         return cls([replace(file, size=record.bytes) for file, record in pairs], recorded)
 
     def fingerprints(self) -> dict[str, str]:
-        """Returns the size and the fingerprint of each file in words, by "data file NAME".
+        """Returns the sizes and fingerprints of the files, which hosts compare.
 
-        Hosts compare them.
+        Returns:
+            "SIZE bytes, FINGERPRINT" by "data file NAME".
         """
         return {
             f"data file {record.name}": f"{record.bytes} bytes, {record.fingerprint}"

@@ -349,8 +349,8 @@ def lines_of(
             f"({memory}); {short(mesh['step_ms'])} ms per step at the chips' peak speed"
         )
     if totals["hours"] is None:
-        why = "nothing says how much data there is" if run.amount is None else "no mesh fits"
-        yield f"time: unknown ({why})"
+        reason = "nothing says how much data there is" if run.amount is None else "no mesh fits"
+        yield f"time: unknown ({reason})"
     elif tokens_per_second is not None:
         yield (
             f"time: {duration(totals['hours'][0])}, at {tokens_per_second:,.10g} stored tokens per "

@@ -1,4 +1,4 @@
-"""Many processes join as one run, compare what must be the same, and take the same steps.
+"""Joins many processes to one run, compares their settings, and keeps them at the same step.
 
 `jax.distributed` joins the processes of a pod. Before anything expensive, `raise_together`
 compares everything that must be the same on all hosts, such as the flags and the model's files.
@@ -225,8 +225,8 @@ def raise_together(
 ) -> None:
     """Raises on all hosts if one has a problem, or if fields differ between hosts.
 
-    All hosts must call this together; it is a barrier. If any host raises, all leave the run
-    before. If the problem of any host can only recur, the errors of all hosts say so.
+    All hosts must call this together; it is a barrier. Before it raises, all hosts leave the run.
+    If the problem of any host recurs with the same command, the errors of all hosts are marked so.
 
     Args:
         host: This host.
@@ -348,15 +348,15 @@ class Watchdog:
             if time.monotonic() - self._last <= self.seconds:
                 continue
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
-            why = f"no batch has become ready and no step has finished for {self.seconds:g} s"
+            problem = f"no batch has become ready and no step has finished for {self.seconds:g} s"
             remedy = "to continue, start the run again without --overwrite"
             if busy := ", ".join(list(activities.values())):
-                why = f"{busy}: {why}"
+                problem = f"{busy}: {problem}"
                 remedy = "change or leave out the row, or the template, and start anew with "
                 remedy += "--overwrite"
             _end_process(
-                f"error: {why} (--stall_timeout); the stack of every thread is above; committed "
-                f"shards are safe; {remedy}"
+                f"error: {problem} (--stall_timeout); the stack of every thread is above; "
+                f"committed shards are safe; {remedy}"
             )
 
 
@@ -374,10 +374,10 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
     if not host.several:
         yield
         return
-    why = "because another host is gone (or because it crashed itself; see above)"
+    reason = "because another host is gone (or because it crashed itself; see above)"
     script = "import sys; sys.stdin.read() == '.' or sys.stderr.write(sys.argv[1])"
     helper = subprocess.Popen(
-        [sys.executable, "-S", "-c", script, f"error: host {host.id} ended {why}; {message}\n"],
+        [sys.executable, "-S", "-c", script, f"error: host {host.id} ended {reason}; {message}\n"],
         stdin=subprocess.PIPE,
         text=True,
         start_new_session=True,  # Ctrl-C in the terminal must not reach it

@@ -165,12 +165,12 @@ def _check_inputs(
             continue
         flag = next((flag for flag in entry.flags if flags[flag]), entry.flags[0])
         problem = "is not the one" if flags[flag] else "is missing, the one"
-        value = f" {plain_url(flags[flag])}" if isinstance(flags[flag], str) else ""
+        path = f" {plain_url(flags[flag])}" if isinstance(flags[flag], str) else ""
         # The tokenizer or template may differ because the adapter has, or no longer has, its own.
         if flag in MODEL_FLAGS and "lora" in entry.paths and flags["lora"]:
-            value += f" with --lora {plain_url(flags['lora'])}"
+            path += f" with --lora {plain_url(flags['lora'])}"
         raise InputError(
-            f"--{flag}{value}: the {entry.name} {problem} that the stored activations came from"
+            f"--{flag}{path}: the {entry.name} {problem} that the stored activations came from"
         )
 
 

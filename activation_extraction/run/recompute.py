@@ -80,9 +80,9 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
             by_name = {str(key): values for key, values in activations.items()}
             for placed in batch.samples:
                 index = readable[placed.sample.number]
-                where = placed.row, placed.start + np.asarray(stored[index].positions, int)
+                columns = placed.start + np.asarray(stored[index].positions, int)
                 results[index] = {
-                    hook.name: hook.for_user(by_name[hook.name][where])
+                    hook.name: hook.for_user(by_name[hook.name][placed.row, columns])
                     for hook in chosen[index].hooks
                 }
         return results

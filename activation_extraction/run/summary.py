@@ -56,7 +56,6 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     """
     storage = run.storage
     totals = storage.totals
-    before = storage.plan.totals
     repair = storage.plan.repair
     if repair is not None:
         made = ranges(sorted(commit.number for commit in storage.made)) or "none"
@@ -64,10 +63,10 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         if complete and repair.gaps:
             if repair.status(totals.samples) != "complete":
                 say("the run is not complete: the same command without --repair continues it")
-            elif (more := totals.tokens - repair.metadata["tokens"]) > 0:
+            elif (added_tokens := totals.tokens - repair.metadata["tokens"]) > 0:
                 say(
                     "stored whole: samples that an earlier --max_tokens had cut, with "
-                    f"{counted(more, 'token')} more"
+                    f"{counted(added_tokens, 'token')} more"
                 )
         return
     shortfalls = gather(run.host, _shortfall(run) if complete else "")
@@ -110,8 +109,8 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         say(f"short: {shortfall}")
     if run.host.id != 0 and not run.config.verbose:
         return
-    if new := totals.tokens - before.tokens:
-        say(_where_the_time_went(run, clock, new))
+    if new_tokens := totals.tokens - storage.plan.totals.tokens:
+        say(_where_the_time_went(run, clock, new_tokens))
     if totals.shards:
         say(
             "read it with:", *_how_to_read(run.folders.bucket_url or str(run.folders.local), totals)

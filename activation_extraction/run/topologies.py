@@ -103,7 +103,7 @@ class Topology:
         return bool(self.kind.shapes)
 
     def described(self) -> list[Device]:
-        """Returns all devices of the machine, to choose a mesh for."""
+        """Returns the devices of the machine, from which a mesh can be made."""
         platform = "tpu" if self.is_tpu else "gpu"
         count = self.chips * self.kind.devices
         devices = []
@@ -159,8 +159,8 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
         largest = _sides(shapes[-1])
         chips = math.prod(sides)
         if len(sides) != len(largest) or not 0 < chips <= math.prod(largest):
-            names = ", ".join(f"{key}-{size} ({key}:{s})" for size, s in shape_of_number.items())
-            raise InputError(f"--plan {name}: no such size; there are {names}")
+            names = [f"{key}-{size} ({key}:{sides})" for size, sides in shape_of_number.items()]
+            raise InputError(f"--plan {name}: no such size; there are {', '.join(names)}")
         usual_name = f"{key}:{shape}"
         flat = len(sides) == 2
         usual_host = chips if flat and chips in (1, 8) else USUAL
