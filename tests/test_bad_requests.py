@@ -17,7 +17,7 @@ BAD_REQUESTS = """\
 --batch_size | --batch_size
 --batchsize 4 | unrecognized arguments: --batchsize 4; did you mean --batch_size? (see --help)
 --text_column -x | a value that begins with - follows a =, such as --text_column=-x
---batch_size 0 | argument --batch_size: 0 is not a number from 1 to 1000000000
+--batch_size 0 | argument --batch_size: 0 is not a whole number from 1 to 1000000000
 --batch_size all | argument --batch_size: invalid integer or auto value: 'all'
 --batch_size 7 --mesh_type 2d | of all hosts together: 7 does not divide among 2 devices
 --max_seq_length 4096 | the model has 2048 positions

@@ -381,5 +381,7 @@ def test_a_moment_s_failure_to_connect_is_none(monkeypatch):
 def test_an_unwritable_cache_is_named_with_its_variable():
     outer = RuntimeError("cannot download")
     outer.__cause__ = NotADirectoryError(errno.ENOTDIR, "Not a directory", "/dev/null/home/hub")
-    assert "/dev/null/home/hub: Not a directory; HF_HOME names" in str(unwritable_cache(outer))
+    assert "/dev/null/home/hub: Not a directory; set HF_HOME to a folder" in str(
+        unwritable_cache(outer)
+    )
     assert unwritable_cache(FileNotFoundError(errno.ENOENT, "no such file", "x")) is None

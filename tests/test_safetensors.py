@@ -55,8 +55,14 @@ BAD_FILES = {
     "cut short": (file_with()[:-1], "its header describes "),
     "too long": (file_with() + b"x", "its header describes "),
     "no shape": (file_with(shape=None), "not a safetensors file: TypeError"),
-    "a negative size": (file_with(shape=[-2]), "-2 in its header, expected a size"),
-    "no whole number": (file_with(shape=[2.0]), "2.0 in its header, expected a size"),
+    "a negative size": (
+        file_with(shape=[-2]),
+        "-2 in its header, expected a whole number from 0 on",
+    ),
+    "no whole number": (
+        file_with(shape=[2.0]),
+        "2.0 in its header, expected a whole number from 0 on",
+    ),
     "another size": (file_with(shape=[3]), "size does not follow from its shape"),
     "another dtype": (file_with(dtype="F4"), "tensor a is F4, which is not read"),
 }

@@ -1,4 +1,4 @@
-"""How the user watches a run and stops it: progress, metrics, clock, signals."""
+"""Shows the progress of a run to the user, writes its metrics, and stops it on signals."""
 
 import logging
 import signal
@@ -16,9 +16,12 @@ from activation_extraction.common.visible import counted
 
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], int]]:
-    """Inside the block, SIGTERM and the first Ctrl-C only ask to stop; a second Ctrl-C interrupts.
+    """Turns SIGTERM and Ctrl-C in a `with` block into requests to stop.
 
-    Yields a function that returns the number of the signal that came, or 0 if none has.
+    After the first signal, a Ctrl-C raises KeyboardInterrupt.
+
+    Yields:
+        A function that returns the number of the last signal, or 0 if there was none.
     """
     received = 0
 
@@ -45,7 +48,7 @@ class Clock:
 
     @contextmanager
     def measure(self, activity: str) -> Iterator[None]:
-        """Adds the time inside the `with` block to `activity`."""
+        """Adds the duration of a `with` block to the seconds of an activity."""
         began = time.perf_counter()
         try:
             yield
@@ -53,35 +56,36 @@ class Clock:
             self.seconds[activity] += time.perf_counter() - began
 
     def restart(self) -> None:
-        """Makes `elapsed` count from now."""
+        """Sets `elapsed` to 0. The seconds of activities stay."""
         self._began = time.perf_counter()
 
     @property
     def elapsed(self) -> float:
+        """The seconds since the clock was made or restarted."""
         return time.perf_counter() - self._began
 
 
 class Progress:
-    """Shows a bar on a terminal, else logs a line every `interval` seconds; also writes metrics.
+    """Reports the progress of a run: a bar on a terminal, otherwise lines in the log, and metrics.
 
-    The bar, the lines and the metrics count samples and tokens of the whole run, those of earlier
-    processes included. What counts from the start of this process says so in its name.
+    The bar, the lines and the metrics count samples and tokens of the whole run, including those of
+    earlier processes. The names of metrics that count from the start of this process say so.
 
     Args:
-        max_samples: The most samples of this host; None if there is no such limit.
-        max_tokens: The most tokens that this host stores; None if there is no such limit.
-        stored: Samples and tokens that earlier processes have stored.
-        interval: Seconds between two lines.
+        max_samples: Limit of this host's samples; None for no such limit.
+        max_tokens: Limit of the tokens that this host stores; None for no such limit.
+        stored: Numbers of samples and of tokens that earlier processes have stored.
+        interval: Seconds between two reports.
         chips: Number of this host's devices.
-        peak_flops: FLOP/s of these devices together; None if unknown.
-        gauges: Returns the metrics of the storage and of the data, by name.
-        record: Takes the metrics of an interval, a JSON object.
+        peak_flops: Peak FLOP/s of these devices together; None if unknown.
+        gauges: Function that returns the metrics of the storage and of the data, by name.
+        record: Function that stores the metrics of an interval, a JSON object.
 
     Attributes:
-        samples: Samples computed since the start.
-        tokens: Tokens computed since the start, whether or not they are kept.
-        steps: Steps since the start.
-        kept: Tokens that the whole run has kept.
+        samples: Number of samples computed since the start of this process.
+        tokens: Number of tokens computed since the start, whether or not they are kept.
+        steps: Number of steps since the start.
+        kept: Number of tokens that the whole run has kept.
     """
 
     def __init__(
@@ -105,18 +109,25 @@ class Progress:
         self._gauges, self._record = gauges, record
         self._reported = time.perf_counter(), 0, 0.0  # when, tokens, FLOPs
         unit = "tokens" if self._in_tokens else "samples"
-        known = "{l_bar}{bar}| {n_fmt}/{total_fmt} UNIT [{elapsed}<{remaining}{postfix}]"
-        unknown = "{desc}: {n_fmt} samples [{elapsed}{postfix}]"
+        with_limit = "{l_bar}{bar}| {n_fmt}/{total_fmt} UNIT [{elapsed}<{remaining}{postfix}]"
+        without_limit = "{desc}: {n_fmt} samples [{elapsed}{postfix}]"
         self._bar = tqdm(
             total=self._most,
             initial=stored[self._in_tokens],
             desc="extracting",
-            bar_format=known.replace("UNIT", unit) if self._most else unknown,
+            bar_format=with_limit.replace("UNIT", unit) if self._most else without_limit,
             disable=not (on_terminal() and log.isEnabledFor(logging.INFO)),
         )
 
     def advance(self, samples: int, tokens: int, flops: float, kept: int = 0) -> None:
-        """Counts one step, and reports if the interval is over. kept: tokens that are stored."""
+        """Counts one step, and reports if the interval is over.
+
+        Args:
+            samples: Number of samples that the step completed.
+            tokens: Number of tokens that the step computed.
+            flops: FLOPs of the step on this host's devices together.
+            kept: Number of tokens of the step that are stored.
+        """
         self.samples += samples
         self.tokens += tokens
         self._flops += flops
@@ -169,6 +180,7 @@ class Progress:
             )
 
     def close(self) -> None:
+        """Reports the last interval and ends the bar."""
         if self._reported[1] < self.tokens:
             self._report()
         self._bar.close()

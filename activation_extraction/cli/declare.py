@@ -26,12 +26,12 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Variables:
-    """Environment variables that stand in for a flag that is not given.
+    """Environment variables that replace a missing flag.
 
     Attributes:
-        names: Names of the variables. The first one that is set counts.
-        only_with: Flag without which the variables do not count; "" for none.
-        unless: Flags with any of which the variables do not count.
+        names: Names of the variables. The first one that is set is used.
+        only_with: Flag without which the variables are ignored; "" for none.
+        unless: Flags any of which makes the variables be ignored.
     """
 
     names: tuple[str, ...]
@@ -39,7 +39,11 @@ class Variables:
     unless: tuple[str, ...] = ()
 
     def count_with(self, typed: Collection[str]) -> bool:
-        """Returns whether the variables count beside the flags of these names."""
+        """Returns whether the variables are used.
+
+        Args:
+            typed: Names of the flags on the command line.
+        """
         has_needed = not self.only_with or self.only_with in typed
         return has_needed and not any(name in typed for name in self.unless)
 
@@ -50,14 +54,15 @@ class Flag:
 
     Attributes:
         options: Arguments of argparse's `add_argument`. `type` is a parser of values.py.
-        group: Group of --help; None for the group of the part that has the flag.
-        needs: Flag without which this one means nothing, or several with " or " between them, of
-            which one is enough; "" for none.
-        excludes: Flags that cannot be given together with this one.
-        variables: Environment variables that stand in for the flag; None if there are none.
-        opposite: Name of the flag that means no, and its help; None if there is no such flag.
-        collect: Function that makes the value of a flag that takes several from their list.
-        content: Whether the flag decides, by its value alone, the content of shards. A run that
+        group: Group in --help; None for the group of the part that contains the flag.
+        needs: Flag that this one requires, or several flags with " or " between them, one of which
+            is enough; "" for none.
+        excludes: Flags that cannot be used together with this one.
+        variables: Environment variables that replace the flag if it is missing; None for none.
+        opposite: Name and help of the flag that sets the field to False; None for no such flag.
+        collect: Function that makes the field's value from the list of a flag's values, for flags
+            that take several.
+        content: Whether the value of the flag determines the content of shards. A run that
             continues must have the same value (see Identity).
         per_host: Whether the flag may differ between the hosts of a run.
     """
@@ -93,11 +98,11 @@ def flag(
 
     Args:
         help: Text of --help, without the default.
-        default: Default. None if there is none, or if config.py or the run works it out.
-        parse: Parser of the value (values.py).
+        default: Default. None if there is none, or if config.py or the run determines it.
+        parse: Parser of the value (values.py). Not used for a flag with `choices`.
         unit: Unit of the default, for --help.
-        default_is: Words for --help where the default's value does not say enough.
-        group: See `Flag`, as for the following parameters.
+        default_is: Description of the default for --help; "" to show the default itself.
+        group: See `Flag`.
         needs: See `Flag`.
         excludes: See `Flag`.
         variables: See `Flag`.
@@ -141,7 +146,19 @@ def switch(
     content: bool = False,
     per_host: bool = False,
 ) -> Any:
-    """Declares a boolean flag that is false unless it is given. Parameters: see `flag`."""
+    """Declares a boolean flag that is false by default.
+
+    Args:
+        help: Text of --help.
+        group: See `Flag`.
+        needs: See `Flag`.
+        excludes: See `Flag`.
+        content: See `Flag`.
+        per_host: See `Flag`.
+
+    Returns:
+        The field of a dataclass.
+    """
     options = {"help": help, "action": "store_true"}
     declared = Flag(options, group, needs, excludes, content=content, per_host=per_host)
     return field(default=False, metadata={"flag": declared})
@@ -163,6 +180,9 @@ def pair(
         opposite_help: Text of --help for that flag.
         group: See `Flag`.
         content: See `Flag`.
+
+    Returns:
+        The field of a dataclass.
     """
     options = {"help": f"{help} (default)", "action": "store_true"}
     declared = Flag(options, group, opposite=(opposite, opposite_help), content=content)
@@ -170,26 +190,55 @@ def pair(
 
 
 def each_once(values: list[Any]) -> tuple[Any, ...]:
-    """Returns the values in their order, without repetitions."""
+    """Returns the values without repetitions, in the order of their first occurrence."""
     return tuple(dict.fromkeys(values))
 
 
 def several(
     help: str, parse: Callable[[str], Any] = text, *, default_is: str = "none", **options: Any
 ) -> Any:
-    """Declares a flag that takes one or more values; its default is an empty tuple."""
+    """Declares a flag that takes one or more values, with an empty tuple as default.
+
+    Args:
+        help: Text of --help, without the default.
+        parse: Parser of one value (values.py).
+        default_is: Description of the default for --help.
+        options: Further arguments of `flag`.
+
+    Returns:
+        The field of a dataclass.
+    """
     return flag(help, (), parse, default_is=default_is, nargs="+", **options)
 
 
 def number(
     help: str, default: int | None = None, *, least: int = 1, metavar: str = "N", **options: Any
 ) -> Any:
-    """Declares a flag that takes a whole number of at least `least`."""
+    """Declares a flag that takes a whole number.
+
+    Args:
+        help: Text of --help, without the default.
+        default: Default; None if there is none.
+        least: Smallest valid number.
+        metavar: Name of the number in --help.
+        options: Further arguments of `flag`.
+
+    Returns:
+        The field of a dataclass.
+    """
     return flag(help, default, integer(least), metavar=metavar, **options)
 
 
 def seconds(help: str, default: int) -> Any:
-    """Declares a flag that takes a number of seconds, at least 1."""
+    """Declares a flag that takes a whole number of seconds, at least 1.
+
+    Args:
+        help: Text of --help, without the default.
+        default: Default in seconds.
+
+    Returns:
+        The field of a dataclass.
+    """
     return number(help, default, unit=" s", metavar="SECONDS")
 
 
@@ -200,7 +249,17 @@ def gigabytes(
     parse: Callable[[str], Any] = positive,
     **options: Any,
 ) -> Any:
-    """Declares a flag that takes a size in GB."""
+    """Declares a flag that takes a size in GB, 10^9 bytes.
+
+    Args:
+        help: Text of --help, without the unit and the default.
+        default: Default in GB; None if there is none.
+        parse: Parser of the number (values.py).
+        options: Further arguments of `flag`.
+
+    Returns:
+        The field of a dataclass.
+    """
     help = f"{help}. The unit is 10^9 bytes"
     return flag(help, default, parse, unit=" GB", metavar="GB", **options)
 
@@ -209,8 +268,8 @@ def part(kind: type[Any], group: Group) -> Any:
     """Declares a part of the configuration.
 
     Args:
-        kind: Dataclass of flags.
-        group: Group of --help for those of its flags that do not name another one.
+        kind: Dataclass whose fields are flags.
+        group: Group in --help of the flags of `kind` that do not name another group.
 
     Returns:
         The field of a dataclass.

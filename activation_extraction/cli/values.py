@@ -1,8 +1,8 @@
-"""The parsers of what is typed after a flag.
+"""Parses the values of flags.
 
-Each parser takes the typed text and returns the value. It raises FlagValueError, or ValueError for
-text that is no number at all. config.py hands the parsers to argparse, and common/positions.py has
-the parser of --positions.
+Each parser takes the text after the flag and returns the value. It raises FlagValueError, or
+ValueError for text that is no number at all. config.py passes the parsers to argparse. The parser
+of --positions is in common/positions.py.
 """
 
 import json
@@ -15,7 +15,7 @@ from activation_extraction.common.choices import BUCKET_PROTOCOLS, MESH_AXES
 from activation_extraction.common.errors import FlagValueError
 
 MOST = 10**9  # the largest whole number that a flag takes; a larger one is a typo
-MOST_LAYERS = 10_000
+MOST_LAYERS = 10_000  # the largest end of a range of layers
 
 
 def text(typed: str) -> str:
@@ -38,7 +38,7 @@ def path(typed: str) -> str:
         FlagValueError: There is no home folder. A folder called ~ would be made otherwise.
     """
     expanded = os.path.expanduser(text(typed))
-    if expanded.startswith("~"):
+    if expanded.startswith("~"):  # without a home folder; a folder called ~ would be made
         raise FlagValueError(
             f"{typed}: no home folder is known for {typed.split('/')[0]}; set HOME, or give a path "
             f"without ~ (./{typed} if this is its name)"
@@ -47,6 +47,7 @@ def path(typed: str) -> str:
 
 
 def path_or_default(typed: str) -> str:
+    """Returns a path, or "" for the default if nothing was typed."""
     return path(typed) if typed else ""
 
 
@@ -54,16 +55,17 @@ def integer(least: int) -> Callable[[str], int]:
     """Returns a parser of whole numbers of at least `least` and at most MOST."""
 
     def parse(typed: str) -> int:
-        value = int(typed)
-        if not least <= value <= MOST:
-            raise FlagValueError(f"{value} is not a number from {least} to {MOST}")
-        return value
+        number = int(typed)
+        if not least <= number <= MOST:
+            raise FlagValueError(f"{number} is not a whole number from {least} to {MOST}")
+        return number
 
     parse.__name__ = "integer"  # in messages of argparse
     return parse
 
 
 def rows(typed: str) -> int | str:
+    """Returns a number of rows from 1 on, or "auto"."""
     return typed if typed == "auto" else integer(1)(typed)
 
 
@@ -71,6 +73,8 @@ rows.__name__ = "integer or auto"
 
 
 def token(typed: str) -> int | str:
+    """Returns a token id, or other text as the text of a token."""
+    # Numbers with commas go to `integer`, too, which rejects them: ids are separated by spaces.
     numbers = re.fullmatch("[-+]?[0-9]+(,[0-9]+)*", typed)
     return integer(0)(typed) if numbers else text(typed)
 
@@ -79,7 +83,7 @@ token.__name__ = "token id"
 
 
 def layers(typed: str) -> tuple[int, ...] | str:
-    """Returns the layers of a number or of an inclusive range such as 1-3; "all" as it is."""
+    """Returns the layers of a number or of an inclusive range such as 1-3, or "all"."""
     if typed == "all":
         return typed
     if typed.startswith("-") or "--" in typed:
@@ -98,6 +102,7 @@ def layers(typed: str) -> tuple[int, ...] | str:
 
 
 def sizes(typed: str) -> tuple[int, ...]:
+    """Returns sizes of mesh axes from a list with commas."""
     return tuple(map(integer(1), typed.split(",")))
 
 
@@ -112,7 +117,7 @@ def axes(typed: str) -> tuple[str, ...]:
 
 
 def address(typed: str) -> str:
-    """Returns HOST:PORT. The host is a name, an IPv4 address, or an IPv6 address in brackets."""
+    """Returns HOST:PORT. The host is a name, an IPv4 address or an IPv6 address in brackets."""
     match = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)", typed)
     if match is None or not 0 < int(match[2]) < 65536:
         raise FlagValueError(f"{typed}: expected HOST:PORT of host 0, such as 10.0.0.1:8476")
@@ -120,13 +125,15 @@ def address(typed: str) -> str:
 
 
 def positive(typed: str) -> float:
-    value = float(typed)
-    if not 0 < value < float("inf"):
+    """Returns a positive finite number."""
+    number = float(typed)
+    if not 0 < number < float("inf"):
         raise FlagValueError(f"{typed} is not a positive number")
-    return value
+    return number
 
 
 def positive_or_0(typed: str) -> float:
+    """Returns a finite number of at least 0."""
     return positive(typed) if float(typed) else 0.0
 
 
@@ -141,29 +148,31 @@ def dollars(typed: str) -> tuple[float, ...]:
 
 
 def argument(typed: str) -> tuple[str, Any]:
-    """Returns the name and the value of NAME=VALUE. A value that is no JSON is text.
+    """Parses NAME=VALUE.
 
-    Python reads NaN, 1e999 and half of a surrogate pair as JSON, but metadata.json cannot hold
-    them, so they are refused.
+    Returns:
+        The name, which is a Python identifier.
+        The value: parsed if it is JSON, otherwise text.
     """
-    name, equals, text = typed.partition("=")
+    name, equals, typed_value = typed.partition("=")
     if not equals or not name.isidentifier():
         raise FlagValueError(f"{typed!r} is not NAME=VALUE")
     try:
-        value = json.loads(text)
+        parsed = json.loads(typed_value)
     except (ValueError, RecursionError):
-        value = text
+        parsed = typed_value
+    # Python parses NaN, 1e999 and half of a surrogate pair, but metadata.json cannot store them.
     try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
     except ValueError as error:
         raise FlagValueError(
             f"{typed!r} is not NAME=VALUE with a finite number, or with text in Unicode"
         ) from error
-    return name, value
+    return name, parsed
 
 
 def weighted(typed: str) -> tuple[str, float]:
-    """Returns the source and the weight of SOURCE=WEIGHT."""
+    """Parses SOURCE=WEIGHT into the source and its positive weight."""
     source, _, weight = text(typed).rpartition("=")
     try:
         return text(source), positive(weight)
@@ -174,16 +183,18 @@ def weighted(typed: str) -> tuple[str, float]:
 
 
 def hook_and_path(typed: str) -> tuple[str, str]:
-    """Returns the hook and the path of [HOOK=]PATH; the hook is "" if there is none.
+    """Parses [HOOK=]PATH.
 
-    The name of a hook has no slash, so an = after a slash belongs to the path.
+    Returns:
+        The name of the hook, which contains no slash; "" if there is none.
+        The path.
     """
-    hook, equals, rest = text(typed).partition("=")
+    hook, equals, typed_path = text(typed).partition("=")
     if not equals or "/" in hook:
         return "", path(typed)
     if not hook:
         raise FlagValueError(f"{typed!r} is not [HOOK=]SAE")
-    return hook, path(rest)
+    return hook, path(typed_path)
 
 
 def in_bucket(typed: str) -> str:
@@ -208,9 +219,9 @@ def in_bucket(typed: str) -> str:
 
 def bucket(typed: str) -> str:
     """Returns the name of a bucket, or the URL of a bucket or of a folder in it."""
-    protocol, is_url, rest = typed.partition("://")
-    in_bucket(rest or typed)
-    if is_url and (protocol not in BUCKET_PROTOCOLS or not rest):
+    protocol, is_url, name = typed.partition("://")
+    in_bucket(name or typed)
+    if is_url and (protocol not in BUCKET_PROTOCOLS or not name):
         raise FlagValueError(
             f"{typed}: is not the URL of a bucket; expected a name, or a URL such as s3://bucket, "
             f"which begins with one of {', '.join(BUCKET_PROTOCOLS)}"

@@ -1,4 +1,4 @@
-"""What every other room may use: failures, the log, the filter of texts, and shared formats.
+"""Contains what all other rooms may use: errors, the log, the filter of text, and file formats.
 
     errors.py           the two kinds of failure, and their exit statuses
     log.py              the log
@@ -7,7 +7,7 @@
     interrupts.py       ends the process on Ctrl-C
     late_imports.py     imports transformers when it is needed
     host_memory.py      how much memory this process can use
-    choices.py          the values that flags offer and that several rooms know
+    choices.py          choices and defaults of flags that several rooms use
     positions.py        parses rules for positions (--positions)
     tokenizer_files.py  the names of a tokenizer's files
     encodings.py        float8: activations in one byte per value

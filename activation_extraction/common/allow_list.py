@@ -1,8 +1,8 @@
-"""Unpickling by a list of names: a pickle can import nothing else, so none of its code runs.
+"""Unpickles files with an allow-list: a pickle can import only listed names, so it runs no code.
 
-Nor is a size in a pickle believed before its bytes are there. The unpickler takes memory for a
-length, or for a number in its memo, as soon as it sees one, and six bytes can claim 64 GB. So an
-instruction is read by `pickletools` first, and handed over when it is complete.
+Sizes in a pickle are not trusted, either. Python's unpickler allocates memory for a length, or for
+an index in its memo, as soon as it reads the number, and six bytes can claim 64 GB. So
+`pickletools` reads every instruction first, and the unpickler gets only complete instructions.
 """
 
 import pickle
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
-MEMO = "PUT", "BINPUT", "LONG_BINPUT"  # the instructions that choose a number in the memo
+MEMO = "PUT", "BINPUT", "LONG_BINPUT"  # the instructions with an index in the unpickler's memo
 
 
 class Stream(Protocol):
@@ -22,12 +22,12 @@ class Stream(Protocol):
 
 
 class AllowListUnpickler(pickle.Unpickler):
-    """Unpickles plain containers and what is listed.
+    """An unpickler of plain containers and of listed classes and functions.
 
     Attributes:
-        allowed: The object that stands for each full name in a pickle.
-        error: The exception that is raised for any other name.
-        why: The end of its message.
+        allowed: The class or function to use for each full name ("module.name") in a pickle.
+        error: The type of the exception for a name that is not listed.
+        why: The reason, which is the end of the exception's message.
     """
 
     allowed: ClassVar[Mapping[str, Any]]
@@ -38,24 +38,26 @@ class AllowListUnpickler(pickle.Unpickler):
         super().__init__(_CompleteInstructions(stream))
 
     def find_class(self, module: str, name: str) -> Any:
+        """Returns the listed object of this name, or raises `error` if the name is not listed."""
         if (full_name := f"{module}.{name}") not in self.allowed:
             raise self.error(f"refused: would import {full_name!r:.80}; {self.why}")
         return self.allowed[full_name]
 
 
 class _CompleteInstructions:
-    """A pickle as a stream that contains an instruction when all of its bytes were read."""
+    """A stream that passes on an instruction of a pickle once all of its bytes have been read."""
 
     def __init__(self, stream: Stream) -> None:
         self._source = _Recorded(stream)
-        source: Any = self._source  # which has all that `genops` needs of a file
+        # Any: `genops` is declared to need a file, but only calls `read` and `readline`.
+        source: Any = self._source
         self._instructions = enumerate(pickletools.genops(source))
 
     def read(self, size: int) -> bytes:
-        """Returns the next bytes: `size` of them, or fewer at the end of the pickle.
+        """Returns the next `size` bytes, or fewer at the end of the pickle.
 
         Raises:
-            ValueError: An instruction is unknown or incomplete, or its number in the memo is larger
+            ValueError: An instruction is unknown or incomplete, or its index in the memo is larger
                 than the number of instructions before it.
         """
         taken: list[bytes] = []
@@ -73,18 +75,26 @@ class _CompleteInstructions:
         return self._source.pieces.popleft() if self._read_on() else b""
 
     def _read_on(self) -> bool:
-        """Reads an instruction if nothing is left of the last one. Returns whether there is one."""
+        """Reads the next instruction unless bytes of the last one are left.
+
+        Returns:
+            Whether there are bytes to pass on; false at the end of the pickle.
+        """
         if self._source.pieces:
             return True
         for number, (instruction, argument, _) in self._instructions:
             if instruction.name in MEMO and not 0 <= int(argument or 0) <= number:
-                raise ValueError(f"instruction {number} has number {argument} in the memo")
+                raise ValueError(f"instruction {number} has the index {argument} in the memo")
             return True
         return False
 
 
 class _Recorded:
-    """Everything that was read from a stream, in pieces, until it is taken from there."""
+    """A stream that also keeps the bytes that are read from it.
+
+    Attributes:
+        pieces: The bytes of each read, in order. The reader of the pickle removes them.
+    """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream

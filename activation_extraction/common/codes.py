@@ -1,15 +1,15 @@
 """Codes: the active features of an autoencoder for each token, as sparse rows.
 
-Files contain codes, and users read them, as `Codes`: a token has as many entries as it has active
-features. On devices, and where batches are shuffled, all tokens need rows of one width. There the
-codes of a token are a record of int32, which has in this order
+Files store codes as `Codes`, and readers return them so: a token has one entry per active feature.
+On devices, and where batches are shuffled, all tokens need rows of the same width. There the codes
+of a token are a "record": a row of int32 that contains, in this order,
 
-  the number of active features, which may be more than are kept,
+  the number of active features, which may be larger than `most`,
   the bits of the squared error and of the norm, float32 (see `Codes`),
-  `most` numbers of features, ascending, and
+  the ids of up to `most` features, ascending, and
   the bits of the values of these features, float32.
 
-Where a token has fewer active features than `most`, the other numbers and values are undefined.
+If a token has fewer active features than `most`, the remaining ids and values are undefined.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,37 +19,37 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-CODES = ".codes"  # follows the name of a hook
-HEAD = 3  # numbers of a record before the features
-# What files call the arrays of Codes -> their fields. At a HOOK: HOOK.codes.ids and so on.
+CODES = ".codes"  # the suffix of the hook's name
+HEAD = 3  # the length of the part of a record before the ids of the features
+# The name of each array in a file -> the field of Codes. At a HOOK: HOOK.codes.ids and so on.
 ARRAYS = {"ids": "indices", "values": "data", "offsets": "indptr", "error": "error", "norm": "norm"}
 
 
 def record_width(most: int) -> int:
-    """Returns how many numbers a record has.
+    """Returns the length of a record in units of int32.
 
     Args:
-        most: How many features of a token are kept at most.
+        most: The largest number of features that are kept of a token.
     """
     return HEAD + 2 * most
 
 
 def value_dtype(activations: Any) -> np.dtype:
-    """Returns the dtype in which files have the values of features.
+    """Returns the dtype in which files store the values of features.
 
     Args:
-        activations: The dtype of the run's activations, or FLOAT8.
+        activations: The dtype of the run's activations, or encodings.FLOAT8.
     """
     narrow = str(activations) == "bfloat16"
     return np.dtype(ml_dtypes.bfloat16 if narrow else np.float32)
 
 
 def code_bytes(most: int, activations: Any) -> int:
-    """Returns how many bytes of a token are stored: its offset, error, norm and features.
+    """Returns the number of bytes stored of a token: its offset, error, norm and features.
 
     Args:
-        most: How many active features the token has.
-        activations: The dtype of the run's activations, or FLOAT8.
+        most: The number of features that are stored of the token.
+        activations: The dtype of the run's activations, or encodings.FLOAT8.
     """
     return 8 + 4 + 4 + most * (4 + value_dtype(activations).itemsize)
 
@@ -58,19 +58,22 @@ def code_bytes(most: int, activations: Any) -> int:
 class Codes:
     """The active features of some tokens: a sparse matrix (tokens, features) in CSR form.
 
-    Token t has the features indices[indptr[t] : indptr[t + 1]], with the values in `data` at the
-    same places. The arrays are NumPy's, or JAX's or PyTorch's after `map`.
+    Token t has the features indices[indptr[t] : indptr[t + 1]], with the values
+    data[indptr[t] : indptr[t + 1]]. The arrays are NumPy arrays, or arrays of JAX or PyTorch after
+    `map`.
 
     Attributes:
-        indptr: The first entry of each token and the end of the last one, int64 (tokens + 1,).
-        indices: The numbers of the features, int32 (entries,), ascending for each token.
+        indptr: The index of each token's first entry, then the number of all entries, int64
+            (tokens + 1,).
+        indices: The ids of the features, int32 (entries,), ascending for each token.
         data: The values of the features, float32 (entries,), or bfloat16 on the way to a file.
-        error: The squared Euclidean norm of what the features that are kept do not reconstruct,
-            float32 (tokens,).
-        norm: The Euclidean norm of what is reconstructed, float32 (tokens,).
+        error: The squared Euclidean norm of the activation minus its reconstruction from the
+            features that are kept, float32 (tokens,).
+        norm: The Euclidean norm of the activation that is reconstructed, float32 (tokens,).
         features: The number of all features of the autoencoder.
-        active: The number of active features, which may be more than are kept, int64 (tokens,).
-            None for codes that were stored, because files do not have it.
+        active: The number of active features, which may be larger than the number of features
+            that are kept, int64 (tokens,). None for codes that were read from a file, because
+            files do not store it.
     """
 
     indptr: Any
@@ -83,28 +86,34 @@ class Codes:
 
     @classmethod
     def of(cls, records: np.ndarray, features: int, dtype: Any = np.float32) -> "Codes":
-        """Returns the codes in records.
+        """Returns the codes that records contain.
 
         Args:
             records: The records, int32 (tokens, 3 + 2 * most).
             features: The number of all features of the autoencoder.
-            dtype: The dtype of the values in the result.
+            dtype: The dtype of the values in the returned codes.
         """
         most = (records.shape[1] - HEAD) // 2
-        active, numbers = records[:, 0].astype(np.int64), records.view(np.float32)
+        active = records[:, 0].astype(np.int64)
+        floats = records.view(np.float32)
         kept = np.arange(most) < active[:, None]
-        indptr = np.cumsum([0, *np.minimum(active, most)], dtype=np.int64)
-        values = numbers[:, HEAD + most :][kept].astype(dtype, copy=False)
-        ids = records[:, HEAD : HEAD + most][kept]
-        error = numbers[:, 1]
-        norm = numbers[:, 2]
-        return cls(indptr, ids, values, error.copy(), norm.copy(), features, active)
+        return cls(
+            indptr=np.cumsum([0, *np.minimum(active, most)], dtype=np.int64),
+            indices=records[:, HEAD : HEAD + most][kept],
+            data=floats[:, HEAD + most :][kept].astype(dtype, copy=False),
+            error=floats[:, 1].copy(),
+            norm=floats[:, 2].copy(),
+            features=features,
+            active=active,
+        )
 
     @classmethod
     def concatenate(cls, parts: Sequence["Codes"]) -> "Codes":
-        """Returns the codes of the tokens of all parts, which have the same features.
+        """Returns the codes of the tokens of all parts, in order.
 
-        A single part is returned as it is, without a copy.
+        Args:
+            parts: At least one object of Codes, all of the same autoencoder. A single part is
+                returned as it is, without a copy.
         """
         if len(parts) == 1:
             return parts[0]
@@ -123,30 +132,44 @@ class Codes:
         """Returns the codes as records, int32 (tokens, 3 + 2 * most).
 
         Args:
-            most: The number of features in a record; no token may have more.
+            most: The number of features in a record. No token may have more.
         """
         counts = np.diff(self.indptr)
         records = np.zeros((len(counts), record_width(most)), np.int32)
-        numbers, kept = records.view(np.float32), np.arange(most) < counts[:, None]
-        records[:, 0], numbers[:, 1], numbers[:, 2] = counts, self.error, self.norm
+        floats = records.view(np.float32)
+        kept = np.arange(most) < counts[:, None]
+        records[:, 0] = counts
+        floats[:, 1] = self.error
+        floats[:, 2] = self.norm
         records[:, HEAD : HEAD + most][kept] = self.indices
-        numbers[:, HEAD + most :][kept] = self.data
+        floats[:, HEAD + most :][kept] = self.data
         return records
 
     def __len__(self) -> int:
         return len(self.error)
 
     def __getitem__(self, tokens: Any) -> "Codes":
-        """Returns the codes of the tokens that a slice, a mask or an array of their numbers
-        chooses. The arrays must be NumPy's."""
+        """Returns the codes of some of the tokens. The arrays must be NumPy arrays.
+
+        Args:
+            tokens: A slice, a mask or an array of indices of tokens.
+        """
         counts = np.diff(self.indptr)[tokens]
         indptr = np.cumsum([0, *counts], dtype=np.int64)
-        at = np.arange(indptr[-1]) + np.repeat(self.indptr[:-1][tokens] - indptr[:-1], counts)
-        arrays = self.indices[at], self.data[at], self.error[tokens], self.norm[tokens]
-        return Codes(indptr, *arrays, features=self.features)
+        shifts = self.indptr[:-1][tokens] - indptr[:-1]
+        entries = np.arange(indptr[-1]) + np.repeat(shifts, counts)
+        return Codes(
+            indptr=indptr,
+            indices=self.indices[entries],
+            data=self.data[entries],
+            error=self.error[tokens],
+            norm=self.norm[tokens],
+            features=self.features,
+        )
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all arrays, without `active`."""
         return sum(getattr(self, field).nbytes for field in ARRAYS.values())
 
     @property
@@ -156,10 +179,15 @@ class Codes:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """The number of tokens and the number of all features of the autoencoder."""
         return len(self), self.features
 
     def map(self, convert: Callable[[Any], Any]) -> "Codes":
-        """Returns `convert` applied to every array."""
+        """Returns the codes with converted arrays, without `active`.
+
+        Args:
+            convert: A function that takes an array and returns an array.
+        """
         arrays = {field: convert(getattr(self, field)) for field in ARRAYS.values()}
         return replace(self, **arrays, active=None)
 
@@ -171,7 +199,7 @@ class Codes:
         return csr_array((arrays.data, arrays.indices, arrays.indptr), shape=self.shape)
 
     def to_torch(self) -> Any:
-        """Returns a sparse CSR tensor of PyTorch (tokens, features), on the device of the batch."""
+        """Returns a sparse CSR tensor of PyTorch (tokens, features) on the device of the arrays."""
         import torch
 
         tensors = self.map(torch.as_tensor)
@@ -180,15 +208,20 @@ class Codes:
             tensors.indices.to(tensors.indptr.dtype),
             tensors.data,
             self.shape,
-            check_invariants=False,  # they hold
+            check_invariants=False,  # saves time; the arrays are valid CSR by construction
         )
 
 
-def map_arrays(values: Any, convert: Callable[[Any], Any]) -> Any:
-    """Returns the values of some tokens with `convert` applied to their arrays.
+def map_arrays(activations: Any, convert: Callable[[Any], Any]) -> Any:
+    """Converts the array, or the arrays of the codes, of some tokens at a hook.
 
     Args:
-        values: An array, or Codes.
-        convert: A function of an array.
+        activations: An array, or Codes.
+        convert: A function that takes an array and returns an array.
+
+    Returns:
+        The converted array, or Codes of converted arrays.
     """
-    return values.map(convert) if isinstance(values, Codes) else convert(values)
+    if isinstance(activations, Codes):
+        return activations.map(convert)
+    return convert(activations)

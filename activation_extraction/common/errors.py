@@ -1,9 +1,9 @@
-"""A run can fail in two ways, each with an exit status of its own.
+"""The errors of this program, and the exit status and message that each of them becomes.
 
 `InputError` (status 2) means that the request cannot be met; it is raised before anything expensive
-starts. `RunError` (status 1) means that the request was sound, but something failed on the way, or
-(status 2) that the same command would compute the same failure again.
-Both carry one line for the user; any other exception that escapes is a bug in this program.
+starts. `RunError` means that the request was sound, but something failed later: status 1, or 2 if
+the same command would fail again in the same way. The message of both is one line for the user. Any
+other exception that escapes is a bug in this program.
 """
 
 import sys
@@ -22,39 +22,52 @@ def one_line(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the system's words for an error of the system; of any other, its message."""
+    """Returns the operating system's description of an OSError, else the message as one line."""
     return (isinstance(error, OSError) and error.strerror) or one_line(error)
 
 
-def near_miss(typed: str, known: Iterable[str]) -> str:
-    """Returns the end of a refusal, which suggests a known name for the unknown one, or ""."""
-    found = get_close_matches(typed, known, 1)
-    return f"; did you mean {found[0]}?" if found else ""
+def near_miss(typed: str, names: Iterable[str]) -> str:
+    """Suggests the most similar valid name for an unknown one.
+
+    Args:
+        typed: The unknown name.
+        names: The valid names.
+
+    Returns:
+        The end of an error message, "; did you mean NAME?", or "" if no name is similar.
+    """
+    matches = get_close_matches(typed, names, 1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def install(package: str) -> str:
-    """Says which command installs a package for the Python that runs this."""
+    """Returns an instruction to install a package for the Python that runs this program."""
     return f"run: {sys.executable} -m pip install {package}"
 
 
 def install_extra(name: str) -> str:
-    """Says which command installs one of our optional groups of packages."""
+    """Returns an instruction to install an optional dependency group of pyproject.toml."""
     return "in the folder of the checkout " + install(f"-e '.[{name}]'")
 
 
 class InputError(Exception):
-    """The input is bad. The message names the flag or file, what was found and what was wanted."""
+    """The input is invalid.
+
+    The message names the flag or the file, and says what was found and what was expected.
+    """
 
 
 class FlagValueError(ValueError):
-    """What was typed after a flag is no value of it. The message does not name the flag."""
+    """The text after a flag is not a valid value. The message does not name the flag."""
 
 
 class RunError(Exception):
-    """Something failed at run time. The message says what failed; the caller adds what is stored.
+    """An operation failed during the run. The message says which one and why.
 
-    remedy: what must change before the run can continue; None if running it again is enough.
-    recurs: whether the same command can only fail again.
+    Attributes:
+        remedy: What must change before the run can continue. None if it is enough to run the
+            command again.
+        recurs: Whether the same command would fail again in the same way.
     """
 
     def __init__(self, message: str, *, remedy: str | None = None, recurs: bool = False) -> None:
@@ -63,22 +76,31 @@ class RunError(Exception):
 
 
 class StorageError(RunError):
-    """A shard could not be committed, so no later one may be; all earlier ones are safe."""
+    """A shard could not be committed, so no later one may be. All earlier shards are safe."""
 
 
-E = TypeVar("E", bound=RunError)
+RunErrorType = TypeVar("RunErrorType", bound=RunError)
 
 
-def reworded(error: BaseException, message: str, kind: type[E]) -> E:
-    """Returns the same failure as an error of `kind`, with another message."""
-    remedy, recurs = getattr(error, "remedy", None), getattr(error, "recurs", False)
+def reworded(error: BaseException, message: str, kind: type[RunErrorType]) -> RunErrorType:
+    """Returns an error with another type and message, and with the remedy of the original.
+
+    Args:
+        error: The original error. If it is no RunError, the new one has no remedy and does not
+            recur.
+        message: The message of the new error.
+        kind: The type of the new error.
+    """
+    remedy = getattr(error, "remedy", None)
+    recurs = getattr(error, "recurs", False)
     return kind(message, remedy=remedy, recurs=recurs)
 
 
 def for_the_user(error: BaseException) -> Exception:
-    """Returns the error itself if it can be shown to the user, or else a RunError in its place.
+    """Returns an error whose message can be shown to the user.
 
-    Any error that the user cannot act on is a bug in this program, so its traceback is logged.
+    An error that is no RunError, InputError or MemoryError is a bug in this program. Its traceback
+    is logged, and a RunError that says so is returned in its place.
     """
     if isinstance(error, RunError | InputError | MemoryError):
         return error
@@ -90,7 +112,12 @@ def for_the_user(error: BaseException) -> Exception:
 
 
 def exit_status(action: Callable[[], int]) -> int:
-    """Runs `action` and returns its status; prints a failure as one line and returns its status."""
+    """Runs a command, prints an error that ends it as one line, and returns the exit status.
+
+    Args:
+        action: The command: a function that returns an exit status. Errors other than InputError,
+            RunError, MemoryError and KeyboardInterrupt escape.
+    """
     try:
         return action()
     except InputError as error:

@@ -1,9 +1,9 @@
-"""How much memory this process can use: its machine's, or less where a control group limits it.
+"""Determines how much memory this process can use: its machine's, or less in a control group.
 
 Containers, Slurm jobs and systemd units are control groups (cgroups). They form a tree, and each
-group on the path from this process's group up to the root may have a limit, which its whole subtree
-shares. Version 2 has one tree for all resources, version 1 one for memory; a machine may mount
-both.
+group on the path from this process's group up to the root may have a limit for its whole subtree.
+Version 2 of control groups has one tree for all resources, version 1 has a tree for memory. A
+machine may mount both.
 """
 
 import os
@@ -22,9 +22,9 @@ class _Files(NamedTuple):
     """Names of the files of a control group, and of a field in its memory.stat.
 
     Attributes:
-        limit: File with the limit in bytes; "max" in version 2 if there is none. Version 1 has a
-            number near 2**63 then.
-        used: File with the bytes that the group uses, its file cache included.
+        limit: File with the limit in bytes. Without a limit it contains "max" in version 2, and a
+            number near 2**63 in version 1.
+        used: File with the bytes that the group uses, including its file cache.
         reclaimable: Field with the bytes of the file cache that the kernel takes back first.
     """
 
@@ -40,19 +40,24 @@ FILES = {
 
 
 class _Group(NamedTuple):
-    """The limit of a control group and the bytes that it uses without reclaimable file cache."""
+    """A control group with a limit.
+
+    Attributes:
+        limit: The limit in bytes.
+        used: The bytes that the group uses, without the file cache that can be reclaimed.
+    """
 
     limit: int
     used: int
 
 
 def host_memory() -> int:
-    """Returns the bytes of memory of this host: its machine's, or the least limit of a group."""
+    """Returns the memory of the machine or the smallest limit of a group, if less, in bytes."""
     return min([_machine_memory(), *(group.limit for group in _limited_groups())])
 
 
 def available_memory() -> int:
-    """Returns how many bytes of memory this process can still get, as far as the system says."""
+    """Returns how many more bytes this process can allocate, as far as the system tells."""
     room = min([_machine_memory(), *(max(limit - used, 0) for limit, used in _limited_groups())])
     available = re.search(r"MemAvailable: *([0-9]+) kB", _text(MACHINE))
     return min(room, int(available[1]) * 1024) if available else room
@@ -78,11 +83,13 @@ def _limited_groups() -> Iterator[_Group]:
 
 
 def _own_groups() -> Iterator[tuple[Path, Path, _Files]]:
-    """Yields this process's group in every tree that controls memory.
+    """Yields this process's group in every mounted tree that controls memory.
 
     Yields:
-        The group's folder; the folder where its tree is mounted, which is the same or above it; and
-        the names of the files there.
+        A tuple of:
+            The folder of the group.
+            The folder where its tree is mounted, which is the same folder or an ancestor.
+            The names of the files in these folders.
     """
     paths = {}
     for line in _text(GROUPS).splitlines():
@@ -97,8 +104,8 @@ def _own_groups() -> Iterator[tuple[Path, Path, _Files]]:
         kind, _, options = after.split(maxsplit=2)
         if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
             continue
-        # In a container the tree may be mounted from the container's own group on, while the path
-        # is counted from the machine's root, or from a group beside it ("/../other").
+        # In a container, the folder may be mounted at the container's group, while the path
+        # starts at the machine's root or contains ".." for another group ("/../other").
         path, top = paths[kind], Path(mounted)
         inside = os.path.relpath(path, root)
         folder = top if inside.startswith("..") else top / inside
@@ -106,7 +113,7 @@ def _own_groups() -> Iterator[tuple[Path, Path, _Files]]:
 
 
 def _text(path: Path) -> str:
-    """Returns the content of a file of the kernel, "" if it is missing or cannot be read."""
+    """Returns the content of a kernel file, or "" if it is missing or cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -114,5 +121,5 @@ def _text(path: Path) -> str:
 
 
 def _unescaped(field: str) -> str:
-    """Returns a field of mountinfo, which has spaces and backslashes as octal numbers."""
+    """Decodes a field of mountinfo, in which spaces and backslashes are octal escapes."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)

@@ -1,11 +1,11 @@
-"""Ctrl-C ends the process with one line and status 130, at whatever moment it comes.
+"""Makes Ctrl-C end the process with one line and status 130, whenever it is pressed.
 
-Python's own handler raises KeyboardInterrupt wherever the main thread is. In an import or in a
-destructor that prints a traceback, and code that catches everything may swallow it. So the process
-ends at once, except where something must be cleaned up first.
+Python's default handler raises KeyboardInterrupt wherever the main thread is. During an import or
+in a destructor, the exception prints a traceback, and code that catches all exceptions may swallow
+it. So the process ends at once, except in blocks that must clean up first.
 
-This module is imported before anything else, so it imports as little as it can. A process that was
-started with Ctrl-C ignored, as by `nohup COMMAND &`, goes on ignoring it.
+This module is imported before anything else, so it imports as little as possible. A process that
+was started with Ctrl-C ignored, as by `nohup COMMAND &`, continues to ignore it.
 """
 
 import os
@@ -21,9 +21,9 @@ def end_on_ctrl_c() -> None:
 
 
 class raise_on_ctrl_c:
-    """A context in which Ctrl-C raises KeyboardInterrupt, because there is something to clean up.
+    """A context in which Ctrl-C raises KeyboardInterrupt, for code that must clean up.
 
-    It changes nothing in a process that does not end on Ctrl-C otherwise.
+    It has no effect in a process that has not called `end_on_ctrl_c`.
     """
 
     def __enter__(self) -> None:

@@ -1,7 +1,8 @@
-"""This module imports transformers for the code that reads a model's configuration or tokenizer.
+"""Imports transformers for the code that reads a model's configuration or tokenizer.
 
-The import takes most of a second, so commands that only look at stored activations avoid it. Before
-it, or `datasets`, is imported anywhere, `set_library_defaults` sets variables that both read.
+The import takes most of a second, so commands that only read stored activations avoid it.
+`set_library_defaults` must be called before transformers or `datasets` is imported anywhere,
+because both read environment variables when they are imported.
 """
 
 import importlib
@@ -13,8 +14,8 @@ from types import ModuleType
 def set_library_defaults() -> None:
     """Sets environment variables that the libraries read when they are imported.
 
-    Otherwise `datasets` would load PyTorch wherever it is installed, and transformers would warn
-    that it has none. Without a home folder, they would make a folder called ~.
+    Otherwise `datasets` would load PyTorch if it is installed, and transformers would warn if it is
+    not installed. Without a home folder, both would create a folder called ~.
     """
     os.environ.setdefault("USE_TORCH", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -23,12 +24,12 @@ def set_library_defaults() -> None:
 
 
 def transformers() -> ModuleType:
-    """Returns the library, imported without PyTorch, which it would load wherever it finds it.
+    """Imports transformers without PyTorch and returns it.
 
-    Where PyTorch is installed, a whole run of the demo with 8 samples takes 5.2 CPU seconds in this
-    way, and 8.1 without it. The modules of AutoConfig and AutoTokenizer import PyTorch, and no
-    setting of transformers prevents it. A process that has imported one of the two already keeps it
-    as it is.
+    The modules of AutoConfig and AutoTokenizer import PyTorch if it is installed, and no setting of
+    transformers prevents it. Where PyTorch is installed, a run of the demo with 8 samples takes 5.2
+    CPU seconds without the import and 8.1 with it. A process that has already imported transformers
+    or PyTorch gets the ordinary import.
     """
     if "transformers" in sys.modules or "torch" in sys.modules:
         return importlib.import_module("transformers")
@@ -36,7 +37,7 @@ def transformers() -> ModuleType:
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         library = importlib.import_module("transformers")
-        _ = library.AutoConfig, library.AutoTokenizer  # these are imported on first use
+        _ = library.AutoConfig, library.AutoTokenizer  # triggers their import, which is lazy
         return library
     finally:
         del sys.modules["torch"]

@@ -1,6 +1,6 @@
-"""The log prints one line per event to stderr, through the filter of visible.py.
+"""The log, which prints one line per event to stderr, through the filter of visible.py.
 
-It also knows what each thread is busy with, which a watchdog names when nothing moves.
+The module also keeps what each thread is doing; a watchdog names it if the run makes no progress.
 """
 
 import logging
@@ -14,14 +14,19 @@ from activation_extraction.common.visible import visible
 
 log = logging.getLogger("extract_activations")
 LIBRARIES = ("datasets", "huggingface_hub", "transformers")  # these log to stderr by themselves
-activities: dict[int, str] = {}  # thread -> what it is busy with
+activities: dict[int, str] = {}  # thread's identifier -> description of its present activity
 
 
 def start_logging(verbose: bool, machine: int, host: int | None) -> None:
-    """Logs one line per event to stderr, above the progress bar.
+    """Sets up the log: one line per event to stderr, above the progress bar if there is one.
 
-    What libraries log passes the same filter. Hosts other than the first one log only warnings and
-    errors. host: None while it is not known.
+    Messages that libraries log pass the same filter.
+
+    Args:
+        verbose: Whether to log debug messages as well.
+        machine: Number of the machine, for the beginning of each line.
+        host: Number of the host, for the beginning of each line. None while it is unknown. Hosts
+            other than host 0 log only warnings and errors unless `verbose` is true.
     """
     handler: logging.Handler = AboveProgressBar() if on_terminal() else logging.StreamHandler()
     who = f"machine {machine} host {'?' if host is None else host}"
@@ -32,7 +37,7 @@ def start_logging(verbose: bool, machine: int, host: int | None) -> None:
     for other in filter(None, (logging.lastResort, *others)):
         other.setFormatter(VisibleFormatter())
     log.propagate = False
-    # gcsfs prints a traceback when it gives a request up, which our caller says in one line.
+    # gcsfs logs a traceback when it gives up a request; the caller reports the failure in one line.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL + 1)
     log.setLevel(logging.DEBUG if verbose else logging.WARNING if host else logging.INFO)
 
@@ -46,15 +51,19 @@ class AboveProgressBar(logging.StreamHandler):
     """Writes to stderr, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm  # which reading does not need otherwise
+        from tqdm import tqdm  # imported late, because readers of stored activations do not need it
 
         tqdm.write(self.format(record), file=sys.stderr)
 
 
 @contextmanager
-def activity(words: str) -> Iterator[None]:
-    """Says what this thread does inside the block, such as "reading x.jsonl line 5"."""
-    activities[threading.get_ident()] = words
+def activity(description: str) -> Iterator[None]:
+    """Records the activity of this thread for the time of a `with` block.
+
+    Args:
+        description: Description of the activity, such as "reading x.jsonl line 5".
+    """
+    activities[threading.get_ident()] = description
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
-"""--positions takes a rule that says which positions of a sample are kept.
+"""Parses the rule of --positions, which determines the positions of a sample that are kept.
 
-This module parses the rule and knows nothing of tokens; text/token_choice.py applies it.
+text/token_choice.py applies the rule to tokens.
 """
 
 import re
@@ -20,10 +20,18 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Positions:
-    """A rule keeps a slice of a sample's positions, as in Python, or a random share of them, or the
-    last position of every turn of a conversation.
+    """A rule for the positions of a sample to keep.
 
-    start, stop, step: the slice. share: between 0 and 1; None for a slice.
+    A rule keeps one of three sets: a slice of the positions, as in Python; a random share of them;
+    or the last position of each turn of a conversation.
+
+    Attributes:
+        start: Start of the slice; None for the first position. May be negative.
+        stop: End of the slice, exclusive; None for the end of the sample. May be negative.
+        step: Step of the slice, positive.
+        share: Probability with which a position is kept, between 0 and 1; None for no random rule.
+        seed: Seed of the random choice.
+        last_of_turn: Whether to keep the last position of each turn.
     """
 
     start: int | None = None
@@ -34,22 +42,25 @@ class Positions:
     last_of_turn: bool = False
 
     def expected(self, length: int) -> float:
-        """Returns how many tokens of a sample of `length` tokens are kept on average; with
-        `last_of_turn`, how many are kept at most.
+        """Returns the expected number of tokens that are kept of a sample.
+
+        Args:
+            length: The number of tokens of the sample. With `last_of_turn`, all of them are
+                returned, as an upper bound.
         """
         if self.share is not None:
             return self.share * length
         return len(range(length)[self.start : self.stop : self.step])
 
     def may_keep(self, longest: int) -> bool:
-        """Returns whether a token of any sample of up to `longest` tokens can be kept."""
+        """Returns whether the rule can keep a token of a sample with 1 to `longest` tokens."""
         if self.share is not None:
             return self.threshold > 0
         return any(self.expected(length) for length in range(1, longest + 1))
 
     @property
     def threshold(self) -> int:
-        """Returns the share as an integer out of 2**64."""
+        """The share times 2**64, rounded down; 0 if there is no share."""
         return int((self.share or 0) * 2.0**64)
 
     def __str__(self) -> str:
@@ -71,7 +82,11 @@ class Positions:
 
 
 def parse_positions(typed: str) -> Positions:
-    """Parses a rule of --positions. Raises FlagValueError for any other text."""
+    """Parses a rule of --positions.
+
+    Raises:
+        FlagValueError: The text is not a rule.
+    """
     if typed in (ALL, "last"):
         return Positions(start=None if typed == ALL else -1)
     if typed == LAST_OF_TURN:
@@ -89,6 +104,6 @@ def parse_positions(typed: str) -> Positions:
             raise FlagValueError(f"{typed}: the share is not between 0 and 1")
         return Positions(share=share, seed=int(match[2] or 0))
     if match := SLICE.fullmatch(typed):
-        start, stop, step = (None if each is None else int(each) for each in match.groups())
+        start, stop, step = (None if digits is None else int(digits) for digits in match.groups())
         return Positions(start or None, stop, step or 1)
     raise FlagValueError(f"{typed!r} is no choice of positions; {EXPECTED}")

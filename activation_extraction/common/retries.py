@@ -1,4 +1,8 @@
-"""This module replaces what libraries log about retried requests by one line of our own."""
+"""Detects and reports failed requests to the hub.
+
+One line of the log replaces what libraries log about the requests that they retry. The module also
+finds out why a request failed: no network, an unknown host name, or a cache that is not writable.
+"""
 
 import errno
 import functools
@@ -21,11 +25,15 @@ RETRY_LINE = re.compile(r"'?(.*?)'? thrown while requesting|Retrying in|Retrying
 
 @contextmanager
 def hub_requests(what: str) -> Iterator[None]:
-    """Logs retried requests inside the block as one line. what: what is being requested."""
+    """Logs one warning for all requests to the hub that are retried in a `with` block.
+
+    Args:
+        what: Description of the requested object, such as a model, for the warning.
+    """
     logged = False
 
     def first_failure(record: logging.LogRecord) -> bool:
-        """Drops what the libraries say about retries, and logs the first one in our words."""
+        """Returns whether to keep a library's record; replaces the first one about a retry."""
         nonlocal logged
         retry = RETRY_LINE.search(record.getMessage())
         if retry and not logged:
@@ -48,16 +56,21 @@ def hub_requests(what: str) -> Iterator[None]:
 
 @functools.cache
 def hub_unreachable(endpoint: str) -> OSError | None:
-    """Returns why nothing answers at the hub's URL, or None if something may answer.
+    """Tries to connect to the hub, because libraries would keep retrying for a minute.
 
-    The name may not resolve, nothing may listen there, or there may be no network; the libraries
-    would go on trying for a minute. A proxy that the environment names may always answer.
+    Args:
+        endpoint: The URL of the hub.
+
+    Returns:
+        The error if the host name does not resolve, nothing listens at the port or there is no
+        network. None if the hub may answer, which always holds with a proxy in the environment.
     """
-    url, proxies = urlsplit(endpoint), getproxies()
+    url = urlsplit(endpoint)
+    proxies = getproxies()
     if proxies.get(url.scheme) or proxies.get("all"):
         return None
     port = url.port or (80 if url.scheme == "http" else 443)
-    for wait in (1, 1, 0):  # a moment's failure is none
+    for wait in (1, 1, 0):  # seconds after each attempt, since a failure may be momentary
         try:
             socket.create_connection((url.hostname or "", port), timeout=5).close()
             return None
@@ -77,15 +90,15 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def name_unknown(error: BaseException | None) -> bool:
     """Returns whether an error was caused by a host name that does not resolve."""
-    return any(isinstance(each, socket.gaierror) for each in _with_causes(error))
+    return any(isinstance(cause, socket.gaierror) for cause in _with_causes(error))
 
 
 def unwritable_cache(error: BaseException | None) -> str | None:
-    """Returns a message if the error came from a hub cache that cannot be written, else None."""
-    for each in _with_causes(error):
-        if isinstance(each, OSError) and each.filename and each.errno in UNWRITABLE:
+    """Returns a message if an error arose because the hub's cache cannot be written, else None."""
+    for cause in _with_causes(error):
+        if isinstance(cause, OSError) and cause.filename and cause.errno in UNWRITABLE:
             return (
-                f"the cache of the hub's files cannot be written: {each.filename}: "
-                f"{each.strerror}; HF_HOME names another folder for it"
+                f"the cache of the hub's files cannot be written: {cause.filename}: "
+                f"{cause.strerror}; set HF_HOME to a folder that can be written"
             )
     return None

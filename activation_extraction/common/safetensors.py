@@ -1,12 +1,12 @@
-"""The safetensors format: which bytes of a file belong to which tensor.
+"""Parses, checks and writes the headers of safetensors files.
 
-A file has 8 bytes with the length of its header, the header, which is JSON, and the bytes of the
-tensors, one tensor after the other. This module parses, checks and writes headers. Shards
-(store/safetensors_file.py) and weights (model/weight_files.py) are such files; these modules know
-the names of their tensors, and read ranges of bytes from disks and buckets in their own ways.
+A file contains the length of its header in 8 bytes, the header, which is JSON, and the bytes of the
+tensors, one tensor after the other. The header locates the bytes of each tensor. Shards
+(store/safetensors_file.py) and weights (model/weight_files.py) are such files. These two modules
+know the names of their tensors and read ranges of bytes from disks and buckets.
 
-(The safetensors library reads and writes whole files, and no header alone:
-https://huggingface.co/docs/safetensors describes both.)
+https://huggingface.co/docs/safetensors describes the format and the library, which is not used for
+headers because it only reads and writes whole files.
 """
 
 import json
@@ -28,24 +28,25 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "BOOL": np.dtype(bool),
-    **{f"F{8 * n}": np.dtype(f"<f{n}") for n in (2, 4, 8)},
-    **{f"{kind.upper()}{8 * n}": np.dtype(f"<{kind}{n}") for n in (1, 2, 4, 8) for kind in "iu"},
+    **{f"F{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)},
+    **{f"I{8 * size}": np.dtype(f"<i{size}") for size in (1, 2, 4, 8)},
+    **{f"U{8 * size}": np.dtype(f"<u{size}") for size in (1, 2, 4, 8)},
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 METADATA_KEY = "__metadata__"  # the entry of a header that is not a tensor
 LENGTH_BYTES = 8  # the length of the header, little-endian
-FIRST_BYTES = 2**17  # what is read of a file first; most headers are shorter
+FIRST_BYTES = 2**17  # the bytes to read of a file first; most headers are shorter
 MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file: its dtype, its shape and the place of its bytes.
+    """A tensor in a file: its dtype, its shape and the offset of its bytes.
 
     Attributes:
-        dtype: The dtype of its values.
-        shape: Its shape, at least one axis; a single number has shape (1,).
-        offset: The offset of its first byte in the file.
+        dtype: The dtype of the values.
+        shape: The shape, with at least one axis; a scalar has the shape (1,).
+        offset: The offset of the first byte in the file.
     """
 
     dtype: np.dtype
@@ -54,7 +55,7 @@ class Tensor:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row: of one index of the first axis."""
+        """The bytes of a row, which is one index of the first axis."""
         return self.dtype.itemsize * math.prod(self.shape[1:])
 
     @property
@@ -63,22 +64,25 @@ class Tensor:
         return self.offset + self.dtype.itemsize * math.prod(self.shape)
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Returns the offsets in the file of the first byte of rows, and of the byte after them.
+        """Returns where the bytes of consecutive rows are in the file.
 
         Args:
-            start: The first row.
-            stop: The row after the last one.
+            start: The index of the first row.
+            stop: The index after the last row.
+
+        Returns:
+            The offset of the first byte, and the offset after the last byte.
         """
         return self.offset + start * self.row_bytes, self.offset + stop * self.row_bytes
 
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a file whose size and tensors agree with it.
+    """The checked header of a file.
 
     Attributes:
         tensors: The tensors by name, in the order of the header.
-        metadata: The texts that the writer of the file has added, by name.
+        metadata: The texts that the writer of the file added, by name.
         end: The offset of the byte after the header.
     """
 
@@ -93,18 +97,19 @@ def read_header(
     where: str,
     error: type[InputError] | type[RunError],
 ) -> Header:
-    """Reads and checks the header of a file. No size is believed before its bytes are there.
+    """Reads and checks the header of a file. A header's length is checked before it is read.
 
     Args:
-        read: A function that returns the bytes of the file between two offsets, which lie in the
-            file.
+        read: A function that takes a start and an end offset within the file and returns the
+            bytes between them.
         size: The size of the file in bytes.
         where: The name of the file, for messages.
         error: The type of the exceptions to raise.
 
     Raises:
-        InputError or RunError, as `error` says: The file is no safetensors file, has another size
-            than its header describes, or has a tensor of a dtype that is not in DTYPES.
+        InputError: If `error` is InputError: The file is no safetensors file, its size differs from
+            the size that its header describes, or a tensor has a dtype that is not in DTYPES.
+        RunError: The same, if `error` is RunError.
     """
     incomplete = f"{where}: not a complete safetensors file: has {size:,} bytes, its header"
     start = read(0, min(FIRST_BYTES, size))
@@ -142,13 +147,13 @@ def _parse_tensor(entry: Mapping[str, Any], header_end: int) -> Tensor:
     Raises:
         KeyError: A field is missing.
         TypeError: A field is not a list.
-        ValueError: A field has another value than a size, or the sizes do not agree.
+        ValueError: A size is not a whole number from 0 on, or the offsets contradict the shape.
     """
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"]) or (1,)
     for number in (begin, end, *shape):
         if type(number) is not int or number < 0:
-            raise ValueError(f"{number!r:.40} in its header, expected a size")
+            raise ValueError(f"{number!r:.40} in its header, expected a whole number from 0 on")
     tensor = Tensor(DTYPES[entry["dtype"]], shape, header_end + begin)
     if tensor.end != header_end + end:
         raise ValueError("a tensor's size does not follow from its shape")
@@ -160,11 +165,10 @@ def pack_header(
 ) -> bytes:
     """Returns the first bytes of a file: the length of the header and the header.
 
-    It is padded with spaces, so that the tensors begin at a multiple of 8 bytes.
+    The header is padded with spaces, so that the tensors begin at a multiple of 8 bytes.
 
     Args:
-        tensors: The dtype and the shape of each tensor by name, in the order in which their bytes
-            follow.
+        tensors: The dtype and the shape of each tensor by name, in the order of their bytes.
         metadata: Texts to add, by name; empty for none.
     """
     content: dict[str, Any] = {METADATA_KEY: dict(metadata)} if metadata else {}

@@ -1,10 +1,10 @@
-"""Names the files of a tokenizer, for runs that make token ids and readers that show their text."""
+"""Names the files of a tokenizer, for runs that tokenise and for readers that decode tokens."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 WHOLE, WORDS, MERGES = VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
-# Every file that decides how text is tokenised.
+# All files that determine how text is tokenised.
 TOKENIZER_FILES = (
     *VOCABULARY_FILES,
     "tokenizer_config.json",
@@ -14,10 +14,14 @@ TOKENIZER_FILES = (
 
 
 def vocabulary_file(files: Iterable[Path]) -> Path | None:
-    """Returns the file that a tokenizer's vocabulary is read from; None if it is not complete.
+    """Returns the file from which to read a tokenizer's vocabulary.
 
     Args:
-        files: Files of one folder.
+        files: The files of a folder.
+
+    Returns:
+        tokenizer.json if there is one, otherwise vocab.json if there is merges.txt as well. None
+        if neither holds.
     """
     paths = {path.name: path for path in files}
     if WHOLE in paths:

@@ -1,8 +1,8 @@
-"""All text leaves the program through this module: to stdout, to stderr and, by log.py, to the log.
+"""Filters all text that leaves the program: to stdout, to stderr and, through log.py, to the log.
 
-Names and messages come from files, from servers and from what others have stored. Control
-characters in them are shown as escapes, so that a terminal does not obey them, and URLs lose their
-secrets. No stream that is closed, full or not in UTF-8 makes the program fail.
+Names and messages may come from files, servers and other people's runs. The filter shows control
+characters as escapes, so that a terminal does not obey them, and removes secrets from URLs. A
+stream that is closed, full or not in UTF-8 does not make the program fail.
 """
 
 import io
@@ -12,30 +12,32 @@ import select
 import sys
 from typing import Any
 
-# An fsspec URL has a scheme, sometimes a name before "@", the rest and a query; "::" ends it.
+# A URL of fsspec: a scheme, an optional user before "@", the host and path, and an optional query.
+# "::" ends it, because fsspec joins URLs with "::".
 URL = re.compile(
-    r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:(?P<user>[^\s/?#]*)@)?(?P<rest>(?:(?!::)[^\s?#])*)"
+    r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:(?P<user>[^\s/?#]*)@)?(?P<path>(?:(?!::)[^\s?#])*)"
     r"(?P<query>[?#](?:(?!::)[^\s'\"])*)?"
 )
-# The name before "@" is no secret here: it is a container, or a repository before its revision.
+# Schemes whose name before "@" is not secret: it is a container, or a repository with a revision.
 NAMES_BEFORE_AT = {"abfs", "abfss", "az", "wasb", "wasbs", "adl", "hf"}
-# This also finds a query's parameter where a library prints only the end of a URL.
+# A secret parameter of a query, also where a library prints only the end of a URL.
 SECRET = re.compile(
     r"(?i)(?<=[?&])([\w.-]*(?:sig|token|secret|credential|passw|key)[\w.-]*)=[^&\s'\")]+"
 )
 
 
 def without_secrets(text: str) -> str:
-    """Returns the text without the queries of its URLs and without names and passwords before "@".
+    """Removes the queries of URLs in a text, and the user names and passwords before "@".
 
-    A "?" without "=" after it is a wildcard in a bucket, and stays.
+    The query of a bucket's URL stays if it contains no "=", because then "?" is a wildcard. The
+    user stays if it is the name of a container or repository (see NAMES_BEFORE_AT).
     """
     text = URL.sub(_stripped, text) if "://" in text else text
     return SECRET.sub(r"\1=...", text)
 
 
 def plain_url(path: str) -> str:
-    """Returns a URL without secrets, as it is stored and compared; a path is returned unchanged."""
+    """Returns a URL without secrets, for storing and comparing, or a path unchanged."""
     return without_secrets(path) if "://" in path else path
 
 
@@ -45,13 +47,14 @@ def _stripped(url: re.Match[str]) -> str:
     query = url["query"] or ""
     named = user is not None and ":" not in user and scheme in NAMES_BEFORE_AT
     kept = "" if scheme in ("http", "https") or "=" in query else query
-    return f"{scheme}://{f'{user}@' if named else ''}{url['rest']}{kept}"
+    return f"{scheme}://{f'{user}@' if named else ''}{url['path']}{kept}"
 
 
 def visible(text: object) -> str:
-    """Returns the text as one line without secrets, with invisible characters as escapes.
+    """Returns the text as one line without secrets, with unprintable characters as escapes.
 
-    Letters of any script stay; `\\x1b` stands for an escape, `\\u202e` for a change of direction.
+    Letters of all scripts stay. For example, the escape character becomes `\\x1b`, and a change of
+    the writing direction becomes `\\u202e`.
     """
     return "".join(map(_shown, without_secrets(str(text))))
 
@@ -61,23 +64,25 @@ def _shown(character: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns a number of things as words, such as "1 sample" or "2,000 samples"."""
+    """Returns a number with its noun, such as "1 sample" or "2,000 samples"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def say(*lines: object) -> None:
+    """Prints filtered lines to stdout."""
     print(*map(visible, lines), sep="\n")
 
 
 def say_error(*lines: object) -> None:
+    """Prints filtered lines to stderr."""
     print(*map(visible, lines), sep="\n", file=sys.stderr, flush=True)
 
 
 def make_streams_safe() -> None:
-    """Replaces stdout and stderr by streams to which writing never fails, whatever writes to them.
+    """Replaces stdout and stderr by streams to which writing never fails.
 
-    What nobody reads any more is dropped, as is all that is written to a stream that was closed
-    from the start. A character that the stream's encoding lacks becomes an escape.
+    Output to a pipe without a reader, or to a stream that was closed at the start, is dropped. A
+    character that the stream cannot encode becomes an escape.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -94,16 +99,17 @@ def make_streams_safe() -> None:
 
 
 class _SafeFile(io.FileIO):
-    """A stream's file, whose writes never fail; if stdout cannot be written, stderr says so."""
+    """A file whose writes never fail. If stdout cannot be written, a message goes to stderr."""
 
     _lost = False
 
     def write(self, data: Any, /) -> int:
         try:
-            while (written := super().write(data)) is None:  # it does not block, and is full
+            # A full stream that does not block returns None.
+            while (written := super().write(data)) is None:
                 select.select([], [self], [])
             return written
-        except BrokenPipeError:  # the reader has seen enough, as `head` has
+        except BrokenPipeError:  # the reader has ended, as `head` does early
             return len(data)
         except OSError as error:
             if self.fileno() == 1 and not self._lost:

@@ -6,7 +6,7 @@ A row passes these modules in this order:
     sources.py         opens files, or a data set of the hub, as a stream of rows, shuffled or not
     file_rows.py       reads the rows of a file by its kind: JSON, CSV, Parquet or Arrow
     documents.py       takes this host's share of the rows, mixes several data sets, skips bad rows
-    rows.py            declares what is read of a row: content, id, and the columns to keep
+    rows.py            declares the columns to read of a row: content, id, and columns to keep
       readers.py       reads text, token ids, or an ARC-AGI task
       chat.py          reads a conversation, and renders it by the chat template
       roles.py         finds the role of every character of a rendered conversation
@@ -17,12 +17,12 @@ A row passes these modules in this order:
       token_choice.py  chooses which tokens of a sample are kept
     packing.py         lays groups of samples out in the rows of batches
 
-The types that leave this room:
+The types that other rooms use:
 
-    sample_facts.py    what is known of a sample beside its tokens
-    mark.py            the places from which the stream of samples continues
+    sample_facts.py    the facts of a sample, which are stored beside its tokens
+    mark.py            marks, from which the stream of samples continues
     batch.py           workers, samples and batches
 
-run/host_text.py puts the stream together as the flags say. This room imports no JAX, and knows
-nothing of the model or of what is stored.
+run/host_text.py builds the stream from the flags. This room imports no JAX, and knows nothing of
+the model or of stored files.
 """

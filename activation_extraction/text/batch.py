@@ -1,8 +1,7 @@
-"""The types that leave this room: workers, samples, and batches of samples in rows.
+"""Declares workers, samples and batches, the types that other rooms use.
 
-The model and the storage know only these, marks (mark.py) and the facts of samples
-(sample_facts.py). Data is first divided among machines, and the share of a machine among its hosts,
-so that machines may have different numbers of hosts.
+documents.py splits the data between workers, samples.py makes samples, and packing.py makes batches
+of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,12 +16,15 @@ from activation_extraction.text.sample_facts import SampleFacts
 
 @dataclass(frozen=True)
 class Worker:
-    """A process that reads a share of the data: a host of a machine.
+    """A host that reads a share of the data.
+
+    Data is first split between machines. The hosts of a machine then split the machine's share, so
+    machines may differ in their number of hosts.
 
     Attributes:
         machine: Number of the machine, from 0.
-        machines: Number of machines of the run.
-        host: Number of the host on its machine, from 0.
+        machines: Number of machines.
+        host: Number of the host in its machine, from 0.
         hosts: Number of hosts of the machine.
     """
 
@@ -32,7 +34,7 @@ class Worker:
     hosts: int = 1
 
     def sample_idx(self, number: int) -> int:
-        """Returns the number that a sample has among those of all workers.
+        """Returns the index of one of this worker's samples, which is unique over all workers.
 
         Args:
             number: Number of the sample among those of this worker, from 0.
@@ -66,16 +68,16 @@ class Worker:
 
 @dataclass(frozen=True)
 class Sample:
-    """One tokenised document, or a piece of one.
+    """A tokenised document or a piece of one.
 
     Attributes:
-        facts: All that is known of the sample beside its tokens.
-        token_ids: Ids of the tokens, int32 (tokens,); empty if the sample keeps no token, since
-            nothing needs them then.
+        facts: Facts of the sample, which are stored beside its tokens.
+        token_ids: Ids of the tokens, int32 (tokens,). samples.py leaves them out if the sample
+            keeps no token, because then nothing needs them.
         mark: Mark before the sample.
-        labels: Labels of the tokens, int32 (tokens,) each, by name: "role" (a number in ROLES) and
+        labels: Labels of the tokens by name, int32 (tokens,) each: "role", an index into ROLES, and
             "turn". Empty unless the sample is a conversation.
-        kept: Positions of the tokens whose activations are wanted, int32, ascending. None for all
+        kept: Positions of the tokens whose activations are stored, int32, ascending. None for all
             tokens.
     """
 
@@ -87,7 +89,7 @@ class Sample:
 
     @property
     def number(self) -> int:
-        """The sample's number among those of its worker, counted from 0."""
+        """The number of the sample among those of its worker, counted from 0."""
         return self.mark.samples
 
     @property
@@ -97,22 +99,25 @@ class Sample:
 
     @property
     def kept_positions(self) -> np.ndarray:
+        """The positions of the tokens whose activations are stored, int32, ascending."""
         return np.arange(len(self.token_ids), dtype=np.int32) if self.kept is None else self.kept
 
     @property
     def num_kept(self) -> int:
+        """The number of tokens whose activations are stored."""
         return len(self.token_ids if self.kept is None else self.kept)
 
 
 class Placed(NamedTuple):
-    """A sample and its place in a batch. A sample without tokens takes no room.
+    """A sample with the part of a batch's row that contains its tokens.
 
     Attributes:
-        sample: The sample.
-        row: Row of the batch.
-        start: Position in the row of the sample's first token.
-        mark: Mark from which a run continues if this sample and all those before it, in this batch
-            and in earlier ones, are stored. Some samples after the mark may be stored already.
+        sample: Sample, which may have no tokens.
+        row: Index of the row in the batch.
+        start: Index in the row of the sample's first token.
+        mark: Mark from which a run continues once this sample and all samples that were placed
+            before it, in this batch and in earlier ones, are stored. Some samples after the mark
+            may be stored already.
     """
 
     sample: Sample
@@ -122,19 +127,21 @@ class Placed(NamedTuple):
 
     @property
     def stop(self) -> int:
+        """The index in the row after the sample's last token."""
         return self.start + len(self.sample.token_ids)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples that are computed together, packed into B rows of T tokens.
+    """A batch of B rows of T tokens, in which samples are packed.
 
     Attributes:
-        token_ids: Ids of the tokens, int32 (B, T); 0 for padding.
-        segment_ids: Number of the sample in its row, from 1, int32 (B, T); 0 for padding.
-        positions: Positions of the tokens in their samples, from 0, int32 (B, T); 0 for padding.
-        samples: The samples, row by row, and each row from left to right.
-        kept: Whether the activations of a token are wanted, bool (B, T). None for all tokens.
+        token_ids: Token ids, int32 (B, T); 0 for padding.
+        segment_ids: Number of the sample in its row, from 1 on, for each token, int32 (B, T); 0
+            for padding.
+        positions: Position of each token in its sample, from 0, int32 (B, T); 0 for padding.
+        samples: Samples row by row, and from left to right in a row.
+        kept: Mask of the tokens whose activations are stored, bool (B, T); None for all.
     """
 
     token_ids: np.ndarray
@@ -145,6 +152,7 @@ class Batch:
 
     @property
     def lengths(self) -> list[int]:
+        """The number of tokens of each sample."""
         return [len(placed.sample.token_ids) for placed in self.samples]
 
     def kept_tokens(self) -> Iterator[tuple[Any, np.ndarray]]:

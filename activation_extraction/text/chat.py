@@ -1,11 +1,11 @@
 """Reads the conversation of a row and renders it by a model's chat template.
 
-A conversation passes this module from top to bottom. MessagesColumn reads messages and tools from
-their columns. Data sets spell messages in several ways (OpenAI's, ShareGPT's, JSON in a text
-column, Arrow's objects with null for every key that they lack), which become the one form that
-transformers takes. ChatTemplate has transformers render them, by the checkpoint's template or by
-one that the user gives; every message's text has to be in the rendering. roles.py then finds the
-role of every character.
+The module follows the order of the work. MessagesColumn reads messages and tools from their
+columns. Data sets spell messages in several ways (OpenAI's form, ShareGPT's form, JSON in a text
+column, objects of Arrow with null for missing keys), which are converted to the form that
+transformers takes. ChatTemplate renders them with transformers, by the checkpoint's template or by
+the template of --chat_template, and checks that the rendering contains the text of each message.
+roles.py then finds the role of each character.
 """
 
 import hashlib
@@ -58,8 +58,8 @@ TRIAL_TOOL = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-# Replaces transformers' function that gives templates the date of today: a run that continues on
-# another day would render other text.
+# Replaces transformers' function that returns today's date to templates, because a run that
+# continues on another day would render other text.
 NO_DATE = """\
 {%- macro strftime_now(format) %}
 {{- raise_exception("it asks for today's date; --chat_template_args can give it one") }}
@@ -106,17 +106,19 @@ class MessagesColumn:
         return self.template.content([_message(item) for item in messages], tools or None)
 
 
-def _decoded(value: Any) -> Any:
-    """Returns messages or tools, which some data sets store as JSON text; None for an empty text.
+def _decoded(column: Any) -> Any:
+    """Decodes messages or tools, which some data sets store as JSON text.
 
-    Text that is not JSON is returned as it is.
+    Returns:
+        The decoded JSON; None for an empty text; any other value unchanged, including text that is
+        not JSON.
     """
-    if isinstance(value, str) and value.strip():
+    if isinstance(column, str) and column.strip():
         try:
-            return json.loads(value)
+            return json.loads(column)
         except (ValueError, RecursionError):
-            return value
-    return None if value == "" else value
+            return column
+    return None if column == "" else column
 
 
 def _message(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,19 +307,19 @@ class ChatTemplate:
 
     @property
     def digest(self) -> str:
-        """Returns the SHA-256 of the templates and their arguments."""
+        """The SHA-256 of the templates and their arguments."""
         first, *others = self.sources.values()
         content = json.dumps([first, dict(self.arguments), *others], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     @cached_property
     def has_roles(self) -> bool:
-        """Returns whether turns are blocks between markers, so that every token has a role."""
+        """Whether turns are blocks between START and END, so that each token has a role."""
         return any(START in source for source in self.sources.values())
 
     @cached_property
     def marks_thinking(self) -> bool:
-        """Returns whether the templates write thinking between <think> and </think>."""
+        """Whether the templates write thinking between <think> and </think>."""
         marks = (THINK, END_THINK)
         return any(mark in source for mark in marks for source in self.sources.values())
 
@@ -370,8 +372,8 @@ class ChatTemplate:
     def _render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
         """Returns the rendered text.
 
-        The arguments of tool calls are objects at first. Some templates take them as text only, so
-        a second try has them as text.
+        The arguments of tool calls are objects at first. Some templates only accept text, so a
+        second attempt passes the arguments as text.
 
         Raises:
             UnusableRowError: If the template raises an error for both.
@@ -388,6 +390,7 @@ class ChatTemplate:
             ) from error
 
     def _apply(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
+        """Returns the text that transformers renders, or raises any exception."""
         name = "tool_use" if tools and "tool_use" in self.sources else "default"
         if name not in self.sources:
             raise ValueError("the model names one for conversations with tools, tool_use, alone")

@@ -1,10 +1,10 @@
-"""Documents: one worker's rows that have content, of one data set or several, in a fixed order.
+"""Documents: the rows with content that a worker reads from one or several data sets, in order.
 
-Reading begins at a state, and gives the state after every row, from which it can begin again.
-Rows without content are no documents. A row that cannot be used (not JSON, no such column, no text
-in it) is skipped, or ends the run with a message that gives its position. Both kinds are given as
-rows without a document, and counted in samples.py. sources.py opens the data sets, and rows.py
-reads their rows.
+Reading starts from a state and yields the state after each row, from which reading can start again.
+A row without content has no document. A row that cannot be used, for example because it is not JSON
+or lacks a column, is skipped or ends the run with a message that names its position. Rows without a
+document are yielded as well, because samples.py counts them. sources.py opens the data sets, and
+rows.py reads their rows.
 """
 
 import logging
@@ -29,22 +29,24 @@ from activation_extraction.text.rows import (
 from activation_extraction.text.sample_facts import DocId
 from activation_extraction.text.sources import Rows, ShuffledRows, hub_row
 
-# With fewer pieces per share than this, Parquet files of the hub are split into row groups, for
-# even shares. Local ones always are.
+# A data set of the hub with fewer pieces (Parquet files) per share is split into row groups, to
+# make the shares more even. The pieces of local Parquet files are always row groups.
 PIECES_PER_SHARE = 16
 CHECKED_ROWS = 1000  # at least one of this many rows at the start must be usable
-LOGGED_ROWS = 10  # how many skipped rows are logged: there may be millions
+LOGGED_ROWS = 10  # the number of skipped rows to warn about, since there may be millions
 SKIP = "add --skip_bad_rows (and leave out --overwrite) to skip such rows and continue"
 
 
 @dataclass(frozen=True)
 class Document:
-    """One row with content.
+    """A row with content.
 
     Attributes:
         content: Text, conversation or token ids of the row.
-        doc_id, row, columns: Facts that every sample of the document has (see `SampleFacts`).
+        doc_id: Id that the row has in the data set (see `SampleFacts`).
+        row: Position of the row, as it is stored with each sample (see `SampleFacts`).
         where: Position of the row in words, for messages.
+        columns: Columns of the row that are stored with each sample (see `SampleFacts`).
     """
 
     content: Content
@@ -55,13 +57,13 @@ class Document:
 
 
 class ReadRow(NamedTuple):
-    """A row of a worker that was read.
+    """A row that a worker has read.
 
     Attributes:
-        document: Document in the row. None if the row has no content, or is skipped.
-        problem: Position of a row that is skipped, and the reason. "" for any other row.
-        state: State of the documents after the row, as JSON. It does not count skipped and empty
-            rows; `with_counts` adds the counts.
+        document: Document of the row. None if the row has no content or is skipped.
+        problem: Position of the row and the reason why it is skipped. "" for any other row.
+        state: State of the documents after the row, a JSON object. It does not contain the counts
+            of skipped and empty rows, which `with_counts` adds.
     """
 
     document: Document | None
@@ -70,11 +72,11 @@ class ReadRow(NamedTuple):
 
 
 class RowCounts(NamedTuple):
-    """Counts of the rows, from the beginning of a worker's data, that gave no sample.
+    """Counts of rows without samples, from the beginning of a worker's data.
 
     Attributes:
         skipped: Number of rows that could not be used.
-        empty: Number of rows without text.
+        empty: Number of rows without a single token.
     """
 
     skipped: int = 0
@@ -82,12 +84,12 @@ class RowCounts(NamedTuple):
 
 
 def with_counts(state: Mapping[str, Any], counts: RowCounts) -> dict[str, Any]:
-    """Returns the state of the documents as a mark stores it, in `Mark.stream`.
+    """Adds counts to a state of the documents, in the form in which `Mark.stream` stores it.
 
     Args:
         state: A state of the documents, with other counts or none.
-        counts: The counts of rows before this state. In a mixture, each of its data sets gets the
-            counts of all of them together.
+        counts: The counts of the rows before this state. In the state of a mixture, the state of
+            each data set gets the counts for all data sets together.
     """
     if "streams" in state:
         return {**state, "streams": [with_counts(stream, counts) for stream in state["streams"]]}
@@ -95,23 +97,27 @@ def with_counts(state: Mapping[str, Any], counts: RowCounts) -> dict[str, Any]:
 
 
 def counts_in(stream: Mapping[str, Any]) -> RowCounts:
-    """Returns the counts that `with_counts` has added to a state."""
+    """Returns the counts in a state that `with_counts` has returned."""
     if "streams" in stream:
         return counts_in(stream["streams"][0])
     return RowCounts(stream["skipped"], stream["empty"])
 
 
 def unusable_row(problem: str) -> RunError:
-    """Returns the error that ends a run at a row that cannot be used and is not to be skipped."""
+    """Returns the error that ends a run at a row that cannot be used, without --skip_bad_rows.
+
+    Args:
+        problem: The position of the row, and the reason.
+    """
     return RunError(f"a row cannot be used: {problem}", remedy=SKIP, recurs=True)
 
 
 def log_skipped_row(problem: str, before: int) -> None:
-    """Logs that a row is skipped; the first LOGGED_ROWS of a worker are warnings.
+    """Logs that a row is skipped: the first LOGGED_ROWS as warnings, later ones for debugging.
 
     Args:
         problem: The position of the row, and the reason.
-        before: The number of rows that were skipped before it.
+        before: The number of rows that this worker skipped before the row.
     """
     level = logging.WARNING if before < LOGGED_ROWS else logging.DEBUG
     log.log(level, "skipped a row: %s", problem)
@@ -139,10 +145,10 @@ class Documents(Protocol):
             state: `beginning`, the state of a ReadRow, or the `stream` of a mark.
 
         Yields:
-            Every row of the worker, also one without a document.
+            All rows of the worker, including rows without a document.
 
         Raises:
-            RunError: Reading fails, or a row cannot be used and is not to be skipped.
+            RunError: Reading fails, or a row cannot be used and `skip_bad_rows` is false.
         """
         ...
 
@@ -150,13 +156,14 @@ class Documents(Protocol):
 class DocumentStream:
     """The documents of one worker in one data set (see `Documents`).
 
-    Every row belongs to exactly one worker, and a machine's rows do not depend on how many hosts
-    any machine has. If there are enough pieces (files or Parquet row groups), machines take whole
-    pieces, and so do the hosts of a machine; otherwise those that share a piece take turns at its
-    rows.
+    Each row belongs to exactly one worker, and the rows of a machine do not depend on the number of
+    hosts of any machine. If there are enough pieces (files or Parquet row groups), machines take
+    whole pieces, and so do the hosts of a machine. Otherwise several workers share a piece and take
+    turns at its rows.
 
-    A state has `rows`, the number of rows that were read from the pieces, including those of other
-    workers, and `dataset`, the position of the data set, which is None before the first row.
+    A state contains `rows`, the number of rows that were read from the worker's pieces, including
+    rows of other workers, and `dataset`, the position in the data set, which is None before the
+    first row.
     """
 
     def __init__(
@@ -173,19 +180,21 @@ class DocumentStream:
 
         Args:
             dataset: The data set.
-            form: What is read of each row.
+            form: The columns to read of each row, and how.
             worker: The worker; None for one that reads all rows.
-            skip_bad_rows: Whether rows that cannot be used are skipped.
-            leave: A function that is called before a row of another file is read and at the end,
-                with a list that contains the position of the last row of the file.
+            skip_bad_rows: Whether to skip rows that cannot be used. Otherwise they end the run.
+            leave: A function that is called when the worker has read its last row of a file. Its
+                argument is a list with one entry, the position of that row.
             shuffle: The seed of a random order; None for the order of the data set.
             source: The name of the data set in a mixture; None without a mixture.
         """
         self.worker = worker or Worker()
         self.skip_bad_rows = skip_bad_rows
         self._dataset = dataset
-        self._turn, self._turns = 0, 1  # row n of the pieces is this worker's if n % turns == turn
-        self._share = ""  # which of how many groups of pieces it reads
+        # Row n of the pieces belongs to this worker if n % turns == turn.
+        self._turn = 0
+        self._turns = 1
+        self._share = ""  # the group of pieces that the worker reads, such as "0 of 2"
         self._take_share(self.worker.machine, self.worker.machines)
         self._take_share(self.worker.host, self.worker.hosts)
         self._ordered = self._dataset if shuffle is None else ShuffledRows(self._dataset, shuffle)
@@ -194,7 +203,12 @@ class DocumentStream:
         self._source = {} if source is None else {"source": source}
 
     def _take_share(self, index: int, count: int) -> None:
-        """Narrows the stream to share `index` out of `count` shares."""
+        """Narrows the stream to one of several shares of its rows.
+
+        Args:
+            index: The number of the share, from 0.
+            count: The number of shares.
+        """
         if count > 1 and self._dataset.num_shards < PIECES_PER_SHARE * count:
             self._dataset = self._dataset.reshard()
         groups = min(self._dataset.num_shards, count)
@@ -217,7 +231,7 @@ class DocumentStream:
             # A copy: the data set changes the state that it loads.
             self._ordered.load_state_dict(deepcopy(state["dataset"]))
         rows = iter(self._ordered)
-        last_row: Mapping[str, Any] = {}  # of this worker
+        last_row: Mapping[str, Any] = {}  # the position of this worker's last row
         while True:
             try:
                 raw = next(rows)
@@ -228,7 +242,7 @@ class DocumentStream:
             except RunError as error:
                 why = f"reading the data set failed: {error}"
                 raise reworded(error, why, RunError) from error
-            except Exception as error:  # whatever the hub or a format of its files may raise
+            except Exception as error:  # the libraries for hub data sets may raise any type
                 why = f"reading the data set failed after row {number}: {one_line(error)}"
                 raise RunError(why) from error
             is_own = number % self._turns == self._turn
@@ -242,21 +256,31 @@ class DocumentStream:
                 yield ReadRow(document, problem, {"rows": number, "dataset": position})
 
     def _leave_file(self, last_row: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        """Calls `leave` unless a row comes from the same file as the row that was read last."""
+        """Calls `leave` if the worker has read its last row of a file.
+
+        Args:
+            last_row: The position of the row that was read last; empty if there is none.
+            row: The position of the next row; empty at the end.
+        """
         if "file" in last_row and last_row["file"] != row.get("file"):
             self._leave([last_row])
 
     def _numbered(self, columns: dict[str, Any], number: int) -> SourceRow:
-        """Returns a row of a data set on the hub, which has no position but its number."""
+        """Returns a row of a hub data set, whose position is only its number."""
         whose = "the data set" if self.worker == Worker() else "the rows that this host reads"
         where = f"row {number} (from 0) of {whose}"
         return hub_row(columns, self._dataset.features, where, {"row": number})
 
     def _document_in(self, row: SourceRow) -> tuple[Document | None, str]:
-        """Returns the document in a row, None if there is none; and why the row is skipped, or "".
+        """Reads the document of a row.
+
+        Returns:
+            A tuple of:
+                The document; None if the row has no content or is skipped.
+                The position of a row that is skipped, and the reason; otherwise "".
 
         Raises:
-            RunError: The row cannot be used and is not to be skipped.
+            RunError: The row cannot be used and `skip_bad_rows` is false.
         """
         form = self._form
         try:
@@ -265,8 +289,9 @@ class DocumentStream:
                 content = form.content_of(columns)
             if content is None:
                 return None, ""
-            doc_id, kept = form.id_of(columns), form.kept_of(columns)
-        except (UnusableRowError, RecursionError) as error:  # there are too many levels of lists
+            doc_id = form.id_of(columns)
+            kept = form.kept_of(columns)
+        except (UnusableRowError, RecursionError) as error:  # lists may be nested too deeply
             problem = f"{row.where}: {error}"
             if not self.skip_bad_rows:
                 raise unusable_row(problem) from error
@@ -279,12 +304,12 @@ class DocumentStream:
 class Mixture:
     """The documents of one worker in several data sets (see `Documents`).
 
-    The next one comes from the data set that is furthest behind its weight. So every beginning has
-    the shares of the weights, but for a document or so, and nothing is random. A data set that is
-    used up ends, and the others go on in their proportions.
+    The next document comes from the data set that is furthest behind its weight, without a random
+    choice. So the shares of the data sets follow the weights at any time, up to about one document.
+    If a data set has no more rows, the others continue in their proportions.
 
-    A state has `given`, the number of documents that each data set has given, and `streams`, the
-    state of each.
+    A state contains `given`, the number of documents from each data set, and `streams`, the state
+    of each data set.
     """
 
     def __init__(
@@ -293,10 +318,10 @@ class Mixture:
         """Mixes data sets.
 
         Args:
-            streams: The documents of each data set, of the same worker.
+            streams: The documents of each data set, all for the same worker.
             names: The names of the data sets, for messages.
-            weights: The weights of the data sets, positive, in documents. Rows without content do
-                not count.
+            weights: The weights of the data sets, positive. They apply to numbers of documents;
+                rows without content do not count.
         """
         self.worker = streams[0].worker
         self.skip_bad_rows = streams[0].skip_bad_rows
@@ -312,10 +337,16 @@ class Mixture:
 
     def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
         """Reads the rows of the worker that come after a state, as `Documents.read` does."""
-        given, states = list(state["given"]), list(state["streams"])
+        counts = list(state["given"])
+        states = list(state["streams"])
         rows = {number: stream.read(states[number]) for number, stream in enumerate(self._streams)}
+
+        def progress(number: int) -> float:
+            """Returns the documents of a data set relative to its weight."""
+            return (counts[number] + 0.5) / self._weights[number]
+
         while rows:
-            number = min(rows, key=lambda n: (given[n] + 0.5) / self._weights[n])
+            number = min(rows, key=progress)
             row = next(rows[number], None)
             if row is None:
                 del rows[number]
@@ -323,18 +354,25 @@ class Mixture:
                     log.warning(
                         "--mix: %s has no more than %s for this host; the others continue",
                         self._names[number],
-                        counted(given[number], "document"),
+                        counted(counts[number], "document"),
                     )
                 continue
-            given[number] += row.document is not None
+            counts[number] += row.document is not None
             states[number] = row.state
-            yield row._replace(state={"given": list(given), "streams": list(states)})
+            yield row._replace(state={"given": list(counts), "streams": list(states)})
 
 
 def check_dataset(dataset: Rows, form: RowForm, skip_bad_rows: bool = False) -> None:
-    """Raises InputError unless the first row can be used.
+    """Checks that the first row of a data set can be used, before anything expensive starts.
 
-    With `skip_bad_rows`, one of the first CHECKED_ROWS rows is enough.
+    Args:
+        dataset: The data set.
+        form: The columns to read of each row, and how.
+        skip_bad_rows: Whether rows that cannot be used are skipped. If so, it is enough that one of
+            the first CHECKED_ROWS rows can be used.
+
+    Raises:
+        InputError: The data set is empty, a column is missing, or the rows cannot be used.
     """
     stream = DocumentStream(dataset, form, skip_bad_rows=skip_bad_rows)
     skipped = 0
@@ -346,7 +384,7 @@ def check_dataset(dataset: Rows, form: RowForm, skip_bad_rows: bool = False) -> 
                 log_skipped_row(row.problem, skipped)
                 skipped += 1
     except RunError as error:
-        if isinstance(error.__cause__, ColumnError):  # skipping would skip every row
+        if isinstance(error.__cause__, ColumnError):  # --skip_bad_rows would skip all rows
             raise InputError(str(error)) from error
         raise with_remedy(error) from error
     if not skipped:
@@ -358,5 +396,8 @@ def check_dataset(dataset: Rows, form: RowForm, skip_bad_rows: bool = False) -> 
 
 
 def with_remedy(error: RunError) -> InputError:
-    """Returns the error as an InputError: it was found before anything expensive started."""
+    """Turns a RunError into an InputError whose message contains the remedy.
+
+    This is for errors of reading that are detected before anything expensive starts.
+    """
     return InputError(f"{error}; {error.remedy}" if error.remedy else str(error))

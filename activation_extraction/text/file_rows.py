@@ -75,24 +75,24 @@ class DataFile:
 
     @property
     def local(self) -> bool:
-        """Returns whether the file is on this machine."""
+        """Whether the file is on this machine."""
         return "://" not in self.url
 
     @property
     def kind(self) -> "FileKind":
-        """Returns the kind of the file. `list_files` lists no file without a kind."""
+        """The kind of the file. `list_files` lists no file without a kind."""
         kind = kind_of(self.url)
         assert kind is not None
         return kind
 
     @property
     def may_grow(self) -> bool:
-        """Returns whether rows may be appended to the file after the run has begun."""
+        """Whether rows may be appended to the file after the run has begun."""
         return self.local and self.kind.is_text
 
     @property
     def read_to(self) -> int | None:
-        """Returns how many bytes at the start of the file are read; None for all."""
+        """The number of bytes that are read from the start of the file; None for all."""
         return self.size if self.may_grow else None
 
 
@@ -103,10 +103,10 @@ class FileKind:
     Attributes:
         name: Name of the kind, for messages.
         extensions: Extensions of its files, in lower case; names are compared case-insensitively.
-        rows: Function that yields the rows of a file. Its arguments are the file, the number of a
-            row group, which is 0 for kinds without row groups, and what is read of each row.
-        is_text: Whether files of this kind are text, which may be compressed, and to whose end rows
-            may be appended.
+        rows: Function that yields the rows of a file. Its arguments are the file; the number of a
+            row group, which is 0 for kinds without row groups; and the columns to read, with how.
+        is_text: Whether files of this kind are text. Text files may be compressed, and rows may be
+            appended to them.
     """
 
     name: str
@@ -156,7 +156,8 @@ def file_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[SourceR
     Args:
         file: The file.
         row_group: The number of the row group that is read of a Parquet file; 0 for other files.
-        form: What is read of each row: of Parquet and Arrow files, only the needed columns.
+        form: The columns to read of each row, and how. Of Parquet and Arrow files, only these
+            columns are read.
 
     Raises:
         RunError: If the file cannot be read. The message names it and the last row before.
@@ -174,7 +175,7 @@ def file_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[SourceR
             remedy = "decompress it with zstd -d --long=31, or compress it again without --long"
         elif isinstance(error, DAMAGE) or is_decompression_error:
             remedy = REPLACE
-        # A local file stays as wrong as it is; one at a URL may have been transferred incompletely.
+        # A damaged local file stays damaged, but a file at a URL may have been transferred wrongly.
         recurs = remedy is not None and (file.local or isinstance(error, RunError))
         message = f"{file.url}: {one_line(error)}{progress}"
         raise RunError(message, remedy=remedy, recurs=recurs) from error
@@ -221,8 +222,8 @@ UTF16 = OtherFormat(
 UTF32 = OtherFormat(
     "is UTF-32, expected UTF-8", "convert it, for example with iconv -f UTF-32 -t UTF-8"
 )
-# First bytes of a file, case-insensitive -> its format. UTF-32's mark begins like UTF-16's, so it
-# comes first.
+# First bytes of a file, case-insensitive -> its format. The byte order mark of UTF-32 begins like
+# that of UTF-16, so it comes first.
 OTHER_FORMATS = {
     b"version https://git-lfs.github.com/": LFS_POINTER,
     **{
@@ -239,8 +240,8 @@ OTHER_FORMATS = {
     codecs.BOM_UTF16_LE: UTF16,
     codecs.BOM_UTF16_BE: UTF16,
 }
-FORMAT_BYTES = 64  # of the start of a file; they show its format
-BUFFER_BYTES = 2**16  # of a read
+FORMAT_BYTES = 64  # the number of bytes at the start of a file that show its format
+BUFFER_BYTES = 2**16  # the size of the buffer for reading text files
 
 
 def compression_of(url: str) -> str:
@@ -256,7 +257,7 @@ def uncompressed_name(url: str) -> str:
 
 def open_file(url: str) -> Any:
     """Opens a local file or a URL for reading its bytes."""
-    # In a local path, fsspec would take :: for a chain of URLs.
+    # fsspec is not used for local paths, in which it would take :: for a chain of URLs.
     return fsspec.open(url, "rb") if "://" in url else open(url, "rb")
 
 
@@ -298,10 +299,10 @@ class Beginning(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._file.read(min(len(buffer), self._left))
-        buffer[: len(data)] = data
-        self._left -= len(data)
-        return len(data)
+        content = self._file.read(min(len(buffer), self._left))
+        buffer[: len(content)] = content
+        self._left -= len(content)
+        return len(content)
 
 
 def refuse_other_formats(first: bytes, compression: str = "") -> None:
@@ -333,8 +334,8 @@ def _numbered_row(file: DataFile, number: int, read: Callable[[], dict[str, Any]
 
 # Text files: JSON and CSV
 
-MAX_LINE = 2**27  # characters of a line, or of a field of CSV
-MAX_ARRAY_BYTES = 2**30  # of a JSON array
+MAX_LINE = 2**27  # the largest number of characters of a line, or of a field of CSV
+MAX_ARRAY_BYTES = 2**30  # the largest size of a JSON array
 NEWLINES = ("\n", "\r", 10, 13)  # the last character of a line of text, or the last byte
 # Separators that CSV files may have instead of commas, and their names for messages.
 OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
@@ -368,15 +369,16 @@ def _json_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[Source
 
 
 def _array(content: IO[bytes]) -> list[Any]:
-    data = content.read(MAX_ARRAY_BYTES + 1)
-    if len(data) > MAX_ARRAY_BYTES:
+    """Returns the elements of a JSON array that is the whole content of a file."""
+    encoded = content.read(MAX_ARRAY_BYTES + 1)
+    if len(encoded) > MAX_ARRAY_BYTES:
         raise RunError(
             f"is a JSON array of more than {MAX_ARRAY_BYTES:,} bytes, expected an object on every "
             "line of so large a file",
             remedy="convert it, for example with jq -c '.[]'",
         )
     try:
-        return json.loads(data)
+        return json.loads(encoded)
     except (ValueError, RecursionError) as error:
         raise RunError(f"not a JSON array: {one_line(error)}", remedy=REPLACE) from error
 
@@ -394,10 +396,11 @@ def _decoded_json(text: str | bytes) -> Any:
         raise UnusableRowError(f"not JSON: {one_line(error)}") from error
 
 
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UnusableRowError(f"expected a JSON object, found {type(value).__name__}")
-    return value
+def _object(element: Any) -> dict[str, Any]:
+    """Returns a decoded JSON value, or raises UnusableRowError if it is not an object."""
+    if not isinstance(element, dict):
+        raise UnusableRowError(f"expected a JSON object, found {type(element).__name__}")
+    return element
 
 
 def _csv_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[SourceRow]:
@@ -457,7 +460,7 @@ def _csv_columns(header: list[str], fields: list[str]) -> dict[str, Any]:
 
 
 def _lines(content: IO[AnyStr], file: DataFile) -> Iterator[AnyStr]:
-    """Yields the lines of a text file, except a last one that continues after `file.read_to`.
+    """Yields the lines of a text file, without a last line that continues after `file.read_to`.
 
     Raises:
         RunError: If a line is so long that it could fill the memory. That may be a file without

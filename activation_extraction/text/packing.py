@@ -1,10 +1,10 @@
-"""Samples -> packed batches of one fixed shape, with the tokens marked that are kept.
+"""Packs samples into batches of a fixed shape.
 
-Several samples share a row; segment ids keep them apart in attention, and positions restart at 0.
-Samples are read in groups, in the order of the stream. A group is packed on its own, the longest
-sample first, each into the row that it fills best. Batches are cut from the one stream of the rows
-of all groups. So a run that continues needs to know only where a group began (`Placed.mark`), and
-which samples after that are stored.
+Several samples share a row: segment ids keep them apart in attention, and positions restart at 0.
+Samples are read in groups, in the order of the stream. Each group is packed by itself: its samples,
+longest first, go into the row where they leave the least room (best-fit decreasing). The rows of
+all groups form one stream, from which batches are cut. So a run that continues only needs the mark
+at the beginning of a group (`Placed.mark`), and the samples after this mark that are stored.
 """
 
 from bisect import bisect_left, insort
@@ -18,39 +18,54 @@ from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import SampleFacts
 from activation_extraction.text.samples import ChangedDataError
 
-GROUP_ROWS, LEAST_ROWS = 256, 16  # as many rows as the samples of a group fill, if packed tightly
-GROUP_TOKENS = 2**20  # fewer rows have as many tokens
-GROUP_SAMPLES = 2**16  # the most samples of a group, however short they are
+# The size of a group in rows is the number of rows that its tokens would fill without padding.
+GROUP_ROWS = 256  # the largest size of a group
+LEAST_ROWS = 16  # the smallest size of a group
+GROUP_TOKENS = 2**20  # if rows are long, groups have as many tokens and fewer than GROUP_ROWS rows
+GROUP_SAMPLES = 2**16  # the largest number of samples in a group, however short they are
 
 
 def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Sample]:
-    """Makes samples of token ids alone, numbered from 0; they belong to no data set."""
+    """Makes samples from token ids alone, for programs without a data set.
+
+    Args:
+        documents: Token ids of each sample. The samples are numbered from 0.
+    """
     for number, ids in enumerate(documents):
         yield Sample(SampleFacts(number), np.asarray(ids, np.int32), Mark(number))
 
 
 def rows_of_group(length: int) -> int:
-    """Returns how many rows of `length` tokens the samples of a group would fill exactly."""
+    """Returns the size of a group in rows.
+
+    Args:
+        length: The number of tokens of a row.
+    """
     return max(LEAST_ROWS, min(GROUP_ROWS, GROUP_TOKENS // length))
 
 
 def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, None, Mark | None]:
-    """Packs samples into batches, which it yields.
+    """Packs samples into batches.
 
-    The rows of a group come in the order of their first samples. A sample without tokens comes as
-    if it had a row, but takes none.
+    The rows of a group are ordered by their first samples. A sample without tokens has a place in
+    this order, but takes no row.
 
     Args:
         samples: The samples, each of at most `length` tokens.
         rows: The number of rows of a batch.
         length: The number of tokens of a row.
 
+    Yields:
+        The batches.
+
     Returns:
-        The mark at the end of the samples, which their generator returns; None if `samples` is
-        another iterable.
+        The mark at the end of the samples, if `samples` is a generator that returns it; otherwise
+        None.
 
     Raises:
-        RunError: Reading has failed, which is raised after all samples before it have come.
+        ChangedDataError: The data set has changed. Earlier samples of the same group are not
+            yielded.
+        RunError: Reading has failed. All earlier samples have been yielded.
     """
     failure: RunError | None = None
     end: Mark | None = None
@@ -58,14 +73,15 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
     def readable() -> Iterator[Sample]:
         nonlocal end, failure
         try:
-            end = yield from samples  # type: ignore[func-returns-value]  # None of other iterables
-        except ChangedDataError:  # nor are the samples before it to be trusted
+            # An iterable that is no generator returns None.
+            end = yield from samples  # type: ignore[func-returns-value]
+        except ChangedDataError:  # the samples before it may be wrong as well
             raise
         except RunError as error:
             failure = error
 
     placed: list[Placed] = []
-    filled = 0  # rows of the next batch
+    filled = 0  # the number of rows that the next batch has so far
     for group in _groups(readable(), length):
         order = best_fit([len(sample.token_ids) for sample in group], length)
         last = order[-1][-1]
@@ -87,7 +103,15 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
 
 
 def _groups(samples: Iterable[Sample], length: int) -> Iterator[list[Sample]]:
-    """Yields the samples that are packed together: as many as follow each other and fit."""
+    """Yields groups: as many consecutive samples as fit the size of a group.
+
+    Args:
+        samples: The samples.
+        length: The number of tokens of a row.
+
+    Raises:
+        ValueError: A sample has more tokens than a row.
+    """
     room = rows_of_group(length) * length
     group: list[Sample] = []
     tokens = 0
@@ -105,38 +129,51 @@ def _groups(samples: Iterable[Sample], length: int) -> Iterator[list[Sample]]:
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Distributes lengths, each at most `room`, among rows that have `room`.
+    """Distributes lengths among rows, by best-fit decreasing.
 
-    Returns the indices of the lengths in each row, ascending, and the rows in the order of their
-    first ones. The longest comes first, and goes where it leaves the least room, or into a new row.
-    A length of 0 has a row of its own.
+    The longest lengths are placed first, each in the row where it leaves the least room, or in a
+    new row if it fits no other.
+
+    Args:
+        lengths: The lengths, each at most `room`. A length of 0 gets a row of its own.
+        room: The length of a row.
+
+    Returns:
+        The indices of the lengths in each row, ascending. The rows are ordered by their first
+        indices.
     """
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # how much, and in which row, ascending; no row that is full
+    free: list[tuple[int, int]] = []  # (room left, index of the row), ascending; no full rows
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         length = lengths[index]
-        at = bisect_left(free, (length, 0)) if length else len(free)
-        if at < len(free):
-            left, row = free.pop(at)
+        if not length:
+            rows.append([index])
+            continue
+        best = bisect_left(free, (length, 0))
+        if best < len(free):
+            left, row = free.pop(best)
             rows[row].append(index)
         else:
-            left, row = room if length else 0, len(rows)
+            left = room
+            row = len(rows)
             rows.append([index])
         if left > length:
             insort(free, (left - length, row))
     return sorted(map(sorted, rows))
 
 
-def _lay_out(placed: Sequence[Placed], rows: int, length: int) -> Batch:
+def _lay_out(samples: Sequence[Placed], rows: int, length: int) -> Batch:
+    """Returns the batch of (rows, length) tokens with these samples."""
     token_ids, segment_ids, positions = np.zeros((3, rows, length), np.int32)
-    segments = [0] * rows
-    kept = None if all(p.sample.kept is None for p in placed) else np.zeros((rows, length), bool)
-    for item in placed:
-        span = item.row, slice(item.start, item.stop)
-        segments[item.row] += item.stop > item.start
-        token_ids[span] = item.sample.token_ids
-        segment_ids[span] = segments[item.row]
-        positions[span] = np.arange(item.stop - item.start)
+    segments = [0] * rows  # the number of samples with tokens in each row so far
+    keeps_all = all(placed.sample.kept is None for placed in samples)
+    kept = None if keeps_all else np.zeros((rows, length), bool)
+    for placed in samples:
+        span = placed.row, slice(placed.start, placed.stop)
+        segments[placed.row] += placed.stop > placed.start
+        token_ids[span] = placed.sample.token_ids
+        segment_ids[span] = segments[placed.row]
+        positions[span] = np.arange(placed.stop - placed.start)
         if kept is not None:
-            kept[item.row, item.start + item.sample.kept_positions] = True
-    return Batch(token_ids, segment_ids, positions, tuple(placed), kept)
+            kept[placed.row, placed.start + placed.sample.kept_positions] = True
+    return Batch(token_ids, segment_ids, positions, tuple(samples), kept)

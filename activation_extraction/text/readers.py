@@ -62,12 +62,12 @@ class TextColumn:
 
 @dataclass(frozen=True)
 class IdsColumn:
-    """Reads token ids from a column, and from another column which of them may be kept.
+    """Reads token ids from a column, and the mask of those that may be kept from another column.
 
     Attributes:
         name: The name of the column of token ids.
-        mask: The name of the column of masks, lists of 0 and 1; "" for none. A mask of the name
-            ATTENTION_MASK marks padding with 0, which is left out.
+        mask: The name of the column of masks, lists of 0 and 1; "" for none. If it is
+            ATTENTION_MASK, 0 means padding, which is left out.
         vocabulary: The number of token ids that the model has.
     """
 
@@ -150,7 +150,7 @@ def _integers(values: Any, name: str, flag: str) -> np.ndarray:
 class ArcTask:
     """Reads an ARC-AGI task as a prompt that shows its training pairs and asks for its tests.
 
-    It comes after the reader of a column, for data sets without that column.
+    `RowForm` lists it after the reader of a column, for data sets without that column.
 
     Attributes:
         template: The template that renders the prompt as a message of the user; None for the prompt
@@ -195,12 +195,12 @@ def _arc_prompt(row: Mapping[str, Any]) -> str:
 
     try:
         examples = [
-            f"Example {n}\nInput:\n{lines(pair['input'])}\nOutput:\n{lines(pair['output'])}\n"
-            for n, pair in enumerate(row["train"], start=1)
+            f"Example {number}\nInput:\n{lines(pair['input'])}\nOutput:\n{lines(pair['output'])}\n"
+            for number, pair in enumerate(row["train"], start=1)
         ]
         tests = [
-            f"Test {n}\nInput:\n{lines(pair['input'])}\nOutput:\n"
-            for n, pair in enumerate(row["test"], start=1)
+            f"Test {number}\nInput:\n{lines(pair['input'])}\nOutput:\n"
+            for number, pair in enumerate(row["test"], start=1)
         ]
     except (KeyError, TypeError) as error:
         raise UnusableRowError(f"it has ARC-AGI columns but no grids in them: {error!r}") from error

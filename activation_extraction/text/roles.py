@@ -32,12 +32,12 @@ HEADERS = {"tool": ("tool", "user"), "system": ("system", "developer")}
 
 
 class Turn(NamedTuple):
-    """One block of a rendered conversation.
+    """A block of a rendered conversation.
 
     Attributes:
-        role: The role of its content.
-        messages: Its messages: one, several of the role "tool", or none for a system prompt of the
-            template's own.
+        role: The role of the block's content.
+        messages: The messages in the block: usually one, several if their role is "tool", and none
+            for a system prompt that the template adds.
     """
 
     role: str
@@ -179,30 +179,31 @@ def _required_texts(message: Mapping[str, Any], marks_thinking: bool) -> list[st
     return [before.strip() if mark else "", after.strip()]
 
 
-def refuse_marks(value: Any, marks: Iterable[str], reason: str) -> None:
-    """Checks that no text in a value contains a mark.
+def refuse_marks(content: Any, marks: Iterable[str], reason: str) -> None:
+    """Checks that no text in a conversation, or in a part of it, contains a marker.
 
     Args:
-        value: A text, or lists and objects of texts, whose keys count as well.
-        marks: The marks.
-        reason: The message of the error, with {} where the mark is named.
+        content: A text, or lists and objects of texts. The keys of objects are checked as well.
+        marks: The markers, such as START.
+        reason: The message of the error, with {} in the place of the marker.
 
     Raises:
-        UnusableRowError: If a text contains a mark.
+        UnusableRowError: If a text contains a marker.
     """
-    for text in _texts(value):
+    for text in _texts(content):
         for mark in marks:
             if mark in text:
                 raise UnusableRowError(reason.format(mark))
 
 
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
+def _texts(content: Any) -> Iterator[str]:
+    """Yields all texts in nested lists and objects, including the keys of objects."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, Mapping):
+        for key, entry in content.items():
             yield str(key)
-            yield from _texts(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item)
+            yield from _texts(entry)
+    elif isinstance(content, list | tuple):
+        for entry in content:
+            yield from _texts(entry)

@@ -1,8 +1,8 @@
-"""Turns the columns of a row into what is stored of it: content, id, and the columns to keep.
+"""Reads the content, the id and the columns to keep from the columns of a row.
 
-`RowForm` says which columns these are. The content is read by a `Reader`: of the columns of text or
-token ids, or of ARC-AGI tasks, in readers.py; of conversations in chat.py. A row that cannot be
-used raises `UnusableRowError`; documents.py decides whether such a row is skipped.
+`RowForm` declares which columns these are. A `Reader` reads the content: readers.py has the readers
+of text, token ids and ARC-AGI tasks, and chat.py has the reader of conversations. A row that cannot
+be used raises `UnusableRowError`; documents.py decides whether to skip the row.
 """
 
 import datetime
@@ -20,12 +20,12 @@ from activation_extraction.common.errors import near_miss
 from activation_extraction.text.sample_facts import DocId
 
 TEMPLATE = ROLES.index("template")
-MAX_COLUMN_BYTES = 2**19  # of the JSON of a row's kept columns
-MAX_LEVELS = 60  # of lists and objects in a kept column; shards have room for a few more
-MAX_ID_BYTES = 2**18  # of the JSON of a row's id
+MAX_COLUMN_BYTES = 2**19  # the largest size of the kept columns of a row as JSON
+MAX_LEVELS = 60  # the largest depth of lists and objects in a kept column
+MAX_ID_BYTES = 2**18  # the largest size of the id of a row as JSON
 # Types of values that are kept as text, because JSON has no such type.
 AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
-# Values of columns, for messages, and the flags that read them.
+# Kinds of values in columns, for messages, and the flags that read them.
 CONVERSATION, TOKEN_IDS = "a conversation", "token ids"
 READING_FLAGS = {CONVERSATION: "messages_column", TOKEN_IDS: "ids_column"}
 
@@ -43,9 +43,9 @@ class SourceRow:
     """A row of a file or of a hub data set, whose columns are not read yet.
 
     Attributes:
-        where: Its position, for messages.
-        row: Its position as it is stored with a sample (see `SampleFacts.row`).
-        read: Returns the columns of the row by name, or raises UnusableRowError.
+        where: Position of the row in words, for messages.
+        row: Position of the row as it is stored with a sample (see `SampleFacts.row`).
+        read: Function that returns the columns of the row by name, or raises UnusableRowError.
     """
 
     where: str
@@ -103,8 +103,9 @@ class Reader(Protocol):
     """Reads the content of rows from certain columns.
 
     Attributes:
-        activity: What reading a row does, in words that continue with the position of the row.
-        columns: The columns that are read.
+        activity: Description of reading a row, such as "reading". The position of the row follows
+            it in messages.
+        columns: Columns that are read.
     """
 
     activity: ClassVar[str]
@@ -125,11 +126,11 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class RowForm:
-    """Declares what is read of every row of a data set.
+    """Declares the columns that are read of each row of a data set.
 
     Attributes:
-        readers: Readers of the content. Each row is read by the first one that can read it; the
-            first of all reads, and thereby refuses, a row that none can read.
+        readers: Readers of the content. The first one that can read a row reads it. If no reader
+            can read a row, the first one is used, and raises an error.
         id_column: The column of the row's id; None for the id columns of the readers, which a row
             may lack.
         keep_columns: Columns that are stored with the samples of the row.
@@ -141,18 +142,18 @@ class RowForm:
 
     @property
     def activity(self) -> str:
-        """Returns what reading a row does, in words that continue with its position."""
+        """Description of reading a row (see `Reader.activity`)."""
         return self.readers[0].activity
 
     def columns_among(self, names: Sequence[str]) -> list[str]:
-        """Returns which columns of a file need to be read.
+        """Returns the columns of a file that need to be read.
 
         Args:
             names: The columns of the file.
 
         Returns:
-            Columns out of `names`: those that any reader reads, the id, and those to keep. All of
-            `names` if required ones are missing, for the message about that.
+            The columns in `names` that a reader reads, the id, and the columns to keep. If the
+            file lacks required columns, all of `names`, so that the error message can list them.
         """
         always = (*self.keep_columns, *([] if self.id_column is None else [self.id_column]))
         columns = [reader.columns for reader in self.readers]
@@ -203,8 +204,8 @@ class RowForm:
         """Returns the columns to keep by name, as JSON values.
 
         Raises:
-            UnusableRowError: If a column is missing, cannot be stored, or is too deep, or if all
-                together are too long.
+            UnusableRowError: If a column is missing, cannot be stored or has too many levels, or
+                if the columns together are too large.
         """
         kept = {name: _as_json(row, name) for name in self.keep_columns}
         if kept and (size := len(json.dumps(kept))) > MAX_COLUMN_BYTES:

@@ -1,9 +1,9 @@
-"""The facts of a sample: all that is known of it beside its tokens and activations.
+"""Declares the facts of a sample, which are stored beside its tokens and activations.
 
 `SampleFacts` is the only declaration of these fields. A sample of the stream contains them, and so
-do the samples of a shard. The table of samples (store/sample_table.py) has a column for each, and a
-reader gets them back as `StoredSample`, or as the first fields of `SampleActivations`. samples.py
-makes them from the rows of a data set; programs with a loop of their own give them to
+do the samples of a shard. The table of samples (store/sample_table.py) has a column for each fact.
+Readers return the facts as `StoredSample`, or as the first fields of `SampleActivations`.
+samples.py makes them from the rows of a data set; programs with their own loop pass them to
 `ActivationStorage.add_activation`.
 """
 
@@ -20,13 +20,16 @@ class SampleFacts:
 
     Attributes:
         sample_idx: Number of the sample, unique over all machines and hosts of the run.
-        row: Row of the data set that the sample comes from: {"file", "line"} of JSON Lines, counted
-            from 1; {"file", "row_group", "row"} of Parquet, from 0; {"file", "row"} of other files,
-            from 0; {"row"} of a data set on the hub, from 0, with {"share"} if it is counted within
-            one share of several, and {"shard"} if it is counted within one shard of a shuffled data
-            set. In a mixture it has the {"source"}, too. The pieces of a long document have the
-            same row but for {"piece", "start"}: the number of the piece, from 0, and the position
-            in the document of its first token. None if a program has stored no row.
+        row: Position of the sample's row in the data set. Its keys are, by the kind of data:
+            JSON Lines: "file" and "line", counted from 1.
+            Parquet: "file", "row_group" and "row", counted from 0.
+            Other files: "file" and "row", counted from 0.
+            Hub data sets: "row", counted from 0; also "share" if rows are counted within one of
+            several shares, and "shard" if they are counted within a shard of a shuffled data set.
+            A mixture: also "source".
+            Long documents that are split: also "piece", the number of the piece from 0, and
+            "start", the position in the document of the piece's first token.
+            None if a program with its own loop stored no row.
         doc_id: Id that the row has in the data set; None if it has none.
         text_preview: The first 200 characters of the text; "" if there is no text.
         cut: Number of tokens of the document that were left out at its end.
@@ -46,7 +49,7 @@ class StoredSample:
     """A sample as the table of samples lists it.
 
     Attributes:
-        facts: Facts of the sample. A fact whose column was not read has its default.
+        facts: Facts of the sample. Facts whose columns were not read have their defaults.
         tokens: Number of tokens that are stored, which may be 0.
     """
 

@@ -1,8 +1,8 @@
-"""Documents -> samples: cuts or splits tokenised documents, and marks the place of every sample.
+"""Makes samples from documents: tokenises, cuts or splits them, and makes the mark of each sample.
 
-Documents are tokenised in chunks. A mark (mark.py) is the state of the documents before a chunk
-plus the number of samples to skip within it. A run that continues leaves out the samples that are
-stored.
+Documents are tokenised in chunks. A mark (mark.py) contains the state of the documents before a
+chunk and the number of samples to skip within the chunk. A run that continues leaves out the
+samples that are stored. token_choice.py chooses the tokens to keep.
 """
 
 import json
@@ -32,25 +32,26 @@ from activation_extraction.text.sample_facts import SampleFacts, StoredSample
 from activation_extraction.text.token_choice import TokenChoice
 from activation_extraction.text.tokens import SpecialTokens, Tokens, safe_cuts, tokenise
 
-CHUNK_ROWS = 64
-PREVIEW_CHARACTERS = 200
+CHUNK_ROWS = 64  # the number of rows to tokenise together
+PREVIEW_CHARACTERS = 200  # the length of SampleFacts.text_preview
 
 
 class ChangedDataError(RunError):
-    """The data set gives another row for a sample that is stored."""
+    """The data set has changed: a stored sample would now come from another row."""
 
 
 @dataclass(frozen=True)
 class SampleForm:
-    """How documents become samples.
+    """The settings by which documents become samples.
 
     Attributes:
-        length: Most tokens of a sample.
-        split: Whether a longer document becomes several samples, its pieces. Otherwise it is cut.
-        overlap: Number of tokens at the start of a piece that repeat the end of the piece before
-            it. They are context, and are never kept. The first piece has none.
-        choice: Tokens whose activations are kept.
-        special: Special tokens that are put around a document. A cut document keeps all of them.
+        length: Largest number of tokens of a sample.
+        split: Whether a document with more tokens becomes several samples. Otherwise it is cut.
+        overlap: Number of tokens at the start of each piece but the first that repeat the end of
+            the previous piece. They are context, and never kept.
+        choice: Choice of the tokens to keep.
+        special: Special tokens around a document, which count as tokens of the document. A document
+            that is cut keeps all of them.
     """
 
     length: int
@@ -71,7 +72,15 @@ class SampleForm:
         return [range(start, min(start + self.length, tokens)) for start in starts]
 
     def eligible(self, document: Document, tokens: Tokens) -> np.ndarray | None:
-        """Returns which tokens of a document may be kept, bool (tokens,); None for all of them."""
+        """Returns which tokens of a document may be kept.
+
+        Args:
+            document: The document.
+            tokens: The tokens of the document, including special tokens.
+
+        Returns:
+            A mask, bool (tokens.total,). None if all tokens of each sample are kept.
+        """
         mask = document.content.mask
         if mask is None and not self.overlap and self.choice.everything:
             return None
@@ -92,37 +101,42 @@ def samples(
 ) -> Generator[Sample, None, Mark]:
     """Yields the samples of one worker that are not stored.
 
-    The stream stops after `max_samples` samples, or once the samples keep `max_tokens` tokens: the
-    last one is cut to end there. Both count from the beginning of the data, with stored samples as
-    they are stored. A document without a single token gives no sample, and its row counts as empty;
-    the row of a document that the tokenizer cannot take cannot be used.
+    The stream ends after `max_samples` samples, or once the samples keep `max_tokens` tokens; then
+    the last sample is cut. Both limits count from the beginning of the data, and stored samples
+    count with the tokens that are stored of them. A document without a single token has no sample,
+    and its row counts as empty. If the tokenizer fails on a document, its row cannot be used.
 
     Args:
         documents: The documents of the worker.
         tokenizer: The tokenizer; None if documents are token ids.
-        form: How documents become samples.
-        max_samples: The most samples; None for no limit.
+        form: The settings by which documents become samples.
+        max_samples: The limit of samples; None for no limit.
         start: A mark from an earlier iteration over the same data; None for the beginning.
-        max_tokens: The most tokens that are kept; None for no limit.
+        max_tokens: The limit of tokens that are kept; None for no limit.
         stored: The samples that are stored and left out, by `sample_idx`.
-        until: The number of the first sample that is not read; None to read all.
-        limits_from: The number of the first sample that the limits can end the stream at, or cut.
-            Where later samples are stored, earlier ones must not be left out.
-        on_stored: A function that is called for each sample that is left out. This may be the only
-            sign of progress for hours.
+        until: The number of the sample before which to stop; None to read all.
+        limits_from: The number of the first sample to which the limits apply. A repair sets it
+            behind the last stored sample, so that no limit cuts or drops an earlier one.
+        on_stored: A function that is called for each sample that is left out, which may be the
+            only sign of progress for hours.
+
+    Yields:
+        The samples, in order.
 
     Returns:
-        The mark at the end. If all rows were read, it counts every row that gave no sample;
-        otherwise those before the last sample, since rows that were only read ahead do not count.
+        The mark at the end. If all rows were read, it counts all rows without samples. Otherwise it
+        counts those before the last sample, because rows that were only read ahead do not count.
 
     Raises:
         ChangedDataError: A stored sample now comes from another row.
+        RunError: Reading fails, or a row cannot be used and is not to be skipped.
     """
     most_samples = math.inf if max_samples is None else max_samples
     most_tokens = math.inf if max_tokens is None else max_tokens
     mark = start or Mark(0)
 
     def is_over() -> bool:
+        """Returns whether a limit ends the stream at the mark."""
         reached = mark.samples >= most_samples or mark.tokens >= most_tokens
         return mark.samples >= limits_from and reached
 
@@ -161,20 +175,20 @@ def _whole_samples(
     start: Mark,
     most_samples: float,
 ) -> Generator[Sample, None, Mark]:
-    """Yields the samples of one worker as if no limit cut any of them.
+    """Yields samples as if no limit of tokens cut them.
 
-    The `cut` of a sample is the number of tokens that follow it in its document, and marks do not
-    count kept tokens.
+    The `cut` of a sample counts all tokens that follow it in its document, and `Mark.tokens` is
+    not set.
 
     Args:
         documents: The documents of the worker.
         tokenizer: The tokenizer; None if documents are token ids.
-        form: How documents become samples.
-        start: The mark before the first sample to yield.
-        most_samples: The number of the worker's samples for which rows are read ahead at most.
+        form: The settings by which documents become samples.
+        start: The mark of the first sample.
+        most_samples: The number of samples at which reading ahead stops; infinite for no limit.
 
     Returns:
-        The mark at the end of the data.
+        The mark at the end of the data, without the number of tokens.
     """
     number = start.samples - start.skip
     state = start.stream or documents.beginning
@@ -185,18 +199,19 @@ def _whole_samples(
     failure: RunError | None = None
     is_end = False
     while not is_end:
-        stream, begin = with_counts(state, counts), number
+        stream = with_counts(state, counts)
+        first_number = number
         wanted = int(min(CHUNK_ROWS, most_samples - number))
         chunk: list[ReadRow] = []
         try:
             for row in islice(rows, wanted):
                 chunk.append(row)
-        except RunError as error:  # the rows before it are read
+        except RunError as error:  # raised below, after the samples of the rows before it
             failure = error
         is_end = failure is not None or len(chunk) < wanted
         contents = [row.document.content for row in chunk if row.document is not None]
-        of_documents = tokenise(tokenizer, contents, most_tokens, cuts)
-        for row, tokens in zip(chunk, _tokens_of_rows(chunk, of_documents), strict=True):
+        tokens_of_contents = tokenise(tokenizer, contents, most_tokens, cuts)
+        for row, tokens in zip(chunk, _tokens_of_rows(chunk, tokens_of_contents), strict=True):
             state = row.state
             if isinstance(tokens, str):
                 if not documents.skip_bad_rows:
@@ -211,7 +226,8 @@ def _whole_samples(
             eligible = form.eligible(row.document, tokens)
             for piece, span in enumerate(form.pieces(tokens.total)):
                 if number >= start.samples:
-                    mark = Mark(number, number - begin, counts.skipped, counts.empty, stream)
+                    skip = number - first_number
+                    mark = Mark(number, skip, counts.skipped, counts.empty, stream)
                     index = documents.worker.sample_idx(number)
                     yield _sample(index, row.document, tokens, eligible, form, piece, span, mark)
                 number += 1
@@ -221,15 +237,19 @@ def _whole_samples(
 
 
 def _tokens_of_rows(
-    rows: Sequence[ReadRow], of_documents: Sequence[Tokens | str]
+    rows: Sequence[ReadRow], tokens_of_contents: Sequence[Tokens | str]
 ) -> Iterator[Tokens | str | None]:
-    """Yields, for each row, its tokens; None if it has none; the reason if it cannot be used.
+    """Yields the tokens of each row.
 
     Args:
         rows: The rows.
-        of_documents: What `tokenise` has returned for the documents in the rows.
+        tokens_of_contents: The result of `tokenise` for the contents of the rows with documents.
+
+    Yields:
+        The tokens; None if the row has none; or a text with the position of a row that cannot be
+        used, and the reason.
     """
-    remaining = iter(of_documents)
+    remaining = iter(tokens_of_contents)
     for row in rows:
         if row.document is None:
             yield row.problem or None
@@ -251,19 +271,35 @@ def _sample(
     span: range,
     mark: Mark,
 ) -> Sample:
+    """Returns the sample of a document, or of a piece of it.
+
+    Args:
+        sample_idx: The index of the sample.
+        document: The document.
+        tokens: The tokens of the document, including special tokens.
+        eligible: The tokens of the document that may be kept, as `SampleForm.eligible` returns
+            them.
+        form: The settings by which documents become samples.
+        piece: The number of the piece, from 0.
+        span: The tokens of the sample in the document.
+        mark: The mark before the sample.
+    """
     part = slice(span.start, span.stop)
-    ids, labels = tokens.ids[part], {name: values[part] for name, values in tokens.labels.items()}
+    ids = tokens.ids[part]
+    labels = {name: label[part] for name, label in tokens.labels.items()}
     kept = None
     if eligible is not None:
         eligible = eligible[part].copy()
         eligible[: form.overlap if piece else 0] = False
         kept = form.choice.kept(sample_idx, ids, eligible)
-    at = int(tokens.starts[span.start]) if piece and tokens.starts is not None else 0
+    first_character = 0
+    if piece and tokens.starts is not None:
+        first_character = int(tokens.starts[span.start])
     facts = SampleFacts(
         sample_idx=sample_idx,
         row=document.row | ({"piece": piece, "start": span.start} if form.split else {}),
         doc_id=document.doc_id,
-        text_preview=document.content.text[at : at + PREVIEW_CHARACTERS],
+        text_preview=document.content.text[first_character : first_character + PREVIEW_CHARACTERS],
         cut=tokens.total - span.stop,
         columns=document.columns,
     )
@@ -271,28 +307,31 @@ def _sample(
 
 
 def _limited(sample: Sample, mark: Mark, count: int, goes_on: bool) -> Sample:
-    """Returns a sample with only some of the tokens that it keeps.
+    """Returns a sample that keeps only its first `count` tokens to keep.
 
-    What comes after a token does not change its activations, so the sample ends with the last token
-    that is kept.
+    If that cuts the sample, it ends with the last token that is kept, because later tokens do not
+    change the activations of earlier ones.
 
     Args:
         sample: The sample.
-        mark: The mark before it.
-        count: The number of tokens to keep, which are the first ones.
-        goes_on: Whether the next sample has the rest of the document.
+        mark: The mark before it, with the number of tokens.
+        count: The number of tokens to keep.
+        goes_on: Whether the stream continues with the remaining tokens of the document. If so, they
+            do not count as cut.
     """
-    kept, stop = sample.kept, len(sample.token_ids)
+    kept = sample.kept
+    stop = len(sample.token_ids)
     if count < sample.num_kept:
         kept = None if kept is None else kept[:count]
         stop = count if kept is None else int(kept[-1]) + 1
     cut = 0 if goes_on else sample.facts.cut + len(sample.token_ids) - stop
-    stop = stop if count else 0
+    if not count:
+        stop = 0  # no token is kept, so none is needed as context
     return replace(
         sample,
         facts=replace(sample.facts, cut=cut),
         token_ids=sample.token_ids[:stop],
         mark=mark,
-        labels={name: values[:stop] for name, values in sample.labels.items()},
+        labels={name: label[:stop] for name, label in sample.labels.items()},
         kept=kept,
     )

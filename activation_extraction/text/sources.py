@@ -1,8 +1,8 @@
 """Opens a data set as a stream of rows, which can be shuffled and read from any position.
 
-The rows are those of files, which file_list.py lists and file_rows.py reads, or those of a data set
-of the hub, which the library `datasets` reads. Both have the members of `Rows`. A row of a file
-comes with its position in the file; documents.py numbers the rows of a hub data set.
+The rows come from files, which file_list.py lists and file_rows.py reads, or from a data set of the
+hub, which the library `datasets` reads. Both streams implement `Rows`. A row of a file comes with
+its position in the file; documents.py numbers the rows of a hub data set.
 """
 
 import tempfile
@@ -31,17 +31,18 @@ from activation_extraction.text.file_rows import DataFile, count_row_groups, fil
 from activation_extraction.text.rows import RowForm, SourceRow
 from activation_extraction.text.structs import as_structs
 
-BLOCK_ROWS = 1024  # of a shuffled data set; the rows of a block are permuted and held in memory
+BLOCK_ROWS = 1024  # the rows of a shuffled data set that are permuted, and held in memory, together
 
 
 class Rows(Protocol):
-    """Rows of a data set in a fixed order, in pieces, read from any position.
+    """The rows of a data set in a fixed order, in pieces, which can be read from any position.
 
-    A `datasets.IterableDataset` has these members, too.
+    `FilePieces` and `datasets.IterableDataset` implement this protocol.
 
     Attributes:
         num_shards: Number of pieces that can be read independently.
-        features: Types of the columns by `datasets`; None for files, whose rows have their own.
+        features: Types of the columns in `datasets`; None for files, whose rows are converted when
+            they are read.
     """
 
     @property
@@ -49,7 +50,12 @@ class Rows(Protocol):
     @property
     def features(self) -> Any: ...
     def shard(self, num_shards: int, index: int) -> Any:
-        """Returns the rows of share `index` out of `num_shards` shares of the pieces."""
+        """Returns the rows of one of several shares of the pieces.
+
+        Args:
+            num_shards: The number of shares.
+            index: The number of the share, from 0.
+        """
 
     def reshard(self) -> Any:
         """Returns the same rows in more pieces, if they can be divided further."""
@@ -58,13 +64,13 @@ class Rows(Protocol):
         """Returns the position after the row that was read last, as JSON."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Makes the next iteration continue from a position."""
+        """Makes the next iteration continue from a position that `state_dict` has returned."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
 
 class FilePieces:
-    """The rows of files, piece by piece, with the members of `Rows`.
+    """The rows of files, piece by piece (see `Rows`).
 
     A piece is a row group of a Parquet file, or any other file as a whole. This class determines
     the order of the pieces, their shares and the meaning of a position, so that a run over files
@@ -74,44 +80,53 @@ class FilePieces:
     features = None
 
     def __init__(self, pieces: Sequence[tuple[DataFile, int]], form: RowForm) -> None:
-        """Takes the pieces; `open_files` finds them.
+        """Takes the pieces, which `open_files` determines.
 
         Args:
-            pieces: Pieces in the order in which they are read: a file, and the number of the row
+            pieces: Pieces in the order in which they are read: a file, and the number of a row
                 group in it, which is 0 if the piece is the whole file.
-            form: What is read of each row.
+            form: Columns to read of each row, and how.
         """
         self._pieces = tuple(pieces)
         self._form = form
-        self._start = self._position = (0, 0)  # a piece, and how many of its rows were read
+        # A position is the index of a piece, and the number of its rows that were read.
+        self._start = self._position = (0, 0)
 
     @property
     def num_shards(self) -> int:
+        """The number of pieces."""
         return len(self._pieces)
 
     def shard(self, num_shards: int, index: int) -> "FilePieces":
-        """Returns the rows of share `index` out of `num_shards` shares of the pieces.
+        """Returns the rows of one of several shares of the pieces.
 
-        The pieces of a share are consecutive. If the shares cannot be equal, the first ones have
-        one piece more.
+        The pieces of a share are consecutive. If the number of pieces is no multiple of the number
+        of shares, the first shares have one piece more.
+
+        Args:
+            num_shards: The number of shares.
+            index: The number of the share, from 0.
         """
-        size, larger = divmod(len(self._pieces), num_shards)
-        start = index * size + min(index, larger)
-        return FilePieces(self._pieces[start : start + size + (index < larger)], self._form)
+        size, num_larger = divmod(len(self._pieces), num_shards)
+        start = index * size + min(index, num_larger)
+        stop = start + size + (index < num_larger)
+        return FilePieces(self._pieces[start:stop], self._form)
 
     def reshard(self) -> "FilePieces":
+        """Returns the same pieces, because they cannot be divided further."""
         return self
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the row that was read last, as JSON.
 
-        It has the form that `datasets` gives to the positions of a generator's rows, which stored
-        runs have.
+        Stored runs contain positions in this form, which is the one of `datasets` for the rows of a
+        generator.
         """
         piece, row = self._position
         return {"examples_iterable": {"shard_idx": piece, "shard_example_idx": row}}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Makes the next iteration continue from a position that `state_dict` has returned."""
         position = state["examples_iterable"]
         self._start = self._position = position["shard_idx"], position["shard_example_idx"]
 
@@ -120,8 +135,8 @@ class FilePieces:
         self._position = self._start
         for number in range(first, len(self._pieces)):
             rows = file_rows(*self._pieces[number], self._form)
-            for read, row in enumerate(islice(rows, skipped, None), start=skipped + 1):
-                self._position = number, read
+            for num_read, row in enumerate(islice(rows, skipped, None), start=skipped + 1):
+                self._position = number, num_read
                 yield row
             skipped = 0
             self._position = number + 1, 0
@@ -130,17 +145,17 @@ class FilePieces:
 def open_files(path: str, form: RowForm, files: Sequence[DataFile] | None = None) -> FilePieces:
     """Opens the files of a data set.
 
-    Local text files may grow while they are read; no more is read of them than their size in
-    `files`. Of Parquet and Arrow files, only the needed columns are read.
+    Local text files may grow while they are read; bytes beyond their size in `files` are not read.
+    Of Parquet and Arrow files, only the needed columns are read.
 
     Args:
         path: Value of --dataset_path, or a source of --mix.
-        form: What is read of each row.
+        form: Columns to read of each row, and how.
         files: Files in the order in which they are read; None to list the files of `path`.
 
     Raises:
-        InputError: If there are no row groups to read, or if a Parquet file is damaged or in
-            another format.
+        InputError: If the files cannot be listed, if they have no row groups, or if a Parquet file
+            is damaged or in another format.
     """
     files = list_files(path) if files is None else files
     with as_input_errors(path), ThreadPoolExecutor(FILES_AT_ONCE) as pool:
@@ -172,7 +187,8 @@ def open_hub_dataset(
         revision: Commit of the data set; None for its newest one.
 
     Returns:
-        The stream of rows, and the commit that is read.
+        The stream of rows.
+        The commit that is read.
 
     Raises:
         InputError: If the data set cannot be opened. The message contains the hub's reason.
@@ -185,7 +201,7 @@ def open_hub_dataset(
             commit = revision or str(HfApi().dataset_info(name).sha)
             rows = datasets.load_dataset(name, config, split=split, revision=commit, streaming=True)
         return rows, commit
-    except Exception as error:  # whatever the hub, the network or a file format may raise
+    except Exception as error:  # the libraries for the hub and its files may raise any type
         reason = unwritable_cache(error) or one_line(error)
         if name_unknown(error):
             reason = "the hub's name does not resolve: offline? --dataset_path reads local files"
@@ -211,10 +227,10 @@ def hub_row(
 
 @contextmanager
 def _scratch_cache() -> Iterator[None]:
-    """Gives `datasets` a temporary cache inside the block.
+    """Gives `datasets` a temporary cache in a `with` block.
 
-    `datasets` needs a writable cache for whatever it opens, and its default one may not be
-    writable. Streams store nothing there.
+    `datasets` needs a writable cache to open a data set, although streams store nothing there, and
+    the default cache may not be writable.
     """
     default = datasets.config.HF_DATASETS_CACHE
     with tempfile.TemporaryDirectory() as scratch:
@@ -228,25 +244,32 @@ def _scratch_cache() -> Iterator[None]:
 class ShuffledRows:
     """The rows of a data set in a random order, which is the same when a run continues.
 
-    The pieces of a data set (files, or row groups of Parquet files) come in a random order. Within
-    a piece, every block of BLOCK_ROWS rows is permuted. Both depend on the seed and the piece
-    alone. The state is read and set like the data set's: it is that of the piece at the beginning
-    of a block, and how many rows of it were taken; so the rows of one block are read again. The
-    shuffle buffer of `datasets` cannot be restored.
+    The pieces of the data set (files, or row groups of Parquet files) are permuted, and so are the
+    rows of each block of BLOCK_ROWS rows within a piece. The permutations depend only on the seed,
+    the number of pieces, the piece and the block. (The shuffle buffer of `datasets` is not used,
+    because its content cannot be restored.)
+
+    The position contains the position of the data set at the beginning of a block, so continuing
+    reads the rows of one block again. Its keys are:
+        piece: The number of pieces that were read.
+        block: The number of the block in the piece.
+        taken: The number of rows of the block that were read.
+        begin: The position in the piece where the block begins; None for the piece's beginning.
     """
 
     def __init__(self, dataset: Rows, seed: int) -> None:
+        """Takes the data set, and the seed of the order."""
         self._dataset = dataset
         self._seed = seed
         self._order = np.random.default_rng(seed).permutation(dataset.num_shards).tolist()
         self._state: dict[str, Any] = {"piece": 0, "block": 0, "taken": 0, "begin": None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the row that was read last."""
+        """Returns the position after the row that was read last, as JSON."""
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next iteration continue from where a state was taken."""
+        """Makes the next iteration continue from a position that `state_dict` has returned."""
         self._state = dict(state)
 
     def __iter__(self) -> Iterator[SourceRow]:
@@ -255,15 +278,19 @@ class ShuffledRows:
             piece = self._order[number]
             rows = self._dataset.shard(num_shards=len(self._order), index=piece)
             if state["begin"] is not None:
-                rows.load_state_dict(deepcopy(state["begin"]))  # it changes what it loads
-            ahead, block = iter(rows), state["block"]
-            while read := list(islice(ahead, BLOCK_ROWS)):
-                order = np.random.default_rng([self._seed, piece, block]).permutation(len(read))
-                for taken, at in enumerate(order[state["taken"] :].tolist(), state["taken"] + 1):
-                    self._state = {**state, "taken": taken}
-                    row = read[at]
-                    if not isinstance(row, SourceRow):
-                        row_number = block * BLOCK_ROWS + at
+                # A copy, because the data set changes the state that it loads.
+                rows.load_state_dict(deepcopy(state["begin"]))
+            iterator = iter(rows)
+            block = state["block"]
+            while block_rows := list(islice(iterator, BLOCK_ROWS)):
+                generator = np.random.default_rng([self._seed, piece, block])
+                order = generator.permutation(len(block_rows)).tolist()
+                for taken in range(state["taken"], len(order)):
+                    index = order[taken]
+                    self._state = {**state, "taken": taken + 1}
+                    row = block_rows[index]
+                    if not isinstance(row, SourceRow):  # a row of the hub, without a position
+                        row_number = block * BLOCK_ROWS + index
                         where = f"row {row_number} of shard {piece} (both from 0)"
                         position = {"shard": piece, "row": row_number}
                         row = hub_row(row, rows.features, where, position)

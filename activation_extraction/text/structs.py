@@ -1,9 +1,9 @@
-"""Tells Arrow's objects from those of JSON, because they differ in the meaning of null.
+"""Distinguishes objects of Arrow from objects of JSON, because null differs in meaning.
 
-In Arrow, all objects of a column have the same keys. A key that only one of them had when the data
-set was written is null in the others. In JSON, a null is a value that somebody wrote. Arrow's
-objects are marked as `Struct` where rows are read, in file_rows.py, sources.py and documents.py;
-chat.py leaves out their nulls.
+In Arrow, all objects of a column have the same keys. A key that only one object had when the data
+set was written is null in the others. In JSON, a null is a value that somebody wrote. Objects of
+Arrow become `Struct` where rows are read, in file_rows.py, sources.py and documents.py; chat.py
+leaves out their nulls.
 """
 
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ from typing import Any
 
 
 class Struct(dict[str, Any]):
-    """An object out of Arrow, in which a null may be a key that it lacks."""
+    """An object of Arrow, in which null may stand for a missing key."""
 
 
 def as_structs(value: Any, feature: Any = None) -> Any:
-    """Returns a value of a hub data set with its objects out of Arrow as Structs, at every depth.
+    """Turns the objects in a value of a hub data set into Structs, at all levels.
 
     Args:
-        value: The value.
+        value: A row, or the value of a column or of a part of it.
         feature: The type of the value in `datasets`; None if it is unknown. Values of the type Json
-            are text in Arrow, so they are returned unchanged.
+            are returned unchanged, because Arrow stores them as text.
     """
     if type(feature).__name__ == "Json":
         return value
@@ -34,9 +34,9 @@ def as_structs(value: Any, feature: Any = None) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns a value with the null keys of its Structs left out, at every depth.
+    """Returns a value without the null keys of its Structs, at all levels.
 
-    Nulls in other objects, and in lists, stay: they are values.
+    Nulls in other objects and in lists stay, because somebody wrote them.
     """
     if isinstance(value, Struct):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}

@@ -15,11 +15,11 @@ from activation_extraction.common.positions import Positions
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """The choice of the tokens that are kept.
+    """The choice of the tokens to keep.
 
-    First, `eligible` finds the tokens of a document that the rule of positions counts. Then, in
-    each sample, `kept` applies the rule to them, and drops the token ids that are never kept; the
-    rule counts those, too.
+    First, `eligible` determines the tokens of a document to which the rule of --positions applies.
+    Then `kept` applies the rule to the eligible tokens of each sample, and drops token ids that are
+    never kept. (The rule counts these tokens as well.)
 
     Attributes:
         positions: The rule of --positions.
@@ -38,20 +38,21 @@ class TokenChoice:
 
     @property
     def everything(self) -> bool:
-        """Returns whether all tokens are kept."""
+        """Whether all tokens are kept."""
         return self == TokenChoice()
 
     def eligible(
         self, tokens: int, mask: np.ndarray | None, labels: Mapping[str, np.ndarray]
     ) -> np.ndarray:
-        """Returns which tokens of a document the rule of positions counts.
+        """Returns the tokens of a document to which the rule of --positions applies.
 
-        With `last_of_turn`, these are the last tokens of the turns of the whole document, even if a
+        With `last_of_turn`, they are the last tokens of the turns of the whole document, even if a
         sample ends earlier.
 
         Args:
             tokens: The number of tokens of the document.
-            mask: False for tokens that are only context, bool (tokens,); None if there are none.
+            mask: Mask that is False for tokens that are only context, bool (tokens,); None if no
+                token is only context.
             labels: "role" and "turn" of each token of a conversation, int32 (tokens,) each.
 
         Returns:
@@ -74,10 +75,9 @@ class TokenChoice:
         """Returns the positions of a sample's kept tokens.
 
         Args:
-            sample_idx: The index of the sample, by which a random choice differs from sample to
-                sample.
+            sample_idx: The index of the sample, which makes a random choice differ between samples.
             token_ids: The token ids of the sample, int32 (tokens,).
-            eligible: The tokens that the rule counts, bool (tokens,); None for all.
+            eligible: The tokens to which the rule applies, bool (tokens,); None for all.
 
         Returns:
             Positions, int32, ascending.

@@ -1,8 +1,8 @@
 """Turns the contents of documents into tokens: token ids, and the role and turn of each token.
 
-A long text is cut into pieces, which take less memory together and more threads; the cuts are at
-places where they change no token. `SpecialTokens` are the tokens that the model's tokenizer adds
-to a text. samples.py makes samples of the tokens, and tokenizer.py loads the tokenizer.
+A long text is tokenised in pieces, which needs less memory and uses more threads. It is only cut
+where the cut changes no token. `SpecialTokens` are the tokens that the model's tokenizer adds to a
+text. samples.py makes samples from the tokens, and tokenizer.py loads the tokenizer.
 """
 
 import re
@@ -16,12 +16,13 @@ from tokenizers import Encoding, Tokenizer, models
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.text.rows import TEMPLATE, Content
 
-PIECE_CHARACTERS = 2**16  # least length of a piece of a long text
-# Pieces of all texts that are tokenised together; the tokenizer's results take 100 bytes a token.
+PIECE_CHARACTERS = 2**16  # the smallest length of a piece of a long text
+# The number of pieces that are tokenised together. It is limited because the tokenizer's results
+# take 100 bytes per token.
 PIECES_AT_ONCE = 64
-# Pattern of a place where a text may be cut -> texts that end there and texts that begin there, to
-# try it. No word of Qwen's and Llama 3's tokenizers spans the end of a word before a space, or the
-# end of a line; words of other tokenizers may.
+# Patterns of positions where a text might be cut -> texts to try before and after such a cut. No
+# word of Qwen's and Llama 3's tokenizers extends over the end of a word before a space, or over the
+# end of a line. Words of other tokenizers may.
 CUTS = {
     r"(?<=\S)(?= )": (
         ["a", "1", "1234", ".", "!!", "'", "é", "a\u0301", "中", "🙂", "a_", "a\n b"],
@@ -122,12 +123,12 @@ def tokenise(
     Args:
         tokenizer: The tokenizer; None if all contents are token ids.
         contents: The contents.
-        most: The number of tokens of a document after which its other tokens are left out; None to
-            keep all of them, and to compute where each begins in the text.
-        cuts: The `safe_cuts` of the tokenizer; None if every text must stay whole.
+        most: The largest number of tokens to keep of a document, from its beginning. None to keep
+            all tokens, and to compute where each token begins in the text.
+        cuts: The `safe_cuts` of the tokenizer; None if texts must stay whole.
 
     Returns:
-        For each content its tokens, or the reason why the tokenizer cannot take it.
+        For each content, its tokens, or a text with the reason why the tokenizer fails on it.
     """
     if tokenizer is None:
         id_lists = [content.token_ids for content in contents]
@@ -148,19 +149,20 @@ def _tokenise_all(
     most: int | None,
     cuts: re.Pattern[str] | None,
 ) -> list[Tokens]:
+    """Does the work of `tokenise` for texts. Raises any exception if one of the texts fails."""
     pieces = [_pieces(content.text, cuts) for content in contents]
-    texts = [
-        content.text[piece]
-        for content, pieces_of_content in zip(contents, pieces, strict=True)
-        for piece in pieces_of_content
-    ]
+    texts: list[str] = []
+    for content, pieces_of_content in zip(contents, pieces, strict=True):
+        texts += [content.text[piece] for piece in pieces_of_content]
     with_offsets = most is None or any(content.spans for content in contents)
-    # Without offsets it takes a third of the time.
+    # Tokenising without offsets takes a third of the time.
     encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
-    batches = (texts[n : n + PIECES_AT_ONCE] for n in range(0, len(texts), PIECES_AT_ONCE))
-    encodings = (
-        encoding for batch in batches for encoding in encode(batch, add_special_tokens=False)
-    )
+
+    def encode_lazily() -> Iterator[Encoding]:
+        for start in range(0, len(texts), PIECES_AT_ONCE):
+            yield from encode(texts[start : start + PIECES_AT_ONCE], add_special_tokens=False)
+
+    encodings = encode_lazily()
     return [
         _joined(content, pieces_of_content, encodings, most, with_offsets)
         for content, pieces_of_content in zip(contents, pieces, strict=True)
@@ -197,18 +199,19 @@ def _joined(
 
 
 def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Returns where a text may be cut so that its pieces have the tokens of the whole.
+    """Returns a pattern of the positions where cutting a text does not change its tokens.
 
-    A tokenizer makes the tokens of each word alone. So it is tried whether texts have the same
-    words in two pieces as in one. Texts of Llama 2's tokenizers, for example, must stay whole: they
-    get a prefix, and are not split into words. An added token may take the spaces beside it or have
-    some in it; no text is cut there.
+    A tokenizer tokenises each word by itself. So this function checks, with the texts in CUTS,
+    whether a text has the same words in two pieces as in one. Texts of Llama 2's tokenizers, for
+    example, must stay whole, because they get a prefix and are not split into words. Added tokens
+    may contain spaces or take the spaces beside them; the pattern excludes such positions.
 
     Args:
-        tokenizer: The tokenizer. To try it takes about 10 ms.
+        tokenizer: The tokenizer. Checking takes about 10 ms.
 
     Returns:
-        A pattern that matches the empty text where a text may be cut; None if it must stay whole.
+        A pattern that matches the empty text where a text may be cut. None if texts must stay
+        whole.
     """
     harmless = []
     for pattern, (endings, beginnings) in CUTS.items():
