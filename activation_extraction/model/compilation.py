@@ -1,9 +1,8 @@
-"""How programs are compiled, and where compiled programs are kept for the next start.
+"""Compiles programs with the options of their platform, and sets up JAX's compilation cache.
 
-`compile_with_options` gives the compiler the options of its platform. JAX's persistent compilation
-cache spares a run that starts again the compilation. JAX's key of an entry covers the program, its
-devices, the compiler's version and flags, and on the CPU the machine's instruction sets, so
-machines of different kinds may share a folder.
+The persistent cache saves a run that starts again the compilation. JAX's key of an entry covers the
+program, its devices, the compiler's version and flags, and on the CPU the machine's instruction
+sets, so machines of different kinds may share a folder.
 """
 
 import os
@@ -22,9 +21,9 @@ from activation_extraction.common.log import log
 # Platform -> options of its compiler that differ from the defaults.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "tpu": {
-        # By default, only v5e gathers weights along fsdp while other products run. With the first
-        # option, a gather does not block; with the others, it goes on inside the product that runs
-        # beside it.
+        # By default, only the v5e gathers weights along fsdp while it computes other products. The
+        # first option makes gathers asynchronous. The other two fuse a gather with the product that
+        # runs at the same time.
         "xla_enable_async_all_gather": True,
         "xla_tpu_enable_async_collective_fusion": True,
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
@@ -32,19 +31,23 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 OFF = "off"  # the value of --compilation_cache for no cache
-HIT = "/jax/compilation_cache/cache_hits"  # an event of jax.monitoring
-PROBLEM = "Error (reading|writing) persistent compilation cache"  # a warning of JAX
+HIT = "/jax/compilation_cache/cache_hits"  # the event of jax.monitoring for a program in the cache
+# A pattern of JAX's warning about a damaged or unusable cache.
+PROBLEM = "Error (reading|writing) persistent compilation cache"
 
 
 def compile_with_options(lowered: Any, platform: str, **options: Any) -> Any:
     """Compiles a lowered program with the options in COMPILER_OPTIONS.
 
-    If the compiler does not know one of the options, a warning is logged and its defaults are used.
+    If the compiler does not know one of the options, all of them are dropped, with a warning.
 
     Args:
         lowered: The program, as `jax.jit(...).lower(...)` returns it.
         platform: The platform of its devices.
         options: Further options of the compiler.
+
+    Returns:
+        The compiled program.
     """
     try:
         return lowered.compile(COMPILER_OPTIONS.get(platform, {}) | options)
@@ -58,15 +61,15 @@ def compile_with_options(lowered: Any, platform: str, **options: Any) -> Any:
 def use_compilation_cache(flag: str | None, output: Path, several: bool) -> None:
     """Makes JAX keep compiled programs in `--compilation_cache` or in the user's cache folder.
 
-    Args:
-        flag: --compilation_cache: a folder, a URL or OFF; None if it is not given.
-        output: The folder of the run, in which the cache must not lie.
-        several: Whether this is one of several hosts. They have no cache by default: JAX writes on
-            host 0 only, so all of them must share the folder.
-
-    Raises:
-        InputError: The folder of the flag cannot be used. If the default folder cannot be used,
-            only a warning is logged.
+        Args:
+                flag: The value of --compilation_cache: a folder, a URL or OFF; None for the default.
+            output: The folder of the run, in which the cache must not lie.
+            several: Whether this is one of several hosts. They have no cache by default, because JAX
+                writes to it only on host 0, so that all hosts would have to share the folder.
+    
+        Raises:
+            InputError: The folder of the flag cannot be used. If the default folder cannot be used,
+                only a warning is logged.
     """
     if not jax.config.values["jax_enable_compilation_cache"]:  # the environment turned it off
         return
@@ -84,14 +87,15 @@ def use_compilation_cache(flag: str | None, output: Path, several: bool) -> None
         return
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # A damaged entry is compiled anew; `watch_compiling` logs the warning about the entry of a run.
+    # JAX compiles the program of a damaged entry again. `watch_compiling` logs the warnings.
     warnings.filterwarnings("ignore", PROBLEM)
     if "://" in folder:
-        # The compiler's own caches, which JAX would put there too, cannot use URLs.
+        # JAX would also put XLA's caches into this folder, but they do not support URLs.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 def default_folder() -> Path:
+    """Returns the folder of the compilation cache in the user's cache folder."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return caches / "activation_extraction/jax"
 
@@ -99,13 +103,14 @@ def default_folder() -> Path:
 def _usable(folder: Path, output: Path) -> str:
     """Returns the folder, which is created if it does not exist.
 
-    Raises:
-        InputError: It cannot be written, or it lies in the output, which holds only the run.
-    """
+        Raises:
+                InputError: The folder cannot be written, or it lies in the output folder, which must only
+                contain the extraction.
+        """
     if folder.resolve().is_relative_to(output.resolve()):
         raise InputError(f"--compilation_cache {folder}: lies within --output_dir {output}")
     try:
-        # Anybody who can write there can make this program run any code.
+        # Only for the user: whoever can write to the cache can make this program run any code.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
@@ -115,9 +120,10 @@ def _usable(folder: Path, output: Path) -> str:
 
 @contextmanager
 def watch_compiling() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether anything came from the cache inside the block.
+    """Watches the compilation cache in a `with` block, and logs JAX's warnings about it.
 
-    JAX's warnings about a damaged cache become lines of the log.
+    Yields:
+        A function that returns whether a program came from the cache in the block.
     """
     events = set[str]()
 

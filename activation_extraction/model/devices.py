@@ -19,16 +19,17 @@ from activation_extraction.common.log import log
 
 
 class Chip(NamedTuple):
-    """A kind of device, as vendors' data sheets describe it.
+    """A kind of device, with the figures of its vendor's data sheet.
 
     Attributes:
         flops: Dense bfloat16 operations per second.
         memory: Bytes of memory.
-        bandwidth: Bytes per second of this memory.
-        link: Bytes per second that come over one link from the device beside it.
-        links: The number of links of a ring: two through a TPU's neighbours, with or without
-            wraparound, and one with NVLink.
-        network: Bytes per second from devices of another TPU slice, or of another host with GPUs.
+        bandwidth: Bytes per second from and to this memory.
+        link: Bytes per second that a device receives over one link.
+        links: Number of links over which a device of a ring receives: two for TPUs, from both
+            neighbours, and one for NVLink.
+        network: Bytes per second that a device receives from another TPU slice, or from another
+            host with GPUs.
     """
 
     flops: float
@@ -39,22 +40,23 @@ class Chip(NamedTuple):
     network: float
 
 
-# A part of the device's kind -> the chip. The first part that occurs in the kind counts.
+# A part of JAX's name for the kind of device -> the chip. The first part that occurs in the name
+# determines the chip.
 CHIPS = {
     "TPU v4": Chip(275e12, 32e9, 1200e9, 45e9, 2, 3e9),
     "TPU v5 lite": Chip(197e12, 16e9, 819e9, 45e9, 2, 3e9),
     "TPU v5e": Chip(197e12, 16e9, 819e9, 45e9, 2, 3e9),
     "TPU v5": Chip(459e12, 95e9, 2765e9, 90e9, 2, 6e9),
     "TPU v6": Chip(918e12, 32e9, 1638e9, 90e9, 2, 12e9),
-    # A chip has two devices; these are the numbers of each.
+    # JAX shows a chip as two devices. These are the figures of one device.
     "TPU7x": Chip(1153e12, 96e9, 3690e9, 100e9, 2, 12e9),
     "A100": Chip(312e12, 80e9, 2039e9, 300e9, 1, 25e9),
     "H100": Chip(989e12, 80e9, 3350e9, 450e9, 1, 50e9),
     "H200": Chip(989e12, 141e9, 4800e9, 450e9, 1, 50e9),
 }
 
-# Platform -> how many times as long float32 products take as bfloat16 products: TPUs make six
-# passes, and GPUs do without their matrix units.
+# Platform -> time of float32 products relative to bfloat16 products. TPUs make six passes for
+# float32, and GPUs do not use their matrix units.
 FLOAT32_TIME = {"tpu": 6.0, "gpu": 15.0}
 
 USABLE = 0.9  # the share of a device's memory that plans may fill
@@ -64,7 +66,7 @@ TOO_LARGE = (
     "fewer layers or a smaller --max_seq_length make it another run (--overwrite)"
 )
 
-# A machine with a TPU has some of these device files or environment variables.
+# A machine with a TPU has at least one of these device files or environment variables.
 TPU_FILES = "/dev/accel*", "/dev/vfio/[0-9]*"
 TPU_VARIABLES = (
     "TPU_NAME",
@@ -79,10 +81,11 @@ TPU_VARIABLES = (
 
 
 def leave_out_absent_tpu() -> None:
-    """Makes JAX use the CPU alone where libtpu is installed, but nothing shows a TPU or a GPU.
+    """Makes JAX use only the CPU on a machine with libtpu but without signs of a TPU or GPU.
 
     Such a machine has libtpu for --plan, and libtpu would print errors when JAX looks for a TPU.
-    Must be called before JAX looks for devices. Does nothing if the platform was chosen.
+    Must be called before JAX looks for devices. Has no effect if the user has chosen JAX's
+    platforms.
     """
     has_tpu = any(map(glob.glob, TPU_FILES)) or any(map(os.environ.get, TPU_VARIABLES))
     for_gpu = find_spec("jax_plugins") is not None
@@ -93,14 +96,14 @@ def leave_out_absent_tpu() -> None:
 
 
 def usable_devices(all_of_host: bool, devices: Sequence[Any] | None = None) -> list[Any]:
-    """Returns the devices that a run uses, of all hosts, ordered by host.
+    """Returns the devices of all hosts that a run uses, ordered by host.
 
     Args:
-        all_of_host: Whether to use all devices of a host, or only its first one.
-        devices: The devices of a machine that is only planned; None for JAX's.
+        all_of_host: Whether to use all devices of each host. Otherwise only its first one is used.
+        devices: The devices of a machine that --plan describes; None for the devices of JAX.
 
     Raises:
-        InputError: JAX has no devices on the platform that the environment asks for.
+        InputError: JAX finds no devices on the platform that the environment chooses.
     """
     try:
         devices = jax.devices() if devices is None else devices
@@ -115,16 +118,23 @@ def usable_devices(all_of_host: bool, devices: Sequence[Any] | None = None) -> l
 
 
 def devices_of_this_host(devices: Sequence[Any]) -> list[Any]:
+    """Returns the devices that belong to this process."""
     return [device for device in devices if device.process_index == jax.process_index()]
 
 
 def chip_of(device: Any) -> Chip | None:
-    """Returns the data of this kind of device; None for a CPU and for unknown kinds."""
+    """Returns the figures of a device's kind; None for a CPU and for unknown kinds."""
     return next((chip for name, chip in CHIPS.items() if name in device.device_kind), None)
 
 
 def at_dtype(chip: Chip, dtype: Any, platform: str) -> Chip:
-    """Returns the chip with the speed of its products of this dtype."""
+    """Returns the chip with the speed of products of a dtype in place of bfloat16.
+
+    Args:
+        chip: The chip.
+        dtype: The dtype of the products.
+        platform: The platform of the device.
+    """
     if dtype != jnp.float32:
         return chip
     return chip._replace(flops=chip.flops / FLOAT32_TIME.get(platform, 1.0))
@@ -133,14 +143,14 @@ def at_dtype(chip: Chip, dtype: Any, platform: str) -> Chip:
 def memory_of(device: Any) -> float | None:
     """Returns the bytes of memory that a device can use; None if they are unknown.
 
-    The number is what the device reports, and otherwise that of its kind. The CPU devices of a host
-    share the host's memory. Only a host's own devices report anything.
+    The device reports its memory if it belongs to this host. Otherwise the figure of its kind is
+    used. The CPU devices of a host share the host's memory.
     """
     if device.platform == "cpu":
         return host_memory() / jax.local_device_count()
     try:
         reported = (device.memory_stats() or {}).get("bytes_limit")
-    except jax.errors.JaxRuntimeError:  # a device that is only described
+    except jax.errors.JaxRuntimeError:  # a device that --plan describes, or that of another host
         reported = None
     if reported:
         return reported
@@ -149,14 +159,18 @@ def memory_of(device: Any) -> float | None:
 
 
 def peak_flops(devices: int) -> float | None:
-    """Returns the bfloat16 FLOP/s of this many devices together; None if they are unknown."""
+    """Returns the bfloat16 FLOP/s of several devices of this host's kind; None if unknown.
+
+    Args:
+        devices: The number of devices.
+    """
     chip = chip_of(jax.local_devices()[0])
     return chip and chip.flops * devices
 
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Turns an error of the device or of its compiler into a RunError of one line."""
+    """Turns errors of the device or compiler in a `with` block into a RunError of one line."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

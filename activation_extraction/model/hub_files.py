@@ -1,8 +1,8 @@
-"""The files of a repository on the Hugging Face hub, or in the hub's cache on this machine.
+"""Reads the files of a repository on the Hugging Face hub, or in the hub's cache on this machine.
 
-Small files go through the cache. Weights do, too, if they are in it or are to be kept in it;
-otherwise they are read by ranges, straight into memory. If the hub cannot be asked, the cache
-alone counts. The first file decides which commit all others belong to.
+Small files are downloaded to the cache. So are weights, if they are in it or are to be kept in it;
+otherwise they are read by ranges into memory. If the hub cannot be reached, only files in the cache
+are read. The first file determines the commit of all others.
 """
 
 import functools
@@ -35,25 +35,25 @@ AUTOENCODER_WEIGHTS = (".safetensors", ".npz", ".pt")
 
 
 class HubFiles:
-    """The files of a repository on the hub. See `Files`."""
+    """The files of a repository on the hub (see `Files`)."""
 
     def __init__(self, name: str, revision: str | None, keep: bool, kind: Kind) -> None:
-        """Takes the name of a repository; reads nothing yet.
+        """Takes the name of a repository, without reading a file.
 
         Args:
             name: The name of the repository on the hub.
             revision: A branch, tag or commit; None for the main branch.
-            keep: Whether the cache is to keep the weights for the next start.
+            keep: Whether to store the weights in the cache for the next start.
             kind: The kind of the repository.
         """
         self._name = name
         self._where = f"{kind.flag} {name}"
-        # The first file replaces this by its commit, to which all others belong as well.
+        # Reading the first file replaces the revision by a commit, which is used for all others.
         self._revision = revision
         self._keep = keep
         self._kind = kind
         self._paths: dict[str, Path | None] = {}
-        # Whether the hub, which seemed to be there, has not answered a request.
+        # Whether the hub, which seemed to be reachable, has not answered a request.
         self._unanswered = False
 
     @property
@@ -85,7 +85,7 @@ class HubFiles:
         return None if path is None else LocalFile(path)
 
     def _config(self) -> Path:
-        """Returns the path of the configuration. From then on the revision is a commit."""
+        """Returns the path of the configuration, and thereby turns the revision into a commit."""
         path = self.find(self._kind.config)
         if path is None:
             raise not_read.lacks_file(self._where, self._kind.config, self.offline)
@@ -93,15 +93,20 @@ class HubFiles:
 
     @functools.cached_property
     def _remote(self) -> RemoteFiles:
-        """Returns the files on the hub itself, beside its cache."""
+        """The files on the hub, read without the cache."""
         return RemoteFiles(f"hf://{self._name}@{self.commit}", self._where, self._kind.flag)
 
     def _download(self, name: str) -> Path | None:
-        """Returns the path of a file in the hub's cache, where it is put if the hub has it.
+        """Returns the path of a file in the hub's cache, to which it is downloaded if necessary.
 
-        If the hub cannot be reached, a file that the cache lacks counts as missing from the
-        repository only if everything else that is needed is in the cache, or if HF_HUB_OFFLINE
-        forbids to ask the hub.
+        If the hub cannot be reached and the cache lacks the file, it counts as missing from the
+        repository if `_cache_shows_absence` says so. Otherwise this is an error.
+
+        Returns:
+            The path; None if the repository lacks the file.
+
+        Raises:
+            InputError: The file cannot be read.
         """
         try:
             with hub_requests(self._where):
@@ -109,7 +114,7 @@ class HubFiles:
                     self._name, name, revision=self._revision, local_files_only=self.offline
                 )
         except LocalEntryNotFoundError as error:
-            # This EntryNotFoundError means that the network is missing, not the file.
+            # This subclass of EntryNotFoundError means that the hub cannot be reached.
             self._unanswered = True
             if self._cache_shows_absence(name):
                 return None
@@ -123,7 +128,7 @@ class HubFiles:
             if cache := unwritable_cache(error):
                 raise InputError(f"{self._where}: {cache}") from error
             raise not_read.hub_refuses(self._where, self._revision, error) from error
-        # The folder that holds the files is named after the commit.
+        # The folder of the files in the cache is named after the commit.
         self._revision = Path(path.removesuffix(name)).name
         if self.offline and not constants.HF_HUB_OFFLINE:
             log_that_the_cache_is_read(self._where, self._revision)
@@ -132,12 +137,13 @@ class HubFiles:
     def _cache_shows_absence(self, name: str) -> bool:
         """Returns whether the cache shows that the repository lacks a file.
 
-        The cache may have recorded that the file is missing. A cache that another program has
-        filled may lack such records; it counts if it holds everything else, or if the hub must not
-        be asked.
+        The cache may contain a record that the file is missing. Without a record, since another
+        program may have filled the cache, it shows the same if it contains a configuration and all
+        weights of this commit. If HF_HUB_OFFLINE forbids requests, it is enough that the cache
+        contains files of this commit.
         """
         cached = try_to_load_from_cache(self._name, name, revision=self._revision)
-        if not isinstance(cached, str | None):  # the value that stands for a recorded absence
+        if not isinstance(cached, str | None):  # the sentinel of a recorded absence
             return True
         snapshot = self._snapshot()
         if snapshot is None:
@@ -145,7 +151,7 @@ class HubFiles:
         return constants.HF_HUB_OFFLINE or self._is_whole(snapshot, name)
 
     def _snapshot(self) -> Path | None:
-        """Returns the folder of the cache that holds files of this commit; None without any."""
+        """Returns the folder of this commit in the cache; None if there is none."""
         try:
             return Path(
                 snapshot_download(self._name, revision=self._revision, local_files_only=True)
@@ -154,12 +160,12 @@ class HubFiles:
             return None
 
     def _is_whole(self, snapshot: Path, name: str) -> bool:
-        """Returns whether a folder of the cache holds a configuration and all weights.
+        """Returns whether the cache contains a configuration and all weights.
 
         Args:
-            snapshot: The folder.
-            name: The file that is looked for. A repository may hold many autoencoders; the one in
-                the folder of this file counts.
+            snapshot: The folder of the commit in the cache.
+            name: The name of the file that is missing. In a repository with many autoencoders, only
+                the autoencoder in the folder of this file is considered.
         """
         if self._kind is AUTOENCODER:
             folder = (snapshot / name).parent
@@ -176,7 +182,7 @@ class HubFiles:
         return all((snapshot / shard).is_file() for shard in shards)
 
     def _belongs_in_cache(self, name: str) -> bool:
-        """Returns whether a weight file is in the cache, or is to be put there."""
+        """Returns whether to read a weight file from the cache, downloading it if necessary."""
         self._config()
         if isinstance(try_to_load_from_cache(self._name, name, revision=self._revision), str):
             return True
@@ -193,7 +199,12 @@ class HubFiles:
 
 @functools.cache
 def log_that_the_cache_is_read(where: str, commit: str) -> None:
-    """Logs once for each repository that its newest commit is not known."""
+    """Logs a warning, once for each repository, that files come from the cache.
+
+    Args:
+        where: The flag and its value.
+        commit: The commit that is read.
+    """
     log.warning(
         "%s: the hub cannot be reached; commit %s is read from its cache, %s",
         where,

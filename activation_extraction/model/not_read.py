@@ -1,14 +1,13 @@
-"""The errors about models, adapters and autoencoders that are not read, and why they are not.
+"""Words the errors about models, adapters and autoencoders that cannot be read.
 
 Only safetensors weights are read, because they can be read by ranges and because reading a pickle
-may run any code; other forms, such as .bin and .gguf, must be converted first. A shard without its
-index is not read, because only the index says which shard holds a tensor. A model with an adapter
-beside it is not read, because it would not be clear whether the adapter is to be merged; --lora
-says that it is. If the hub cannot be asked, files of its cache are read only where it is clear
-which files the model has.
+may run any code; other formats, such as .bin and .gguf, must be converted first. Shards without an
+index are not read, because only the index tells which shard contains a tensor. A model with an
+adapter beside it is not read, because it would be unclear whether to merge the adapter, as --lora
+does. If the hub cannot be reached, its cache is only read if it shows which files the model has.
 
-All functions return the InputError. where: the flag and its value, such as `--model_path org/x`.
-float8.py, lora.py and weights.py have the errors about tensors that do not fit.
+Each function returns an InputError. The parameter `where` is a flag and its value, such as
+`--model_path org/x`. float8.py, lora.py and weights.py have the errors about tensors.
 """
 
 import re
@@ -20,42 +19,48 @@ from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.retries import hub_unreachable, name_unknown
 from activation_extraction.model.weight_files import INDEX_FILE, SINGLE_FILE
 
-# Weights in forms that are not read.
+# Names of weight files in formats that are not read.
 OTHER_WEIGHTS = re.compile(r"(\w+_)?model.*\.(bin|pt|pth)|consolidated.*\.pth|.*\.gguf")
 
 
 def a_file(where: str) -> InputError:
-    """The path is a file."""
+    """Returns the error about a path that is a file."""
     return InputError(f"{where}: is a file, expected a folder")
 
 
 def no_such_place(where: str) -> InputError:
-    """The path is no folder, and the hub has no such names."""
+    """Returns the error about a path that is no folder and cannot be a name on the hub."""
     return InputError(f"{where}: no such folder, and not a hub name")
 
 
 def revision_of_a_folder(where: str, revision: str) -> InputError:
-    """A revision is given, but not a repository of the hub."""
+    """Returns the error about a revision of a repository that is not on the hub."""
     return InputError(
         f"--model_revision {revision}: {where} is a folder; only models of the hub have revisions"
     )
 
 
 def lacks_file(where: str, name: str, offline: bool) -> InputError:
-    """A file is missing. offline: whether only the hub's cache could be asked for it."""
+    """Returns the error about a missing file.
+
+    Args:
+        where: The flag and its value.
+        name: The name of the file.
+        offline: Whether the hub could not be reached, so that only its cache was searched.
+    """
     cache = "the hub cannot be reached, and its cache here " if offline else ""
     return InputError(f"{where}: {cache}has no {name}")
 
 
 def no_weights(where: str, weights: str, words: str, names: Collection[str]) -> InputError:
-    """The file with the weights is missing; the message says what is there instead.
+    """Returns the error about missing weights, which mentions weights in other formats.
 
     Args:
         where: The flag and its value.
         weights: The name of the missing file.
         words: The kind of repository and the library that stores it, such as `model with
             transformers`.
-        names: The names of the files that are there.
+        names: The names of all files in the repository.
     """
     shards = sorted(name for name in names if name.endswith(".safetensors"))
     others = sorted(name for name in names if OTHER_WEIGHTS.fullmatch(name))
@@ -63,7 +68,7 @@ def no_weights(where: str, weights: str, words: str, names: Collection[str]) -> 
     if shards and weights == SINGLE_FILE:
         instead = (
             f" and no {INDEX_FILE}, but {shards[0]}; copy the index from where the shards come "
-            "from: it says which shard holds a tensor"
+            "from: it tells which shard contains a tensor"
         )
     elif others:
         instead = (
@@ -74,12 +79,12 @@ def no_weights(where: str, weights: str, words: str, names: Collection[str]) -> 
 
 
 def adapter_in_model(where: str, adapter_file: str, base: str | None) -> InputError:
-    """A model is asked for, and the folder has an adapter.
+    """Returns the error about an adapter in the repository of a model.
 
     Args:
         where: The flag and its value.
-        adapter_file: The file that shows the adapter.
-        base: The adapter's base model, as its file names it; None if it does not.
+        adapter_file: The name of the adapter's configuration file.
+        base: The base model in this file; None if it names none.
     """
     of_base = f", of {base}" if base else ""
     return InputError(
@@ -89,7 +94,13 @@ def adapter_in_model(where: str, adapter_file: str, base: str | None) -> InputEr
 
 
 def hub_refuses(where: str, revision: str | None, error: Exception) -> InputError:
-    """The hub has answered with an error."""
+    """Returns the error about an error that the hub has returned.
+
+    Args:
+        where: The flag and its value.
+        revision: The value of --model_revision; None without one.
+        error: The error of the hub.
+    """
     of_revision = f" --model_revision {revision}" if revision else ""
     return InputError(
         f"{where}{of_revision}: no such local folder, and the hub says: {one_line(error)}"
@@ -99,14 +110,14 @@ def hub_refuses(where: str, revision: str | None, error: Exception) -> InputErro
 def hub_not_reached(
     where: str, flag: str, name: str, nothing: bool, error: Exception
 ) -> InputError:
-    """The hub must be asked for a file, and cannot be.
+    """Returns the error about a hub that cannot be reached, although a file is needed from it.
 
     Args:
         where: The flag and its value.
         flag: The flag that names the repository.
-        name: The file.
-        nothing: Whether the hub's cache has no file of this repository.
-        error: Why the hub could not be asked.
+        name: The name of the file.
+        nothing: Whether the hub's cache contains no file of this repository.
+        error: The error of the request.
     """
     if constants.HF_HUB_OFFLINE:
         return InputError(
@@ -125,12 +136,12 @@ def hub_not_reached(
 
 
 def another_checkpoint_s_index(where: str, stored: str, other: str | None) -> InputError:
-    """A file lacks a tensor that the index places there.
+    """Returns the error about a tensor that is missing from the file that the index names.
 
     Args:
-        where: The file.
+        where: The path or URL of the file.
         stored: The name of the tensor in the index.
-        other: The name under which the file has the tensor; None if it has not.
+        other: The name of the same tensor in the file; None if it is missing.
     """
     but = f"; it is {other} there: {INDEX_FILE} is of another checkpoint" if other else ""
     return InputError(f"{where}: tensor {stored} is missing{but}")

@@ -1,10 +1,10 @@
-"""A repository is the files of a model, an adapter or an autoencoder.
+"""Declares a repository: the files of a model, an adapter or an autoencoder.
 
-It is a folder of this machine, a URL that fsspec knows, or a repository of the Hugging Face hub,
-and `Repository` hides which of them. Small files become local ones. Weights at a URL are read by
-ranges, straight into memory; so are those of the hub, unless they are to be kept and the disk has
-room for them. checkpoint.py finds the tensors of a model in its files, and not_read.py has the
-errors about repositories that are not read.
+A repository is a folder of this machine, a URL that fsspec supports, or a repository of the Hugging
+Face hub; `Repository` hides the difference. Small files are copied to this machine. Weights at a
+URL are read by ranges into memory. Weights on the hub are read in the same way, unless they are to
+be kept on this machine and the disk has room for them. checkpoint.py finds the tensors of a model
+in the files, and not_read.py has the errors about repositories that cannot be read.
 """
 
 import json
@@ -34,30 +34,31 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 class Repository:
     """The files of a model, an adapter or an autoencoder.
 
-    All methods raise InputError, naming the flag and the file, for a file that is missing or
-    cannot be read.
+    Methods raise InputError, naming the flag and the file, if a file cannot be read. `file` and
+    `open_weights` also raise it if the file is missing.
 
     Attributes:
-        path: The path of a folder, the URL, or the name on the hub, as the user gave it.
-        kind: Whether it is a model, an adapter or an autoencoder.
+        path: The path of a folder, a URL, or a name on the hub, as the user typed it.
+        kind: The kind of the repository: a model, an adapter or an autoencoder.
         where: The flag and the path, for messages.
-        local: Whether it is a folder of this machine.
+        local: Whether the repository is a folder of this machine.
     """
 
     def __init__(
         self, path: str, revision: str | None = None, keep: bool = True, kind: Kind = MODEL
     ) -> None:
-        """Finds out where the repository is; reads nothing yet.
+        """Determines where the repository is, without reading a file.
 
         Args:
             path: A folder, a URL or the name of a repository on the hub.
             revision: A branch, tag or commit of a repository on the hub; None for its main branch.
-            keep: Whether the hub's cache on this machine is to keep the weights for the next start.
-            kind: The kind of repository.
+            keep: Whether to store the weights in the hub's cache on this machine for the next
+                start.
+            kind: The kind of the repository.
 
         Raises:
-            InputError: The path is a file, or neither a folder nor a name that the hub may have; or
-                a folder has a revision.
+            InputError: The path is a file, or neither a folder nor a possible name on the hub; or
+                a revision is given for a folder or a URL.
         """
         self.path = path
         self.kind = kind
@@ -82,7 +83,7 @@ class Repository:
 
     @property
     def commit(self) -> str | None:
-        """Returns the commit on the hub that the files belong to; None for a folder or a URL.
+        """The commit of the files on the hub; None for a folder or a URL.
 
         Raises:
             InputError: There is no configuration, for example because an adapter is in its place.
@@ -92,12 +93,12 @@ class Repository:
 
     @property
     def names(self) -> Collection[str]:
-        """Returns the names of the files; offline, those of the files in the hub's cache."""
+        """The names of the files. If the hub cannot be reached, of the files in its cache."""
         return self._files.names
 
     @property
     def weight_files(self) -> list[WeightFile]:
-        """Returns the weight files that were opened."""
+        """The weight files that were opened."""
         return list(self._weights.values())
 
     def find(self, name: str) -> Path | None:
@@ -113,11 +114,11 @@ class Repository:
         raise not_read.lacks_file(self.where, name, self._files.offline)
 
     def tokenizer_files(self) -> list[Path]:
-        """Returns the files that decide how text is tokenised."""
+        """Returns the local paths of the files that determine how text is tokenised."""
         return [path for path in map(self.find, TOKENIZER_FILES) if path is not None]
 
     def open_weights(self, name: str) -> WeightFile:
-        """Opens a safetensors file, or returns it if it is open."""
+        """Opens a safetensors file, or returns the file if it was opened before."""
         if name not in self._weights:
             files = self._files
             if name == self.kind.weights and name not in files.names and not files.offline:
@@ -129,23 +130,26 @@ class Repository:
         return self._weights[name]
 
     def holds_adapter(self) -> InputError:
-        """Returns the error about an adapter, alone or beside the weights of its base model."""
+        """Returns the error about an adapter in the repository of a model."""
         base = read_json(self.file(ADAPTER.config)).get("base_model_name_or_path")
         return not_read.adapter_in_model(self.where, ADAPTER.config, base)
 
 
 def check_adapter(lora: str | None) -> None:
-    """Raises InputError if there is no adapter in this folder; a run reads all of it.
+    """Checks, before a run starts, that a folder contains an adapter.
 
     Args:
-        lora: --lora; None if there is no adapter.
+        lora: The value of --lora; None if there is no adapter.
+
+    Raises:
+        InputError: There is no adapter in the folder.
     """
     if lora is not None:
         Repository(lora, kind=ADAPTER).file(ADAPTER.config)
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Returns the contents of a config.json. Raises InputError if it is no JSON object."""
+    """Reads a JSON file such as config.json. Raises InputError if it contains no JSON object."""
     try:
         raw = json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError) as error:

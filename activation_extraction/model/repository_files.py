@@ -1,7 +1,8 @@
-"""The files of a repository are in a local folder, at a URL, or on the Hugging Face hub.
+"""Reads the files of a repository from a local folder or a URL.
 
-`Files` is the interface of the three places. This module has the kinds of repositories and the
-first two places; hub_files.py has the hub. `Repository` (repository.py) chooses the place.
+`Files` is the interface of the three locations of repositories. Two of them are in this module;
+hub_files.py has the third, the Hugging Face hub. `Repository` (repository.py) chooses the location.
+The kinds of repositories are declared here as well.
 """
 
 import functools
@@ -28,9 +29,9 @@ class Kind(NamedTuple):
 
     Attributes:
         flag: The flag that names such a repository.
-        config: The file with its configuration.
-        weights: The file with its weights, if they are in a single file with a usual name;
-            otherwise "".
+        config: The name of the configuration file.
+        weights: The name of the file with the weights, if they are in a single file; "" if the
+            name varies.
         words: The kind and the library that stores it, for messages.
     """
 
@@ -46,12 +47,14 @@ AUTOENCODER = Kind("--encode", "cfg.json", "", "autoencoder")
 
 
 class Files(Protocol):
-    """The files of a repository, wherever they are.
+    """The files of a repository.
+
+    `LocalFiles`, `RemoteFiles` and `HubFiles` implement this protocol.
 
     Attributes:
-        commit: The commit of the hub that the files belong to; None if they are not on the hub.
-        names: The names of all files.
-        offline: Whether the files are on the hub, and the hub cannot be asked.
+        commit: Commit of the files on the hub; None if they are not on the hub.
+        names: Names of all files.
+        offline: Whether the files are on the hub, but the hub cannot be reached.
     """
 
     @property
@@ -67,11 +70,11 @@ class Files(Protocol):
         """Returns the local path of a small file; None if the repository lacks it."""
 
     def open_weights(self, name: str) -> WeightFile | None:
-        """Returns a safetensors file; None if the repository lacks it."""
+        """Opens a safetensors file; returns None if the repository lacks it."""
 
 
 class LocalFiles:
-    """The files of a folder of this machine. See `Files`."""
+    """The files of a local folder (see `Files`)."""
 
     commit = None
     offline = False
@@ -93,16 +96,16 @@ class LocalFiles:
 
 
 class RemoteFiles:
-    """The files at a URL. See `Files`. Small files are copied to a temporary folder."""
+    """The files at a URL (see `Files`). Small files are copied to a temporary folder."""
 
     commit = None
     offline = False
 
     def __init__(self, url: str, where: str, flag: str) -> None:
-        """Takes a URL that fsspec knows; reads nothing yet.
+        """Takes a URL, without reading a file.
 
         Args:
-            url: The URL.
+            url: A URL that fsspec supports.
             where: The flag and its value, for messages.
             flag: The flag that names the repository, for messages.
         """
@@ -116,7 +119,7 @@ class RemoteFiles:
         return self._sizes
 
     def size(self, name: str) -> int:
-        """Returns the size of a file in bytes; 0 if there is none of this name."""
+        """Returns the size of a file in bytes; 0 if it is missing."""
         return self._sizes.get(name, 0)
 
     def find(self, name: str) -> Path | None:
@@ -131,24 +134,24 @@ class RemoteFiles:
 
     def _copy(self, name: str) -> Path | None:
         """Copies a file to the temporary folder; returns None if it is missing."""
-        data = self._folder.read(name)
-        if data is None:
+        content = self._folder.read(name)
+        if content is None:
             return None
         try:
             copy = self._temporary_folder / name
-            copy.parent.mkdir(exist_ok=True)  # the name may have a folder in it
-            copy.write_bytes(data)
+            copy.parent.mkdir(exist_ok=True)  # the name may contain a folder
+            copy.write_bytes(content)
         except OSError as error:
             raise RunError(
                 f"{self._where}: {name} cannot be copied to the folder for "
                 f"temporary files: {error.strerror}",
-                remedy="TMPDIR names another folder",
+                remedy="set TMPDIR to another folder",
             ) from error
         return copy
 
     @functools.cached_property
     def _temporary_folder(self) -> Path:
-        """Returns a folder for copies of small files, which is deleted with this object."""
+        """A folder for copies of small files, which is deleted with this object."""
         folder = tempfile.mkdtemp(prefix="model_")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return Path(folder)
@@ -162,7 +165,7 @@ class RemoteFiles:
 
     @functools.cached_property
     def _sizes(self) -> dict[str, int]:
-        """Returns the name of every file -> its size in bytes."""
+        """The name of each file -> its size in bytes."""
         try:
             return self._folder.files()
         except FolderError as error:

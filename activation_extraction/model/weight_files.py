@@ -1,8 +1,8 @@
-"""Weight files are safetensors on the local disk, or read by ranges from a bucket or the hub.
+"""Reads parts of tensors from safetensors files on the local disk, in a bucket or on the hub.
 
-A caller asks for a part of a tensor and gets its values. A local file is mapped into memory. Of a
-remote file only the bytes that are asked for are downloaded, with many requests at a time, and
-nothing is kept on disk. common/safetensors.py reads the headers.
+A local file is mapped into memory. Of a remote file, only the needed ranges of bytes are
+downloaded, with many requests at a time, and nothing is stored on disk. common/safetensors.py reads
+the headers.
 """
 
 import json
@@ -24,11 +24,11 @@ from activation_extraction.store.folder import SourceFolder
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-SHARD_NAME = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # a file in the folder of its index
+SHARD_NAME = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # a name without folders
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
-PIECE = 8 * 2**20  # bytes of one request
-CONNECTIONS = 16  # requests at a time, for all files together
-GAP = 2**20  # reading so many bytes between two ranges takes less time than another request
+PIECE = 8 * 2**20  # the largest number of bytes of a request
+CONNECTIONS = 16  # the number of requests at a time, for all files together
+GAP = 2**20  # reading fewer bytes between two ranges takes less time than another request
 
 Index = tuple[slice, ...]
 
@@ -40,7 +40,7 @@ class WeightFile(ABC):
         name: The name of the file, without folders.
         where: The path or URL of the file, for messages.
         size: The size of the file in bytes.
-        at_once: How many values of a tensor should be read at a time.
+        at_once: About how many values of a tensor to read at a time.
     """
 
     name: str
@@ -50,7 +50,7 @@ class WeightFile(ABC):
 
     @cached_property
     def header(self) -> Header:
-        """The header of the file. Raises InputError, naming the file, if it is not complete."""
+        """The header of the file. Raises InputError as `read_header` does."""
         return read_header(self.read_bytes, self.size, self.where, InputError)
 
     @property
@@ -60,15 +60,23 @@ class WeightFile(ABC):
 
     @abstractmethod
     def read_bytes(self, start: int, stop: int) -> bytes:
-        """Returns the bytes from `start` to `stop`; none if `stop` is not after `start`."""
+        """Returns the bytes from offset `start` to offset `stop`, or b"" if `stop <= start`."""
 
     @abstractmethod
     def read(self, tensor: str, index: Index) -> np.ndarray:
-        """Returns a part of a tensor."""
+        """Reads a part of a tensor.
+
+        Args:
+            tensor: The name of the tensor in the file.
+            index: A slice for each axis.
+
+        Returns:
+            The part, in the dtype of the file.
+        """
 
 
 class LocalFile(WeightFile):
-    """A file of this machine, mapped into memory."""
+    """A file on this machine, which is mapped into memory."""
 
     at_once = 2**20
 
@@ -87,21 +95,24 @@ class LocalFile(WeightFile):
             raise InputError(f"{self.path}: cannot be read: {error.strerror}") from error
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
-        """Returns a view of the file: its bytes are read when it is copied.
+        """Returns a view of the mapped file. The bytes are read when the view is copied.
 
-        The file is mapped for as long as the view lives, so pages that were read do not pile up.
+        The mapping ends with the view, so that pages that were read do not accumulate.
         """
         entry = self.tensors[tensor]
         with open(self.path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        values = np.frombuffer(mapped, entry.dtype, math.prod(entry.shape), entry.offset)
-        return values.reshape(entry.shape)[index]
+        flat = np.frombuffer(mapped, entry.dtype, math.prod(entry.shape), entry.offset)
+        return flat.reshape(entry.shape)[index]
 
 
 class RemoteFile(WeightFile):
-    """A file in a bucket or on the hub. Methods raise FolderError if it cannot be read."""
+    """A file in a bucket or on the hub.
 
-    at_once = 4 * PIECE  # else few requests would be under way
+    Methods raise FolderError if the file cannot be read, and RunError if it has changed.
+    """
+
+    at_once = 4 * PIECE  # with fewer values, few requests would run at a time
 
     def __init__(self, folder: SourceFolder, name: str, size: int) -> None:
         self.name = name
@@ -112,33 +123,35 @@ class RemoteFile(WeightFile):
     def read_bytes(self, start: int, stop: int) -> bytes:
         if stop <= start:
             return b""
-        data = self._folder.read_range(self.name, start, stop)
-        if data is None or len(data) != stop - start:
+        content = self._folder.read_range(self.name, start, stop)
+        if content is None or len(content) != stop - start:
             raise RunError(f"{self.where}: has changed while it was being read")
-        return bytes(data)
+        return bytes(content)
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
-        """Returns a new array; downloads little more than its bytes (see `ranges_of`)."""
+        """Downloads a part of a tensor, with few bytes more (see `ranges_of`), as a new array."""
         entry = self.tensors[tensor]
         bounds = [part.indices(size)[:2] for part, size in zip(index, entry.shape, strict=True)]
-        depth, blocks = ranges_of(entry, bounds)
-        content = np.empty(sum(stop - start for start, stop in blocks), np.uint8)
-        pieces, filled = [], 0
-        for start, stop in blocks:
+        axis, ranges = ranges_of(entry, bounds)
+        content = np.empty(sum(stop - start for start, stop in ranges), np.uint8)
+        requests = []  # (offset in the file, the bytes of `content` to fill)
+        filled = 0
+        for start, stop in ranges:
             for first in range(start, stop, PIECE):
-                last = min(first + PIECE, stop)
-                pieces.append((first, content[filled : filled + last - first]))
-                filled += last - first
+                size = min(PIECE, stop - first)
+                requests.append((first, content[filled : filled + size]))
+                filled += size
 
-        def fill(piece: tuple[int, np.ndarray]) -> None:
-            start, values = piece
-            values[:] = np.frombuffer(self.read_bytes(start, start + values.size), np.uint8)
+        def fill(request: tuple[int, np.ndarray]) -> None:
+            start, target = request
+            target[:] = np.frombuffer(self.read_bytes(start, start + target.size), np.uint8)
 
-        for _ in _connections().map(fill, pieces):
+        for _ in _connections().map(fill, requests):
             pass
-        lengths = [stop - start for start, stop in bounds[: depth + 1]]
-        values = content.view(entry.dtype).reshape(*lengths, *entry.shape[depth + 1 :])
-        return values[(slice(None),) * len(lengths) + tuple(index[depth + 1 :])]
+        # The axes after `axis` were downloaded whole, so the index applies to them now.
+        lengths = [stop - start for start, stop in bounds[: axis + 1]]
+        downloaded = content.view(entry.dtype).reshape(*lengths, *entry.shape[axis + 1 :])
+        return downloaded[(slice(None),) * len(lengths) + tuple(index[axis + 1 :])]
 
 
 def ranges_of(
@@ -146,33 +159,47 @@ def ranges_of(
 ) -> tuple[int, list[tuple[int, int]]]:
     """Returns the ranges of bytes to read for a part of a tensor.
 
+    There is one range for each index of the axes before a certain axis, and a range covers the part
+    along this axis. The axes after it are read whole, because reading the bytes between shorter
+    ranges takes less time than more requests.
+
     Args:
         entry: The tensor.
-        bounds: (start, stop) of every axis.
+        bounds: The start and stop of the part on each axis.
 
     Returns:
-        The axis that the ranges run along, and the (start, stop) of every range. There is one range
-        for each index of the axes before this axis. The axes after it are read whole, because
-        reading the bytes between shorter ranges takes less time than more requests.
+        A tuple of:
+            The number of the axis along which the ranges are.
+            The offsets in the file of the start and the stop of each range.
     """
-    sizes = [entry.dtype.itemsize * math.prod(entry.shape[k + 1 :]) for k in range(len(bounds))]
+    # The bytes of one index of each axis.
+    sizes = [
+        entry.dtype.itemsize * math.prod(entry.shape[axis + 1 :]) for axis in range(len(bounds))
+    ]
     lengths = [stop - start for start, stop in bounds]
     axis = 0
     while axis + 1 < len(bounds) and sizes[axis] - lengths[axis + 1] * sizes[axis + 1] >= GAP:
         axis += 1
-    blocks = []
-    for before in product(*(range(*bound) for bound in bounds[:axis])):
-        first = entry.offset + sum(k * size for k, size in zip(before, sizes, strict=False))
-        start, stop = bounds[axis]
-        blocks.append((first + start * sizes[axis], first + stop * sizes[axis]))
-    return axis, blocks
+    start, stop = bounds[axis]
+    ranges = []
+    for indices in product(*(range(*bound) for bound in bounds[:axis])):
+        steps = [index * size for index, size in zip(indices, sizes, strict=False)]
+        first = entry.offset + sum(steps)
+        ranges.append((first + start * sizes[axis], first + stop * sizes[axis]))
+    return axis, ranges
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Returns the file name of every tensor from the index of a checkpoint in several files.
+    """Reads the index of a checkpoint in several files.
+
+    Args:
+        path: The path of the index.
+
+    Returns:
+        The name of a tensor -> the name of its file.
 
     Raises:
-        InputError: It is no such index, or names files in other folders.
+        InputError: The file is no such index, or it names files in other folders.
     """
     try:
         files = dict(json.loads(path.read_bytes())["weight_map"])
@@ -187,4 +214,5 @@ def read_index(path: Path) -> dict[str, str]:
 
 @cache
 def _connections() -> ThreadPoolExecutor:
+    """Returns the threads that download weights, which all files share."""
     return ThreadPoolExecutor(CONNECTIONS, "download-weights")

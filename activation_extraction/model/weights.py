@@ -1,9 +1,11 @@
-"""Parameters are made from the tensors of a checkpoint, straight into their shards.
+"""Loads the parameters of a model from the tensors of a checkpoint, directly into their shards.
 
-`WeightSpec` says how one parameter is made. `check_tensors` compares all of them with the
-checkpoint before anything is read, and `load_params` reads them: only the parts of the files that
-the devices of this host need. qwen2_jax.py says which parameters exist, and checkpoint.py reads
-tensors.
+`WeightSpec` declares how one parameter is made. `check_tensors` compares all parameters with the
+checkpoint before a tensor is read. `load_params` reads only the parts of the files that the devices
+of this host need. qwen2_jax.py lists the parameters of a model, and checkpoint.py reads tensors.
+
+A parameter may be a stack of the tensors of all layers. With `pipeline`, the layers are divided
+into stages of consecutive layers, one stage for each index of this mesh axis.
 """
 
 import dataclasses
@@ -29,24 +31,25 @@ from activation_extraction.model.parameters import ParamPath
 from activation_extraction.model.tensor_names import text_names
 from activation_extraction.model.weight_files import Index
 
-WEIGHT_READERS = 3  # threads that read, and tensors in flight
-TRANSPOSED_ROWS = 16  # rows transposed at a time, so that they stay in a core's caches
-BUFFER_ALIGNMENT = 64  # bytes to which XLA's buffers are aligned
+WEIGHT_READERS = 3  # the number of threads that read, and of parts that are in memory at a time
+TRANSPOSED_ROWS = 16  # the rows to transpose at a time, few enough for a core's caches
+BUFFER_ALIGNMENT = 64  # the alignment of XLA's buffers in bytes
 
-# Maps the name of a tensor, and a slice for every axis, to that part of the tensor.
+# A function that takes the name of a tensor and a slice for each axis, and returns that part of the
+# tensor.
 ReadTensor = Callable[[str, Index], np.ndarray]
 
 
 class TensorSlice(NamedTuple):
-    """The slice of a tensor that is one parameter, where several parameters share a tensor.
+    """The slice of a tensor that makes one parameter, if several parameters share the tensor.
 
     Attributes:
-        axis: The axis of the tensor along which the parameters share it.
-        start: The index on this axis at which the slice begins.
-        total: The size of the tensor along this axis.
-        per_head: Whether the axis has one head after the other, and every head has such a slice.
-            Then `start` and `total` are those of one head, and the first axis of the parameter that
-            is not stacked counts the heads.
+        axis: Axis of the tensor along which the parameters are concatenated.
+        start: Index on this axis at which the slice begins.
+        total: Size of the tensor along this axis.
+        per_head: Whether the axis contains one head after the other, and each head has such a
+            slice. If so, `start` and `total` refer to one head, and the first axis of the parameter
+            that is not stacked is the axis of heads.
     """
 
     axis: int
@@ -57,21 +60,20 @@ class TensorSlice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
-    """A parameter and the tensors of the checkpoint that it is made of.
+    """A parameter and the tensors of the checkpoint from which it is made.
 
     A checkpoint stores (heads, head_dim) as one flat dimension.
 
     Attributes:
-        shape: The shape of the parameter.
-        axes: The logical axis of every dimension.
-        hf_names: The names of the tensors, in the order of the stack. Layers that the checkpoint
-            does not have are zeros, because a layer of zeros changes nothing.
-        stacked: The number of first axes ("layers", "experts") along which the parameter is a stack
+        shape: Shape of the parameter.
+        axes: Logical axis of each dimension.
+        hf_names: Names of the tensors, in the order of the stack. If there are fewer names than
+            layers, the last layers are zeros, because a layer of zeros changes nothing.
+        stacked: Number of leading axes ("layers", "experts") along which the parameter is a stack
             of tensors.
-        tensor_slice: The slice of each tensor that belongs to the parameter; None for whole
-            tensors.
+        tensor_slice: Slice of each tensor that belongs to the parameter; None for whole tensors.
         input_first: Whether the tensors of experts have the input axis before the output axis, as
-            the parameter has. Otherwise their last two axes are in reverse order.
+            the parameter has. Otherwise their last two axes are reversed when they are read.
     """
 
     shape: tuple[int, ...]
@@ -83,31 +85,32 @@ class WeightSpec:
 
     @property
     def reverses_axes(self) -> bool:
-        """Returns whether the last two axes of the tensors are in reverse order."""
+        """Whether the last two axes of the tensors are in reverse order."""
         return "experts" in self.axes and not self.input_first
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Returns the shape of each tensor."""
+        """The shape of each tensor."""
         bounds = self._bounds([*map(range, self.shape[self.stacked :])])
         sizes = [stop - start for start, stop in bounds]
-        if (part := self.tensor_slice) is not None:
-            sizes[part.axis] = part.total * (self.shape[self.stacked] if part.per_head else 1)
+        if self.tensor_slice is not None:
+            heads = self.shape[self.stacked] if self.tensor_slice.per_head else 1
+            sizes[self.tensor_slice.axis] = self.tensor_slice.total * heads
         return tuple(sizes)
 
     def _bounds(self, ranges: Sequence[range]) -> list[tuple[int, int]]:
-        """Returns (start, stop) of every axis of a tensor, for a part of the parameter.
+        """Returns the start and stop on each axis of a tensor, for a part of the parameter.
 
         Args:
-            ranges: The range of every axis of the parameter that is not stacked. With a slice per
-                head, the part is of one head. RULES never split a head_dim.
+            ranges: The range of each axis of the parameter that is not stacked. The whole of
+                head_dim, which RULES never split. With `per_head`, a single head.
         """
         bounds: list[tuple[int, int]] = []
         axes, sizes = self.axes[self.stacked :], self.shape[self.stacked :]
         for axis, size, chosen in zip(axes, sizes, ranges, strict=True):
             if axis != "head_dim" or not bounds:
                 bounds.append((chosen.start, chosen.stop))
-            else:
+            else:  # (heads, head_dim) is one axis of the tensor
                 bounds[-1] = bounds[-1][0] * size, bounds[-1][1] * size
         if self.reverses_axes:
             bounds[-2:] = bounds[:-3:-1]
@@ -124,8 +127,8 @@ class WeightSpec:
 
         Args:
             name: The name of the tensor.
-            shape: Its shape; None if it is missing.
-            source: The file, for the message.
+            shape: The shape of the tensor; None if it is missing.
+            source: The name of the file, for the message.
 
         Raises:
             InputError: The tensor is missing or has another shape.
@@ -141,51 +144,59 @@ class WeightSpec:
     def read_slice(
         self, read: ReadTensor, dtype: Any, ranges: Sequence[range], at_once: int = sys.maxsize
     ) -> np.ndarray:
-        """Returns a part of the parameter as a new array; every value is copied once.
+        """Reads a part of the parameter into a new array. Each value is copied once.
 
         Args:
-            read: Returns a part of a tensor.
-            dtype: The dtype of the result.
-            ranges: The range of every axis of the parameter.
-            at_once: About how many values of a tensor are read at a time, since they may take more
-                memory until they are rounded. The tensors of experts are read whole.
+            read: A function that reads a part of a tensor.
+            dtype: The dtype of the returned array.
+            ranges: The range of each axis of the parameter.
+            at_once: About how many values of a tensor to read at a time. They may take more memory
+                until they are rounded to `dtype`. The tensors of experts are read whole.
         """
-        values = _aligned([*map(len, ranges)], dtype)
+        parameter = _aligned([*map(len, ranges)], dtype)
         axis = self.stacked
-        step = max(at_once // math.prod(values.shape[axis + 1 :]), 1)
-        if "experts" in self.axes[:axis]:  # their axes may be in reverse order in the file
+        step = max(at_once // math.prod(parameter.shape[axis + 1 :]), 1)
+        if "experts" in self.axes[:axis]:  # the axes of its tensors may be in reverse order
             step = len(ranges[axis])
         for start in range(0, len(ranges[axis]), step):
-            part = slice(start, start + step)
-            chosen = *ranges[:axis], ranges[axis][part], *ranges[axis + 1 :]
-            self._fill(values[(slice(None),) * axis + (part,)], read, chosen)
-        return values
+            rows = slice(start, start + step)
+            chosen = *ranges[:axis], ranges[axis][rows], *ranges[axis + 1 :]
+            self._fill(parameter[(slice(None),) * axis + (rows,)], read, chosen)
+        return parameter
 
-    def _fill(self, values: np.ndarray, read: ReadTensor, ranges: Sequence[range]) -> None:
-        """Reads a part of the parameter into an array. See `read_slice` for the arguments."""
-        outer, inner = ranges[: self.stacked], [*ranges[self.stacked :]]
-        heads = inner[0]
+    def _fill(self, target: np.ndarray, read: ReadTensor, ranges: Sequence[range]) -> None:
+        """Reads a part of the parameter into an array.
+
+        Args:
+            target: The array, of the shape of the part.
+            read: A function that reads a part of a tensor.
+            ranges: The range of each axis of the parameter.
+        """
+        stack_ranges = ranges[: self.stacked]
+        tensor_ranges = [*ranges[self.stacked :]]
+        heads = tensor_ranges[0]
         per_head = self.tensor_slice is not None and self.tensor_slice.per_head
-        for at in np.ndindex(values.shape[: self.stacked + per_head]):
-            number = 0
-            for size, chosen, k in zip(self.shape, outer, at, strict=False):
-                number = number * size + chosen[k]
+        # An entry of `target` is filled from one tensor, or with `per_head` from one head of it.
+        for entry in np.ndindex(target.shape[: self.stacked + per_head]):
+            number = 0  # the number of the tensor in the whole stack
+            for size, chosen, position in zip(self.shape, stack_ranges, entry, strict=False):
+                number = number * size + chosen[position]
             if number >= len(self.hf_names):
-                values[at] = 0
+                target[entry] = 0
                 continue
             if per_head:
-                inner[0] = heads[at[-1] : at[-1] + 1]
-            index = tuple(slice(*bound) for bound in self._bounds(inner))
+                tensor_ranges[0] = heads[entry[-1] : entry[-1] + 1]
+            index = tuple(slice(*bound) for bound in self._bounds(tensor_ranges))
             part = read(self.hf_names[number], index)
             if self.reverses_axes:
                 for start in range(0, part.shape[-2], TRANSPOSED_ROWS):
                     rows = slice(start, start + TRANSPOSED_ROWS)
-                    values[at][..., rows] = part[..., rows, :].swapaxes(-1, -2)
+                    target[entry][..., rows] = part[..., rows, :].swapaxes(-1, -2)
             else:
-                values[at] = part.reshape(values[at].shape)
+                target[entry] = part.reshape(target[entry].shape)
 
 
-WeightTable = dict[ParamPath, WeightSpec]  # of all parameters of a model
+WeightTable = dict[ParamPath, WeightSpec]  # all parameters of a model
 
 
 def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
@@ -199,27 +210,35 @@ def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
 def oriented(
     table: Mapping[ParamPath, WeightSpec], shape_of: Callable[[str], tuple[int, ...]]
 ) -> WeightTable:
-    """Returns the table with the orientation that fused experts have in the checkpoint.
+    """Adapts the table to the order of axes that fused experts have in the checkpoint.
 
-    Their input axis is last in the files that transformers saves, as in any linear layer, and first
-    in the released Qwen3-VL models. The shapes show which it is: gate_up_proj is square if D = 2 M,
-    and down_proj if D = M, but never both.
+    The experts of a layer are fused if one tensor contains all of them. Their input axis is last in
+    the files that transformers saves, as in any linear layer, and first in the released Qwen3-VL
+    models. The shapes show the order: gate_up_proj is square if D = 2 M, and down_proj if D = M,
+    but never both (D is the hidden size, M the width of an expert).
 
     Args:
-        table: Path of a parameter -> how it is made, for experts whose input axis is last.
-        shape_of: Returns the shape of a tensor of the checkpoint.
+        table: Path of a parameter -> how it is made, for fused experts whose input axis is last.
+        shape_of: A function that returns the shape of a tensor of the checkpoint.
+
+    Returns:
+        The table for this checkpoint.
     """
     fused = {path: spec for path, spec in table.items() if "experts" in spec.axes[spec.stacked :]}
-    turned = dict(fused)
+    input_first = dict(fused)
     for path, spec in fused.items():
         split = spec.tensor_slice and spec.tensor_slice._replace(axis=2)
-        turned[path] = dataclasses.replace(spec, input_first=True, tensor_slice=split)
+        input_first[path] = dataclasses.replace(spec, input_first=True, tensor_slice=split)
 
     def fits(specs: Mapping[ParamPath, WeightSpec]) -> bool:
-        firsts = [(spec, name) for spec in specs.values() for name in spec.hf_names[:1]]
-        return all(tuple(shape_of(name)) == spec.hf_shape for spec, name in firsts)
+        """Returns whether the first tensors have the shapes that the specs declare."""
+        for spec in specs.values():
+            for name in spec.hf_names[:1]:
+                if tuple(shape_of(name)) != spec.hf_shape:
+                    return False
+        return True
 
-    return {**table, **turned} if fits(turned) and not fits(fused) else {**table}
+    return {**table, **input_first} if fits(input_first) and not fits(fused) else {**table}
 
 
 def check_tensors(checkpoint: Checkpoint, table: Iterable[WeightSpec], allowed: set[str]) -> None:
@@ -231,8 +250,8 @@ def check_tensors(checkpoint: Checkpoint, table: Iterable[WeightSpec], allowed: 
         allowed: All names that tensors of this model may have.
 
     Raises:
-        InputError: A tensor is missing, unknown, of another shape or of a type that is not read, or
-            scales of float8 are missing or do not fit.
+        InputError: A tensor is missing, is unknown, has another shape or a dtype that is not
+            supported, or scales of float8 are missing or inconsistent with their tensor.
     """
     for spec in table:
         for name in spec.hf_names:
@@ -240,7 +259,7 @@ def check_tensors(checkpoint: Checkpoint, table: Iterable[WeightSpec], allowed: 
             spec.check(name, tensor.shape, file.where)
             checkpoint.scales(name)
     names = set(checkpoint.tensors)
-    for file in checkpoint.weight_files:  # they may hold more than the index says
+    for file in checkpoint.weight_files:  # they may contain tensors that the index does not list
         names.update(text_names(file.tensors, file.where))
     where = checkpoint.where
     if unknown := sorted(without_scales(names, where) - allowed):
@@ -258,25 +277,26 @@ def load_params(
     as_bits: bool = False,
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Reads every parameter straight into its shards, layer by layer (of all stages at once).
+    """Reads all parameters directly into their shards.
 
-    Parameters are read in the order of the files, which are thus read from beginning to end. A
-    process reads only the parts that its devices hold, each part once, with several threads. Beside
-    these parts, its memory holds those of at most WEIGHT_READERS tensors (of every stage that it
-    takes part in).
+    Parameters are read layer by layer: at a time, one layer of each stage. They are read in the
+    order of the files, so that a file is read from beginning to end. A process reads only the parts
+    that its devices need, each part once, with several threads. In addition to the loaded
+    parameters, its memory contains the parts of at most WEIGHT_READERS layers or other parameters.
 
     Args:
         table: Path of a parameter -> how it is made.
         checkpoint: The checkpoint.
         dtype: The dtype of the parameters.
         layout: The mesh.
-        as_bits: Whether parameters of a two-byte dtype are returned as uint16.
-        progress: Called with the number of bytes of each part that was read.
+        as_bits: Whether to return parameters of a two-byte dtype as uint16.
+        progress: A function that is called with the number of bytes of each array that was loaded.
 
     Returns:
         The parameters as a nested dict.
     """
-    stages, loaded_dtype = layout.size("pipeline"), np.uint16 if as_bits else dtype
+    stages = layout.size("pipeline")
+    loaded_dtype = np.uint16 if as_bits else dtype
     stacks = {path: spec for path, spec in table.items() if spec.axes[0] == "layers"}
 
     def empty() -> dict[ParamPath, jax.Array]:
@@ -284,61 +304,78 @@ def load_params(
 
     shardings = {path: layout.sharding(spec.axes, spec.shape) for path, spec in stacks.items()}
     params = jax.jit(empty, out_shardings=shardings)()
-    # A job is the path of a parameter, and if it has layers, the number of a layer of each stage.
+    # A job is the path of a parameter and the number of a layer in its stage, or None if the
+    # parameter has no layers. It loads this layer of all stages.
     jobs: list[tuple[ParamPath, int | None]] = []
     for path, spec in table.items():
-        layers = range(spec.shape[0] // stages)
-        jobs += [(path, k) for k in layers] if path in stacks else [(path, None)]
+        if path in stacks:
+            jobs += [(path, layer) for layer in range(spec.shape[0] // stages)]
+        else:
+            jobs.append((path, None))
 
     def position(job: tuple[ParamPath, int | None]) -> tuple[bool, str, int]:
-        """Returns the sort key of a job: where its first tensor begins. Zeros come last."""
-        spec, k = table[job[0]], job[1] or 0
-        names = spec.hf_names[k * math.prod(spec.shape[1 : spec.stacked]) :]
+        """Returns the sort key of a job.
+
+        Returns:
+            A tuple of:
+                Whether the job reads no tensor, because its layer is zeros. Such jobs come last.
+                The name of the file with the first tensor.
+                The offset of this tensor in the file.
+        """
+        path, layer = job
+        spec = table[path]
+        tensors_per_layer = math.prod(spec.shape[1 : spec.stacked])
+        names = spec.hf_names[(layer or 0) * tensors_per_layer :]
         if not names:
             return True, "", 0
         file, tensor = checkpoint.place(names[0])
         return False, file.name, tensor.offset
 
-    def load(path: ParamPath, k: int | None) -> jax.Array:
-        spec, axes = table[path], table[path].axes
+    def load(path: ParamPath, layer: int | None) -> jax.Array:
+        """Loads a parameter, or a layer of each stage of it, as an array on the devices."""
+        spec = table[path]
+        axes = spec.axes
         at_once = checkpoint.place(spec.hf_names[0])[0].at_once
         ranges = [*map(range, spec.shape)]
-        if k is not None:
+        if layer is not None:
             axes = ("stage", *axes[1:])
-            ranges[0] = range(k, spec.shape[0], spec.shape[0] // stages)
+            ranges[0] = range(layer, spec.shape[0], spec.shape[0] // stages)
         read = functools.partial(checkpoint.read, dtype=dtype)
-        slices: dict[str, np.ndarray] = {}  # devices that hold the same slice share it
+        slices: dict[str, np.ndarray] = {}  # shared by devices that need the same slice
 
         def slice_at(index: Index | None) -> np.ndarray:
             key = str(index)
             if key not in slices:
-                chosen = [r[i] for r, i in zip(ranges, index, strict=True)] if index else ranges
+                chosen = ranges
+                if index:
+                    pairs = zip(ranges, index, strict=True)
+                    chosen = [indices[bounds] for indices, bounds in pairs]
                 part = spec.read_slice(read, dtype, chosen, at_once)
                 slices[key] = part.view(loaded_dtype)
             return slices[key]
 
         shape = tuple(map(len, ranges))
         array = jax.make_array_from_callback(shape, layout.sharding(axes, shape), slice_at)
-        return jax.block_until_ready(array)  # from now on the host's copy is not needed
+        return jax.block_until_ready(array)  # so that the host's copy can be freed
 
     jobs.sort(key=position)
     with ThreadPoolExecutor(WEIGHT_READERS, "read-weights") as pool:
         arrays = _ahead(pool, load, jobs)
-        for path, k in jobs:
+        for path, layer in jobs:
             array = next(arrays)
             progress(array.nbytes)
-            if k is not None:
-                array = _put_layer(params[path], array, np.int32(k))
-            # Without this wait, layers would queue up in front of the devices.
+            if layer is not None:
+                array = _put_layer(params[path], array, np.int32(layer))
+            # Without this wait, arrays would queue up in the devices' memory.
             params[path] = jax.block_until_ready(array)
-            del array  # it would count among those in flight
+            del array  # otherwise it would stay in memory while the next one is loaded
     return unflatten_dict(params)
 
 
 def _ahead(
     pool: ThreadPoolExecutor, load: Callable[..., jax.Array], jobs: Iterable[tuple[Any, ...]]
 ) -> Iterator[jax.Array]:
-    """Yields `load(*job)` of every job, in order; at most WEIGHT_READERS results live at once."""
+    """Yields `load(*job)` of each job in order, computing up to WEIGHT_READERS of them ahead."""
     pending: deque[Future[jax.Array]] = deque()
     for job in jobs:
         pending.append(pool.submit(load, *job))
@@ -349,13 +386,13 @@ def _ahead(
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put_layer(stack: jax.Array, row: jax.Array, k: jax.Array) -> jax.Array:
-    """Writes layer k of every stage into a stack (layers, ...).
+def _put_layer(stack: jax.Array, layers: jax.Array, number: jax.Array) -> jax.Array:
+    """Writes one layer of each stage into a stack.
 
     Args:
-        stack: The layers of all stages.
-        row: The new values, (stages, ...).
-        k: The number of the layer in its stage.
+        stack: The layers of all stages, (layers, ...).
+        layers: The layer of each stage, (stages, ...).
+        number: The number of the layer in its stage.
     """
-    stages = stack.reshape(row.shape[0], -1, *row.shape[1:])
-    return lax.dynamic_update_index_in_dim(stages, row, k, axis=1).reshape(stack.shape)
+    stages = stack.reshape(layers.shape[0], -1, *layers.shape[1:])
+    return lax.dynamic_update_index_in_dim(stages, layers, number, axis=1).reshape(stack.shape)
