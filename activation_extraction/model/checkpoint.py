@@ -1,9 +1,9 @@
-"""A checkpoint is the stored weights of a language model: which tensors, in which files.
+"""Finds and reads the tensors of a language model in its weight files.
 
-`Checkpoint.read` is the only way to a tensor's values: it reads a part of a tensor, multiplies
-float8 by its scales and merges the adapter, if there is one. repository.py finds the files,
-weight_files.py reads them, tensor_names.py finds the language model in models of several kinds of
-input, and weights.py turns tensors into parameters.
+`Checkpoint.read` is the only function that returns the values of tensors: it reads a part of a
+tensor, multiplies float8 by its scales and merges the adapter, if there is one. repository.py finds
+the files, weight_files.py reads them, tensor_names.py finds the language model in multimodal
+models, and weights.py turns tensors into parameters.
 """
 
 import functools
@@ -30,10 +30,10 @@ from activation_extraction.model.weight_files import (
 
 
 class Adapter(Protocol):
-    """An adapter changes the values of tensors as they are read. lora.py has the class.
+    """An adapter, which changes tensors when they are read. `LoraAdapter` implements it.
 
     Attributes:
-        files: The files of the adapter, which may have a tokenizer of its own.
+        files: Files of the adapter, which may include a tokenizer.
     """
 
     files: Repository
@@ -43,8 +43,8 @@ class Adapter(Protocol):
 
         Args:
             tensor: The name of the tensor.
-            index: A (start, stop) slice for every axis.
-            stored: Returns a part of the tensor of the base model.
+            index: A (start, stop) slice for each axis.
+            stored: A function that returns a part of the tensor in the base model.
         """
         ...
 
@@ -52,16 +52,22 @@ class Adapter(Protocol):
 class Checkpoint(Repository):
     """The weights of a language model, and the other files of the model.
 
-    Its methods raise InputError, naming path and file, for anything that is missing, truncated or
-    not a floating-point safetensors checkpoint. See `Repository` for the other attributes.
+    Methods raise InputError, naming the path and the file, if a file or tensor is missing, cut off
+    or not in a supported format. See `Repository` for the other attributes.
 
     Attributes:
-        adapter: The adapter that is merged into every tensor as it is read; None to read the
-            tensors as they are stored.
+        adapter: The LoRA adapter that is merged into each tensor as it is read. None to read the
+            tensors as stored.
     """
 
     def __init__(self, path: str, revision: str | None = None, keep: bool = True) -> None:
-        """Finds out where the model is; reads nothing yet. See `Repository`."""
+        """Determines where the model is, without reading a file.
+
+        Args:
+            path: See `Repository`.
+            revision: See `Repository`.
+            keep: See `Repository`.
+        """
         super().__init__(path, revision, keep, MODEL)
         self.adapter: Adapter | None = None
 
@@ -74,15 +80,16 @@ class Checkpoint(Repository):
         return text_names(stored, self.where)
 
     def local_tensors(self) -> Collection[str] | None:
-        """Returns the names in `tensors` if local files have them, otherwise None."""
+        """Returns the names in `tensors` if the weight files are in a local folder, else None."""
         has_names = self.local and any(map(self.find, (SINGLE_FILE, INDEX_FILE)))
         return self.tensors if has_names else None
 
     @functools.cached_property
     def _file_of_tensor(self) -> dict[str, str] | None:
-        """The name of every tensor -> its file, from the index; None if there is a single file.
+        """The name of each tensor -> its file, from the index; None if there is a single file.
 
-        If the checkpoint has both, the single file counts, as it does in transformers.
+        If the checkpoint has both an index and a single file, the single file is used, as by
+        transformers.
         """
         index = self.find(INDEX_FILE)
         if index is None:
@@ -93,7 +100,18 @@ class Checkpoint(Repository):
         return read_index(index)
 
     def place(self, tensor: str) -> tuple[WeightFile, Tensor]:
-        """Returns the file that holds a tensor of the language model, and where it lies there."""
+        """Returns the location of a tensor.
+
+        Args:
+            tensor: The name of the tensor in the language model.
+
+        Returns:
+            The file that contains the tensor.
+            The tensor's entry in the header of the file.
+
+        Raises:
+            InputError: The tensor is missing.
+        """
         if (stored := self.tensors.get(tensor)) is None:
             raise InputError(f"{self.where}: tensor {tensor} is missing")
         file = self.open_weights((self._file_of_tensor or {}).get(stored, SINGLE_FILE))
@@ -106,34 +124,38 @@ class Checkpoint(Repository):
         """Reads a part of a tensor, with the adapter merged into it if there is one.
 
         Args:
-            tensor: The name of the tensor.
-            index: A (start, stop) slice for every axis.
-            dtype: The dtype of dequantised float8. It is float32 if there is an adapter, because
-                values that the adapter changes must not be rounded twice. Tensors of other types
-                are returned as they are stored or merged.
+            tensor: The name of the tensor in the language model.
+            index: A (start, stop) slice for each axis.
+            dtype: The dtype to which float8 is dequantised without an adapter. With an adapter it
+                is dequantised to float32, so that changed values are not rounded twice.
+
+        Returns:
+            The part: in float32 if the adapter changes the tensor, in the dtype of dequantised
+            float8, and otherwise in the dtype of the file.
         """
         if self.adapter is None:
-            return self._values(tensor, index, dtype)
-        values = functools.partial(self._values, tensor, dtype=np.float32)
-        return self.adapter.merge(tensor, index, values)
+            return self._read_stored(tensor, index, dtype)
+        stored = functools.partial(self._read_stored, tensor, dtype=np.float32)
+        return self.adapter.merge(tensor, index, stored)
 
-    def _values(self, tensor: str, index: Index, dtype: Any) -> np.ndarray:
+    def _read_stored(self, tensor: str, index: Index, dtype: Any) -> np.ndarray:
         """Reads a part of a tensor without the adapter. See `read` for the arguments."""
         scales = self.scales(tensor)
         stored = self.place(tensor)[0].read(self.tensors[tensor], index)
         return stored if scales is None else scales.dequantize(stored, index, dtype)
 
     def scales(self, tensor: str) -> Scales | None:
-        """Returns the scales of a float8 tensor, and None for a tensor of another type.
+        """Returns the scales of a float8 tensor, or None for a tensor of another dtype.
 
         Raises:
-            InputError: The tensor has a type that is not read, or scales that do not fit.
+            InputError: The dtype of the tensor is not supported, or its scales are missing or
+                inconsistent with it.
         """
         return Scales.find(tensor, self.tensors, self.place, self._float8)
 
     @functools.cached_property
     def _float8(self) -> Float8Format:
-        """What config.json says about scales."""
+        """The format of float8 weights in config.json, or the default format."""
         path = self.find(MODEL.config)
         stated = None if path is None else float8_format(read_json(path), str(path))
         return stated or Float8Format()

@@ -1,9 +1,9 @@
-"""The table of the models that are supported, and the way from a config.json to a ModelConfig.
+"""Lists the supported model families, and turns a config.json into a ModelConfig.
 
-A family is one line of `FAMILIES`: a model_type and the function that reads its configuration. All
-else follows from the ModelConfig: the modules, the hooks and the table of weights. The functions
-that read configurations are in model_config.py. This module completes a config.json with
-transformers' defaults before one of them reads it.
+A family is one line of `FAMILIES`: a model_type and the function that reads its configuration. The
+modules, the hooks and the table of weights follow from the ModelConfig. The functions that read
+configurations are in model_config.py. This module completes a config.json with transformers'
+defaults before one of these functions reads it.
 """
 
 import copy
@@ -33,9 +33,9 @@ from activation_extraction.model.model_config import (
 from activation_extraction.model.repository import read_json
 from activation_extraction.model.rope import check_rope
 
-FLAT = "qwen2_vl", "qwen2_5_vl"  # as released, these have no text_config
-# Shapes do not show a wrong value of these fields, and transformers' default for them is that of no
-# release: model_type -> field.
+FLAT = "qwen2_vl", "qwen2_5_vl"  # the released models of these families have no text_config
+# model_type -> a field that config.json must contain. The shapes of weights do not show a wrong
+# value of this field, and transformers' default differs from the value of all released models.
 MUST_BE_STATED = dict.fromkeys(FLAT, "rms_norm_eps")
 MUST_BE_STATED |= dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), "rope_theta")
 
@@ -45,11 +45,11 @@ class Family(NamedTuple):
 
     Attributes:
         released: The released models, for messages.
-        read: The function that makes a ModelConfig of a configuration that transformers has
-            completed. Its second argument is the path of config.json, for messages. For a
-            multimodal family, it reads the configuration of the language model.
+        read: The function that returns the ModelConfig. Its arguments are a configuration that
+            transformers has completed, and the path of config.json, for messages. For a multimodal
+            family, it is called with the configuration of the language model.
         multimodal: Whether the models also take images, video or audio. Only their language model
-            runs, on text.
+            is used, with text.
     """
 
     released: str
@@ -96,7 +96,7 @@ def parse_model_config(raw: Mapping[str, Any], source: str = "config.json") -> M
         source: The path of config.json, for messages.
 
     Raises:
-        InputError: The model is of no supported family, or would be computed wrongly.
+        InputError: The family is not supported, or the model has a setting that is not supported.
     """
     model_type = raw.get("model_type")
     if "qwen4_exp" in str(model_type) or "Qwen4Exp" in str(raw.get("architectures")):
@@ -117,7 +117,7 @@ def parse_model_config(raw: Mapping[str, Any], source: str = "config.json") -> M
 
 
 def _unsupported(raw: Mapping[str, Any], source: str) -> InputError:
-    """Returns the error that names all supported families."""
+    """Returns the error about a family that is not supported, which lists the supported ones."""
     vision = " (a model with vision inputs)" if "vision_config" in raw else ""
     supported = []
     for model_type, family in FAMILIES.items():
@@ -133,27 +133,27 @@ def complete(raw: Mapping[str, Any], source: str) -> Any:
     """Returns a config.json as transformers reads it, with its defaults for missing fields.
 
     Args:
-        raw: The contents of config.json, which are not changed. transformers knows its model_type.
+        raw: The contents of config.json, which are not changed. Its model_type is in FAMILIES.
         source: The path of config.json, for messages.
 
     Raises:
-        InputError: transformers rejects the configuration, or its sizes would take too much memory.
+        InputError: transformers rejects the configuration, a size is absurdly large, or a field
+            that must be stated is missing.
     """
-    fields = copy.deepcopy(dict(raw))  # transformers and check_rope change it
+    fields = copy.deepcopy(dict(raw))  # because transformers and check_rope change it
     text = _text_section(fields)
     for section in (fields, text):
         for name in SIZES:
-            value, most = section.get(name), LARGEST_SIZE
-            if name == "num_hidden_layers":
-                most = LARGEST_DEPTH
-            if isinstance(value, int | float) and value > most:
-                raise InputError(f"{source}: {name} is {value:.6g}, expected at most {most:,}")
+            size = section.get(name)
+            most = LARGEST_DEPTH if name == "num_hidden_layers" else LARGEST_SIZE
+            if isinstance(size, int | float) and size > most:
+                raise InputError(f"{source}: {name} is {size:.6g}, expected at most {most:,}")
         check_rope(section, source)
     field = MUST_BE_STATED.get(raw["model_type"])
     if field is not None:
         sections = [text, text.get("rope_parameters"), text.get("rope_scaling")]
-        values = [section.get(field) for section in sections if isinstance(section, dict)]
-        if all(value is None for value in values):
+        stated = [section.get(field) for section in sections if isinstance(section, dict)]
+        if all(number is None for number in stated):
             raise InputError(
                 f"{source}: {field} of the language model is missing; take it from the config.json "
                 "of the released model: transformers' default is another value"
@@ -167,7 +167,7 @@ def complete(raw: Mapping[str, Any], source: str) -> Any:
 def _text_section(raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the section of config.json in which transformers looks for the language model.
 
-    It is empty if there is none, as in the config.json of a model that takes text alone.
+    The section is empty if there is none, as in the config.json of a text-only model.
     """
     if raw["model_type"] in FLAT and raw.get("text_config") is None:
         return raw

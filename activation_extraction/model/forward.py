@@ -1,8 +1,8 @@
-"""The forward pass of a run is one compiled program, which computes every step.
+"""Compiles the forward pass of a run into one program, which computes all steps.
 
-`Program` says what is compiled, and `Forward` adds the checkpoint that has the weights;
-model_setup.py makes them from the flags. `compile_step` reads the weights and compiles the program.
-The loop decides what happens between steps.
+`Program` describes the program, and `Forward` adds the checkpoint with the weights; model_setup.py
+makes both from the flags. `compile_step` reads the weights and compiles the program. The loop in
+the room run decides what happens between steps.
 
 Letters: B rows of a host, T tokens per row.
 """
@@ -41,10 +41,12 @@ from activation_extraction.text.batch import Batch
 from qwen2_jax_with_hooks import HookedModel
 
 Key = int | str  # a hook's key in the shards: its layer, or its name
-# {form: (hooks of that form, rows of all hosts, T, width)}, or only the batch's kept tokens
+# The activations of a step: form -> (hooks of that form, rows of all hosts, T, width), or the kept
+# tokens of the batch if it does not keep all.
 Activations = dict[Form, Array] | KeptTokens
-# A step maps (batch or None, flags of this host) to (activations, number of hosts that set each
-# flag), and does not wait for the devices.
+# A step takes the batch of this host, or None if it has no rows left, and flags of this host. It
+# returns the activations and the number of hosts that set each flag, without waiting for the
+# devices.
 Step = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
 
 
@@ -53,12 +55,12 @@ class Program:
     """The program of a step, without its weights.
 
     Attributes:
-        model: The hooked model on its mesh.
-        weights: The parameters of the model.
-        rows: How rows come from the hosts, and how activations go back to them.
-        shape: The rows that each host feeds in a step, and the tokens per row.
+        model: Hooked model on its mesh.
+        weights: Parameters of the model.
+        rows: Shardings of the rows that hosts feed and of the activations that they receive.
+        shape: Number of rows that each host feeds in a step, and number of tokens per row.
         hooks: Key in the shards -> hook that is stored. Hooks of codes come last.
-        encoders: The autoencoders whose codes the step computes.
+        encoders: Autoencoders whose codes the step computes.
     """
 
     model: HookedModel
@@ -70,23 +72,26 @@ class Program:
 
     @property
     def layout(self) -> Layout:
+        """The mesh of the model."""
         return self.model.layout
 
     @property
     def platform(self) -> str:
+        """The platform of the devices, as JAX names it."""
         return self.rows.mesh.devices.flat[0].platform
 
     @property
     def as_bits(self) -> bool:
-        """Returns whether parameters are passed to the compiled step as integers."""
+        """Whether parameters are passed to the compiled step as uint16."""
         return self.model.dtype == jnp.bfloat16 and self.platform == "cpu"
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Returns letter -> size, with S for the tokens of a row."""
+        """The size of each axis by its letter, including S, the number of tokens of a row."""
         return self.model.config.sizes_with(self.shape[1])
 
     def form(self, hook: Hook) -> Form:
+        """Returns the form in which a hook's activations leave the devices."""
         return hook.kind.form(self.sizes, self.model.captured_dtype)
 
     def flops(self, lengths: Sequence[int]) -> float:
@@ -96,7 +101,7 @@ class Program:
 
     @property
     def token_bytes(self) -> dict[str, int]:
-        """Returns name of a hook -> the bytes that are stored of a token; of codes, at most."""
+        """The bytes stored of a token at each hook, by the hook's name; for codes, the most."""
         dtype = self.model.activation_dtype
         sizes = {hook.name: hook.kind.form(self.sizes, dtype).bytes for hook in self.hooks.values()}
         for encoder in self.encoders:
@@ -106,26 +111,28 @@ class Program:
     def with_codes(
         self, computed: dict[Form, Array], weights: Sequence[Weights]
     ) -> dict[Form, Array]:
-        """Returns the values at the hooks that are stored.
+        """Computes the codes, and selects the hooks that are stored.
 
         Args:
-            computed: The values at the hooks of the model: form -> (hooks of that form, rows of all
-                hosts, T, width).
+            computed: The activations at the hooks of the model: form -> (hooks of that form, rows
+                of all hosts, T, width).
             weights: The weights of each autoencoder.
 
         Returns:
-            The values in the same form, codes included.
+            The activations and codes at the hooks that are stored: form -> (hooks of that form,
+            rows of all hosts, T, width).
         """
         if not self.encoders:
             return computed
         remaining = {form: iter(stack) for form, stack in computed.items()}
-        values = {hook: next(remaining[self.form(hook)]) for hook in self.model.hooks}
+        activations = {hook: next(remaining[self.form(hook)]) for hook in self.model.hooks}
         for encoder, arrays in zip(self.encoders, weights, strict=True):
-            source, target = values[encoder.source], values[encoder.target]
-            values[encoder.hook] = encode(encoder, arrays, source, target, self.layout)
+            source = activations[encoder.source]
+            target = activations[encoder.target]
+            activations[encoder.hook] = encode(encoder, arrays, source, target, self.layout)
         stacks: dict[Form, list[Array]] = defaultdict(list)
         for hook in self.hooks.values():
-            stacks[self.form(hook)].append(values[hook])
+            stacks[self.form(hook)].append(activations[hook])
         return {form: jnp.stack(stack) for form, stack in stacks.items()}
 
 
@@ -134,8 +141,8 @@ class Forward(Program):
     """A program with its checked weights.
 
     Attributes:
-        checkpoint: The checkpoint, with its adapter.
-        kernels: Field of `Kernels` -> the kernel that was chosen.
+        checkpoint: Checkpoint, with its adapter.
+        kernels: Field of `Kernels` -> kernel that was chosen.
     """
 
     checkpoint: Checkpoint
@@ -149,18 +156,21 @@ class Forward(Program):
 
     @property
     def keyed_by(self) -> str | list[str]:
-        """Returns what the shards' keys are: "layer", "hook name", or if mixed, all keys."""
+        """The kind of the shards' keys: "layer" or "hook name", or the list of keys if mixed."""
         if all(isinstance(key, int) for key in self.hooks):
             return "layer"
         keys = [str(key) for key in self.hooks]
         return "hook name" if keys == [hook.name for hook in self.hooks.values()] else keys
 
     def receive(self, activations: Activations) -> dict[Key, np.ndarray]:
-        """Copies a step's activations for this host's rows to the host.
+        """Copies the activations of this host's rows to the host.
+
+        Args:
+            activations: The activations of a step.
 
         Returns:
-            Key in the shards -> (B, T, width), or if only some tokens are kept, (kept tokens,
-            width), row by row.
+            Key in the shards -> (B, T, width), or (kept tokens, width) row by row if only some
+            tokens are kept.
         """
         if isinstance(activations, KeptTokens):
             stacks = activations.receive()
@@ -175,6 +185,12 @@ def compile_step(forward: Forward) -> Step:
 
     There is one program for all steps. If the last step has few tokens, computing its padding takes
     less time than compiling another program, on which several hosts would have to agree.
+
+    Args:
+        forward: The program and its checkpoint.
+
+    Returns:
+        The step (see `Step`).
     """
     rows, layout = forward.rows, forward.layout
     params = read_weights(forward), [encoder.weights(layout) for encoder in forward.encoders]
@@ -191,7 +207,8 @@ def compile_step(forward: Forward) -> Step:
             arrays = [batch.token_ids, batch.segment_ids, batch.positions]
         votes = np.array([flags], np.int32)
         activations, votes = compiled(params, *map(rows.feed, (*arrays, votes)))
-        if batch is not None and batch.kept is not None:  # this must precede the next step
+        if batch is not None and batch.kept is not None:
+            # Here, so that the devices gather the tokens before they compute the next step.
             activations = take_kept(activations, batch.kept)
         return activations, votes
 
@@ -202,17 +219,16 @@ def _compiled(program: Program, params: Any, **options: Any) -> Any:
     """Compiles the forward pass.
 
     Args:
-        program: What is compiled.
-        params: The weights of the model, and those of each autoencoder, or their shapes and
-            shardings.
+        program: The program.
+        params: The weights of the model and of each autoencoder, or their shapes and shardings.
         options: Options of the compiler, beyond those of a run.
     """
     model, rows = program.model, program.rows
 
     def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
-        params, autoencoders = params
-        values: Any = model.apply({"params": params}, tokens, segments, positions)
-        return program.with_codes(values, autoencoders), flags.sum(axis=0)
+        model_params, autoencoders = params
+        activations: Any = model.apply({"params": model_params}, tokens, segments, positions)
+        return program.with_codes(activations, autoencoders), flags.sum(axis=0)
 
     outgoing = rows.outgoing(program.shape[1], model.layout), rows.everywhere()
     inputs = [
@@ -227,12 +243,12 @@ def compile_unloaded(program: Program, **options: Any) -> Any:
     """Compiles the program of a run without its weights. All hosts must call this together.
 
     Args:
-        program: What is compiled.
+        program: The program.
         options: Options of the compiler, beyond those of a run.
 
     Raises:
-        JaxRuntimeError: It cannot be compiled. The message has RESOURCE_EXHAUSTED in it if the
-            compiler finds that a step does not fit in memory.
+        JaxRuntimeError: The program cannot be compiled. The message contains RESOURCE_EXHAUSTED if
+            a step does not fit in memory.
     """
     model = program.model
     dtype = jnp.uint16 if program.as_bits else model.dtype
@@ -247,25 +263,35 @@ def compile_unloaded(program: Program, **options: Any) -> Any:
 def bytes_of_step(program: Program) -> float:
     """Returns the bytes of memory that a run takes on each device, by compiling its program.
 
-    They are those of the weights, of a computing step and of two steps' activations, because the
-    host copies the activations of one step while the next one computes. Reads no weights.
+    They include the weights, the working memory of a step and the activations of two steps, because
+    the host copies the activations of one step while the next one computes. No weights are read.
+
+    Args:
+        program: The program.
 
     Raises:
-        InputError: The compiler does not say how much memory a step takes.
+        InputError: The compiler does not report how much memory a step takes.
         JaxRuntimeError: See `compile_unloaded`.
     """
     memory = compile_unloaded(program).memory_analysis()
     if memory is None:
         raise InputError(
-            "the compiler does not say how much memory a step takes, which --batch_size auto and "
-            "--plan need"
+            "the compiler does not report how much memory a step takes, which --batch_size auto "
+            "and --plan need"
         )
     output = 2 * memory.output_size_in_bytes
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes + output
 
 
 def read_weights(forward: Forward) -> dict[str, Any]:
-    """Reads the parameters straight into their shards, with a progress bar."""
+    """Reads the parameters directly into their shards, with a progress bar.
+
+    Args:
+        forward: The program and its checkpoint.
+
+    Returns:
+        The parameters as a nested dict.
+    """
     model = forward.model
     layout = forward.layout
     weights = forward.weights

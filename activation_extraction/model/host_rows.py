@@ -1,9 +1,9 @@
-"""Rows come from the hosts to the mesh, and activations go back to the hosts.
+"""Brings rows from the hosts to the mesh, and activations back to the hosts.
 
-Every host feeds the token ids of its own rows and receives the activations of its own rows,
-whatever the mesh is. `HostRows` has the shardings for both directions; the functions below it copy
-the shards of a host into NumPy arrays. mesh.py says how arrays lie on the mesh in between, and
-kept.py receives only some tokens of the rows.
+Each host feeds the token ids of its own rows and receives the activations of its own rows, with any
+mesh. `HostRows` has the shardings for both directions; the functions below it copy the shards of a
+host into NumPy arrays. mesh.py determines the shardings during the computation, and kept.py
+receives activations if only some tokens of the rows are kept.
 
 Letters: B rows of a host, T tokens per row.
 """
@@ -27,20 +27,18 @@ PINNED_ON = ("gpu",)  # platforms from which arrays are copied through pinned me
 
 @dataclass(frozen=True)
 class HostRows:
-    """How rows come from the hosts, and how activations go back to them.
-
-    Every host feeds its own rows and receives the activations of its own rows. Each of its devices
-    sends it other rows, or another part of the sequence.
+    """The shardings of the rows that hosts feed and of the activations that they receive.
 
     Attributes:
-        mesh: The devices of the layout in the layout's order, so that one program uses both, with
-            the axes "host" and "device" (of a host).
+        mesh: Mesh with the axes "host" and "device" (of a host). Its devices are those of the
+            layout in the same order, so that a program can use both.
     """
 
     mesh: Mesh
 
     @property
     def hosts(self) -> int:
+        """The number of hosts."""
         return self.mesh.shape["host"]
 
     def incoming(self) -> NamedSharding:
@@ -50,8 +48,9 @@ class HostRows:
     def outgoing(self, length: int, layout: Layout) -> NamedSharding:
         """Returns the sharding of activations (hooks, rows of all hosts, T, width).
 
-        If every device computes rows of its own, it keeps them. Otherwise the devices of a host
-        share T, if it divides among them; if not, each of them gets all of T.
+        If each device computes rows of its own, it keeps them. Otherwise each device of a host gets
+        a part of T for all rows of the host, or all of T if the number of devices does not divide
+        T.
 
         Args:
             length: T.
@@ -63,11 +62,18 @@ class HostRows:
         return NamedSharding(self.mesh, PartitionSpec(None, "host", split))
 
     def everywhere(self) -> NamedSharding:
-        """Returns the sharding of values that every host needs."""
+        """Returns the sharding of arrays that all devices have whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def feed(self, array: np.ndarray) -> Array:
-        """Returns the rows of all hosts as one array; `array` has the rows of this host."""
+        """Passes rows to the devices. All hosts must call this together.
+
+        Args:
+            array: The rows of this host, (rows, ...), as many as each other host has.
+
+        Returns:
+            The rows of all hosts as one array, sharded as `incoming` says.
+        """
         shape = (array.shape[0] * self.hosts, *array.shape[1:])
         return jax.make_array_from_process_local_data(self.incoming(), array, shape)
 
@@ -81,19 +87,22 @@ class HostRows:
             Form -> (hooks, B, T, width).
         """
         shards = {form: shards_of_host(array) for form, array in activations.items()}
-        copies = {
-            form: [to_host(shard.data) for shard in of_form] for form, of_form in shards.items()
-        }
+        # All copies are started before the first one is awaited.
+        copies = {}
+        for form, shards_of_form in shards.items():
+            copies[form] = [to_host(shard.data) for shard in shards_of_form]
         received = {}
-        for form, (first, *others) in copies.items():
-            received[form] = np.asarray(first)
-            if others:
-                places = rows_and_tokens(shards[form])
-                hooks = len(first)
-                rows = max(rows.stop for rows, _ in places)
-                received[form] = np.empty((hooks, rows, *activations[form].shape[2:]), first.dtype)
-                for place, part in zip(places, (first, *others), strict=True):
-                    received[form][:, *place] = part
+        for form, parts in copies.items():
+            if len(parts) == 1:
+                received[form] = np.asarray(parts[0])
+                continue
+            places = rows_and_tokens(shards[form])
+            hooks = len(parts[0])
+            num_rows = max(rows.stop for rows, _ in places)
+            shape = (hooks, num_rows, *activations[form].shape[2:])
+            received[form] = np.empty(shape, parts[0].dtype)
+            for (rows, tokens), part in zip(places, parts, strict=True):
+                received[form][:, rows, tokens] = part
         return received
 
 
@@ -121,10 +130,10 @@ def host_rows(layout: Layout) -> HostRows:
 
 
 def to_host(array: Array) -> Array:
-    """Starts to copy an array to the host, and returns the array that NumPy is to read.
+    """Starts to copy an array to the host, and returns the array to pass to np.asarray.
 
-    For a GPU, that array is in pinned memory, which NumPy reads in place: an H100 copied 38 to 51
-    GB/s to pinned memory, and 1.5 GB/s to other memory.
+    The returned array of a GPU is in pinned memory, which NumPy reads in place. An H100 copied 38
+    to 51 GB/s to pinned memory, and 1.5 GB/s to other memory.
     """
     if next(iter(array.devices())).platform in PINNED_ON:
         return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
@@ -138,13 +147,15 @@ def shards_of_host(array: Array) -> list[Any]:
     Args:
         array: Activations (hooks, rows of all hosts, T, width).
     """
-    starts = [tuple(part.start or 0 for part in x.index[1:3]) for x in array.addressable_shards]
-    shards = dict(zip(starts, array.addressable_shards, strict=True))
+    shards = {}  # by the first row and token; shards with the same ones are equal
+    for shard in array.addressable_shards:
+        rows, tokens = shard.index[1:3]
+        shards[rows.start or 0, tokens.start or 0] = shard
     return [shards[start] for start in sorted(shards)]
 
 
 def rows_and_tokens(shards: Sequence[Any]) -> list[tuple[slice, slice]]:
-    """Returns the position of every shard in the activations of this host's rows.
+    """Returns the position of each shard in the activations of this host's rows.
 
     Args:
         shards: All shards of this host, of activations (hooks, rows of all hosts, T, width).
@@ -153,8 +164,8 @@ def rows_and_tokens(shards: Sequence[Any]) -> list[tuple[slice, slice]]:
         For each shard, its rows, counted from the first row of this host, and its tokens.
     """
     starts = [shard.index[1].start or 0 for shard in shards]
-    firsts = [start - min(starts) for start in starts]
-    return [
-        (slice(first, first + shard.data.shape[1]), shard.index[2])
-        for first, shard in zip(firsts, shards, strict=True)
-    ]
+    places = []
+    for start, shard in zip(starts, shards, strict=True):
+        first = start - min(starts)
+        places.append((slice(first, first + shard.data.shape[1]), shard.index[2]))
+    return places

@@ -1,9 +1,9 @@
-"""If only some tokens are kept, only those leave the devices.
+"""Copies only the kept tokens of a batch from the devices to the host.
 
-A host marks the kept tokens of its rows before the step. Each of its devices then gathers the kept
-tokens of its part of the rows, in pieces of one size, so that one small program serves every batch:
-it runs as often as the device with the most kept tokens needs it. Devices of other hosts do not
-take part.
+A host knows the kept tokens of its rows before the step. Each of its devices gathers the kept
+tokens of its part of the rows in pieces of a fixed size. So one small program serves all batches;
+it runs as often as the device with the most kept tokens needs. Devices of other hosts do not take
+part.
 
 Letters: B rows of this host, T tokens per row.
 """
@@ -21,20 +21,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from activation_extraction.model.hooks import Form
 from activation_extraction.model.host_rows import rows_and_tokens, shards_of_host, to_host
 
-PIECES = 16  # of each device if all its tokens are kept
+PIECES = 16  # the number of pieces if all tokens are kept
 
 
 class Piece(NamedTuple):
-    """Some kept tokens of every device of this host.
+    """Up to a fixed number of kept tokens of each device of this host.
 
     Attributes:
-        values: Form -> (hooks, devices * tokens of a piece, width).
-        rows: The index of every kept token on the second axis of the values. Other indices are
+        activations: Form -> (hooks, devices * size of a piece, width).
+        rows: Index of each kept token on the second axis of the activations. Other indices are
             padding.
-        indices: The index of every kept token among all kept tokens of the batch.
+        indices: Index of each of these tokens among all kept tokens of the batch.
     """
 
-    values: dict[Form, Array]
+    activations: dict[Form, Array]
     rows: np.ndarray
     indices: np.ndarray
 
@@ -43,7 +43,7 @@ class KeptTokens(NamedTuple):
     """The kept tokens of a batch, on their way to the host.
 
     Attributes:
-        pieces: The pieces.
+        pieces: Pieces that together contain all kept tokens.
         shapes: Form -> (hooks, kept tokens of the batch, width).
     """
 
@@ -56,25 +56,25 @@ class KeptTokens(NamedTuple):
         Returns:
             Form -> (hooks, kept tokens of the batch, width), row by row of the batch.
         """
-        pieces = [(piece, jax.tree.map(to_host, piece.values)) for piece in self.pieces]
-        shapes = self.shapes.items()
-        received = {form: np.empty(shape, form.dtype) for form, shape in shapes}
-        for piece, values in pieces:
-            for form, value in values.items():
-                # As integers: NumPy is slow with dtypes of other packages.
-                bits = f"uint{8 * value.dtype.itemsize}"
-                of_piece = np.asarray(value).view(bits)[:, piece.rows]
-                received[form].view(bits)[:, piece.indices] = of_piece
+        # All copies are started before the first one is awaited.
+        copies = [jax.tree.map(to_host, piece.activations) for piece in self.pieces]
+        received = {form: np.empty(shape, form.dtype) for form, shape in self.shapes.items()}
+        for piece, copies_of_piece in zip(self.pieces, copies, strict=True):
+            for form, copy in copies_of_piece.items():
+                # Copied as integers, because NumPy is slow with dtypes of other packages.
+                bits = f"uint{8 * copy.dtype.itemsize}"
+                kept = np.asarray(copy).view(bits)[:, piece.rows]
+                received[form].view(bits)[:, piece.indices] = kept
         return received
 
 
 def take_kept(activations: Mapping[Form, Array], kept: np.ndarray) -> KeptTokens:
-    """Starts to gather the kept tokens; does not wait for the devices.
+    """Starts to gather the kept tokens, without waiting for the devices.
 
     Args:
-        activations: Form -> (hooks, rows of all hosts, T, width), of which each device has other
-            rows or another part of T.
-        kept: Which tokens of this host's rows are kept, (B, T) bool.
+        activations: Form -> (hooks, rows of all hosts, T, width), split over rows or T as
+            `HostRows.outgoing` says.
+        kept: The mask of the kept tokens of this host's rows, (B, T) bool.
     """
     shards = {form: shards_of_host(array) for form, array in activations.items()}
     first = next(iter(shards.values()))
@@ -84,8 +84,8 @@ def take_kept(activations: Mapping[Form, Array], kept: np.ndarray) -> KeptTokens
     pieces = []
     for tokens, rows, indices in _pieces(kept, rows_and_tokens(first)):
         put = jax.device_put(tokens, split)
-        values = {form: take(mesh, array, put) for form, array in local.items()}
-        pieces.append(Piece(values, rows, indices))
+        gathered = {form: take(mesh, array, put) for form, array in local.items()}
+        pieces.append(Piece(gathered, rows, indices))
     total = int(kept.sum())
     shapes = {form: (len(array), total, array.shape[-1]) for form, array in activations.items()}
     return KeptTokens(pieces, shapes)
@@ -97,29 +97,34 @@ def _pieces(
     """Yields the pieces of a batch.
 
     Args:
-        kept: Which tokens of this host's rows are kept, (B, T) bool.
+        kept: The mask of the kept tokens of this host's rows, (B, T) bool.
         places: The rows, and the tokens of a row, that each device has.
 
     Yields:
-        The numbers of the tokens that each device gathers from its part, (devices, size of a piece)
-        int32, padded with zeros; and `rows` and `indices` of the `Piece`.
+        A tuple of:
+            The indices of the tokens that each device gathers from its part, which is flattened,
+                (devices, size of a piece) int32, padded with zeros.
+            `Piece.rows`.
+            `Piece.indices`.
     """
-    indices = np.cumsum(kept).reshape(kept.shape) - 1
-    tokens = [np.flatnonzero(kept[place]) for place in places]
-    numbers = [indices[place][kept[place]] for place in places]
+    index_in_batch = np.cumsum(kept).reshape(kept.shape) - 1
+    tokens_of_devices = [np.flatnonzero(kept[place]) for place in places]
+    indices_of_devices = [index_in_batch[place][kept[place]] for place in places]
     size = -(-kept[places[0]].size // PIECES)
-    for start in range(0, max(map(len, tokens)), size):
-        piece = [of_device[start : start + size] for of_device in tokens]
+    for start in range(0, max(map(len, tokens_of_devices)), size):
         padded = np.zeros((len(places), size), np.int32)
-        for row, of_device in zip(padded, piece, strict=True):
-            row[: len(of_device)] = of_device
-        rows = [i * size + np.arange(len(of_device)) for i, of_device in enumerate(piece)]
-        numbers_of_piece = [of_device[start : start + size] for of_device in numbers]
-        yield padded, np.concatenate(rows), np.concatenate(numbers_of_piece)
+        rows = []
+        indices = []
+        for device, tokens in enumerate(tokens_of_devices):
+            tokens_of_piece = tokens[start : start + size]
+            padded[device, : len(tokens_of_piece)] = tokens_of_piece
+            rows.append(device * size + np.arange(len(tokens_of_piece)))
+            indices.append(indices_of_devices[device][start : start + size])
+        yield padded, np.concatenate(rows), np.concatenate(indices)
 
 
 def _one_array(mesh: Mesh, shards: list[Any]) -> Array:
-    """Returns the shards of this host as one array, as if each were another part of T."""
+    """Joins the shards of this host into one array, as if each were a different part of T."""
     hooks, rows, length, width = shards[0].data.shape
     sharding = NamedSharding(mesh, PartitionSpec(None, None, "device"))
     shape = hooks, rows, length * len(shards), width
@@ -128,27 +133,28 @@ def _one_array(mesh: Mesh, shards: list[Any]) -> Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def take(mesh: Mesh, values: Array, tokens: Array) -> Array:
-    """Gathers tokens on every device.
+def take(mesh: Mesh, activations: Array, tokens: Array) -> Array:
+    """Gathers tokens on each device.
 
     Args:
         mesh: The devices of this host, with the axis "device".
-        values: (hooks, rows, tokens, width), each device with a part of the tokens.
-        tokens: The numbers of the tokens that each device gathers from its part, (devices, size of
-            a piece) int32.
+        activations: (hooks, rows, tokens, width), each device with a part of the tokens.
+        tokens: The indices of the tokens that each device gathers from its part, which is
+            flattened, (devices, size of a piece) int32.
 
     Returns:
-        (hooks, devices * size of a piece, width).
+        The gathered activations, (hooks, devices * size of a piece, width).
     """
 
-    def local(values: Array, tokens: Array) -> Array:
-        hooks, rows, length, width = values.shape
-        # Rows of one table are taken, as by an embedding: XLA would copy all values for other axes.
-        numbers = jnp.arange(hooks)[:, None] * (rows * length) + tokens
-        flat = jnp.take(values.reshape(-1, width), numbers.reshape(-1), axis=0, mode="clip")
+    def local(part: Array, tokens: Array) -> Array:
+        hooks, rows, length, width = part.shape
+        # The part is indexed as a table of rows, like an embedding. With another axis, XLA would
+        # copy the whole part.
+        indices = jnp.arange(hooks)[:, None] * (rows * length) + tokens
+        flat = jnp.take(part.reshape(-1, width), indices.reshape(-1), axis=0, mode="clip")
         return flat.reshape(hooks, -1, width)
 
     specs = PartitionSpec(None, None, "device"), PartitionSpec("device")
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(None, "device"))(
-        values, tokens
+        activations, tokens
     )

@@ -1,8 +1,8 @@
-"""The kernels of attention, experts and the gated delta rule that each platform has.
+"""Lists the kernels of each platform for attention, experts and the gated delta rule.
 
-Splash attention on TPUs and flash attention on GPUs work on blocks that stay on the chip, so that
-no scores reach its memory. None of the kernels rounds float32. trial.py decides which kernels a run
-uses.
+Splash attention on TPUs and flash attention on GPUs keep blocks of scores on the chip, so that no
+scores are written to memory. No kernel rounds float32 to a narrower dtype. trial.py chooses the
+kernels of a run.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
 """
@@ -30,12 +30,12 @@ from activation_extraction.model.experts import ExpertSum, ragged_experts, tiled
 from activation_extraction.model.flash_kernel import PADDING, flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
 
-LANES = 128  # the width of a TPU's registers: splash attention's blocks are multiples of it
-MOST_IN_BLOCK = 1024  # bytes of one number of each query or key: 512 in bfloat16
+LANES = 128  # the width of a TPU's registers, of which splash attention's blocks are multiples
+MOST_IN_BLOCK = 1024  # the largest block in tokens times bytes per value: 512 tokens in bfloat16
 
 
 class Kernels(NamedTuple):
-    """The functions of which each platform has its own kernels.
+    """The functions for which platforms have their own kernels.
 
     Attributes:
         attention: See `Attention` in attention.py.
@@ -59,11 +59,20 @@ def splash_attention(
 ) -> Array:
     """Computes attention on TPUs, with Pallas's splash attention.
 
-    The kernel is compiled for a fixed first query. So a traced `first` has to be a multiple of T,
-    and each of its values becomes a branch of its own. See `Attention` for the other arguments.
+    The kernel is compiled for a fixed position of the first query. If `first` is traced, each of
+    its possible values, which are multiples of T, becomes a branch of the program.
 
     Args:
+        q: See `Attention`, as for the following arguments.
+        k: See `Attention`.
+        v: See `Attention`.
+        segments: See `Attention`.
+        first: See `Attention`. A traced value must be a multiple of T.
+        window: See `Attention`.
         interpret: Whether Pallas interprets the kernel, for tests on CPUs.
+
+    Returns:
+        See `Attention`.
     """
     length, keys = q.shape[1], k.shape[1]
     q, k, v = (whole_blocks(x, LANES) for x in (q, k, v))
@@ -94,7 +103,12 @@ def splash_attention(
 
 
 def _largest_block(length: int, dtype: Any) -> int:
-    """Returns the largest block of at most MOST_IN_BLOCK that divides a multiple of LANES."""
+    """Returns the largest block within MOST_IN_BLOCK that divides a length, in tokens.
+
+    Args:
+        length: The length, a multiple of LANES.
+        dtype: The dtype of the queries and keys.
+    """
     most = min(length, MOST_IN_BLOCK // dtype.itemsize)
     return max(size for size in range(LANES, most + 1, LANES) if length % size == 0)
 
@@ -103,7 +117,7 @@ def _largest_block(length: int, dtype: Any) -> int:
 Candidates = Mapping[str, Mapping[str, Callable[..., Array]]]
 # Field of `Kernels` -> the name of its default, which works on every platform and comes last.
 PLAIN = {"attention": "blocked", "experts": "tiled", "delta_rule": "chunked"}
-# Platform -> the kernels that are preferred to the defaults.
+# Platform -> the kernels that are preferred over the defaults.
 FASTER: Mapping[str, Candidates] = {
     "cpu": {},
     "tpu": {

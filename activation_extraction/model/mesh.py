@@ -1,12 +1,12 @@
-"""A mesh arranges the devices along named axes, and a `Layout` says how arrays lie on it.
+"""Arranges the devices in a mesh of named axes, and determines how arrays are split along them.
 
-The model and the step name logical axes only, such as "batch" and "heads". `RULES` maps a logical
-axis to axes of the mesh, and axes that the mesh lacks drop out. Users know the mesh axes pipeline,
-data, fsdp, expert and model. Inside, `model` is two axes: `model` proper, along which attention
-heads are split, and `query`, along which the queries of a row are split where the key/value heads
-do not divide further. Everything else is split along both alike.
+The model and the step only name logical axes, such as "batch" and "heads". `RULES` maps a logical
+axis to axes of the mesh; axes that the mesh lacks are left out. Users know the mesh axes pipeline,
+data, fsdp, expert and model. Internally, the user's `model` is two axes of JAX's mesh: `model`,
+along which attention heads are split, and `query`, along which the queries of a row are split if
+there are more devices than key/value heads. Other arrays are split along both.
 
-mesh_choice.py decides which mesh a run gets, and host_rows.py brings rows to it.
+mesh_choice.py chooses the mesh of a run, and host_rows.py brings rows to it.
 """
 
 import math
@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from activation_extraction.model.attention import Attention, Segments
 
-# The two axes of JAX's mesh that are `model` for the user.
+# The two axes of JAX's mesh that make up the user's axis `model`.
 BOTH = ("model", "query")
 # Logical axis -> the axes of the mesh along which it is split.
 RULES: dict[str, tuple[str, ...]] = {
@@ -40,7 +40,7 @@ RULES: dict[str, tuple[str, ...]] = {
     # Axes of activations:
     "stage": ("pipeline",),
     "batch": ("data", "fsdp", "expert"),
-    "fsdp_batch": ("data", "expert"),  # devices along fsdp have one another's rows
+    "fsdp_batch": ("data", "expert"),  # like "batch", but all devices along fsdp have the same rows
     "query_sequence": ("query",),
     "captured_sequence": BOTH,
     "leaving_sequence": (*BOTH, "pipeline"),
@@ -49,34 +49,44 @@ RULES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh with its rules.
+    """A mesh, with methods that split arrays along it by RULES.
 
     Attributes:
-        mesh: The mesh. An abstract mesh has axes but no devices. None stands for a single device,
-            or for shapes alone; then nothing is split and nothing is constrained.
-        why: The reason why this mesh was chosen, for the log; "" if the user gave its shape.
+        mesh: Mesh. An abstract mesh has axes but no devices. None for a single device, or to
+            compute only shapes; then arrays are not split.
+        why: Reason for the choice of this mesh, for the log; "" if the flags determine it.
     """
 
     mesh: Mesh | AbstractMesh | None = None
     why: str = field(default="", compare=False)
 
     def size(self, *axes: str) -> int:
-        """Returns the number of devices along these mesh axes together; absent axes count as 1."""
-        return 1 if self.mesh is None else math.prod(self.mesh.shape.get(a, 1) for a in axes)
+        """Returns the product of the sizes of mesh axes; an axis that the mesh lacks counts as 1.
+
+        Args:
+            axes: Names of axes of JAX's mesh.
+        """
+        return 1 if self.mesh is None else math.prod(self.mesh.shape.get(axis, 1) for axis in axes)
 
     @property
     def shape(self) -> dict[str, int]:
-        """Returns mesh axis -> size, with `model` as the user knows it."""
+        """The size of each mesh axis by name, with `model` as the user knows it."""
         sizes = {} if self.mesh is None else dict(self.mesh.shape)
         if "query" in sizes:
             sizes["model"] *= sizes.pop("query")
         return sizes
 
     def ring(self, axis: str) -> list[int]:
-        """Returns the numbers of the devices along a mesh axis in the order of a ring.
+        """Returns the order in which the devices along a mesh axis form a ring.
 
-        TPUs that form a rectangle of width two are each beside the next one in the ring. Some
-        devices cannot compute while they send to devices that are not beside them.
+        TPUs in a rectangle of width two are ordered so that each is a neighbour of the next one.
+        Some devices cannot compute while they send to devices that are not their neighbours.
+
+        Args:
+            axis: Name of the mesh axis.
+
+        Returns:
+            The indices of the devices along the axis, in the order of the ring.
         """
         assert isinstance(self.mesh, Mesh)
         devices = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(axis), 0)
@@ -87,24 +97,26 @@ class Layout:
 
     @property
     def adds_up_parts(self) -> bool:
-        """Returns whether devices have parts of a product's inputs and add up their results."""
+        """Whether products are split along `model`, so that devices add up their results."""
         return self.size(*BOTH) > 1
 
     def sharding(
         self, axes: Sequence[str], shape: Sequence[int], without: str | None = None
     ) -> NamedSharding:
-        """Returns how an array is split. A dimension that does not divide is not split.
+        """Returns the sharding of an array.
+
+        A dimension that is not divisible by the number of devices along its mesh axes is not split.
 
         Args:
-            axes: The logical axis of every dimension.
+            axes: The logical axis of each dimension.
             shape: The shape of the array.
-            without: A mesh axis along which nothing is split; None for none.
+            without: A mesh axis along which the array is not split; None for no such axis.
         """
         assert self.mesh is not None
         entries: list[tuple[str, ...] | None] = []
         for axis, size in zip(axes, shape, strict=True):
-            rule = RULES.get(axis, ())
-            names = tuple(a for a in rule if a in self.mesh.axis_names and a != without)
+            present = (name for name in RULES.get(axis, ()) if name in self.mesh.axis_names)
+            names = tuple(name for name in present if name != without)
             entries.append(names if names and size % self.size(*names) == 0 else None)
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
@@ -117,23 +129,29 @@ class Layout:
         return self.sharding(axes, shape, without).shard_shape(shape)
 
     def constrain(self, x: Array, *axes: str, without: str | None = None) -> Array:
-        """Fixes how `x` lies on the mesh at this point of the computation.
+        """Fixes the sharding of an array at this point of the computation.
 
         Args:
             x: The array.
-            axes: The logical axis of every dimension.
-            without: A mesh axis along which nothing is split; None for none.
+            axes: The logical axis of each dimension.
+            without: A mesh axis along which the array is not split; None for no such axis.
+
+        Returns:
+            The array with this sharding.
         """
         if self.mesh is None or self.mesh.size == 1:
             return x
         return lax.with_sharding_constraint(x, self.sharding(axes, x.shape, without))
 
     def gather(self, weight: Array, axes: Sequence[str]) -> Array:
-        """Gathers a weight along fsdp just before its use; it stays split along other mesh axes.
+        """Gathers a weight along fsdp, just before its use. It stays split along other mesh axes.
 
         Args:
             weight: The weight.
-            axes: The logical axis of every dimension.
+            axes: The logical axis of each dimension.
+
+        Returns:
+            The gathered weight.
         """
         return weight if self.size("fsdp") == 1 else self.constrain(weight, *axes, without="fsdp")
 
@@ -144,13 +162,18 @@ class Layout:
         axes: Sequence[Sequence[str]],
         like: int,
     ) -> Array:
-        """Runs a function on every device, with the device's part of every array.
+        """Runs a function on each device, with the device's part of each array.
 
         Args:
-            function: Maps the parts of the arrays to a part of the result.
+            function: A function that takes the parts of the arrays and returns a part of the
+                result.
             arrays: The arguments of the function.
-            axes: The logical axes of every array.
-            like: The number of the array that has the shape and the axes of the result.
+            axes: The logical axes of each array.
+            like: The index of the array in `arrays` that has the logical axes and shape of the
+                result.
+
+        Returns:
+            The result, assembled from the parts.
         """
         if self.mesh is None or self.mesh.size == 1:
             return function(*arrays)
@@ -163,14 +186,17 @@ class Layout:
     def attend(
         self, attention: Attention, q: Array, k: Array, v: Array, segment_ids: Array
     ) -> Array:
-        """Runs `attention` on every device, with the device's rows, heads and queries.
+        """Runs attention on each device, with the device's rows, heads and queries.
 
         Args:
-            attention: The function; see `Attention` for its arguments and result.
-            q: The queries of whole rows.
-            k: The keys.
-            v: The values.
-            segment_ids: The segments of the tokens, (B, T) int32.
+            attention: The function (see `Attention` for its arguments and result).
+            q: The queries of whole rows, (B, T, query heads, head size).
+            k: The keys, (B, T, key/value heads, head size).
+            v: The values, (B, T, key/value heads, head size).
+            segment_ids: The segment of each token, (B, T) int32.
+
+        Returns:
+            The output of attention, in the shape of `q`.
         """
 
         def local(q: Array, k: Array, v: Array, *segments: Array) -> Array:
@@ -187,13 +213,13 @@ class Layout:
 def build_layout(
     devices: Sequence[Any], shape: Mapping[str, int], kv_heads: int, why: str = ""
 ) -> Layout:
-    """Builds a mesh over the devices.
+    """Builds a mesh of the devices.
 
     Args:
         devices: The devices, ordered by host.
-        shape: Mesh axis as the user knows it -> size. The first axis varies slowest.
+        shape: Mesh axis, as the user knows it -> size. The first axis varies slowest.
         kv_heads: The number of key/value heads of the model.
-        why: The reason why this shape was chosen, for the log.
+        why: The reason for the choice of this shape, for the log.
     """
     names, sizes = mesh_axes(shape, kv_heads)
     return Layout(Mesh(arrange_devices(devices, sizes), tuple(names)), why)
@@ -208,12 +234,16 @@ def abstract_layout(shape: Mapping[str, int], kv_heads: int) -> Layout:
 def mesh_axes(shape: Mapping[str, int], kv_heads: int) -> tuple[list[str], list[int]]:
     """Returns the names and the sizes of the axes of JAX's mesh.
 
-    `model` is split as many ways over heads as the key/value heads allow, and the rest over
-    queries.
+    The user's `model` becomes `model` and `query`. The size of `model` is the greatest common
+    divisor of the user's size and the number of key/value heads.
 
     Args:
-        shape: Mesh axis as the user knows it -> size.
+        shape: Mesh axis, as the user knows it -> size.
         kv_heads: The number of key/value heads of the model.
+
+    Returns:
+        The names of the axes.
+        The sizes of the axes.
     """
     heads = math.gcd(kv_heads, shape.get("model", 1))
     sizes: dict[str, int] = {}
@@ -226,16 +256,16 @@ def mesh_axes(shape: Mapping[str, int], kv_heads: int) -> tuple[list[str], list[
 
 
 def arrange_devices(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
-    """Returns the devices as an array with the axes of a mesh.
+    """Arranges the devices as an array with the axes of a mesh.
 
-    JAX arranges the TPUs of a slice so that devices along an axis are joined by links, if every
-    axis of the mesh can be whole axes of the slice. Its arrangement is taken only if it keeps the
-    devices of every host together, since otherwise the rows of a host would be computed by other
-    hosts' devices. Elsewhere the devices stay in their order.
+    JAX can arrange the TPUs of a slice so that links join the devices along an axis, if each axis
+    of the mesh consists of whole axes of the slice. This arrangement is only used if it keeps the
+    devices of each host together, because otherwise devices of other hosts would compute the rows
+    of a host. In all other cases, the devices stay in their order.
 
     Args:
         devices: The devices, ordered by host.
-        sizes: The size of every axis. The first axis varies slowest.
+        sizes: The size of each axis. The first axis varies slowest.
     """
     in_order = np.array(devices, object).reshape(sizes)
     slices = {getattr(device, "slice_index", 0) for device in devices}
@@ -245,20 +275,20 @@ def arrange_devices(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     try:
         arranged = mesh_utils.create_device_mesh(sizes, devices)
     except (NotImplementedError, AssertionError):
-        # An axis of the mesh would be a part of an axis of the slice, and the squares that hosts
-        # have are better than such parts; or the devices, such as one of each host, are no cuboid.
+        # JAX would have to divide an axis of the slice, which is worse than the order by host; or
+        # the devices, such as one of each host, form no cuboid.
         return in_order
     return arranged if _keeps_hosts_together(arranged) else in_order
 
 
 def _keeps_hosts_together(arranged: np.ndarray) -> bool:
-    """Returns whether the devices of every host follow one another, the last axis fastest."""
+    """Returns whether the devices of each host are consecutive, if the last axis varies fastest."""
     hosts = [device.process_index for device in arranged.flat]
     return len([*groupby(hosts)]) == len(set(hosts))
 
 
 def in_words(shape: Mapping[str, int]) -> str:
-    """Returns a mesh in words, such as `data 4 x fsdp 2`.
+    """Describes a mesh in words, such as `data 4 x fsdp 2`.
 
     Args:
         shape: Mesh axis -> size.

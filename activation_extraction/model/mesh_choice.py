@@ -1,10 +1,11 @@
-"""Which mesh a run gets, and why.
+"""Chooses the mesh of a run.
 
 `choose_mesh` follows --mesh_type, --mesh_shape and --mesh_axes. For `auto`, `cheapest_mesh` takes
-the mesh with the shortest step of those that fit in memory, or one within a hundredth of it that
-splits weights less. So pure `data` comes first, then `fsdp` over the fewest devices, and `model`
-where the rows are too few. It never takes `pipeline`: what that saves in memory, `fsdp` saves
-without idle stages. step_cost.py has the formulas, and mesh.py builds the mesh.
+the mesh with the shortest step among those that fit in memory, or, if steps of other meshes take at
+most 1 % longer, the mesh that splits weights least. So it prefers pure `data`, then `fsdp` over the
+fewest devices, and then `model`, if there are too few rows. It never uses `pipeline`, because
+`fsdp` saves the same memory without idle stages. step_cost.py has the formulas, and mesh.py builds
+the mesh.
 """
 
 import math
@@ -27,9 +28,9 @@ DEFAULT_AXES: dict[int, tuple[str, ...]] = {
     2: ("data", "model"),
     3: ("pipeline", "data", "model"),
 }
-DEFAULT_3D_DEVICES = 64  # with fewer devices, 3d needs a shape
-ALIKE = 1.01  # steps whose lengths differ by less than this factor count as equally long
-SHAPES_SHOWN = 8  # in a message
+DEFAULT_3D_DEVICES = 64  # the smallest number of devices for which 3d needs no --mesh_shape
+ALIKE = 1.01  # steps whose durations differ by at most this factor count as equally long
+SHAPES_SHOWN = 8  # the largest number of shapes in a message
 
 
 class MeshChoice(NamedTuple):
@@ -37,7 +38,7 @@ class MeshChoice(NamedTuple):
 
     Attributes:
         shape: Mesh axis, as the user knows it -> size. The first axis varies slowest.
-        why: The reason in one line; "" where the flags leave no choice.
+        why: Reason for the choice in one line; "" if the flags determine the mesh.
     """
 
     shape: dict[str, int]
@@ -52,22 +53,24 @@ def choose_mesh(
     hosts: int,
     automatic: Callable[[], MeshChoice],
 ) -> MeshChoice:
-    """Returns the mesh that the flags ask for.
+    """Returns the mesh that the flags request.
 
-    A shape of the user is taken as it is. Without one, 1d has all devices on `model`; 2d has the
-    hosts on `data` and the devices of a host on `model`, or on one host with at least 8 devices,
-    two rows of devices; 3d has its default axes.
+    --mesh_shape determines the mesh. Without it, the mesh follows from --mesh_type: 1d has all
+    devices on `model`. 2d has the hosts on `data` and the devices of a host on `model`; a single
+    host with an even number of at least 8 devices has `data` 2. 3d has sizes of 4 on two of its
+    axes, and becomes 2d if there are too few devices.
 
     Args:
-        mesh_type: --mesh_type; None if only a shape is given.
-        mesh_shape: --mesh_shape.
-        mesh_axes: --mesh_axes.
+        mesh_type: The value of --mesh_type; None if only a shape is given.
+        mesh_shape: The value of --mesh_shape; None without it.
+        mesh_axes: The value of --mesh_axes; None without it.
         devices: The number of devices of all hosts.
         hosts: The number of hosts.
-        automatic: Chooses the mesh for `auto`.
+        automatic: A function that chooses the mesh for `auto`.
 
     Raises:
-        InputError: The shape does not fit the axes or the devices, or axes are named without one.
+        InputError: The shape contradicts the axes or the number of devices, or there are axes
+            without a shape.
     """
     if mesh_shape is not None:
         return MeshChoice(_with_axes(mesh_shape, mesh_axes, mesh_type, devices))
@@ -97,9 +100,10 @@ def _default_2d(devices: int, hosts: int) -> dict[str, int]:
 
 
 def _default_3d(mesh_axes: Sequence[str] | None, devices: int) -> dict[str, int]:
-    """Returns the shape of a 3d mesh without --mesh_shape: two axes get four devices each.
+    """Returns the shape of a 3d mesh without --mesh_shape.
 
-    The axis that splits only rows gets the remaining devices; if there is none, the first axis.
+    Two axes have the size 4. The third, to which all other devices belong, is `data` or otherwise
+    `fsdp`, along which rows are split; without both, it is the first axis.
     """
     names = tuple(mesh_axes or DEFAULT_AXES[3])
     if len(names) != 3:
@@ -114,7 +118,7 @@ def _with_axes(
     mesh_type: str | None,
     devices: int,
 ) -> dict[str, int]:
-    """Returns the shape of the user with its axes. Raises InputError if it fits nothing."""
+    """Returns the sizes in --mesh_shape by their axes. Raises InputError as `choose_mesh` does."""
     text = ",".join(map(str, mesh_shape))
     dimensions = DIMENSIONS.get(mesh_type or "", len(mesh_shape))
     if len(mesh_shape) != dimensions:
@@ -135,7 +139,7 @@ def _with_axes(
 
 
 def _fitting_shapes(dimensions: int, devices: int) -> str:
-    """Returns shapes with this many devices, for a message; the most even ones come first."""
+    """Lists shapes with this many devices for a message, with the most even ones first."""
     factors = [size for size in range(1, devices + 1) if devices % size == 0]
     shapes = [shape for shape in product(factors, repeat=dimensions) if math.prod(shape) == devices]
     shapes.sort(key=lambda shape: (max(shape) - min(shape), shape))
@@ -147,12 +151,13 @@ def cheapest_mesh(
 ) -> MeshChoice:
     """Chooses the mesh with the shortest step for `--mesh_type auto`.
 
-    If nothing fits by the estimate, it is the mesh that takes the least memory.
+    If no mesh fits in memory by the estimate, it is the mesh that needs the least memory.
 
     Args:
         cost_model: The step.
         devices: The devices, ordered by host.
-        device_memory: The bytes of memory of each device; None if they are unknown.
+        device_memory: The bytes of memory of each device. None if they are unknown; then all meshes
+            count as fitting.
 
     Raises:
         InputError: No mesh divides the rows and widths.
@@ -167,16 +172,16 @@ def cheapest_mesh(
         return MeshChoice(best.layout.shape, why)
     shortest = min(cost.seconds for cost in fitting)
     alike = [cost for cost in fitting if cost.seconds <= ALIKE * shortest]
-    splits = "model", "expert", "fsdp"  # in this order, as few as can be
+    splits = "model", "expert", "fsdp"  # their sizes are minimised in this order
     best = min(alike, key=lambda cost: [cost.layout.shape.get(axis, 1) for axis in splits])
     return MeshChoice(best.layout.shape, _reason(best, device_memory))
 
 
 def _costs(cost_model: CostModel, devices: Sequence[Any]) -> list[StepCost]:
-    """Returns the cost of the step on every mesh that divides its rows and widths.
+    """Returns the cost of the step on each mesh that divides its rows and widths.
 
     Raises:
-        InputError: No mesh does.
+        InputError: No mesh divides them.
     """
     config = cost_model.model.config
     costs: list[StepCost] = []
@@ -194,7 +199,7 @@ def _costs(cost_model: CostModel, devices: Sequence[Any]) -> list[StepCost]:
 
 
 def _shapes(cost_model: CostModel, devices: int) -> Iterator[dict[str, int]]:
-    """Yields the meshes that can split the rows; the last one has all devices along `model`."""
+    """Yields the shapes that can split the rows; the last one has all devices along `model`."""
     factors = [size for size in range(1, devices + 1) if devices % size == 0]
     config: ModelConfig = cost_model.model.config
     experts = 1 if config.experts is None else config.experts.count
@@ -207,7 +212,7 @@ def _shapes(cost_model: CostModel, devices: int) -> Iterator[dict[str, int]]:
 
 
 def _reason(best: StepCost, device_memory: float | None) -> str:
-    """Returns in one line what speaks for a mesh."""
+    """Returns the reasons for the choice of a mesh in one line."""
     shape = best.layout.shape
     reasons = [_memory_in_words(best, device_memory)]
     if shape.keys() == {"data"} and shape["data"] > 1:
@@ -228,13 +233,17 @@ def _memory_in_words(cost: StepCost, device_memory: float | None) -> str:
 
 
 def check_divisibility(layout: Layout, rows: int, length: int, sizes: Mapping[str, int]) -> None:
-    """Raises InputError if rows, tokens or widths do not divide among the devices.
+    """Checks that the mesh divides the rows, the tokens and the widths of the model.
 
     Args:
         layout: The mesh.
-        rows: The rows of all hosts per step.
-        length: The tokens per row.
-        sizes: Letter -> size as in the model's configuration.
+        rows: The number of rows per step, of all hosts together.
+        length: The number of tokens per row.
+        sizes: `ModelConfig.sizes`: letter of an axis -> size.
+
+    Raises:
+        InputError: A size is not divisible by the number of devices that share it, or the mesh has
+            an axis for experts, which the model lacks.
     """
     if "expert" in layout.shape and "E" not in sizes:
         raise InputError("--mesh_axes expert: the model has no experts")
