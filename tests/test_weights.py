@@ -198,7 +198,7 @@ def test_without_a_head_only_what_it_gives_is_refused(tied, tmp_path, capsys):
     flags = "--dataset_path", tmp_path / "ids.parquet", "--ids_column", "ids"
     flags += ("--model_path", tied.folder, "--output_dir", tmp_path / "other")
     assert main(*flags, "--hook_names", "loss") == 2
-    says = f"losses and logits need lm_head.weight, which --model_path {tied.folder} has not"
+    says = f"losses and logits need lm_head.weight, which --model_path {tied.folder} lacks"
     assert says in capsys.readouterr().err
 
 

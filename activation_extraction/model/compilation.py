@@ -61,15 +61,15 @@ def compile_with_options(lowered: Any, platform: str, **options: Any) -> Any:
 def use_compilation_cache(flag: str | None, output: Path, several: bool) -> None:
     """Makes JAX keep compiled programs in `--compilation_cache` or in the user's cache folder.
 
-        Args:
-                flag: The value of --compilation_cache: a folder, a URL or OFF; None for the default.
-            output: The folder of the run, in which the cache must not lie.
-            several: Whether this is one of several hosts. They have no cache by default, because JAX
-                writes to it only on host 0, so that all hosts would have to share the folder.
-    
-        Raises:
-            InputError: The folder of the flag cannot be used. If the default folder cannot be used,
-                only a warning is logged.
+    Args:
+        flag: The value of --compilation_cache: a folder, a URL or OFF; None for the default.
+        output: The folder of the run, in which the cache must not lie.
+        several: Whether this is one of several hosts. They have no cache by default, because JAX
+            writes to it only on host 0, so that all hosts would have to share the folder.
+
+    Raises:
+        InputError: The folder of the flag cannot be used. If the default folder cannot be used,
+            only a warning is logged.
     """
     if not jax.config.values["jax_enable_compilation_cache"]:  # the environment turned it off
         return
@@ -103,10 +103,10 @@ def default_folder() -> Path:
 def _usable(folder: Path, output: Path) -> str:
     """Returns the folder, which is created if it does not exist.
 
-        Raises:
-                InputError: The folder cannot be written, or it lies in the output folder, which must only
-                contain the extraction.
-        """
+    Raises:
+        InputError: The folder cannot be written, or it lies in the output folder, which must only
+            contain the run.
+    """
     if folder.resolve().is_relative_to(output.resolve()):
         raise InputError(f"--compilation_cache {folder}: lies within --output_dir {output}")
     try:

@@ -1,7 +1,7 @@
-"""A LoRA adapter (arXiv:2106.09685) that PEFT has stored is merged into its base model at load.
+"""Merges a LoRA adapter (arXiv:2106.09685) of PEFT into its base model while it is loaded.
 
-`LoraAdapter` finds out from the headers of the adapter and of its base model which tensors the
-adapter changes, and rejects settings under which the weights would follow from another formula.
+`LoraAdapter` determines from the headers of the adapter and of its base model which tensors the
+adapter changes. It rejects settings with which the weights would follow from another formula.
 `LoraAdapter.merge` computes a part of a changed tensor, W + s B A in float32, which the caller
 rounds once. PEFT 0.21 is the reference.
 
@@ -40,28 +40,29 @@ ALLOWED = {
     **dict.fromkeys(("monteclora_config", "trainable_token_indices"), OFF),
 }
 BOOLEANS = ("use_rslora", "use_dora", "ensure_weight_tying")
-# Parts of names that PEFT adds: those of whole tensors, and in raw state dicts the adapter's name.
+# Parts that PEFT adds to the names of modules: for whole tensors, for the adapter's name in raw
+# state dicts, and for base layers.
 ADDED = re.compile(r"\.(modules_to_save|default)(?=\.|$)|\.base_layer(?=\.(weight|bias)$)")
-# The parts of keys after "lora_".
+# The ends of keys, after "lora_".
 LINEAR, EMBEDDED = ["A.weight", "B.weight"], ["embedding_A", "embedding_B"]
 BIAS, MAGNITUDE = "B.bias", "magnitude_vector"
-# The versions of PEFT that first exchanged inputs and outputs of fused experts, and first did not.
+# PEFT exchanged the inputs and outputs of fused experts from EXCHANGED on, but no longer in MENDED.
 EXCHANGED, MENDED = (0, 18, 1), (0, 19, 1)
-KEPT_FACTORS = 8  # whole A and B that stay in memory for the next part of a tensor
+KEPT_FACTORS = 8  # the number of whole A and B that stay in memory for the next part of a tensor
 
 
 class Change(NamedTuple):
     """A change of a matrix (out, in), to which scale * B @ A is added.
 
     Attributes:
-        a: The key of A (r, in) in the adapter.
-        b: The key of B (out, r) in the adapter.
-        scale: The factor of the product.
+        a: Key of A (r, in) in the adapter.
+        b: Key of B (out, r) in the adapter.
+        scale: Factor of the product.
         exchanged: Whether `a` is the key of B transposed, and `b` the key of A transposed.
-        expert: The number of the expert, if A (E * r, in) and B (out, r * E) are those of all
-            experts of a layer.
-        experts: The number of experts in A and B; 1 for other matrices.
-        first: The row of B for the first row of the tensor.
+        expert: Number of the expert, if A (E * r, in) and B (out, r * E) contain all experts of a
+            layer; otherwise 0.
+        experts: Number of experts in A and B; 1 for other matrices.
+        first: Row of B that belongs to the first row of the tensor.
         transposed: Whether the tensor has the shape (in, out).
     """
 
@@ -83,13 +84,12 @@ class LoraAdapter:
     """
 
     def __init__(self, folder: str, base: Checkpoint, tied: bool) -> None:
-        """Reads the headers.
+        """Reads the headers of the adapter and of its base model.
 
         Args:
             folder: The adapter: a local folder, a URL or a name on the hub.
-            base: The base model. If its head is tied to its embedding and the adapter changes one
-                of the two, `base` gets a head of its own, because training left the other one
-                unchanged.
+            base: The base model. If its head is tied to its embedding and the adapter changes only
+                one of the two, a separate head is added to `base.tensors`.
             tied: Whether config.json ties the head of the base model to its embedding.
 
         Raises:
@@ -99,16 +99,18 @@ class LoraAdapter:
         self._base = base
         self._config = read_json(self.files.file(ADAPTER.config))
         for name, allowed in ALLOWED.items():
-            if (value := self._config.get(name)) not in allowed:
+            setting = self._config.get(name)
+            if setting not in allowed:
                 raise InputError(
-                    f"{self.files.where}: {ADAPTER.config}: {name} {value!r} is not supported; "
+                    f"{self.files.where}: {ADAPTER.config}: {name} {setting!r} is not supported; "
                     "merge it with PEFT"
                 )
         for name in BOOLEANS:
-            if type(value := self._config.get(name)) not in (bool, type(None)):
+            setting = self._config.get(name)
+            if type(setting) not in (bool, type(None)):
                 raise InputError(
-                    f"{self.files.where}: {ADAPTER.config}: {name} is {value!r}, expected true or "
-                    "false"
+                    f"{self.files.where}: {ADAPTER.config}: {name} is {setting!r}, expected true "
+                    "or false"
                 )
         self._file = self.files.open_weights(ADAPTER.weights)
         self._shapes = {key: tensor.shape for key, tensor in self._file.tensors.items()}
@@ -116,11 +118,11 @@ class LoraAdapter:
             if (kind := DTYPE_NAMES[tensor.dtype]) not in FLOAT_TYPES:
                 raise self._error(key, f"is {kind}; only {', '.join(FLOAT_TYPES)} are merged")
         self._factor = lru_cache(KEPT_FACTORS)(self._whole)
-        # All by the name of a tensor of the base:
-        self._replaced: dict[str, str] = {}  # the key of the whole tensor that replaces it
-        self._biases: dict[str, tuple[str, float]] = {}  # the key of an addend, and its scale
-        self._magnitudes: dict[str, str] = {}  # the key of the norms of its merged rows
-        self._changes: dict[str, list[Change]] = defaultdict(list)  # of matrices
+        # The following dicts have the names of tensors of the base as keys.
+        self._replaced: dict[str, str] = {}  # -> the key of a whole tensor in its place
+        self._biases: dict[str, tuple[str, float]] = {}  # -> the key of an addend, and its scale
+        self._magnitudes: dict[str, str] = {}  # -> the key of the norms of its merged rows (DoRA)
+        self._changes: dict[str, list[Change]] = defaultdict(list)  # -> its changes, if a matrix
         modules = self._modules()
         names = {text_name(path.removesuffix(".weight")) for path in modules}
         embedded = "model.embed_tokens" in names and not self._config.get("ensure_weight_tying")
@@ -142,7 +144,8 @@ class LoraAdapter:
     def check_read(self, read: Collection[str]) -> None:
         """Checks that the model reads all tensors that the adapter changes.
 
-        A checkpoint may hold every expert beside the fused experts, and only one form is read.
+        A checkpoint may contain the fused experts and each expert separately, of which only one is
+        read.
 
         Args:
             read: The names of the tensors that the model reads.
@@ -158,12 +161,12 @@ class LoraAdapter:
             )
 
     def merge(self, tensor: str, index: Index, stored: Callable[[Index], np.ndarray]) -> np.ndarray:
-        """Returns a part of a tensor: merged in float32 if the adapter changes it, else as stored.
+        """Returns a part of a tensor, merged in float32 if the adapter changes it, else as stored.
 
         Args:
             tensor: The name of the tensor in the base model.
-            index: A (start, stop) slice for every axis.
-            stored: Returns a part of the tensor of the base model.
+            index: A (start, stop) slice for each axis.
+            stored: A function that returns a part of the tensor in the base model.
         """
         if (key := self._replaced.get(tensor)) is not None:
             stored = partial(self._file.read, key)
@@ -172,33 +175,41 @@ class LoraAdapter:
             return stored(index).astype(np.float32) + np.float32(scale) * self._factor(key)[index]
         if tensor not in self._changes:
             return stored(index)
-        magnitude, columns = self._magnitudes.get(tensor), index[-1]
-        if magnitude is not None:  # norms take whole rows
+        magnitude = self._magnitudes.get(tensor)
+        columns = index[-1]
+        if magnitude is not None:  # norms need whole rows
             index = index[0], slice(0, self._shape(tensor)[1])
-        values = stored(index).astype(np.float32)
+        merged = stored(index).astype(np.float32)
         for change in self._changes[tensor]:
-            self._add(change, values, index)
+            self._add(change, merged, index)
         if magnitude is not None:
-            norms = np.linalg.norm(values, axis=1)
-            values = (values * (self._factor(magnitude)[index[0]] / norms)[:, None])[:, columns]
-        return values
+            scales = self._factor(magnitude)[index[0]] / np.linalg.norm(merged, axis=1)
+            merged = (merged * scales[:, None])[:, columns]
+        return merged
 
-    def _add(self, change: Change, values: np.ndarray, index: Index) -> None:
-        """Adds a change to a part of its tensor, in which the change's expert may not be."""
+    def _add(self, change: Change, target: np.ndarray, index: Index) -> None:
+        """Adds a change to a part of a tensor.
+
+        Args:
+            change: The change. If its expert is not in the part, nothing is added.
+            target: The part of the tensor, which is changed.
+            index: The slice of each axis of the tensor that is in the part.
+        """
         if len(index) == 3:
             if not index[0].start <= change.expert < index[0].stop:
                 return
-            values = values[change.expert - index[0].start]
+            target = target[change.expert - index[0].start]
         rows, columns = index[-2:]
         if change.transposed:
-            rows, columns, values = columns, rows, values.T
+            rows, columns = columns, rows
+            target = target.T
         a, b = self._factor(change.a), self._factor(change.b)
         a = a.reshape(change.experts, -1, a.shape[1])[change.expert]
         b = b.reshape(len(b), -1, change.experts)[:, :, change.expert]
         if change.exchanged:
             a, b = b.T, a.T
         b = b[change.first + rows.start : change.first + rows.stop]
-        values += np.float32(change.scale) * (b @ a[:, columns])
+        target += np.float32(change.scale) * (b @ a[:, columns])
 
     def _whole(self, key: str) -> np.ndarray:
         """Reads a whole tensor of the adapter as float32."""
@@ -206,10 +217,12 @@ class LoraAdapter:
         return self._file.read(key, index).astype(np.float32)
 
     def _modules(self) -> dict[str, dict[str, str]]:
-        """Returns the path of each module in the file -> part -> key.
+        """Groups the keys of the file by modules.
 
-        A part is what follows "lora_", or "" for a whole tensor. The paths of modules that change
-        two tensors of fused experts differ in "base_layer".
+        Returns:
+            The path of a module -> end of a key -> key. The end follows "lora_", or is "" for a
+            whole tensor. If two modules change the two tensors of fused experts, their paths differ
+            in "base_layer".
         """
         modules: dict[str, dict[str, str]] = defaultdict(dict)
         for key, shape in self._shapes.items():
@@ -224,7 +237,18 @@ class LoraAdapter:
         return modules
 
     def _unfit(self, path: str, parts: Mapping[str, str]) -> list[str]:
-        """Notes what a module's tensors change; returns the keys of those that fit nothing."""
+        """Records which tensors of the base a module changes.
+
+        Args:
+            path: The path of the module.
+            parts: End of a key -> key, as `_modules` returns them.
+
+        Returns:
+            The keys that fit no tensor of the base; empty if all fit.
+
+        Raises:
+            InputError: A tensor has a wrong shape, or the module is not supported.
+        """
         path = path.replace(".base_layer", "")
         name = str(text_name(path))
         weight, bias = f"{name}.weight", f"{name}.bias"
@@ -263,10 +287,21 @@ class LoraAdapter:
         return [] if changes else [*parts.values()]
 
     def _of_experts(self, path: str, name: str, a: str, b: str) -> list[tuple[str, Change]]:
-        """Returns the tensors that a module of all experts of a layer changes, and their changes.
+        """Returns the changes by a module for all experts of a layer.
 
-        Sizes say whether it changes gate_up_proj or down_proj, and whether inputs and outputs are
-        exchanged. The base may have each expert by itself, or fused tensors that are transposed.
+        The shapes of A and B show whether the module changes gate_up_proj or down_proj, and whether
+        inputs and outputs are exchanged. The base may have separate experts, or fused tensors,
+        which may be transposed.
+
+        Args:
+            path: The path of the module.
+            name: The name of the module in the base.
+            a: The key of A.
+            b: The key of B.
+
+        Returns:
+            Pairs of the name of a tensor of the base and a change of it; empty if the base has no
+            such tensors.
         """
         single, transposed = f"{name}.{{}}.{{}}_proj.weight", False
         if fused := self._shape(f"{name}.down_proj"):
@@ -286,12 +321,13 @@ class LoraAdapter:
         if {out, into} == {hidden, width}:
             which, shape = "down", (hidden, width)
         exchanged = (out, into) == shape[::-1]
-        if out == into:  # then the version says it
-            said = str(self._config.get("peft_version"))
-            version = tuple(map(int, re.findall(r"\d+", said)[:3]))
+        if out == into:  # the shapes do not show it, but the version of PEFT does
+            peft_version = str(self._config.get("peft_version"))
+            version = tuple(map(int, re.findall(r"\d+", peft_version)[:3]))
             exchanged = version < MENDED
             if version < EXCHANGED:
-                raise self._error(a, f"is square, and peft_version {said} does not say how it lies")
+                why = "does not tell whether its inputs and outputs are exchanged"
+                raise self._error(a, f"is square, and peft_version {peft_version} {why}")
         out, into = shape[::-1] if exchanged else shape
         self._check_shape(a, (rows, into))
         self._check_shape(b, (out, rows))
@@ -300,38 +336,39 @@ class LoraAdapter:
         tensors = [f"{name}.{which}_proj"]
         if not fused:
             tensors = [single.format("{}", part) for part in which.split("_")]
-        return [
-            (tensor.format(expert), change._replace(expert=expert, first=k * width))
-            for expert in range(count)
-            for k, tensor in enumerate(tensors)
-        ]
+        changes = []
+        for expert in range(count):
+            for number, tensor in enumerate(tensors):
+                change_of_expert = change._replace(expert=expert, first=number * width)
+                changes.append((tensor.format(expert), change_of_expert))
+        return changes
 
     def _scale(self, path: str, key: str, rank: float) -> float:
         """Returns the scale of a module's change, which follows from its rank and its alpha.
 
+        Rank and alpha come from the first pattern of rank_pattern and alpha_pattern that matches
+        the path of the module, and otherwise from r and lora_alpha.
+
         Args:
-            path: The path of the module. The first pattern that matches it has the rank and the
-                alpha; without any, the usual numbers count.
+            path: The path of the module.
             key: The key of A, for messages.
-            rank: The rank that A has.
+            rank: The rank of A.
 
         Raises:
             InputError: The configuration has another rank, or a number or pattern is unusable.
         """
         where, numbers = f"{self.files.where}: {ADAPTER.config}", []
-        for usual, name in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
-            number: Any = self._config.get(usual)
+        for field, patterns_field in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+            number: Any = self._config.get(field)
             try:
-                patterns = (self._config.get(name) or {}).items()
-                matching = [
-                    value for pattern, value in patterns if re.match(rf"(.*\.)?({pattern})$", path)
-                ]
+                for pattern, number_of_pattern in (self._config.get(patterns_field) or {}).items():
+                    if re.match(rf"(.*\.)?({pattern})$", path):
+                        number = number_of_pattern
+                        break
             except (AttributeError, re.error) as error:
-                raise InputError(f"{where}: {name}: {error}") from error
-            if matching:
-                number = matching[0]
+                raise InputError(f"{where}: {patterns_field}: {error}") from error
             if type(number) not in (int, float) or not abs(number) < 1e9:
-                raise InputError(f"{where}: {usual} of {path} is {number!r}, expected a number")
+                raise InputError(f"{where}: {field} of {path} is {number!r}, expected a number")
             numbers.append(number)
         stated_rank, alpha = numbers
         if stated_rank != rank:
@@ -339,10 +376,11 @@ class LoraAdapter:
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _shape(self, tensor: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor of the base; () if it has none of this name."""
+        """Returns the shape of a tensor of the base; () if the base has no such tensor."""
         return self._base.place(tensor)[1].shape if tensor in self._base.tensors else ()
 
     def _check_shape(self, key: str, expected: tuple[int, ...]) -> None:
+        """Raises InputError if a tensor of the adapter has another shape."""
         if (shape := self._shapes[key]) != expected:
             why = f"has shape {shape}, expected {expected}"
             if re.search(r"\b(embed_tokens|lm_head)\b", key):
@@ -350,6 +388,7 @@ class LoraAdapter:
             raise self._error(key, why)
 
     def _check_new(self, key: str, tensor: str, changed: Collection[str]) -> None:
+        """Raises InputError if another key has changed a tensor of the base."""
         if tensor in changed:
             raise self._error(key, f"changes {tensor}, which another key has changed")
 

@@ -1,8 +1,8 @@
-"""A ModelConfig holds the checked contents of a model's config.json, for models of all families.
+"""Declares ModelConfig, the checked contents of a config.json, and reads it for all families.
 
-Every family has a function here that reads its configuration, after transformers has completed it
-with defaults (family.py). These functions reject by name what this tool would compute wrongly.
-Sizes of axes and counts of operations follow from the configuration.
+Each family has a function here that reads its configuration, after family.py has completed it with
+transformers' defaults. These functions reject settings with which this tool would compute wrong
+activations. The sizes of axes and the number of operations follow from the configuration.
 """
 
 import dataclasses
@@ -15,16 +15,18 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model.float8 import DEQUANTIZED, scale_names
 from activation_extraction.model.rope import TRAINED, Rope, positive_field
 
-# Models are hundreds of times smaller; an absurd one is refused before it is computed with.
+# Sizes of models are hundreds of times smaller. Absurd sizes are rejected, because computing with
+# them could take all memory.
 LARGEST_SIZE = 2**27
 LARGEST_DEPTH = 10_000
-# The words of a layer's type. The first three, from config.json, name the attention or delta net;
-# the others name the MLP.
+# The words of a layer's type (see `layer_types`). The first three, from config.json, name the
+# attention or delta net; the others name the MLP.
 ATTENTION, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 DENSE, SPARSE = "dense", "sparse"
-HEAD = "lm_head.weight"  # the tensor that makes logits
+HEAD = "lm_head.weight"  # the tensor that computes logits
 
-# These fields must be positive integers. In the dictionaries: name here -> name in config.json.
+# Fields that must be positive integers. The dictionaries map the name here to the name in
+# config.json.
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -52,11 +54,11 @@ class ExpertsConfig:
     """The experts of a layer.
 
     Attributes:
-        count: The number of experts.
-        per_token: The number of experts that a token goes through.
-        width: The width of an expert.
-        shared_width: The width of the expert that every token goes through; 0 if there is none.
-        renormalise: Whether the weights of a token's experts are made to sum to 1.
+        count: Number of experts.
+        per_token: Number of experts that each token uses.
+        width: Width of an expert.
+        shared_width: Width of the expert that all tokens use; 0 if there is none.
+        renormalise: Whether the weights of a token's experts are scaled to a sum of 1.
     """
 
     count: int
@@ -71,14 +73,14 @@ class DeltaNet:
     """The gated delta net that replaces attention in some layers.
 
     Attributes:
-        layers: The layers that have it.
-        key_heads: The number of key heads, which is also that of query heads.
-        values_per_key: The number of value heads that share a key head.
-        key_size: The size of a key head.
-        value_size: The size of a value head.
-        taps: The length of the convolution in tokens.
+        layers: Layers with a delta net in place of attention.
+        key_heads: Number of key heads, and also of query heads.
+        values_per_key: Number of value heads that share a key head.
+        key_size: Size of a key head.
+        value_size: Size of a value head.
+        taps: Length of the convolution in tokens.
         interleaved: Whether the checkpoint has two projections, whose rows are ordered by key head,
-            as Qwen3-Next has, rather than the four of Qwen3.5.
+            as in Qwen3-Next. Otherwise it has four projections, as in Qwen3.5.
     """
 
     layers: tuple[int, ...]
@@ -92,22 +94,33 @@ class DeltaNet:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The shape and constants of a model. Fields that are not listed are those of config.json.
+    """The shape and constants of a model.
 
     Attributes:
-        rope: The rotary embedding.
-        sliding_window: The number of tokens that a token sees in `sliding_layers`, itself included.
+        model_type: Field of config.json.
+        vocab_size: Field of config.json.
+        hidden_size: Field of config.json.
+        intermediate_size: Field of config.json; 0 in a family without MLPs.
+        num_hidden_layers: Field of config.json.
+        num_attention_heads: Field of config.json.
+        num_key_value_heads: Field of config.json.
+        head_dim: Field of config.json.
+        rope: Rotary embedding.
+        rms_norm_eps: Field of config.json.
+        max_position_embeddings: Field of config.json.
+        tie_word_embeddings: Whether the head of the model is its embedding.
+        sliding_window: Number of tokens that a token sees in `sliding_layers`, including itself.
             None if there are no such layers.
-        sliding_layers: The layers whose attention has a window.
+        sliding_layers: Layers whose attention has a window.
         qkv_bias: Whether the projections to queries, keys and values have biases.
         o_bias: Whether the projection of attention's output has a bias.
         qk_norm: Whether the queries and keys of each head are normed.
-        q_gate: Whether q_proj also gives a gate for the output of each head.
-        norm_offset: The number that is added to the weights of norms.
-        experts: The experts of `sparse_layers`. None if there are no such layers.
-        sparse_layers: The layers that have experts in place of an MLP.
-        delta: The delta net of the layers without attention. None if all layers have attention.
-        chunk: The longest row in tokens that does not need dual-chunk attention, which is not
+        q_gate: Whether q_proj also computes a gate for the output of each head.
+        norm_offset: Number that is added to the weights of norms.
+        experts: Experts of `sparse_layers`. None if there are no such layers.
+        sparse_layers: Layers that have experts in place of an MLP.
+        delta: Delta net of the layers without attention. None if all layers have attention.
+        chunk: Longest row in tokens that does not need dual-chunk attention, which is not
             supported. None if the model has no dual-chunk attention.
         weights: DEQUANTIZED if the checkpoint has float8 weights, otherwise None.
     """
@@ -139,26 +152,33 @@ class ModelConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Returns the size of each axis of weights and hooks, by its letter (see qwen2_jax.py)."""
+        """The size of each axis of weights and hooks, by its letter (see qwen2_jax.py)."""
         sizes = {"D": self.hidden_size, "H": self.head_dim, "V": self.vocab_size}
         sizes |= {"N": self.num_attention_heads, "K": self.num_key_value_heads}
         sizes["Q"] = self.num_attention_heads * (1 + self.q_gate)
         if len(self.sparse_layers) < self.num_hidden_layers:
             sizes["F"] = self.intermediate_size
-        if (x := self.experts) is not None:
-            sizes |= {"E": x.count, "R": x.count, "X": x.per_token, "M": x.width}
-            sizes |= {"P": x.shared_width, "U": 1} if x.shared_width else {}
-        if (d := self.delta) is not None:
-            sizes |= {"J": d.key_heads, "G": d.values_per_key, "C": d.key_size, "Z": d.value_size}
-            sizes |= {"O": d.key_heads * d.values_per_key * d.value_size, "I": 1, "W": d.taps}
+        experts = self.experts
+        if experts is not None:
+            sizes |= {"E": experts.count, "R": experts.count}
+            sizes |= {"X": experts.per_token, "M": experts.width}
+            if experts.shared_width:
+                sizes |= {"P": experts.shared_width, "U": 1}
+        delta = self.delta
+        if delta is not None:
+            value_heads = delta.key_heads * delta.values_per_key
+            sizes |= {"J": delta.key_heads, "G": delta.values_per_key}
+            sizes |= {"C": delta.key_size, "Z": delta.value_size}
+            sizes |= {"O": value_heads * delta.value_size, "I": 1, "W": delta.taps}
         return sizes
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """Returns the type of each layer.
+        """The type of each layer.
 
-        A type consists of the words in which layers of this model may differ, such as
-        "linear_attention sparse". It is "dense" if all layers are alike.
+        A type consists of words such as "linear_attention sparse": one for the attention if the
+        model has a delta net, and one for the MLP if it has experts. In a model without either, it
+        is "dense".
         """
         types: list[list[str]] = [[] for _ in range(self.num_hidden_layers)]
         for layer, words in enumerate(types):
@@ -169,12 +189,16 @@ class ModelConfig:
         return tuple(" ".join(words) or DENSE for words in types)
 
     def sizes_with(self, length: int) -> dict[str, int]:
-        """Returns `sizes` with S, the tokens of a row, which is a width of some hooks."""
+        """Returns `sizes` including S, the number of tokens of a row.
+
+        Args:
+            length: The number of tokens of a row, which is the width of some hooks.
+        """
         return self.sizes | {"S": length}
 
     @property
     def longest_row(self) -> tuple[int, str]:
-        """Returns the largest number of tokens of a row, and the reason for this limit."""
+        """The largest number of tokens of a row, and the reason for this limit in words."""
         most = max(self.max_position_embeddings, self.rope.extended_length)
         if self.chunk is not None and self.chunk < most:
             why = "longer rows need dual-chunk attention (dual_chunk_attention_config), which is"
@@ -185,49 +209,57 @@ class ModelConfig:
         return most, why
 
     def sliding(self, layers: range) -> np.ndarray | None:
-        """Returns whether each of these layers has a window, bool (layers,).
+        """Returns whether each layer has a window, bool (layers,).
 
-        It is None if no layer of the model has a window.
+        Args:
+            layers: The numbers of the layers.
+
+        Returns:
+            The mask; None if no layer of the model has a window.
         """
         return np.isin(layers, self.sliding_layers) if self.sliding_layers else None
 
     def flops_of(self, layer: int, weights: int, lengths: Iterable[int]) -> float:
         """Returns the number of floating-point operations of a layer.
 
-        A token takes two operations for each weight of a matrix, and those of causal attention
-        (arXiv:2204.02311, appendix B, without the half above the diagonal).
+        A token takes two operations for each weight of a matrix, and operations for causal
+        attention (arXiv:2204.02311, appendix B, but without the half above the diagonal).
 
         Args:
             layer: The number of the layer.
-            weights: The number of weights that a token is multiplied by in this layer.
+            weights: The number of weights with which a token is multiplied in this layer.
             lengths: The lengths of the samples in tokens.
         """
         if self.delta is not None and layer in self.delta.layers:
-            # The state of each head takes part in three products.
+            # The state of each head is a factor of three products.
             products = 3 * self.sizes["O"] * self.delta.key_size
             return 2.0 * (weights + products) * sum(lengths)
         heads = self.num_attention_heads * self.head_dim
         window = self.sliding_window if layer in self.sliding_layers else None
 
-        def seen(n: int) -> int:
-            """Returns twice the number of pairs (token, token that it sees) in n tokens."""
-            most = n if window is None else min(window, n)
-            return most * (2 * n - most)
+        def seen(length: int) -> int:
+            """Returns about twice the number of pairs (token, token that it sees) in a sample."""
+            most = length if window is None else min(window, length)
+            return most * (2 * length - most)
 
-        return float(sum(2 * (weights * n + heads * seen(n)) for n in lengths))
+        return float(sum(2 * (weights * length + heads * seen(length)) for length in lengths))
 
 
-# The functions below read the configurations of the families. Their arguments are a configuration
-# that transformers has completed, and the path of config.json for messages. All raise InputError
-# for a model that would be computed wrongly.
+# The functions below read the configurations of the families. Their arguments are `hf`, a
+# configuration that transformers has completed, and `source`, the path of config.json for messages.
+# They raise InputError for a model with settings that are not supported.
 
 
 def qwen2_config(hf: Any, source: str) -> ModelConfig:
+    """Reads the configuration of Qwen2, Qwen2.5 or QwQ."""
     return _config(hf, source, qkv_bias=True, o_bias=False, qk_norm=False)
 
 
 def llama_config(hf: Any, source: str) -> ModelConfig:
-    """Reads the configuration of a Llama model, whose four projections all have biases or none."""
+    """Reads the configuration of a Llama model.
+
+    Either all four projections of attention have biases, or none has.
+    """
     if hf.mlp_bias:
         raise InputError(f"{source}: mlp_bias {hf.mlp_bias!r} is not supported, only false is")
     if hf.pretraining_tp not in (None, 1):
@@ -239,24 +271,32 @@ def llama_config(hf: Any, source: str) -> ModelConfig:
 
 
 def qwen3_config(hf: Any, source: str, **details: Any) -> ModelConfig:
+    """Reads the configuration of a dense Qwen3 model, or of a family that extends it.
+
+    Args:
+        hf: The configuration, which transformers has completed.
+        source: The path of config.json, for messages.
+        details: Further fields of the ModelConfig.
+    """
     bias = bool(hf.attention_bias)
     return _config(hf, source, qkv_bias=bias, o_bias=bias, qk_norm=True, **details)
 
 
 def qwen2_moe_config(hf: Any, source: str) -> ModelConfig:
+    """Reads the configuration of Qwen1.5-MoE or Qwen2 57B-A14B."""
     details = _experts(hf, source)
     return _config(hf, source, qkv_bias=bool(hf.qkv_bias), o_bias=False, qk_norm=False, **details)
 
 
 def qwen3_moe_config(hf: Any, source: str) -> ModelConfig:
+    """Reads the configuration of Qwen3 with experts."""
     return qwen3_config(hf, source, **_experts(hf, source))
 
 
 def qwen3_next_config(hf: Any, source: str) -> ModelConfig:
     """Reads the configuration of Qwen3-Next.
 
-    It differs from Qwen3.5 with experts in the projections of its delta nets, and in that some of
-    its layers may be dense.
+    Unlike Qwen3.5 with experts, its delta nets have two projections, and some layers may be dense.
     """
     return qwen3_5_text_config(hf, source, interleaved=True, **_experts(hf, source))
 
@@ -264,6 +304,14 @@ def qwen3_next_config(hf: Any, source: str) -> ModelConfig:
 def qwen3_5_text_config(
     hf: Any, source: str, interleaved: bool = False, **details: Any
 ) -> ModelConfig:
+    """Reads the configuration of the language model of Qwen3.5, or of a family that extends it.
+
+    Args:
+        hf: The configuration, which transformers has completed.
+        source: The path of config.json, for messages.
+        interleaved: See `DeltaNet`.
+        details: Further fields of the ModelConfig.
+    """
     if not getattr(hf, "attn_output_gate", True):
         raise InputError(f"{source}: attn_output_gate False is not supported, only True is")
     delta = _delta_net(hf, source, interleaved)
@@ -271,7 +319,7 @@ def qwen3_5_text_config(
 
 
 def qwen3_5_moe_text_config(hf: Any, source: str) -> ModelConfig:
-    """Reads the configuration of a text-only model in which every layer is a mixture of experts."""
+    """Reads the configuration of the language model of Qwen3.5 with experts in all layers."""
     return qwen3_5_text_config(
         hf,
         source,
@@ -284,8 +332,8 @@ def qwen3_5_moe_text_config(hf: Any, source: str) -> ModelConfig:
 def multimodal_config(read: Callable[[Any, str], ModelConfig], hf: Any, source: str) -> ModelConfig:
     """Reads the language model of a model that also takes images, video or audio.
 
-    An Omni model has its language model in its thinker. Whether the head is tied stands beside
-    `text_config`; inside of it, the field may hold transformers' default.
+    The language model of an Omni model is in its thinker. `tie_word_embeddings` is read beside
+    `text_config`, because the field inside of it may be transformers' default.
 
     Args:
         read: The function that reads the configuration of a model that takes text alone.
@@ -301,14 +349,17 @@ def multimodal_config(read: Callable[[Any, str], ModelConfig], hf: Any, source: 
 
 
 def as_stored(config: ModelConfig, tensors: Collection[str]) -> ModelConfig:
-    """Returns the configuration that fits the tensors of a checkpoint, as transformers does.
+    """Adapts a configuration to the tensors of a checkpoint, as transformers does.
 
     A stored head is used even if config.json ties it to the embedding. Weights with scales are
     float8 even if config.json does not say so.
 
     Args:
-        config: The configuration that config.json gives.
+        config: The configuration in config.json.
         tensors: The names of the tensors in the checkpoint.
+
+    Returns:
+        The adapted configuration.
     """
     tied = config.tie_word_embeddings and HEAD not in tensors
     weights = DEQUANTIZED if any(scale_names(name, tensors) for name in tensors) else None
@@ -321,7 +372,7 @@ def _config(hf: Any, source: str, **details: Any) -> ModelConfig:
     Args:
         hf: The configuration, which transformers has completed.
         source: The path of config.json, for messages.
-        details: Further fields of the ModelConfig, which replace those of config.json.
+        details: Further fields of the ModelConfig, some of which replace fields of config.json.
     """
     if not getattr(hf, "is_causal", True):
         raise InputError(
@@ -331,8 +382,9 @@ def _config(hf: Any, source: str, **details: Any) -> ModelConfig:
         raise InputError(f"{source}: hidden_act {hf.hidden_act!r} is not supported, only 'silu' is")
     hybrid = "delta" in details
     numbers = _positive_ints(hf, source, {name: name for name in SIZES if name not in details})
-    usual = numbers["hidden_size"] // numbers["num_attention_heads"]
-    head_dim = usual if getattr(hf, "head_dim", None) is None else hf.head_dim
+    head_dim = getattr(hf, "head_dim", None)
+    if head_dim is None:
+        head_dim = numbers["hidden_size"] // numbers["num_attention_heads"]
     window, sliding = _sliding(hf, (ATTENTION, LINEAR if hybrid else SLIDING), source)
     config = ModelConfig(
         model_type=hf.model_type,
@@ -357,32 +409,38 @@ def _config(hf: Any, source: str, **details: Any) -> ModelConfig:
 
 
 def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str, Any]:
-    """Reads positive integers.
+    """Reads fields that must be positive integers.
 
     Args:
         hf: The configuration, which transformers has completed.
         source: The path of config.json, for messages.
-        fields: Name in the result -> name in config.json.
+        fields: Name in the returned dict -> name in config.json.
+
+    Returns:
+        The integers by the names in `fields`.
     """
     numbers = {}
     for name, field in fields.items():
-        value = numbers[name] = getattr(hf, field)
-        if type(value) is not int or value < 1:
-            raise InputError(f"{source}: {field} must be a positive integer, found {value!r}")
-        if value > LARGEST_SIZE:
-            raise InputError(f"{source}: {field} is {value:.6g}, expected at most {LARGEST_SIZE:,}")
+        number = getattr(hf, field)
+        if type(number) is not int or number < 1:
+            raise InputError(f"{source}: {field} must be a positive integer, found {number!r}")
+        if number > LARGEST_SIZE:
+            raise InputError(
+                f"{source}: {field} is {number:.6g}, expected at most {LARGEST_SIZE:,}"
+            )
+        numbers[name] = number
     return numbers
 
 
 def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
     """Returns the settings of the rotary embedding, which are the same for all layers.
 
-    transformers lets an original length beside these settings override the one among them. If
-    YaRN's factor is missing, it follows from the numbers of positions.
+    An original length outside of these settings overrides the one inside, as in transformers. If
+    YaRN's factor is null, it is max_position_embeddings divided by the original length.
     """
     hf.standardize_rope_params()
     rope = hf.rope_parameters
-    if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
+    if not isinstance(rope, Mapping) or any(isinstance(field, Mapping) for field in rope.values()):
         raise InputError(f"{source}: rope_parameters {rope!r} is not supported, only one flat set")
     if rope.get("rope_type") == "yarn" and rope.get("factor", 0) is None:
         trained = positive_field(rope, TRAINED, source)
@@ -393,9 +451,9 @@ def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
 def _chunk(hf: Any, source: str) -> int | None:
     """Returns the longest row in which dual-chunk attention (arXiv:2402.17463) is plain attention.
 
-    The default of chunk_size is that of vLLM and SGLang. They also scale the queries of rows beyond
-    the original length. transformers ignores these settings, and the sparse attention that may be
-    configured with them.
+    The default of chunk_size is the one of vLLM and SGLang, which also scale the queries of rows
+    beyond the original length. transformers ignores all of dual_chunk_attention_config, including
+    the settings of sparse attention.
 
     Returns:
         The number of tokens; None if the model has no dual-chunk attention.
@@ -412,16 +470,20 @@ def _chunk(hf: Any, source: str) -> int | None:
 def _sliding(
     hf: Any, supported: tuple[str, ...], source: str
 ) -> tuple[int | None, tuple[int, ...]]:
-    """Returns the window in tokens, and the layers that have it.
+    """Reads the sliding window.
 
     Args:
         hf: The configuration, which transformers has completed.
         supported: The types of layers that the family may have.
         source: The path of config.json, for messages.
+
+    Returns:
+        The window in tokens; None if no layer has one.
+        The layers with a window.
     """
     types = hf.layer_types if hasattr(type(hf), "layer_types") else None
-    if types is None:  # all layers of the family have the window, or none has
-        # transformers ignores the window in families without this field.
+    if types is None:  # either all layers have the window, or no layer has it
+        # In families without use_sliding_window, transformers ignores the window.
         slides = hasattr(type(hf), "use_sliding_window") and hf.sliding_window
         types = [SLIDING if slides else ATTENTION] * hf.num_hidden_layers
     for layer, kind in enumerate(types):
@@ -430,7 +492,7 @@ def _sliding(
                 f"{source}: layer_types: layer {layer} is {kind!r}, and only "
                 f"{' and '.join(supported)} are supported"
             )
-    sliding = tuple(k for k, kind in enumerate(types) if kind == SLIDING)
+    sliding = tuple(layer for layer, kind in enumerate(types) if kind == SLIDING)
     if not sliding:
         return None, ()
     if hf.sliding_window is None:
@@ -459,7 +521,7 @@ def _experts(hf: Any, source: str) -> dict[str, Any]:
 
 def _experts_config(hf: Any, source: str, renormalise: bool) -> ExpertsConfig:
     numbers = {"shared_width": 0} | _positive_ints(hf, source, EXPERT_SIZES)
-    if hasattr(type(hf), SHARED_WIDTH):  # else transformers ignores it
+    if hasattr(type(hf), SHARED_WIDTH):  # other families ignore the field, as transformers does
         numbers |= _positive_ints(hf, source, {"shared_width": SHARED_WIDTH})
     if numbers["per_token"] > numbers["count"]:
         raise InputError(
@@ -471,15 +533,16 @@ def _experts_config(hf: Any, source: str, renormalise: bool) -> ExpertsConfig:
 
 def _delta_net(hf: Any, source: str, interleaved: bool) -> DeltaNet:
     numbers = _positive_ints(hf, source, DELTA_SIZES)
-    keys, values = numbers["key_heads"], numbers["values_per_key"]
-    if values % keys:
+    key_heads = numbers["key_heads"]
+    value_heads = numbers["values_per_key"]  # of all key heads together; divided below
+    if value_heads % key_heads:
         raise InputError(
-            f"{source}: linear_num_value_heads {values} is not a multiple of "
-            f"linear_num_key_heads {keys}"
+            f"{source}: linear_num_value_heads {value_heads} is not a multiple of "
+            f"linear_num_key_heads {key_heads}"
         )
     gate = getattr(hf, "output_gate_type", None)
     if gate not in (None, "swish", "silu"):
         raise InputError(f"{source}: output_gate_type {gate!r} is not supported, 'swish' is")
-    linear = tuple(k for k, kind in enumerate(hf.layer_types) if kind == LINEAR)
-    numbers["values_per_key"] = values // keys
+    linear = tuple(layer for layer, kind in enumerate(hf.layer_types) if kind == LINEAR)
+    numbers["values_per_key"] = value_heads // key_heads
     return DeltaNet(linear, **numbers, interleaved=interleaved)

@@ -1,8 +1,8 @@
-"""The model of a run is set up from what the flags ask for.
+"""Sets up the model of a run from the flags.
 
-`StepRequest` holds what they ask. `prepare_model` reads config.json and the headers of the
-weights, chooses the hooks, the mesh and the kernels, and finds everything that can be wrong before
-a weight is read. Its result, a `Forward`, is loaded and compiled by forward.py.
+`StepRequest` contains the flags. `prepare_model` reads config.json and the headers of the weights,
+chooses the hooks, the mesh and the kernels, and raises all errors that can be detected before a
+weight is read. forward.py loads and compiles its result, a `Forward`.
 """
 
 from collections.abc import Sequence
@@ -42,24 +42,25 @@ from activation_extraction.model.weights import check_tensors, oriented
 from qwen2_jax import Qwen2, tensor_names, weight_table
 from qwen2_jax_with_hooks import HookedModel, create_model_with_hooks
 
-MOST_BYTES_OF_A_ROW = 32 * 2**20  # at a hook whose width grows with the row
+# The largest size of a row at a hook whose width grows with the length of the row.
+MOST_BYTES_OF_A_ROW = 32 * 2**20
 
 
 @dataclass(frozen=True)
 class StepRequest:
-    """The parts of the configuration that a step depends on, and what the run adds to them.
+    """The flags that determine a step, and further facts about it that the run determines.
 
     Attributes:
         model: Flags that name the model.
         hooks: Flags that name the hooks.
-        computing: Flags about the mesh. Its batch_size does not count.
-        shape: Rows that every host feeds in a step, and tokens per row.
-        several_hosts: Whether there are several hosts. Then the hub's cache of this host does not
-            keep the weights, because a host may need only some of them.
-        memory: Bytes of memory of a device, the least of all hosts; None for the number of this
-            host.
-        devices: Devices of a machine that is only planned; None for those of this machine.
-        autoencoders: Autoencoders that `hooks.encode` names, in its order.
+        computing: Flags about the mesh. Its batch_size is not used; `shape` replaces it.
+        shape: Number of rows that each host feeds in a step, and number of tokens per row.
+        several_hosts: Whether there are several hosts. If so, weights from the hub are not kept in
+            the cache of this host, because it may need only some of them.
+        memory: Bytes of memory of a device, the smallest number of all hosts. None for the number
+            of this host.
+        devices: Devices of a machine that --plan describes; None for the devices of this machine.
+        autoencoders: Autoencoders that `hooks.encode` names, in the same order.
     """
 
     model: ModelOptions
@@ -73,16 +74,20 @@ class StepRequest:
 
 
 def prepare_model(request: StepRequest, before: Forward | None = None) -> Forward:
-    """Returns the model on its mesh, with its checked checkpoint.
+    """Prepares the model on its mesh, and checks its checkpoint.
 
     Args:
-        request: What the flags ask for.
-        before: The result of this function for the same request with another number of rows, of
-            which the checkpoint is taken over, and the kernels, if the mesh is the same. None if
-            there is no such result.
+        request: The flags and facts that determine the step.
+        before: The result of this function for the same request with another number of rows; None
+            if there is none. Its checkpoint is used again, and so are its kernels if the mesh is
+            the same.
+
+    Returns:
+        The program with its checkpoint.
 
     Raises:
-        InputError: The model cannot be read, or what is asked for cannot be computed.
+        InputError: The model cannot be read, or the request cannot be computed.
+        RunError: No kernel of a kind is accurate on this device.
     """
     options = request.model
     if before is None:
@@ -108,7 +113,7 @@ def prepare_model(request: StepRequest, before: Forward | None = None) -> Forwar
     if model.predicts and not config.tie_word_embeddings and HEAD not in checkpoint.tensors:
         raise InputError(
             f"--hook_names: losses and logits need {HEAD}, which --model_path {options.model_path} "
-            "has not; its other hooks can be stored"
+            "lacks; its other hooks can be stored"
         )
     table = weight_table(model, checkpoint.tensors)
     weights = oriented(table, lambda name: checkpoint.place(name)[1].shape)
@@ -121,18 +126,18 @@ def prepare_model(request: StepRequest, before: Forward | None = None) -> Forwar
 
 
 def _log_peculiarities(checkpoint: Checkpoint, stated: ModelConfig, model: HookedModel) -> None:
-    """Logs in which respect a model is computed otherwise than its config.json suggests.
+    """Logs where the computation differs from what a user may expect from config.json.
 
     Args:
         checkpoint: The checkpoint, with its adapter.
-        stated: What config.json says, which may differ from what is stored.
+        stated: The configuration in config.json, which may differ from the stored tensors.
         model: The hooked model.
     """
     where = checkpoint.where
     if FAMILIES[stated.model_type].multimodal:
         text = "%s: its text model alone runs; placeholders of images and sound are ordinary tokens"
         log.info(text, where)
-    # An adapter may have added another head.
+    # The name in the file is compared, because an adapter may have added a head that is not stored.
     has_head = text_name(checkpoint.tensors.get(HEAD, "")) == HEAD
     if model.predicts and stated.tie_word_embeddings and has_head:
         log.info("%s: its %s is used, although config.json ties it to the embedding", where, HEAD)
@@ -148,7 +153,12 @@ def _log_peculiarities(checkpoint: Checkpoint, stated: ModelConfig, model: Hooke
 
 
 def _with_kernels(model: HookedModel, kernels: dict[str, Choice]) -> HookedModel:
-    """Returns the model with the kernels that were chosen, by fields of `Kernels`."""
+    """Returns the model with other kernels.
+
+    Args:
+        model: The hooked model.
+        kernels: Field of `Kernels` -> the kernel that was chosen.
+    """
     functions = {name: choice.function for name, choice in kernels.items()}
     return model.clone(kernels=model.kernels._replace(**functions))
 
@@ -157,15 +167,17 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
     """Builds the hooked model on its mesh, without weights.
 
     Args:
-        request: What the flags ask for.
+        request: The flags and facts that determine the step.
         config: The configuration of the model.
 
     Returns:
-        The model, whose kernels are those that its platform prefers (`try_kernels` decides in a
-        run), and how rows come to its mesh.
+        A tuple of:
+            The model, with the kernels that its platform prefers; in a run, `try_kernels` chooses
+                others if necessary.
+            The shardings of the rows that hosts feed and of the activations that they receive.
 
     Raises:
-        InputError: What is asked for cannot be computed.
+        InputError: The request cannot be computed.
     """
     rows_of_host, length = request.shape
     computing = request.computing
@@ -182,6 +194,7 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
     rows = rows_of_host * hosts
 
     def automatic() -> MeshChoice:
+        """Chooses the mesh for --mesh_type auto."""
         model = create_model_with_hooks(config, hooks, dtype, activation_dtype)
         memory = request.memory
         if memory is None:
@@ -201,9 +214,8 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
     layout = build_layout(devices, choice.shape, config.num_key_value_heads, choice.why)
     check_divisibility(layout, rows, length, config.sizes)
     candidates = candidates_for(platform)
-    kernels = Kernels(
-        **{kind: next(iter(of_kind.values())) for kind, of_kind in candidates.items()}
-    )
+    preferred = {kind: next(iter(functions.values())) for kind, functions in candidates.items()}
+    kernels = Kernels(**preferred)
     model = create_model_with_hooks(config, hooks, dtype, activation_dtype, kernels, layout)
     return model, host_rows(layout)
 
@@ -211,10 +223,13 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
 def _computed_hooks(
     request: StepRequest, config: ModelConfig
 ) -> tuple[list[Hook], tuple[Encoder, ...]]:
-    """Returns the hooks that the model computes, in their order, and the encoders.
+    """Returns the hooks that the model computes, and the encoders.
 
-    They are the hooks that are stored, other than codes, and those that the encoders read or
-    reconstruct.
+    Returns:
+        A tuple of:
+            The hooks that are stored, without codes, and the hooks that the encoders read or
+                reconstruct, sorted.
+            The encoders.
     """
     stored, encoders = choose_hooks(request, config)
     codes = {encoder.hook for encoder in encoders}
@@ -238,13 +253,18 @@ def _check_bytes_of_a_row(
 
 
 def choose_dtypes(request: StepRequest, platform: str) -> tuple[Any, Any]:
-    """Returns the dtype of the computation and the dtype of stored activations.
+    """Returns the dtypes of the computation and of stored activations.
 
-    The second one may be "float8". `auto` is float32 on CPUs and bfloat16 elsewhere.
+    For the computation, `auto` is float32 on CPUs and bfloat16 elsewhere. For activations, it is
+    the dtype of the computation.
 
     Args:
-        request: What the flags ask for.
+        request: The flags and facts that determine the step.
         platform: The platform of the devices.
+
+    Returns:
+        The dtype of the computation.
+        The dtype of stored activations, or FLOAT8.
     """
     auto = "float32" if platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(auto if request.model.dtype == "auto" else request.model.dtype)
@@ -259,10 +279,19 @@ def choose_dtypes(request: StepRequest, platform: str) -> tuple[Any, Any]:
 def choose_hooks(
     request: StepRequest, config: ModelConfig
 ) -> tuple[dict[Key, Hook], tuple[Encoder, ...]]:
-    """Returns the hooks that are stored, by their keys in the shards, and the encoders.
+    """Returns the hooks that are stored, and the encoders.
 
-    Hooks of codes come last. The activations that codes are made from are stored only with
-    --keep_activations. If there are codes, the default layers are not stored.
+    The activations from which codes are computed are only stored with --keep_activations. If there
+    are codes, layers are only stored if flags name them.
+
+    Args:
+        request: The flags and facts that determine the step.
+        config: The configuration of the model.
+
+    Returns:
+        A tuple of:
+            Key in the shards -> hook. Hooks of codes come last.
+            The encoders.
 
     Raises:
         InputError: The model has no such hook, or an autoencoder does not fit it.
@@ -285,7 +314,7 @@ def choose_hooks(
 def _requested_hooks(
     options: HookOptions, config: ModelConfig, table: HookTable
 ) -> dict[Key, Hook]:
-    """Returns the hooks that the flags name, by their keys in the shards and in their order.
+    """Returns the hooks that the flags name: key in the shards -> hook, in the order of the flags.
 
     The default layers are clipped to the model's depth; explicit layers are not.
     """
@@ -309,7 +338,12 @@ def _requested_hooks(
 
 
 def log_hooks(options: HookOptions, forward: Forward) -> None:
-    """Logs what is stored of every token, and how many bytes that takes."""
+    """Logs which activations and codes are stored of a token, and how many bytes they take.
+
+    Args:
+        options: The flags that name the hooks.
+        forward: The program with its hooks.
+    """
     depth, size = forward.model.config.num_hidden_layers, forward.token_bytes
     for encoder in forward.encoders:
         name, named = plain_url(encoder.autoencoder.name), encoder.autoencoder.named or ""

@@ -1,9 +1,10 @@
-"""The rotary embedding (arXiv:2104.09864) is plain, or scaled to a context longer than trained.
+"""Reads the settings of the rotary embedding (arXiv:2104.09864) and computes its frequencies.
 
-Frequencies follow `transformers.modeling_rope_utils`, in float32 as there. Linear scaling divides
-all of them by the factor. YaRN (arXiv:2309.00071) and Llama 3.1 divide low frequencies and leave
-high ones as they are. YaRN also multiplies the rotated queries and keys by an attention factor.
-Some families rotate only the first dimensions of a head. layers.py does the rotation.
+The embedding may be scaled to a context longer than the trained one. Frequencies follow
+`transformers.modeling_rope_utils`, in float32 as there. Linear scaling divides all frequencies by
+the factor. YaRN (arXiv:2309.00071) and Llama 3.1 divide low frequencies and do not change high
+ones. YaRN also multiplies the rotated queries and keys by an attention factor. Some families rotate
+only the first dimensions of a head. layers.py applies the rotation.
 """
 
 import math
@@ -23,22 +24,23 @@ TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary embedding, and how it is scaled.
+    """The settings of a rotary embedding.
 
     Attributes:
-        theta: The base of the wavelengths.
-        rope_type: One of TYPES. "dynamic" equals "default" in rows of up to max_position_embeddings
-            tokens; longer rows are refused.
-        factor: How many times longer the context becomes. 1 in types that do not scale.
-        attention_factor: The factor of YaRN for rotated queries and keys. 1 in other types.
-        blended: The range in which frequencies change from undivided to divided: for YaRN the first
-            and last index, for Llama 3.1 the lowest and highest number of turns over the trained
-            context. None in other types.
-        trained: The tokens of the context before it was scaled, of YaRN and Llama 3.1. 0 in other
-            types.
-        share: The share of the dimensions of a head, from the first one on, that are rotated.
-        attn_factor: A factor that vLLM reads in configurations with YaRN. It is ignored here, as in
-            transformers. None if there is none.
+        theta: Base of the wavelengths.
+        rope_type: Type of the scaling, one of TYPES. "dynamic" equals "default" in rows of up to
+            max_position_embeddings tokens; longer rows are refused.
+        factor: Length of the scaled context relative to the trained one. 1 for types without
+            scaling.
+        attention_factor: Factor for rotated queries and keys with YaRN. 1 for other types.
+        blended: Range in which frequencies change from undivided to divided. With YaRN, the first
+            and last index of frequencies; with Llama 3.1, the lowest and highest number of turns
+            over the trained context. None for other types.
+        trained: Length of the context before scaling in tokens, with YaRN and Llama 3.1. 0 for
+            other types.
+        share: Share of the dimensions of a head that are rotated, from the first one on.
+        attn_factor: Factor that vLLM reads in configurations with YaRN, and that is ignored here,
+            as in transformers. None if there is none.
     """
 
     theta: float
@@ -83,11 +85,11 @@ class Rope:
 
     @property
     def extended_length(self) -> int:
-        """Returns the tokens of the context that YaRN extends; 0 in other types.
+        """The length of the context that YaRN extends, in tokens; 0 for other types.
 
-        Model cards say to add YaRN to a config.json without changing its max_position_embeddings.
-        With "llama3", that field has the length of the extended context, which may be less than
-        factor times the trained one, as in Llama 3.2.
+        Model cards recommend to add YaRN to a config.json without changing its
+        max_position_embeddings. With "llama3", that field contains the length of the extended
+        context, which may be less than the factor times the trained length, as in Llama 3.2.
         """
         return int(self.factor * self.trained) if self.rope_type == "yarn" else 0
 
@@ -102,30 +104,32 @@ class Rope:
         """
         head_dim = int(head_dim * self.share)
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-        # NumPy's float32 power is wrong in the last bit, and late positions multiply its error.
+        # Powers are computed in float64, because NumPy's float32 power is wrong in the last bit,
+        # and large positions multiply the error.
         plain = 1 / (self.theta ** exponents.astype(np.float64)).astype(np.float32)
-        stretched = plain / np.float32(self.factor)
+        divided = plain / np.float32(self.factor)
         if self.blended is None:
-            return stretched
+            return divided
         first, last = self.blended
-        left: np.ndarray
+        undivided_share: np.ndarray
         if self.rope_type == "llama3":
             turns = np.float32(self.trained / (2 * math.pi)) * plain
-            left = (turns - first) / (last - first)
+            undivided_share = (turns - first) / (last - first)
         else:
-            left = 1 - (np.arange(head_dim // 2, dtype=np.float32) - first) / (last - first)
-        left = np.clip(left, 0, 1)
-        return stretched * (1 - left) + plain * left
+            indices = np.arange(head_dim // 2, dtype=np.float32)
+            undivided_share = 1 - (indices - first) / (last - first)
+        undivided_share = np.clip(undivided_share, 0, 1)
+        return divided * (1 - undivided_share) + plain * undivided_share
 
 
 def check_rope(section: dict[str, Any], source: str) -> None:
     """Rejects RoPE settings for which transformers gives no clear error.
 
-    It also deletes original lengths that are null, because transformers can read a missing length
-    but not a null.
+    This function also deletes original lengths that are null, because transformers can read a
+    missing length but not a null.
 
     Args:
-        section: The contents of config.json, or of its text_config. It is changed.
+        section: The contents of config.json, or of its text_config. They are changed.
         source: The path of config.json, for messages.
 
     Raises:
@@ -134,7 +138,7 @@ def check_rope(section: dict[str, Any], source: str) -> None:
     rope = section.get("rope_scaling") or section.get("rope_parameters")
     scaled = rope if isinstance(rope, dict) else {}
     if _rope_type(scaled, source) not in ("llama3", "yarn"):
-        return  # the others have no use for an original length
+        return  # other types do not use an original length
     for fields in (section, scaled):
         if fields.get(TRAINED) is not None:
             positive_field(fields, TRAINED, source)
@@ -151,16 +155,16 @@ def positive_field(fields: Mapping[str, Any], field: str, source: str) -> float:
         source: The path of the configuration's file, for the message.
 
     Raises:
-        InputError: The value is not a number above 0 that float32 can hold.
+        InputError: The field is missing, or is no positive number within the range of float32.
     """
-    value: Any = fields.get(field)
-    if type(value) not in (int, float) or not 0 < value <= LARGEST:
-        raise InputError(f"{source}: {field} must be a positive number, found {value!r}")
-    return float(value)
+    number: Any = fields.get(field)
+    if type(number) not in (int, float) or not 0 < number <= LARGEST:
+        raise InputError(f"{source}: {field} must be a positive number, found {number!r}")
+    return float(number)
 
 
 def _rope_type(rope: Mapping[str, Any], source: str) -> str:
-    """Returns one of TYPES. "mrope" is "default", because both rotate text in the same way."""
+    """Returns the type, one of TYPES. "mrope" becomes "default", which is the same for text."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "mrope":
         return "default"
@@ -172,7 +176,7 @@ def _rope_type(rope: Mapping[str, Any], source: str) -> str:
 
 
 def _rotated_share(rope: Mapping[str, Any], head_dim: int, partial: bool, source: str) -> float:
-    """Returns the share of a head's dimensions that are rotated. Raises InputError."""
+    """Returns the share of a head's dimensions that are rotated, or raises InputError."""
     share = positive_field({"partial_rotary_factor": 1.0, **rope}, "partial_rotary_factor", source)
     if share != 1 and not partial:
         raise InputError(f"{source}: partial_rotary_factor {share!r} is not supported, only 1.0 is")
@@ -186,7 +190,7 @@ def _rotated_share(rope: Mapping[str, Any], head_dim: int, partial: bool, source
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> float:
-    """Returns YaRN's attention factor: the configured one, or otherwise what its paper suggests."""
+    """Returns YaRN's attention factor: as configured, or as the paper suggests."""
     if rope.get("attention_factor") is not None:
         return positive_field(rope, "attention_factor", source)
 
@@ -204,7 +208,7 @@ def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> fl
 def _llama3_turns(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
     """Returns the range in which Llama 3.1 blends frequencies, in turns over the trained context.
 
-    Frequencies below the range are divided by the factor, and those above it are left as they are.
+    Frequencies below the range are divided by the factor, and those above it are not changed.
     """
     low, high = (positive_field(rope, f"{name}_freq_factor", source) for name in ("low", "high"))
     if low >= high:
@@ -217,7 +221,7 @@ def _blended(
 ) -> tuple[float, float]:
     """Returns the range in which YaRN blends frequencies, as two indices.
 
-    Frequencies before the range are left as they are, and those after it are divided by the factor.
+    Frequencies before the range are not changed, and those after it are divided by the factor.
     """
 
     def with_turns(turns: float) -> float:
@@ -232,7 +236,7 @@ def _blended(
         first, last = map(with_turns, turns)
         if rope.get("truncate", True):
             first, last = math.floor(first), math.ceil(last)
-    except ArithmeticError:  # a theta of 1, or a beta next to 0
+    except ArithmeticError:  # if theta is 1, or a beta is almost 0
         raise InputError(f"{source}: no YaRN can be computed from {dict(rope)}") from None
     first, last = max(first, 0), min(last, head_dim - 1)
     return first, last + 0.001 * (first == last)

@@ -1,7 +1,7 @@
-"""Trials decide which kernels a run uses: the first candidates whose numbers are right.
+"""Chooses the kernels of a run: of each kind, the first candidate that is accurate.
 
 Before a run loads its weights, each candidate of the platform (kernels.py) computes small inputs,
-with sizes that one device has in the run, and is compared with the definition.
+with the sizes of one device in the run, and is compared with a function that defines the result.
 """
 
 import math
@@ -24,25 +24,27 @@ from activation_extraction.model.experts import Stacks, one_expert_after_the_oth
 from activation_extraction.model.kernels import candidates_for
 from activation_extraction.model.mesh import Layout
 
-# Dtype -> the largest `largest_error` that is allowed, of any token's value in any head, and of any
-# token's sum of experts. bfloat16 rounds two factors by at most 2**-9 each, which adds up to less
-# than 2**-7. float32 sums of some hundred products are accurate to 2**-18; products of TF32 or
-# bfloat16 are not accurate to 2**-14. One key too many or too few among n changes a value by about
-# 0.4 * n**-0.5, which is 2**-5 for the segments of a trial.
+# Dtype -> the largest value of `largest_error` that is allowed. A row is the output of a head for a
+# token, or the sum of a token's experts. bfloat16 rounds two factors by at most 2**-9 each, which
+# adds up to less than 2**-7. float32 sums of some hundred products are accurate to 2**-18; products
+# of TF32 or bfloat16 are not accurate to 2**-14. A kernel that sees one key too many or too few of
+# n keys changes a row by about 0.4 * n**-0.5, which is 2**-5 for the segments of a trial.
 TOLERANCE = {"bfloat16": 2.0**-6, "float32": 2.0**-15}
 ALIKE_MODULO = 128  # kernels treat rows alike if their lengths are equal modulo this number
-MOST_EXPERTS, MOST_KEY_HEADS = 4, 2  # in a trial
-DELTA_TOKENS = 300  # tokens per row of a delta rule: several chunks, the last one not whole
+MOST_EXPERTS, MOST_KEY_HEADS = 4, 2  # the largest numbers in a trial
+DELTA_TOKENS = (
+    300  # the tokens per row in a trial of the delta rule: several chunks and a part of one
+)
 
 
 class Trial(NamedTuple):
     """A computation in which a candidate is compared with its definition.
 
     Attributes:
-        definition: The function that defines the result.
-        arguments: The arguments of the candidate and of the definition, which gets floating-point
-            arrays in float32. Integers among them are fixed when the candidate is compiled.
-        counts: Which rows of the result count, bool.
+        definition: Function that defines the result.
+        arguments: Arguments of the candidate and of the definition. The definition gets
+            floating-point arrays in float32. Integers are fixed when the candidate is compiled.
+        counts: Mask of the rows of the result to compare, bool, with all axes but the last one.
     """
 
     definition: Callable[..., Any]
@@ -52,12 +54,12 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel that a run uses.
+    """The kernel that was chosen for a run.
 
     Attributes:
-        name: The name of the kernel.
-        function: The kernel.
-        passed_over: Name of an earlier candidate -> the reason why it is not used.
+        name: Name of the kernel.
+        function: Kernel.
+        passed_over: Name of an earlier candidate -> reason why it is not used.
     """
 
     name: str
@@ -65,19 +67,23 @@ class Choice:
     passed_over: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
+        """Returns the choice as it is stored in metadata.json."""
         return {"name": self.name, "passed_over": self.passed_over}
 
 
 def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> dict[str, Choice]:
-    """Returns the kernels of the run by fields of `Kernels`, and logs the outcome.
+    """Chooses the kernels of the run, and logs the choice.
 
-    Every host tries them on one of its devices.
+    Each host tries the candidates on its first device.
 
     Args:
         config: The configuration of the model.
         layout: The mesh.
-        length: The tokens per row.
+        length: The number of tokens per row.
         dtype: The dtype of the computation.
+
+    Returns:
+        The choice for each field of `Kernels` that the model needs.
 
     Raises:
         RunError: All candidates of a kind compute wrong numbers on this device.
@@ -90,8 +96,8 @@ def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> d
     candidates = candidates_for(jax.default_backend())
     tolerance = TOLERANCE[dtype.name]
     return {
-        kind: choose_kernel(kind, candidates[kind], of_kind, tolerance)
-        for kind, of_kind in trials.items()
+        kind: choose_kernel(kind, candidates[kind], make_trials, tolerance)
+        for kind, make_trials in trials.items()
     }
 
 
@@ -103,13 +109,13 @@ def choose_kernel(
 ) -> Choice:
     """Returns the first candidate that is accurate on the first device of this process.
 
-    A single candidate, as on the CPU, is not tried.
+    If there is only one candidate, as on the CPU, it is chosen without a trial.
 
     Args:
         kind: The field of `Kernels`, for messages.
         candidates: Name -> function, in the order of preference.
-        trials: Returns the trials.
-        tolerance: The largest `largest_error` that is allowed.
+        trials: A function that returns the trials.
+        tolerance: The largest value of `largest_error` that is allowed.
 
     Raises:
         RunError: None of several candidates is accurate, so the device computes wrong numbers.
@@ -134,41 +140,49 @@ def choose_kernel(
 
 
 def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> float:
-    """Returns the largest relative error of any row that counts.
+    """Returns the largest relative error of a row in several trials.
 
-    The relative error is the norm of the difference between the candidate's row and the row that
-    the definition computes in float32, divided by the norm of the latter. The definition is
-    computed on the CPU, if JAX has it: a GPU's compiler would try many programs for each of its
-    products first.
+    The relative error of a row is the norm of the difference between the candidate's row and the
+    row that the definition computes in float32, divided by the norm of the latter. The definition
+    is computed on the CPU if JAX has it, because a GPU's compiler would try many programs for each
+    of its products.
+
+    Args:
+        candidate: The kernel.
+        trials: The trials.
     """
-    errors, device = [], jax.local_devices()[0]
-    with suppress(RuntimeError):  # JAX_PLATFORMS leaves it out
+    errors = []
+    device = jax.local_devices()[0]
+    with suppress(RuntimeError):  # if JAX_PLATFORMS excludes the CPU
         device = jax.local_devices(backend="cpu")[0]
     for definition, arguments, counts in trials:
-        fixed = [number for number, x in enumerate(arguments) if isinstance(x, int)]
+        fixed = [number for number, argument in enumerate(arguments) if isinstance(argument, int)]
         computed = jax.jit(candidate, static_argnums=fixed)(*arguments)
         with jax.default_device(device):
-            exact = definition(*jax.tree.map(partial(_exactly, device), arguments))
-        rows, right = (np.asarray(x)[np.asarray(counts)].astype(float) for x in (computed, exact))
-        norms = np.linalg.norm(right, axis=-1)
-        norms[norms == 0] = 1  # a token without experts gets zeros
-        errors.append(np.max(np.linalg.norm(rows - right, axis=-1) / norms))
+            exact = definition(*jax.tree.map(partial(_as_float32, device), arguments))
+        compared = np.asarray(counts)
+        rows = np.asarray(computed)[compared].astype(float)
+        exact_rows = np.asarray(exact)[compared].astype(float)
+        norms = np.linalg.norm(exact_rows, axis=-1)
+        norms[norms == 0] = 1  # the row of a token without experts is zeros
+        errors.append(np.max(np.linalg.norm(rows - exact_rows, axis=-1) / norms))
     return float(np.max(errors))
 
 
-def _exactly(device: jax.Device, x: Any) -> Any:
-    if not isinstance(x, Array):
-        return x
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    return jax.device_put(x.astype(jnp.float32) if is_float else x, device)
+def _as_float32(device: jax.Device, argument: Any) -> Any:
+    """Puts an argument on a device, floating-point arrays in float32; leaves integers as such."""
+    if not isinstance(argument, Array):
+        return argument
+    is_float = jnp.issubdtype(argument.dtype, jnp.floating)
+    return jax.device_put(argument.astype(jnp.float32) if is_float else argument, device)
 
 
 def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> Iterator[Trial]:
     """Yields trials of attention, with and without the window if the model has one.
 
-    If devices share the queries of a row, there is a trial for the queries of every device. Rows
-    are shortened to a length that kernels treat alike, and the window so far that it hides some
-    keys. See `try_kernels` for the arguments.
+    If devices share the queries of a row, there is a trial for the queries of each device. Long
+    rows are replaced by shorter ones that kernels treat alike, and the window is made so short that
+    it hides some keys. See `try_kernels` for the arguments.
     """
     parts, model = layout.size("query"), layout.size("model")
     queries = length // parts
@@ -176,7 +190,7 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
         queries = 2 * ALIKE_MODULO + queries % ALIKE_MODULO
     keys, size = queries * parts, config.head_dim
     normal, segments = partial(_normal, np.random.default_rng(0), dtype, 2, keys), _segments(keys)
-    # The scores spread so little that every key counts.
+    # The scores are scaled to a narrow range, so that all keys contribute to the result.
     q = normal(config.num_attention_heads // model, size, scale=size**-0.5)
     k, v = (normal(config.num_key_value_heads // model, size) for _ in range(2))
     windows: list[tuple[int, ...]] = [()]
@@ -192,10 +206,10 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
 
 
 def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
-    """Yields a trial of experts, in the second of two layers.
+    """Yields a trial of the experts of a layer, the second of two layers.
 
-    One expert has no rows, some experts have several tiles, and some tokens have no expert. See
-    `try_kernels` for the arguments.
+    One expert has no rows, the rows of some experts fill several tiles, and some tokens have no
+    expert. See `try_kernels` for the arguments.
     """
     sizes = config.experts.count, config.hidden_size, config.experts.width
     experts, hidden, width = layout.shard_shape(("experts", "hidden", "mlp"), sizes)
@@ -216,7 +230,7 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
 def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
     """Yields a trial of the gated delta rule.
 
-    Rows end within chunks, and heads forget at different speeds. See `try_kernels` for the
+    Samples end within chunks, and heads forget at different rates. See `try_kernels` for the
     arguments.
     """
     delta, segments = config.delta, _segments(DELTA_TOKENS)
@@ -236,7 +250,7 @@ def _normal(rng: np.random.Generator, dtype: Any, *shape: int, scale: float = 1)
 
 
 def _segments(length: int) -> Array:
-    """Returns the segments of two rows of three samples, the second ending in padding: (2, T)."""
+    """Returns segments (2, T) of two rows with three samples each, the second one padded."""
     segments = np.ones((2, length), np.int32)
     segments[:, length // 3 :], segments[:, length // 2 :] = 2, 3
     segments[1, length - length // 5 :] = 0
