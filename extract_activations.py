@@ -57,6 +57,7 @@ from activation_extraction.run.hosts import (
 )
 from activation_extraction.run.prepare import Run, prepare, step_request
 from activation_extraction.run.recompute import load_for_recomputing
+from activation_extraction.run.reread import load_text
 from activation_extraction.run.summary import (
     how_to_continue,
     list_hooks,
@@ -84,6 +85,8 @@ def carry_out(config: Config) -> int:
         return show_hooks(config)
     if config.planning.plan is not None:
         return print_estimate(config)
+    if config.looking.export is not None:
+        return look(config, load_text=partial(load_text, config))
     return recompute_some(config) if config.looking.requested else extract(config)
 
 

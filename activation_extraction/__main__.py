@@ -79,7 +79,7 @@ def _carry_out(config: "Config") -> int:
     hosts = config.hosts
     host = hosts.host_id if hosts.multihost else 0
     start_logging(config.verbose, hosts.machine_id, host)
-    if config.looking.requested and not config.looking.verify_samples:
+    if config.looking.requested and not config.looking.needs_model:
         from activation_extraction.inspect.look import look
 
         return look(config)

@@ -773,9 +773,11 @@ class LookingOptions:
         "activations of SAELens. speculators, specforge: for training EAGLE-3 draft models, a file "
         "for each sample, in which the kept column loss_mask or the roles make the mask of the "
         "loss. delphi: the cache of codes from which delphi explains features, without codes of at "
-        "most 1e-5 and without the last tokens of a sample that do not fill a row of 64. "
-        "--hook_names chooses hooks (all without it). The command prints how many tokens and codes "
-        "it leaves out",
+        "most 1e-5 and without the last tokens of a sample that do not fill a row of 64. nla: for "
+        "natural language autoencoders, a Parquet file with each stored token of one hook "
+        "blocks.K.hook_resid_post and the text before it; unless the run stores all tokens, its "
+        "data is read again (from --dataset_path if it has moved). --hook_names chooses hooks (all "
+        "without it). The command prints how many tokens and codes it leaves out",
         needs="export_dir",
         choices=EXPORTS,
     )
@@ -791,6 +793,11 @@ class LookingOptions:
         """Whether to look at what is stored instead of extracting."""
         reports = self.report is not None or self.export is not None
         return self.status or self.verify or reports
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether looking needs the model, to recompute samples, or its tokenizer, for texts."""
+        return self.verify_samples > 0 or self.export == "nla"
 
 
 def content_flags(options: Any) -> dict[str, Any]:

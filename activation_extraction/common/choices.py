@@ -5,7 +5,8 @@ DEFAULT_LAYERS = range(10, 24)  # clipped to the model's depth
 DEFAULT_TOP_LOGITS = 10  # the number of most likely next tokens that `logits.top_ids` contains
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "model")
 SHARD_FORMATS = ("pickle", "safetensors")
-EXPORTS = ("sae_lens", "speculators", "specforge", "delphi")  # inspect/trainer_files.py writes them
+# The forms of --export, which inspect/trainer_files.py lists.
+EXPORTS = ("sae_lens", "speculators", "specforge", "delphi", "nla")
 # Columns of all tables of samples. A run may add up to MAX_COLUMNS columns of the data set.
 SAMPLE_COLUMNS = ("sample_idx", "tokens", "doc_id", "row", "cut", "text_preview")
 MAX_COLUMNS = 64

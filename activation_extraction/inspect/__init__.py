@@ -10,6 +10,7 @@
     trainer_files.py   the export forms (one for each value of --export), and SAELens's files
     draft_files.py     the files of the trainers of draft models: speculators and SpecForge
     latent_files.py    the files of delphi, which explains features
+    nla_files.py       the files of natural language autoencoders, with the text before each token
     arrow_files.py     writes the Arrow folders that `datasets.load_from_disk` reads
     exported.py        the counts of what an export wrote and left out
 

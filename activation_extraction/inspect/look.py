@@ -5,7 +5,7 @@ from typing import Any
 
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError
-from activation_extraction.inspect.export import export
+from activation_extraction.inspect.export import LoadText, export
 from activation_extraction.inspect.report import show_report
 from activation_extraction.inspect.status import show_status
 from activation_extraction.inspect.verify import verify
@@ -16,13 +16,19 @@ from activation_extraction.store.folder import UPLOAD_TIMEOUT, Folder, FolderErr
 STATUS_PATIENCE = 20.0
 
 
-def look(config: Config, load: Callable[[dict[str, Any]], Recompute] | None = None) -> int:
+def look(
+    config: Config,
+    load: Callable[[dict[str, Any]], Recompute] | None = None,
+    load_text: LoadText | None = None,
+) -> int:
     """Looks at a stored run as the flag asks: --status, --report, --export, or else --verify.
 
     Args:
         config: The configuration, which contains one of the four flags.
         load: A function that loads the model for --verify; see `verify`. None to recompute no
             samples.
+        load_text: A function that loads the text of the run for --export; see `export`. None if the
+            flag needs no text.
 
     Returns:
         The exit status: 1 if --status or --verify found a problem, otherwise 0.
@@ -43,7 +49,8 @@ def look(config: Config, load: Callable[[dict[str, Any]], Recompute] | None = No
         if looking.report is not None:
             return show_report(root, looking.report)
         if looking.export is not None and looking.export_dir is not None:
-            export(root, looking.export, looking.export_dir, config.hooks.hook_names)
+            patterns = config.hooks.hook_names
+            export(root, looking.export, looking.export_dir, patterns, load_text)
             return 0
         return verify(root, load, looking.verify_samples)
     except FolderError as error:

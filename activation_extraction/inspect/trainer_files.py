@@ -1,10 +1,12 @@
 """Lists the export forms, and writes the files of SAELens.
 
 An export form is one value of --export: the files that one other program reads. draft_files.py
-writes the files for trainers of draft models, and latent_files.py those of delphi. Optional
-packages are imported inside the functions that need them.
+writes the files for trainers of draft models, latent_files.py those of delphi, and nla_files.py
+those of natural language autoencoders. Optional packages are imported inside the functions that
+need them.
 """
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +24,11 @@ from activation_extraction.inspect.draft_files import (
 )
 from activation_extraction.inspect.exported import Exported
 from activation_extraction.inspect.latent_files import ROW, write_delphi
+from activation_extraction.inspect.nla_files import FILE, STREAM, write_nla
 
 # A function that writes the files of a form. Its arguments are the folder of the export, which has
-# an empty folder for each hook unless the form is for draft models; the run; the names of the hooks
-# to export; and all tokens of the run in chunks, of which all but the last have a multiple of the
+# an empty folder for each hook if the form has `hook_folders`; the run; the names of the hooks to
+# export; and all tokens of the run in chunks, of which all but the last have a multiple of the
 # form's `row` tokens.
 Write = Callable[[Path, ActivationDataset, Sequence[str], Iterable[TokenBatch]], Exported]
 
@@ -37,30 +40,38 @@ class ExportForm(NamedTuple):
         library: The package that is needed to write the files.
         write: The function that writes the files; see Write.
         read_with: The lines of Python or shell that read the files, a template for `str.format`
-            with these fields: `folder`, `hook` (the first hook), `path` (its folder) and `row`. In
-            forms for draft models also, quoted for a shell: `quoted_folder`, `model` (the path of
-            the model), `layers` (the numbers of all exported hidden states but the last, as
-            transformers counts them) and `config` (from specforge_config).
+            with these fields: `folder`, `hook` (the first hook), `path` (its folder), `row` and,
+            quoted for a shell, `quoted_folder`. In forms for draft models also, quoted for a shell:
+            `model` (the path of the model), `layers` (the numbers of all exported hidden states but
+            the last, as transformers counts them) and `config` (from specforge_config).
         row: The number of tokens in a row of the files. Tokens that do not fill a row are left out.
-        has_bfloat16: Whether the files can contain bfloat16; otherwise float32 is written instead.
+        widened: The dtypes that the files cannot contain; float32 is written instead.
         takes_codes: Whether the form takes codes instead of activations. Such a form needs all
             tokens of the samples.
         streams: Globs of the hooks that a form for draft models takes; empty for other forms. A
             form for draft models needs all tokens of the samples.
+        text_hook: The pattern of the one hook that a form takes whose files contain the text before
+            each token; None for other forms. Its chunks have the columns that write_nla needs.
     """
 
     library: str
     write: Write
     read_with: str
     row: int = 1
-    has_bfloat16: bool = True
+    widened: tuple[str, ...] = ()
     takes_codes: bool = False
     streams: tuple[str, ...] = ()
+    text_hook: re.Pattern[str] | None = None
+
+    @property
+    def hook_folders(self) -> bool:
+        """Whether each hook has a folder of its own."""
+        return not self.streams and self.text_hook is None
 
     def dtype_of(self, dataset: ActivationDataset, hook: str) -> np.dtype:
         """Returns the dtype of a hook's values in the files."""
         dtype = dataset.dtypes[hook]
-        return dtype if self.has_bfloat16 or dtype.name != "bfloat16" else np.dtype(np.float32)
+        return np.dtype(np.float32) if dtype.name in self.widened else dtype
 
     def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
         """Returns the largest number of bytes of a token at a hook, in memory or in the files."""
@@ -121,7 +132,7 @@ EXPORT_FORMS = {
         "LanguageModelSAERunnerConfig(..., hook_name={hook!r}, context_size={row}, "
         "use_cached_activations=True, cached_activations_path={path!r})",
         row=128,  # SAELens's default context_size
-        has_bfloat16=False,
+        widened=("bfloat16",),
     ),
     "speculators": ExportForm(
         "datasets",
@@ -142,5 +153,12 @@ EXPORT_FORMS = {
         "LatentDataset({folder!r}, SamplerConfig(), ConstructorConfig())",
         row=ROW,
         takes_codes=True,
+    ),
+    "nla": ExportForm(
+        "transformers",
+        write_nla,
+        f"python -m nla.datagen.stage1_split --base {{quoted_folder}}/{FILE} --output-dir FOLDER",
+        widened=("bfloat16", "float16"),
+        text_hook=STREAM,
     ),
 }

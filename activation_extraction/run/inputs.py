@@ -101,9 +101,12 @@ MODEL_INPUTS: tuple[Input[Forward], ...] = (
     Input("adapter", "lora_digest", _adapter_digest, LORA, LORA),
     Input("autoencoder", "autoencoder_digest", _autoencoder_digest, SAE, SAE),
 )
+TOKENIZER: Input[Text] = Input(
+    "tokenizer", "tokenizer_digest", _tokenizer_digest, MODEL_FLAGS, ("model_path", "lora")
+)
 # The inputs that decide the token ids. They are compared only before token ids are made again.
 TEXT_INPUTS: tuple[Input[Text], ...] = (
-    Input("tokenizer", "tokenizer_digest", _tokenizer_digest, MODEL_FLAGS, ("model_path", "lora")),
+    TOKENIZER,
     Input("chat template", "chat_template", _template_digest, TEMPLATE_FLAGS, TEMPLATE_PATHS),
     Input("data set", "data", lambda text: text.dataset.name, DATA_FLAGS, DATA_PATHS),
     Input("data set", "data_revision", lambda text: text.dataset.content, DATA_FLAGS, DATA_PATHS),
@@ -144,6 +147,20 @@ def check_text_inputs(text: Text, config: Config, identity: Identity) -> None:
             one.
     """
     _check_inputs(TEXT_INPUTS, text, config.values, identity)
+
+
+def check_tokenizer(text: Text, config: Config, identity: Identity) -> None:
+    """Raises InputError unless the tokenizer made the tokens of stored activations.
+
+    Args:
+        text: The text, whose data set is not opened.
+        config: The configuration that says where its inputs are now, for the message.
+        identity: The identity of the run that stored the activations.
+
+    Raises:
+        InputError: The tokenizer is another one.
+    """
+    _check_inputs((TOKENIZER,), text, config.values, identity)
 
 
 def _check_inputs(

@@ -4,6 +4,7 @@ Recomputing a token, or showing the text before it, needs all earlier tokens of 
 with --positions, --roles or a similar flag does not store all of them. All tokens of the sample are
 made again from the data set, starting at a mark before the sample, and the kept ones are compared
 with the stored tokens. inputs.py checks that tokenizer, chat template and data are still the same.
+To show a text, the tokenizer of the run decodes token ids.
 """
 
 import json
@@ -15,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from activation_extraction.cli.flags import Config
+from activation_extraction.cli.flags import Config, ModelOptions
 from activation_extraction.model.repository import Repository
 from activation_extraction.model.repository_files import ADAPTER
 from activation_extraction.run.host_text import Text
-from activation_extraction.run.inputs import check_text_inputs
+from activation_extraction.run.inputs import check_text_inputs, check_tokenizer
 from activation_extraction.run.prepare import recorded_commit
-from activation_extraction.store.chosen_samples import Reread, StoredTokens
+from activation_extraction.run.tokenizer_choice import choose_tokenizer
+from activation_extraction.store.chosen_samples import Reread, RunText, StoredTokens
 from activation_extraction.store.run_log import METADATA, identity_of
 from activation_extraction.text.batch import Sample
 from activation_extraction.text.samples import samples
@@ -77,6 +79,59 @@ def load_for_rereading(
             message names the flag and the input: the tokenizer, the chat template, the data set or
             the file.
     """
+    text, present = _text_of_run(metadata, model, adapter, dataset_path)
+    check_text_inputs(text, present, identity_of(metadata, METADATA))
+    return partial(_read_again, text)
+
+
+def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
+    """Loads the tokenizer of a stored run, and opens its data set if tokens are to be read again.
+
+    Args:
+        config: The configuration. Its model, adapter and path of the data set are used if the flags
+            name them, otherwise those that the run recorded.
+        metadata: The content of metadata.json of one of the run's hosts.
+
+    Returns:
+        The text of the run. The data set is opened only if the run does not store all tokens.
+
+    Raises:
+        InputError: An input cannot be read, or is not the one that the stored tokens came from. The
+            message names the flag and the input.
+    """
+    identity = identity_of(metadata, METADATA)
+    model, adapter = recorded_repositories(metadata)
+    if config.model.model_path != ModelOptions.model_path:
+        model = Repository(config.model.model_path, config.model.model_revision)
+    if config.model.lora is not None:
+        adapter = Repository(config.model.lora, kind=ADAPTER)
+    text, present = _text_of_run(metadata, model, adapter, config.text.dataset_path)
+    reread: Reread | None = None
+    if identity.every_token:
+        check_tokenizer(text, present, identity)
+    else:
+        check_text_inputs(text, present, identity)
+        reread = partial(_read_again, text)
+    # If the data set has token ids, the text has no tokenizer.
+    tokenizer = text.chosen_tokenizer or choose_tokenizer(model, adapter, text.vocabulary)
+
+    def decode(token_ids: np.ndarray) -> str:
+        decoded: str = tokenizer.pretrained.decode(token_ids.tolist(), skip_special_tokens=True)
+        return decoded
+
+    return RunText(decode, reread)
+
+
+def _text_of_run(
+    metadata: Mapping[str, Any],
+    model: Repository,
+    adapter: Repository | None,
+    dataset_path: str | None,
+) -> tuple[Text, Config]:
+    """Returns the text of a stored run, and the configuration that names its present inputs.
+
+    `load_for_rereading` describes the arguments. No input is opened yet.
+    """
     identity = identity_of(metadata, METADATA)
     recorded = Config.from_json(metadata.get("configuration", {}))
     options = recorded.text
@@ -91,8 +146,7 @@ def load_for_rereading(
     present = replace(
         recorded, model=replace(recorded.model, model_path=model.path, lora=lora), text=options
     )
-    check_text_inputs(text, present, identity)
-    return partial(_read_again, text)
+    return text, present
 
 
 def _read_again(text: Text, stored: Sequence[StoredTokens]) -> list[np.ndarray | str]:

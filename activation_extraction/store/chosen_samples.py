@@ -2,8 +2,8 @@
 
 --verify chooses samples, compares them with what a `Recompute` returns, and so finds values that
 no longer follow from the model and the text. A `Reread` returns the token ids that a run did not
-store. Both need the model or the text of the run, which this room does not know: run/recompute.py
-and run/reread.py make them.
+store, and a `RunText` also decodes token ids. They need the model or the text of the run, which
+this room does not know: run/recompute.py and run/reread.py make them.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,6 +56,20 @@ class Reread(Protocol):
             gives other tokens than those that are stored. A sample that --max_tokens had cut is
             whole here.
         """
+
+
+@dataclass(frozen=True)
+class RunText:
+    """The text of a stored run.
+
+    Attributes:
+        decode: A function that returns the text of token ids, int32 (tokens,), without special
+            tokens.
+        reread: A function that reads samples again. None if the run stores all tokens.
+    """
+
+    decode: Callable[[np.ndarray], str]
+    reread: Reread | None
 
 
 @dataclass(frozen=True)
