@@ -68,7 +68,7 @@ NO_DATE = """\
 
 @dataclass(frozen=True)
 class MessagesColumn:
-    """Reads the messages of a column, with the tools of a column `tools`.
+    """Reads conversations: messages from a column, and tools from the column `tools` if present.
 
     Attributes:
         name: The name of the column of messages.

@@ -2,8 +2,8 @@
 
 A source is a file, a folder with its subfolders, or a glob, on this machine or at a URL. All files
 of a data set are of one kind, by their names; file_rows.py declares the kinds and reads the files.
-What would store wrong rows without a word is refused: several splits, Delta tables, a file that is
-listed twice.
+Sources from which wrong rows would be stored silently are rejected: several splits, Delta tables, a
+file that is listed twice.
 """
 
 import json
@@ -92,7 +92,7 @@ def list_files(path: str) -> list[DataFile]:
 
 
 def is_path(source: str) -> bool:
-    """Returns whether a source is one of files, by its form, and not the name of a hub data set."""
+    """Returns whether a source of --mix is a path, a glob or a URL, not a name on the hub."""
     if "://" in source or source.startswith(("/", ".")):
         return True
     if any(character in source for character in WILDCARDS):
@@ -101,10 +101,13 @@ def is_path(source: str) -> bool:
 
 
 def refuse_repeated(files: Iterable[DataFile]) -> None:
-    """Checks that no file is listed twice, not even by two paths: its rows would be stored twice.
+    """Checks that no file is listed twice, even by different paths, which would store rows twice.
+
+    Args:
+        files: The files of one or several data sets.
 
     Raises:
-        InputError: If one is.
+        InputError: If a file is listed twice.
     """
     urls: dict[str, str] = {}  # the file itself, without links -> the path that lists it
     for file in files:
@@ -120,7 +123,11 @@ def refuse_repeated(files: Iterable[DataFile]) -> None:
 
 @contextmanager
 def as_input_errors(path: str) -> Iterator[None]:
-    """Turns any error of a file system inside the block into an InputError that names the path."""
+    """Turns all errors in a `with` block, such as those of a file system, into an InputError.
+
+    Args:
+        path: The value of --dataset_path, or a file, which the message names.
+    """
     try:
         yield
     except InputError:
@@ -140,7 +147,8 @@ def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
         root: The path of the folder, or the glob, in the file system.
 
     Returns:
-        The sorted paths of the data files, and the folder that their names are relative to.
+        The paths of the data files, sorted.
+        The folder to which the names of the files are relative.
     """
     is_glob = any(character in root for character in WILDCARDS) and not fs.exists(root)
     if is_glob:
@@ -200,9 +208,9 @@ def _select(path: str, fs: Any, root: str, paths: Sequence[str]) -> tuple[list[s
         paths: The sorted paths of all files.
 
     Returns:
-        The paths of the data files, and in words how many other files there are and why they are
-        left out. Files that `datasets` writes beside its data, and hidden files that are not data,
-        are not counted.
+        The paths of the data files.
+        The numbers of other files and the reasons why they are left out, in words. Files that
+        `datasets` writes beside its data, and hidden files that are not data, are not counted.
 
     Raises:
         InputError: If there are several kinds or saved splits.
@@ -259,10 +267,16 @@ def _is_hidden(name: str, root: str) -> bool:
 
 
 def _refuse_delta_table(path: str, fs: Any, folder: str, paths: Sequence[str]) -> None:
-    """Checks that no folder is a Delta table, in which there are files that the table deleted.
+    """Checks that no folder is a Delta table, which may contain files with deleted rows.
+
+    Args:
+        path: Value of the flag, for messages.
+        fs: The file system of fsspec.
+        folder: The path of the folder of the source in the file system.
+        paths: The paths of all files.
 
     Raises:
-        InputError: If one is.
+        InputError: If a folder is a Delta table.
     """
     tables = {name.partition(f"/{DELTA_LOG}/")[0] for name in paths if f"/{DELTA_LOG}/" in name}
     # A glob may match the data and not the log.
@@ -302,7 +316,7 @@ def _files_in_state(fs: Any, folder: str) -> set[str] | None:
 
 
 def _refuse_saved_splits(path: str, paths: Sequence[str], arrow: Sequence[str]) -> None:
-    """Checks that no folder holds several splits that `datasets` saved: they are not one data set.
+    """Checks that no folder contains several splits of a data set that `datasets` saved.
 
     Args:
         path: Value of the flag, for messages.
@@ -310,7 +324,7 @@ def _refuse_saved_splits(path: str, paths: Sequence[str], arrow: Sequence[str]) 
         arrow: The paths of the Arrow files among them.
 
     Raises:
-        InputError: If one does.
+        InputError: If a folder contains several splits.
     """
     for name in paths:
         if os.path.basename(name) != SPLITS:
@@ -327,7 +341,12 @@ def _refuse_saved_splits(path: str, paths: Sequence[str], arrow: Sequence[str]) 
 
 
 def _refuse_named_splits(path: str, root: str, data: Sequence[str]) -> None:
-    """Checks that the names of the data files in a folder do not name several splits.
+    """Checks that the data files of a folder do not belong to several splits by their names.
+
+    Args:
+        path: Value of the flag, for messages.
+        root: The path of the folder in the file system.
+        data: The paths of the data files.
 
     Raises:
         InputError: If they do.
