@@ -116,8 +116,8 @@ def failure_of_obstore(error: Exception) -> Failure:
     obstore prints the answer twice: within a sentence, and as a Rust structure with one field per
     line, whose strings are escaped. Only lines of the structure are read, each from its beginning.
     """
-    _, found, details = str(error).rpartition(DETAILS)
-    if not found:
+    _, separator, details = str(error).rpartition(DETAILS)
+    if not separator:
         details = ""
     answer = re.search(
         r'^ *inner: Status {\n *status: (\d+),\n *body: (?:None|Some\(\n *"(.*)",\n *\)),$',
@@ -166,8 +166,10 @@ def _of_answer(status: int, body: str) -> Failure:
 
 
 def _code_and_message(body: str) -> tuple[str, str]:
-    """Returns the code and the message of an answer in XML, or in JSON as servers of credentials
-    send it; "" for what it lacks."""
+    """Returns the code and the message of an answer, "" for one that the answer lacks.
+
+    The answer is XML, or JSON if a server of credentials sent it.
+    """
     with suppress(ValueError):
         content = json.loads(body)
         if isinstance(content, dict):
@@ -177,7 +179,10 @@ def _code_and_message(body: str) -> tuple[str, str]:
 
 
 def _sentence(code: str, message: str) -> str:
-    """Returns a code and the first line of a message: Azure adds an id and the time to it."""
+    """Returns a code and a message as one line.
+
+    Only the first line of the message counts, because Azure adds lines with an id and the time.
+    """
     first = next(iter(message.strip().splitlines()), "")
     return ": ".join(" ".join(part.split()) for part in (code, first) if part.strip())
 
@@ -214,8 +219,10 @@ def _asks_for_credentials(details: str) -> bool:
     if address is None:
         return False
     server = urlsplit(address[1]).netloc
-    given = (urlsplit(os.environ.get(name, "")).netloc for name in CREDENTIAL_ADDRESSES)
-    return server.startswith("169.254.") or server in given
+    credential_servers = {
+        urlsplit(os.environ.get(name, "")).netloc for name in CREDENTIAL_ADDRESSES
+    }
+    return server.startswith("169.254.") or server in credential_servers
 
 
 def _has(details: str, line: str) -> bool:
@@ -223,7 +230,7 @@ def _has(details: str, line: str) -> bool:
 
 
 def _unescaped(text: str) -> str:
-    """Returns a string of which Rust has printed the escaped form."""
+    """Returns the string whose escaped form Rust has printed."""
     plain = {"n": "\n", "r": "\r", "t": "\t", "0": "\0"}
 
     def character(escape: re.Match[str]) -> str:

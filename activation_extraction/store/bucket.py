@@ -73,18 +73,18 @@ class Bucket:
 
     def entries(self) -> dict[str, FileEntry | None]:
         prefix = self._prefix or None
-        found = self._ask(lambda: obstore.list_with_delimiter(self._store(0), prefix))
+        listing = self._ask(lambda: obstore.list_with_delimiter(self._store(0), prefix))
         files = {
             _last(entry["path"]): FileEntry(entry["size"], _tag(entry["e_tag"]))
-            for entry in found["objects"]
-            if entry["path"] != self._prefix  # what consoles leave in an empty folder
+            for entry in listing["objects"]
+            if entry["path"] != self._prefix  # the object that consoles create for an empty folder
         }
-        return {**dict.fromkeys(map(_last, found["common_prefixes"])), **files}
+        return {**dict.fromkeys(map(_last, listing["common_prefixes"])), **files}
 
     def head(self, name: str) -> FileEntry | None:
         with suppress(FileNotFoundError):
-            found = self._ask(lambda: obstore.head(self._store(0), self._key(name)))
-            return FileEntry(found["size"], self._version(found))
+            metadata = self._ask(lambda: obstore.head(self._store(0), self._key(name)))
+            return FileEntry(metadata["size"], self._version(metadata))
         return None
 
     def read(
@@ -102,12 +102,12 @@ class Bucket:
                 if failure_of_obstore(error).status == 416:  # the range begins past the end
                     return Bytes(b""), version
                 raise
-            found = self._version(answer.meta)
-            if version not in (None, found):  # S3 gateways ignore If-Match when they are read
+            current = self._version(answer.meta)
+            if version not in (None, current):  # S3 gateways ignore If-Match when they are read
                 raise ChangedError
             if span is None:
                 check_size(answer.meta["size"], most)
-            return answer.bytes(), found
+            return answer.bytes(), current
 
         with suppress(FileNotFoundError):
             return self._ask(get)

@@ -44,7 +44,10 @@ os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 
 class ForeignFolder:
-    """The folder at `url`. `LocalFolder` describes its methods; they raise any exception."""
+    """The folder at a URL that fsspec knows, which can be read but not written.
+
+    `LocalFolder` describes the methods. They may raise any exception.
+    """
 
     largest = None
 
@@ -58,15 +61,14 @@ class ForeignFolder:
     def entries(self) -> dict[str, FileEntry | None]:
         self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(self._path, detail=True)
+            listing = self._fs.ls(self._path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        return {
-            str(each["name"]).rstrip("/").rpartition("/")[2]: FileEntry(int(each["size"]))
-            if each["type"] == "file"
-            else None
-            for each in found
-        }
+        entries: dict[str, FileEntry | None] = {}
+        for info in listing:
+            name = str(info["name"]).rstrip("/").rpartition("/")[2]
+            entries[name] = FileEntry(int(info["size"])) if info["type"] == "file" else None
+        return entries
 
     def head(self, name: str) -> FileEntry | None:
         with suppress(FileNotFoundError):
@@ -76,8 +78,8 @@ class ForeignFolder:
     def read(
         self, name: str, version: str | None, most: int | None, span: tuple[int, int] | None
     ) -> tuple[bytes, str | None] | None:
-        if most is not None and (found := self.head(name)) is not None:
-            check_size(found.size, most)
+        if most is not None and (entry := self.head(name)) is not None:
+            check_size(entry.size, most)
         start, stop = span or (None, None)
         # The hub's file system would read ahead, again for every range.
         no_cache = {"cache_type": "none"} if "hf" in self._fs.protocol else {}
@@ -116,8 +118,8 @@ class Folder:
         self.by_flag = f" ({flag})" if flag else ""
         self.retries = 0
         self._failing = False  # whether a request has failed since the last success
-        scheme, found, _ = self.given.partition("://")
-        self.local = not found or scheme in ("file", "local")
+        scheme, separator, _ = self.given.partition("://")
+        self.local = not separator or scheme in ("file", "local")
         try:
             self._files = self._open(scheme)
         except Exception as error:  # some file systems connect here, and raise any exception
@@ -144,8 +146,15 @@ class Folder:
         return self._files.largest
 
     def listing(self) -> dict[str, FileEntry | None]:
-        """Returns the content of the folder by name, sorted: the size and version of each file, and
-        None for a folder. Empty if this folder does not exist."""
+        """Lists the folder, sorted by name.
+
+        Returns:
+            The size and the version of each file by its name, and None for each folder in this one.
+            Empty if this folder does not exist.
+
+        Raises:
+            FolderError: The request failed.
+        """
         return dict(sorted(self._retry("listing", self._files.entries).items()))
 
     def files(self) -> dict[str, int]:
@@ -174,16 +183,30 @@ class Folder:
             FolderError: The request failed, or the file has more than `most` bytes, which is found
                 before it is read.
         """
-        found = self.read_with_version(name, version, most)
-        return found and found[0]
+        answer = self.read_with_version(name, version, most)
+        return answer and answer[0]
 
     def read_with_version(
         self, name: str, version: str | None = None, most: int | None = None
     ) -> tuple[bytes, str | None] | None:
-        """Reads a whole file as `read` does, and returns its content and its version; None if there
-        is no such file. The version is None if the store has no versions."""
-        found = self._read(name, version, most, None)
-        return found and (bytes(found[0]), found[1])
+        """Reads a whole file and its version.
+
+        Args:
+            name: Name of the file.
+            version: Version of the file to read. None for the current one.
+            most: Most bytes that the file may have. None for no limit.
+
+        Returns:
+            The content, and the version or None if the store has no versions. None instead of both
+            if there is no such file.
+
+        Raises:
+            ChangedError: The file has another version now.
+            FolderError: The request failed, or the file has more than `most` bytes, which is found
+                before it is read.
+        """
+        answer = self._read(name, version, most, None)
+        return answer and (bytes(answer[0]), answer[1])
 
     def read_range(
         self, name: str, start: int, stop: int, version: str | None = None
@@ -206,8 +229,8 @@ class Folder:
         """
         if stop <= start:
             return b""
-        found = self._read(name, version, None, (start, stop))
-        return found and found[0]
+        answer = self._read(name, version, None, (start, stop))
+        return answer and answer[0]
 
     def _read(self, name: str, *how: Any) -> tuple[Bytes | bytes, str | None] | None:
         return self._retry(f"reading {name}", lambda: self._files.read(name, *how))
@@ -278,9 +301,15 @@ class Folder:
         return True
 
     def check_conditions(self) -> None:
-        """Writes a tiny file and deletes it again. Raises InputError if the store ignores what a
-        write is conditional on, because two processes could then write the same file, or if a read
-        does not give the version that the next write must be conditional on."""
+        """Checks that the store obeys conditions on writes, with a tiny file that it then deletes.
+
+        In a store that ignores them, two processes could write the same file.
+
+        Raises:
+            InputError: The store ignores the condition on a write, or reads give another version
+                of a file than the write did, so that no condition on it could hold.
+            FolderError: A request failed.
+        """
         name = f".write_test_{uuid.uuid4().hex[:8]}"
         first = self.write(name, b"1", ANY)
         try:
@@ -315,19 +344,26 @@ class Folder:
         once: bool = False,
         patience: Patience | None = None,
     ) -> T:
-        """Returns the result of `action`, which is retried unless its failure is final. It warns
-        about a failure, but only once until a request succeeds.
+        """Calls `action`, again after each failure that may pass, and returns its result.
+
+        The first failure since the last success is a warning in the log; later ones are debug
+        messages, so that an outage does not flood the log.
 
         Args:
             request: The name of the request, for messages.
             action: One attempt.
             once: Whether a failure that may pass raises ChangedError at once.
-            patience: See `Attempts`.
+            patience: The time for all attempts; None to let it begin with the first failure.
+
+        Raises:
+            ChangedError: The file is not the version that the request is conditional on, or, with
+                `once`, the only attempt failed.
+            FolderError: A failure is final, or no time is left.
         """
         attempts = Attempts(self, request, patience)
         while True:
             try:
-                result = action()
+                answer = action()
             except (InputError, MemoryError):
                 raise
             except Exception as error:  # a file system or the network may raise any exception
@@ -348,7 +384,7 @@ class Folder:
                 attempts.failed(failure)
             else:
                 self._failing = False
-                return result
+                return answer
 
 
 class Attempts:
@@ -368,8 +404,14 @@ class Attempts:
         self._pause = FIRST_PAUSE
 
     def failed(self, reason: object) -> None:
-        """Waits before the next attempt, longer each time. Raises FolderError if there is no
-        patience left for another one."""
+        """Waits before the next attempt, longer each time.
+
+        Args:
+            reason: The reason why the last attempt failed, for the message.
+
+        Raises:
+            FolderError: No time is left for another attempt.
+        """
         folder, now = self._folder, time.monotonic()
         self._patience = patience = self._patience or Patience(folder.patience)
         if now + self._pause > patience.end:
@@ -383,7 +425,7 @@ class Attempts:
 
 
 class SourceFolder(Folder):
-    """A folder that others wrote, such as a model: from a bucket, too, it is read by fsspec."""
+    """A folder of input files, such as a model, which is read through fsspec even in a bucket."""
 
     def _open(self, scheme: str) -> LocalFolder | Bucket | ForeignFolder:
         return ForeignFolder(self.given)
@@ -401,13 +443,16 @@ def local_path(url: str) -> str:
 
 
 def failure_of(error: Exception) -> FolderError:
-    """Returns what an exception of a file system means, and whether it would come again."""
+    """Returns an exception of a file system as a FolderError.
+
+    The error is final if a second attempt would fail in the same way.
+    """
     code = str(getattr(error, "code", ""))
     status = int(code) if code.isdigit() else 0
     reason = f"{one_line(error) if status else reason_of(error):.200}"
     if status == 401:
         reason = f"the credentials are missing, invalid or have expired ({reason})"
     hopeless = FileNotFoundError | PermissionError | ValueError | TypeError | ImportError
-    forbidden = reason.startswith("Forbidden")  # so gcsfs says it
+    forbidden = reason.startswith("Forbidden")  # how gcsfs reports status 403
     refused = status != 0 and meaning_of(status) is not Meaning.MAY_PASS
     return FolderError(reason, isinstance(error, hopeless) or forbidden or refused)

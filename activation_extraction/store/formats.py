@@ -108,10 +108,11 @@ def with_comment(member: Sequence[bytes], comment: str) -> list[bytes]:
         member: The member, in pieces.
         comment: The comment. Gzip stores it in Latin-1; other characters become question marks.
     """
-    front, *rest = filter(None, member)
-    header, data = bytearray(front[:GZIP_HEADER]), front[GZIP_HEADER:]
+    first, *later = filter(None, member)
+    header = bytearray(first[:GZIP_HEADER])
     header[3] |= COMMENT
-    return [bytes(header), comment.encode("latin-1", "replace") + b"\0", data, *rest]
+    after_header = first[GZIP_HEADER:]
+    return [bytes(header), comment.encode("latin-1", "replace") + b"\0", after_header, *later]
 
 
 class Packed(NamedTuple):
@@ -160,9 +161,9 @@ class ShardFormat:
             written = chain.from_iterable(members)
         parts: list[bytes | memoryview] = []
         digest = hashlib.sha256()
-        for data in written:
-            digest.update(data)
-            parts.append(data)
+        for part in written:
+            digest.update(part)
+            parts.append(part)
         crcs = [
             reduce(lambda crc, piece: crc32c(piece, crc), block, 0)
             for block in blocks_of(map(memoryview, parts), MIB)
@@ -177,7 +178,7 @@ DTYPES = {np.dtype(code).name for code in NUMBER_TYPES}  # of values that are st
 PICKLE = ShardFormat(".pkl", pickle_pieces)
 GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, compressed=True)
 SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces)
-BY_SUFFIX = {each.suffix: each for each in (PICKLE, GZIP_PICKLE, SAFETENSORS)}
+BY_SUFFIX = {format_.suffix: format_ for format_ in (PICKLE, GZIP_PICKLE, SAFETENSORS)}
 SUFFIXES = "|".join(map(re.escape, BY_SUFFIX))
 SHARD_FILE = re.compile(rf"shard_{SHARD_NUMBER}({SUFFIXES})")
 

@@ -120,14 +120,20 @@ class HookValues(ABC):
     @property
     @abstractmethod
     def are_activations(self) -> bool:
-        """Whether the values are activations. Only these have norms that batches may limit, and can
-        be read in another dtype than `dtype`."""
+        """Whether the values are activations.
+
+        Only activations have norms that batches may limit, and can be read in another dtype than
+        `dtype`.
+        """
 
     @property
     @abstractmethod
     def is_array(self) -> bool:
-        """Whether the user's form is an array. Only arrays can be given by a program with a loop of
-        its own, and have sums in the statistics file of a shard."""
+        """Whether the user's form is an array.
+
+        Only arrays can be stored by a program with a loop of its own, and have sums in the
+        statistics file of a shard.
+        """
 
     @property
     @abstractmethod
@@ -254,8 +260,9 @@ class HookValues(ABC):
 
     @abstractmethod
     def expected_tensors(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
-        """Returns the dtype and the shape of the hook's tensors whose shape follows from the number
-        of tokens, by name.
+        """Returns the dtype and the shape of tensors of the hook, by name.
+
+        Only tensors whose shape follows from the number of tokens are contained.
 
         Args:
             tokens: The number of tokens in the shard.
@@ -343,8 +350,11 @@ class DenseValues(HookValues):
 
     @staticmethod
     def _has_loss(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Returns which tokens have a loss, bool (tokens,). A NaN elsewhere than at a first token
-        is an error that must stay visible."""
+        """Returns which tokens have a loss, bool (tokens,).
+
+        The first token of a document counts only if its loss is a number. Every other token counts,
+        because a NaN there is an error that must stay visible.
+        """
         return (positions != 0) | ~np.isnan(values).any(axis=1)
 
     def tensors(self, samples: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
@@ -399,8 +409,10 @@ class DenseValues(HookValues):
 
 @dataclass(frozen=True)
 class Float8Values(HookValues):
-    """Activations in one byte per value (common/encodings.py): two tensors, `NAME` with the values,
-    e4m3, and `NAME.scale` with a scale for each token, float32 (tokens, 1). Pickles have none.
+    """Activations in one byte per value (common/encodings.py), which only safetensors can store.
+
+    Two tensors hold them: `NAME` the values, e4m3 (tokens, width), and `NAME.scale` the scale of
+    each token, float32 (tokens, 1).
     """
 
     stored_dtype: str = VALUES.name
@@ -599,8 +611,10 @@ class CodeValues(HookValues):
     def differences(
         self, stored: Codes, recomputed: Codes, positions: np.ndarray, tolerance: Tolerance
     ) -> Iterator[str]:
-        """Compares the features, the values of the features that both have, the norms, and the
-        errors of reconstruction."""
+        """Compares the features, norms and errors of reconstruction.
+
+        Values are compared for the features that both codes contain.
+        """
         before, now = (
             np.repeat(np.arange(len(codes)), np.diff(codes.indptr)) * self.width + codes.indices
             for codes in (stored, recomputed)

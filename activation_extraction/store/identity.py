@@ -123,8 +123,11 @@ class Identity:
 
     @property
     def from_dataset(self) -> bool:
-        """Whether the samples come from a data set, rather than from a program with a loop of its
-        own, which numbers its samples 0, 1, 2, ... and has no marks."""
+        """Whether the samples come from a data set.
+
+        Otherwise they come from a program with a loop of its own, which numbers its samples
+        0, 1, 2, ... and has no marks.
+        """
         return bool(self.data)
 
     @property
@@ -204,18 +207,18 @@ class Identity:
     def to_json(self) -> dict[str, Any]:
         """Returns the identity as metadata.json records it, a flat JSON object."""
         content: dict[str, Any] = {}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name in ("text", "storage"):
+        for attribute in fields(self):
+            value = getattr(self, attribute.name)
+            if attribute.name in ("text", "storage"):
                 for name, value_of_flag in content_flags(value).items():
                     content[name] = _flag_to_json(name, value_of_flag)
-            elif item.name == "worker":
+            elif attribute.name == "worker":
                 content["total_machines"] = value.machines
                 content["num_hosts"] = value.hosts
                 content["machine"] = value.machine
                 content["host"] = value.host
             else:
-                content[item.name] = [*value] if isinstance(value, tuple) else value
+                content[attribute.name] = [*value] if isinstance(value, tuple) else value
         return content
 
     @classmethod
@@ -230,15 +233,15 @@ class Identity:
         default = cls()
         recorded = {**default.to_json(), **content}
         values: dict[str, Any] = {}
-        for item in fields(cls):
-            if item.name in ("text", "storage"):
-                options = getattr(default, item.name)
+        for attribute in fields(cls):
+            if attribute.name in ("text", "storage"):
+                options = getattr(default, attribute.name)
                 flags = {
                     name: _flag_from_json(name, recorded.pop(name))
                     for name in content_flags(options)
                 }
-                values[item.name] = type(options)(**flags)
-            elif item.name == "worker":
+                values[attribute.name] = type(options)(**flags)
+            elif attribute.name == "worker":
                 values["worker"] = Worker(
                     machine=recorded.pop("machine"),
                     machines=recorded.pop("total_machines"),
@@ -246,8 +249,8 @@ class Identity:
                     hosts=recorded.pop("num_hosts"),
                 )
             else:
-                value = recorded.pop(item.name)
-                values[item.name] = tuple(value) if item.default == () else value
+                value = recorded.pop(attribute.name)
+                values[attribute.name] = tuple(value) if attribute.default == () else value
         if recorded:
             raise TypeError(f"unknown fields: {', '.join(recorded)}")
         return cls(**values)
@@ -281,28 +284,28 @@ class Identity:
         Args:
             other: The identity of the other run.
             files: Bytes and fingerprint of every file of this run's data, by its name.
-            other_files: The same of the other run.
+            other_files: Bytes and fingerprint of every file of the other run's data, by its name.
 
         Returns:
-            Nothing if a run is that of a program that stores activations of its own and records no
-            data.
+            The differences. An empty list if one of the runs records no data, as a program with a
+            loop of its own.
         """
         if not (self.data and other.data):
             return []
-        here, there = self.to_json(), other.to_json()
-        pairs = [(name, here[name], there[name]) for name in OF_SAMPLES]
+        content, other_content = self.to_json(), other.to_json()
+        pairs = [(name, content[name], other_content[name]) for name in OF_SAMPLES]
         for name in files.keys() & other_files.keys():
             (size, fingerprint), (other_size, other_fingerprint) = files[name], other_files[name]
             pairs.append((f"the size of data file {name}", size, other_size))
             # The fingerprint of a file at a URL is its store's, and says nothing about a copy.
             if fingerprint.startswith(BLOCKS) and other_fingerprint.startswith(BLOCKS):
-                content = f"the content of data file {name}"
-                pairs.append((content, fingerprint, other_fingerprint))
+                label = f"the content of data file {name}"
+                pairs.append((label, fingerprint, other_fingerprint))
         return [Difference(*pair) for pair in pairs if pair[1] != pair[2]]
 
 
 def _flag_to_json(name: str, value: Any) -> Any:
-    """Returns the value of a flag as the JSON of an identity has it: "" for None."""
+    """Returns the value of a flag as the JSON of an identity contains it, "" for None."""
     if value is None:
         return ""
     if name in ("positions", "shuffle_documents"):
@@ -322,12 +325,20 @@ def _flag_from_json(name: str, value: Any) -> Any:
 
 
 class Sources(Protocol):
-    """The files that samples come from. `check` raises RunError if one of those that samples with
-    these `row`s come from has changed since the run began."""
+    """The files that samples come from."""
 
-    def check(self, rows: Iterable[Mapping[str, Any]]) -> None: ...
+    def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Checks the files of some rows.
 
-    def to_json(self) -> list[dict[str, Any]]: ...
+        Args:
+            rows: Field `row` of the samples whose files are checked.
+
+        Raises:
+            RunError: One of these files has changed since the run began.
+        """
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Returns the files as metadata.json records them."""
 
 
 @dataclass(frozen=True)

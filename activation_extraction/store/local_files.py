@@ -55,15 +55,18 @@ class FolderError(RunError):
 
 
 class ChangedError(FolderError):
-    """A file is not the version that a request was conditional on. After a write, this may also be
-    unknown: the caller reads what stands there, and decides."""
+    """A file is not the version that a request was conditional on.
+
+    After a failed write it may also be unknown whether the file was written. The caller then reads
+    the file and decides.
+    """
 
     def __init__(self, message: str = CHANGED) -> None:
         super().__init__(message, final=False)
 
 
 def check_size(size: int, most: int | None) -> None:
-    """Raises FolderError if a file has more than `most` bytes; None: any size will do."""
+    """Raises FolderError if a file has more than `most` bytes. None allows any size."""
     if most is not None and size > most:
         raise FolderError(f"has {size:,} bytes, expected at most {most:,}")
 
@@ -95,9 +98,9 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], expected: str | 
             write_synced(file, parts)
             standing = None
             with suppress(FileNotFoundError):
-                found = os.lstat(path)
-                _check_regular(found)
-                standing = version_of(found)
+                status = os.lstat(path)
+                _check_regular(status)
+                standing = version_of(status)
             if expected not in (ANY, standing):
                 raise ChangedError
             if not _is_at(temporary, file):
@@ -119,8 +122,10 @@ def write_synced(file: IO[bytes], parts: Sequence[bytes | memoryview]) -> None:
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Returns whether an open file still has this name: without locks, another process may have
-    begun to write the same file."""
+    """Returns whether an open file still has the name `path`.
+
+    On a disk without locks, another process may have begun to write a file of the same name.
+    """
     try:
         return os.path.samestat(os.lstat(path), os.fstat(file.fileno()))
     except FileNotFoundError:
@@ -222,23 +227,23 @@ class LocalFolder:
         self._path = path
 
     def entries(self) -> dict[str, FileEntry | None]:
-        """Returns the files here, and None for every folder."""
-        found: dict[str, FileEntry | None] = {}
+        """Returns the size and the version of each file by its name, and None for each folder."""
+        content: dict[str, FileEntry | None] = {}
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._path) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):  # it was renamed or deleted in this moment
                     status = entry.stat()
                     if stat.S_ISREG(status.st_mode):
-                        found[entry.name] = FileEntry(status.st_size, version_of(status))
+                        content[entry.name] = FileEntry(status.st_size, version_of(status))
                     elif stat.S_ISDIR(status.st_mode):
-                        found[entry.name] = None
-        return found
+                        content[entry.name] = None
+        return content
 
     def head(self, name: str) -> FileEntry | None:
         """Returns the size and the version of a file; None if there is no such file."""
         with suppress(FileNotFoundError, NotADirectoryError):
-            found = os.stat(self._path / name)
-            return FileEntry(found.st_size, version_of(found))
+            status = os.stat(self._path / name)
+            return FileEntry(status.st_size, version_of(status))
         return None
 
     def read(
@@ -263,14 +268,14 @@ class LocalFolder:
         with suppress(FileNotFoundError, NotADirectoryError):
             _check_regular(os.stat(self._path / name))  # opening a pipe would wait
             with open(self._path / name, "rb") as file:
-                found = os.fstat(file.fileno())
-                if version not in (None, version_of(found)):
+                status = os.fstat(file.fileno())
+                if version not in (None, version_of(status)):
                     raise ChangedError
-                start, stop = span or (0, found.st_size)
+                start, stop = span or (0, status.st_size)
                 if span is None:
-                    check_size(found.st_size, most)
+                    check_size(status.st_size, most)
                 file.seek(start)
-                return file.read(stop - start), version_of(found)
+                return file.read(stop - start), version_of(status)
         return None
 
     def write(self, name: str, parts: Sequence[memoryview], expected: str | None) -> str | None:
@@ -284,13 +289,16 @@ class LocalFolder:
         (self._path / name).unlink(missing_ok=True)
 
 
-def version_of(found: os.stat_result) -> str:
-    """Returns the version of a local file: every write makes a new file at another time."""
-    return f"{found.st_mtime_ns}-{found.st_ino}-{found.st_size}"
+def version_of(status: os.stat_result) -> str:
+    """Returns the version of a local file: its time of modification, inode and size.
+
+    Two writes give two versions, because each makes a new file at another time.
+    """
+    return f"{status.st_mtime_ns}-{status.st_ino}-{status.st_size}"
 
 
-def _check_regular(found: os.stat_result) -> None:
-    if stat.S_ISLNK(found.st_mode):
+def _check_regular(status: os.stat_result) -> None:
+    if stat.S_ISLNK(status.st_mode):
         raise FolderError(IS_A_LINK)
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise FolderError("is a pipe, a folder or a device, expected a regular file")

@@ -397,8 +397,9 @@ class LogWriter:
         self.write_metadata("complete" if complete else "interrupted")
 
     def _remove_rest(self) -> None:
-        """Deletes the files of shards that belong to no commit of the run, and warns of those that
-        may be left.
+        """Deletes the files of shards that belong to no commit of the run.
+
+        It warns of files that the store may not have deleted, then checks the committed files.
 
         Raises:
             FolderError: A committed file is missing or has changed.

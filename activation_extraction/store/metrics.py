@@ -47,9 +47,9 @@ class MetricsFile:
             if self._bucket is not None:
                 self._bucket.remove_once(METRICS)  # if it is left, the next upload replaces it
         elif self._bucket is not None and not self._path.exists():
-            data = self._bucket.read(METRICS)
-            if data is not None:
-                write_file(self._path, [data])
+            content = self._bucket.read(METRICS)
+            if content is not None:
+                write_file(self._path, [content])
         self.upload()
 
     def append(self, metrics: Mapping[str, Any]) -> None:
@@ -72,8 +72,9 @@ class MetricsFile:
 
 
 def last_metrics(folder: Folder, size: int) -> dict[str, Any]:
-    """Returns the numbers in the last complete line of metrics.jsonl, which are only for the user
-    to see; none if there is no such line.
+    """Returns the numbers in the last complete line of metrics.jsonl, by name.
+
+    They are only shown to the user. There are none if the file has no such line.
 
     Args:
         folder: The folder of the host.

@@ -209,8 +209,12 @@ class RepairPlanner:
         return newest.run
 
     def _refuse_others(self, stored: RunLog, run: str) -> None:
-        """Raises InputError if the folder holds another run than this one, or files of another
-        version of this program, which are not damaged."""
+        """Refuses a folder that this repair must not change.
+
+        Raises:
+            InputError: The folder holds another run, or files of another version of this program,
+                which are not damaged.
+        """
         for why in stored.damaged.values():
             if OTHER_VERSION in why:
                 raise InputError(f"{why}; {VERSION_REMEDY}")
@@ -242,8 +246,14 @@ class RepairPlanner:
             log.warning("%s is written again with the settings of this repair: %s", where, compared)
 
     def _good_shards(self, stored: RunLog) -> list[CheckedShard]:
-        """Checks every shard whose commit was not checked before, and returns the good ones, in the
-        order of their numbers. Raises FolderError if a shard could not be checked."""
+        """Checks every shard whose commit was not checked before.
+
+        Returns:
+            All good shards, in the order of their numbers.
+
+        Raises:
+            FolderError: A shard could not be checked.
+        """
         new = [commit for commit in stored.in_order if not self._has_checked(commit)]
         if new:
             log.info("looking for damaged shards")
@@ -321,8 +331,11 @@ class RepairPlanner:
         return replace(repair, until=plan.end_of_stored(self.identity.worker))
 
     def _due(self, plan: StoragePlan) -> int:
-        """Returns the number of samples that a program with a loop of its own has to give, as far
-        as the shards that are kept tell; 0 if a text is read again."""
+        """Returns the number of samples, from the first, that must be added to the repaired run.
+
+        A program with a loop of its own adds them, as far as the good shards show how many there
+        were. 0 for a run on a data set, which the program reads again by itself.
+        """
         return 0 if self.identity.from_dataset else plan.end_of_stored(self.identity.worker)
 
     def _first_missing(self, good: list[CheckedShard]) -> int:

@@ -107,8 +107,9 @@ class StoragePlan:
 
 
 class ShardNumbers:
-    """Hands out the numbers of the shards that a plan stores: gaps come first, but the last gap is
-    kept for the last shard.
+    """Hands out the numbers of the shards that a plan stores.
+
+    Gaps come first, but the last gap is kept for the last shard.
 
     Args:
         plan: The plan.
@@ -126,8 +127,10 @@ class ShardNumbers:
         return self._next - 1
 
     def take_gaps(self) -> list[int]:
-        """Returns the gaps that are still open, once there are no more samples than for one
-        shard."""
+        """Returns the gaps that are still open.
+
+        It is called once the samples that are left fit into one shard.
+        """
         gaps, self._gaps = self._gaps, []
         return gaps
 

@@ -231,8 +231,10 @@ class RunFolders:
 
     @cached_property
     def roots(self) -> list[Folder]:
-        """The outputs that hold the folders of machines and hosts: the local one, then the one in
-        the bucket if there is a bucket."""
+        """The outputs that hold the folders of machines and hosts.
+
+        The local output comes first, then the one in the bucket if there is a bucket.
+        """
         roots = [Folder(str(self.local))]
         if self.bucket_url is not None:
             roots.append(Folder(self.bucket_url, self.upload_timeout, UPLOAD_TIMEOUT))

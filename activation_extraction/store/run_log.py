@@ -146,8 +146,10 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
 
 @contextmanager
 def _reading(where: str) -> Iterator[None]:
-    """Raises DamagedError, which names the file, if a constructor finds that a field of a JSON is
-    missing or has a value that it cannot use."""
+    """Raises DamagedError, which names the file, if its JSON cannot be parsed within the context.
+
+    A constructor raises KeyError for a missing field, and another exception for an unusable value.
+    """
     try:
         yield
     except KeyError as error:

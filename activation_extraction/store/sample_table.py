@@ -11,8 +11,9 @@ pyarrow finds for its values, where that gives all of them back; fields of a str
 are no fields of the value. Any other column has texts of JSON, with null where a sample lacks the
 column; the metadata of its field in the Arrow schema then says `encoding`: `JSON`.
 
-What is read is what was given. The bytes depend on the content, on the version of pyarrow, and on
-the id of the process that wrote the file, which is `writer` in the metadata of the Arrow schema.
+Values are read back as they were before they were stored. The bytes depend on the content, on the
+version of pyarrow, and on the id of the process that wrote the file, which is `writer` in the
+metadata of the Arrow schema.
 """
 
 import json
@@ -60,8 +61,10 @@ def pack_table(samples: Sequence[ShardSample], writer: str = "") -> bytes:
 
 
 def read_table(folder: Folder, commit: Commit) -> pyarrow.Table:
-    """Returns the table of a shard's samples as it is stored: values that Parquet cannot hold are
-    texts of JSON.
+    """Reads the table of a shard's samples as it is stored.
+
+    Values that Parquet cannot hold are still texts of JSON; `stored_samples` and `values_of` decode
+    them.
 
     Args:
         folder: Folder of the shard.
@@ -72,9 +75,9 @@ def read_table(folder: Folder, commit: Commit) -> pyarrow.Table:
     """
     if not commit.count:
         return _table([])
-    data, where = read_beside(folder, commit, commit.table_file)
+    content, where = read_beside(folder, commit, commit.table_file)
     try:
-        table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data)).read(use_threads=False)
+        table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)).read(use_threads=False)
     except (pyarrow.ArrowException, OSError) as error:
         raise RunError(f"{where}: cannot be read: {one_line(error):.200}") from error
     _check_against(commit, table, where)
@@ -82,7 +85,7 @@ def read_table(folder: Folder, commit: Commit) -> pyarrow.Table:
 
 
 def stored_samples(table: pyarrow.Table) -> list[StoredSample]:
-    """Returns the samples that a table lists, in its order, with the values that were given.
+    """Returns the samples that a table lists, in its order, with their original values.
 
     Args:
         table: The table, or some of its columns, among them `sample_idx` and `tokens`. A fact whose
@@ -105,8 +108,11 @@ def stored_samples(table: pyarrow.Table) -> list[StoredSample]:
 
 
 def samples_to_continue(table: pyarrow.Table) -> dict[int, StoredSample]:
-    """Returns the samples that a table lists, by `sample_idx`, with nothing but the facts that a
-    start compares: there may be many samples, and their previews and kept columns are large."""
+    """Returns the samples that a table lists, by `sample_idx`, with the columns of TO_CONTINUE.
+
+    Previews and kept columns are left out, because they are large and a start does not compare
+    them.
+    """
     samples = stored_samples(table.select(TO_CONTINUE))
     return {sample.facts.sample_idx: sample for sample in samples}
 
@@ -151,8 +157,9 @@ def _table(samples: Sequence[ShardSample]) -> pyarrow.Table:
             columns[name] = [getattr(facts, name) for facts in all_facts]
     for name in dict.fromkeys(name for facts in all_facts for name in facts.columns):
         columns[name] = [facts.columns.get(name, ABSENT) for facts in all_facts]
-    fields, arrays = zip(*(_packed(*each) for each in columns.items()), strict=True)
-    return pyarrow.table(list(arrays), schema=pyarrow.schema(fields))
+    packed = [_packed(name, values) for name, values in columns.items()]
+    schema = pyarrow.schema([field for field, _ in packed])
+    return pyarrow.table([array for _, array in packed], schema=schema)
 
 
 def _packed(name: str, values: list[Any]) -> tuple[pyarrow.Field, pyarrow.Array]:
@@ -195,8 +202,10 @@ def _is_json(table: pyarrow.Table, name: str) -> bool:
 
 
 def _decoded(table: pyarrow.Table, name: str) -> list[Any]:
-    """Returns the values of a column as they were before they were stored; ABSENT for a sample that
-    lacks the column."""
+    """Returns the values of a column as they were before they were stored.
+
+    The value of a sample that lacks the column is ABSENT if the column has texts of JSON.
+    """
     column = table[name].combine_chunks()
     if _is_json(table, name):
         return [ABSENT if text is None else json.loads(text) for text in column.to_pylist()]
@@ -204,21 +213,26 @@ def _decoded(table: pyarrow.Table, name: str) -> list[Any]:
 
 
 def _plain(array: pyarrow.Array) -> list[Any]:
-    """Returns the values of an array. Null fields of structs are left out, because `pyarrow` adds
-    them to structs that lack a field."""
+    """Returns the values of an array, structs without their null fields.
+
+    pyarrow adds such a field to every struct that lacks a field which another struct has.
+    """
     if not pyarrow.types.is_struct(array.type):
         return array.to_pylist()
-    return [
-        None if each is None else {name: value for name, value in each.items() if value is not None}
-        for each in array.to_pylist()
-    ]
+    return [None if struct is None else _without_nulls(struct) for struct in array.to_pylist()]
+
+
+def _without_nulls(struct: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in struct.items() if value is not None}
 
 
 def _concatenate_column(tables: Sequence[pyarrow.Table], name: str) -> pyarrow.ChunkedArray:
-    """Returns a column of several tables as one. If its values have no type in common, they become
-    texts."""
-    found = [table.select([name]) for table in tables if name in table.column_names]
-    if not any(_is_json(table, name) for table in found):
+    """Returns a column of several tables as one.
+
+    If its values have no type in common, they become texts.
+    """
+    with_column = [table for table in tables if name in table.column_names]
+    if not any(_is_json(table, name) for table in with_column):
         parts = [
             pyarrow.table({name: t[name] if name in t.column_names else pyarrow.nulls(len(t))})
             for t in tables
@@ -240,8 +254,11 @@ def _text(value: Any) -> str:
 
 
 def _check(facts: SampleFacts) -> None:
-    """Raises StorageError if the facts of a sample, which another program may have made, cannot be
-    stored in the table."""
+    """Checks that the table can hold the facts of a sample, which another program may have made.
+
+    Raises:
+        StorageError: A fact is no JSON value, or a kept column has the name of a fixed one.
+    """
     where, columns = f"sample {facts.sample_idx}", facts.columns
     try:
         " ".join(columns).encode()  # names may not have lone surrogates; values may
@@ -256,7 +273,7 @@ def _check(facts: SampleFacts) -> None:
 
 
 def _check_against(commit: Commit, table: pyarrow.Table, where: str) -> None:
-    """Raises RunError unless these are the samples that the shard's JSON describes."""
+    """Raises RunError unless the table lists the samples that the shard's JSON describes."""
     numbers = table["sample_idx"].to_pylist() or [None]
     expect(where, "number of samples", table.num_rows, commit.count)
     expect(where, "tokens", sum(table["tokens"].to_pylist()), commit.tokens)

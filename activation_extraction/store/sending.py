@@ -83,18 +83,18 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
             unknown whether the file was written.
         Exception: Whatever `write` raises.
     """
-    result: Future[T] = Future()
+    answer: Future[T] = Future()
 
     def run() -> None:
         try:
-            result.set_result(write())
+            answer.set_result(write())
         except BaseException as error:
-            result.set_exception(error)
+            answer.set_exception(error)
 
     Thread(target=run, name=f"write {name}", daemon=True).start()
     began = before = time.monotonic()
     silent, logged_after = 0.0, LOGGED_AFTER
-    while not wait([result], min(STEP, patience.silence / 4)).done:
+    while not wait([answer], min(STEP, patience.silence / 4)).done:
         now = time.monotonic()
         sending = is_sending()
         if sending is False:
@@ -111,13 +111,15 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
             logged_after *= 2
             level, state = STATES[sending]
             log.log(level, "%s has been waiting for %.0f s: %s", name, now - began, state)
-    return result.result()
+    return answer.result()
 
 
 def is_sending() -> bool | None:
-    """Returns whether any TCP connection of this process holds bytes that the other side has not
-    acknowledged; None where the system does not tell."""
-    if not _is_told():
+    """Returns whether this process has sent bytes that are not acknowledged yet.
+
+    This concerns all of its TCP connections. None if the system does not show such bytes.
+    """
+    if not _shows_unsent_bytes():
         return None
     return _sampled(int(time.monotonic() / SAMPLE))
 
@@ -153,9 +155,12 @@ def _sockets_with_unsent_bytes() -> set[str]:
 
 
 @lru_cache(1)
-def _is_told() -> bool:
-    """Returns whether the system tells of bytes that are not acknowledged: sandboxes such as gVisor
-    have the table, but always with zero bytes. Tries it with a connection that nobody reads."""
+def _shows_unsent_bytes() -> bool:
+    """Returns whether the system shows bytes that are not acknowledged.
+
+    It is tried with a connection that nobody reads, because sandboxes such as gVisor have the
+    table, but always with zero bytes.
+    """
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as server,

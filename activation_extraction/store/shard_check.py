@@ -1,6 +1,6 @@
-"""Checks whole shards, for --verify, which reports bad shards, and for --repair, which withdraws
-them.
+"""Checks whole shards, for --verify and --repair.
 
+--verify reports bad shards, and --repair withdraws them.
 Both must tell a bad shard from one that could not be read: only content that was read and differs,
 or a file that is definitely absent, makes a shard bad. These are all checks of a shard, here and in
 readers, and what each of them finds that no other does:

@@ -115,8 +115,10 @@ class ShardQueue(Generic[T]):
                 raise self._error_of(error)
 
     def wait(self) -> None:
-        """Waits until all shards are committed. If one has failed, waits for the shards before it
-        and raises its error."""
+        """Waits until all shards are committed.
+
+        If a shard has failed, waits for the shards before it and raises its error.
+        """
         with self._changed:
             while self._shards and self._failure is None:
                 self._changed.wait(0.2)  # briefly, to notice Ctrl-C

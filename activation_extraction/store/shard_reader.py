@@ -53,9 +53,9 @@ def read_by_ranges(commit: Commit) -> bool:
 
 
 def front_bytes(commit: Commit) -> int:
-    """Returns the number of bytes at the beginning of a shard in a bucket that are read by one
-    request, and kept in memory.
+    """Returns how many bytes at the beginning of a shard in a bucket are kept in memory.
 
+    One request reads them all.
     They are whole MiB, with the header and the tensors of samples and tokens in front of the hooks.
     """
     return -(-(HEADER + 16 * commit.count + 16 * commit.tokens) // MIB) * MIB
@@ -119,8 +119,16 @@ class ShardBytes:
         return wait
 
     def _read(self, first: int, last: int) -> np.ndarray:
-        """Reads consecutive MiB from a bucket, from number `first` up to number `last` - 1, and
-        compares them with their crc32c."""
+        """Reads consecutive MiB from a bucket, and compares each with its crc32c.
+
+        Args:
+            first: Number of the first MiB, from 0.
+            last: Number of the MiB after the last one.
+
+        Raises:
+            RunError: The bytes are damaged, missing or replaced.
+            FolderError: The bytes cannot be read.
+        """
         start, stop = first * MIB, min(last * MIB, self._commit.bytes)
         data = b""
         if stop > start:
@@ -203,20 +211,20 @@ def _in_memory(shard: Shard, where: str) -> SafetensorsFile:
     return SafetensorsFile(begin, int(ends[-1]), where)
 
 
-def expect(where: str, what: str, found: Any, expected: Any) -> None:
+def expect(where: str, what: str, actual: Any, expected: Any) -> None:
     """Compares a fact about a shard with its JSON.
 
     Args:
         where: URL of the file, for messages.
         what: Name of the fact, for messages.
-        found: The fact in the file.
+        actual: The fact in the file.
         expected: The fact in the JSON.
 
     Raises:
         RunError: They differ.
     """
-    if found != expected:
-        raise RunError(f"{where}: {what}: found {found}, its JSON says {expected}")
+    if actual != expected:
+        raise RunError(f"{where}: {what}: found {actual}, its JSON says {expected}")
 
 
 def check_shard_file(folder: Folder, commit: Commit) -> None:
@@ -230,8 +238,9 @@ def check_shard_file(folder: Folder, commit: Commit) -> None:
 
 
 def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
-    """Returns the whole content of a shard's file: mapped into memory from a disk, or read from a
-    bucket.
+    """Returns the whole file of a shard's activations.
+
+    A file on a disk is mapped into memory; a file in a bucket is read.
 
     Raises:
         RunError: The file is missing, was replaced, or has another size than its JSON says.
@@ -257,8 +266,10 @@ def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
 
 
 def _check_json(folder: Folder, commit: Commit, where: str) -> None:
-    """Raises RunError if the shard has another JSON now. The JSON of a shard is replaced before its
-    files are, so one that is the same shows that the files were not replaced.
+    """Raises RunError if the shard has another JSON now.
+
+    The JSON of a shard is replaced before its files are. So an unchanged JSON shows that the files
+    were not replaced before it was read.
 
     Args:
         folder: Folder of the shard.

@@ -36,9 +36,10 @@ StoredShard = tuple[Commit, list[ShardSample]]
 
 
 class ShardWriter:
-    """Gathers samples into shards, in the order in which they come, and stores these in the folder
-    that this process owns. A shard has at most `shard_bytes` bytes of activations, but at least one
-    sample.
+    """Gathers samples into shards, and stores the shards in the folder that this process owns.
+
+    Samples are taken in the order in which they come. A shard has at most `shard_bytes` bytes of
+    activations, but at least one sample.
 
     Methods raise the errors of ShardQueue as soon as a shard could not be committed.
 
@@ -119,8 +120,9 @@ class ShardWriter:
         self._mark = self._plan.mark_after(mark)
 
     def finish(self, complete: bool) -> None:
-        """Cuts the last shard, and waits until all are committed. If one has failed, waits for the
-        shards before it.
+        """Cuts the last shard, and waits until all are committed.
+
+        If a shard has failed, waits for the shards before it and raises its error.
 
         Args:
             complete: Whether there are no more samples. All gaps of a repair are filled then, with

@@ -18,7 +18,7 @@ import numpy as np
 
 from activation_extraction.common.codes import Codes
 
-SUMMED_BYTES = 4 * 2**20  # of float64 values, so that a block stays in a core's caches
+SUMMED_BYTES = 4 * 2**20  # size of a block of float64 values that fits into a core's caches
 SINK, OTHER = 0, 1  # kinds of tokens
 
 
@@ -263,17 +263,19 @@ class Statistics:
             + delta * delta * share * (1 - share),
             mean_norm=weighted(self.mean_norm, other.mean_norm),
             max_norm=max(self.max_norm, other.max_norm),
-            error={kind: each.merge(other.error[kind]) for kind, each in self.error.items()},
-            codes={kind: each.merge(other.codes[kind]) for kind, each in self.codes.items()},
+            error={kind: error.merge(other.error[kind]) for kind, error in self.error.items()},
+            codes={kind: sums.merge(other.codes[kind]) for kind, sums in self.codes.items()},
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the statistics as the JSON files contain them. `error` and `codes` are left out
-        if they are empty."""
+        """Returns the statistics as the JSON files contain them.
+
+        `error` and `codes` are left out if they are empty.
+        """
         content = {key: getattr(self, name) for key, name in STATISTICS.items()}
         for name in ("error", "codes"):
             if by_kind := getattr(self, name):
-                content[name] = {kind: asdict(each) for kind, each in by_kind.items()}
+                content[name] = {kind: asdict(sums) for kind, sums in by_kind.items()}
         return content
 
     @classmethod
@@ -283,16 +285,16 @@ class Statistics:
         Args:
             content: A result of `to_json`, perhaps with other items, which are ignored.
         """
-        error = {kind: EncodingError(**each) for kind, each in content.get("error", {}).items()}
-        codes = {kind: CodeSums(**each) for kind, each in content.get("codes", {}).items()}
-        known = {name: content[key] for key, name in STATISTICS.items()}
-        return cls(**known, error=error, codes=codes)
+        error = {kind: EncodingError(**sums) for kind, sums in content.get("error", {}).items()}
+        codes = {kind: CodeSums(**sums) for kind, sums in content.get("codes", {}).items()}
+        numbers = {name: content[key] for key, name in STATISTICS.items()}
+        return cls(**numbers, error=error, codes=codes)
 
 
-STATISTICS = {  # what the JSON files call the fields of Statistics
-    each.name.removeprefix("overall_"): each.name
-    for each in fields(Statistics)
-    if each.name not in ("error", "codes")
+STATISTICS = {  # key in the JSON files -> name of the field of Statistics
+    attribute.name.removeprefix("overall_"): attribute.name
+    for attribute in fields(Statistics)
+    if attribute.name not in ("error", "codes")
 }
 
 
@@ -362,7 +364,7 @@ class HookStatistics(Statistics):
         return DimensionStatistics.of(self.load(), slice(OTHER, None))
 
 
-FIELDS = [each.name for each in fields(Sums)]
+FIELDS = [attribute.name for attribute in fields(Sums)]
 # NumPy parses the headers of arrays by `ast`, which fails in two threads at once
 # (python/cpython#106905).
 PARSING = threading.Lock()

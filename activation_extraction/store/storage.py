@@ -266,8 +266,10 @@ class ActivationStorage:
                 raise
 
     def gauges(self) -> dict[str, Any]:
-        """Returns metrics about the shards of the run that are stored, and about those that are
-        not yet. The names of counts of this process alone end in `since_start`."""
+        """Returns metrics about the shards of the run, stored or not, by name.
+
+        The names of counts of this process alone end in `since_start`.
+        """
         return {
             "shards_stored": self.totals.shards,
             "bytes_stored": self.totals.bytes,
@@ -276,8 +278,9 @@ class ActivationStorage:
         }
 
     def record(self, metrics: Mapping[str, Any]) -> None:
-        """Appends a line to metrics.jsonl, which describes the run itself: a repair that fills gaps
-        adds nothing.
+        """Appends a line to metrics.jsonl.
+
+        A repair that fills gaps adds nothing, because the file describes the run itself.
 
         Args:
             metrics: Metrics by name, as JSON values.
@@ -405,8 +408,10 @@ class ActivationStorage:
     def _problems(
         self, key: Key, activation: np.ndarray, ids: np.ndarray | None, number: int
     ) -> Iterator[str]:
-        """Yields why a sample's activation cannot be stored, in an order in which each reason only
-        holds without those before it."""
+        """Yields the reasons why a sample's activation cannot be stored.
+
+        A reason is only meaningful if there is none before it.
+        """
         shape, dtype = activation.shape, activation.dtype.name
         if len(shape) != 2 or not shape[1] or (ids is not None and ids.shape != shape[:1]):
             yield (

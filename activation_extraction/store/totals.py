@@ -55,8 +55,11 @@ class Totals:
 
     @classmethod
     def of_log(cls, run_log: RunLog) -> "Totals":
-        """Returns the totals of all shards of a host, and of the rows that its metadata.json counts
-        after the last of them."""
+        """Returns the totals of a host.
+
+        They are those of all its shards, and include the skipped and empty rows after the last
+        shard, which metadata.json counts.
+        """
         totals, metadata = cls.of(run_log.in_order), run_log.metadata or {}
         totals.count_rows(metadata.get("skipped_rows", 0), metadata.get("empty_rows", 0))
         return totals
@@ -89,7 +92,9 @@ class Totals:
     @property
     def counts(self) -> dict[str, int]:
         """The counts that metadata.json records: all fields but statistics."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.type is int}
+        return {
+            count.name: getattr(self, count.name) for count in fields(self) if count.type is int
+        }
 
 
 def total_problems(commits: Iterable[Commit], metadata: Mapping[str, Any]) -> Iterator[str]:
