@@ -20,9 +20,9 @@ passes these modules on its way to a committed shard:
     shard_queue.py          stores shards in the background, in order, within the limit of memory
       source_check.py       looks for changes of the files that samples come from
     log_writer.py           writes files and commits, as the only process that may
-      run_log.py            is the log: which shards exist, and why nothing is stored twice
+      run_log.py            reads the log: which shards exist, and why nothing is stored twice
       totals.py             adds up the commits
-      metrics.py            has metrics.jsonl, on which nothing depends
+      metrics.py            writes metrics.jsonl, on which nothing depends
 
 These read it back:
 
@@ -30,9 +30,9 @@ These read it back:
     shard_reader.py         reads shards
     shard_check.py          checks shards
     chosen_samples.py       reads single samples, to compute or read them again
-    statistics_in_words.py  words statistics for people
+    statistics_in_words.py  writes statistics as sentences for people
 
-And these are a folder in any place:
+These access a folder, local, in a bucket or at another URL:
 
     folder.py               lists, reads, writes and deletes files, and tries again
     local_files.py          a folder on this machine
@@ -77,8 +77,8 @@ metadata.json; a JSON with `reserved` counts as none. A committed shard never ch
                                     metadata.json is lost
   began, committed                  when its process began, and when it was committed; Unix times
 
-The other files of a shard contain the id of the process that wrote them, `owner`, where no reader
-minds it: `writer` in the metadata of safetensors and of the Arrow schema of Parquet, an array
+The other files of a shard contain the id of the process that wrote them, `owner`, where readers
+ignore it: `writer` in the metadata of safetensors and of the Arrow schema of Parquet, an array
 `writer` in the .npz, the comment in the first header of a gzip file, and in a shard_0001.pkl a
 string before the dict, which unpickling drops.
 

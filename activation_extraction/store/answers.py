@@ -124,7 +124,7 @@ def failure_of_obstore(error: Exception) -> Failure:
         details,
         re.MULTILINE,
     )
-    deletion = re.search(  # of one object, in the answer to the deletion of several
+    deletion = re.search(  # failed deletion of one object among several
         r'^ *(?:source: )?DeleteFailed {\n *path: .*\n *code: "(.*)",\n *\w+: "(.*)",$',
         details,
         re.MULTILINE,
@@ -141,7 +141,9 @@ def failure_of_obstore(error: Exception) -> Failure:
         failure = _of_connection(details)
     elif isinstance(error, FileNotFoundError):
         failure = Failure(Meaning.MISSING, "the object does not exist")
-    elif isinstance(error, GenericError):  # of a file or program with credentials, or of an answer
+    elif isinstance(
+        error, GenericError
+    ):  # an unusable credentials file or program, or an unusable answer
         failure = Failure(Meaning.UNUSABLE, setting_error(error))
     else:
         failure = Failure(Meaning.REFUSED, setting_error(error))

@@ -23,7 +23,7 @@ from activation_extraction.text.mark import Mark
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """The tokens of one sample that a run stores, and from where in the data to find the sample.
+    """The stored tokens of one sample, and the place in the data from which it can be read again.
 
     Attributes:
         worker: The host that stored the sample.
@@ -44,17 +44,17 @@ class Reread(Protocol):
     """Reads the text of stored samples again."""
 
     def __call__(self, stored: Sequence[StoredTokens]) -> list[np.ndarray | str]:
-        """Returns all token ids of samples, also those that are not stored.
+        """Returns all token ids of samples, including those that are not stored.
 
         Args:
             stored: The stored tokens of each sample. Samples of one host are read together if they
                 have the same `start`.
 
         Returns:
-            For each sample its token ids, int32 (tokens,), to which `positions` points, none for a
-            sample without stored tokens; or the reason why it cannot be read: the data set now
-            gives other tokens than those that are stored. A sample that --max_tokens had cut is
-            whole here.
+            For each sample its token ids, int32 (tokens,), which `positions` indexes. They are
+            empty for a sample without stored tokens. If the data set now gives other tokens than
+            those that are stored, the item is a message that says so. A sample that --max_tokens
+            had cut is whole here.
         """
 
 
@@ -175,7 +175,7 @@ def _tokens_of(
 
 
 def _hooks_of(stored: RunLog, commit: Commit) -> list[HookValues]:
-    """Returns the hooks of a shard: what its JSON says of them, and the metadata."""
+    """Returns the hooks of a shard, as its JSON and metadata.json together describe them."""
     identity = stored.identity
     assert identity is not None
     descriptions = {hook["name"]: hook for hook in (stored.metadata or {}).get("hooks", ())}

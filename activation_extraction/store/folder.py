@@ -142,7 +142,7 @@ class Folder:
 
     @property
     def largest(self) -> int | None:
-        """The number of bytes that a file may have to be written; None if there is no limit."""
+        """The largest size in bytes of a file that can be written; None if there is no limit."""
         return self._files.largest
 
     def listing(self) -> dict[str, FileEntry | None]:
@@ -292,7 +292,7 @@ class Folder:
         """Deletes a file if it exists, by one request that is never sent again.
 
         Returns:
-            Whether the file is gone. If not, it is unknown whether the store will delete it yet.
+            Whether the file is gone. If not, it is unknown whether the store will still delete it.
         """
         try:
             self._retry(f"deleting {name}", lambda: self._files.remove(name), once=True)

@@ -5,7 +5,7 @@ block to a gzip member, and the concatenated members are one gzip file. So the b
 neither the number of threads nor their timing. They do depend on the version of isal, and may
 depend on the processor family, because isal has different code for some.
 
-Every file contains the id of the process that wrote it, where no reader minds it (run_log.py says
+Every file contains the id of the process that wrote it, where readers ignore it (run_log.py says
 why): a gzip file in the comment of its first header.
 """
 

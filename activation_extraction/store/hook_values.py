@@ -13,7 +13,7 @@ The values of some tokens have up to three forms:
   user's form  what users read: an array (tokens, width), or Codes.
   stored form  what a shard in memory has: an array, a Float8Array, or Codes.
 
-Shapes have the axes (tokens, width) unless something else is said.
+Shapes have the axes (tokens, width) unless a docstring gives others.
 """
 
 from abc import ABC, abstractmethod
@@ -45,13 +45,13 @@ from activation_extraction.store.statistics import (
 )
 
 Key = int | str  # a hook's name in pickles: its layer number, or the name the user asked for
-Values = np.ndarray | Codes  # of some tokens at a hook, in the user's form
+Values = np.ndarray | Codes  # the values of some tokens at a hook, in the user's form
 Shape = tuple[int, ...]
 SCALE = ".scale"  # follows the name of a hook in the name of the tensor with its scales
 FLOATS: np.dtype = np.dtype(np.float32)
-GROUP_BYTES = 32 * 2**20  # of values that a thread handles at a time
-MEASURED = 1024  # sinks, and other tokens, of a shard whose encoding errors are measured at most
-TIE = 2  # numbers that differ when two change places, which recomputing may always do
+GROUP_BYTES = 32 * 2**20  # size of the values that a thread handles at a time
+MEASURED = 1024  # most tokens of each kind in a shard whose encoding errors are measured
+TIE = 2  # numbers that differ if two nearly equal ones change places, which is always allowed
 
 
 class TensorFile(Protocol):
@@ -75,7 +75,7 @@ class Tolerance:
         computed: Error of computing, relative to the norm of the sample's values.
         rounded: Error of rounding activations to the dtype in which they are stored, relative to
             the same norm.
-        share: Share of the sample's integers, or of its active features, that may be others.
+        share: Share of the sample's integers, or of its active features, that may differ.
     """
 
     computed: float
@@ -88,7 +88,7 @@ class Tolerance:
         return self.computed + self.rounded
 
     def different_numbers(self, count: int) -> int:
-        """Returns how many of `count` integers or features may be others."""
+        """Returns how many of `count` integers or features may differ."""
         return max(int(self.share * count), TIE)
 
 
@@ -97,7 +97,7 @@ class HookValues(ABC):
     """Describes the values at one hook of a run. The module's docstring defines their forms.
 
     Attributes:
-        key: What pickles call the hook.
+        key: Name of the hook in pickles: its layer number, or the name that the user chose.
         name: Full name of the hook.
         width: Number of values of a token; of codes, the number of all features. 0 if it is not
             known yet, because a program with a loop of its own has stored no sample.
@@ -115,7 +115,7 @@ class HookValues(ABC):
     @property
     @abstractmethod
     def dtype(self) -> np.dtype:
-        """The dtype of the values in the user's form, unless another is asked for."""
+        """The dtype of the values in the user's form, unless the reader asks for another dtype."""
 
     @property
     @abstractmethod
@@ -138,7 +138,7 @@ class HookValues(ABC):
     @property
     @abstractmethod
     def most_values(self) -> int:
-        """The most values that are stored of a token."""
+        """The largest number of values that are stored for a token."""
 
     # How values are stored.
 
@@ -256,7 +256,7 @@ class HookValues(ABC):
     @property
     @abstractmethod
     def least_bytes(self) -> int:
-        """The least bytes that a shard has, before compression, for a token."""
+        """The smallest number of bytes per token in a shard, before compression."""
 
     @abstractmethod
     def expected_tensors(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
@@ -631,7 +631,8 @@ class CodeValues(HookValues):
             "norms": (stored.norm, recomputed.norm),
             "errors": (_root(stored.error), _root(recomputed.error)),
         }
-        limit = 2 * tolerance.activations  # a product with the encoder, or a difference, adds to it
+        # The product with the encoder and the difference from the reconstruction add to the error.
+        limit = 2 * tolerance.activations
         for name, (x, y) in pairs.items():
             error = _relative_error(x.astype(np.float64), y.astype(np.float64))
             if not error <= limit:
@@ -673,7 +674,7 @@ def _relative_error(before: np.ndarray, now: np.ndarray) -> float:
 
 
 def _different_norm(before: np.ndarray, now: np.ndarray, limit: float) -> Iterator[str]:
-    """Yields how far values differ, if their relative error is not within the limit."""
+    """Yields a message with the relative error of the values, if that is above the limit or NaN."""
     error = _relative_error(before, now)
     if not error <= limit:  # also for NaN
         yield f"it differs by {error:.2g} of its norm (allowed: {limit:g})"

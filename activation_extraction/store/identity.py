@@ -116,7 +116,7 @@ class Identity:
     worker: Worker = Worker()
 
     def __post_init__(self) -> None:
-        """Forgets the flags that do not decide content."""
+        """Resets flags that do not decide content to their default."""
         for name in ("text", "storage"):
             options = getattr(self, name)
             object.__setattr__(self, name, type(options)(**content_flags(options)))

@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 
 from activation_extraction.common.errors import InputError, RunError, reason_of
 
-ANY = "*"  # in the place of a version: whatever stands there, or nothing
+ANY = "*"  # instead of a version: replaces any version, or creates the file
 CHANGED = "is another version now"
 IS_A_LINK = "is a symbolic link; expected a file or folder of its own, or none"
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW

@@ -148,7 +148,7 @@ class LogWriter:
                 continue
             stored = RunLog.read(self.folder)
             bad_entries: dict[int, str | None] = {}
-            if overwrite:  # entries that cannot be read are not of the new run
+            if overwrite:  # unreadable entries cannot belong to the new run
                 names = [name for name in stored.damaged if name != METADATA]
                 bad_entries = {number_of(name): stored.versions[name] for name in names}
                 stored = replace(stored, damaged={})
@@ -360,8 +360,8 @@ class LogWriter:
         Args:
             name: Name of the file.
             parts: Content of the file, or its pieces.
-            is_settled: Returns whether the content that stands there is to stay. None for a file of
-                a shard, which is replaced whatever it contains.
+            is_settled: Function that gets the current content of the file, and returns whether that
+                must stay. None for a file of a shard, which is replaced whatever it contains.
 
         Returns:
             The content that stays, or None if the file was written; and the version of the file.
@@ -393,10 +393,10 @@ class LogWriter:
             FolderError: A committed file of a complete run is missing or has changed.
         """
         if complete:
-            self._remove_rest()
+            self._remove_uncommitted()
         self.write_metadata("complete" if complete else "interrupted")
 
-    def _remove_rest(self) -> None:
+    def _remove_uncommitted(self) -> None:
         """Deletes the files of shards that belong to no commit of the run.
 
         It warns of files that the store may not have deleted, then checks the committed files.
@@ -430,7 +430,7 @@ class LogWriter:
                     why = "was replaced"
                 else:
                     continue
-                self.check()  # a process that has taken over may do this
+                self.check()  # a process that has taken over may have changed the file
                 raise FolderError(
                     f"{self.folder.url}/{name}: {why} although shard {commit.number} is committed"
                 )

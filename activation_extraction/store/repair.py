@@ -1,7 +1,7 @@
 """A repair: finds bad and missing shards of a run, whose samples are then stored again.
 
 A repair begins as any process does (run_log.py): it writes its id into metadata.json and reads the
-log. `RepairPlanner` then decides what is to be done, and `Repair` says it to the storage.
+log. `RepairPlanner` then decides what is to be done, and passes it to the storage as a `Repair`.
 
 - *Bad shards.* A shard is bad if its content was read and differs from its commit, or if one of its
   files is definitely absent. It is also bad if it lists a sample that an earlier good shard lists,
@@ -42,9 +42,9 @@ For example, shards 3 and 5 of the seven of a complete run are damaged:
    number 5, and 3 is committed without samples.
 5. `LogWriter.finish` writes metadata.json, whose status `Repair.status` decides.
 
-A program with a loop of its own has no text that could be read again: it gives all its samples, and
-those that are stored are skipped. If it ends before it has given all that there were, the last gap
-stays open, so that the repair is not finished, and the program is told.
+A program with a loop of its own has no text that could be read again: it adds all its samples, and
+those that are stored are skipped. If it ends before it has added as many as there were, the last
+gap stays open, so that the repair is not finished, and a message says so.
 """
 
 from collections.abc import Mapping
@@ -93,8 +93,8 @@ class Repair:
             none, the repair withdraws shards and then continues the run as any process does.
         until: Number of samples of the host that are read. None to read to the end of the data, and
             for a program with a loop of its own.
-        due: Number of samples that a program with a loop of its own has to give: all up to the last
-            one that is, or was, stored. 0 if a text is read again.
+        due: Number of samples that a program with a loop of its own must add: all up to the last
+            one that is, or was, stored. 0 for a run on a data set, which is read again.
         metadata: Content of the run's metadata.json before the repair. It is kept if there are
             gaps.
     """
@@ -116,10 +116,10 @@ class Repair:
         return {name: recorded.get(name, most) for name, most in limits.items()}
 
     def samples_missing(self, count: int) -> int:
-        """Returns how many samples a program with a loop of its own still has to give.
+        """Returns how many samples a program with a loop of its own still has to add.
 
         Args:
-            count: Number of samples that it has given, including those that were skipped.
+            count: Number of samples that it has added, including those that were skipped.
         """
         return max(self.due - count, 0)
 
@@ -128,7 +128,7 @@ class Repair:
 
         A run is complete again if it was complete and has as many samples as before. Otherwise, the
         samples after the largest stored one are left to the run that continues. A program with a
-        loop of its own has given all its samples by then, so its run is complete, too.
+        loop of its own has added all its samples by then, so its run is complete, too.
 
         Args:
             samples: Number of samples that are stored now.

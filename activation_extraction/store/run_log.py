@@ -19,7 +19,7 @@ names this process as the owner, and (3) writes on condition that exactly this v
 is still there. If the condition does not hold, or the answer is lost, the same order begins again:
 a JSON with the writer's own content is a success, and a commit of the same run is never replaced.
 Where the version of an object is a digest of its content (on S3), it must still name one write, so
-every file contains the id of its writer, those of a shard where no reader minds it.
+every file contains the id of its writer, in the files of a shard where readers ignore it.
 
 A process that writes (log_writer.py) goes through these steps:
 
@@ -92,7 +92,7 @@ METADATA = "metadata.json"
 FORMAT_VERSION = 5
 OTHER_VERSION = "was written by another version of this program"
 REPAIRS = "--repair repairs it"
-MOST_BYTES = 256 * 2**20  # of a JSON; a larger file is not one of ours
+MOST_BYTES = 256 * 2**20  # limit for a JSON file; this program writes no larger one
 RESERVED = "reserved"  # the field of a reservation that a commit lacks
 COMMIT = re.compile(rf"shard_{SHARD_NUMBER}\.json")
 OWN_FILES = re.compile(
@@ -421,7 +421,7 @@ class RunLog:
 
     @property
     def missing_jsons(self) -> list[str]:
-        """Messages on JSONs that are not here: metadata.json, and entries in gaps of the log."""
+        """Messages on missing JSON files: metadata.json, and entries in gaps of the log."""
         has_metadata = self.metadata or METADATA in self.damaged
         messages = [] if has_metadata else [f"{METADATA}: is missing"]
         if self.moved_to is not None:

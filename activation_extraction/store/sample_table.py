@@ -37,7 +37,7 @@ TO_CONTINUE = ["sample_idx", TOKENS, "row"]  # the columns that a start needs to
 FIXED = {"sample_idx": pyarrow.int64(), "tokens": pyarrow.int32(), "cut": pyarrow.int64()}
 JSON = {b"encoding": b"JSON"}  # the metadata of a column that has texts of JSON
 ABSENT = object()  # the value of a kept column that a sample lacks: null among texts of JSON
-# What pyarrow raises for large integers, for lone surrogates, and for names that are not text.
+# Exceptions of pyarrow for large integers, lone surrogates, and names that are not text.
 DOES_NOT_FIT = (pyarrow.ArrowException, OverflowError, ValueError, TypeError)
 PROMOTED = "permissive"  # columns of several tables get a type that has room for all values
 MAX_FIELDS = 32  # lists and fields of structs in a column: each row has room for all; few are deep

@@ -63,16 +63,16 @@ class ShardQueue(Generic[T]):
         self._commit = commit
         self._most_bytes = most_bytes
         self._on_wait = on_wait
-        self._failure: Exception | None = None  # of the first shard that has failed
+        self._failure: Exception | None = None  # the failure of the first shard that has failed
         self._stopped = False
         self._storing = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
         self._committing = ThreadPoolExecutor(1, thread_name_prefix="commit")
-        self._taken: list[int] = []  # the bytes of batches that no shard is charged with yet
+        self._taken: list[int] = []  # bytes of each batch that no shard is charged with yet
         self._shards: deque[QueuedShard[T]] = deque()
         self._changed = threading.Condition()  # a shard was committed, or has failed
 
     def take(self, size: int) -> None:
-        """Counts the bytes of a batch as waiting to be stored, and waits while these are too many.
+        """Counts a batch as waiting to be stored, and waits while too many bytes are waiting.
 
         Args:
             size: Bytes of memory that the batch needs until it is stored.
@@ -103,7 +103,7 @@ class ShardQueue(Generic[T]):
         del self._taken[:-1]
         shard.stored = self._storing.submit(store, shard)
         with self._changed:
-            self._committing.submit(self._finish, shard)  # which will wait for this lock
+            self._committing.submit(self._finish, shard)  # `_finish` will wait for this lock
             self._shards.append(shard)
 
     def check(self) -> None:

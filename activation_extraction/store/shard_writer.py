@@ -31,7 +31,7 @@ from activation_extraction.store.source_check import SourceCheck
 from activation_extraction.store.statistics import pack_sums
 from activation_extraction.text.mark import Mark
 
-# A shard whose files are stored: its commit, and the samples that it has.
+# A shard whose files are stored: its commit, and its samples.
 StoredShard = tuple[Commit, list[ShardSample]]
 
 
@@ -90,7 +90,7 @@ class ShardWriter:
         self._bytes = 0
 
     def take(self, size: int) -> None:
-        """Counts a batch as waiting to be stored, and waits while too many bytes do.
+        """Counts a batch as waiting to be stored, and waits while too many bytes are waiting.
 
         Args:
             size: Bytes of the batch's activations.

@@ -16,14 +16,14 @@ class SourceCheck:
     """Checks before each commit the files that the shard's samples come from.
 
     Args:
-        sources: The files; None if they are not known, and then nothing is checked.
+        sources: The files; None if they are unknown, so that nothing is checked.
         commits: The commits of this process, a list that grows.
     """
 
     def __init__(self, sources: Sources | None, commits: Sequence[Commit]) -> None:
         self._sources = sources
         self._commits = commits
-        self._unchanged = 0  # how many commits there were when a check last succeeded
+        self._unchanged = 0  # number of commits when a check last succeeded
 
     def check(self, samples: Sequence[ShardSample]) -> None:
         """Checks the files that these samples come from.

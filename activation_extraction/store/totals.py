@@ -85,7 +85,12 @@ class Totals:
             self.statistics[name] = before.merge(statistics)
 
     def count_rows(self, skipped: int, empty: int) -> None:
-        """Raises the counts of skipped and empty rows to those up to some point of the data."""
+        """Raises the counts of rows, unless they are larger already.
+
+        Args:
+            skipped: Number of skipped rows from the beginning of the data up to a certain row.
+            empty: Number of rows without text up to the same row.
+        """
         self.skipped_rows = max(self.skipped_rows, skipped)
         self.empty_rows = max(self.empty_rows, empty)
 
