@@ -21,14 +21,17 @@ from activation_extraction.dataset.windows import Position, Window, Windows, cut
 from activation_extraction.store.shard_reader import IN_FLIGHT
 
 ALONE = 0, 1  # number of this worker and of all workers in a process without a DataLoader
-LARGEST_READ = 8 * 2**20  # most bytes of a chunk: of each hook in a bucket, of all hooks locally
-LEAST_READ = 2 * 2**20  # least bytes of a chunk at each hook in a bucket, where whole MiB are read
-# Bytes of a chunk at each hook in a bucket if tokens stay in order: two chunks that meet within a
-# MiB read it twice, so they are larger than LARGEST_READ.
+# Most bytes of a chunk: for each hook if a run is in a bucket, otherwise for all hooks together.
+LARGEST_READ = 8 * 2**20
+# Least bytes of a chunk for each hook if a run is in a bucket, because whole MiB are read there.
+LEAST_READ = 2 * 2**20
+# Most bytes of a chunk for each hook if a run is in a bucket and tokens stay in order. Neighboring
+# chunks both read the MiB in which they meet, so ordered chunks are larger than LARGEST_READ.
 ORDERED_READ = 14 * 2**20
-CHUNKS_IN_BUFFER = 32  # so that tokens of many places are mixed
-LEAST_CHUNKS = 8  # in the buffer of a bucket, where LEAST_READ may allow fewer than 32
-ORDERED_CHUNKS = 4  # in a buffer whose tokens stay in order
+CHUNKS_IN_BUFFER = 32  # least chunks in a shuffled buffer, so that tokens of many places are mixed
+# Least chunks in the buffer if a run is in a bucket: LEAST_READ may allow fewer than 32 there.
+LEAST_CHUNKS = 8
+ORDERED_CHUNKS = 4  # least chunks in a buffer whose tokens stay in order
 T = TypeVar("T", TokenBatch, TokenPair)
 
 
@@ -41,9 +44,12 @@ class Batches(Iterator[T]):
     start.
 
     Args:
-        sources: Source of each run. The options of the first one decide the order.
-        form: Function that makes a result, given a batch of each run.
-        reader: Function that returns a function that reads a chunk of the first run.
+        sources: Sources of the tokens, one for each run. The options of the first source determine
+            the order.
+        form: Function that takes a list with a TokenBatch of each run, and returns the batch to
+            yield: a TokenBatch or a TokenPair.
+        reader: Function without arguments that returns a function of type Read. The returned
+            function takes a chunk of the first run and returns a block of each run.
 
     Attributes:
         options: Options of the batches.
@@ -77,7 +83,11 @@ class Batches(Iterator[T]):
         return {**vars(self), "_windows": None, "_window": None, "_read_by_workers": None}
 
     def state(self) -> dict[str, Any]:
-        """Returns the place at which the iteration stands, for `restore`, as JSON values.
+        """Returns the state of the iteration, from which `restore` continues.
+
+        Returns:
+            A dict of JSON values: the fields of Position, and all settings on which the order of
+            the tokens depends, which `restore` compares.
 
         Raises:
             ValueError: Workers of a DataLoader have read these batches since they were made or
@@ -92,24 +102,26 @@ class Batches(Iterator[T]):
         return {**self._setting(), **asdict(self._position)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues at the place at which a state was taken.
+        """Continues at the position at which a state was taken.
 
         Args:
-            state: A result of `state`.
+            state: State that `state` returned, for batches of the same data with the same
+                arguments.
 
         Raises:
             ValueError: The state comes from other data, or from batches with other arguments.
         """
-        content = dict(state)
+        position = dict(state)
         for name, expected in self._setting().items():
-            value = content.pop(name, None)
-            if value != expected:
+            stored = position.pop(name, None)
+            if stored != expected:
                 raise ValueError(
-                    f"the state is of other batches: its {name} is {value!r}, not {expected!r}"
+                    f"the state is of other batches: its {name} is {stored!r}, not {expected!r}"
                 )
-        self._begin(Position(**content))
+        self._begin(Position(**position))
 
     def _begin(self, position: Position) -> None:
+        """Moves the iteration to a position, in the share of the process that calls this."""
         self.close()
         self._position = position
         self._loader_worker = _loader_worker()
@@ -128,7 +140,10 @@ class Batches(Iterator[T]):
         return plain
 
     def close(self) -> None:
-        """Stops reading ahead, and frees the buffer. The next batch starts both again."""
+        """Stops reading ahead, and frees the buffer.
+
+        The iteration keeps its position. Reading the next batch starts reading ahead again.
+        """
         if self._windows is not None:
             self._windows.close()
         self._windows = self._window = None
@@ -136,18 +151,22 @@ class Batches(Iterator[T]):
     def torch(self) -> Any:
         """Returns a PyTorch IterableDataset of these batches as tensors.
 
-        It is for a loop, or for a DataLoader with `batch_size=None`: with any other size, the
-        DataLoader would make batches of batches, and raises TypeError. If the run is in a bucket
-        and the DataLoader has workers, it needs `multiprocessing_context="spawn"`.
+        Use it in a loop, or in a DataLoader with `batch_size=None`: with any other size, the
+        DataLoader would try to make batches of batches, and raises TypeError. If the run is in a
+        bucket and the DataLoader has workers, the DataLoader needs
+        `multiprocessing_context="spawn"`.
 
         The first loop continues where this object stands. Every later loop begins at the start,
         unless `restore` was called before it.
 
         Each worker of a DataLoader reads a share of the data, and moves only its own copy of this
-        object. So a loop with workers raises ValueError if this object does not stand at the start,
-        and `state` raises ValueError after workers have read. The result has `state_dict` and
-        `load_state_dict`, with which torchdata's StatefulDataLoader continues its workers if it has
-        as many of them as before.
+        object. Therefore a loop with workers raises ValueError if this object does not stand at the
+        start, and `state` raises ValueError after workers have read.
+
+        Returns:
+            The IterableDataset. It has the methods `state_dict` and `load_state_dict`, with which
+            torchdata's StatefulDataLoader continues its workers if it has as many workers as
+            before.
         """
         from torch.utils.data import IterableDataset
 
@@ -172,7 +191,7 @@ class Batches(Iterator[T]):
             def load_state_dict(self, state: Mapping[str, Any]) -> None:
                 self._batches.restore(state)
 
-            def __reduce__(self) -> tuple[Any, ...]:  # such a class cannot be pickled by its name
+            def __reduce__(self) -> tuple[Any, ...]:  # pickle cannot find a local class by name
                 if get_spawning_popen() is not None:
                     read_by_workers[0] = 1  # the process that is being started shares no memory
                 return Batches.torch, (self._batches,)
@@ -212,7 +231,7 @@ class Batches(Iterator[T]):
 
         Raises:
             StopIteration: There are no more windows.
-            ValueError: There was none at all, because no token passes the filters.
+            ValueError: There was no window at all, because no token passes the filters.
         """
         if self._windows is None:
             self._windows = self._share().beginning(self._position)
@@ -229,8 +248,8 @@ class Batches(Iterator[T]):
     def _share(self) -> Windows:
         """Returns the windows of the data that this process reads.
 
-        Chunks of the first run are divided among workers. Of pickles, whole shards are, and each
-        worker then cuts its own into chunks.
+        The workers divide the chunks of the first run. If a run stores pickles, they divide whole
+        shards instead, and each worker then cuts its shards into chunks.
         """
         sources = self._sources
         options = self.options
@@ -239,13 +258,15 @@ class Batches(Iterator[T]):
         row = max(sum(source.row_bytes for source in sources), 1)
         local = all(source.shards.local for source in sources)
         by_ranges = all(source.shards.by_ranges for source in sources)
-        largest, least = LARGEST_READ, 1
+        largest = LARGEST_READ
+        least = 1
         if not local:
             largest = hooks * (ORDERED_READ if seed is None else LARGEST_READ)
             least = min(LEAST_READ * hooks // row, options.buffer // LEAST_CHUNKS)
         many = ORDERED_CHUNKS if seed is None else CHUNKS_IN_BUFFER
         size = max(min(largest // row, options.buffer // many), least, 1)
-        chunks, ahead = sources[0].chunks(), 1
+        chunks = sources[0].chunks()
+        ahead = 1
         if by_ranges:
             chunks = [piece for chunk in chunks for piece in cut(chunk, size)]
         chunks = share(shuffled(chunks, seed), options.worker, options.workers)
@@ -282,8 +303,12 @@ class Batches(Iterator[T]):
 
 
 def _loader_worker() -> tuple[int, int] | None:
-    """Returns the number of this worker of a PyTorch DataLoader, and the number of its workers.
-    None if this process is no such worker."""
+    """Returns the place of this process among the workers of a PyTorch DataLoader.
+
+    Returns:
+        The number of this worker, from 0, and the number of all workers. None if this process is
+        not a worker of a DataLoader.
+    """
     data = sys.modules.get("torch.utils.data")
     info = data.get_worker_info() if data is not None else None
     return None if info is None else (info.id, info.num_workers)

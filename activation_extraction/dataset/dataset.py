@@ -1,8 +1,9 @@
 """ActivationDataset: reads the samples, tokens and activations of a stored run.
 
-It reads the JSON files of all machines and hosts once, when a run is opened, and shards when they
-are needed (open_shards.py). token_source.py filters tokens, batches.py makes batches of them, and
-paired.py reads several runs as one. None of this needs JAX or PyTorch.
+An ActivationDataset reads the JSON files of all machines and hosts once, when the run is opened. It
+reads shards when they are needed (open_shards.py). token_source.py filters tokens, batches.py makes
+batches of them, and paired.py reads several runs as one. None of these modules needs JAX or
+PyTorch.
 """
 
 import hashlib
@@ -43,12 +44,12 @@ from activation_extraction.store.statistics import HookStatistics
 
 
 class ActivationDataset(Samples):
-    """The samples of a stored run, as a sequence of SampleActivations, and all that describes them.
+    """The samples of a stored run, as a sequence of SampleActivations, with the run's metadata.
 
     Samples have the order of the run's machines, hosts and shards. Within a shard, their numbers
-    (`sample_idx`) ascend, but the numbers of several shards may interleave. A run that is still
-    going on is read as far as it is stored when it is opened. Mappings by hook list the canonical
-    names of the hooks, and find a hook by its other names, too.
+    (`sample_idx`) ascend, but the numbers of several shards may interleave. If a run is still going
+    on, the dataset contains the samples that were stored when it was opened. Mappings by hook list
+    the canonical names of the hooks, and find a hook by its other names, too.
 
     Opening a run compares the checksums of all JSON files, and checks that every shard has its full
     size. Reading compares every MiB of a shard that it reads with its crc32c, and the tables of
@@ -63,13 +64,14 @@ class ActivationDataset(Samples):
         url: URL of the run, without secrets.
         metadata: Content of the first host's metadata.json.
         identity: Settings of the run that metadata.json records.
-        data_files: Size in bytes and fingerprint of every file of the data set, by its name.
-        complete: Whether all machines and hosts of the run are there, and have stored all of their
-            samples.
-        shards: Shards of the run, which are opened when they are read.
+        data_files: A tuple for every file of the data set, by the name of the file: its size in
+            bytes, and its fingerprint.
+        complete: Whether the folders of all machines and hosts of the run are there, and all of
+            them have stored all of their samples.
+        shards: Shards of the run that contain samples, which are opened when they are read.
 
     Raises:
-        ValueError: There is no such run or hook, or folders of different runs are mixed.
+        ValueError: There is no such run or hook, or the output mixes folders of different runs.
         OSError: A file is damaged, missing or cut short. All methods that read shards or tables
             raise OSError, too, if a file turns out to be damaged or shorter than its JSON says, or
             if it was replaced because the run was overwritten or repaired in the meantime.
@@ -131,7 +133,7 @@ class ActivationDataset(Samples):
 
     @property
     def hooks(self) -> ByHook[int]:
-        """The width of every hook that is read, by name; of codes, the number of features."""
+        """The width of every hook that is read, by name; for codes, the number of features."""
         return self.shards.hooks.map(lambda hook: hook.width)
 
     @property
@@ -170,8 +172,9 @@ class ActivationDataset(Samples):
 
         Its columns are `sample_idx`, `doc_id`, `row`, `cut` and `text_preview`, as in
         SampleActivations; `tokens`, the number of stored tokens; and every column of the data set
-        that the run kept, under its own name. If the values of a column have several types, they
-        become texts. No activations are read. `samples.to_pandas()` makes a data frame of it.
+        that the run kept, under its name in the data set. If the values of a column have several
+        types, they are converted to texts. No activations are read. `samples.to_pandas()` converts
+        the table to a data frame.
 
         Raises:
             OSError: The table of a shard is damaged, or was replaced.
@@ -182,8 +185,8 @@ class ActivationDataset(Samples):
     def tokenizer_path(self) -> str:
         """The model or adapter whose tokenizer made the token ids.
 
-        It is the absolute path of a folder, a URL or a name on the hub. If the data set had token
-        ids, it is the model.
+        It is the absolute path of a folder, a URL or a name on the hub. If the data set contained
+        token ids instead of text, it is the model.
 
         Raises:
             ValueError: metadata.json does not name the model.
@@ -197,17 +200,17 @@ class ActivationDataset(Samples):
     def document(self, index: int) -> SampleActivations:
         """Returns the whole document that a sample belongs to.
 
-        If the run splits long documents, a sample may be a piece of one. All pieces of its document
-        are then joined, so that every stored token is there once. A sample that is no piece is
-        returned as it is. A run that ended within a document, because of --max_samples, has only
-        the beginning of it.
+        If the run splits long documents, a sample may be a piece of a document. All pieces of this
+        document are then joined, so that the result has every stored token once. Any other sample
+        is returned as it is. If the run ended within the document because of --max_samples, the
+        result is the stored beginning of the document.
 
         Args:
             index: Index of the sample; a negative one counts from the end.
 
         Returns:
-            The document. Its facts are those of the first piece, except for `cut`, which is that of
-            the last. `position` counts from the start of the document.
+            The document. `cut` comes from the last piece, and all other facts come from the first
+            piece. `position` counts from the start of the document.
 
         Raises:
             IndexError: There is no such sample.
@@ -217,19 +220,23 @@ class ActivationDataset(Samples):
         number = self.number(index)
         facts = self.shards.facts(number)
         folder, _ = self.shards.shards[self.shards.shard_of(number)]
-        if (found := piece_of(facts.row)) is None:
+        location = piece_of(facts.row)
+        if location is None:
             return self[index]
-        piece, _, document = found
+        piece, _, document = location
         # The pieces of a document have consecutive numbers, but may lie in any shards of the host.
         stride = self._strides[folder]
         starts = list[int]()
         numbers = list[int]()
         first = facts.sample_idx - piece * stride
         while (place := self.shards.find(folder, first + len(numbers) * stride)) is not None:
-            found = piece_of(self.shards.facts(place).row)
-            if found is None or (found[0], found[2]) != (len(numbers), document):
+            location = piece_of(self.shards.facts(place).row)
+            if location is None:
                 break
-            starts.append(found[1])
+            next_piece, start, document_of_piece = location
+            if next_piece != len(numbers) or document_of_piece != document:
+                break
+            starts.append(start)
             numbers.append(place)
         if piece >= len(numbers):
             raise ValueError(
@@ -250,7 +257,7 @@ class ActivationDataset(Samples):
         """Returns the pieces of a document as one sample.
 
         Args:
-            numbers: Numbers of the samples that are its pieces, in order.
+            numbers: Numbers of the samples that are the pieces, in order.
             starts: Position in the document at which each piece begins.
         """
         facts, last = self.shards.facts(numbers[0]), self.shards.facts(numbers[-1])
@@ -271,10 +278,10 @@ class ActivationDataset(Samples):
         return self.source(BatchOptions(1))
 
     def batches(self, size: int, hooks: Any = None, **options: Any) -> Batches[TokenBatch]:
-        """Returns an iterator over the tokens of all samples in batches, for one pass.
+        """Returns an iterator over batches of the tokens of all samples, for one pass.
 
-        The order of shuffled tokens depends on the seed and on how the shards were cut. `paired`
-        reads two runs side by side.
+        The order of shuffled tokens depends on the seed and on how the run was divided into shards.
+        `paired` reads two runs side by side.
 
         Args:
             size: Number of tokens in a batch; the last batch may have fewer.
@@ -298,7 +305,8 @@ class ActivationDataset(Samples):
             ValueError: An option makes no sense for this run.
         """
         names = self.hooks.chosen(self.url, options.hooks)
-        mask, where = None, options.where
+        mask = None
+        where = options.where
         if where is not None:
             mask = as_mask(where(self.samples) if callable(where) else where, len(self))
             if len(mask) and not mask.any():
@@ -317,7 +325,12 @@ class ActivationDataset(Samples):
         return TokenSource(self.shards, complete, mask)
 
     def _limits(self, names: Sequence[str], max_norm: Any) -> dict[str, float]:
-        """Returns the largest norm at each hook that has a limit.
+        """Returns the largest norm at each hook that has a limit, by the hook's canonical name.
+
+        Args:
+            names: Canonical names of the hooks to read.
+            max_norm: Limit as in BatchOptions: a number for all activations, a mapping by hook, or
+                None.
 
         Raises:
             ValueError: A hook with a limit is not read, or has no activations.
@@ -336,14 +349,16 @@ class ActivationDataset(Samples):
     def join(self, other: Any) -> JoinedRuns:
         """Returns a dataset with the hooks of this run and of another run over the same data.
 
-        So a layer can be added to a run without computing its other layers again. The result has
-        the samples and tokens that both runs have; `paired` says which these are.
+        Joining adds layers to a run without computing its other layers again. The result has the
+        samples and tokens that both runs have; the documentation of `paired` defines which tokens
+        of two runs are the same.
 
         Args:
             other: An ActivationDataset, or the URL of a run.
 
         Raises:
-            ValueError: Both runs have a hook of the same name, or `paired` would refuse them.
+            ValueError: Both runs have a hook of the same name, or they cannot be aligned for one of
+                the reasons for which `paired` raises ValueError.
         """
         return JoinedRuns(self, self.opened(other))
 
@@ -357,10 +372,13 @@ class ActivationDataset(Samples):
         return run if isinstance(run, cls) else cls(run)
 
     def _known_roles(self, roles: Sequence[str]) -> tuple[str, ...]:
-        """Returns some roles in the order of ROLES.
+        """Returns the roles that a user has chosen, in the order of ROLES.
+
+        Args:
+            roles: Names of roles, or a single name.
 
         Raises:
-            ValueError: There are none, or the run has no tokens of one of them.
+            ValueError: `roles` is empty, or the run stores no tokens of one of the roles.
         """
         names = [roles] if isinstance(roles, str) else list(roles)
         stored = self.identity.text.roles or ROLES
@@ -372,7 +390,10 @@ class ActivationDataset(Samples):
         raise ValueError(f"roles: {', '.join(names) or 'none'} asked for; {self.url} {has}")
 
     def _known_columns(self, columns: Sequence[str]) -> tuple[str, ...]:
-        """Returns the names of columns of the table of samples.
+        """Returns the names of the columns that a user has chosen.
+
+        Args:
+            columns: Names of columns of the table of samples, or a single name.
 
         Raises:
             ValueError: The table lacks a column.
@@ -394,10 +415,10 @@ class ActivationDataset(Samples):
         name, (tokens, width), and `token_ids`, `sample_idx`, `position` and, if the run has them,
         `role` and `turn`, (tokens,).
 
-        A record of hundreds of tokens takes little longer to read than one of a single token. In a
-        bucket, each record takes a request of at least a MiB for every hook, and in a random order
-        it shares none with other records, so records should have thousands of tokens there;
-        `batches` is faster.
+        A record of hundreds of tokens takes little longer to read than a record of a single token.
+        If the run is in a bucket, reading a record takes a request of at least a MiB for every
+        hook, and records that are read in a random order share no requests. Records should
+        therefore have thousands of tokens there; `batches` is faster.
 
         Args:
             hooks: Names of the hooks to read, or globs. None for all hooks of the dataset.
@@ -421,8 +442,8 @@ class ActivationDataset(Samples):
     def features(self, hook: str, contexts: int = 10, around: int = 16) -> pyarrow.Table:
         """Returns a table of the features of an autoencoder whose codes the run stores.
 
-        One pass over the codes makes it, then the tokens around the strongest ones are read.
-        `pyarrow.parquet.write_table(table, "features.parquet")` stores it.
+        The codes are read once; then the tokens around the strongest tokens are read.
+        `pyarrow.parquet.write_table(table, "features.parquet")` stores the table.
 
         Args:
             hook: Name of the hook that holds the codes.
@@ -435,13 +456,15 @@ class ActivationDataset(Samples):
             feature: Number of the feature, from 0.
             tokens: Number of tokens on which the feature is active.
             frequency: Share of all tokens on which it is active.
-            mean, maximum: Mean and largest of its values on these tokens; null if there are none.
-            contexts: The tokens with its largest values, in descending order. Each has the `value`,
-                `sample_idx` and `position`; the `token_ids` of the token and those around it;
-                `token`, the index in `token_ids` of the token itself; and the `text` of them all.
-                The text is null if the vocabulary (tokenizer.json, or vocab.json with merges.txt)
-                is neither in the folder of `tokenizer_path` nor in the cache of the hub on this
-                machine.
+            mean: Mean of its values on these tokens; null if there are no such tokens.
+            maximum: Largest of its values on these tokens; null if there are no such tokens.
+            contexts: A list of the tokens with its largest values, in descending order of value. A
+                token is a struct of the `value`, `sample_idx` and `position`; the `token_ids` of
+                the token and the tokens around it; `token`, the index in `token_ids` of the token
+                itself; and `text`, the decoded `token_ids`. The text is null if the vocabulary
+                (tokenizer.json, or vocab.json with merges.txt) is neither in the folder of
+                `tokenizer_path` nor in the cache of the hub on this machine, or cannot be read, or
+                if the package tokenizers is not installed.
 
         Raises:
             ValueError: The hook has no codes or is not read, `contexts` is less than 1, or `around`
@@ -452,26 +475,33 @@ class ActivationDataset(Samples):
 
 
 def paired(a: Any, b: Any) -> PairedRuns:
-    """Returns two runs over the same data as one, such as those of a base and a chat model.
+    """Returns two runs over the same data, to be read side by side.
 
-    Tokens belong together if their samples come from the same row of the data set (`row` of the
-    samples) and they have the same position in it, however the runs were cut, ordered and stored.
-    There is one exception: rows of a data set on the hub that are counted within a share are the
-    same only if both runs had equally many machines and hosts. Tokens that one of the runs lacks
-    are left out. The log says so once, and `unpaired_samples` counts the samples.
+    The runs may be those of a base model and a chat model, for example.
 
-    Tokens have the order of run `a`, and those of run `b` are read wherever they lie, which takes
-    long if its order is quite another one. If `b` stores pickles, reading a shard of `a`
-    decompresses every pickle of `b` that has samples of it, and up to six shards are in memory
-    beside the buffer.
+    Tokens of the two runs are paired if their samples come from the same row of the data set (`row`
+    of a sample) and the tokens have the same position in the sample. It does not matter how the
+    runs were divided into shards, ordered and stored. There is one exception: if rows of a data set
+    on the hub are counted within a share, they are the same only if both runs had the same number
+    of machines and hosts. Tokens that one of the runs lacks are left out. The log warns of this
+    once, and `unpaired_samples` of the result counts the samples that are left out.
+
+    Pairs have the order of run `a`. The tokens of run `b` are read from wherever they lie, which is
+    slow if the order of `b` is very different. If `b` stores pickles, reading a shard of `a`
+    decompresses every pickle of `b` that contains any of its samples, and up to six shards are in
+    memory beside the buffer.
 
     Args:
-        a: An ActivationDataset, or the URL of a run.
-        b: The other one.
+        a: The first run: an ActivationDataset, or the URL of a run.
+        b: The second run: an ActivationDataset, or the URL of a run.
+
+    Returns:
+        The two runs. The method `batches` of the result reads pairs of batches.
 
     Raises:
         ValueError: There is no such run, a run has two samples of the same row, no row is in both
             runs, or the metadata shows that the samples come from other data or were made in
-            another way. Reading raises ValueError for a token whose id differs in the two runs.
+            another way. Reading raises ValueError if the ids of two paired tokens differ.
+        OSError: A file is damaged, missing or cut short.
     """
-    return PairedRuns(*map(ActivationDataset.opened, (a, b)))
+    return PairedRuns(ActivationDataset.opened(a), ActivationDataset.opened(b))

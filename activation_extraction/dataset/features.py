@@ -1,8 +1,8 @@
 """The table of an autoencoder's features: how often each is active, and on which tokens most.
 
-One pass over the codes counts them and keeps the strongest tokens of every feature, so that memory
-grows with the number of features and not with the run. The tokens around these are read afterwards.
-`find_decoder` turns token ids into text without the tokenizer of the run.
+One pass over the codes counts the tokens of every feature and keeps its strongest tokens, so that
+memory grows with the number of features and not with the run. The tokens around the strongest ones
+are read afterwards. `find_decoder` turns token ids into text without the tokenizer of the run.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,10 +23,11 @@ from activation_extraction.common.tokenizer_files import (
     vocabulary_file,
 )
 
-if TYPE_CHECKING:  # that module imports this one
+if TYPE_CHECKING:  # dataset.py imports this module
     from activation_extraction.dataset.dataset import ActivationDataset
 
-SIZE = 2**14  # tokens of a batch
+SIZE = 2**14  # tokens of a batch of codes
+# Columns of a context: a token on which a feature is strong, and the tokens around this token.
 CONTEXT = pyarrow.schema(
     {
         "value": pyarrow.float32(),
@@ -57,12 +58,12 @@ class Strongest:
         self.tokens = np.zeros((features, count), np.int64)
 
     def add(self, ids: np.ndarray, values: np.ndarray, tokens: np.ndarray) -> None:
-        """Adds values. Of equal values, those that were added first are kept.
+        """Adds values of features. Among equal values, those that were added first are kept.
 
         Args:
-            ids: Features that the values belong to, int32 (n,).
-            values: The values, float32 (n,).
-            tokens: Numbers of the tokens that have these values, int64 (n,).
+            ids: Number of the feature of each value, int32 (n,).
+            values: Values of the features, float32 (n,).
+            tokens: Number of the token of each value, int64 (n,).
         """
         count = self.values.shape[1]
         large = values > self.values[ids, -1]
@@ -70,24 +71,43 @@ class Strongest:
         ids = ids[large][order]
         values = values[large][order]
         tokens = tokens[large][order]
-        found, first, number = np.unique(ids, return_index=True, return_counts=True)
-        rank = np.arange(len(ids)) - np.repeat(first, number)
-        row = np.repeat(np.arange(len(found)), number)
-        place = row[rank < count], count + rank[rank < count]
-        both = np.full((len(found), 2 * count), -np.inf, np.float32)
-        where = np.zeros(both.shape, np.int64)
-        both[:, :count], where[:, :count] = self.values[found], self.tokens[found]
-        both[place], where[place] = values[rank < count], tokens[rank < count]
-        best = np.argsort(-both, axis=1, kind="stable")[:, :count]
-        self.values[found] = np.take_along_axis(both, best, 1)
-        self.tokens[found] = np.take_along_axis(where, best, 1)
+        features, first, number = np.unique(ids, return_index=True, return_counts=True)
+        rank = np.arange(len(ids)) - np.repeat(first, number)  # among the values of the feature
+        row = np.repeat(np.arange(len(features)), number)
+        largest = rank < count
+        # The left half of the candidates are the values kept so far; a stable sort prefers these.
+        candidates = np.full((len(features), 2 * count), -np.inf, np.float32)
+        candidate_tokens = np.zeros(candidates.shape, np.int64)
+        candidates[:, :count] = self.values[features]
+        candidate_tokens[:, :count] = self.tokens[features]
+        right_half = row[largest], count + rank[largest]
+        candidates[right_half] = values[largest]
+        candidate_tokens[right_half] = tokens[largest]
+        best = np.argsort(-candidates, axis=1, kind="stable")[:, :count]
+        self.values[features] = np.take_along_axis(candidates, best, 1)
+        self.tokens[features] = np.take_along_axis(candidate_tokens, best, 1)
 
 
 def feature_table(
     dataset: "ActivationDataset", hook: str, contexts: int, around: int
 ) -> pyarrow.Table:
-    """Returns a row for each feature of the codes at a hook. See `ActivationDataset.features`."""
-    from tqdm import tqdm  # which reading does not need otherwise
+    """Returns the table of the features of an autoencoder (see `ActivationDataset.features`).
+
+    Args:
+        dataset: Dataset of the run.
+        hook: Any name of the hook that holds the codes.
+        contexts: Number of tokens to list for each feature.
+        around: Number of tokens of the sample to show on each side of a listed token.
+
+    Returns:
+        A table with a row for each feature.
+
+    Raises:
+        ValueError: The hook has no codes or is not read, `contexts` is less than 1, or `around` is
+            less than 0.
+        OSError: A shard is damaged.
+    """
+    from tqdm import tqdm  # imported late, because nothing else that reads runs needs it
 
     hook = dataset.hooks.aliases.get(hook, hook)
     code_hooks = [name for name, values in dataset.shards.hooks.items() if not values.is_array]
@@ -100,8 +120,10 @@ def feature_table(
         )
     if contexts < 1 or around < 0:
         raise ValueError(f"contexts {contexts}, around {around}: expected at least 1 and 0")
-    features, seen = dataset.hooks[hook], 0
-    tokens, total = np.zeros(features, np.int64), np.zeros(features)
+    features = dataset.hooks[hook]
+    seen = 0  # number of tokens of earlier batches
+    tokens = np.zeros(features, np.int64)
+    total = np.zeros(features)
     strongest = Strongest(features, contexts)
     settings = dict(unit=" tokens", unit_scale=True, desc="reading codes", disable=None)
     with tqdm(total=dataset.tokens, **settings) as bar:
@@ -201,13 +223,13 @@ def find_decoder(dataset: "ActivationDataset") -> Callable[[np.ndarray], str]:
     added = {int(number): text for number, text in metadata.get("added_tokens", {}).items()}
     beside = {n: text for n, text in added.items() if tokenizer.id_to_token(n) != text}
 
-    def is_known(token: int) -> bool:
+    def is_in_vocabulary(token: int) -> bool:
         return token not in beside and token >= 0 and tokenizer.id_to_token(token) is not None
 
     def decode(ids: np.ndarray) -> str:
         texts: list[str] = []
-        for known, tokens in groupby(ids.tolist(), is_known):
-            if known:
+        for in_vocabulary, tokens in groupby(ids.tolist(), is_in_vocabulary):
+            if in_vocabulary:
                 texts.append(tokenizer.decode(list(tokens), skip_special_tokens=False))
             else:
                 texts += [beside.get(token, f"[{token}]") for token in tokens]
@@ -217,25 +239,30 @@ def find_decoder(dataset: "ActivationDataset") -> Callable[[np.ndarray], str]:
 
 
 def _local_files(home: str, metadata: Mapping[str, Any]) -> list[Path]:
-    """Returns the files of a vocabulary in its folder, or else in the hub's cache here.
+    """Returns the files of a vocabulary, from its folder or from this machine's cache of the hub.
 
     Args:
-        home: The folder, URL or hub name of the model or adapter.
-        metadata: The metadata of the run, which may name a commit of its model.
+        home: Folder, URL or hub name of the model or adapter.
+        metadata: Metadata of the run, which may name the commit of its model.
+
+    Returns:
+        Paths of the files; none if `home` is neither a folder with such files nor a name that the
+        cache contains.
     """
-    configuration, commit = metadata["configuration"], None
+    configuration = metadata["configuration"]
+    commit = None
     if home == configuration["model_path"]:
         commit = metadata.get("model_commit") or configuration.get("model_revision")
     try:
         folder = Path(home).expanduser()
-        found = [folder / name for name in VOCABULARY_FILES if (folder / name).is_file()]
-        if not found:
+        files = [folder / name for name in VOCABULARY_FILES if (folder / name).is_file()]
+        if not files:
             from huggingface_hub import try_to_load_from_cache
 
             cached = (
                 try_to_load_from_cache(home, name, revision=commit) for name in VOCABULARY_FILES
             )
-            found = [Path(path) for path in cached if isinstance(path, str)]
+            files = [Path(path) for path in cached if isinstance(path, str)]
     except (ImportError, OSError, RuntimeError, ValueError):  # neither a path nor a hub name
         return []
-    return found
+    return files

@@ -1,6 +1,6 @@
 """OpenShards: opens the shards of a run when they are read, and keeps the last ones open.
 
-It knows which shard has which samples, and reads the tables and the statistics beside the shards.
+It finds the shard of a sample, and reads the tables and the statistics beside the shards.
 store/shard_reader.py reads a single shard.
 """
 
@@ -43,9 +43,11 @@ from activation_extraction.store.statistics import HookStatistics, Statistics, S
 from activation_extraction.store.totals import Totals
 from activation_extraction.text.sample_facts import SampleFacts
 
-OPEN_SHARDS = 128  # local safetensors files that stay mapped; of pickles, one stays in memory
-KEPT_BYTES = 2**28  # most memory for the front bytes of shards in a bucket that stay open
-TABLE_ROWS = 100_000  # most rows of the tables of samples in memory, except for a single table
+# Most local safetensors files that stay mapped. If a run stores pickles, one shard stays in memory.
+OPEN_SHARDS = 128
+KEPT_BYTES = 2**28  # most memory for the front bytes of the shards in a bucket that stay open
+# Most rows of the tables of samples that stay in memory. One table stays even if it is larger.
+TABLE_ROWS = 100_000
 
 T = TypeVar("T")
 
@@ -71,11 +73,12 @@ class OpenShards:
         url: URL of the run, with its secrets.
         local: Whether the run is on this machine.
         shards: Name of the host's folder ("" for the output itself) and commit of each shard.
-        hooks: Hooks that are read, by name.
+        hooks: Dtype, width and encoding of every hook that is read, by name.
         commits: Commits of the shards.
-        firsts: Number of samples before each shard, and, as the last item, of all samples.
-        by_ranges: Whether rows of every shard can be read without the rest of it.
-        table: Function that returns the table of a shard's samples, given the shard's number.
+        firsts: Number of samples before each shard; the last item is the number of all samples.
+        by_ranges: Whether a range of rows can be read from every shard without reading the whole
+            shard. False if a shard is a pickle.
+        table: Function that takes the number of a shard and returns the table of its samples.
 
     Raises:
         ValueError: A file is too small for its tokens.
@@ -92,7 +95,8 @@ class OpenShards:
         self.by_ranges = all(map(read_by_ranges, self.commits))
         self._check_sizes()
         self._columns: dict[str, np.ndarray] = {}
-        # The caches do not hold this object: they would keep a pickle until it is collected.
+        # The cached functions do not refer to this object: such a cycle would keep a decompressed
+        # pickle in memory until the garbage collector runs.
         self._read: Callable[..., Any] = partial(_read, self.url, self.shards, {})
         hooks, most = list(self.hooks.values()), OPEN_SHARDS
         if not self.by_ranges:
@@ -121,10 +125,15 @@ class OpenShards:
             return self._open(shard)
 
     def row_bytes(self, hooks: Sequence[str]) -> int:
-        """Returns the bytes of memory for the values of one token at some hooks."""
+        """Returns the bytes of memory for the values of one token at some hooks.
+
+        Args:
+            hooks: Canonical names of the hooks.
+        """
         return sum(self.hooks[name].row.itemsize for name in hooks)
 
     def _check_sizes(self) -> None:
+        """Raises ValueError if a shard's file is too small for the tokens that it should hold."""
         row = sum(hook.least_bytes for hook in self.hooks.values())
         for folder, commit in self.shards:
             most = commit.bytes * (1 if read_by_ranges(commit) else MAX_GZIP_RATIO)
@@ -175,9 +184,11 @@ class OpenShards:
         """Yields the results of reading all shards, in their order. Several threads read them.
 
         Args:
-            read: Function that reads a shard, given its number.
+            read: Function that takes the number of a shard, reads the shard or a file beside it,
+                and returns the result.
         """
-        with ThreadPoolExecutor(IN_FLIGHT) as pool:  # which a fork of this process does not meet
+        # The threads end with this call, because a fork of this process would lack them.
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:
             yield from pool.map(read, range(len(self.shards)))
 
     @cached_property
@@ -192,8 +203,8 @@ class OpenShards:
             names: Names of the columns.
 
         Returns:
-            The values as they were stored, by the name of the column: arrays of objects (samples,),
-            with None for a sample that lacks the column.
+            The stored values by the name of the column: arrays of objects (samples,), with None for
+            a sample that lacks the column.
         """
         if missing := [name for name in names if name not in self._columns]:
             tables = list(self.each(self.table))
@@ -204,8 +215,11 @@ class OpenShards:
 
     @cached_property
     def statistics(self) -> ByHook[HookStatistics]:
-        """The statistics of every hook over all shards. The statistics of every dimension read
-        `sums` when they are first used."""
+        """The statistics of every hook over all shards.
+
+        The statistics of every dimension are computed from `sums`, which is read when they are
+        first used.
+        """
         totals = Totals.of(self.commits).statistics
         statistics = {
             name: HookStatistics(
@@ -220,10 +234,10 @@ class OpenShards:
 
     @cached_property
     def sums(self) -> dict[str, Sums]:
-        """The sums over all shards, by the name of the hook. Codes have none.
+        """The sums over all shards, by the name of the hook. Hooks of codes have no sums.
 
-        They are merged in the order of the shards, so that the result is always the same. Empty for
-        a run without shards.
+        The sums of the shards are merged in the order of the shards, so that the result is always
+        the same. The dict is empty for a run without shards.
         """
         summed = [name for name, hook in self.hooks.items() if hook.is_array]
         total: dict[str, Sums] = {}
@@ -246,11 +260,12 @@ def _read(
         url: URL of the run.
         shards: Name of the folder and commit of each shard.
         folders: Folders that are open, by name. The shard's folder is added.
-        read: Function that reads a shard, given its folder and its commit.
+        read: Function that takes the folder and the commit of a shard, reads the shard or a file
+            beside it, and returns the result.
         number: Number of the shard, from 0.
 
     Raises:
-        OSError: `read` has raised RunError.
+        OSError: `read` raises RunError, for example because the file is damaged.
     """
     name, commit = shards[number]
     with as_os_errors():

@@ -1,8 +1,8 @@
 """Runs over the same data that are read as one: side by side (`paired`), or joined (`join`).
 
-Two samples are the same if they come from the same row of the data set, and two tokens if they also
-have the same position. Different data may have rows of the same names, so runs whose metadata
-records different data are refused.
+Two samples are the same if they come from the same row of the data set. Two tokens are the same if
+their samples are, and they have the same position in them. Rows of different data sets may have the
+same names, so runs whose metadata records different data sets are rejected with ValueError.
 """
 
 import json
@@ -39,21 +39,21 @@ from activation_extraction.dataset.windows import Chunk
 from activation_extraction.store.resume import shown
 from activation_extraction.store.statistics import HookStatistics
 
-if TYPE_CHECKING:  # that module imports this one
+if TYPE_CHECKING:  # dataset.py imports this module
     from activation_extraction.dataset.dataset import ActivationDataset
 
 
 class AlignedRuns:
-    """Several runs over the same data, of which the tokens that all runs have are read.
+    """Several runs over the same data, reduced to the tokens that all of the runs store.
 
-    Its length is the number of samples that all runs have.
+    The length of the object is the number of samples that all runs have.
 
     Args:
         *runs: Datasets of the runs.
 
     Attributes:
-        runs: The datasets.
-        unpaired_samples: For each run, the number of its samples that some other run lacks.
+        runs: Datasets of the runs, in the order of the arguments.
+        unpaired_samples: For each run, the number of its samples that at least one other run lacks.
 
     Raises:
         ValueError: The runs have no row in common, two samples of one run come from the same row,
@@ -61,7 +61,8 @@ class AlignedRuns:
     """
 
     def __init__(self, *runs: "ActivationDataset") -> None:
-        self.runs, urls = runs, without_secrets(" and ".join(run.url for run in runs))
+        self.runs = runs
+        urls = without_secrets(" and ".join(run.url for run in runs))
         for run in runs[1:]:
             files = runs[0].data_files, run.data_files
             for name, before, now in runs[0].identity.other_samples(run.identity, *files):
@@ -85,8 +86,14 @@ class AlignedRuns:
         ]
         for run, left_out, in_all in zip(runs, self.unpaired_samples, common, strict=True):
             if left_out:
-                what = counted(left_out, "sample"), counted(run.tokens - in_all.sum(), "token")
-                log.warning("%s: %s (%s) left out: not all runs have them", run.url, *what)
+                samples = counted(left_out, "sample")
+                left_out_tokens = counted(run.tokens - in_all.sum(), "token")
+                log.warning(
+                    "%s: %s (%s) left out: not all runs have them",
+                    run.url,
+                    samples,
+                    left_out_tokens,
+                )
         if any(
             run.identity.kept_tokens != runs[0].identity.kept_tokens or (counts != common[0]).any()
             for run, counts in zip(runs, common, strict=True)
@@ -105,10 +112,11 @@ class AlignedRuns:
         """Returns batches of the tokens that all runs have.
 
         Args:
-            form: Function that makes the result, given a batch of each run.
-            hooks: Names of the hooks to read, for each run.
-            options: Options of the batches. A mask in `where` is over the samples of the first run;
-                a function in `where` is called with the table of each run.
+            form: Function that takes a list with a TokenBatch of each run, and returns the batch
+                to yield.
+            hooks: For each run, the canonical names of the hooks to read.
+            options: Options of the batches. A mask in `where` has a boolean for each sample of the
+                first run; a function in `where` is called with the `samples` of each run.
 
         Raises:
             ValueError: An option makes no sense for these runs.
@@ -134,7 +142,21 @@ class AlignedRuns:
 
 
 class PairedRuns(AlignedRuns):
-    """Two runs that are read side by side. `paired` makes it."""
+    """Two runs over the same data that are read side by side, as `paired` returns them.
+
+    The length of the object is the number of samples that both runs have.
+
+    Args:
+        *runs: Datasets of the two runs.
+
+    Attributes:
+        runs: Datasets of the two runs, in the order in which `paired` was called with them.
+        unpaired_samples: For each run, the number of its samples that the other run lacks.
+
+    Raises:
+        ValueError: The runs have no row in common, two samples of one run come from the same row,
+            or the metadata shows that the samples come from other data or were made in another way.
+    """
 
     def batches(self, size: int, hooks: Any = None, **options: Any) -> Batches[TokenPair]:
         """Returns an iterator over the tokens that both runs have, as pairs of batches.
@@ -147,8 +169,9 @@ class PairedRuns(AlignedRuns):
             hooks: Names of the hooks to read in both runs, or globs. None for all hooks of both
                 datasets. To read different hooks, give `paired` datasets that were opened with
                 these hooks.
-            **options: Any other field of BatchOptions. A mask in `where` is over the samples of the
-                first run; a function in `where` is called with the table of each run.
+            **options: Any other field of BatchOptions. A mask in `where` has a boolean for each
+                sample of the first run; a function in `where` is called with the `samples` of each
+                run.
 
         Raises:
             ValueError: An argument makes no sense for these runs.
@@ -160,18 +183,22 @@ class PairedRuns(AlignedRuns):
 class JoinedRuns(AlignedRuns, Samples):
     """Runs of different hooks over the same data, as one sequence of samples.
 
-    `ActivationDataset.join` makes it. It has the samples and tokens that all runs have, in the
-    order of the first run.
+    `ActivationDataset.join` returns it. The sequence contains the samples and tokens that all runs
+    have, in the order of the first run.
 
     Args:
         *runs: Datasets of the runs.
 
     Attributes:
-        hooks: Width of every hook, by name.
-        dtypes: Dtype of every hook, by name.
+        hooks: Width of every hook of all runs, by name; for a hook of codes, the number of
+            features.
+        dtypes: Dtype of every hook of all runs, by name.
+        runs: Datasets of the runs, in the order of the arguments.
+        unpaired_samples: For each run, the number of its samples that at least one other run lacks.
 
     Raises:
-        ValueError: Two runs have a hook of the same name, or AlignedRuns refuses them.
+        ValueError: Two runs have a hook of the same name, or the runs cannot be aligned (see
+            AlignedRuns).
     """
 
     def __init__(self, *runs: "ActivationDataset") -> None:
@@ -186,8 +213,10 @@ class JoinedRuns(AlignedRuns, Samples):
 
     @cached_property
     def samples(self) -> pyarrow.Table:
-        """The table of the samples that all runs have, from the first run. Its column `tokens`
-        counts the tokens that the first run stores."""
+        """The table of the samples that all runs have, with the columns of the first run.
+
+        Its column `tokens` counts the tokens that the first run stores.
+        """
         return self.runs[0].samples.take(self._numbers[0])
 
     def join(self, other: Any) -> "JoinedRuns":
@@ -207,7 +236,8 @@ class JoinedRuns(AlignedRuns, Samples):
         Args:
             size: Number of tokens in a batch; the last batch may have fewer.
             hooks: Names of the hooks to read, or globs. None for all hooks.
-            **options: Any other field of BatchOptions. `where` is over the samples of this object.
+            **options: Any other field of BatchOptions. A mask in `where` has a boolean for each
+                sample of this object; a function in `where` is called with its `samples`.
 
         Raises:
             ValueError: An argument makes no sense for these runs.
@@ -255,24 +285,27 @@ def aligned_reader(sources: Sequence[TokenSource], numbers: np.ndarray) -> Read:
     numbers = numbers[:, np.asarray(first.mask)[numbers[0]]]
     whole = not all(source.shards.by_ranges for source in others)
 
-    @lru_cache(int(whole))
+    @lru_cache(int(whole))  # the chunks of a shard share the alignment of the whole shard
     def align(chunk: Chunk) -> tuple[ShardTokens, list[Block]]:
         ours = first.tokens([chunk])
-        here = slice(*np.searchsorted(numbers[0], ours.samples[[0, -1]] + [0, 1]))
-        return ours, [
-            _partners(first, source, ours, numbers[[0, run], here])
+        first_sample, last_sample = ours.samples[[0, -1]]
+        begin, end = np.searchsorted(numbers[0], [first_sample, last_sample + 1])
+        partners = [
+            _partners(first, source, ours, numbers[[0, run], begin:end])
             for run, source in enumerate(others, 1)
         ]
+        return ours, partners
 
     def read(chunk: Chunk) -> tuple[Block, ...]:
         aligned = first.whole(chunk.shard) if whole else chunk
-        ours, found = align(aligned)
+        ours, partners = align(aligned)
         start = chunk.start - aligned.start
-        here = slice(start, start + len(chunk))
-        rows = start + np.flatnonzero(np.all([at[here] >= 0 for _, at in found], axis=0))
+        stop = start + len(chunk)
+        in_all_runs = np.all([partner.rows[start:stop] >= 0 for partner in partners], axis=0)
+        rows = start + np.flatnonzero(in_all_runs)
         block = first.with_activations(ours, rows)
         small = first.are_small(block)
-        blocks = block, *(Block(tokens, at[rows]) for tokens, at in found)
+        blocks = block, *(Block(tokens, at[rows]) for tokens, at in partners)
         return tuple(Block(tokens, at[small]) for tokens, at in blocks)
 
     return read
@@ -313,11 +346,12 @@ def _partners(one: TokenSource, other: TokenSource, ours: ShardTokens, pairs: np
 
 
 def _check_same_tokens(urls: Sequence[str], *runs: Any) -> None:
-    """Raises ValueError, which names the first such token, if the ids of tokens differ.
+    """Raises ValueError for the first token whose id differs between two runs.
 
     Args:
-        urls: URLs of two runs.
-        *runs: A batch or a sample of each run, with the same tokens.
+        urls: URLs of the two runs.
+        *runs: A TokenBatch or a SampleActivations of each of the two runs. Their tokens come from
+            the same rows of the data set and have the same positions, one by one.
     """
     for token in np.flatnonzero(runs[0].token_ids != runs[1].token_ids):
         difference = " but ".join(
@@ -331,7 +365,10 @@ def _check_same_tokens(urls: Sequence[str], *runs: Any) -> None:
 
 
 def _joined_hooks(of_runs: Sequence[ByHook[Any]]) -> ByHook[Any]:
-    """Returns the values by hook of several runs together.
+    """Returns the values by hook of several runs as one mapping, with the aliases of all hooks.
+
+    Args:
+        of_runs: Values by hook, for each run.
 
     Raises:
         ValueError: Two runs have a hook of the same name.
@@ -346,13 +383,23 @@ def _joined_hooks(of_runs: Sequence[ByHook[Any]]) -> ByHook[Any]:
 
 
 def _joined(of_runs: Sequence[Any]) -> Any:
-    """Returns batches or samples of the same tokens, one of each run, as one with all hooks."""
+    """Returns one batch or sample with the hooks of all runs.
+
+    Args:
+        of_runs: A batch or a sample of each run, with the same tokens. All arrays except for the
+            activations are taken from the first run's.
+    """
     activations = _joined_hooks([tokens.activations for tokens in of_runs])
     return replace(of_runs[0], activations=activations)
 
 
 def _at_positions(sample: SampleActivations, position: np.ndarray) -> SampleActivations:
-    """Returns a sample with only those of its tokens that are at these positions."""
+    """Returns the part of a sample whose tokens are at the given positions.
+
+    Args:
+        sample: Sample to select tokens from.
+        position: Positions to keep, int32 (n,).
+    """
     rows = np.isin(sample.position, position)
     kept: dict[str, Any] = {
         name: values[rows]
@@ -367,11 +414,12 @@ def _rows(run: "ActivationDataset", number: str) -> pyarrow.Table:
 
     Args:
         run: Dataset of the run.
-        number: Name of the column with the numbers of the samples.
+        number: Name to give to the column with the numbers of the samples.
 
     Returns:
-        A table with a row for each sample whose `row` is stored: this `row`, as JSON, which differs
-        between the pieces of a document, and the number of the sample in the run.
+        A table with a row for each sample whose `row` is stored. Its column "row" holds the `row`
+        as JSON, which differs between the pieces of a document; its column `number` holds the
+        number of the sample in the run.
 
     Raises:
         ValueError: Two samples come from the same row.

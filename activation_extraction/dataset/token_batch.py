@@ -1,8 +1,8 @@
 """Tokens with their activations at several hooks: batches of any tokens, and whole samples.
 
-A stored hook is found by each of its names, and by globs. metadata.json records them all: the
-canonical name, the key, which is what was asked for, and the other names. Values by hook keep the
-canonical name.
+A stored hook is found by any of its names, and by globs. metadata.json records all names of a hook:
+the canonical name; the key, which is the name in --hook_names; and further names. Mappings by hook
+list the canonical names.
 """
 
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence
@@ -22,7 +22,11 @@ U = TypeVar("U")
 
 
 class ByHook(dict[str, T]):
-    """A value for each hook, by its canonical name. Any other name of a hook finds its value, too.
+    """A dict from the canonical names of hooks to values, which also finds a value by other names.
+
+    Args:
+        values: Values by canonical name.
+        aliases: Canonical name by alias. None if the hooks have no other names.
 
     Attributes:
         aliases: The canonical name of a hook by each of its other names.
@@ -39,7 +43,11 @@ class ByHook(dict[str, T]):
         return self[canonical]
 
     def map(self, convert: Callable[[T], U]) -> "ByHook[U]":
-        """Returns `convert` applied to every value."""
+        """Returns a mapping with the same hooks and aliases, and with converted values.
+
+        Args:
+            convert: Function that takes a value and returns the converted value.
+        """
         return ByHook({hook: convert(value) for hook, value in self.items()}, self.aliases)
 
     def chosen(self, where: str, hooks: Any) -> list[str]:
@@ -149,8 +157,11 @@ class TokenBatch:
 
     @property
     def arrays(self) -> list[Any]:
-        """All arrays in a fixed order: the activations of every hook, then the others, without
-        `columns`."""
+        """All arrays except those in `columns`, in a fixed order.
+
+        The activations of every hook come first, then `token_ids`, `sample_idx`, `position` and the
+        `labels`.
+        """
         shared = self.token_ids, self.sample_idx, self.position, *self.labels.values()
         return [*self.activations.values(), *shared]
 
@@ -161,7 +172,7 @@ class TokenBatch:
         return {name: values for name, values in labels.items() if values is not None}
 
     def torch(self) -> "TokenBatch":
-        """Returns the batch as PyTorch tensors, which share its memory."""
+        """Returns the batch as PyTorch tensors, which share the memory of the arrays."""
         return self.map(as_tensor)
 
     def jax(self) -> "TokenBatch":
@@ -174,7 +185,12 @@ class TokenBatch:
         return replace(self.map(jax.device_put), sample_idx=self.sample_idx)
 
     def map(self, convert: Callable[[np.ndarray], Any]) -> "TokenBatch":
-        """Returns a batch with `convert` applied to every array except those in `columns`."""
+        """Returns a batch with converted arrays. Only the arrays in `columns` stay as they are.
+
+        Args:
+            convert: Function that takes an array and returns the converted array. At a hook of
+                codes, it is applied to each of the arrays of which Codes consist.
+        """
         return TokenBatch(
             self.activations.map(lambda values: map_arrays(values, convert)),
             convert(self.token_ids),
@@ -186,30 +202,30 @@ class TokenBatch:
 
 
 class TokenPair(NamedTuple):
-    """Batches of the same tokens from two runs. Row t of every array of both is one token.
+    """Batches of the same tokens from two runs. Row t of all arrays in both batches is one token.
 
     Attributes:
-        first: Batch of the first run that `paired` was given.
-        second: Batch of the second run.
+        first: Batch of the first run, which is the argument `a` of `paired`.
+        second: Batch of the second run, which is the argument `b`.
     """
 
     first: TokenBatch
     second: TokenBatch
 
     def torch(self) -> "TokenPair":
-        """Returns both as PyTorch tensors, in the same memory."""
+        """Returns both batches as PyTorch tensors, which share the memory of the arrays."""
         return TokenPair(*(batch.torch() for batch in self))
 
     def jax(self) -> "TokenPair":
-        """Returns both as JAX arrays, as `TokenBatch.jax` does."""
+        """Returns both batches as JAX arrays (see TokenBatch.jax)."""
         return TokenPair(*(batch.jax() for batch in self))
 
 
 def as_tensor(values: np.ndarray) -> Any:
-    """Returns a PyTorch tensor in the same memory."""
+    """Returns a PyTorch tensor that shares the memory of an array."""
     import torch
 
-    if values.dtype.name == "bfloat16":  # NumPy and PyTorch do not know each other's
+    if values.dtype.name == "bfloat16":  # torch.from_numpy does not support NumPy's bfloat16
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
 
@@ -220,7 +236,8 @@ def empty_batch(like: TokenBatch, size: int, dtypes: Mapping[str, str] | None = 
     Args:
         like: A batch with the same hooks, widths and dtypes.
         size: The number of tokens.
-        dtypes: The dtypes of hooks where they differ from `like`. None if they do not.
+        dtypes: Dtype by hook, for hooks whose dtype differs from that in `like`. None if all dtypes
+            are the same.
     """
     batch = like.map(lambda values: np.empty((size, *values.shape[1:]), values.dtype))
     for hook, dtype in (dtypes or {}).items():
@@ -229,7 +246,11 @@ def empty_batch(like: TokenBatch, size: int, dtypes: Mapping[str, str] | None = 
 
 
 def concatenate_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
-    """Returns the tokens of some batches with the same hooks as one; a single one is not copied."""
+    """Returns the tokens of several batches as one batch. A single batch is returned as it is.
+
+    Args:
+        batches: At least one batch; all of them have the same hooks and labels.
+    """
     if len(batches) == 1:
         return batches[0]
     arrays = map(np.concatenate, zip(*(batch.arrays for batch in batches), strict=True))
@@ -264,7 +285,7 @@ def copy_rows(block: Block, places: np.ndarray, target: TokenBatch) -> None:
         bits = _bits_of(values)
         output_bits = _bits_of(output) if same_dtype else output
         if same_dtype and isinstance(target_rows, slice) and not isinstance(source_rows, slice):
-            # With mode="raise", NumPy would copy to `out` by way of other memory.
+            # With the default mode="raise", NumPy would buffer `out` and copy all rows twice.
             np.take(bits, source_rows, axis=0, out=output_bits[target_rows], mode="clip")
         else:
             taken = bits[source_rows]
@@ -272,13 +293,15 @@ def copy_rows(block: Block, places: np.ndarray, target: TokenBatch) -> None:
 
 
 def _as_slice(rows: np.ndarray) -> slice | np.ndarray:
-    """Returns rows as a slice if they lie side by side, because NumPy copies a slice at once."""
+    """Returns rows as a slice if they are consecutive, because NumPy copies a slice faster."""
     return slice(rows[0], rows[-1] + 1) if (np.diff(rows) == 1).all() else rows
 
 
 def _bits_of(values: np.ndarray) -> np.ndarray:
-    """Returns values of two bytes as integers with the same bits, because NumPy copies its own
-    dtypes faster than bfloat16."""
+    """Returns two-byte values as integers with the same bits, other values as they are.
+
+    NumPy copies its own dtypes faster than bfloat16.
+    """
     return values.view(np.uint16) if values.dtype.itemsize == 2 else values
 
 
@@ -298,7 +321,8 @@ class SampleActivations(SampleFacts):
         activations: Values by hook, by any of its names, (tokens, width); Codes at a hook of codes.
         token_ids: Ids of the stored tokens, int32 (tokens,).
         position: Positions of the tokens, int32 (tokens,), counted from 0 at the start of the
-            sample, or of the document that `ActivationDataset.document` returns.
+            sample. In a result of `ActivationDataset.document`, they are counted from the start of
+            the document.
         role: Roles of the tokens, int32 (tokens,), indices in `activation_extraction.ROLES`. None
             if the run has no roles.
         turn: Turns of the tokens, int32 (tokens,), counted from 0. None if the run has no turns.
@@ -328,8 +352,8 @@ def _at_hook(tokens: TokenBatch | SampleActivations, name: str) -> Any:
         name: Any name of the hook.
 
     Raises:
-        KeyError: There is no such hook. The message names the attribute or the column of `tokens`
-            that has this name, or else the hooks.
+        KeyError: There is no such hook. If an attribute or a column of `tokens` has this name, the
+            message says so, otherwise it lists the hooks.
     """
     try:
         return tokens.activations[name]
@@ -346,7 +370,8 @@ def _at_hook(tokens: TokenBatch | SampleActivations, name: str) -> Any:
 class Samples(Sequence[SampleActivations]):
     """A sequence of samples, which are read when they are indexed.
 
-    A subclass has `__len__`, and `_sample`, which reads the sample with a number from 0.
+    A subclass defines `__len__`, and `_sample`, which takes the number of a sample, counted from 0,
+    and reads the sample.
     """
 
     def number(self, index: int) -> int:
@@ -376,7 +401,7 @@ class Samples(Sequence[SampleActivations]):
 
 
 def piece_of(row: Mapping[str, Any] | None) -> tuple[int, int, dict[str, Any]] | None:
-    """Returns where a piece of a long document lies in it.
+    """Returns the place of a sample in the long document of which it is a piece.
 
     Args:
         row: The row of a sample (see SampleFacts).

@@ -1,7 +1,7 @@
 """TokenSource: reads the tokens of one run with their activations, and filters them.
 
-BatchOptions are the arguments of a user for batches of tokens. batches.py puts batches together
-from chunks that it reads here, and paired.py aligns the tokens of several sources.
+BatchOptions are the arguments of a user for batches of tokens. batches.py makes batches of the
+chunks that a TokenSource reads, and paired.py aligns the tokens of several sources.
 """
 
 import hashlib
@@ -25,11 +25,16 @@ from activation_extraction.dataset.token_batch import (
 )
 from activation_extraction.dataset.windows import Chunk
 
-Read = Callable[[Chunk], tuple[Block, ...]]  # a block of each run for a chunk of the first one
-LEAST_GAP = 2**21  # bytes that are read rather than left out between two tokens
-BUFFER_BATCHES, BUFFER_BYTES = 64, 2**30  # the default buffer, whichever is less
-ORDERED_BYTES, SHUFFLED_BYTES = 2**26, 2**28  # of each hook, from elsewhere than this machine
-FLOATING = "float16", "bfloat16", "float32", "float64"  # dtypes that activations are read as
+# Function that takes a chunk of the first run, and returns a block of each run.
+Read = Callable[[Chunk], tuple[Block, ...]]
+LEAST_GAP = 2**21  # most bytes between two wanted tokens that are read together with them
+# The default buffer has at most this number of batches (for local runs) and of bytes.
+BUFFER_BATCHES = 64
+BUFFER_BYTES = 2**30
+# Most bytes of the default buffer for each hook of a run in a bucket.
+ORDERED_BYTES = 2**26  # if tokens stay in order
+SHUFFLED_BYTES = 2**28
+FLOATING = "float16", "bfloat16", "float32", "float64"  # dtypes to which activations are converted
 
 
 @dataclass(frozen=True)
@@ -41,27 +46,27 @@ class BatchOptions:
         hooks: Names of the hooks to read, or globs. None for all hooks of the dataset; with an
             empty list, batches have no activations.
         shuffle: Seed for the order of the tokens. None for the order of the shards.
-        buffer: Number of tokens that are kept in memory and shuffled there. None for 64 batches, or
-            from a bucket for 256 MiB of each hook (64 MiB if nothing is shuffled), but at most
-            1 GiB. Beside the buffer, memory holds what is being read from a bucket, about 300 MiB
-            in ranges of 2 to 16 MiB, and up to two pickles, which are decompressed whole.
+        buffer: Number of tokens that are kept in memory and shuffled there, at least two batches.
+            None for 64 batches if the run is local, otherwise for 256 MiB of each hook (64 MiB if
+            tokens stay in order), but at most 1 GiB. Further memory holds the ranges that are being
+            read from a bucket (about 300 MiB, in ranges of 2 to 16 MiB), and up to two pickles,
+            which are decompressed whole.
         skip_first: Number of tokens to leave out at the start of every sample.
-        max_norm: Largest norm: tokens with a larger norm at any of the hooks are left out. A
-            mapping gives the limit of each hook that it names. None for no limit. Only activations
-            have norms.
+        max_norm: Largest norm of the activations: tokens with a larger norm at any of the hooks are
+            left out. A mapping contains a limit for each hook that it names. None for no limit.
         dtype: Dtype of the activations in batches: float16, bfloat16, float32 or float64. None for
             the dtype of the dataset.
         worker: Number of the share to read, from 0.
         workers: Number of shares. Shares do not overlap. The workers of a PyTorch DataLoader divide
             a share further by themselves.
-        where: Boolean for each row of the dataset's `samples`, as an array or a list, or a function
-            that returns these for the table, such as
-            `lambda table: pyarrow.compute.equal(table["split"], "test")`. Only tokens of samples
-            with True are read. None for all samples.
+        where: Mask of the samples whose tokens are read: an array or a list with a boolean for each
+            row of the table `samples` of the dataset. Or a function that takes the table and
+            returns the mask, such as `lambda table: pyarrow.compute.equal(table["split"], "test")`.
+            None for all samples.
         roles: Roles in a conversation, such as ["assistant"], whose tokens are read. None for all
             tokens.
-        columns: Names of columns of `samples`, such as ["doc_id", "label"], whose values a batch
-            then has for every token.
+        columns: Names of columns of the table `samples`, such as ["doc_id", "label"]. A batch then
+            contains their values for every token, in its attribute `columns`.
 
     A TokenSource has complete options: `hooks` holds canonical names, `max_norm` a limit by hook,
     `dtype` a name, and `where` a digest of the mask.
@@ -117,9 +122,11 @@ class BatchOptions:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """All options but `columns`, on which neither the choice nor the order of the tokens
-        depends, by name."""
-        return {name: value for name, value in asdict(self).items() if name != "columns"}
+        """All options by name, except for `columns`.
+
+        The choice and the order of the tokens depend on these options, and not on `columns`.
+        """
+        return {name: option for name, option in asdict(self).items() if name != "columns"}
 
 
 class ShardTokens(NamedTuple):
@@ -143,8 +150,9 @@ class ShardTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenSource:
-    """The tokens of one run from which batches are made. Its methods raise OSError for a shard that
-    is damaged.
+    """The tokens of one run from which batches are made.
+
+    The methods that read raise OSError if a shard is damaged.
 
     Attributes:
         shards: Shards of the run.
@@ -158,7 +166,7 @@ class TokenSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the stored shards, which other data does not have."""
+        """A digest of the stored shards, which differs for other data."""
         files = "".join(f"{folder}/{commit.sha256}\n" for folder, commit in self.shards.shards)
         return hashlib.sha256(files.encode()).hexdigest()
 
@@ -198,11 +206,15 @@ class TokenSource:
         return replace(self, mask=mask if self.mask is None else mask & self.mask)
 
     def whole(self, shard: int) -> Chunk:
-        """Returns the chunk of all tokens of a shard."""
+        """Returns the chunk with all tokens of a shard.
+
+        Args:
+            shard: Number of the shard, from 0.
+        """
         return Chunk(shard, 0, self.shards.commits[shard].tokens)
 
     def chunks(self) -> list[Chunk]:
-        """Returns a chunk for each shard with a wanted sample, of all its tokens."""
+        """Returns the chunks of all shards that contain a wanted sample, each a whole shard."""
         firsts = self.shards.firsts
         return [
             self.whole(shard)
@@ -255,7 +267,7 @@ class TokenSource:
             wanted &= np.isin(shared["role"], [*map(ROLES.index, self.options.roles)])
         return ShardTokens(shard, at, tokens, samples, wanted)
 
-    def with_activations(self, found: ShardTokens, rows: np.ndarray) -> Block:
+    def with_activations(self, shard_tokens: ShardTokens, rows: np.ndarray) -> Block:
         """Returns tokens with their activations.
 
         Activations are views of the file if it is mapped into memory and they are not encoded.
@@ -263,8 +275,8 @@ class TokenSource:
         far apart are not read.
 
         Args:
-            found: Tokens of a shard.
-            rows: Indices into `found` of the tokens to return, int64.
+            shard_tokens: Tokens of a shard.
+            rows: Indices into `shard_tokens` of the tokens to return, int64 (n,).
 
         Returns:
             A block whose rows are these tokens, in the order of `rows`.
@@ -275,18 +287,19 @@ class TokenSource:
         widest = max((self.shards.row_bytes([name]) for name in names), default=0)
         ascending = np.sort(rows)
         apart = np.diff(ascending) * widest > LEAST_GAP
-        apart |= np.diff(found.at[ascending]) != np.diff(ascending)  # others are not found there
+        # Tokens of different chunks may lie apart in the shard.
+        apart |= np.diff(shard_tokens.at[ascending]) != np.diff(ascending)
         parts = [np.arange(*_span(p)) for p in np.split(ascending, np.flatnonzero(apart) + 1)]
         with as_os_errors():
-            reader = self.shards.get(found.shard)
-            spans = [_span(found.at[part]) for part in parts]
+            reader = self.shards.get(shard_tokens.shard)
+            spans = [_span(shard_tokens.at[part]) for part in parts]
             reads = {
                 name: [hooks[name].begin_rows(reader, *span, dtype) for span in spans]
                 for name in names
             }
             values = {name: _concatenate([wait() for wait in reads[name]]) for name in names}
         read = np.concatenate(parts)
-        tokens = found.tokens.map(itemgetter(read))
+        tokens = shard_tokens.tokens.map(itemgetter(read))
         tokens = replace(tokens, activations=ByHook(values, hooks.aliases))
         return Block(tokens, np.searchsorted(read, rows))
 
@@ -297,22 +310,30 @@ class TokenSource:
             chunks: Chunks of any shards, in the order of the batch.
         """
         of_chunks = [self.tokens([chunk]) for chunk in chunks]
-        blocks = [self.with_activations(found, np.arange(len(found.at))) for found in of_chunks]
+        blocks = [self.with_activations(tokens, np.arange(len(tokens.at))) for tokens in of_chunks]
         return self.take(blocks, 0, sum(len(block.rows) for block in blocks))
 
     def reader(self) -> Read:
-        """Returns a function that reads a chunk, and returns a block of its tokens that pass all
-        filters, norms included."""
+        """Returns the function with which batches of this run alone read chunks.
+
+        Returns:
+            A function that reads a chunk and returns a tuple of one block. The rows of the block
+            are the tokens of the chunk that pass all filters, including limits of norms.
+        """
 
         def read(chunk: Chunk) -> tuple[Block, ...]:
-            found = self.tokens([chunk])
-            block = self.with_activations(found, np.flatnonzero(found.wanted))
+            tokens = self.tokens([chunk])
+            block = self.with_activations(tokens, np.flatnonzero(tokens.wanted))
             return (Block(block.tokens, block.rows[self.are_small(block)]),)
 
         return read
 
     def are_small(self, block: Block) -> np.ndarray:
-        """Returns for each row of a block whether its norms are within the limits, bool (rows,)."""
+        """Returns for each row of a block whether its norms are within the limits, bool (rows,).
+
+        Args:
+            block: Block of tokens, with the activations of all hooks that have a limit.
+        """
         small = np.ones(len(block.tokens), bool)
         for hook, limit in self.options.max_norm.items():
             small &= np.linalg.norm(block.tokens[hook].astype(np.float32), axis=1) <= limit
@@ -360,8 +381,10 @@ def _concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _span(numbers: np.ndarray) -> tuple[int, int]:
-    """Returns the first of some ascending numbers and the successor of the last; (0, 0) if there
-    are none."""
+    """Returns the range that ascending numbers span, as its first number and its exclusive end.
+
+    Both are 0 if there are no numbers.
+    """
     return (int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else (0, 0)
 
 
@@ -384,14 +407,14 @@ def floating_name(dtype: Any) -> str | None:
 
 
 def default_buffer(options: BatchOptions, hooks: int, row: int, local: bool) -> int:
-    """Returns the number of tokens that are kept in memory for batches if the user gives none.
+    """Returns the default of BatchOptions.buffer: a number of tokens to keep in memory.
 
     Args:
         options: Options of the batches.
         hooks: Number of hooks that are read.
         row: Bytes of a token at all these hooks.
-        local: Whether the files are on this machine. From elsewhere, large ranges are read of every
-            hook, so that the buffer has to be larger.
+        local: Whether the files are on this machine. If they are in a bucket, large ranges of every
+            hook are read, so that the buffer has to be larger.
     """
     of_each_hook = ORDERED_BYTES if options.shuffle is None else SHUFFLED_BYTES
     most = BUFFER_BYTES if local else min(of_each_hook * max(hooks, 1), BUFFER_BYTES)
@@ -407,10 +430,13 @@ def as_mask(mask: Any, samples: int) -> np.ndarray:
         samples: Number of samples.
 
     Raises:
-        ValueError: The mask has another length, other values, or nulls.
+        ValueError: The length of the mask is not `samples`, or the mask contains nulls or values
+            that are no booleans.
     """
     array = values = np.asarray(mask)
-    if array.dtype == object or not array.size:  # of pandas or pyarrow, where null is possible
+    # Arrays of pandas and pyarrow that may contain nulls have the dtype object here, and an empty
+    # list has the dtype float64.
+    if array.dtype == object or not array.size:
         values = np.array(
             [value for value in array.flat if isinstance(value, bool | np.bool_)], bool
         )

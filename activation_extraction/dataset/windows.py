@@ -1,11 +1,11 @@
 """Windows: the tokens from which batches are cut, in bounded memory.
 
 A window has the tokens of consecutive chunks, permuted if they are shuffled. A thread fills one
-window while the window before it is in use, and both together are the buffer. Shuffled tokens are
-copied to random rows of memory, so that a batch is a slice of it; the windows that follow use this
-memory again. Tokens that stay in order are copied from the blocks that were read right into their
-batch. The state of an iteration is the place where its window begins and the number of tokens that
-were taken from it (Position), so that restoring it needs nothing that was stored.
+window while the window before it is in use, and both windows together are the buffer. Shuffled
+tokens are copied to random rows of memory, so that a batch is a slice of this memory; later windows
+use the same memory again. Tokens that stay in order are copied from the blocks that were read
+directly into their batch. The state of an iteration is a Position: where the window begins, and how
+many tokens were taken from it. Restoring a position therefore needs no stored tokens.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -18,10 +18,11 @@ import numpy as np
 
 from activation_extraction.dataset.token_batch import Block, TokenBatch, copy_rows, empty_batch
 
-# A window of ordered tokens keeps a block in memory, instead of copying its wanted tokens, if they
-# are at least this share of it, and have at least so many bytes at a hook: ranges are read in whole
-# MiB, so that a small block may have much else in memory.
-MOSTLY, LEAST_HELD = 0.75, 2**20
+# A window of ordered tokens keeps a block in memory, instead of copying the wanted tokens of it, if
+# the wanted tokens are at least the share MOSTLY of the block and have at least LEAST_HELD bytes at
+# the widest hook. Ranges are read in whole MiB, so a small block may hold on to much other memory.
+MOSTLY = 0.75
+LEAST_HELD = 2**20
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,16 @@ class Windows:
     def beginning(self, begin: Position) -> Generator[Window, None, None]:
         """Yields the windows, beginning at a position.
 
-        The filling ends early when the generator is closed or collected, or the program ends, and
-        the threads end with it.
+        When the generator is closed or collected, or the program ends, the window that is being
+        filled is abandoned, and the threads end.
+
+        Args:
+            begin: Position at which the first window begins.
         """
         self._stopped = False
         self._reading: dict[int, Future[tuple[Block, ...]]] = {}
-        self._memory: tuple[list[TokenBatch], ...] = [], []  # of every other window, of each run
+        # Memory for shuffled tokens, a batch of each run: for even windows, and for odd windows.
+        self._memory: tuple[list[TokenBatch], ...] = [], []
         pool = ThreadPoolExecutor(1 + self.ahead, "read-ahead")
         try:
             upcoming = pool.submit(self._fill, begin, pool)
@@ -116,7 +121,8 @@ class Windows:
         chunk = begin.chunk
         row = begin.row
         filled = 0
-        memory, parts = self._memory[begin.window % 2], list[list[Block]]()
+        memory = self._memory[begin.window % 2]
+        parts = list[list[Block]]()
         places = np.arange(self.most)
         if self.seed is not None:
             np.random.default_rng([self.seed, begin.window]).shuffle(places)
@@ -126,15 +132,18 @@ class Windows:
             if row < stop:
                 part = [Block(tokens, rows[row:stop]) for tokens, rows in blocks]
                 if self.seed is not None or not all(map(_may_hold, blocks)):
-                    memory += [empty_batch(tokens, self.most) for tokens, _ in part if not memory]
+                    if not memory:
+                        memory += [empty_batch(tokens, self.most) for tokens, _ in part]
                     to = places[filled : filled + stop - row]
                     for block, tokens in zip(part, memory, strict=True):
                         copy_rows(block, to, tokens)
                     part = [Block(tokens, to) for tokens in memory]
                 parts.append(part)
-                filled, row = filled + stop - row, stop
+                filled += stop - row
+                row = stop
             if row >= len(blocks[0].rows):
-                chunk, row = chunk + 1, 0
+                chunk += 1
+                row = 0
         if not filled:
             return None
         if self.seed is not None:
@@ -146,11 +155,11 @@ class Windows:
 
         Args:
             chunk: Index of the chunk.
-            pool: The threads.
+            pool: Pool of the threads that read chunks.
 
         Raises:
-            RuntimeError: The program ends, so the pool starts no more threads. This ends the
-                filling.
+            RuntimeError: The program ends, so that the pool accepts no more work. The window is
+                then abandoned.
         """
         self._reading.pop(chunk - 1, None)
         for number in range(chunk, min(chunk + self.ahead, len(self.chunks))):
@@ -160,8 +169,10 @@ class Windows:
 
 
 def _may_hold(block: Block) -> bool:
-    """Returns whether a window may keep a block in memory instead of copying its wanted rows,
-    because nearly all of it is wanted."""
+    """Returns whether a window may keep a block in memory instead of copying its wanted rows.
+
+    It may if most tokens of the block are wanted and the block is large (MOSTLY, LEAST_HELD).
+    """
     size = len(block.rows) * max(values[:1].nbytes for values in block.tokens.arrays)
     return size >= LEAST_HELD and len(block.rows) >= MOSTLY * len(block.tokens)
 
@@ -171,7 +182,10 @@ def cut(chunk: Chunk, size: float) -> list[Chunk]:
 
     Args:
         chunk: The chunk.
-        size: Approximate number of tokens in a piece, which has at least one.
+        size: Approximate number of tokens in a piece. A piece has at least one token.
+
+    Returns:
+        The pieces in order; none if the chunk is empty.
     """
     count = min(max(round(len(chunk) / size), 1), len(chunk))
     edges = [chunk.start + len(chunk) * n // count for n in range(count + 1)] if count else []
