@@ -1,4 +1,4 @@
-"""The one place that tells what a failed request to a store means.
+"""Determines the meaning of a failed request to a store.
 
 A store says why it refuses a request by an HTTP status and by a code in the body of its answer. The
 code decides where it is known, because stores use one status for different failures. Everything is
@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 
 from obstore.exceptions import GenericError
 
-# Variables that may hold the address at which a machine gives credentials for S3. Without them it
-# is an address in 169.254.0.0/16, which only the machine's own network has.
+# Variables that may contain the address at which a machine provides credentials for S3. Without
+# them, the address lies in 169.254.0.0/16, which exists only in the machine's own network.
 CREDENTIAL_ADDRESSES = ("AWS_METADATA_ENDPOINT", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
-DETAILS = "\n\nDebug source:\n"  # in an obstore error: the same failure as a Rust structure follows
+DETAILS = "\n\nDebug source:\n"  # in an obstore error, precedes the failure as a Rust structure
 
 
 class Meaning(Enum):
@@ -33,7 +33,7 @@ class Meaning(Enum):
         CHANGED: The object is not the version that the request was conditional on.
         NO_BUCKET: The bucket does not exist.
         CREDENTIALS: The store does not accept the credentials.
-        NO_CREDENTIALS: No credentials are set, and the machine gives none.
+        NO_CREDENTIALS: No credentials are set, and the machine provides none.
         FORBIDDEN: The credentials are valid, but do not permit the request.
         ELSEWHERE: The bucket is in another region, or at another address.
         UNREACHABLE: No store answers at the address, unless a request has succeeded before.
@@ -55,7 +55,7 @@ class Meaning(Enum):
     MAY_PASS = auto()
 
 
-# The codes of Google Cloud Storage, S3 and Azure that say more than the status of their answer.
+# Codes of Google Cloud Storage, S3 and Azure that are more precise than the HTTP status.
 CODES: Mapping[str, Meaning] = {
     code: meaning
     for meaning, codes in {
@@ -98,7 +98,12 @@ class Failure(NamedTuple):
 
 
 def meaning_of(status: int, code: str = "") -> Meaning:
-    """Returns the meaning of an answer by its code, or by its status if the code is unknown."""
+    """Returns the meaning of an answer by its code, or by its status if the code is unknown.
+
+    Args:
+        status: HTTP status of the answer; 0 if the code alone is known.
+        code: Code in the body of the answer; "" if there is none.
+    """
     if code in CODES:
         return CODES[code]
     if status in STATUSES:

@@ -136,7 +136,7 @@ class Bucket:
             self._ask(lambda: obstore.delete(store, self._key(name)))
 
     def _version(self, answer: Mapping[str, Any]) -> str | None:
-        """Returns the version of an object, as an answer about that object alone gives it."""
+        """Returns the version of an object, as in an answer about this object alone."""
         tag = _tag(answer["e_tag"])
         if self._kind is not GOOGLE or tag is None:
             return tag
@@ -163,18 +163,30 @@ class Bucket:
             raise FolderError(str(error)) from error
         try:
             return _connect(self._kind, settings, seconds, self._patience, retries)
-        except (BaseError, OSError, ValueError) as error:  # of the settings that obstore finds
+        except (
+            BaseError,
+            OSError,
+            ValueError,
+        ) as error:  # obstore cannot use the settings that it reads
             raise FolderError(f"{setting_error(error)}; {self._kind.renew}") from error
 
     def _ask(self, action: Callable[[], Any]) -> Any:
-        """Returns the result of a request. Raises FileNotFoundError if the object is missing."""
+        """Sends a request and returns its answer.
+
+        Args:
+            action: Function that sends the request with obstore.
+
+        Raises:
+            FileNotFoundError: The object does not exist.
+            FolderError: The request failed for another reason.
+        """
         Bucket._process = Bucket._process or os.getpid()
         if Bucket._process != os.getpid():
             raise FolderError(FORKED)
         try:
-            result = action()
+            answer = action()
             self._worked = True
-            return result
+            return answer
         except (BaseError, FileNotFoundError) as error:
             raise self._failure(failure_of_obstore(error)) from error
 
@@ -230,7 +242,10 @@ def _connect(
 
 
 def _tag(tag: str | None) -> str | None:
-    """Returns an ETag in quotes, as the headers of answers have it: Azure's listings lack them."""
+    """Returns an ETag in quotes, as in the headers of answers.
+
+    Azure's listings leave out the quotes.
+    """
     return f'"{tag}"' if tag and not tag.endswith('"') else tag
 
 

@@ -2,7 +2,7 @@
 
 obstore reads most settings from the environment by itself: keys, roles, regions and the credentials
 of a machine. This module adds the ones that obstore lacks, and finds the address of the store,
-because obstore has to be told whether it may begin with http://.
+because obstore needs a setting to allow addresses with http://.
 """
 
 import os
@@ -15,7 +15,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from activation_extraction.common.visible import plain_url
 
-# Variables of one meaning: the first one that is set counts.
+# Environment variables with the same meaning, of which the first one that is set counts.
 S3_ADDRESS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 AZURE_ADDRESS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURE_STORAGE_SERVICE_ENDPOINT")
 AZURE_ACCOUNT = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
@@ -32,12 +32,12 @@ class BucketKind(NamedTuple):
     """A kind of store.
 
     Attributes:
-        store: The class of obstore.
-        settings: Returns the arguments of `store` for the bucket that a URL names. Raises
-            ValueError if a variable of the environment cannot be used.
-        largest: The number of bytes that one request may write.
+        store: The obstore class that connects to a bucket.
+        settings: Function that gets the bucket in a URL, and returns the arguments of `store` by
+            name. It raises ValueError if an environment variable cannot be used.
+        largest: The largest number of bytes that one request may write.
         permission: The permissions that a run needs, for a message.
-        renew: The ways to give credentials, for a message.
+        renew: The ways to provide credentials, for a message.
         address: The settings that determine the region and the address, for a message.
     """
 
@@ -74,8 +74,12 @@ def _s3_settings(bucket: str) -> dict[str, Any]:
 def _azure_settings(bucket: str) -> dict[str, Any]:
     """Returns the settings of a container.
 
-    bucket: "CONTAINER", or "CONTAINER@ACCOUNT.dfs.core.windows.net" as in an abfss:// URL, where
-    the host determines the account and the cloud. Without a host, the environment does.
+    Args:
+        bucket: "CONTAINER", or "CONTAINER@ACCOUNT.dfs.core.windows.net" as in an abfss:// URL. The
+            host determines the account and the cloud; without a host, the environment does.
+
+    Raises:
+        ValueError: An environment variable cannot be used, or names another account than the host.
     """
     container, _, host = bucket.partition("@")
     connection = os.environ.get(CONNECTION_STRING, "")
@@ -142,7 +146,7 @@ def _first_set(*variables: str) -> tuple[str, str]:
 
 def _checked_address(variable: str, address: str) -> str:
     """Returns an address without a slash at its end. Raises ValueError if it is not a URL."""
-    with suppress(ValueError):  # of a port that is no number
+    with suppress(ValueError):  # the port is no number
         parts = urlsplit(address)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return address.rstrip("/")

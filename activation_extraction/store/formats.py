@@ -30,12 +30,12 @@ from activation_extraction.store.shard import Shard
 
 # A shard's number as this program writes it in file names; it never writes shard_00001.
 SHARD_NUMBER = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
-GZIP_BLOCK = 4 * 2**20  # before compression
+GZIP_BLOCK = 4 * 2**20  # bytes of a block before compression
 MIB = 2**20
 COMPRESSION_LEVEL = 1
 GZIP = 31  # the `wbits` of zlib for a gzip header without a time, and a window of 32 KiB
 COMMENT = 16  # the flag of a gzip header that is followed by a comment
-GZIP_HEADER = 10  # bytes, of which the fourth has the flags
+GZIP_HEADER = 10  # bytes of a header, of which the fourth has the flags
 
 
 def shard_name(number: int, suffix: str) -> str:

@@ -62,8 +62,8 @@ class TensorFile(Protocol):
 
         Args:
             name: Name of the tensor.
-            start: First row.
-            stop: Row after the last one.
+            start: Number of the first row.
+            stop: Number of the row after the last one.
         """
 
 
@@ -145,7 +145,7 @@ class HookValues(ABC):
     @property
     @abstractmethod
     def tensor_names(self) -> list[str]:
-        """The names of the tensors that a safetensors shard has for the hook."""
+        """The names of the hook's tensors in a safetensors shard."""
 
     @property
     def in_pickles(self) -> bool:
@@ -207,7 +207,7 @@ class HookValues(ABC):
         """
 
     def to_json(self, values: Any) -> dict[str, Any]:
-        """Returns what the JSON of a shard says of the hook, beside its statistics.
+        """Returns the entry of the hook in the JSON of a shard, without the statistics.
 
         Args:
             values: The values of a sample of the shard in the stored form.
@@ -276,8 +276,8 @@ class HookValues(ABC):
 
         Args:
             file: The file of a shard.
-            start: First token.
-            stop: Token after the last one. Nothing is read if there are no tokens.
+            start: Offset of the first token in the shard.
+            stop: Offset of the token after the last one. Nothing is read if there are no tokens.
             dtype: Dtype to which encoded activations are decoded. None for the hook's `dtype`.
                 Values that are not encoded are returned in the stored dtype.
         """
@@ -292,7 +292,7 @@ class HookValues(ABC):
     def differences(
         self, stored: Any, recomputed: Any, positions: np.ndarray, tolerance: Tolerance
     ) -> Iterator[str]:
-        """Yields how the recomputed values of a sample differ by more than is allowed.
+        """Yields a message on each difference of a sample's values that is not allowed.
 
         Args:
             stored: The stored values in the user's form.
@@ -311,8 +311,8 @@ class DenseValues(HookValues):
 
             activations: Activations in the dtype of the run.
             integers: Numbers of experts or of tokens, int32. They have no statistics.
-            loss: The loss at each token, float32, width 1. The first token of a sample has none,
-                and NaN says so.
+            loss: The loss at each token, float32, width 1. The first token of a sample has no
+                loss, and its value is NaN.
             numbers: Entropies, log-probabilities and the like, float32.
     """
 

@@ -1,8 +1,8 @@
 """The identity of a run: all that decides the content of its shards.
 
 A run that continues must have the same identity, but its batch size, mesh, devices and folders may
-change. Which flags decide content by their values alone, their declarations say (cli/flags.py); the
-identity contains these, and beside them what the run has made of the others, such as the digest of
+change. The declaration of a flag (cli/flags.py) determines whether its value alone decides content;
+the identity contains these flags, and what the run derives from other flags, such as the digest of
 the model. metadata.json records the identity as one flat JSON object, and the JSON of every shard
 has its digest. `RunFacts` are further facts for metadata.json.
 """
@@ -47,7 +47,7 @@ OF_SAMPLES = (
 OF_KEPT_TOKENS = ("positions", "drop_token_ids", "roles", "mask_column", "overlap")
 BLOCKS = "blocks "  # beginning of the fingerprint of a local file
 LOSS = "loss"
-NOT_RECORDED = 0  # as max_seq_length
+NOT_RECORDED = 0  # `max_seq_length` of an identity that does not record it
 DataFiles = Mapping[str, tuple[int, str]]
 
 
@@ -70,14 +70,16 @@ class Identity:
     """All that decides the content of a run's shards.
 
     Attributes:
-        model_digest: SHA-256 of the model, "" if no model of ours computed the activations.
+        model_digest: SHA-256 of the model, "" if a program with a loop of its own computed
+            the activations.
         lora_digest: SHA-256 of the adapter, "" for none.
         autoencoder_digest: SHA-256 of the autoencoders, "" for none.
         tokenizer_digest: SHA-256 of the tokenizer's files, "" for none.
         data: Name of the data set, "files", or "" if the samples come from a program of its own.
         data_revision: Commit of the data set on the hub, "" for files.
         chat_template: Digest of the chat template and its arguments, "" for none.
-        special_tokens: What texts get, such as "text + <|endoftext|>", "" for nothing.
+        special_tokens: Special tokens that each text gets, such as "text + <|endoftext|>", ""
+            for none.
         text: Flags about text. Those that do not decide content have their default, and
             drop_token_ids are ids.
         storage: Flags about shards. Those that do not decide content have their default.
@@ -86,7 +88,7 @@ class Identity:
             statistics.
         float32_hooks: Hooks whose values are no activations and are stored as float32.
         code_hooks: Hooks with the codes of autoencoders.
-        encode_most: For each hook of codes, how many features of a token are kept at most.
+        encode_most: For each of `code_hooks`, the largest number of features kept for a token.
         keyed_by: Keys of the hooks in shards: "layer", "hook name", or a list of requested names.
         dtype: Dtype of the computation.
         activation_dtype: Dtype of stored activations, or "float8".

@@ -156,13 +156,21 @@ def _give_name(temporary: Path, path: Path, create: bool) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Appends a line to a file, and creates it if necessary. Raises OSError, also for a link."""
+    """Appends a line to a file, which is created if necessary.
+
+    Args:
+        path: Path of the file.
+        line: The line, without its end.
+
+    Raises:
+        OSError: The line cannot be written, or `path` is a symbolic link.
+    """
     with os.fdopen(os.open(path, APPEND, 0o666), "a") as file:
         file.write(line + "\n")
 
 
 def nearest(folder: Path) -> Path:
-    """Returns the folder if it exists, or else its nearest parent that does."""
+    """Returns the folder if it exists, otherwise its nearest parent that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
@@ -194,9 +202,18 @@ def check_output_dir(folder: Path, appended: str) -> None:
 def lock_folder(folder: Path) -> int | None:
     """Locks the folder until this process ends in any way, or the descriptor is closed.
 
-    Returns the descriptor; None if the file system has no locks. Raises RunError if another process
-    keeps its lock (`check_output_dir` takes one for a moment). That process may be an earlier start
-    of this run that is about to end, so it makes sense to retry.
+    There are several attempts, because `check_output_dir` of another process holds the lock for a
+    moment.
+
+    Args:
+        folder: The folder, which must exist.
+
+    Returns:
+        The descriptor that holds the lock; None if the file system has no locks.
+
+    Raises:
+        RunError: Another process keeps its lock. That process may be an earlier start of this run
+            that is about to end, so a restart may succeed.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

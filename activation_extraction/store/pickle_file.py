@@ -82,7 +82,11 @@ def pickle_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
 
 
 def records_of(shard: Shard) -> Records:
-    """Returns the records of a shard, whose values are in the stored form."""
+    """Returns the records of a shard, by the key of the hook.
+
+    Args:
+        shard: The shard, whose values are in the stored form.
+    """
 
     def record_of(key: Key, hook: HookValues, number: int) -> dict[str, Any]:
         sample, values = shard.samples[number], shard.values[key][number]
@@ -142,7 +146,7 @@ def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, Hoo
         file: The file.
         where: The name of the file for messages; it is gzipped if that ends in .gz.
         limit: The most bytes to which the file may be decompressed.
-        hooks: The hooks to read, by key. The result lacks those that the file lacks.
+        hooks: The hooks to read, by key. Hooks that the file lacks are left out of the result.
 
     Raises:
         UnsafeError: The file has anything but plain containers and NumPy arrays of numbers, or
@@ -171,11 +175,11 @@ def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, Hoo
 
 
 class UnsafeError(RunError):
-    """A shard contains something that this program does not write. None of it was run."""
+    """A shard contains something that this program does not write, and that was not run."""
 
 
 class _LimitedReader:
-    """The unpickler's input, which refuses to unpack more than `limit` bytes."""
+    """The input of the unpickler, which refuses to decompress more than `limit` bytes."""
 
     def __init__(self, stream: IO[bytes], limit: int) -> None:
         self._stream = stream

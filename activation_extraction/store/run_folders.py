@@ -121,8 +121,8 @@ def read_run(url: str) -> tuple[Folder, dict[str, RunLog]]:
         url: The output of the run: a local folder or a URL.
 
     Returns:
-        The output; and the content of each folder, by the folder's name. The folders have
-        everything that their JSON files promise.
+        The output, and the content of each folder by the folder's name. The folders contain all
+        files that their JSON files list.
 
     Raises:
         ValueError: There is no run, or its folders do not belong together.
@@ -154,7 +154,7 @@ def strangers(folders: Mapping[str, RunLog]) -> Iterator[str]:
         folders: The content of each folder, by the folder's name.
     """
     expected = expected_names(folders)
-    hosts: dict[int, int] = {}  # of every machine
+    hosts: dict[int, int] = {}  # number of hosts of each machine
     readable = [(name, stored.identity) for name, stored in folders.items() if stored.identity]
     for name, stored in folders.items():
         where = shown_name(name)
@@ -180,7 +180,7 @@ def expected_names(folders: Mapping[str, RunLog]) -> list[str]:
     """Returns the names of the folders that the run has once it is finished.
 
     Each machine has its own number of hosts. The number of a machine whose metadata cannot be read
-    follows from the names of its folders, and may be larger in truth.
+    follows from the names of its folders, and may be too small.
 
     Args:
         folders: The content of each folder that there is, by the folder's name.
@@ -248,10 +248,10 @@ class RunFolders:
         return self.roots[1].child(folder_name(self.worker, in_bucket=True))
 
     def check_bucket(self) -> None:
-        """Tries whether the bucket can be written to, and keeps conditions on writes.
+        """Checks that the bucket can be written to and obeys conditions on writes.
 
         Raises:
-            InputError: It cannot, and trying again would not help.
+            InputError: The check fails, and trying again would not help.
             FolderError: The request failed for another reason.
         """
         try:
@@ -265,8 +265,8 @@ class RunFolders:
     def check_stale_folders(self, overwrite: bool) -> None:
         """Refuses folders that a run with other numbers of hosts or machines has left.
 
-        Beside this run's folders, its samples would count twice. A folder of another machine is
-        stale only if this run has no such machine.
+        Samples in such a folder would count twice, beside those in this run's folders. A folder of
+        another machine is stale only if this run has no such machine.
 
         Args:
             overwrite: Whether --overwrite was given, which replaces only this run's own folders.

@@ -99,8 +99,8 @@ OWN_FILES = re.compile(
     r"\.?(metadata\.json|metrics\.jsonl"
     rf"|shard_{SHARD_NUMBER}(\.json|\.npz|\.samples\.parquet|{SUFFIXES}))(\.tmp)?"
 )
-JSONS_AT_ONCE = 64  # how many small files are read at the same time
-MOST_ABSENT = 1000  # how many JSONs are asked for that a listing lacks
+JSONS_AT_ONCE = 64  # most small files that are read at the same time
+MOST_ABSENT = 1000  # most JSON files that are requested although a listing lacks them
 T = TypeVar("T")
 
 
@@ -271,14 +271,14 @@ class Commit:
             parsed = {
                 "files": files,
                 "mark": None if mark is None else Mark.from_json(mark),
-                "identity": content.get("identity", ""),  # which was added later
+                "identity": content.get("identity", ""),  # older files lack the field
             }
             return _from_fields(cls, {**content, **content["samples"], **parsed})
 
 
 def _from_fields(kind: type[T], content: Mapping[str, Any]) -> T:
-    """Makes a dataclass from those items of `content` that it has as fields."""
-    names = [item.name for item in fields(kind)]  # type: ignore[arg-type]
+    """Returns a dataclass made from the items of `content` that are its fields."""
+    names = [attribute.name for attribute in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: content[name] for name in names})
 
 
@@ -287,7 +287,7 @@ def furthest_mark(commits: Iterable[Commit], most: float = math.inf) -> Mark | N
 
     Args:
         commits: Commits without gaps, so that all samples before each of their marks are stored.
-        most: The mark has at most this number of samples before it.
+        most: Most samples that may lie before the mark.
 
     Returns:
         The mark; None for the beginning of the data.
@@ -359,8 +359,8 @@ class RunLog:
         version: Version of metadata.json.
         commits: Commits of the run that metadata.json names, by their numbers; of any run without
             metadata.
-        versions: Versions of all entries that were read, by the names of the files. A name that is
-            not in it stands for no file.
+        versions: Version of each entry that was read, by the name of its file. A name that is
+            missing stands for a file that does not exist.
         files: Sizes of the files in bytes, by name.
         damaged: Reason why a JSON cannot be read, by the name of the file.
         metrics: Last metrics of the run.
@@ -408,14 +408,14 @@ class RunLog:
 
     @property
     def moved_to(self) -> str | None:
-        """The URL of the bucket that the shards were uploaded to; None if they are here."""
+        """The URL of the bucket folder that holds the shards; None if the shards are here."""
         remote = (self.metadata or {}).get("remote")
         is_here = not self.local or local_path(remote or "") == local_path(self.url)
         return None if is_here else remote
 
     @property
     def missing_files(self) -> list[str]:
-        """The names of committed files that are not here, or not with their full sizes."""
+        """The names of committed files that are missing, or whose size differs from the commit."""
         files = chain.from_iterable(commit.files.items() for commit in self.in_order)
         return [name for name, facts in files if self.files.get(name) != facts.bytes]
 
@@ -440,7 +440,7 @@ class RunLog:
 
     @property
     def problems(self) -> list[str]:
-        """Messages on what is damaged or missing here, by its JSONs and the names of its files."""
+        """Messages on damaged and missing files, as far as JSON files and the listing show them."""
         jsons = [f"{self.url}/{message}" for message in self.missing_jsons]
         missing = self.missing_files if self.moved_to is None else []
         files = [f"{self.url}/{name}: is missing or cut short" for name in missing]
@@ -510,7 +510,7 @@ def _read_commits(
 
 
 def _gaps(numbers: Iterable[int]) -> list[range]:
-    """Returns the ranges of numbers that are missing between ascending ones."""
+    """Returns the ranges of missing numbers between ascending numbers."""
     return [range(a + 1, b) for a, b in pairwise(numbers) if b > a + 1]
 
 

@@ -17,7 +17,12 @@ from activation_extraction.common.safetensors import pack_header, read_header
 from activation_extraction.common.visible import counted
 from activation_extraction.store.shard import LABELS, Shard
 
-OF_TOKENS = "sample_idx", "sample_offsets", "token_ids", "position"  # tensors beside the hooks
+OF_TOKENS = (
+    "sample_idx",
+    "sample_offsets",
+    "token_ids",
+    "position",
+)  # tensors that belong to no hook
 FORMAT = "2"
 
 
@@ -72,7 +77,7 @@ class SafetensorsFile:
                 returns a function that waits for them and returns them, uint8.
             size: The size of the file in bytes.
             where: The path or URL of the file, for messages.
-            front: How many bytes at the beginning of the file are read at once, and kept.
+            front: Number of bytes at the beginning of the file that are read at once, and kept.
 
         Raises:
             RunError: The file is not a shard of this program, or its size does not match its
@@ -88,7 +93,7 @@ class SafetensorsFile:
                 f"{where}: is not a shard that can be read: format {version!r}, expected {FORMAT!r}"
             )
         self.tensors = header.tensors
-        # A hook may have such a name, too.
+        # A hook may have the name of a label, too, but its tensor has two axes.
         labels = [
             name for name in LABELS if name in self.tensors and len(self.tensors[name].shape) == 1
         ]
@@ -101,15 +106,18 @@ class SafetensorsFile:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """int64 (samples + 1,); sample i has the tokens offsets[i] to offsets[i + 1]."""
+        """The offset of the first token of each sample, then the number of tokens in the shard.
+
+        int64 (samples + 1,). Sample i has the tokens from offsets[i] up to offsets[i + 1] - 1.
+        """
         return np.array(self.whole("sample_offsets"))
 
     def tokens(self, start: int, stop: int) -> dict[str, np.ndarray]:
         """Returns the ids, positions and labels of consecutive tokens.
 
         Args:
-            start: First token.
-            stop: Token after the last one.
+            start: Offset of the first token in the shard.
+            stop: Offset of the token after the last one.
 
         Returns:
             The arrays `token_ids` and `position`, and `role` and `turn` if the run has them, int32
@@ -122,8 +130,8 @@ class SafetensorsFile:
 
         Args:
             name: Name of the tensor.
-            start: First row.
-            stop: Row after the last one.
+            start: Number of the first row.
+            stop: Number of the row after the last one.
 
         Returns:
             A function that waits for the rows and returns them, (stop - start, ...).

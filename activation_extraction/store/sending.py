@@ -1,7 +1,7 @@
-"""Waits for a write to a bucket, and gives it up where it makes no progress.
+"""Waits for a write to a bucket, and gives it up if it makes no progress.
 
-obstore 0.12 sends the whole body of a write in one request, and does not tell how much of it has
-left. Its timeouts, which are those of reqwest 0.13, count from the beginning of the request. So
+obstore 0.12 sends the whole body of a write in one request, and does not report how much of it was
+sent. Its timeouts, which are those of reqwest 0.13, count from the beginning of the request. So
 they cannot tell a slow line from a store that has taken the body and never answers. The kernel can:
 while a body is on its way, a TCP connection of this process holds bytes that the other side has not
 acknowledged. On Linux this module asks the kernel. Elsewhere the only bound is the time that a slow
@@ -23,13 +23,13 @@ from typing import TypeVar
 from activation_extraction.common.log import log
 from activation_extraction.store.local_files import FolderError
 
-STEP = 1.0  # seconds between two looks at a write
-SAMPLE = 0.2  # seconds for which all writes share one look at the connections
+STEP = 1.0  # seconds between two checks of a write
+SAMPLE = 0.2  # seconds for which all writes share one check of the connections
 LOGGED_AFTER = 60.0  # seconds for which a write has waited; the next time after twice as many
 CONNECTED = "01"  # the state of a connection in TCP_TABLES
 TCP_TABLES = Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")
 OPEN_FILES = Path("/proc/self/fd")
-STATES = {  # what the log says of a write that waits, by whether bytes are being sent
+STATES = {  # level and message of the log for a waiting write, by whether bytes are being sent
     True: (logging.INFO, "bytes are being sent"),
     False: (logging.WARNING, "everything is sent, and the store has not answered yet"),
     None: (logging.INFO, "there is no answer yet"),
@@ -40,14 +40,14 @@ T = TypeVar("T")
 class Patience:
     """The time that one write may take, with all of its attempts.
 
-    It has `seconds` in which nothing is sent: in which it fails, pauses, or waits for an answer. To
-    these come the seconds in which its body is sent, but no more than a slow line needs.
+    The write has `seconds` in which nothing is sent because it fails, pauses, or waits for an
+    answer. The time in which its body is sent is added, but no more than a slow line needs.
 
     Attributes:
         began: When the write began, in seconds of `time.monotonic`.
-        end: When it has failed.
+        end: When the write is given up, in seconds of `time.monotonic`.
         silence: The most seconds for which one attempt may wait for an answer after the last byte
-            of its body. A second attempt has as many.
+            of its body: half of `seconds`, so that there is time for a second attempt.
     """
 
     def __init__(self, seconds: float, sending: float = 0.0) -> None:
@@ -76,7 +76,7 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
     Args:
         write: The attempt.
         patience: The time that is left for the write, which grows while bytes are leaving.
-        name: What is written, for the log.
+        name: Folder and name of the file that is written, for the log.
 
     Raises:
         FolderError: Nothing was sent and no answer came for too long, or no time is left. It is

@@ -69,7 +69,10 @@ class Shard:
 
     @property
     def offsets(self) -> np.ndarray:
-        """int64 (samples + 1,); sample i has the tokens offsets[i] to offsets[i + 1]."""
+        """The offset of the first token of each sample, then the number of tokens in the shard.
+
+        int64 (samples + 1,). Sample i has the tokens from offsets[i] up to offsets[i + 1] - 1.
+        """
         return np.cumsum([0, *map(len, self.positions)], dtype=np.int64)
 
     def encode(self, threads: Executor) -> tuple["Shard", dict[Key, Errors]]:

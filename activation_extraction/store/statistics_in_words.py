@@ -1,4 +1,4 @@
-"""Words the statistics of a run for people: one line for each hook.
+"""Describes the statistics of a run in sentences for people, one line for each hook.
 
 --status, --report and the summary at the end of a run print these lines. statistics.py has the
 statistics themselves.
@@ -10,7 +10,7 @@ from activation_extraction.common.visible import counted
 from activation_extraction.store.statistics import Statistics
 
 MOST_HOOKS = 8  # hooks whose encoding errors are listed
-# By the keys of Statistics.codes.
+# Key of Statistics.codes -> name of the kind of tokens in messages.
 KINDS_OF_TOKENS = {"sinks": "first tokens of documents", "others": "other tokens"}
 
 

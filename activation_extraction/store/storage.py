@@ -50,8 +50,8 @@ from activation_extraction.text.sample_facts import DocId, SampleFacts, StoredSa
 class ActivationStorage:
     """Writes activations to shards in a folder. It is a context manager.
 
-    A stored run with the same `identity` is continued: what is stored stays as it is, and a
-    program that gives the same samples again has those that are stored skipped.
+    A stored run with the same `identity` is continued. Its stored samples stay as they are, and are
+    skipped if a program adds them again.
 
     The constructor only reads. Nothing is written before `open`, which is called on entering the
     context, or by the first sample. Leaving the context commits the complete samples, even after an
@@ -63,12 +63,12 @@ class ActivationStorage:
         hooks: Full names of the hooks by key (the layer number or hook name that the shards use). A
             sample is complete when it has an activation for every key.
         options: How the activations are stored; None for the defaults.
-        identity: Settings that decide the content of the shards, except for the hooks; None for the
-            defaults. A run continues only with the same ones.
+        identity: Settings that decide the content of the shards, except for the hooks. None for the
+            defaults. A run continues only with the same settings.
         remote: A folder in a bucket. Shards are then stored there, from memory, and locally only
             without `delete_local_after_upload`; metadata.json and metrics.jsonl are in both
             folders. None to store everything in `output_dir`.
-        facts: More facts for metadata.json; None for none.
+        facts: Further facts for metadata.json. None to add none.
         repair: Whether to repair a stored run (repair.py). The constructor then reads every
             shard to find damaged and missing ones, and `open` withdraws these. Give all samples
             again, in the same order: those that are stored are skipped, and the lost ones are
@@ -177,7 +177,7 @@ class ActivationStorage:
         self.plan = plan
         self._log.follow(plan)
         hooks = plan.commits[-1].hooks if plan.commits else []
-        # The width and dtype at each hook so far.
+        # The width and dtype at each hook, as in the samples so far.
         self._forms = {hook["key"]: (hook["width"], hook["dtype"]) for hook in hooks}
         self._after_mark: dict[int, StoredSample] | None = None
         self._stored_samples = sum(commit.count for commit in plan.commits)
@@ -220,7 +220,7 @@ class ActivationStorage:
         return limits if self.plan.repair is None else self.plan.repair.limits(limits)
 
     def open(self) -> None:
-        """Takes ownership of the folder. With `overwrite`, a new run begins there.
+        """Takes ownership of the folder. If `options.overwrite` is set, a new run begins there.
 
         Does nothing if the folder is open already, or if nothing is left to do. `plan` may change,
         because another process may have written in the meantime.
@@ -398,8 +398,9 @@ class ActivationStorage:
     def _is_stored(self, number: int) -> bool:
         """Returns whether an earlier process has stored a sample that `add_activation` gets.
 
-        Samples have no gaps, so the counts of the shards tell it, and no table is read. After
-        damage they have gaps, which are filled in the order of the samples.
+        A run without damage stores its samples without gaps, so the number of stored samples
+        decides, and no table is read. A repair reads the tables, because lost shards leave gaps,
+        which it fills in the order of the samples.
         """
         if self.plan.repair is not None:
             return number <= self._next_sample and number in self.stored_after_mark
@@ -448,7 +449,7 @@ class ActivationStorage:
         A second call does nothing.
 
         Args:
-            complete: Whether the data has come to its end; False if the run ends before.
+            complete: Whether no more samples are to come. False if the run ends before that.
             skipped_rows: Number of rows of the data that were skipped, if larger than in the marks.
             empty_rows: Number of rows of the data without text, if larger than in the marks.
 
