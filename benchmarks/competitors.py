@@ -1,14 +1,17 @@
-"""What others do with the same weights, documents and output; end_to_end.py runs it, one process
-for each contender, in an interpreter of its own (benchmarks/requirements.txt). No JAX in here.
+"""Extracts the activations of the same documents with transformers, in three ways.
 
-padded  the loop people write: batches padded to their longest document, attention mask,
-        output_hidden_states, widened to float32, pickle and gzip at its default level
-sorted  the same with documents sorted by length, and the quick gzip of isal
-alone   one document at a time, so neither padding nor mask; values as they are, isal
+end_to_end.py runs this script in one process per way, with the Python of a separate environment
+(benchmarks/requirements.txt). It imports no JAX. The ways are:
 
-Every one writes records {sample_idx, hook, activation, shape, text_preview, token_ids, doc_id} by
-hook into shards of gzip and pickle, each synced to the disk. Hooks are the residual stream after a
-layer and the numbers of a layer's chosen experts. The last line printed is one JSON object.
+padded  the usual loop: batches padded to their longest document, an attention mask,
+        output_hidden_states, values widened to float32, pickle, and gzip at its default level
+sorted  the same with documents sorted by length, and the faster gzip of isal
+alone   one document at a time without padding and mask; values in the model's dtype; isal
+
+Every way writes gzipped pickles that map each hook to a list of records {sample_idx, hook,
+activation, shape, text_preview, token_ids, doc_id}, and syncs each file to the disk. A hook is the
+residual stream after a layer or the numbers of a layer's chosen experts. The last line printed is
+one JSON object.
 """
 
 import argparse
@@ -28,15 +31,23 @@ import numpy as np
 import torch
 from isal import igzip
 
-# A batch of token ids -> for every hook asked for (documents, tokens, width).
+# Computes a batch from the token ids of its documents; returns a tensor (documents, tokens, width)
+# for each hook.
 Forward = Callable[[Sequence[Sequence[int]]], list[torch.Tensor]]
-SHARD_BYTES = 10**9  # before compression, as the tool's default
-FASTEST = 1  # isal's level
+SHARD_BYTES = 10**9  # before compression; the default of the tool's --shard_size_gb
+FASTEST = 1  # the compression level of isal
 
 
 @dataclass(frozen=True)
 class Way:
-    """How documents are batched and written. batched: pad several into one batch."""
+    """A way to batch and write documents.
+
+    Attributes:
+        batched: Whether several documents are padded into one batch.
+        by_length: Whether documents are sorted by length first.
+        widen: Whether values are stored in float32 whatever the model's dtype.
+        quick_gzip: Whether isal compresses, instead of Python's gzip.
+    """
 
     batched: bool = False
     by_length: bool = False
@@ -51,39 +62,59 @@ WAYS = {
 }
 
 
-def batches(lengths: Sequence[int], way: Way, size: int, every: int) -> list[list[int]]:
-    """Numbers of the documents in every batch; of `every` batches only the one in the middle."""
+def batches(lengths: Sequence[int], way: Way, size: int, one_of: int) -> list[list[int]]:
+    """Groups documents into batches, and keeps one of every `one_of` batches.
+
+    Args:
+        lengths: The number of tokens of each document.
+        way: The way to batch them.
+        size: The number of documents of a batch, if the way has batches.
+        one_of: The number of successive batches of which only the middle one is kept.
+
+    Returns:
+        The numbers of the documents of each kept batch.
+    """
     order = list(range(len(lengths)))
     if way.by_length:
         order.sort(key=lambda number: lengths[number])
     size = size if way.batched else 1
     groups = [order[start : start + size] for start in range(0, len(order), size)]
-    return groups[min(every // 2, len(groups) - 1) :: every]
+    return groups[min(one_of // 2, len(groups) - 1) :: one_of]
 
 
 def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> Forward:
-    """transformers' model without its head, with its fastest attention on this machine."""
+    """Loads a model of transformers without its head, with scaled dot-product attention.
+
+    Args:
+        folder: The folder of the checkpoint.
+        dtype: The dtype of weights and computation.
+        hooks: The names of the hooks to return.
+
+    Returns:
+        The function that computes a batch.
+    """
     import transformers
 
     model = transformers.AutoModel.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     model.eval()
-    # hidden_states[-1] is the residual stream after the final norm; without one it is as the rest.
+    # hidden_states[-1] is taken after the final norm. Without the norm it is the residual stream
+    # after the last layer, like the other hidden states.
     model.norm = torch.nn.Identity()
     chosen: dict[int, torch.Tensor] = {}
     for layer in map(layer_of, filter(chooses, hooks)):
 
         def keep(_: Any, _inputs: Any, routed: Any, layer: int = layer) -> None:
-            chosen[layer] = routed[2]  # after logits and weights
+            chosen[layer] = routed[2]  # routed: logits, weights, numbers of the chosen experts
 
         model.layers[layer].mlp.gate.register_forward_hook(keep)
 
     def forward(documents: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         tokens, mask = pad(documents)
-        found = model(tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
+        output = model(tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
         return [
             chosen[layer_of(hook)].to(torch.int16).reshape(*tokens.shape, -1)
             if chooses(hook)
-            else found.hidden_states[layer_of(hook) + 1]
+            else output.hidden_states[layer_of(hook) + 1]
             for hook in hooks
         ]
 
@@ -95,12 +126,17 @@ def layer_of(hook: str) -> int:
 
 
 def chooses(hook: str) -> bool:
-    """Whether it is the numbers of the experts; otherwise it is the residual stream."""
+    """Returns whether the hook is the numbers of the chosen experts, not the residual stream."""
     return hook.endswith("mlp.hook_expert_indices")
 
 
 def pad(documents: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Token ids (documents, longest), and their mask; one document alone needs none."""
+    """Pads documents to the longest one.
+
+    Returns:
+        The token ids (documents, longest), and the attention mask of the same shape. The mask is
+        None for a single document, which has no padding.
+    """
     if len(documents) == 1:
         return torch.tensor([documents[0]]), None
     longest = max(map(len, documents))
@@ -110,7 +146,11 @@ def pad(documents: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor 
 
 
 def as_numpy(values: torch.Tensor, widen: bool) -> np.ndarray:
-    """NumPy has no bfloat16: either everything becomes float32, or the bits are kept."""
+    """Returns the values as a NumPy array.
+
+    Torch cannot convert bfloat16 to NumPy, so it becomes float32 if `widen` is set, and else the
+    same bits with the bfloat16 of ml_dtypes.
+    """
     if not values.is_floating_point():
         return values.numpy()
     if widen or values.dtype == torch.float32:
@@ -120,7 +160,14 @@ def as_numpy(values: torch.Tensor, widen: bool) -> np.ndarray:
 
 @dataclass
 class Shards:
-    """Writes records to shard_0001.pkl.gz, ... in a folder, as soon as one is full."""
+    """Collects records and writes them to shard_0001.pkl.gz, shard_0002.pkl.gz, ... of a folder.
+
+    Attributes:
+        folder: The folder of the shards.
+        hooks: The names of the hooks, in the order of the values of `add`.
+        way: The way to widen and compress values.
+        bytes: The total size of the files written so far.
+    """
 
     folder: Path
     hooks: Sequence[str]
@@ -131,8 +178,14 @@ class Shards:
     _shard: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def add(self, number: int, ids: Sequence[int], values: Sequence[torch.Tensor]) -> None:
-        """One document: its number, its token ids and, for every hook, (tokens, width)."""
-        arrays = [as_numpy(value, self.way.widen) for value in values]
+        """Adds one document, and writes a shard first if it would become too large.
+
+        Args:
+            number: The number of the document.
+            ids: Its token ids.
+            values: A tensor (tokens, width) for each hook.
+        """
+        arrays = [as_numpy(tensor, self.way.widen) for tensor in values]
         size = sum(array.nbytes for array in arrays)
         if self._size and self._size + size > SHARD_BYTES:
             self.flush()
@@ -150,7 +203,7 @@ class Shards:
         self._size += size
 
     def flush(self) -> None:
-        """Writes what has come together, and waits for the disk."""
+        """Writes the collected records, if there are any, as a shard and waits for the disk."""
         if not self._size:
             return
         self._count += 1
@@ -166,7 +219,7 @@ class Shards:
     def _compressed(self, file: Any) -> Any:
         if self.way.quick_gzip:
             return igzip.IGzipFile(fileobj=file, mode="wb", compresslevel=FASTEST)
-        return gzip.GzipFile(fileobj=file, mode="wb")  # level 9
+        return gzip.GzipFile(fileobj=file, mode="wb")  # level 9, its default
 
 
 @torch.inference_mode()
@@ -177,9 +230,21 @@ def run(
     shards: Shards,
     written_every: int,
 ) -> dict[str, float]:
-    """Computes all groups and writes every `written_every`-th document of them.
+    """Computes all batches and writes every `written_every`-th document of them.
 
-    Returns tokens and seconds of computing and of writing; both go on in turn, in one thread.
+    Computing and writing alternate in one thread.
+
+    Args:
+        forward: The function that computes a batch.
+        documents: The token ids of each document.
+        groups: The numbers of the documents of each batch.
+        shards: The shards to write to.
+        written_every: The number of documents of which one is written.
+
+    Returns:
+        tokens, documents: The computed tokens and documents.
+        written_tokens, bytes: The written tokens, and the bytes of the files.
+        compute_seconds, store_seconds: The seconds of computing and of writing.
     """
     done = {"tokens": 0, "written_tokens": 0, "documents": 0, "compute_seconds": 0.0}
     began = time.perf_counter()
@@ -191,7 +256,7 @@ def run(
             ids = documents[number]
             done["tokens"] += len(ids)
             if done["documents"] % written_every == 0:
-                shards.add(number, ids, [value[row, : len(ids)] for value in values])
+                shards.add(number, ids, [hook_values[row, : len(ids)] for hook_values in values])
                 done["written_tokens"] += len(ids)
             done["documents"] += 1
     shards.flush()
@@ -200,7 +265,9 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("way", choices=WAYS)
     parser.add_argument("--model", required=True, help="folder of the checkpoint")
     parser.add_argument("--token_ids", type=Path, required=True, help="JSON: a list per document")
@@ -208,22 +275,27 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), required=True)
     parser.add_argument("--hooks", nargs="+", required=True, help="by TransformerLens's names")
     parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--every", type=int, default=1, help="compute one batch of so many")
     parser.add_argument(
-        "--written_every", type=int, default=1, help="write one document of so many"
+        "--every", type=int, default=1, help="compute one of every N batches (default: 1)"
     )
-    given = parser.parse_args()
-    way, dtype = WAYS[given.way], getattr(torch, given.dtype)
-    documents = json.loads(given.token_ids.read_text())
+    parser.add_argument(
+        "--written_every",
+        type=int,
+        default=1,
+        help="write one of every N computed documents (default: 1)",
+    )
+    options = parser.parse_args()
+    way, dtype = WAYS[options.way], getattr(torch, options.dtype)
+    documents = json.loads(options.token_ids.read_text())
     began = time.perf_counter()
-    forward = load_transformers(given.model, dtype, given.hooks)
+    forward = load_transformers(options.model, dtype, options.hooks)
     with torch.inference_mode():
-        forward([documents[0][:16]])  # as compiling elsewhere: not part of the time
+        forward([documents[0][:16]])  # a warm-up, which is not measured, just as compiling is not
     loaded = time.perf_counter()
-    groups = batches([len(ids) for ids in documents], way, given.batch_size, given.every)
-    given.output.mkdir(parents=True, exist_ok=True)
-    shards = Shards(given.output, given.hooks, way)
-    done = run(forward, documents, groups, shards, given.written_every)
+    groups = batches([len(ids) for ids in documents], way, options.batch_size, options.every)
+    options.output.mkdir(parents=True, exist_ok=True)
+    shards = Shards(options.output, options.hooks, way)
+    done = run(forward, documents, groups, shards, options.written_every)
     versions = {name: version(name) for name in ("torch", "transformers", "isal")}
     print(json.dumps(done | {"load_seconds": loaded - began, "versions": versions}))
 

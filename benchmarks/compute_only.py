@@ -1,8 +1,8 @@
-"""The tool's compiled step over the same batches as in a run, storing nothing; end_to_end.py runs
-it in a process of its own. Takes the tool's flags; the last line printed is one JSON object.
+"""Measures the tool's compiled step over the batches of a run, without storing anything.
 
-After the documents come rows that are full, one document of --max_seq_length tokens in each: what
-the step makes of a batch without padding and with the longest attention.
+end_to_end.py and gpu.py run it in a separate process. It takes the tool's flags; the last line
+printed is one JSON object. It measures the documents first, and then full rows: one document of
+--max_seq_length tokens in each row, so without padding and with the longest attention.
 """
 
 import json
@@ -23,13 +23,18 @@ from activation_extraction.text.batch import Batch
 from activation_extraction.text.packing import pack, samples_of
 from benchmarks.inputs import tokenise
 
-LEAST_SECONDS = 2  # of the full rows
+LEAST_SECONDS = 2  # for which the full rows are repeated
 
 
 def seconds_of(step: Step, batches: Sequence[Batch], least: float = 0) -> float:
-    """Seconds of all batches, which are computed again until `least` have passed.
+    """Returns the mean time of computing all batches once, in seconds.
 
-    As in a run the next one is handed over while one computes.
+    As in a run, the next batch is handed over while one computes.
+
+    Args:
+        step: The compiled step.
+        batches: The batches to compute.
+        least: The seconds for which all batches are repeated, at least. 0 to compute them once.
     """
     in_flight: deque[Activations] = deque()
     began, rounds = time.perf_counter(), 0
@@ -53,8 +58,8 @@ def main() -> None:
     full = list(pack(samples_of([[n] * length for n in range(max(rows, 8))]), rows, length))
     began = time.perf_counter()
     step = compile_step(forward)
-    seconds_of(step, packed[:1])  # whatever is made when it is first called
-    found = {
+    seconds_of(step, packed[:1])  # a warm-up: the first call does work that later ones do not
+    figures = {
         "load_and_compile_seconds": time.perf_counter() - began,
         "steps": len(packed),
         "tokens": sum(batch.num_tokens for batch in packed),
@@ -64,7 +69,7 @@ def main() -> None:
         "full_rows_flops_per_token": forward.model.flops([length]) / length,
         "kernels": list(forward.kernels),
     }
-    print(json.dumps(found))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

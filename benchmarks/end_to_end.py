@@ -1,22 +1,26 @@
-"""The whole job at a real model's size, this tool and others side by side: `make bench`.
+"""Compares whole extractions by this tool and by others at a real model's size: `make bench`.
 
-Random weights of the Qwen2.5-0.5B shape, documents of log-normal length (median 620 tokens, sigma
-1.0, cut at 2048), layers 10..23, gzip-pickle shards on disk. The others are competitors.py's part;
-compute_only.py is this tool without storing. Every run is a process of its own; they take turns,
---rounds times, and medians are reported. "disturbed" is what other processes took of the machine
+The model has random weights in the shape of Qwen2.5-0.5B. Documents have log-normal lengths (median
+620 tokens, sigma 1.0, cut at 2048). Layers 10..23 are stored in gzip-pickle shards on disk. The
+others are the ways of competitors.py; compute_only.py measures this tool without storing. Every run
+is a separate process. The contenders take turns in each of --rounds rounds, and medians are
+reported. "disturbed" is the share of the machine's processor time that other processes used
 meanwhile. The last line printed is one JSON object.
 
-"end to end" is from after loading and compiling until the last shard is on the disk. Tokens are
-real ones, padding not counted, and so are operations. Of what takes others minutes only a part is
-done (all with --whole): one batch of so many is computed, one document of so many of these is
-written. Their rate is that of computing and writing, one after the other, as they do it.
+A contender's tokens/s are measured from the end of loading and compiling until the last shard is on
+the disk. Only real tokens and their operations count, no padding. The others take minutes, so
+(except with --whole) they compute only one batch of several, and write only one of several
+documents of these. Their seconds per token are those of computing plus those of writing, because
+they do one after the other.
 
-In a model with experts, everyone stores the numbers of the chosen ones, too. "experts" is how many
-tokens, of documents of at most 640, have others than in float32 in any layer. "deviation" is over
-the tokens that have the same ones as the first contender's; agreement.py has the rule.
+In a model with experts, all contenders store the numbers of the chosen experts as well. "experts"
+is the share of tokens whose experts differ in any layer from those in float32, in documents of at
+most 640 tokens. "deviation" compares the tokens whose experts are the same as the first
+contender's; see agreement.py.
 
-Other families, on a quiet machine of 2 cores (--shape SHAPE --documents 24 --batch_size 4 --whole
---only ours alone; 17,805 tokens, one round): tokens/s, and the share of the fastest matrix product.
+Results of other families, on an idle machine with 2 cores (--shape SHAPE --documents 24
+--batch_size 4 --whole --only ours alone; 17,805 tokens, one round): tokens/s, and the share of the
+FLOP/s of the fastest matrix product.
 
               float32                     bfloat16
               this tool    transformers   this tool    transformers
@@ -24,9 +28,10 @@ Other families, on a quiet machine of 2 cores (--shape SHAPE --documents 24 --ba
     qwen3-moe 396  50 %    422  53 %      613  35 %    812  47 %
     qwen3.5   236  58 %    230  56 %      306  34 %    360  40 %
 
-In the next hour, 20 documents through the shape 0.5B: 182 and 158 tokens/s in float32, 306 and 313
-in bfloat16. With qwen3-moe in bfloat16, 26.5 % of this tool's tokens had other experts, and 34.9 %
-of transformers': the weights are random, so there are many near ties.
+20 documents with the shape 0.5B, an hour later on the same machine: in float32, 182 tokens/s by
+this tool and 158 by transformers; in bfloat16, 306 and 313. With qwen3-moe in bfloat16, 26.5 % of
+this tool's tokens and 34.9 % of transformers' had other experts than in float32. Both shares are
+high because the weights are random, so that many experts are nearly tied.
 """
 
 import argparse
@@ -51,8 +56,9 @@ from benchmarks.peak import DTYPES, best
 from benchmarks.processes import ROOT, extract, print_result, run
 from qwen2_jax_with_hooks import create_model_with_hooks
 
-Row = dict[str, Any]
-# Contender -> one batch computed of so many, one document of these written of so many.
+Row = dict[str, Any]  # the figures of one contender in one dtype
+# Contender -> the number of batches of which one is computed, and the number of computed documents
+# of which one is written.
 PARTS = {"ours": (1, 1), "alone": (4, 1), "sorted": (4, 1), "padded": (4, 8)}
 COMPETITORS = ROOT / ".venv/competitors/bin/python"
 LAYERS = range(10, 24)  # the tool's default
@@ -65,21 +71,32 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Bench:
-    """Inputs on disk, and what was asked for."""
+    """The inputs of all contenders, and the flags of the benchmark.
+
+    Attributes:
+        folder: The folder of the model, the documents and the outputs.
+        options: The parsed flags.
+        config: The configuration of the model.
+        documents: The token ids of each document.
+    """
 
     folder: Path
-    given: argparse.Namespace
+    options: argparse.Namespace
     config: ModelConfig
     documents: list[list[int]]
 
     @property
     def layers(self) -> list[int]:
-        """Those extracted: the default, clipped to the model's depth as the tool does."""
+        """Returns the extracted layers: the tool's default, clipped to the depth of the model."""
         return sorted({min(layer, self.config.num_hidden_layers - 1) for layer in LAYERS})
 
     @property
     def hooks(self) -> list[str]:
-        """Also the chosen experts, for the agreement of a model that has some."""
+        """Returns the names of the stored hooks.
+
+        They are the residual stream after each extracted layer and, for agreement.py, the numbers
+        of the chosen experts of every layer that has experts.
+        """
         types = enumerate(self.config.layer_types)
         chosen = [CHOSEN.format(layer) for layer, type_ in types if SPARSE in type_.split()]
         return [RESIDUAL.format(layer) for layer in self.layers] + chosen
@@ -89,56 +106,60 @@ class Bench:
         return len(self.hooks) > len(self.layers)
 
     def flops(self, lengths: Sequence[int]) -> float:
-        """Per token of documents of these lengths."""
+        """Returns the operations per token that documents of these lengths need."""
         hooks = hook_table(self.config).of_layers(
             [self.layers[-1]], "residual", self.config.num_hidden_layers
         )
         return create_model_with_hooks(self.config, hooks).flops(lengths) / sum(lengths)
 
     def flags(self) -> list[str]:
-        """Those of this tool."""
-        given = self.given
-        places = ["--model_path", str(self.folder / "model")]
-        places += ["--dataset_path", str(self.folder / "documents.jsonl")]
-        sizes = ["--max_seq_length", given.max_seq_length]
-        if given.batch_size is not None:
-            sizes += ["--batch_size", given.batch_size]
-        hooks = ["--hook_names", *self.hooks] if self.has_experts else []
-        return [*places, *map(str, sizes), "--compilation_cache", "off", *hooks]
+        """Returns the flags of this tool's run, without --dtype and --output_dir."""
+        flags = ["--model_path", str(self.folder / "model"), "--compilation_cache", "off"]
+        flags += ["--dataset_path", str(self.folder / "documents.jsonl")]
+        flags += ["--max_seq_length", str(self.options.max_seq_length)]
+        if self.options.batch_size is not None:
+            flags += ["--batch_size", str(self.options.batch_size)]
+        if self.has_experts:
+            flags += ["--hook_names", *self.hooks]
+        return flags
 
 
-def prepare(folder: Path, given: argparse.Namespace) -> Bench:
-    """Makes the inputs in `folder`."""
+def prepare(folder: Path, options: argparse.Namespace) -> Bench:
+    """Writes the model and the documents to `folder`."""
     model, documents = folder / "model", folder / "documents.jsonl"
-    make_model(model, SHAPES[given.shape])
-    make_documents(documents, given.documents)
-    token_ids = tokenise(model, documents, given.max_seq_length)
+    make_model(model, SHAPES[options.shape])
+    make_documents(documents, options.documents)
+    token_ids = tokenise(model, documents, options.max_seq_length)
     (folder / "token_ids.json").write_text(json.dumps(token_ids))
-    return Bench(folder, given, read_model_config(model / "config.json"), token_ids)
+    return Bench(folder, options, read_model_config(model / "config.json"), token_ids)
 
 
-def measure_peaks(given: argparse.Namespace) -> dict[str, float]:
-    """dtype -> FLOP/s of the fastest matrix product of either library."""
-    found: dict[str, float] = defaultdict(float)
+def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
+    """Measures the fastest matrix product of JAX and, if it takes part, of torch.
+
+    Returns:
+        dtype -> FLOP/s of the faster library.
+    """
+    rates: dict[str, float] = defaultdict(float)
     libraries = [(sys.executable, "jax")]
-    if set(given.only) != {"ours"}:
-        libraries.append((str(given.competitors), "torch"))
+    if set(options.only) != {"ours"}:
+        libraries.append((str(options.competitors), "torch"))
     for python, library in libraries:
-        command = [python, str(ROOT / "benchmarks/peak.py"), library, "--dtypes", *given.dtypes]
-        done = run([*command, "--seconds", str(given.peak_seconds)])
+        command = [python, str(ROOT / "benchmarks/peak.py"), library, "--dtypes", *options.dtypes]
+        done = run([*command, "--seconds", str(options.peak_seconds)])
         for dtype, rate in best(done.result).items():
-            found[dtype] = max(found[dtype], rate)
-    return dict(found)
+            rates[dtype] = max(rates[dtype], rate)
+    return dict(rates)
 
 
 def run_ours(bench: Bench, dtype: str, output: Path) -> Row:
-    """An extraction; and, in a process of its own, the computing alone."""
+    """Runs an extraction by this tool, and the step alone in another process."""
     flags = [*bench.flags(), "--dtype", dtype]
     whole = extract(output, flags)
     computing = run([sys.executable, "-m", "benchmarks.compute_only", *flags])
     alone = computing.result
     full = alone["full_rows_tokens"] / alone["full_rows_seconds"]
-    length = bench.given.max_seq_length
+    length = bench.options.max_seq_length
     return {
         "tokens_per_second": whole["tokens"] / whole["extraction_seconds"],
         "compute_tokens_per_second": alone["tokens"] / alone["seconds"],
@@ -155,36 +176,44 @@ def run_ours(bench: Bench, dtype: str, output: Path) -> Row:
 
 
 def run_other(bench: Bench, name: str, dtype: str, output: Path) -> Row:
-    """One of competitors.py."""
-    every, written_every = (1, 1) if bench.given.whole else PARTS[name]
-    command = [str(bench.given.competitors), str(ROOT / "benchmarks/competitors.py"), name]
+    """Runs one of the ways of competitors.py."""
+    one_of, written_every = (1, 1) if bench.options.whole else PARTS[name]
+    command = [str(bench.options.competitors), str(ROOT / "benchmarks/competitors.py"), name]
     command += ["--model", str(bench.folder / "model"), "--output", str(output), "--dtype", dtype]
     command += ["--token_ids", str(bench.folder / "token_ids.json")]
-    command += ["--every", str(every), "--written_every", str(written_every)]
-    done = run([*command, "--hooks", *bench.hooks])
-    found = done.result
-    compute = found["compute_seconds"] / found["tokens"]
-    store = found["store_seconds"] / found["written_tokens"]
+    command += ["--every", str(one_of), "--written_every", str(written_every)]
+    command += ["--hooks", *bench.hooks]
+    done = run(command)
+    figures = done.result
+    compute = figures["compute_seconds"] / figures["tokens"]
+    store = figures["store_seconds"] / figures["written_tokens"]
     return {
         "tokens_per_second": 1 / (compute + store),
         "compute_tokens_per_second": 1 / compute,
-        "bytes_per_token": found["bytes"] / found["written_tokens"],
-        **{name: found[name] for name in ("bytes", "tokens", "written_tokens")},
+        "bytes_per_token": figures["bytes"] / figures["written_tokens"],
+        **{name: figures[name] for name in ("bytes", "tokens", "written_tokens")},
         "peak_bytes": done.peak_bytes,
         "process_seconds": done.seconds,
         "disturbed": done.disturbed,
-        "versions": found["versions"],
+        "versions": figures["versions"],
     }
 
 
 def run_all(bench: Bench) -> dict[str, dict[str, list[Row]]]:
-    """Contender -> dtype -> what each round found. Exits when one computes something else."""
+    """Runs all contenders in turn, in every dtype and round.
+
+    Returns:
+        Contender -> dtype -> the figures of each round.
+
+    Raises:
+        SystemExit: If a contender stores something else than the first one.
+    """
     agreement = Agreement(bench.documents)
     rows: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
-    dtypes = sorted(bench.given.dtypes, reverse=True)  # float32 first: the measure of experts
-    for number in range(bench.given.rounds):
+    dtypes = sorted(bench.options.dtypes, reverse=True)  # float32 first: the reference for experts
+    for number in range(bench.options.rounds):
         for dtype in dtypes:
-            for name in bench.given.only:
+            for name in bench.options.only:
                 output = bench.folder / name
                 row = (
                     run_ours(bench, dtype, output)
@@ -192,8 +221,8 @@ def run_all(bench: Bench) -> dict[str, dict[str, list[Row]]]:
                     else run_other(bench, name, dtype, output)
                 )
                 try:
-                    found = agreement.check(output, dtype, row["written_tokens"])
-                    row |= compared(found, bench.has_experts)
+                    comparison = agreement.check(output, dtype, row["written_tokens"])
+                    row |= compared(comparison, bench.has_experts)
                 except Disagreement as error:
                     raise SystemExit(f"error: {error}") from error
                 shutil.rmtree(output)
@@ -207,20 +236,37 @@ def run_all(bench: Bench) -> dict[str, dict[str, list[Row]]]:
     return rows
 
 
-def compared(found: Comparison, has_experts: bool) -> Row:
-    """What the row of a contender says of its agreement with the others."""
-    row: Row = {"deviation": found.worst, "compared_tokens": found.tokens, "changed_experts": None}
-    if has_experts and found.changed is not None and found.tokens:
-        row["changed_experts"] = found.changed / found.tokens
+def compared(comparison: Comparison, has_experts: bool) -> Row:
+    """Returns a contender's agreement with the first one, for its row of the table.
+
+    Returns:
+        deviation: See `Comparison.worst`.
+        compared_tokens: The number of compared tokens.
+        changed_experts: The share of these whose experts differ from those in float32. None in a
+            model without experts or without a float32 run.
+    """
+    row: Row = {
+        "deviation": comparison.worst,
+        "compared_tokens": comparison.tokens,
+        "changed_experts": None,
+    }
+    if has_experts and comparison.changed is not None and comparison.tokens:
+        row["changed_experts"] = comparison.changed / comparison.tokens
     return row
 
 
 def summarise(bench: Bench, rounds: Sequence[Row], peak: float) -> Row:
-    """Medians of one contender's rounds, and what follows from them."""
+    """Returns the medians of one contender's rounds, and figures derived from them.
+
+    Args:
+        bench: The inputs.
+        rounds: The figures of each round.
+        peak: FLOP/s of the fastest matrix product in this dtype.
+    """
     row = {
-        name: statistics.median(found[name] for found in rounds)
-        for name, value in rounds[0].items()
-        if isinstance(value, int | float)
+        name: statistics.median(figures[name] for figures in rounds)
+        for name, figure in rounds[0].items()
+        if isinstance(figure, int | float)
     }
     per_token = bench.flops([len(ids) for ids in bench.documents])
     row["flops_per_second"] = row["tokens_per_second"] * per_token
@@ -230,17 +276,23 @@ def summarise(bench: Bench, rounds: Sequence[Row], peak: float) -> Row:
             row[name.replace("flops_per_second", "of_peak")] = row[name] / peak
     row["end_to_end_over_compute"] = row["tokens_per_second"] / row["compute_tokens_per_second"]
     others = {name: rounds[0].get(name) for name in ("deviation", "changed_experts", "versions")}
-    spread = [found["tokens_per_second"] for found in rounds]
+    spread = [figures["tokens_per_second"] for figures in rounds]
     return {**others, **row, "tokens_per_second_of_rounds": spread}
 
 
 def report(bench: Bench, rows: dict[str, dict[str, list[Row]]], peaks: dict[str, Any]) -> Row:
-    """Prints the table; returns what the JSON line has."""
+    """Prints the table, and returns the content of the JSON line.
+
+    Args:
+        bench: The inputs.
+        rows: Contender -> dtype -> the figures of each round.
+        peaks: "best", "before" and "after" -> dtype -> FLOP/s of the fastest matrix product.
+    """
     print(HEADER)
     contenders: dict[str, dict[str, Row]] = defaultdict(dict)
     ratios: dict[str, dict[str, float]] = defaultdict(dict)
     for name, of_dtypes in rows.items():
-        part = (1, 1) if bench.given.whole else PARTS[name]
+        part = (1, 1) if bench.options.whole else PARTS[name]
         for dtype, rounds in of_dtypes.items():
             row = summarise(bench, rounds, peaks["best"][dtype])
             contenders[name][dtype] = {**row, "part": part}
@@ -250,18 +302,21 @@ def report(bench: Bench, rows: dict[str, dict[str, list[Row]]], peaks: dict[str,
             other = contenders[name][dtype]["tokens_per_second"]
             ratios[name][dtype] = row["tokens_per_second"] / other
         print(
-            f"ours {dtype}: compiled in {row['compile_seconds']:.1f} s, the first batch handed to "
-            f"the storage {row['first_batch_seconds']:.1f} s after the start; full rows alone, "
-            f"{row['full_rows_tokens_per_second']:.0f} tokens/s, {row['full_rows_of_peak']:.0%} of "
-            f"the peak of {peaks['best'][dtype] / 1e9:.0f} GFLOP/s"
+            f"ours {dtype}: compiled in {row['compile_seconds']:.1f} s; the storage got the first "
+            f"batch {row['first_batch_seconds']:.1f} s after the start; the step alone computes "
+            f"full rows at {row['full_rows_tokens_per_second']:.0f} tokens/s, "
+            f"{row['full_rows_of_peak']:.0%} of the peak of {peaks['best'][dtype] / 1e9:.0f} "
+            "GFLOP/s"
         )
-    for name, of_dtype in ratios.items():
-        print(f"ours / {name}: " + ", ".join(f"{d} {r:.2f}" for d, r in of_dtype.items()))
+    for name, ratio_by_dtype in ratios.items():
+        parts = [f"{dtype} {ratio:.2f}" for dtype, ratio in ratio_by_dtype.items()]
+        print(f"ours / {name}: " + ", ".join(parts))
     lengths = [len(ids) for ids in bench.documents]
-    asked = {name: value for name, value in vars(bench.given).items() if name != "competitors"}
+    options = vars(bench.options).copy()
+    del options["competitors"]  # a path of this machine
     return {
         "versions": {name: version(name) for name in ("jax", "jaxlib", "numpy", "isal")},
-        "asked": asked,
+        "asked": options,
         "documents": {"count": len(lengths), "tokens": sum(lengths), "layers": bench.layers},
         "peak_flops_per_second": peaks,
         "contenders": contenders,
@@ -270,7 +325,14 @@ def report(bench: Bench, rows: dict[str, dict[str, list[Row]]], peaks: dict[str,
 
 
 def line(name: str, dtype: str, row: Row, part: tuple[int, int]) -> str:
-    """One line of the table."""
+    """Returns one line of the table.
+
+    Args:
+        name: The contender.
+        dtype: Its dtype.
+        row: Its figures, as `summarise` returns them.
+        part: The computed and the written part, as in PARTS.
+    """
     deviation = "-" if row["deviation"] is None else f"{row['deviation']:.1e}"
     experts = "-" if row["changed_experts"] is None else f"{row['changed_experts']:.1%}"
     return (
@@ -294,27 +356,39 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--batch_size", type=int, help="rows per step (default: the tool's)")
     parser.add_argument("--max_seq_length", type=int, default=2048, help="(default: 2048)")
-    parser.add_argument("--whole", action="store_true", help="others do all, too: hours")
-    parser.add_argument("--shape", choices=SHAPES, default="0.5B", help="(default: 0.5B)")
-    parser.add_argument("--peak_seconds", type=float, default=0.5, help="per matrix product")
     parser.add_argument(
-        "--competitors", type=Path, default=COMPETITORS, help="their Python (default: make bench's)"
+        "--whole", action="store_true", help="let the others process everything, which takes hours"
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="0.5B", help="(default: 0.5B)")
+    parser.add_argument(
+        "--peak_seconds",
+        type=float,
+        default=0.5,
+        help="for which each matrix product is measured (default: 0.5)",
+    )
+    parser.add_argument(
+        "--competitors",
+        type=Path,
+        default=COMPETITORS,
+        help="Python with the packages of the others (default: the one that `make bench` installs)",
     )
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    given = parse(argv)
-    if set(given.only) != {"ours"} and not given.competitors.exists():
-        raise SystemExit(f"{given.competitors}: no such Python; `make bench` makes it")
+    options = parse(argv)
+    if set(options.only) != {"ours"} and not options.competitors.exists():
+        raise SystemExit(
+            f"--competitors {options.competitors}: no such file; `make bench` installs it"
+        )
     with tempfile.TemporaryDirectory() as name:
-        bench = prepare(Path(name), given)
-        before = measure_peaks(given)
+        bench = prepare(Path(name), options)
+        before = measure_peaks(options)
         rows = run_all(bench)
-        after = measure_peaks(given)
+        after = measure_peaks(options)
         best_of = {dtype: max(before[dtype], after[dtype]) for dtype in before}
-        found = report(bench, rows, {"before": before, "after": after, "best": best_of})
-    print_result(found)
+        summary = report(bench, rows, {"before": before, "after": after, "best": best_of})
+    print_result(summary)
 
 
 if __name__ == "__main__":

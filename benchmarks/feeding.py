@@ -1,10 +1,11 @@
-"""How fast the input side alone is: reading, rendering, tokenising and packing, without a model.
+"""Measures reading, rendering, tokenising and packing, without a model.
 
-`python -m benchmarks.feeding [--tokenizer FOLDER]` prints tokens per second of plain text, of the
-same text as conversations, of a mixture of two files, in shuffled order, split, and of given token
-ids, one after the other in every round. Its last line is JSON with the medians and their ratio to
-plain text, and how much of the batches is padding for documents of FineWeb-Edu's lengths. The
-tokenizer is a small one, unless FOLDER has another, such as the real one of Qwen2.
+`python -m benchmarks.feeding [--tokenizer FOLDER]` prints tokens per second of six kinds of input:
+plain text, the same text as conversations, a mixture of two files, shuffled documents, documents
+split into pieces, and a column of token ids. The kinds take turns in every round. The last line is
+JSON: the medians, their ratios to plain text, and the share of padding in batches of documents of
+FineWeb-Edu's lengths. The tokenizer is a small one, unless FOLDER contains another one, such as
+that of Qwen2.
 """
 
 import argparse
@@ -34,10 +35,12 @@ TEMPLATE = """\
 {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
 {%- endfor %}
 """
-MEDIAN_WORDS, SPREAD = 450, 1.0  # of documents, which then have FineWeb-Edu's lengths
-LENGTH, ROWS = 2048, 8
-PADDED, SHAPES = 20_000, ((8, 2048), (32, 2048), (4, 512))  # documents; rows and length of batches
-MEDIAN_TOKENS = 620
+# Parameters of the log-normal lengths of documents, as in FineWeb-Edu: the median number of words
+# or tokens, and the standard deviation of its logarithm.
+MEDIAN_WORDS, MEDIAN_TOKENS, SPREAD = 450, 620, 1.0
+LENGTH, ROWS = 2048, 8  # tokens of a row and rows of a batch, where speed is measured
+PADDED_DOCUMENTS = 20_000  # for measuring padding
+PADDED_SHAPES = ((8, 2048), (32, 2048), (4, 512))  # rows of a batch and tokens of a row
 
 
 def demo_text() -> str:
@@ -45,24 +48,25 @@ def demo_text() -> str:
 
 
 def make_rows(folder: Path, count: int) -> None:
-    """Writes documents of random words, each also as a conversation and as token ids, half of them
-    in each file."""
+    """Writes documents of random words to 0.parquet and 1.parquet, half of them in each file.
+
+    The columns are the document as text, as a conversation, and as random token ids.
+    """
     chance = np.random.default_rng(0)
     words = demo_text().split()
     lengths = chance.lognormal(np.log(MEDIAN_WORDS), SPREAD, count).astype(int) + 8
     texts = [" ".join(chance.choice(words, n)) for n in lengths]
-    every = [
+    rows = [
         {"text": text, "messages": turns_of(text), "ids": chance.integers(0, 2048, n).tolist()}
         for text, n in zip(texts, lengths, strict=True)
     ]
     for number in range(2):
-        rows = every[number::2]
-        path = folder / f"{number}.parquet"
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=500)
+        table = pyarrow.Table.from_pylist(rows[number::2])
+        pyarrow.parquet.write_table(table, folder / f"{number}.parquet", row_group_size=500)
 
 
 def turns_of(text: str) -> list[dict[str, str]]:
-    """The text in turns of about 100 words."""
+    """Returns the text as messages of 100 words, alternately of the user and the assistant."""
     words = text.split()
     return [
         {"role": ("user", "assistant")[n % 2], "content": " ".join(words[at : at + 100])}
@@ -71,6 +75,7 @@ def turns_of(text: str) -> list[dict[str, str]]:
 
 
 def make_tokenizer(folder: Path) -> None:
+    """Writes the demo's tokenizer with the markers of messages, and an empty config.json."""
     demo.write_tokenizer(folder, demo_text().split("\n\n"))
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
@@ -80,7 +85,12 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def measure(options: TextOptions, model: Path) -> float:
-    """Tokens per second."""
+    """Returns the tokens per second of reading, tokenising and packing a text.
+
+    Args:
+        options: The flags of the text.
+        model: The folder of the tokenizer.
+    """
     text = Text(options, Checkpoint(str(model)), 2**20)
     form, documents = text.sample_form, text.documents(Worker())
     began, tokens = time.perf_counter(), 0
@@ -90,8 +100,13 @@ def measure(options: TextOptions, model: Path) -> float:
 
 
 def padding(rows: int, length: int) -> float:
-    """Returns the share of all batches that is padding."""
-    drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN_TOKENS), SPREAD, PADDED)
+    """Returns the share of tokens that are padding, in batches of random documents.
+
+    Args:
+        rows: The rows of a batch.
+        length: The tokens of a row.
+    """
+    drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN_TOKENS), SPREAD, PADDED_DOCUMENTS)
     lengths = np.clip(drawn.round().astype(int), 1, length)
     batches = pack(samples_of(np.zeros(n, np.int32) for n in lengths), rows, length)
     return 1 - int(lengths.sum()) / (sum(1 for _ in batches) * rows * length)
@@ -99,14 +114,14 @@ def padding(rows: int, length: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("--documents", type=int, default=4000)
-    parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
+    parser.add_argument("--tokenizer", type=Path, help="folder (default: a small tokenizer)")
+    parser.add_argument("--documents", type=int, default=4000, help="(default: 4000)")
+    parser.add_argument("--rounds", type=int, default=3, help="of the medians (default: 3)")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        make_rows(folder, asked.documents)
-        if asked.tokenizer is None:
+        make_rows(folder, options.documents)
+        if options.tokenizer is None:
             make_tokenizer(folder)
         (folder / "template.jinja").write_text(TEMPLATE)
         text = f"--dataset_path {folder}/*.parquet"
@@ -118,17 +133,19 @@ def main() -> None:
             "split": f"{text} --long_documents split",
             "ids": f"{text} --ids_column ids",
         }
-        found: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for _ in range(asked.rounds):
+        speeds: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for _ in range(options.rounds):
             for kind, flags in kinds.items():
-                found[kind].append(
-                    measure(parse_args(flags.split()).text, asked.tokenizer or folder)
-                )
-                print(f"{kind}: {found[kind][-1]:,.0f} tokens/s", flush=True)
-        medians = {kind: statistics.median(each) for kind, each in found.items()}
-        ratios = {kind: round(each / medians["text"], 2) for kind, each in medians.items()}
-        empty = {f"{rows} x {length}": round(padding(rows, length), 4) for rows, length in SHAPES}
-        print_result({"tokens_per_second": medians, "of_text": ratios, "padding": empty})
+                config = parse_args(flags.split())
+                speed = measure(config.text, options.tokenizer or folder)
+                speeds[kind].append(speed)
+                print(f"{kind}: {speed:,.0f} tokens/s", flush=True)
+        medians = {kind: statistics.median(rounds) for kind, rounds in speeds.items()}
+        ratios = {kind: round(median / medians["text"], 2) for kind, median in medians.items()}
+        shares = {
+            f"{rows} x {length}": round(padding(rows, length), 4) for rows, length in PADDED_SHAPES
+        }
+        print_result({"tokens_per_second": medians, "of_text": ratios, "padding": shares})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Makes what the benchmarks run on, the same every time.
+"""Makes the inputs of the benchmarks, the same ones every time.
 
-There are the config.json of released models and of small ones (`SHAPES`), checkpoints of random
-weights, documents of FineWeb-Edu's lengths, and their token ids for programs that do not tokenise.
+They are configurations of released and of small models (`SHAPES`), checkpoints of random weights,
+documents of FineWeb-Edu's lengths, and the token ids of these for programs that do not tokenise.
 """
 
 import json
@@ -21,8 +21,10 @@ from activation_extraction.model.weights import WeightSpec
 from activation_extraction.run import demo
 from qwen2_jax import Qwen2, weight_table
 
-REPEATED = 2**22  # numbers
-MEDIAN_TOKENS, SPREAD, LONGEST = 620, 1.0, 2048  # of the documents' log-normal lengths
+REPEATED = 2**22  # random numbers, after which large matrices repeat them
+# The documents' log-normal lengths in tokens: the median, the standard deviation of the logarithm,
+# and the length at which they are cut.
+MEDIAN_TOKENS, SPREAD, LONGEST = 620, 1.0, 2048
 
 
 def _shape(
@@ -42,7 +44,12 @@ def _shape(
 
 
 def evenly_spaced(count: int, depth: int) -> list[int]:
-    """So many layers of `depth`, the last one among them; all if there are fewer."""
+    """Returns evenly spaced numbers of layers, of which the last is the last layer.
+
+    Args:
+        count: The number of layers to choose; all layers if it is at least `depth`.
+        depth: The number of layers of the model.
+    """
     count = min(count, depth)
     return [depth * (number + 1) // count - 1 for number in range(count)]
 
@@ -58,7 +65,7 @@ SHAPES: dict[str, Any] = {
         "shared_expert_intermediate_size": 64,
         "decoder_sparse_step": 2,
     },
-    "0.1B": _shape(640, 2560, 16, 10, 2, 32000, True),  # for a CPU that has little time
+    "0.1B": _shape(640, 2560, 16, 10, 2, 32000, True),  # for short runs on a CPU
     "0.5B": released_config("Qwen2.5-0.5B"),
     "1.5B": released_config("Qwen2.5-1.5B"),
     "7B": released_config("Qwen2.5-7B"),
@@ -69,7 +76,8 @@ SHAPES: dict[str, Any] = {
     "80B-A3B": released_config("Qwen3-Next-80B-A3B"),
     "9B": released_config("Qwen3.5-9B"),
     "35B-A3B": released_config("Qwen3.5-35B-A3B"),
-    # Twelve layers of Qwen3-0.6B; and eight with experts, of the same attention.
+    # Twelve layers of Qwen3-0.6B with a small vocabulary; and eight layers with the same attention
+    # and experts.
     "qwen3": _shape(1024, 3072, 12, 16, 8, 32000, True) | {"model_type": "qwen3", "head_dim": 128},
     "qwen3-moe": _shape(1024, 3072, 8, 16, 8, 32000, True)
     | {
@@ -80,19 +88,26 @@ SHAPES: dict[str, Any] = {
         "moe_intermediate_size": 512,
         "norm_topk_prob": True,
     },
-    # Eight layers of Qwen3.5-0.8B, six of them with a gated delta net.
+    # Eight layers of Qwen3.5-0.8B with a small vocabulary; six of them have a gated delta net.
     "qwen3.5": _shape(1024, 3584, 8, 8, 2, 32000, True)
     | {"model_type": "qwen3_5_text", "head_dim": 256},
 }
 
 
 def make_model(folder: Path, config: dict[str, Any]) -> int:
-    """Writes a checkpoint of random bfloat16 weights; returns the number of parameters."""
+    """Writes a checkpoint of random bfloat16 weights, with a tokenizer whose tokens are bytes.
+
+    Args:
+        folder: The folder to write to.
+        config: The content of config.json.
+
+    Returns:
+        The number of parameters.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     demo.write_tokenizer(folder, [])
-    read = parse_model_config(config)
-    table = weight_table(Qwen2(read))
+    table = weight_table(Qwen2(parse_model_config(config)))
     if config["tie_word_embeddings"]:
         del table["lm_head", "weight"]
     write_weights(folder / "model.safetensors", table.values())
@@ -100,8 +115,11 @@ def make_model(folder: Path, config: dict[str, Any]) -> int:
 
 
 def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
-    """Writes random bfloat16 weights, norms near 1, matrices scaled by their fan-in, to a
-    safetensors file. Large matrices repeat themselves: normal numbers take longer than the disk."""
+    """Writes random bfloat16 weights to a safetensors file.
+
+    Weights are scaled by their fan-in, and those of norms are near 1. Large matrices repeat the
+    same numbers, because drawing normal numbers takes longer than writing them.
+    """
     normal = np.random.default_rng(0).standard_normal(REPEATED, np.float32)
     specs = {name: spec for spec in table for name in spec.hf_names}
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
@@ -109,16 +127,20 @@ def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
     with path.open("wb") as file:
         file.write(pack_header(shapes, {}))
         for name, spec in specs.items():
-            values = normal / np.float32(math.sqrt(spec.hf_shape[-1])) + name.endswith(
-                "norm.weight"
-            )
-            values, count = values.astype(bfloat16), math.prod(spec.hf_shape)
+            values = normal / np.float32(math.sqrt(spec.hf_shape[-1]))
+            if name.endswith("norm.weight"):
+                values += 1
+            values = values.astype(bfloat16)
+            count = math.prod(spec.hf_shape)
             for begin in range(0, count, REPEATED):
                 file.write(values[: count - begin].tobytes())
 
 
 def make_documents(path: Path, count: int) -> None:
-    """Documents with FineWeb-Edu's lengths; without merges, one byte is one token."""
+    """Writes documents of random letters with FineWeb-Edu's lengths, as JSON Lines.
+
+    With the tokenizer of `make_model`, every letter is one token.
+    """
     chance = np.random.default_rng(0)
     lengths = chance.lognormal(np.log(MEDIAN_TOKENS), SPREAD, count)
     lengths = np.clip(lengths.round().astype(int), 1, LONGEST)
@@ -128,7 +150,13 @@ def make_documents(path: Path, count: int) -> None:
 
 
 def tokenise(model: Path, documents: Path, longest: int) -> list[list[int]]:
-    """Token ids of every document, cut to `longest`, as the tool makes them."""
+    """Returns the token ids of each document, as the tool makes them.
+
+    Args:
+        model: The folder of the tokenizer.
+        documents: The JSON Lines file with the documents.
+        longest: The number of tokens at which a document is cut.
+    """
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     texts = [json.loads(line)["text"] for line in documents.read_text().splitlines()]
     encoded = tokenizer.encode_batch(texts, add_special_tokens=False)

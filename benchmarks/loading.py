@@ -1,11 +1,11 @@
-"""How fast weights are loaded: `python -m benchmarks.loading`.
+"""Measures how fast weights are loaded: `python -m benchmarks.loading`.
 
-It makes a checkpoint in bfloat16, and one in float8 with a scale for each block of 128 x 128
-values, as Qwen releases them: a layer of Qwen3-8B, and one with experts, of Qwen3-30B-A3B. Both are
-loaded into one device of this machine, as in a run, in turns: warm, from the page cache, and cold,
-from the disk, where a checkpoint usually is. It prints GB/s of what is on disk, medians over the
-rounds, and the median share of float8 in bfloat16's with the least and the largest one. The last
-line is one JSON object.
+It makes checkpoints of one layer of Qwen3-8B and of one layer of Qwen3-30B-A3B, which has experts.
+Each is made in bfloat16, and in float8 with a scale for each block of 128 x 128 values, as in
+Qwen's releases. The two dtypes take turns, and are loaded into one device of this machine as in a
+run: warm, from the page cache, and cold, from the disk, where a checkpoint usually is. It prints
+GB/s of the files (medians over the rounds), and the ratio of float8's speed to bfloat16's (median,
+smallest and largest). The last line is one JSON object.
 """
 
 import argparse
@@ -32,8 +32,9 @@ from benchmarks.inputs import SHAPES, make_model
 from benchmarks.processes import print_result
 from qwen2_jax import Qwen2, weight_table
 
-BLOCK = 128  # rows and columns
-LARGEST = 8 / 400  # standard deviations of the values for each unit of a code
+BLOCK = 128  # rows and columns of a block that has one scale
+# The smallest scale, in standard deviations of the values: codes up to 400 reach 8 deviations.
+SMALLEST_SCALE = 8 / 400
 QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": SHAPES["8B"] | {"num_hidden_layers": 1},
@@ -43,7 +44,13 @@ ROWS_OF_VOCABULARY = {"vocab_size": 1024}  # embeddings are not float8
 
 
 def quantise(source: Path, target: Path) -> None:
-    """Writes a checkpoint's matrices in float8, beside scales of blocks in bfloat16."""
+    """Writes a float8 checkpoint with random scales, which stands for the values of another one.
+
+    Args:
+        source: The folder of the bfloat16 checkpoint.
+        target: The folder to make. Its projections are float8; the scales of their blocks, and all
+            other tensors, are bfloat16.
+    """
     config = json.loads((source / "config.json").read_text())
     target.mkdir()
     (target / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZED}))
@@ -52,7 +59,7 @@ def quantise(source: Path, target: Path) -> None:
         if not name.endswith("_proj.weight"):
             continue
         blocks = [-(-size // BLOCK) for size in values.shape]
-        unit = LARGEST / values.shape[1] ** 0.5
+        unit = SMALLEST_SCALE / values.shape[1] ** 0.5
         scales = (unit * chance.uniform(1, 2, blocks)).astype(values.dtype)
         of_values = scales.repeat(BLOCK, 0)[: len(values)].repeat(BLOCK, 1)[:, : values.shape[1]]
         tensors[name] = (values.astype(np.float32) / of_values.astype(np.float32)).astype(VALUES)
@@ -80,7 +87,18 @@ def seconds_to_load(folder: Path, dtype: str) -> float:
 
 
 def compare(folders: dict[str, Path], dtype: str, rounds: int, cold: bool) -> dict[str, Any]:
-    """Returns the GB/s of each checkpoint, and the share of float8: median, least and largest."""
+    """Loads checkpoints in turns, and returns their speeds.
+
+    Args:
+        folders: "bfloat16" and "float8" -> the folder of the checkpoint.
+        dtype: The dtype that weights have on the device.
+        rounds: The number of times to load each checkpoint.
+        cold: Whether to read from the disk, not from the page cache.
+
+    Returns:
+        bfloat16, float8: The median speed of each checkpoint in GB/s.
+        share: The ratio of float8's speed to bfloat16's: [median, smallest, largest].
+    """
     speeds: dict[str, list[float]] = {kind: [] for kind in folders}
     for _ in range(rounds):
         for kind, folder in folders.items():
@@ -89,37 +107,39 @@ def compare(folders: dict[str, Path], dtype: str, rounds: int, cold: bool) -> di
                 drop_from_page_cache(path)
             speeds[kind].append(path.stat().st_size / seconds_to_load(folder, dtype) / 1e9)
     pairs = zip(speeds["float8"], speeds["bfloat16"], strict=True)
-    shares = sorted(a / b for a, b in pairs)
+    shares = sorted(float8 / bfloat16 for float8, bfloat16 in pairs)
     spread = statistics.median(shares), shares[0], shares[-1]
-    found: dict[str, Any] = {kind: round(statistics.median(x), 3) for kind, x in speeds.items()}
-    return found | {"share": [round(share, 3) for share in spread]}
+    figures: dict[str, Any] = {"share": [round(share, 3) for share in spread]}
+    for kind, rates in speeds.items():
+        figures[kind] = round(statistics.median(rates), 3)
+    return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--rounds", type=int, default=9)
-    asked = parser.parse_args()
-    found: dict[str, Any] = {}
+    parser.add_argument("--rounds", type=int, default=9, help="of the medians (default: 9)")
+    options = parser.parse_args()
+    speeds_of_models: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name, config in MODELS.items():
             folders = {kind: Path(scratch, name, kind) for kind in ("bfloat16", "float8")}
             make_model(folders["bfloat16"], config | ROWS_OF_VOCABULARY)
             quantise(*folders.values())
             for folder in folders.values():
-                seconds_to_load(folder, asked.dtype)  # compiles
-            found[name] = {
-                state: compare(folders, asked.dtype, asked.rounds, state == "cold")
+                seconds_to_load(folder, options.dtype)  # compiles, which later rounds do not
+            speeds_of_models[name] = {
+                state: compare(folders, options.dtype, options.rounds, state == "cold")
                 for state in ("warm", "cold")
             }
-            for state, speeds in found[name].items():
+            for state, speeds in speeds_of_models[name].items():
                 print(
-                    f"{name}, loaded {state} as {asked.dtype}: "
+                    f"{name}, loaded {state} as {options.dtype}: "
                     f"bfloat16 {speeds['bfloat16']:.2f} GB/s, float8 {speeds['float8']:.2f} GB/s, "
-                    "a share of {:.2f} ({:.2f} to {:.2f})".format(*speeds["share"]),
+                    "a ratio of {:.2f} ({:.2f} to {:.2f})".format(*speeds["share"]),
                     flush=True,
                 )
-    print_result({"dtype": asked.dtype, "gb_per_second": found})
+    print_result({"dtype": options.dtype, "gb_per_second": speeds_of_models})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""A Google Cloud Storage that keeps little content: `python -m benchmarks.null_bucket`.
+"""Serves a Google Cloud Storage that discards large objects: `python -m benchmarks.null_bucket`.
 
-It prints its port, answers obstore's requests as the store does, with sizes, generations and ETags,
-and throws the bytes of large objects away. It is for benchmarks, in a process of its own.
+It answers obstore's requests with the right sizes, generations and ETags. The content of an object
+above 1 MiB is discarded, and reads as zeros. Benchmarks run it in a separate process. It prints its
+port.
 """
 
 import os
@@ -17,12 +18,18 @@ from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-SMALL = 2**20  # bytes of objects that are kept
-PIECE = 2**20
+SMALL = 2**20  # bytes of an object whose content is kept, at most
+PIECE = 2**20  # bytes of a body that are read at once
 
 
 class Stored(NamedTuple):
-    """An object. data: empty if it is large."""
+    """An object.
+
+    Attributes:
+        size: Its size in bytes.
+        generation: Its generation, which grows with every write to the bucket.
+        data: Its content; empty if it is larger than SMALL.
+    """
 
     size: int
     generation: int
@@ -30,6 +37,8 @@ class Stored(NamedTuple):
 
 
 class Null(BaseHTTPRequestHandler):
+    """Answers one request; all requests share the objects."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # or the body of an answer waits 40 ms for its headers
     objects: dict[str, Stored] = {}  # by name
@@ -41,20 +50,21 @@ class Null(BaseHTTPRequestHandler):
 
     @property
     def name(self) -> str:
-        """The name of the object; "" for the bucket."""
+        """Returns the name of the object; "" for the bucket."""
         return unquote(urlsplit(self.path).path).lstrip("/").partition("/")[2]
 
     def do_GET(self) -> None:
         if not self.name:
             return self._send(200, self._listing())
-        found = self.objects.get(self.name)
-        if found is None:
+        stored = self.objects.get(self.name)
+        if stored is None:
             return self._send(404)
         if span := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
-            start, last = int(span[1]), min(int(span[2]), found.size - 1)
-            data = (found.data or bytes(last + 1))[start : last + 1]  # of large files none is kept
-            return self._send(206, data, found, f"bytes {start}-{last}/{found.size}")
-        self._send(200, found.data, found)
+            start, last = int(span[1]), min(int(span[2]), stored.size - 1)
+            whole = stored.data or bytes(last + 1)  # zeros, if the content was discarded
+            content = whole[start : last + 1]
+            return self._send(206, content, stored, f"bytes {start}-{last}/{stored.size}")
+        self._send(200, stored.data, stored)
 
     do_HEAD = do_GET
 
@@ -62,26 +72,26 @@ class Null(BaseHTTPRequestHandler):
         self._send(204 if self.objects.pop(self.name, None) else 404)
 
     def do_PUT(self) -> None:
-        size, data = self._body()
+        size, content = self._body()
         with self.lock:
             now = self.objects.get(self.name, Stored(0, 0, b"")).generation
             if self.headers.get("x-goog-if-generation-match", str(now)) != str(now):
                 return self._send(412)
-            made = self.objects[self.name] = Stored(size, next(self.generations), data)
+            made = self.objects[self.name] = Stored(size, next(self.generations), content)
         self._send(200, b"", made)
 
     def _listing(self) -> bytes:
         prefix = parse_qs(urlsplit(self.path).query).get("prefix", [""])[0]
         text = "".join(
-            f'<Contents><Key>{escape(name)}</Key><Size>{each.size}</Size><ETag>"{each.generation}"'
+            f'<Contents><Key>{escape(name)}</Key><Size>{stored.size}</Size><ETag>"{stored.generation}"'
             "</ETag><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
-            for name, each in sorted(dict(self.objects).items())
+            for name, stored in sorted(dict(self.objects).items())
             if name.startswith(prefix)
         )
         return f"<ListBucketResult>{text}</ListBucketResult>".encode()
 
     def _body(self) -> tuple[int, bytes]:
-        """The size and, if it is small, the content of what was sent."""
+        """Reads the body; returns its size in bytes, and its content, b"" if it is not small."""
         size = left = int(self.headers.get("Content-Length") or 0)
         kept, buffer = b"", memoryview(bytearray(min(PIECE, max(size, 1))))
         while left:
@@ -92,12 +102,12 @@ class Null(BaseHTTPRequestHandler):
         return size, kept
 
     def _send(
-        self, status: int, data: bytes = b"", about: Stored | None = None, span: str = ""
+        self, status: int, content: bytes = b"", about: Stored | None = None, span: str = ""
     ) -> None:
         self.send_response(status)
         if span:
             self.send_header("Content-Range", span)
-        size = len(data)
+        size = len(content)
         if about is not None:
             size = about.size if self.command == "HEAD" else size
             self.send_header("ETag", f'"{about.generation}"')
@@ -106,12 +116,12 @@ class Null(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(size))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data)
+            self.wfile.write(content)
 
 
 @contextmanager
 def null_bucket() -> Iterator[int]:
-    """A running store, which this process and its children reach as gs://bucket; its port."""
+    """Runs the store, which this process and its children reach as gs://bucket; yields its port."""
     command = [sys.executable, "-m", "benchmarks.null_bucket"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
