@@ -2,11 +2,11 @@
 
 `python -m benchmarks.kill_and_resume --kills 200 --rounds 30` does two things. It kills runs over
 ten kinds of input, in both formats, in a folder and in a bucket where a fifth of the requests fail;
-the batch size, the mesh and the number of devices change with every start. And in each of the
+the batch size, the mesh and the number of devices change with every start. Then, in each of the
 rounds, two or three processes write to one bucket at the same time, and are stopped for seconds
-(SIGSTOP) or killed. In the end, every sample must be there once, with the values of an undisturbed
-run within 1e-5 of their root mean square, and --verify must find nothing wrong. The last line
-printed is one JSON object.
+(SIGSTOP) or killed. At the end, every sample must be stored exactly once, its values must differ
+from those of an undisturbed run by at most 1e-5 of the root mean square of their hook, and --verify
+must report nothing. The last line printed is one JSON object.
 """
 
 import argparse
@@ -29,7 +29,8 @@ import numpy as np
 import pyarrow.parquet
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests")]  # for the bucket that fails, and processes that start quickly
+# The tests have a bucket whose requests fail, and processes that start quickly.
+sys.path[:0] = [str(ROOT / "tests")]
 
 from chat_templates import QWEN2_5  # noqa: E402
 from forks import DEVICES, Forked  # noqa: E402
@@ -47,7 +48,8 @@ from benchmarks.inputs import SHAPES  # noqa: E402
 from benchmarks.processes import print_result  # noqa: E402
 from qwen2_jax import Qwen2, weight_table  # noqa: E402
 
-# The tool itself, with a pause after every batch: time for somebody to kill it.
+# A script that runs the tool with a pause before every batch, so that a run lasts long enough to be
+# killed.
 SLOWLY = """
 import os, sys, time
 from activation_extraction.__main__ import main
@@ -61,10 +63,10 @@ status = main(sys.argv[1:])
 sys.stdout.flush()
 os._exit(status)
 """
-LONGEST = 0.8  # seconds between the sign of life and the kill
-TOLERANCE = 1e-5  # of the root mean square
-LOST = "has taken over"  # what a process says that has lost the folder
-MESHES: tuple[tuple[int, list[str]], ...] = (
+LONGEST = 0.8  # seconds between the sign of life and the kill, at most
+TOLERANCE = 1e-5  # largest difference of values, as a share of the root mean square
+LOST = "has taken over"  # in the message of a process that has lost the folder to another one
+MESHES: tuple[tuple[int, list[str]], ...] = (  # the number of devices, and the flags of the mesh
     (1, []),
     (2, ["--mesh_type", "1d"]),
     (2, ["--mesh_type", "2d"]),
@@ -75,14 +77,25 @@ DOCUMENTS = 900
 
 
 class Started(NamedTuple):
-    """A process, and the file that has what it prints."""
+    """A started process.
+
+    Attributes:
+        process: The process.
+        log: The file of its output.
+    """
 
     process: Forked
     log: Path
 
     def end(self) -> str:
-        """Waits until the process has ended, and returns how. Raises RuntimeError for an end that
-        nobody has caused."""
+        """Waits until the process has ended.
+
+        Returns:
+            "done" if the run is complete, "killed", or "lost" if another process has taken over.
+
+        Raises:
+            RuntimeError: If the process has ended in another way.
+        """
         status, printed = self.process.wait(), self.log.read_text(errors="replace")
         if status == 2 and LOST in printed.splitlines()[-1]:
             return "lost"
@@ -93,8 +106,16 @@ class Started(NamedTuple):
 
 @dataclass
 class Extraction:
-    """An extraction that is started again and again. varied: whether the batch size, the mesh and
-    the number of devices are others every time."""
+    """An extraction that is started repeatedly.
+
+    Attributes:
+        folder: The folder of the script and the logs.
+        flags: The flags of the tool.
+        environment: Environment variables beside those of this process.
+        varied: Whether the batch size, the mesh and the number of devices change at every start.
+        chance: The generator of all random choices.
+        starts: The number of starts so far.
+    """
 
     folder: Path
     flags: Sequence[str]
@@ -104,7 +125,7 @@ class Extraction:
     starts: int = 0
 
     def start(self, *more: str) -> Started:
-        """Starts the command, slowed down."""
+        """Starts the command, slowed down, with `more` flags."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.starts += 1
         script, log = self.folder / "slowly.py", self.folder / f"{self.starts}.log"
@@ -118,11 +139,21 @@ class Extraction:
         return Started(Forked(command, variables | dict(self.environment), log), log)
 
     def kill(self, signs_of_life: Callable[[], object], kills: int) -> int:
-        """Starts, kills and starts again; then lets the command end. Returns how many processes
-        were killed.
+        """Starts and kills the command several times, and then lets it end.
 
-        signs_of_life: something that changes when a run has begun to store; the first two kills and
-        every fourth do not wait for it. Ends early when a run is quicker than its killer.
+        The first two kills and every fourth one come at a random moment after the start, the others
+        after the first sign of life. If a run is complete before it is killed, nothing is started
+        any more.
+
+        Args:
+            signs_of_life: Returns a value that changes when a run has begun to store.
+            kills: The number of processes to kill.
+
+        Returns:
+            The number of killed processes.
+
+        Raises:
+            RuntimeError: If a process fails.
         """
         for number in range(kills):
             before = signs_of_life()
@@ -138,10 +169,23 @@ class Extraction:
         return kills
 
     def compete(self, writers: int, events: int) -> Counter[str]:
-        """Has several processes write to one bucket, stops or kills one of them at each of so many
-        events, and starts another one for each that has ended; then lets one end. Returns how many
-        were stopped, and how the processes ended."""
-        found: Counter[str] = Counter()
+        """Has several processes write to one bucket, and stops or kills them at random.
+
+        After each stop or kill, a new process replaces each one that has ended. When all have
+        ended, one more process runs to the end.
+
+        Args:
+            writers: The number of processes at the same time.
+            events: The number of stops and kills.
+
+        Returns:
+            "stopped" -> the number of stops; "done", "killed", "lost" -> the number of processes
+            that ended in this way (see `Started.end`).
+
+        Raises:
+            RuntimeError: If a process fails.
+        """
+        ends: Counter[str] = Counter()
 
         def start(number: int) -> Started:
             return self.start("--output_dir", str(self.folder / f"disk_{number}"))
@@ -155,21 +199,27 @@ class Extraction:
                 process.send_signal(signal.SIGSTOP)
                 time.sleep(self.chance.uniform(0.5, 4))
                 process.send_signal(signal.SIGCONT)
-                found["stopped"] += 1
+                ends["stopped"] += 1
             else:
                 process.kill()
                 process.wait()
-            for number, each in enumerate(running):
-                if each.process.poll() is not None:
-                    found[each.end()] += 1
+            for number, started in enumerate(running):
+                if started.process.poll() is not None:
+                    ends[started.end()] += 1
                     running[number] = start(number)
-        found.update(each.end() for each in running)
+        ends.update(started.end() for started in running)
         assert start(0).end() == "done"
-        return found
+        return ends
 
 
 class Sample(NamedTuple):
-    """A stored sample: its tokens and their positions, its facts, its activations."""
+    """A stored sample.
+
+    Attributes:
+        tokens: Its token ids, and their positions.
+        facts: Its facts in the table of samples.
+        values: The key of a hook -> activations (tokens, width).
+    """
 
     tokens: tuple[list[int], list[int]]
     facts: SampleFacts
@@ -177,49 +227,73 @@ class Sample(NamedTuple):
 
 
 def samples_in(*urls: object) -> dict[int, Sample]:
-    """Returns every sample in these folders by its number. Raises RuntimeError if one is stored
-    twice, or if anything is missing or damaged."""
-    found: dict[int, Sample] = {}
+    """Reads all samples of these folders.
+
+    Args:
+        urls: The folders of the machines and hosts of a run.
+
+    Returns:
+        The number of a sample -> the sample.
+
+    Raises:
+        RuntimeError: If a sample is stored twice, or if the log of a folder has a problem.
+    """
+    samples_by_number: dict[int, Sample] = {}
     for folder in map(Folder, map(str, urls)):
-        stored = RunLog.read(folder)
-        for problem in stored.problems:
+        log = RunLog.read(folder)
+        for problem in log.problems:
             raise RuntimeError(problem)
-        for commit in (each for each in stored.in_order if each.count):
+        for commit in log.in_order:
+            if not commit.count:
+                continue
             table = stored_samples(read_table(folder, commit))
-            samples = read_samples(folder, stored, commit, range(commit.count), commit.file)
+            samples = read_samples(folder, log, commit, range(commit.count), commit.file)
             for sample, in_table in zip(samples, table, strict=True):
                 number, in_shard = in_table.facts.sample_idx, sample.tokens
-                if number in found or in_shard.sample_idx != number:
-                    raise RuntimeError(f"{folder.url}: sample {number} is there twice")
+                if number in samples_by_number or in_shard.sample_idx != number:
+                    raise RuntimeError(f"{folder.url}: sample {number} is stored twice")
                 values = dict(zip(commit.names, sample.values, strict=True))
                 tokens = np.asarray(in_shard.token_ids).tolist(), in_shard.positions.tolist()
-                found[number] = Sample(tokens, in_table.facts, values)
-    return found
+                samples_by_number[number] = Sample(tokens, in_table.facts, values)
+    return samples_by_number
 
 
-def deviation(found: Mapping[int, Sample], whole: Mapping[int, Sample]) -> float:
-    """Returns by how much values differ from those of an undisturbed run at most, as a share of the
-    root mean square of their hook; 0 means the same bits. Raises RuntimeError if the samples
-    differ."""
-    if found.keys() != whole.keys():
-        raise RuntimeError(
-            f"missing: {whole.keys() - found.keys()}, more: {found.keys() - whole.keys()}"
-        )
-    for number, sample in whole.items():
-        if (found[number].tokens, found[number].facts) != (sample.tokens, sample.facts):
-            raise RuntimeError(f"sample {number}: {found[number][:2]}, expected {sample[:2]}")
+def deviation(disturbed: Mapping[int, Sample], whole: Mapping[int, Sample]) -> float:
+    """Compares the samples of a disturbed run with those of an undisturbed one.
+
+    Args:
+        disturbed: The number of a sample -> the sample of the disturbed run.
+        whole: The same of the undisturbed run.
+
+    Returns:
+        The largest difference of a value, divided by the root mean square of its hook. 0 means that
+        all values are equal.
+
+    Raises:
+        RuntimeError: If the numbers, tokens, positions or facts of the samples differ.
+    """
+    missing, surplus = whole.keys() - disturbed.keys(), disturbed.keys() - whole.keys()
+    if missing or surplus:
+        raise RuntimeError(f"missing samples: {missing}, unexpected samples: {surplus}")
+    for number, expected in whole.items():
+        sample = disturbed[number]
+        if (sample.tokens, sample.facts) != (expected.tokens, expected.facts):
+            raise RuntimeError(f"sample {number}: {sample[:2]}, expected {expected[:2]}")
+
+    def values_at(hook: Any, samples: Mapping[int, Sample]) -> np.ndarray:
+        values = [samples[number].values[hook] for number in whole]
+        return np.concatenate(values).astype(np.float64)
+
     largest = 0.0
-    for key in next(iter(whole.values())).values:
-        ours, theirs = (
-            np.concatenate([each[number].values[key] for number in whole]).astype(np.float64)
-            for each in (found, whole)
-        )
-        largest = max(largest, float(abs(ours - theirs).max() / np.sqrt((theirs**2).mean())))
+    for hook in next(iter(whole.values())).values:
+        expected_values = values_at(hook, whole)
+        difference = abs(values_at(hook, disturbed) - expected_values).max()
+        largest = max(largest, float(difference / np.sqrt((expected_values**2).mean())))
     return largest
 
 
 def texts() -> list[str]:
-    """Returns texts of 1 to 60 words; some are empty."""
+    """Returns texts of 0 to 60 words."""
     chance = random.Random(0)
     words = (ROOT / "activation_extraction/run/demo_texts.txt").read_text(encoding="utf-8").split()
     starts = [chance.randrange(len(words)) for _ in range(DOCUMENTS)]
@@ -227,7 +301,11 @@ def texts() -> list[str]:
 
 
 def make_inputs(folder: Path) -> dict[str, list[str]]:
-    """Writes models and data, and returns flags by the kind of input."""
+    """Writes two models and their data.
+
+    Returns:
+        The name of a kind of input -> the flags of a run over it.
+    """
     model = demo.make_demo(folder)[0]
     experts = folder / "experts"
     experts.mkdir()
@@ -239,18 +317,18 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
     demo.write_weights(experts / "model.safetensors", weight_table(Qwen2(parsed)).values())
     (folder / "template.jinja").write_text(QWEN2_5)
 
-    rows: list[dict[str, Any]] = [{"text": text, "id": n} for n, text in enumerate(texts())]
-    talks = [
+    documents: list[dict[str, Any]] = [{"text": text, "id": n} for n, text in enumerate(texts())]
+    conversations = [
         {"messages": [{"role": "system", "content": "Hm."}, {"role": "user", "content": text}]}
         for text in texts()
         if text
     ]
-    tokens: list[dict[str, Any]] = [
+    token_rows: list[dict[str, Any]] = [
         {"ids": [ord(c) % 128 for c in row["text"]][:80], "mask": [n % 3 > 0 for n in range(80)]}
-        for row in rows
+        for row in documents
         if row["text"]
     ]
-    for row in tokens:
+    for row in token_rows:
         row["mask"] = row["mask"][: len(row["ids"])]
 
     def write(name: str, content: Sequence[Mapping[str, Any]], bad: int = 0) -> str:
@@ -262,25 +340,30 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
         path.write_text("\n".join(lines) + "\n")
         return str(path)
 
-    plain, half = write("rows.jsonl", rows), len(rows) // 2
+    plain, half = write("rows.jsonl", documents), len(documents) // 2
     for number in range(3):
-        write(f"files/{number}.jsonl", rows[number::3])
-    table = pyarrow.Table.from_pylist(rows[half:])
+        write(f"files/{number}.jsonl", documents[number::3])
+    table = pyarrow.Table.from_pylist(documents[half:])
     pyarrow.parquet.write_table(table, folder / "half.parquet", row_group_size=100)
     files, with_model = str(folder / "files"), ["--model_path", str(model)]
     text = [*with_model, "--dataset_path", plain]
     chat = ["--messages_column", "messages", "--chat_template", str(folder / "template.jinja")]
     ids = ["--ids_column", "ids", "--mask_column", "mask"]
-    mixture = [write("half.jsonl", rows[:half]) + "=0.7", f"{folder}/half.parquet=0.3"]
+    mixture = [write("half.jsonl", documents[:half]) + "=0.7", f"{folder}/half.parquet=0.3"]
     return {
         "text": text,
         "shuffled files": [*with_model, "--dataset_path", files, "--shuffle_documents", "3"],
         "mixture": [*with_model, "--mix", *mixture],
         "pieces": [*text, "--long_documents", "split", "--overlap", "8"],
-        "chat": [*with_model, "--dataset_path", write("c.jsonl", talks), *chat, *ROLES],
-        "ids": [*with_model, "--dataset_path", write("ids.jsonl", tokens), *ids],
+        "chat": [*with_model, "--dataset_path", write("c.jsonl", conversations), *chat, *ROLES],
+        "ids": [*with_model, "--dataset_path", write("ids.jsonl", token_rows), *ids],
         "few tokens": [*text, "--positions", "random:0.1"],
-        "bad rows": [*with_model, "--dataset_path", write("b.jsonl", rows, 9), "--skip_bad_rows"],
+        "bad rows": [
+            *with_model,
+            "--dataset_path",
+            write("b.jsonl", documents, 9),
+            "--skip_bad_rows",
+        ],
         "budget": [*text, "--max_tokens", "12000"],
         "experts": ["--model_path", str(experts), "--dataset_path", plain],
     }
@@ -305,7 +388,22 @@ def disturb(
     seed: int,
     action: Callable[[Extraction, Callable[[], object]], Any],
 ) -> tuple[Any, dict[int, Sample]]:
-    """Disturbs an extraction by `action`, and returns what that returns and what is stored then."""
+    """Disturbs an extraction, verifies it and reads what it has stored.
+
+    Args:
+        folder: The folder of the scripts, the logs and the output.
+        flags: The flags of the input and the format.
+        in_bucket: Whether the run stores in a bucket, where a fifth of the requests fail meanwhile.
+        seed: The seed of all random choices.
+        action: Disturbs the extraction until it is complete. It takes the extraction and its signs
+            of life (see `Extraction.kill`).
+
+    Returns:
+        The result of `action`, and the stored samples by their numbers.
+
+    Raises:
+        RuntimeError: If a process fails, or if what is stored is incomplete or damaged.
+    """
     out = folder / "out"
     with closing(Bucket()) as bucket:
         os.environ.update(bucket.environment)
@@ -313,20 +411,24 @@ def disturb(
         command = [*flags, *USUAL, "--output_dir", str(out), *(BUCKET if in_bucket else [])]
         bucket.rate = 0.2
         extraction = Extraction(folder, command, {}, True, random.Random(seed))
-        found = action(
-            extraction, lambda: len(bucket.objects()) if in_bucket else len([*out.glob("*.json")])
-        )
+
+        def signs_of_life() -> int:
+            return len(bucket.objects()) if in_bucket else len([*out.glob("*.json")])
+
+        outcome = action(extraction, signs_of_life)
         bucket.rate = 0
         succeed("--verify", "--output_dir", url)
-        return found, samples_in(url)
+        return outcome, samples_in(url)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200, help="(default: 200)")
-    parser.add_argument("--rounds", type=int, default=30, help="of several writers (default: 30)")
+    parser.add_argument(
+        "--rounds", type=int, default=30, help="with several writers each (default: 30)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     began, killed, number = time.perf_counter(), 0, 0
     ended: Counter[str] = Counter()
     deviations: dict[str, float] = {}
@@ -335,46 +437,48 @@ def main(argv: Sequence[str] | None = None) -> None:
         inputs = make_inputs(folder / "inputs")
         whole: dict[str, dict[int, Sample]] = {}
 
-        def compare(kind: str, found: Mapping[int, Sample]) -> None:
+        def compare(kind: str, disturbed: Mapping[int, Sample]) -> None:
             if kind not in whole:
                 out = folder / "whole" / kind
                 succeed(*inputs[kind], *USUAL, "--batch_size", 8, "--output_dir", out)
                 whole[kind] = samples_in(out)
-            largest = deviation(found, whole[kind])
+            largest = deviation(disturbed, whole[kind])
             deviations[kind] = max(largest, deviations.get(kind, 0.0))
             if largest > TOLERANCE:
                 raise RuntimeError(f"{kind}: values differ by {largest:.1e} of the RMS")
-            print(f"{kind}: {len(found)} samples, within {largest:.1e} of the RMS", flush=True)
+            print(f"{kind}: {len(disturbed)} samples, within {largest:.1e} of the RMS", flush=True)
 
-        every = list(product((False, True), ("pickle", "safetensors"), inputs))
-        kinds = cycle(random.Random(given.seed).sample(every, len(every)))
-        each_time = max(1, given.kills // len(every))
-        while killed < given.kills:
+        combinations = list(product((False, True), ("pickle", "safetensors"), inputs))
+        kinds = cycle(random.Random(options.seed).sample(combinations, len(combinations)))
+        each_time = max(1, options.kills // len(combinations))
+        while killed < options.kills:
             in_bucket, form, kind = next(kinds)
-            count = min(given.kills - killed, each_time)
-            kills, found = disturb(
+            count = min(options.kills - killed, each_time)
+            kills, samples = disturb(
                 folder / f"kills_{number}",
                 [*inputs[kind], "--shard_format", form],
                 in_bucket,
-                given.seed + number,
-                lambda each, signs, count=count: each.kill(signs, count),  # type: ignore[misc]
+                options.seed + number,
+                lambda extraction, signs, count=count: extraction.kill(signs, count),  # type: ignore[misc]
             )
-            killed, number = killed + kills, number + 1
-            compare(kind, found)
-        for number in range(given.rounds):
+            killed += kills
+            number += 1
+            compare(kind, samples)
+        for number in range(options.rounds):
             kind = list(inputs)[number % len(inputs)]
-            ends, found = disturb(
+            writers = 2 + number % 2
+            ends, samples = disturb(
                 folder / f"writers_{number}",
                 inputs[kind],
                 True,
-                given.seed + number,
-                lambda each, _, writers=2 + number % 2: each.compete(writers, 8),  # type: ignore[misc]
+                options.seed + number,
+                lambda extraction, _, writers=writers: extraction.compete(writers, 8),  # type: ignore[misc]
             )
             ended.update(ends)
-            compare(kind, found)
-    result = {"kills": killed, "rounds": given.rounds, "writers": ended}
-    result |= {"largest_deviation_of_rms": deviations}
-    print_result({**result, "seconds": round(time.perf_counter() - began, 1)})
+            compare(kind, samples)
+    summary = {"kills": killed, "rounds": options.rounds, "writers": ended}
+    summary |= {"largest_deviation_of_rms": deviations}
+    print_result({**summary, "seconds": round(time.perf_counter() - began, 1)})
 
 
 if __name__ == "__main__":

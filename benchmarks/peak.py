@@ -1,11 +1,12 @@
-"""The fastest matrix product that this machine shows: what shares of the peak are measured by.
+"""Measures the fastest matrix products of this machine, which other benchmarks call its peak.
 
-`python benchmarks/peak.py jax` or `torch`; prints one JSON object, dtype -> product -> FLOP/s.
-bfloat16 accumulates in float32, which is what both libraries' models do.
+`python benchmarks/peak.py jax` (or `torch`) prints one JSON object, dtype -> product -> FLOP/s.
+Products of bfloat16 accumulate in float32, as in the models of both libraries.
 """
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -27,7 +28,12 @@ DTYPES = ("bfloat16", "float32")
 
 
 def jax_product(product: Product, dtype: str) -> Callable[[], object]:
-    """A function that multiplies on JAX's device and returns when it is done."""
+    """Returns a function that computes one product with JAX and waits for its end.
+
+    Args:
+        product: The rows and the inner size of the first operand, and the columns of the second.
+        dtype: "bfloat16" or "float32".
+    """
     import jax
     import jax.numpy as jnp
 
@@ -39,14 +45,16 @@ def jax_product(product: Product, dtype: str) -> Callable[[], object]:
 
     @jax.jit
     def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
-        found = jnp.einsum("rk,ck->rc", x, y, precision=precision, preferred_element_type="float32")
-        return found.astype(wide)
+        product = jnp.einsum(
+            "rk,ck->rc", x, y, precision=precision, preferred_element_type="float32"
+        )
+        return product.astype(wide)
 
     return lambda: multiply(x, y).block_until_ready()
 
 
 def torch_product(product: Product, dtype: str) -> Callable[[], object]:
-    """As `jax_product`, with PyTorch, on its GPU when it has one."""
+    """Does the same as `jax_product` with PyTorch, on a GPU if there is one."""
     import torch
 
     rows, inner, columns = product
@@ -65,8 +73,18 @@ def torch_product(product: Product, dtype: str) -> Callable[[], object]:
 
 
 def rate(action: Callable[[], object], operations: float, seconds: float) -> float:
-    """Operations per second over at least `seconds`, after two calls that do not count."""
-    action(), action()
+    """Calls a function for some time, after two calls that do not count.
+
+    Args:
+        action: The function.
+        operations: The operations of one call.
+        seconds: The seconds for which it is called, at least.
+
+    Returns:
+        Operations per second.
+    """
+    action()
+    action()
     began, calls = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
         action()
@@ -77,22 +95,33 @@ def rate(action: Callable[[], object], operations: float, seconds: float) -> flo
 def measure(
     library: str, products: Sequence[Product], dtypes: Sequence[str], seconds: float
 ) -> dict[str, dict[str, float]]:
-    """dtype -> product -> FLOP/s."""
+    """Measures products in one library.
+
+    Args:
+        library: "jax" or "torch".
+        products: The products.
+        dtypes: The dtypes of their operands.
+        seconds: The seconds for each product.
+
+    Returns:
+        dtype -> the sizes of the product, joined by "x" -> FLOP/s.
+    """
     make = {"jax": jax_product, "torch": torch_product}[library]
-    return {
-        dtype: {
-            "x".join(map(str, (rows, inner, columns))): rate(
-                make((rows, inner, columns), dtype), 2.0 * rows * inner * columns, seconds
-            )
-            for rows, inner, columns in products
-        }
-        for dtype in dtypes
-    }
+    rates: dict[str, dict[str, float]] = {dtype: {} for dtype in dtypes}
+    for dtype in dtypes:
+        for product in products:
+            name = "x".join(map(str, product))
+            rates[dtype][name] = rate(make(product, dtype), 2.0 * math.prod(product), seconds)
+    return rates
 
 
-def best(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    """dtype -> FLOP/s of its fastest product."""
-    return {dtype: max(products.values()) for dtype, products in found.items()}
+def best(rates: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Returns the FLOP/s of the fastest product by dtype.
+
+    Args:
+        rates: The JSON of this script: dtype -> product -> FLOP/s.
+    """
+    return {dtype: max(products.values()) for dtype, products in rates.items()}
 
 
 def main() -> None:
@@ -101,9 +130,9 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="products for a GPU, which are larger")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--seconds", type=float, default=0.5, help="per product (default: 0.5)")
-    given = parser.parse_args()
-    products = GPU_PRODUCTS if given.gpu else CPU_PRODUCTS
-    print(json.dumps(measure(given.library, products, given.dtypes, given.seconds)))
+    options = parser.parse_args()
+    products = GPU_PRODUCTS if options.gpu else CPU_PRODUCTS
+    print(json.dumps(measure(options.library, products, options.dtypes, options.seconds)))
 
 
 if __name__ == "__main__":

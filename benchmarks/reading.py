@@ -1,28 +1,28 @@
-"""Reading from a bucket: `python -m benchmarks.reading`. Needs PyTorch, as the tests do.
+"""Measures how fast a run is read from a bucket: `python -m benchmarks.reading`. It needs PyTorch.
 
-It stores runs in bfloat16 and safetensors, serves them from benchmarks/bucket_server.py with a
-latency per request and a rate per connection, and prints MB/s of activations for
+It stores runs in bfloat16 and safetensors, serves them by benchmarks/bucket_server.py with a
+latency per request and a rate per connection, and prints MB/s of activations for these scenarios:
 
-- one hook of one, width 3584, shuffled and in order;
-- one hook of fourteen, width 896, shuffled and in order;
+- the only hook of a run, width 3584, shuffled and in order;
+- one of fourteen hooks, width 896, shuffled and in order;
 - the assistant's tokens of conversations, shuffled;
-- two runs of the same data with shards of different sizes, paired, shuffled;
+- two runs of the same data with shards of different sizes, paired and shuffled;
 - the training loop of the README with few features, and its steps alone on data in memory.
 
-Each follows, in a round, three bare readers of the same hooks' bytes, in another process, so that
-neither finds memory as the other has left it:
+In each round, three simple readers read the bytes of the same hooks before the scenario. They run
+in another process, so that neither process affects the memory of the other:
 
-- `bare`: 32 ranges of at most 8 MiB at the same time with obstore, the client that the product
-  uses, where each range is looked through once, as somebody would do it by hand; `share` is of it;
+- `bare`: 32 ranges of at most 8 MiB at a time with obstore, the client that the product uses; every
+  byte is looked at once. `share` is the scenario's speed divided by the speed of this reader;
 - `of 16`: the same with 16 ranges of at most 2 MiB;
-- sockets that receive 32 ranges of 8 MiB into buffers that are used again: the least it can cost.
+- sockets that receive 32 ranges of 8 MiB into reused buffers, which is the least possible work.
 
-Every figure is of the second of two passes, and the first round is left out: the buffer of 256 MiB
-of each hook is new memory once in a run, however long it is, and a virtual machine may take longer
-for it than for a GB of such a small run. Opening a run is not measured, unless --open asks for it
-alone: of a run of so many shards of 14 hooks. Figures are the median over the rounds, with the
-least and the largest. The last line printed is one JSON object. The runs take 12 GB on the disk,
-and should fit into the page cache.
+Every figure is of the second of two passes, and the first round is left out. The reason is that the
+buffer of 256 MiB per hook is allocated once in a run, however long it is, and on a virtual machine
+this may take longer than reading a GB of such a small run. The time of opening a run is not
+included; --open measures it alone, for a run with that many shards of 14 hooks. Figures are
+medians over the rounds, some with the smallest and the largest. The last line printed is one JSON
+object. The runs take 12 GB on the disk, and should fit into the page cache.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,16 +57,25 @@ from activation_extraction.text.sample_facts import SampleFacts
 from benchmarks.bucket_server import BUCKET, RATE, bucket_server, counts
 from benchmarks.processes import print_result
 
-BATCH, MIB = 1024, 2**20
-BARE, OF_16 = (32, 8 * MIB), (16, 2 * MIB)  # how many ranges at the same time, and their bytes
+BATCH = 1024  # tokens
+MIB = 2**20
+BARE, OF_16 = (32, 8 * MIB), (16, 2 * MIB)  # ranges at a time, and bytes of a range at most
 LENGTH = 2048  # tokens of a sample
 TURNS = ("system", 40), *(("user", 60), ("assistant", 250)) * 8  # roles, and median tokens
 LATENCIES = 0.0, 10.0, 30.0, 100.0  # ms
-TRAINED_AT = 30.0  # ms
+TRAINED_AT = 30.0  # ms; the only latency at which training is measured, because it takes long
 
 
 class Run(NamedTuple):
-    """A run to store. bytes: of the hook that is read. shard: bytes."""
+    """A run to store.
+
+    Attributes:
+        bytes: The bytes of the hook that is read.
+        hooks: The number of hooks.
+        width: The width of each hook.
+        shard: The bytes of a shard.
+        chat: Whether the samples are conversations.
+    """
 
     bytes: int
     hooks: int = 1
@@ -79,7 +89,7 @@ class Run(NamedTuple):
 
     @property
     def read(self) -> str:
-        """The hook that is read."""
+        """Returns the name of the hook that is read."""
         return self.names[self.hooks // 2]
 
     @property
@@ -88,7 +98,7 @@ class Run(NamedTuple):
         return f"{self.hooks}x{self.width}_{self.bytes}_by_{self.shard}{chat}"
 
     def store(self, folder: Path) -> None:
-        """Stores the run, unless it is there already."""
+        """Stores the run in a folder, unless the folder already contains it."""
         identity = Identity(
             data="files",
             activation_dtype="bfloat16",
@@ -127,8 +137,11 @@ class Run(NamedTuple):
 
 
 def labels_of(chance: np.random.Generator) -> dict[str, np.ndarray]:
-    """The role and the turn of every token of a conversation, with tokens of the template around
-    each message."""
+    """Makes the labels of a random conversation, whose messages stand between template tokens.
+
+    Returns:
+        "role" and "turn" -> the label of each of the LENGTH tokens, int32.
+    """
     roles, turns = list[int](), list[int]()
     for turn, (role, median) in enumerate(TURNS):
         content = [ROLES.index(role)] * int(chance.lognormal(np.log(median), 0.8) + 1)
@@ -141,21 +154,38 @@ def labels_of(chance: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def spans(folder: Path, hook: str, most: int) -> list[tuple[str, int, int]]:
-    """Files and ranges of at most so many bytes, of all bytes of a hook, as safetensors' headers
-    tell."""
-    found = []
+    """Cuts the bytes of a hook into ranges.
+
+    Args:
+        folder: The local folder of a run.
+        hook: The name of the hook.
+        most: The bytes of a range, at most.
+
+    Returns:
+        The path of the file in the bucket, the start and the exclusive end of each range.
+    """
+    ranges = []
     for path in sorted(folder.glob("*.safetensors")):
         tensor = LocalFile(path).tensors[hook]
         size = tensor.end - tensor.offset
         parts = -(-size // most)
         cuts = [tensor.offset + size * n // parts for n in range(parts + 1)]
         name = f"{folder.name}/{path.name}"
-        found += [(name, *each) for each in zip(cuts, cuts[1:], strict=False)]
-    return found
+        ranges += [(name, start, stop) for start, stop in pairwise(cuts)]
+    return ranges
 
 
 def read_by_obstore(address: str, ranges: list[tuple[str, int, int]], readers: int) -> int:
-    """Reads these ranges, so many at once, and returns how many bytes they are."""
+    """Reads ranges with obstore, and looks at every byte once.
+
+    Args:
+        address: The address of the bucket's server, HOST:PORT.
+        ranges: The ranges, as `spans` returns them.
+        readers: The number of ranges that are read at a time.
+
+    Returns:
+        The number of bytes.
+    """
 
     def no_credentials() -> Any:
         return {"token": "", "expires_at": None}
@@ -178,13 +208,17 @@ def read_by_obstore(address: str, ranges: list[tuple[str, int, int]], readers: i
 
 
 def read_by_sockets(address: str, ranges: list[tuple[str, int, int]], readers: int) -> int:
-    """Reads these ranges with so many connections, and returns how many bytes they are."""
-    rest = iter(ranges)  # whose `next` is atomic
+    """Reads ranges over plain connections into reused buffers; see `read_by_obstore`.
+
+    Raises:
+        SystemExit: If an answer is shorter than its range.
+    """
+    remaining = iter(ranges)  # shared by all threads, which is safe because `next` is atomic
 
     def work(_: int) -> int:
         buffer, done = memoryview(bytearray(max(b - a for _, a, b in ranges))), 0
         with closing(http.client.HTTPConnection(address)) as connection:
-            for name, start, stop in rest:
+            for name, start, stop in remaining:
                 span = {"Range": f"bytes={start}-{stop - 1}"}
                 connection.request("GET", f"/{BUCKET}/{name}", headers=span)
                 answer, at = connection.getresponse(), 0
@@ -192,7 +226,7 @@ def read_by_sockets(address: str, ranges: list[tuple[str, int, int]], readers: i
                     at += got
                 answer.read()
                 if at < stop - start:
-                    raise SystemExit(f"{name}: got {at:,} bytes of {stop - start:,}")
+                    raise SystemExit(f"{name}: received {at:,} of {stop - start:,} bytes")
                 done += at
         return done
 
@@ -201,19 +235,32 @@ def read_by_sockets(address: str, ranges: list[tuple[str, int, int]], readers: i
 
 
 def bytes_of(batches: Iterable[Any], hooks: Callable[[Any], list[Any]]) -> int:
-    """Takes all batches, and returns how many bytes their activations have."""
+    """Takes all batches, and returns the bytes of their activations.
+
+    Args:
+        batches: The batches.
+        hooks: Returns the arrays of activations of a batch.
+    """
     return sum(values.nbytes for batch in batches for values in hooks(batch))
 
 
 def step_of(hook: str, width: int, features: int) -> Callable[[Any], None]:
-    """The README's training step."""
+    """Returns the README's training step, which takes a batch.
+
+    Args:
+        hook: The name of the hook to train on.
+        width: Its width.
+        features: The number of features of the autoencoder.
+    """
     encoder, decoder = torch.nn.Linear(width, features), torch.nn.Linear(features, width)
     optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-3)
 
     def step(batch: Any) -> None:
-        x = batch[hook]
-        found = encoder(x).relu()
-        loss = (decoder(found) - x).square().mean() + 1e-3 * found.abs().mean()
+        activations = batch[hook]
+        features_of_tokens = encoder(activations).relu()
+        loss = (
+            decoder(features_of_tokens) - activations
+        ).square().mean() + 1e-3 * features_of_tokens.abs().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -222,18 +269,36 @@ def step_of(hook: str, width: int, features: int) -> Callable[[Any], None]:
 
 
 def train(dataset: ActivationDataset, hook: str, features: int) -> int:
-    """Runs the loop, and returns the bytes of activations as they are stored."""
-    width, tokens = dataset.hooks[hook], 0
+    """Runs the README's training loop over a run.
+
+    Args:
+        dataset: The run.
+        hook: The name of the hook to train on.
+        features: The number of features of the autoencoder.
+
+    Returns:
+        The bytes of the activations, as they are stored.
+    """
+    width, token_count = dataset.hooks[hook], 0
     step = step_of(hook, width, features)
     batches = dataset.batches(BATCH, hooks=[hook], shuffle=0, skip_first=1, dtype="float32")
     for batch in batches.torch():
         step(batch)
-        tokens += len(batch[hook])
-    return tokens * width * 2
+        token_count += len(batch[hook])
+    return token_count * width * 2
 
 
 def step_alone(width: int, features: int, steps: int = 20) -> float:
-    """MB/s of activations in bfloat16 that training takes from memory."""
+    """Measures training on one batch in memory.
+
+    Args:
+        width: The width of the activations.
+        features: The number of features of the autoencoder.
+        steps: The number of steps.
+
+    Returns:
+        MB/s of activations, counted in bfloat16.
+    """
     batch = {"x": torch.randn(BATCH, width)}
     step = step_of("x", width, features)
     step(batch)
@@ -244,18 +309,32 @@ def step_alone(width: int, features: int, steps: int = 20) -> float:
 
 
 class Scenario(NamedTuple):
-    """A way to read some runs, whose bytes the bare readers read as well.
+    """A way to read some runs.
 
-    prepare: opens them, and returns a function to be measured, which returns how many bytes of
-    activations it got.
+    Attributes:
+        runs: The runs.
+        prepare: Opens the runs, and returns the function to measure. That function reads all
+            activations, and returns how many bytes it has read.
     """
 
     runs: list[Run]
     prepare: Callable[[], Callable[[], int]]
 
 
-def scenarios(one: Run, many: Run, chat: Run, other: Run, features: int) -> dict[str, Scenario]:
-    def of_one(run: Run, **options: Any) -> Scenario:
+def scenarios(
+    plain: Run, fourteen: Run, chat: Run, larger_shards: Run, features: int
+) -> dict[str, Scenario]:
+    """Returns the scenarios by name.
+
+    Args:
+        plain: A run with one hook.
+        fourteen: A run with fourteen hooks.
+        chat: A run of conversations.
+        larger_shards: A run of the same data as `plain` with larger shards.
+        features: The number of features of the trained autoencoder.
+    """
+
+    def batches_of(run: Run, **options: Any) -> Scenario:
         def prepare() -> Callable[[], int]:
             dataset = ActivationDataset(f"gs://{BUCKET}/{run.folder}", [run.read])
             return lambda: bytes_of(dataset.batches(BATCH, **options), lambda b: [b[run.read]])
@@ -263,39 +342,60 @@ def scenarios(one: Run, many: Run, chat: Run, other: Run, features: int) -> dict
         return Scenario([run], prepare)
 
     def pairs() -> Callable[[], int]:
-        both = paired(*(f"gs://{BUCKET}/{run.folder}" for run in (one, other)))
-        batches = both.batches(BATCH, shuffle=0)
-        return lambda: bytes_of(batches, lambda b: [b.first[one.read], b.second[one.read]])
+        dataset = paired(*(f"gs://{BUCKET}/{run.folder}" for run in (plain, larger_shards)))
+        batches = dataset.batches(BATCH, shuffle=0)
+        return lambda: bytes_of(batches, lambda b: [b.first[plain.read], b.second[plain.read]])
 
     def training() -> Callable[[], int]:
-        dataset = ActivationDataset(f"gs://{BUCKET}/{one.folder}")
-        return lambda: train(dataset, one.read, features)
+        dataset = ActivationDataset(f"gs://{BUCKET}/{plain.folder}")
+        return lambda: train(dataset, plain.read, features)
 
     return {
-        "one hook of one, shuffled": of_one(one, shuffle=0),
-        "one hook of one, in order": of_one(one),
-        "one hook of fourteen, shuffled": of_one(many, shuffle=0),
-        "one hook of fourteen, in order": of_one(many),
-        "assistant's tokens, shuffled": of_one(chat, shuffle=0, roles="assistant"),
-        "two runs paired, shuffled": Scenario([one, other], pairs),
-        "training": Scenario([one], training),
+        "one hook of one, shuffled": batches_of(plain, shuffle=0),
+        "one hook of one, in order": batches_of(plain),
+        "one hook of fourteen, shuffled": batches_of(fourteen, shuffle=0),
+        "one hook of fourteen, in order": batches_of(fourteen),
+        "assistant's tokens, shuffled": batches_of(chat, shuffle=0, roles="assistant"),
+        "two runs paired, shuffled": Scenario([plain, larger_shards], pairs),
+        "training": Scenario([plain], training),
     }
 
 
 def measure(
     address: str, scenario: Scenario, root: Path, other: ProcessPoolExecutor
 ) -> dict[str, float]:
-    """One round: the bare readers, in the other process, and after them the scenario."""
+    """Measures one round: the simple readers in the other process, and then the scenario.
+
+    Args:
+        address: The address of the bucket's server, HOST:PORT.
+        scenario: The scenario.
+        root: The local folder of all runs.
+        other: The other process.
+
+    Returns:
+        bare, of_16, sockets, read: MB/s of the simple readers and of the scenario.
+        share, share_of_16, share_of_sockets: The speed of the scenario, divided by that of each
+            reader.
+        core_seconds_per_gb, and the same with _bare, _of_16 and _sockets: CPU seconds per GB.
+        requests_per_gb: The scenario's requests for each GB of activations.
+        downloaded: The bytes that the scenario downloads for each byte of activations.
+    """
 
     def rate_there(read: Callable[..., int], readers: int, most: int) -> Rate:
-        ranges = [s for run in scenario.runs for s in spans(root / run.folder, run.read, most)]
-        return [other.submit(rate_of, read, address, ranges, readers) for _ in range(2)][1].result()
+        ranges = []
+        for run in scenario.runs:
+            ranges += spans(root / run.folder, run.read, most)
+        other.submit(rate_of, read, address, ranges, readers).result()  # the first pass
+        return other.submit(rate_of, read, address, ranges, readers).result()
 
-    bare, of_16 = (rate_there(read_by_obstore, *how) for how in (BARE, OF_16))
+    bare = rate_there(read_by_obstore, *BARE)
+    of_16 = rate_there(read_by_obstore, *OF_16)
     sockets = rate_there(read_by_sockets, *BARE)
-    scenario.prepare()()
-    read, before = scenario.prepare(), counts(address)
-    ours, after = rate_of(read), counts(address)
+    scenario.prepare()()  # the first pass
+    read = scenario.prepare()
+    before = counts(address)
+    ours = rate_of(read)
+    after = counts(address)
     return {
         "bare": bare.speed,
         "of_16": of_16.speed,
@@ -314,7 +414,13 @@ def measure(
 
 
 class Rate(NamedTuple):
-    """MB/s, and the seconds of a core, of this process, for each GB of so many bytes."""
+    """The speed of a reader.
+
+    Attributes:
+        speed: MB/s.
+        core_seconds: CPU seconds of the reading process for each GB.
+        bytes: The bytes that were read.
+    """
 
     speed: float
     core_seconds: float
@@ -322,7 +428,12 @@ class Rate(NamedTuple):
 
 
 def rate_of(read: Callable[..., int], *arguments: Any) -> Rate:
-    """How fast something is read, which returns how many bytes it got."""
+    """Measures one call of a function, which returns how many bytes it has read.
+
+    Args:
+        read: The function.
+        arguments: Its arguments.
+    """
     cores, began = time.process_time(), time.perf_counter()
     size = read(*arguments)
     seconds = time.perf_counter() - began
@@ -330,7 +441,7 @@ def rate_of(read: Callable[..., int], *arguments: Any) -> Rate:
 
 
 def store_shards(folder: Path, shards: int) -> None:
-    """Stores a run of so many shards with a sample each, unless it is there already."""
+    """Stores a run of so many shards with one sample each, unless `folder` already contains it."""
     run = Run(0, hooks=14, width=4)
     hooks: dict[int | str, str] = {name: name for name in run.names}
     options = StorageOptions(shard_size_gb=1e-9, shard_format="safetensors")
@@ -344,7 +455,19 @@ def store_shards(folder: Path, shards: int) -> None:
 
 
 def measure_opening(root: Path, shards: int, latency: float, rate: float) -> dict[str, float]:
-    """Seconds and requests until a run of so many shards is open."""
+    """Measures the opening of a run.
+
+    Args:
+        root: The local folder that the bucket serves.
+        shards: The number of shards of the run.
+        latency: Milliseconds before each answer.
+        rate: MB/s of a connection.
+
+    Returns:
+        shards, latency: As in the arguments.
+        seconds, core_seconds: The seconds, and the CPU seconds of this process.
+        requests, mb: The number of requests, and the MB of their answers.
+    """
     store_shards(root / "shards", shards)
     with bucket_server(root, latency, rate) as address:
         before, began = counts(address), time.perf_counter()
@@ -363,12 +486,13 @@ def measure_opening(root: Path, shards: int, latency: float, rate: float) -> dic
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, list[float]]:
-    """Median, least and largest of every figure."""
-    each = {name: [found[name] for found in rounds] for name in rounds[0]}
-    return {
-        name: [round(f(values), 3) for f in (statistics.median, min, max)]
-        for name, values in each.items()
-    }
+    """Returns [median, smallest, largest] of each figure over the rounds."""
+    spreads = {}
+    for name in rounds[0]:
+        figures = [of_round[name] for of_round in rounds]
+        spread = statistics.median(figures), min(figures), max(figures)
+        spreads[name] = [round(figure, 3) for figure in spread]
+    return spreads
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -377,20 +501,34 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--mb_of_fourteen", type=float, default=450.0, help="of one hook of 14 (default: 450)"
     )
-    parser.add_argument("--latency", type=float, nargs="+", default=LATENCIES, help="ms")
-    parser.add_argument("--rate", type=float, default=RATE, help="MB/s of a connection")
-    parser.add_argument("--rounds", type=int, default=3, help="medians of so many (default: 3)")
-    parser.add_argument("--features", type=int, default=4, help="of training (default: 4)")
-    parser.add_argument("--open", type=int, default=0, help="open a run of so many shards, only")
-    parser.add_argument("--only", default="", help="scenarios with this in their names")
-    parser.add_argument("--folder", type=Path, help="keeps the runs (default: a temporary one)")
+    parser.add_argument(
+        "--latency",
+        type=float,
+        nargs="+",
+        default=LATENCIES,
+        help="ms before each answer (default: 0 10 30 100)",
+    )
+    parser.add_argument(
+        "--rate", type=float, default=RATE, help="MB/s of a connection (default: 200)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of the medians (default: 3)")
+    parser.add_argument(
+        "--features", type=int, default=4, help="of the trained autoencoder (default: 4)"
+    )
+    parser.add_argument(
+        "--open", type=int, default=0, help="measure only the opening of a run of so many shards"
+    )
+    parser.add_argument("--only", default="", help="measure scenarios whose names contain this")
+    parser.add_argument(
+        "--folder", type=Path, help="keep the runs in this folder (default: a temporary one)"
+    )
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     size = int(arguments.mb * 1e6)
-    one, chat = Run(size), Run(size, chat=True)
-    many = Run(int(arguments.mb_of_fourteen * 1e6), hooks=14, width=896)
-    other = Run(size, shard=200_000_000)
-    found: dict[float, dict[str, Any]] = defaultdict(dict)
+    plain, chat = Run(size), Run(size, chat=True)
+    fourteen = Run(int(arguments.mb_of_fourteen * 1e6), hooks=14, width=896)
+    larger_shards = Run(size, shard=200_000_000)
+    summaries: dict[float, dict[str, Any]] = defaultdict(dict)
     with tempfile.TemporaryDirectory() as temporary:
         root = arguments.folder or Path(temporary)
         if arguments.open:
@@ -400,12 +538,10 @@ def main(argv: list[str] | None = None) -> None:
             ]
             print_result({"opened": opened})
             return
-        asked = {
-            name: scenario
-            for name, scenario in scenarios(one, many, chat, other, arguments.features).items()
-            if arguments.only in name
-        }
-        for run in {run for scenario in asked.values() for run in scenario.runs}:
+        chosen = scenarios(plain, fourteen, chat, larger_shards, arguments.features)
+        for name in [name for name in chosen if arguments.only not in name]:
+            del chosen[name]
+        for run in {run for scenario in chosen.values() for run in scenario.runs}:
             run.store(root / run.folder)
         print(
             "   ms  bare MB/s  of 16  MB/s  share (least to largest)  of 16  of sockets  s/GB  "
@@ -416,24 +552,25 @@ def main(argv: list[str] | None = None) -> None:
                 bucket_server(root, latency, arguments.rate) as address,
                 ProcessPoolExecutor(1, get_context("spawn")) as other_process,
             ):
-                for name, scenario in asked.items():
+                for name, scenario in chosen.items():
                     if name == "training" and latency != TRAINED_AT:
                         continue
                     rounds = range(1 + arguments.rounds)  # of which the first is left out
                     of_rounds = [measure(address, scenario, root, other_process) for _ in rounds]
-                    each = found[latency][name] = summary(of_rounds[1:])
-                    print(line(latency, name, each), flush=True)
-    alone = round(step_alone(one.width, arguments.features), 1)
+                    summaries[latency][name] = summary(of_rounds[1:])
+                    print(line(latency, name, summaries[latency][name]), flush=True)
+    alone = round(step_alone(plain.width, arguments.features), 1)
     print(f"training alone, on data in memory: {alone:.0f} MB/s")
-    print_result({"latency": found, "training_alone": alone})
+    print_result({"latency": summaries, "training_alone": alone})
 
 
-def line(latency: float, name: str, each: dict[str, list[float]]) -> str:
-    share = "{:.2f} ({:.2f} to {:.2f})".format(*each["share"])
+def line(latency: float, name: str, figures: dict[str, list[float]]) -> str:
+    """Returns the line of a scenario in the table, from the summary of its rounds."""
+    share = "{:.2f} ({:.2f} to {:.2f})".format(*figures["share"])
     names = "bare", "of_16", "read", "share_of_16", "share_of_sockets"
-    bare, of_16, read, share_of_16, sockets = (each[name][0] for name in names)
-    core, core_bare = each["core_seconds_per_gb"][0], each["core_seconds_per_gb_bare"][0]
-    requests, downloaded = each["requests_per_gb"][0], each["downloaded"][0]
+    bare, of_16, read, share_of_16, sockets = (figures[name][0] for name in names)
+    core, core_bare = figures["core_seconds_per_gb"][0], figures["core_seconds_per_gb_bare"][0]
+    requests, downloaded = figures["requests_per_gb"][0], figures["downloaded"][0]
     return (
         f"{latency:>5g} {bare:>10.0f} {of_16:>6.0f} {read:>5.0f}  {share:<24} {share_of_16:>6.2f} "
         f"{sockets:>11.2f} {core:>5.2f} {core_bare:>10.2f} {requests:>12.0f} {downloaded:>11.2f}  "

@@ -1,7 +1,7 @@
-"""What a step costs each TPU, read from the program that the compiler makes of it.
+"""Computes the cost of a step on each TPU from the compiled program, without running it.
 
-`read_step` knows what the numbers mean that program_text.py finds in the compiled text, and
-`times_of` what they take at a chip's peaks. Nothing runs.
+`read_step` sums the bytes that program_text.py reads from the compiled text, and adds the
+operations that the model needs. `times_of` divides them by the peaks of a chip.
 """
 
 import math
@@ -23,14 +23,17 @@ from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.step_cost import link_speed
 from benchmarks.program_text import ProgramText
 
-UNREADABLE = ("TPU7x",)  # chips whose programs send in ways that program_text.py cannot read
+UNREADABLE = ("TPU7x",)  # chips whose programs contain collectives that cannot be parsed
 WIDE_TILES = "TPU v6 lite", "TPU7x"  # chips whose matrix units are 256 wide, not 128
 
 
 class Sent(NamedTuple):
-    """The bytes that a device sends along these mesh axes in a step.
+    """The bytes that a device sends along some mesh axes in a step.
 
-    hidden: those of them that are sent while products run.
+    Attributes:
+        axes: The mesh axes.
+        bytes: The bytes that a device sends.
+        hidden: The part of these bytes that is sent while products run.
     """
 
     axes: tuple[str, ...]
@@ -40,14 +43,18 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a full step costs each device.
+    """The cost of a full step on each device.
 
-    flops: its share of the operations that the model and autoencoders need, without what several
-    devices compute alike, padded tiles and a pipeline's bubble; those of float32 autoencoders in a
-    bfloat16 model count as often as they pass a matrix unit. kernel: the operations that Pallas
-    kernels add to that, in float32 products of padded tiles. hbm: the bytes of memory that it reads
-    and writes, if a Pallas kernel moves its operands and results once; those of experts say what
-    they move. sent: what it sends along which axes.
+    Attributes:
+        flops: The device's share of the operations that the model and the autoencoders need.
+            Operations that several devices repeat, padding of tiles and the bubble of a pipeline
+            are not included. The operations of float32 autoencoders in a bfloat16 model are
+            multiplied by their passes through a matrix unit.
+        kernel: The additional operations of the kernel of gated delta nets, including the padding
+            of its tiles and the passes of its float32 products.
+        hbm: The bytes of HBM that it reads and writes. Pallas kernels count as moving their
+            operands and results once, except those of experts (see `times_moved`).
+        sent: The bytes that it sends along each set of mesh axes.
     """
 
     flops: float
@@ -57,10 +64,14 @@ class StepPlan:
 
 
 class StepTimes(NamedTuple):
-    """How long the parts of a step take on each device at its peaks, in seconds.
+    """The seconds that the parts of a step take on each device at its peaks.
 
-    kernel: see `StepPlan`; hidden: what is sent while products run, which may take longer than
-    they do; exposed: what is sent while nothing else runs.
+    Attributes:
+        products: Seconds of `StepPlan.flops`.
+        kernel: Seconds of `StepPlan.kernel`.
+        hbm: Seconds of reading and writing HBM.
+        hidden: Seconds of sending while products run. It may be longer than these products.
+        exposed: Seconds of sending while nothing else runs.
     """
 
     products: float
@@ -71,33 +82,48 @@ class StepTimes(NamedTuple):
 
     @property
     def device(self) -> float:
-        """Returns the seconds of a step, if a run reached the peaks."""
+        """Returns the seconds of a whole step, if all its parts run at the peaks."""
         return max(self.products + self.kernel, self.hbm, self.hidden) + self.exposed
 
 
 def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTimes:
-    """Returns the times of a step on this mesh. linked: see `linked_devices`."""
+    """Returns the times of a step.
+
+    Args:
+        step: The cost of the step.
+        layout: The layout of the mesh.
+        chip: The peaks of a chip.
+        linked: The number of consecutive devices that fast links connect; see `link_speed`.
+    """
     hidden = exposed = 0.0
-    for each in step.sent:
-        axes = {"model" if axis == "query" else axis for axis in each.axes}
+    for sent in step.sent:
+        axes = {"model" if axis == "query" else axis for axis in sent.axes}
         speed = min((link_speed(layout, axis, chip, linked) for axis in axes), default=chip.link)
-        hidden += each.hidden / speed
-        exposed += (each.bytes - each.hidden) / speed
+        hidden += sent.hidden / speed
+        exposed += (sent.bytes - sent.hidden) / speed
     products, kernel = step.flops / chip.flops, step.kernel / chip.flops
     return StepTimes(products, kernel, step.hbm / chip.bandwidth, hidden, exposed)
 
 
 def read_step(program: Program, compiled: Any) -> StepPlan:
-    """Returns what the compiled program of a step costs. Raises InputError for some chips."""
+    """Returns the cost of a compiled step.
+
+    Args:
+        program: The program that was compiled.
+        compiled: The compiled program, as JAX returns it.
+
+    Raises:
+        InputError: If programs for this kind of chip cannot be parsed.
+    """
     model, layout, kind = program.model, program.layout, _kind(program)
     if kind in UNREADABLE:
-        raise InputError(f"the text of programs for {kind} cannot be read")
+        raise InputError(f"the compiled text of programs for {kind} cannot be parsed")
     rows = program.shape[0] * program.rows.hosts
     assert layout.mesh is not None
     passes = FLOAT32_TIME["tpu"] if model.dtype == jnp.bfloat16 else 1.0
     encoding = sum(
-        each.flops * (passes if each.autoencoder.dtype == jnp.float32 else 1.0)
-        for each in program.encoders
+        encoder.flops * (passes if encoder.autoencoder.dtype == jnp.float32 else 1.0)
+        for encoder in program.encoders
     )
     flops = model.flops([program.shape[1]] * rows) + encoding * program.shape[1] * rows
     text = text_of(program, compiled)
@@ -111,14 +137,19 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
         flops / layout.mesh.size,
         _flops_of_delta_rule(program),
         sum(move.hbm for move in moves),
-        tuple(Sent(axes, *found) for axes, found in sent.items()),
+        tuple(Sent(axes, *totals) for axes, totals in sent.items()),
     )
 
 
 def text_of(program: Program, compiled: Any) -> ProgramText:
-    """Returns the text that the TPU compiler makes of a program, which can be read."""
+    """Parses the text of a compiled program.
+
+    Args:
+        program: The program that was compiled.
+        compiled: The compiled program, as JAX returns it.
+    """
     config, mesh = program.model.config, program.layout.mesh
-    # In a model with layers of several types, how many there are of each.
+    # Each type of layers has stacked weights, whose first axis has the number of its layers.
     layers = {
         path[1]: spec.shape[0] for path, spec in program.weights.items() if path[0] == "layers"
     }
@@ -130,10 +161,17 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
 
 
 def times_moved(name: str, shapes: list[list[int]], share: float) -> list[float] | None:
-    """Returns how often a kernel reads each of its operands, and writes its result, on average.
+    """Returns how often a kernel of experts reads each operand and writes its result, on average.
 
-    name, shapes: as in a compiled program, the result's shape last; None if it is no kernel of
-    experts. share: of all tokens' rows, that of this device's experts, which get equally many.
+    Args:
+        name: The name of the kernel in the compiled text.
+        shapes: The shapes of its operands and, last, of its result.
+        share: The share of all tokens' rows that goes to this device's experts, if all experts get
+            equally many.
+
+    Returns:
+        The average number of reads of each operand and, last, of writes of the result, or None for
+        other kernels.
     """
     if name == ADDED:
         _, fetches, rows, _ = shapes
@@ -153,7 +191,10 @@ def times_moved(name: str, shapes: list[list[int]], share: float) -> list[float]
 
 
 def _flops_of_delta_rule(program: Program) -> float:
-    """Returns how many operations the delta rule's kernel takes of a device in all layers."""
+    """Returns the operations of the delta rule's kernel on one device, in all its layers.
+
+    0 in a model without gated delta nets.
+    """
     model, layout = program.model, program.layout
     delta = model.config.delta
     if delta is None:
@@ -165,7 +206,7 @@ def _flops_of_delta_rule(program: Program) -> float:
     shapes: list[Any] = [(keys, model.dtype)] * 2 + [((*gates, delta.value_size), model.dtype)]
     shapes += [(gates, jnp.float32)] * 2 + [(keys[:2], jnp.int32)]
     layers = sum(layer < model.num_layers for layer in delta.layers)
-    arrays = [jax.ShapeDtypeStruct(*each) for each in shapes]
+    arrays = [jax.ShapeDtypeStruct(*array) for array in shapes]
     tile = 256 if _kind(program) in WIDE_TILES else 128
     return layers * padded_flops(pallas_delta_rule, arrays, tile) / layout.size("pipeline")
 
@@ -175,20 +216,25 @@ def _kind(program: Program) -> str:
 
 
 def padded_flops(function: Callable[..., Any], arguments: Sequence[Any], tile: int) -> float:
-    """Returns what the matrix units do for the Pallas kernels of a function, in operations.
+    """Returns the operations of the matrix units for a function's Pallas kernels.
 
-    It compares with a chip's peak: the rows of a product go through square tiles of its other
-    operand, however full these are, once for each pass. Products of float32 take six passes with
-    precision HIGHEST. tile: 128, or 256 on v6e.
+    The number can be divided by a chip's peak. A matrix unit multiplies the rows of the left
+    operand by square tiles of the right one. A tile that is not full takes as long as a full one,
+    and a float32 product with precision HIGHEST takes six passes.
+
+    Args:
+        function: The function.
+        arguments: Its arguments, or their shapes and dtypes.
+        tile: The width of a tile: 128, or 256 on v6e.
     """
     total = 0.0
     for call in equations(jax.make_jaxpr(function)(*arguments)):
         if call.primitive.name == "pallas_call":
             steps = math.prod(call.params["grid_mapping"].grid)
-            for each in equations(call.params["jaxpr"]):
-                if each.primitive.name == "dot_general":
-                    (contracted, _), _ = each.params["dimension_numbers"]
-                    left, right = (operand.aval for operand in each.invars)
+            for product in equations(call.params["jaxpr"]):
+                if product.primitive.name == "dot_general":
+                    (contracted, _), _ = product.params["dimension_numbers"]
+                    left, right = (operand.aval for operand in product.invars)
                     depth = math.prod(left.shape[axis] for axis in contracted)
                     tiles = -(-depth // tile) * -(-right.size // depth // tile)
                     passes = 6 if left.dtype == jnp.float32 else 1
@@ -197,9 +243,9 @@ def padded_flops(function: Callable[..., Any], arguments: Sequence[Any], tile: i
 
 
 def equations(program: Any) -> Iterator[Any]:
-    """Yields the equations of a program, those inside of others included."""
-    for each in getattr(program, "jaxpr", program).eqns:
-        yield each
-        for inner in jax.tree.leaves([*each.params.values()]):
-            if each.primitive.name != "pallas_call" and hasattr(inner, "eqns"):
+    """Yields the equations of a jaxpr, including nested ones, except those of Pallas kernels."""
+    for equation in getattr(program, "jaxpr", program).eqns:
+        yield equation
+        for inner in jax.tree.leaves([*equation.params.values()]):
+            if equation.primitive.name != "pallas_call" and hasattr(inner, "eqns"):
                 yield from equations(inner)

@@ -1,19 +1,26 @@
-"""What the TPU compiler plans for a layer and for a whole step: a developer's instrument.
+"""Shows what the TPU compiler plans for a layer and for a whole step, for developers.
 
     JAX_PLATFORMS=cpu PYTHONPATH=.venv/libtpu .venv/bin/python -m benchmarks.tpu_plan \\
         --model 30B-A3B --topology v6e:4x4 --flags "--mesh_shape 4,4 --mesh_axes data,expert"
 
-It compiles the program as a run would, without a TPU, and reads the text (program_text.py). Of the
-loop over layers, it prints every instruction's reads and writes of HBM, and what collectives send,
-along which axes, and whether products run meanwhile; and the layer's bytes over those of weights
-and tokens that move once, see `CostModel.moved_by_layer`. Nothing runs: the times of a step, in the
-JSON of the last line, are its bytes and operations over a chip's peaks. `products_ms` are those
-that the model needs, and `kernel_ms` those that the kernel of delta nets adds; `hidden_ms` is what
-is sent while products run, `exposed_ms` what is sent while nothing else does; `busy` is the share
-of a step that all this leaves to the products at best, and `tokens_per_second` what all chips would
-compute then. With `--flags "--encode ..."`, a step has the autoencoder's products too, but for the
-choice of the largest features no time is known. tests/test_tpu.py reads programs with the
-same functions.
+It compiles the program as a run would, without a TPU, and parses its text (program_text.py). For
+each larger instruction of the loop over layers, it prints the bytes of HBM that it reads and writes
+and, for collectives, the bytes sent, the mesh axes, and whether products run meanwhile. Then it
+prints the layer's bytes of HBM, and their ratio to those of weights and tokens that move only once
+(see `CostModel.moved_by_layer`).
+
+The last line is JSON with the times of a step. The step does not run: the times are its bytes and
+operations divided by a chip's peaks.
+
+products_ms        the products that the model needs
+kernel_ms          the products that the kernel of gated delta nets adds
+hidden_ms          sending while products run
+exposed_ms         sending while nothing else runs
+busy               the share of `products_ms` in the step, at best
+tokens_per_second  the tokens that all chips together would compute then
+
+With `--flags "--encode ..."`, the products of the autoencoder are included, but not the time of
+choosing its largest features, which is not known. tests/test_tpu.py uses the same functions.
 """
 
 import argparse
@@ -39,14 +46,21 @@ from benchmarks.step_plan import StepPlan, StepTimes, read_step, text_of, times_
 from qwen2_jax import weight_table
 from qwen2_jax_with_hooks import HookedModel
 
-# Nothing opens a TPU here, so the lock that keeps processes from sharing one is not needed.
+# libtpu's lock keeps processes from sharing a TPU. It is not needed, because none is opened here.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
-WORTH_A_LINE = 1e6  # bytes
+WORTH_A_LINE = 1e6  # bytes; instructions that move less are not printed
 
 
 class Compiled(NamedTuple):
-    """The forward pass as a run would compile it, and what the compiler says of it."""
+    """The step as a run would compile it, and its cost.
+
+    Attributes:
+        program: The program that was compiled.
+        step: The cost of a step.
+        plan: The parsed text of the compiled program.
+        memory: The compiler's memory analysis, as JAX returns it.
+    """
 
     program: Program
     step: StepPlan
@@ -59,7 +73,7 @@ class Compiled(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Returns the rows of all chips."""
+        """Returns the number of rows of a step on all chips."""
         return self.program.shape[0] * self.program.rows.hosts
 
     @property
@@ -68,7 +82,12 @@ class Compiled(NamedTuple):
 
 
 def chips(topology: str, chips_per_host: int = 4) -> list[Any]:
-    """Returns the devices of a machine that is not here, to compile programs for."""
+    """Returns devices of a topology that need not exist here, to compile programs for them.
+
+    Args:
+        topology: The topology as for --plan, such as "v5e:8x8".
+        chips_per_host: The number of chips of each host.
+    """
     return topology_of(topology, chips_per_host).compilable()
 
 
@@ -80,22 +99,27 @@ def compile_for(
     effort: float = 0.0,
     chips_per_host: int = 4,
 ) -> Compiled:
-    """Does what build_model and compile_step do for these flags, with shapes in place of arrays.
+    """Compiles the step of a run with bfloat16 weights, from their shapes alone.
 
-    effort: the compiler's. 0 is that of a run; -1 takes a fifth of the time.
+    Args:
+        shape: The configuration of the model.
+        flags: More flags of the tool, separated by spaces.
+        topology: The topology as for --plan, such as "v5e:8x8".
+        effort: The effort of the compiler. 0 is that of a run; -1 takes a fifth of the time.
+        chips_per_host: The number of chips of each host.
     """
     config = parse_args(["--dtype", "bfloat16", *flags.split()])
     request = step_request(config, planned=chips(topology, chips_per_host))
     model, rows = build_model(request, shape)
-    asked = choose_hooks(request, shape)
-    program = Program(model, weight_table(model), rows, request.shape, *asked)
+    hooks_and_encoders = choose_hooks(request, shape)
+    program = Program(model, weight_table(model), rows, request.shape, *hooks_and_encoders)
     compiled = compile_unloaded(program, exec_time_optimization_effort=effort)
     step, text = read_step(program, compiled), text_of(program, compiled)
     return Compiled(program, step, text, compiled.memory_analysis())
 
 
 def times(compiled: Compiled) -> StepTimes:
-    """Returns the times of a step."""
+    """Returns the times of a step at the peaks of the chip that it was compiled for."""
     devices = [*compiled.program.rows.mesh.devices.flat]
     chip = chip_of(devices[0])
     assert chip is not None
@@ -104,14 +128,21 @@ def times(compiled: Compiled) -> StepTimes:
 
 
 def moved_once(compiled: Compiled) -> float:
-    """Returns the bytes of HBM of a layer and chip if weights and tokens move once."""
+    """Returns the bytes of HBM of a layer on one chip, if weights and tokens move only once."""
     program = compiled.program
     sizes = CostModel(compiled.model, program.weights, compiled.rows, compiled.length)
     return sizes.moved_by_layer(compiled.model.layout)
 
 
 def model_of(name: str) -> ModelConfig:
-    """Returns the configuration of a shape (shapes.py) or of a config.json. Raises InputError."""
+    """Returns the configuration of a model.
+
+    Args:
+        name: A name in SHAPES (inputs.py), or the path of a config.json.
+
+    Raises:
+        InputError: If the file cannot be read, or if the model is not supported.
+    """
     if name in SHAPES:
         return parse_model_config(SHAPES[name])
     return read_model_config(Path(name))
@@ -121,10 +152,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="7B", help=f"FILE.json, or one of {', '.join(SHAPES)}")
-    parser.add_argument("--topology", default="v5e:8x8")
-    parser.add_argument("--effort", type=float, default=0.0, help="the compiler's; -1 is quick")
-    parser.add_argument("--flags", default="", help="of the tool, for example of its mesh")
+    parser.add_argument(
+        "--model",
+        default="7B",
+        help=f"a config.json, or one of {', '.join(SHAPES)} (default: 7B)",
+    )
+    parser.add_argument("--topology", default="v5e:8x8", help="(default: v5e:8x8)")
+    parser.add_argument(
+        "--effort", type=float, default=0.0, help="of the compiler; -1 is quick (default: 0)"
+    )
+    parser.add_argument("--flags", default="", help="flags of the tool, such as those of the mesh")
     args = parser.parse_args()
     compiled = compile_for(model_of(args.model), args.flags, args.topology, args.effort)
     print(f"mesh {in_words(compiled.model.layout.shape)}; a layer, one chip: MB of HBM, MB sent")
@@ -134,14 +171,18 @@ def main() -> None:
             beside = f" along {','.join(move.axes)}, {'hidden' if move.hidden else 'exposed'}"
             sent = f"{move.sent / 1e6:8.1f}" + (beside if move.sent else "")
             print(f"{move.hbm / 1e6:8.1f} {sent}  {move.kind:10}  {move.source}")
-    found, moved, once = times(compiled), sum(move.hbm for move in moves), moved_once(compiled)
-    print(f"{moved / 1e6:8.1f} in all: {moved / once:.2f} times {once / 1e6:.1f}, all of it once")
-    step = {f"{name}_ms": 1e3 * seconds for name, seconds in found._asdict().items()}
-    step["busy"] = found.products / found.device
-    step["tokens_per_second"] = compiled.rows * compiled.length / found.device
+    moved, once = sum(move.hbm for move in moves), moved_once(compiled)
+    print(
+        f"{moved / 1e6:8.1f} in all: {moved / once:.2f} times the {once / 1e6:.1f} of weights and "
+        "tokens that move once"
+    )
+    step_times = times(compiled)
+    step = {f"{name}_ms": 1e3 * seconds for name, seconds in step_times._asdict().items()}
+    step["busy"] = step_times.products / step_times.device
+    step["tokens_per_second"] = compiled.rows * compiled.length / step_times.device
     memory = compiled.memory
-    given = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    print_result(step | {"memory_gb": (given + 2 * memory.output_size_in_bytes) / 1e9})
+    size = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    print_result(step | {"memory_gb": (size + 2 * memory.output_size_in_bytes) / 1e9})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""How fast are activations stored, without a model? `python -m benchmarks.writing`
+"""Measures how fast activations are stored, without a model: `python -m benchmarks.writing`.
 
-Values are like activations: normal, of another size in every dimension, a few dimensions and the
-first token of every document 100 times as large. For safetensors and gzipped pickles, in bfloat16
-and float32, it measures how many MB of activations per second `ActivationStorage` takes, and its
-CPU seconds per GB, once to a server that throws bytes away (`server`) and once to files in memory
-(`files`). Beside it stand the ways of others: a shard saved by safetensors or torch, or pickled and
-gzipped, and then uploaded by obstore. All take turns, `--rounds` times; the medians are printed,
-and the last line is one JSON object. `--quick` measures fewer batches, once.
+The values resemble activations: they are normal with a different scale in each dimension, and a few
+dimensions and the first token of every document are 100 times as large. For safetensors and gzipped
+pickles, in bfloat16 and float32, it measures how many MB of activations `ActivationStorage` takes
+per second, and its CPU seconds per GB: once with a bucket on a server that discards the bytes
+(`server`), and once with files in memory (`files`). For comparison, a shard is saved by safetensors
+or torch, or pickled and gzipped, and then uploaded by obstore. All ways take turns, `--rounds`
+times; the medians are printed, and the last line is one JSON object. `--quick` measures fewer
+batches, once.
 """
 
 import argparse
@@ -43,11 +44,11 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 FORMATS = ("safetensors", "pickle")
 NAMES: dict[int | str, str] = {n: f"blocks.{n}.hook_resid_post" for n in range(HOOKS)}
 
-Figures = dict[str, float]  # what is measured -> its value
+Figures = dict[str, float]  # the name of a figure -> its value
 
 
 def activations(dtype: Any) -> np.ndarray:
-    """Returns the values of one batch, (hooks, rows, tokens, hidden)."""
+    """Returns random values of one batch, (hooks, rows, tokens, hidden)."""
     chance = np.random.default_rng(0)
     sizes = chance.lognormal(0.0, 0.5, HIDDEN).astype(np.float32)
     sizes[chance.choice(HIDDEN, 4, replace=False)] *= 100
@@ -63,7 +64,16 @@ def full_batches(count: int) -> list[Batch]:
 
 
 def measured(action: Callable[[], object], size: int) -> Figures:
-    """Runs `action`, which stores `size` bytes of activations, and returns its speed."""
+    """Runs a function once and measures it.
+
+    Args:
+        action: The function, which stores activations.
+        size: The bytes of activations that it stores.
+
+    Returns:
+        mb_per_second: MB of activations per second.
+        core_seconds_per_gb: CPU seconds of this process for each GB of activations.
+    """
     began, cores = time.perf_counter(), time.process_time()
     action()
     seconds, core_seconds = time.perf_counter() - began, time.process_time() - cores
@@ -74,13 +84,21 @@ def measured(action: Callable[[], object], size: int) -> Figures:
 
 
 def store(
-    folder: Path, remote: Folder | None, shard_format: str, values: np.ndarray, given: list[Batch]
+    folder: Path, remote: Folder | None, shard_format: str, values: np.ndarray, batches: list[Batch]
 ) -> None:
-    """Stores the same values for every batch, in a new run."""
+    """Stores the same values for each batch, in a new run.
+
+    Args:
+        folder: The local folder of the run.
+        remote: Its folder in a bucket. None to store locally.
+        shard_format: "safetensors" or "pickle".
+        values: The values of each batch, (hooks, rows, tokens, hidden).
+        batches: The batches.
+    """
     arrays: dict[int | str, np.ndarray] = dict(enumerate(values))
     options = StorageOptions(SHARD_GB, shard_format, overwrite=True, waiting_shards_gb=8 * SHARD_GB)
     with ActivationStorage(folder, NAMES, options, remote=remote) as storage:
-        for batch in given:
+        for batch in batches:
             storage.add_batch(batch, arrays)
 
 
@@ -91,10 +109,18 @@ def as_torch(values: np.ndarray) -> torch.Tensor:
 
 
 def ways_of_others(folder: Path, values: np.ndarray) -> dict[str, Callable[[], Figures]]:
-    """Returns the ways of others to store one shard in a bucket: name -> what measures it."""
-    tensors = {NAMES[n]: of_hook.reshape(-1, HIDDEN) for n, of_hook in enumerate(values)}
+    """Returns other ways to store one shard in a bucket.
+
+    Args:
+        folder: The folder where a way saves its file before it uploads it.
+        values: The values of the shard, (hooks, rows, tokens, hidden).
+
+    Returns:
+        The name of a way -> a function that runs and measures it once.
+    """
+    tensors = {NAMES[n]: array.reshape(-1, HIDDEN) for n, array in enumerate(values)}
     torch_tensors = {name: as_torch(tensor) for name, tensor in tensors.items()}
-    part = values[:, :1, : LENGTH // 4]  # gzip takes its time
+    part = values[:, :1, : LENGTH // 4]  # gzip is slow, so it gets a quarter of one row
     remote, path = Folder("gs://bucket/others"), folder / "other"
 
     def pickle_and_gzip() -> None:
@@ -125,13 +151,26 @@ def ways_of_others(folder: Path, values: np.ndarray) -> dict[str, Callable[[], F
 
 
 def measure(folder: Path, dtype: str, shard_format: str, rounds: int, count: int) -> list[Any]:
-    """Measures everything for one dtype and one format; returns a row for each way."""
-    values, given = activations(DTYPES[dtype]), full_batches(count)
+    """Measures all ways for one dtype and one format.
+
+    Args:
+        folder: The folder to write to.
+        dtype: "bfloat16" or "float32".
+        shard_format: "safetensors" or "pickle". The ways of others run with "safetensors" only.
+        rounds: The number of rounds.
+        count: The number of batches in a round.
+
+    Returns:
+        A row of the table for each way, with the medians of its figures.
+    """
+    values, batches = activations(DTYPES[dtype]), full_batches(count)
     size = values.nbytes * count
     remotes = {"server": Folder("gs://bucket/run"), "files": None}
 
     def ours(remote: Folder | None) -> Figures:
-        figures = measured(lambda: store(folder / "out", remote, shard_format, values, given), size)
+        figures = measured(
+            lambda: store(folder / "out", remote, shard_format, values, batches), size
+        )
         shutil.rmtree(folder / "out")
         return figures
 
@@ -159,19 +198,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--batches",
         type=int,
         default=16,
-        help="in a round; with few, its beginning and end count, where only one shard is on its "
-        "way (default: 16)",
+        help="in a round. With few batches, the beginning and the end of a round distort the "
+        "figures, because only one shard is being stored then (default: 16)",
     )
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="default: /dev/shm")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("/dev/shm"),
+        help="where a temporary folder is made (default: /dev/shm)",
+    )
     parser.add_argument("--quick", action="store_true", help="one round of 3 batches")
-    given = parser.parse_args(argv)
-    if given.quick:
-        given.rounds, given.batches = 1, 3
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.rounds, options.batches = 1, 3
     rows = []
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder, null_bucket():
-        for dtype in given.dtypes:
-            for shard_format in given.formats:
-                rows += measure(Path(folder), dtype, shard_format, given.rounds, given.batches)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder, null_bucket():
+        for dtype in options.dtypes:
+            for shard_format in options.formats:
+                rows += measure(Path(folder), dtype, shard_format, options.rounds, options.batches)
     print_table(rows)
     print_result({"rows": rows})
 

@@ -63,4 +63,4 @@ def test_others_end_with_their_numbers(capsys, monkeypatch, tmp_path):
     (opened,) = result(reading, "--open 40 --latency 0")["opened"]
     assert opened["shards"] == 40 <= opened["requests"] < 50  # one for each
     assert gpu.main(["--shapes", "7B"]) == 2
-    assert capsys.readouterr().err == "no GPU: JAX finds only cpu\n"
+    assert capsys.readouterr().err == "error: expected a GPU, but JAX finds only: cpu\n"
