@@ -64,10 +64,10 @@ def torch_product(product: Product, dtype: str) -> Callable[[], object]:
 
     def multiply() -> object:
         with torch.inference_mode():
-            found = torch.nn.functional.linear(x, y)
+            result = torch.nn.functional.linear(x, y)
             if device == "cuda":
                 torch.cuda.synchronize()
-            return found
+            return result
 
     return multiply
 

@@ -155,9 +155,9 @@ class ProgramText:
     @cached_property
     def entry(self) -> str:
         """Returns the name of the computation at which the program starts."""
-        found = re.search(r"^ENTRY (%[\w.-]+) ", self.text, re.M)
-        assert found
-        return found[1]
+        match = re.search(r"^ENTRY (%[\w.-]+) ", self.text, re.M)
+        assert match
+        return match[1]
 
     @cached_property
     def body(self) -> str:

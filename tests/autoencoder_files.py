@@ -1,7 +1,8 @@
-"""Small autoencoders in the forms of their publishers, and each publisher's formula in NumPy.
+"""Makes small autoencoders in the file formats of their publishers, with their formulas in NumPy.
 
-A maker writes the files into a folder and returns what --encode takes and the formula: (tokens, D)
--> the dense features (tokens, F) and the reconstruction (tokens, O), in float64.
+Each maker (a function named after a publisher) writes files to a folder. It returns the path for
+--encode and the publisher's formula: a function from inputs (tokens, D) to the dense features
+(tokens, F) and the reconstruction (tokens, O), in float64.
 """
 
 import json
@@ -17,15 +18,23 @@ def relu(x):
 
 
 def top(k, scores, values):
-    """Values where the scores are among the k largest of a row, else 0."""
-    rows = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-    result = np.zeros_like(values)
-    np.put_along_axis(result, rows, np.take_along_axis(values, rows, 1), 1)
-    return result
+    """Returns the values whose scores are among the k largest of their row, and 0 elsewhere."""
+    indices = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    chosen_values = np.zeros_like(values)
+    np.put_along_axis(chosen_values, indices, np.take_along_axis(values, indices, 1), 1)
+    return chosen_values
 
 
 class Made:
-    """Random weights, W_enc (D, F) and W_dec (F, D), and the files of a form."""
+    """Random weights of an autoencoder, and the folder of its files.
+
+    Attributes:
+        folder: The folder.
+        chance: The generator of the weights.
+        W_enc, W_dec: Matrices, (D, F) and (F, D).
+        b_enc, b_dec: Biases, (F,) and (D,).
+        skip: The matrix of a skip connection, (O, D).
+    """
 
     def __init__(self, folder, bias=-0.3):
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,9 +77,9 @@ def qwen_scope(folder):
 
 def sae_lens(folder, architecture="standard", **config):
     made, transcoder = Made(folder), "transcoder" in architecture
-    said = dict(hook_name="blocks.1.hook_resid_post", sae_lens_version="6.54.12")
+    metadata = dict(hook_name="blocks.1.hook_resid_post", sae_lens_version="6.54.12")
     if transcoder:
-        said["hook_name_out"] = "blocks.1.hook_mlp_out"
+        metadata["hook_name_out"] = "blocks.1.hook_mlp_out"
         config["apply_b_dec_to_input"] = False
     config = dict(architecture=architecture, d_in=D, d_sae=F, dtype="float32") | config
     norm, rescale = config.get("normalize_activations"), config.get("rescale_acts_by_decoder_norm")
@@ -79,7 +88,7 @@ def sae_lens(folder, architecture="standard", **config):
     names = "W_enc", "b_enc", "W_dec", "b_dec"
     weights = {name: getattr(made, name) for name in names} | more
     path = made.save(
-        ("cfg.json", config | {"metadata": said}), "sae_weights.safetensors", **weights
+        ("cfg.json", config | {"metadata": metadata}), "sae_weights.safetensors", **weights
     )
     scaler: dict = {"scaling_factor": None, "has_whitening": norm == "covariance_whitening"}
     if norm == "expected_average_only_in":
@@ -92,18 +101,18 @@ def sae_lens(folder, architecture="standard", **config):
         (folder / "activation_scaler.json").write_text(json.dumps(scaler))
 
     def formula(x):
-        z, back = x, lambda result: result
+        z, back = x, lambda output: output
         if norm == "expected_average_only_in":
-            z, back = x * 0.27, lambda result: result / 0.27
+            z, back = x * 0.27, lambda output: output / 0.27
         elif norm == "covariance_whitening":
             z = (x - center) @ matrix
-            back = lambda result: result @ whitening["inverse_matrix"] + center  # noqa: E731
+            back = lambda output: output @ whitening["inverse_matrix"] + center  # noqa: E731
         elif norm == "constant_norm_rescale":
             factor = D**0.5 / np.linalg.norm(x, axis=1, keepdims=True)
-            z, back = x * factor, lambda result: result / factor
+            z, back = x * factor, lambda output: output / factor
         elif norm == "layer_norm":
             mean, std = x.mean(1, keepdims=True), x.std(1, keepdims=True, ddof=1)
-            z, back = (x - mean) / (std + 1e-5), lambda result: result * std + mean
+            z, back = (x - mean) / (std + 1e-5), lambda output: output * std + mean
         if config.get("apply_b_dec_to_input", True):
             z = z - made.b_dec
         pre, norms = made.pre(z), np.linalg.norm(made.W_dec.astype(np.float64), axis=1)
@@ -112,9 +121,9 @@ def sae_lens(folder, architecture="standard", **config):
             features = relu(top(config["k"], pre, pre))
         else:
             features = relu(pre) * (pre > more["threshold"] if "threshold" in more else 1)
-        result = made.decoded(features / norms if rescale else features)
-        result = result if transcoder else back(result)
-        return features, result + (x @ made.skip.T if "skip" in architecture else 0)
+        output = made.decoded(features / norms if rescale else features)
+        output = output if transcoder else back(output)
+        return features, output + (x @ made.skip.T if "skip" in architecture else 0)
 
     return path, formula
 

@@ -1,5 +1,8 @@
-"""Chat templates, written for these tests after those of Qwen2.5, Qwen3, Qwen3.5 and the distilled
-DeepSeek-R1; conversations for them; and a model whose tokenizer knows their markers."""
+"""Defines chat templates for tests, random conversations, and a model that knows their markers.
+
+The templates are written for these tests, modelled on those of Qwen2.5, Qwen3, Qwen3.5, the
+distilled DeepSeek-R1 and Llama 3.2.
+"""
 
 import json
 
@@ -8,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from activation_extraction.run import demo
 
-VOCABULARY = 2064  # tokens of the demo's model and the markers
+VOCABULARY = 2064  # ids enough for the tokens of the demo's tokenizer and the markers
 
 TOOLS = """\
 {{ '<|im_start|>system\n' }}
@@ -48,7 +51,8 @@ LAST_QUESTION = """\
 {%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
 {%- endfor %}
 """
-# Thinking before the last question is left out; after it, it is always there, if only empty.
+# Thinking is left out of answers before the last question. Answers after it always have it, even if
+# it is empty.
 THINKING = """\
 {%- set content, thinking = message.content or '', '' %}
 {%- if message.reasoning_content is string %}{% set thinking = message.reasoning_content %}
@@ -90,7 +94,8 @@ QWEN2_5 = _template(
 )
 QWEN3 = _template(SYSTEM + "{%- endif %}", THINKING, CALLS)
 QWEN3_5 = _template(SYSTEM + "{%- endif %}", THINKING, TAGGED_CALLS)
-# As DeepSeek-R1-Distill: no blocks, the system's text first, no thinking, arguments as text alone.
+# Like DeepSeek-R1-Distill: the system's text comes first, users' messages have no end marker,
+# thinking is left out, and calls have their arguments only as text.
 R1 = """\
 {%- set ns = namespace(system='') %}
 {%- for message in messages %}
@@ -110,7 +115,7 @@ R1 = """\
 {%- endif %}
 {%- endfor %}
 """
-# As Llama 3.2: headers in place of blocks, <|begin_of_text|>, and a date in the system's turn.
+# Like Llama 3.2: headers between two markers, <|begin_of_text|>, and a date in the system's turn.
 LLAMA_3 = """\
 {{- bos_token }}
 {%- if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}
@@ -122,13 +127,13 @@ LLAMA_3 = """\
 """
 TEMPLATES = {"qwen2.5": QWEN2_5, "qwen3": QWEN3, "qwen3.5": QWEN3_5}
 MARKERS = ["<|im_start|>", "<|im_end|>"]
-# One token of two new lines, as Qwen has it, lies across the border of a header and a content.
+# Qwen has a token of two newlines, which can lie across the border between a header and a content.
 TAGS = ["\n\n", "<think>", "</think>", "<tool_call>", "</tool_call>"]
 TAGS += ["<tool_response>", "</tool_response>"]
 
 
 def add_markers(model, template):
-    """Adds the markers to the tokenizer in a model's folder, and a template of its own."""
+    """Adds the markers to the tokenizer in a model's folder, and, unless it is None, a template."""
     path = model / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.add_special_tokens([AddedToken(marker, normalized=False) for marker in MARKERS])
@@ -141,7 +146,16 @@ def add_markers(model, template):
 
 
 def chat_model(demo_inputs, folder, template):
-    """Makes a copy of the demo's model whose tokenizer knows the markers, with this template."""
+    """Makes a copy of the demo's model, unless it exists, and adds the markers and a template.
+
+    Args:
+        demo_inputs: The demo's inputs.
+        folder: The folder of the copied inputs.
+        template: The chat template. None for a model without one.
+
+    Returns:
+        The folder of the model.
+    """
     if not (folder / "model").exists():
         inputs_with({**demo.MODEL_CONFIG, "vocab_size": VOCABULARY}, demo_inputs, folder)
     add_markers(folder / "model", template)
@@ -169,7 +183,10 @@ WORDS = [
 
 
 def conversation(chance):
-    """A row: several turns, with tools, thinking, unicode and empty contents."""
+    """Returns a random row with a conversation of several turns.
+
+    It may have tools, thinking, Unicode and empty contents.
+    """
 
     def words(most):
         return "".join(chance.choices(WORDS, k=chance.randint(0, most)))

@@ -1,4 +1,4 @@
-"""The repository, and what tests of its scripts and of several processes need."""
+"""Helps tests of the repository's scripts and tests with several processes."""
 
 import socket
 from pathlib import Path

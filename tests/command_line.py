@@ -1,4 +1,4 @@
-"""The tool as a test calls it, what it stored, and how it refuses."""
+"""Runs the tool as a user does, reads what it has stored, and checks how it refuses bad input."""
 
 import gzip
 import os
@@ -14,12 +14,13 @@ SCRIPT = Path(extract_activations.__file__)
 
 
 def main(*arguments):
-    """Runs in this process (quicker than a new one); the exit status."""
+    """Runs the tool in this process, which is faster than a new one; returns the exit status."""
     return command.main([str(argument) for argument in arguments])
 
 
-# Becomes another command, in which signals do what they do by default. Whoever starts the tests may
-# have them ignored, as `nohup make test &` has Ctrl-C, and children would inherit that.
+# A command that replaces itself by the command in its arguments, with the default actions of
+# signals. Without it, a process would ignore the signals that the tests ignore, such as that of
+# Ctrl-C after `nohup make test &`.
 WITH_SIGNALS = [
     sys.executable,
     "-S",
@@ -43,21 +44,24 @@ def start(*arguments, environment=None, **options):
 
 
 def records_of(folder):
-    """Every record of an extraction: key -> list, shards in order."""
-    found = {}
+    """Returns all records of an extraction: key -> list, in the order of the shards."""
+    records_by_key = {}
     for path in sorted(folder.glob("shard_*.pkl.gz")):
         for key, records in pickle.load(gzip.open(path)).items():
-            found.setdefault(key, []).extend(records)
-    return found
+            records_by_key.setdefault(key, []).extend(records)
+    return records_by_key
 
 
-def assert_refused(capsys, tmp_path, arguments, named):
-    """Status 2, one line on stderr that holds `named`, nothing written."""
+def assert_refused(capsys, tmp_path, arguments, text):
+    """Asserts that the tool refuses its input.
+
+    It must end with status 2, print one line to stderr that contains `text`, and write nothing.
+    """
     if "--output_dir" not in arguments:
         arguments = [*arguments, "--output_dir", tmp_path / "new" / "out"]
     before = sorted(tmp_path.rglob("*"))
     assert main(*arguments) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1, err
-    assert named in err
+    assert text in err
     assert sorted(tmp_path.rglob("*")) == before

@@ -1,16 +1,21 @@
-"""Eight fake CPU devices, strict dtypes, no network, and tiny checkpoints made by transformers.
+"""Sets up the test session, and makes the models and inputs that many tests share.
+
+There are eight fake CPU devices with strict dtypes, no network, and tiny checkpoints that
+transformers makes.
 
 Compiling takes longer than what the tests compute. So most of the compiler's optimizations are off,
-fusions are compiled in its older and quicker way, and in one thread, as other tests need the cores.
-The fixture `optimized` has programs compiled as in a run. Tests marked `slow` have it.
-torch has one thread, as several would mostly wait for each other.
-What is compiled is kept for later sessions, too, in a cache that all workers share (`make clean`
-empties it). It has no limit of size: JAX locks one that has, and reads every entry's age before it
-adds one, so that with thousands of programs the workers mostly waited for each other.
-Temporary files are in memory where there is room for them: what is stored is forced to disk file by
-file, and a disk makes tests wait for that. TMPDIR, if set, says where they are instead.
-torch is imported where it is used, which takes seconds; transformers before the tool imports it
-without torch.
+fusions are compiled in an older and faster way, and in one thread, because other tests need the
+cores. The fixture `optimized` compiles programs as in a run; tests marked `slow` use it. torch has
+one thread, because several threads would mostly wait for each other.
+
+Compiled programs are kept for later sessions in a cache that all workers share (`make clean`
+empties it). Its size is not limited, because JAX locks a limited cache, and reads the age of every
+entry before it adds one. With thousands of programs, the workers would mostly wait for each other.
+
+Temporary files are in memory if there is room, because the tool forces every stored file to the
+disk, and tests would wait for that. The environment variable TMPDIR overrides this. torch is
+imported only where it is used, because that takes seconds. transformers is imported here, before
+the tool imports it without torch.
 """
 
 import copy
@@ -27,11 +32,14 @@ ENOUGH = 8e9  # bytes; files of a session take 2.3e9 at most
 
 
 def _memory_is_usable() -> bool:
-    """Whether it has room, and lets programs run from there, which Docker's does not."""
+    """Returns whether MEMORY is writable, large enough, and allows executing programs.
+
+    In Docker, it does not allow that.
+    """
     if not os.access(MEMORY, os.W_OK):
         return False
-    found = os.statvfs(MEMORY)
-    return found.f_bavail * found.f_frsize > ENOUGH and not found.f_flag & os.ST_NOEXEC
+    status = os.statvfs(MEMORY)
+    return status.f_bavail * status.f_frsize > ENOUGH and not status.f_flag & os.ST_NOEXEC
 
 
 if "TMPDIR" not in os.environ and _memory_is_usable():
@@ -41,7 +49,8 @@ FLAGS_OF_TESTS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen
 # Eight devices share two cores with other tests: XLA would abort a worker in which one of them lets
 # the others wait for 40 seconds.
 FLAGS_OF_TESTS += " --xla_cpu_collective_call_terminate_timeout_seconds=400"
-# Those of whoever started the tests. A worker of pytest-xdist finds ours before them.
+# The flags in the environment of whoever started the tests. A worker of pytest-xdist inherits the
+# variable with our flags in front.
 FLAGS_OF_THE_CALLER = os.environ.get("XLA_FLAGS", "").removeprefix(FLAGS_OF_TESTS).strip()
 SESSION_FOLDER = tempfile.mkdtemp(prefix="test-session-")
 os.environ |= {
@@ -57,11 +66,11 @@ os.environ |= {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-AS_IN_A_RUN = {  # for other processes
+AS_IN_A_RUN = {  # variables of other processes that compile as in a run
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "false",
     "XLA_FLAGS": FLAGS_OF_THE_CALLER,
 }
-XLA_FLAGS_OF_A_RUN = {  # for this one, which has read its variables
+XLA_FLAGS_OF_A_RUN = {  # the same flags for this process, which reads its variables only once
     "xla_cpu_use_fusion_emitters": True,
     "xla_cpu_parallel_codegen_split_count": 32,
 }
@@ -96,8 +105,9 @@ from qwen2_jax import Qwen2, weight_table
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# A million objects stay, and few others are garbage. With these thresholds, the tests of batches,
-# formats and encoded shards take 19.5 CPU seconds instead of 20.8.
+# A million objects live as long as the session, so frequent collections find little garbage. With
+# these thresholds, the tests of batches, formats and encoded shards take 19.5 CPU seconds instead
+# of 20.8.
 gc.set_threshold(20_000, 20, 20)
 
 pytest_plugins = ["small_runs", "gcs_server", "pods"]
@@ -108,16 +118,23 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker runs all tests of a module, unless they name a group themselves: their programs
-    and fixtures are made once."""
+    """Has one worker run all tests of a module, except those that name a group themselves.
+
+    So the programs and fixtures of a module are made only once.
+    """
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
 def rare_but(often: Container[Any], cases: Iterable[Any]) -> list[Any]:
-    """All parameters of a test, of which `make test` takes only some."""
-    return [each if each in often else pytest.param(each, marks=pytest.mark.rare) for each in cases]
+    """Marks the parameters of a test as rare, except some.
+
+    Args:
+        often: The parameters that `make test` runs.
+        cases: All parameters.
+    """
+    return [case if case in often else pytest.param(case, marks=pytest.mark.rare) for case in cases]
 
 
 def pytest_unconfigure() -> None:
@@ -126,7 +143,12 @@ def pytest_unconfigure() -> None:
 
 @dataclass(frozen=True)
 class Reference:
-    """A Hugging Face model and the folder that it was saved to."""
+    """A Hugging Face model and the folder that it was saved to.
+
+    Attributes:
+        model: The model.
+        folder: The folder of its checkpoint.
+    """
 
     model: "PreTrainedModel"
     folder: Path
@@ -141,18 +163,23 @@ class Reference:
 
     @property
     def talking(self) -> Any:
-        """The model with a head that makes logits: inside some models, it is their thinker."""
+        """Returns the model with the head that makes logits, which some models call thinker."""
         return getattr(self.model, "thinker", self.model)
 
     @property
     def language(self) -> Any:
-        """The decoder, without the parts for other inputs that some models have beside it."""
+        """Returns the decoder, without the parts for images or audio that some models have."""
         return getattr(self.talking.model, "language_model", self.talking.model)
 
     def hooked(self, token_ids: np.ndarray) -> dict[str, np.ndarray]:
-        """Name of a hook -> (B, T, width) float32, as Hugging Face computes it on unpadded rows.
+        """Returns the values of all hooks, as Hugging Face computes them on unpadded rows.
 
-        Under the name of every module that has it, and under the canonical one.
+        Args:
+            token_ids: The rows, (B, T).
+
+        Returns:
+            The name of a hook -> (B, T, width) float32. Canonical names and the names of modules
+            are both keys.
         """
         import torch
 
@@ -162,11 +189,11 @@ class Reference:
             path, side = name.rsplit(".", 1)
 
             def keep(_: Any, inputs: Any, output: Any, name: str = name, side: str = side) -> None:
-                found = inputs[0] if side == "input" else output
+                tensor = inputs[0] if side == "input" else output
                 if name.endswith("mlp.gate.output"):
                     values.update(self._routing(name, output, token_ids.shape))
-                found = found[0] if isinstance(found, tuple) else found
-                values[name] = found.reshape(*token_ids.shape, -1).clone()
+                tensor = tensor[0] if isinstance(tensor, tuple) else tensor
+                values[name] = tensor.reshape(*token_ids.shape, -1).clone()
 
             module = self.language.get_submodule(path.removeprefix("model."))
             handles.append(module.register_forward_hook(keep))
@@ -184,33 +211,44 @@ class Reference:
         return {name: value.float().numpy() for name, value in values.items()}
 
     def _inside(self, block: str, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns what is inside of a block's modules and so has no name there."""
+        """Returns the hooks inside the modules of a block, whose values no module returns.
+
+        Args:
+            block: "blocks.K."
+            values: The name of a hook -> the values that modules return.
+        """
         import torch
         from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb
 
-        found = {}
+        hooks = {}
         for norm, stream in (("ln1", "hook_resid_pre"), ("ln2", "hook_resid_mid")):
-            found[f"{block}{norm}.hook_normalized"] = self._normalized(values[block + stream])
+            hooks[f"{block}{norm}.hook_normalized"] = self._normalized(values[block + stream])
         if f"{block}linear_attn.hook_out" in values:
-            return found | inside_delta_net(self.language, self.config, block, values)
+            return hooks | inside_delta_net(self.language, self.config, block, values)
         normed = "_normed" * self.config.qk_norm
         q, k = (values[f"{block}attn.hook_{n}{normed}"] for n in "qk")
         q, k = (x.unflatten(2, (-1, self.config.head_dim)).transpose(1, 2) for x in (q, k))
         if self.config.q_gate:
             heads = values[f"{block}attn.hook_q"].unflatten(2, (-1, 2, self.config.head_dim))
-            found[f"{block}attn.hook_q_gate"] = heads[..., 1, :].flatten(2)
+            hooks[f"{block}attn.hook_q_gate"] = heads[..., 1, :].flatten(2)
         tables = self.language.rotary_emb(q, torch.arange(q.shape[2])[None])
         for name, rotated in zip("qk", apply_rotary_pos_emb(q, k, *tables), strict=True):
-            found[f"{block}attn.hook_rot_{name}"] = rotated.transpose(1, 2).flatten(2)
-        return found
+            hooks[f"{block}attn.hook_rot_{name}"] = rotated.transpose(1, 2).flatten(2)
+        return hooks
 
     def _routing(self, name: str, output: Any, shape: tuple[int, ...]) -> dict[str, Any]:
-        """Returns the hooks of a router, which has logits, weights and numbers of experts."""
+        """Returns the hooks of a router.
+
+        Args:
+            name: The name of the hook at the router's output.
+            output: Its output: logits, weights and numbers of the chosen experts.
+            shape: (B, T).
+        """
         logits, weights, chosen = output
         block = f"blocks.{name.split('.')[2]}.mlp."
-        every = (logits * 0).scatter(1, chosen, weights)
-        found = {"hook_expert_weights": every, "hook_expert_indices": chosen}
-        return {block + key: value.reshape(*shape, -1) for key, value in found.items()}
+        all_weights = (logits * 0).scatter(1, chosen, weights)
+        hooks = {"hook_expert_weights": all_weights, "hook_expert_indices": chosen}
+        return {block + key: tensor.reshape(*shape, -1) for key, tensor in hooks.items()}
 
     def _normalized(self, x: Any) -> Any:
         import torch
@@ -220,7 +258,12 @@ class Reference:
 
 
 def predictions_of(logits: Any, token_ids: np.ndarray) -> dict[str, Any]:
-    """The hooks after the last layer, from logits (B, T, V) of rows that are one document each."""
+    """Returns the hooks after the last layer: logits, predictions, loss and entropy.
+
+    Args:
+        logits: Logits (B, T, V), where each row is one document.
+        token_ids: Token ids, (B, T).
+    """
     import torch
 
     logprobs = logits.float().log_softmax(-1)
@@ -240,10 +283,17 @@ def predictions_of(logits: Any, token_ids: np.ndarray) -> dict[str, Any]:
 def make_reference(
     folder: Path, max_shard_size: str = "1GB", as_released: bool = False, **changes: Any
 ) -> Reference:
-    """A random model with weights large enough that every part of it matters, saved to `folder`.
+    """Makes a random model, in which every part of the weights matters, and saves it.
 
-    as_released: with config.json as it is given, and the input axis of fused experts first.
-    Noise scales with the width: attention must not saturate, or rounding errors are amplified.
+    Noise is added to the weights. Its scale depends on the width, because attention must not
+    saturate: that would amplify rounding errors.
+
+    Args:
+        folder: The folder of the checkpoint.
+        max_shard_size: The size above which the weights are saved as several files.
+        as_released: Whether config.json contains just these fields, and the input axis of fused
+            experts comes first, as in released checkpoints.
+        changes: Fields of config.json.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
@@ -277,18 +327,18 @@ def make_reference(
 
 
 def configure(folder: Path, **changes: Any) -> None:
-    """Changes fields of a model's config.json, which need not be there."""
+    """Changes fields of a model's config.json, which is made if it is missing."""
     path = folder / "config.json"
     raw = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(raw | changes))
 
 
-logging.getLogger("gcsfs").setLevel(logging.CRITICAL + 1)  # as start_logging
+logging.getLogger("gcsfs").setLevel(logging.CRITICAL + 1)  # as start_logging does
 
 
 @pytest.fixture
 def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Programs are compiled as in a run, in processes that the test starts, too."""
+    """Compiles programs as in a run, here and in processes that the test starts."""
     for name, value in AS_IN_A_RUN.items():
         monkeypatch.setenv(name, value)
     usual = compiler.get_compile_options
@@ -305,7 +355,7 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _memory_is_given_back() -> Iterator[None]:
-    """Lets go of what a module has compiled; three workers would hold 16 GB of it by the end."""
+    """Frees the compiled programs of a module; those of all modules take 16 GB in three workers."""
     yield
     jax.clear_caches()
     if sys.platform == "linux":
@@ -320,14 +370,23 @@ def _optimized_at_full_size(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def demo_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the demo's `model` and `documents.parquet`, which tests must not change."""
+    """Returns a folder with the demo's `model` and `documents.parquet`.
+
+    Tests must not change it.
+    """
     folder = tmp_path_factory.mktemp("demo")
     demo.make_demo(folder)
     return folder / "demo_inputs"
 
 
 def inputs_with(model: Mapping[str, Any], demo_inputs: Path, folder: Path) -> Path:
-    """Copies demo_inputs to `folder`, with random weights for this config.json."""
+    """Copies demo_inputs, with another model.
+
+    Args:
+        model: The content of its config.json.
+        demo_inputs: The folder to copy.
+        folder: The new folder, which is also returned. The weights of the model are random.
+    """
     shutil.copytree(demo_inputs, folder, dirs_exist_ok=True)
     config = parse_model_config(model)
     (folder / "model/config.json").write_text(json.dumps(model))
@@ -349,14 +408,14 @@ def tokenizer(demo_inputs: Path) -> Tokenizer:
 
 @pytest.fixture
 def inputs(demo_inputs: Path) -> list[Any]:
-    """Flags that name the demo's model and documents."""
+    """Returns flags for the demo's model and documents."""
     files = "--model_path", demo_inputs / "model", "--dataset_path"
     return [*files, demo_inputs / "documents.parquet", "--max_seq_length", 64]
 
 
 @pytest.fixture(scope="session")
 def many_shards(demo_inputs: Path) -> list[str]:
-    """Flags of a run on one device that stores 120 samples in many small shards."""
+    """Returns the flags of a run on one device that stores 120 samples in many small shards."""
     return [
         "--model_path",
         str(demo_inputs / "model"),
@@ -377,28 +436,31 @@ def many_shards(demo_inputs: Path) -> list[str]:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The warnings of anybody, in their order: (name of the logger, message)."""
-    found: list[tuple[str, str]] = []
+    """Returns a list that gets the warnings of the test: (name of the logger, message)."""
+    messages: list[tuple[str, str]] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.append((record.name, record.getMessage()))
+            messages.append((record.name, record.getMessage()))
 
     for name in ("huggingface_hub", "datasets", "urllib3", "extract_activations"):
         monkeypatch.setattr(logging.getLogger(name), "handlers", [Keep(logging.WARNING)])
-    return found
+    return messages
 
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Callable[..., Path]:
-    """Writes rows to a JSON Lines file and returns its path."""
+    """Returns a function that writes rows to a JSON Lines file and returns its path."""
 
     return lambda rows, name="texts.jsonl": write_rows(tmp_path / name, rows)
 
 
 @pytest.fixture
 def check(capsys: pytest.CaptureFixture[str]) -> Callable[[Path | str], list[str]]:
-    """Verifies a folder or URL; the problems found, in agreement with the exit status."""
+    """Returns a function that verifies a folder or URL and returns the problems.
+
+    It asserts that the summary and the exit status agree with these.
+    """
 
     def run(root: Path | str) -> list[str]:
         capsys.readouterr()

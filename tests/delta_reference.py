@@ -1,5 +1,4 @@
-"""Tiny Qwen3.5 and Qwen3-Next models, and what transformers computes in a gated delta net outside
-of modules."""
+"""Defines tiny Qwen3.5 and Qwen3-Next models, and the reference for hooks in gated delta nets."""
 
 from typing import Any
 
@@ -10,10 +9,17 @@ VISION |= dict(out_hidden_size=64, num_position_embeddings=16)
 
 
 def delta(keys: int, values: int, key_size: int, value_size: int, **more: Any) -> dict[str, Any]:
-    """The fields of a model with gated delta nets: how many heads they have, and their sizes.
+    """Returns the fields of config.json that describe gated delta nets.
 
-    Their outputs are often close to 0: the norm would amplify their rounding, were eps as small as
-    usual.
+    The outputs of delta nets are often close to 0. With the usual small eps, the norm would amplify
+    their rounding errors.
+
+    Args:
+        keys: The number of heads of queries and keys.
+        values: The number of heads of values.
+        key_size: The width of a key.
+        value_size: The width of a value.
+        more: More fields.
     """
     heads = dict(linear_num_key_heads=keys, linear_num_value_heads=values, rms_norm_eps=1e-2)
     sizes = dict(linear_key_head_dim=key_size, linear_value_head_dim=value_size)
@@ -55,7 +61,14 @@ QWEN3_NEXT: dict[str, dict[str, Any]] = {
 
 
 def inside_delta_net(model: Any, config: Any, block: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Name of a hook -> its value. block: "blocks.K."; values: of the hooks that modules have."""
+    """Returns the hooks in a gated delta net whose values no module of transformers returns.
+
+    Args:
+        model: The decoder of transformers.
+        config: The tool's configuration of the model.
+        block: "blocks.K."
+        values: The name of a hook -> the values that modules return.
+    """
     import torch
     from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn
 
@@ -64,32 +77,35 @@ def inside_delta_net(model: Any, config: Any, block: str, values: dict[str, Any]
     keys = sizes["J"] * sizes["C"]
     parts = [keys, keys, sizes["J"] * sizes["G"] * sizes["Z"]]
     inputs = values[f"{block}ln1.hook_out"]
-    found: dict[str, Any] = {}
+    hooks: dict[str, Any] = {}
     if config.delta.interleaved:
         both = module.in_proj_qkvz(inputs), module.in_proj_ba(inputs)
         *qkvz, b, rates = module.fix_query_key_value_ordering(*both)
         *qkv, gates = (x.flatten(2) for x in qkvz)
         projected = torch.cat(qkv, dim=-1)
-        found |= {"gate_input": gates, "beta_logit": b}
+        hooks |= {"gate_input": gates, "beta_logit": b}
     else:
         projected, rates = module.in_proj_qkv(inputs), module.in_proj_a(inputs)
         b = values[f"{block}linear_attn.hook_beta_logit"]
     weight = module.conv1d.weight.squeeze(1)
     mixed = causal_conv1d_fn(projected.mT, weight, activation="silu").mT
-    found |= {
-        f"{name}{when}": value
-        for when, tensor in (("_pre_conv", projected), ("", mixed))
-        for name, value in zip("qkv", tensor.split(parts, dim=-1), strict=True)
-    }
-    found["beta"] = b.sigmoid()
+    for suffix, qkv_tensor in (("_pre_conv", projected), ("", mixed)):
+        for name, tensor in zip("qkv", qkv_tensor.split(parts, dim=-1), strict=True):
+            hooks[f"{name}{suffix}"] = tensor
+    hooks["beta"] = b.sigmoid()
     step = torch.nn.functional.softplus(rates.float() + module.dt_bias)
-    found["log_decay"] = -module.A_log.float().exp() * step
-    return {f"{block}linear_attn.hook_{name}": value for name, value in found.items()}
+    hooks["log_decay"] = -module.A_log.float().exp() * step
+    return {f"{block}linear_attn.hook_{name}": tensor for name, tensor in hooks.items()}
 
 
 def untouched(same: np.ndarray, taps: int) -> np.ndarray:
-    """The tokens in `same`, (B, T), whose convolution of so many taps takes no others."""
-    found = same.copy()
+    """Returns a mask of the tokens whose convolution reads only tokens in `same`.
+
+    Args:
+        same: A mask of tokens, (B, T).
+        taps: The number of taps of the convolution.
+    """
+    mask = same.copy()
     for distance in range(1, taps):
-        found[:, distance:] &= same[:, :-distance]
-    return found
+        mask[:, distance:] &= same[:, :-distance]
+    return mask

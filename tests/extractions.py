@@ -1,4 +1,8 @@
-"""Small extractions without a model, as a run leaves them, and ways to change them afterwards."""
+"""Stores small extractions without a model, and changes or damages their files afterwards.
+
+A part of a run is what one host of one machine stores. Its number is the tuple (machine, host,
+machines, hosts).
+"""
 
 import gzip
 import hashlib
@@ -44,7 +48,7 @@ def identity_of(machine: int = 0, host: int = 0, machines: int = 1, hosts: int =
 
 
 def changed_identity(identity: Identity, **fields: Any) -> Identity:
-    """Returns an identity with other values for fields of its JSON."""
+    """Returns a copy of an identity in which some fields of its JSON have other values."""
     return Identity.from_json({**identity.to_json(), **fields})
 
 
@@ -63,7 +67,7 @@ def samples(count: int, worker: Worker) -> Iterator[Sample]:
 
 
 def activations_of(batch: Batch) -> dict[Any, np.ndarray]:
-    """Key -> (B, T, D)"""
+    """Returns random activations of a batch: key -> (ROWS, TOKENS, HIDDEN)."""
     first, shape = batch.samples[0].sample.facts.sample_idx, (ROWS, TOKENS, HIDDEN)
     return {
         key: np.random.default_rng([first, key]).standard_normal(shape, np.float32) for key in HOOKS
@@ -71,7 +75,14 @@ def activations_of(batch: Batch) -> dict[Any, np.ndarray]:
 
 
 def open_part(root: Path, *part: int, identity: dict | None = None, **options: Any):
-    """The storage of one host. part: machine, host, machines, hosts."""
+    """Makes the storage of one part.
+
+    Args:
+        root: The folder of the run.
+        part: Machine, host, machines, hosts. None of them for a run with one part.
+        identity: Fields of the identity that are changed.
+        options: More arguments of `open_storage`.
+    """
     part = part or (0, 0, 1, 1)
     usual: dict[str, Any] = {
         "shard_size_gb": 4e-6,
@@ -91,7 +102,10 @@ def batches(count: int, machine: int = 0, host: int = 0, machines: int = 1, host
 
 
 def extract(root: Path, *part: int, count: int = 10, **options: Any) -> ActivationStorage:
-    """A complete part: `count` samples of 1280 bytes, three to a shard."""
+    """Stores a complete part with `count` samples of 1280 bytes, of which three make a shard.
+
+    See `open_part` for the other arguments.
+    """
     with open_part(root, *part, **options) as storage:
         for batch in batches(count, *part):
             storage.add_batch(batch, activations_of(batch))
@@ -99,39 +113,44 @@ def extract(root: Path, *part: int, count: int = 10, **options: Any) -> Activati
 
 
 def edit(path: Path, change: Callable[[dict], object]) -> None:
-    """Changes a JSON and gives it its right checksum again."""
+    """Changes the content of a JSON, and updates its checksum."""
     content = unseal(path.read_bytes(), str(path))
     change(content)
     path.write_bytes(seal(content))
 
 
 def flip(path: Path, at: int, bits: int = 1) -> None:
-    """Changes bits of a byte. at: counted from the end if it is negative."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= bits
-    path.write_bytes(data)
+    """Flips bits of the byte at an offset, which counts from the end if it is negative."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= bits
+    path.write_bytes(content)
 
 
 def agree(path: Path, **changes: Any) -> None:
-    """Makes the JSON of a shard agree to a file that was changed. changes: of its other fields."""
-    data = path.read_bytes()
-    of_activations = len(data) if format_of(path.name) else 0
-    blocks = (data[start : start + 2**20] for start in range(0, of_activations, 2**20))
+    """Updates the JSON of a shard after one of its files was changed.
+
+    Args:
+        path: The changed file, whose size and checksums are updated.
+        changes: New values of other fields of the JSON.
+    """
+    content = path.read_bytes()
+    of_activations = len(content) if format_of(path.name) else 0
+    blocks = (content[start : start + 2**20] for start in range(0, of_activations, 2**20))
     facts = {
-        "bytes": len(data),
-        "sha256": hashlib.sha256(data).hexdigest(),
+        "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
         "crc32c": "".join(f"{crc32c(block):08x}" for block in blocks),
     }
 
-    def change(content: dict) -> None:
-        content.update(changes)
-        content["files"].setdefault(path.name, {"version": None}).update(facts)
+    def change(commit: dict) -> None:
+        commit.update(changes)
+        commit["files"].setdefault(path.name, {"version": None}).update(facts)
 
     edit(path.with_name(f"{path.name.split('.')[0]}.json"), change)
 
 
 def records_in(path: Path, limit: int = 10**8) -> Any:
-    """The records of a pickled shard, which may unpack to so many bytes."""
+    """Returns the records of a pickled shard, which has at most `limit` bytes decompressed."""
     with open(path, "rb") as file:
         return read_records(file, path.name, limit)
 
@@ -141,35 +160,44 @@ def load(folder: Path, number: int) -> Any:
         return pickle.load(file)
 
 
-def replace_shard(folder: Path, number: int, data: bytes, unpacked: int | None = None) -> None:
-    """Other bytes for a shard, to which its JSON and the metadata agree.
+def replace_shard(folder: Path, number: int, content: bytes, unpacked: int | None = None) -> None:
+    """Replaces the file of a pickled shard, and updates its JSON and metadata.json.
 
-    unpacked: what the JSON says of that; what is true by default.
+    Args:
+        folder: The folder of the shard.
+        number: The number of the shard.
+        content: The new content of the file.
+        unpacked: The size after decompression that the JSON records. None for the right size.
     """
-    unpacked = len(gzip.decompress(data)) if unpacked is None else unpacked
+    unpacked = len(gzip.decompress(content)) if unpacked is None else unpacked
     path = folder / f"shard_{number:04d}.pkl.gz"
-    more = len(data) - path.stat().st_size
-    path.write_bytes(data)
+    more = len(content) - path.stat().st_size
+    path.write_bytes(content)
     agree(path, unpacked=unpacked)
-    edit(folder / "metadata.json", lambda content: content.update(bytes=content["bytes"] + more))
+    edit(folder / "metadata.json", lambda run: run.update(bytes=run["bytes"] + more))
 
 
 def shard_file(folder: Path, number: int) -> Path:
-    """The file of a shard, in whichever format."""
-    (found,) = (p for p in folder.glob(f"shard_{number:04d}.*") if format_of(p.name))
-    return found
+    """Returns the path of a shard's activations, in either format."""
+    (path,) = (file for file in folder.glob(f"shard_{number:04d}.*") if format_of(file.name))
+    return path
 
 
 def change_shard(folder: Path, number: int, change: Callable[[Any], object]) -> None:
-    """Changes the records of a shard; the sizes and the sha256 in its JSON agree."""
+    """Changes the records of a pickled shard, and updates its JSON and metadata.json."""
     shard = load(folder, number)
     change(shard)
     replace_shard(folder, number, gzip.compress(pickle.dumps(shard, protocol=4), 1, mtime=0))
 
 
 def change_table(folder: Path, number: int, change: Callable[[list[dict]], object]) -> None:
-    """Changes the rows of a shard's table of samples, dicts of `tokens` and the facts of a sample;
-    its JSON agrees."""
+    """Changes a shard's table of samples, and updates its JSON.
+
+    Args:
+        folder: The folder of the shard.
+        number: The number of the shard.
+        change: Changes the rows: a list of dicts of `tokens` and the facts of a sample.
+    """
     path = folder / f"shard_{number:04d}.samples.parquet"
     samples = stored_samples(pyarrow.parquet.read_table(path))
     rows = [{"tokens": sample.tokens, **vars(sample.facts)} for sample in samples]

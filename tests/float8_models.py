@@ -1,4 +1,4 @@
-"""Float8 checkpoints of tiny models, and transformers' models of the values that they stand for."""
+"""Makes float8 checkpoints of tiny models, and transformers' models of the dequantised values."""
 
 from typing import Any
 
@@ -16,7 +16,11 @@ FLOATS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure"
 
 
 def compressed(**weights: Any) -> dict[str, Any]:
-    """The field of a checkpoint of compressed-tensors."""
+    """Returns the `quantization_config` of a checkpoint in the format of compressed-tensors.
+
+    Args:
+        weights: Changed settings of its weights.
+    """
     group = {"targets": ["Linear"], "weights": FLOATS | weights}
     return {
         "quant_method": "compressed-tensors",
@@ -26,7 +30,13 @@ def compressed(**weights: Any) -> dict[str, Any]:
 
 
 def spread(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
-    """The scale of every value, in float32: block i begins at value i * block."""
+    """Returns the scale of each value, in float32.
+
+    Args:
+        scale: The scales of rows, blocks, whole experts or the whole tensor.
+        shape: The shape of the values.
+        block: The rows and columns of a block.
+    """
     scale = scale.astype(np.float32)
     if scale.shape == shape[:1]:  # of the rows
         scale = scale[:, None]
@@ -42,7 +52,11 @@ def spread(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]) ->
 
 
 def quantised(values: np.ndarray, block: tuple[int, int], dtype: Any) -> tuple[np.ndarray, ...]:
-    """The codes of a matrix or of experts, their scales, and what they are dequantised to."""
+    """Quantises a matrix, or a stack of experts' matrices, by blocks.
+
+    Returns:
+        The float8 codes, the scales of the blocks in `dtype`, and the dequantised values.
+    """
     *first, rows, columns = values.shape
     scales = np.ones((*first, -(-rows // block[0]), -(-columns // block[1])), np.float32)
     for at in np.ndindex(scales.shape):
@@ -55,12 +69,14 @@ def quantised(values: np.ndarray, block: tuple[int, int], dtype: Any) -> tuple[n
     return codes, scales, codes.astype(np.float32) * factors
 
 
-# Every matrix is ragged: 200 x 72, 72 x 200, 100 x 72 in blocks of 128 and smaller ones.
+# No matrix is a multiple of the blocks: 200 x 72, 72 x 200 and 100 x 72 values, in blocks of 128 or
+# smaller ones.
 ODD = dict(hidden_size=72, head_dim=50, num_key_value_heads=2, num_hidden_layers=3)
 DENSE = ODD | dict(model_type="qwen3", intermediate_size=200)
 SPARSE = ODD | experts(4, 2, 136, model_type="qwen3_moe", norm_topk_prob=True)
 BESIDE_VISION = QWEN3_5["qwen3_5_tied_beside_vision"]
-# The model, what config.json says, the type of the scales, what the checkpoint has, and the mesh.
+# The model, its quantization_config, the dtype of the scales, how experts are stored (the argument
+# `fused` of `dequantised`), and the mesh.
 FLOAT8: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str, str]] = {
     "float8": (DENSE, BLOCKS, np.float32, "", "fsdp"),
     "float8 of compressed-tensors": (DENSE, compressed(), BFLOAT16, "", "pipeline"),
@@ -73,10 +89,16 @@ FLOAT8: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str, str]] = {
 
 
 def quantise(folder, config, dtype=BFLOAT16, state=None):
-    """Turns the checkpoint in `folder` into a float8 one; returns its tensors, and the values that
-    they stand for.
+    """Turns the checkpoint in a folder into a float8 one.
 
-    state: tensors in place of those of the checkpoint.
+    Args:
+        folder: The folder of the checkpoint.
+        config: The `quantization_config`.
+        dtype: The dtype of the scales.
+        state: The tensors to quantise, which are changed. None for those of the checkpoint.
+
+    Returns:
+        The stored tensors by name, and the dequantised values by name.
     """
     path = folder / "model.safetensors"
     state, stored = state or load_file(path), dict[str, np.ndarray]()
@@ -93,20 +115,28 @@ def quantise(folder, config, dtype=BFLOAT16, state=None):
 
 
 def turned(state):
-    """With the last two axes of fused experts in reverse order."""
-    fused = {key: value.swapaxes(1, 2).copy() for key, value in state.items() if value.ndim == 3}
+    """Returns the tensors, with the last two axes of fused experts swapped."""
+    fused = {key: tensor.swapaxes(1, 2).copy() for key, tensor in state.items() if tensor.ndim == 3}
     return state | fused
 
 
 def dequantised(reference: Reference, config: dict[str, Any], dtype: Any, fused: str) -> Reference:
-    """Turns the checkpoint of a model into a float8 one; returns the model of its values.
+    """Turns the checkpoint of a model into a float8 one.
 
-    fused: "" with a tensor for each expert; "turned": fused, with the input axis first.
+    Args:
+        reference: The model and its checkpoint.
+        config: The `quantization_config`.
+        dtype: The dtype of the scales.
+        fused: "" to store a tensor for each expert; "fused" to store all experts in one tensor;
+            "turned" to store them so with the input axis first.
+
+    Returns:
+        transformers' model with the dequantised values.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    in_memory = {key: value.numpy() for key, value in reference.model.state_dict().items()}
+    in_memory = {key: tensor.numpy() for key, tensor in reference.model.state_dict().items()}
     if fused == "turned":  # as in Qwen3-VL's checkpoints
         in_memory = turned(in_memory)
     _, state = quantise(reference.folder, config, dtype, in_memory if fused else None)

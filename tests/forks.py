@@ -1,7 +1,8 @@
-"""Processes that need not import the tool: each is forked from one that has.
+"""Starts Python processes quickly, by forking a server that has already imported the tool.
 
-Importing takes two seconds, more than most of these processes compute. That one is started with the
-first of them, by this process, and has its variables while it imports; others are set after a fork.
+Importing takes two seconds, which is longer than most of these processes compute. The server starts
+together with the first process. It imports with the environment variables of this process; each
+forked process then sets its own.
 """
 
 import gc
@@ -24,10 +25,16 @@ class Forked:
     """A running Python script, with the methods of subprocess.Popen that the tests use."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """command: the path of the script and its arguments. log: where its output goes."""
+        """Starts the process.
+
+        Args:
+            command: The path of the script and its arguments.
+            environment: All of its environment variables.
+            log: The file of its output.
+        """
         log.write_bytes(b"")
-        given = [*command], dict(environment), str(log), os.getcwd()
-        self._process = SERVER.Process(target=_become, args=given, daemon=True)
+        arguments = [*command], dict(environment), str(log), os.getcwd()
+        self._process = SERVER.Process(target=_become, args=arguments, daemon=True)
         self._process.start()
 
     def wait(self, timeout: float | None = None) -> int:
@@ -52,7 +59,7 @@ def _become(command: list[str], environment: dict[str, str], log: str, folder: s
     """Runs the script as a new process does, and ends."""
     import jax
 
-    gc.freeze()  # no collection looks at what was imported, or writes to pages that are shared
+    gc.freeze()  # collections skip imported objects, and so do not write to pages that are shared
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -63,8 +70,9 @@ def _become(command: list[str], environment: dict[str, str], log: str, folder: s
     if platforms := environment.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", platforms)
     os.chdir(folder)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a process of its own,
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever was ignored where the tests started
+    # As in a new process, even if the tests were started with these signals ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
     status = 1
     try:

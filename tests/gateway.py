@@ -1,9 +1,10 @@
-"""An S3 gateway as Hugging Face documents the one in front of its buckets.
+"""Serves S3 as Hugging Face documents the gateway to its buckets.
 
-Its address has a path (the namespace) and bucket names come after it, never before the host. The
-region is us-east-1. PutObject obeys If-Match and If-None-Match. GetObject ignores both: it answers
-302, and the content comes from another host, which wants no credentials. ListObjectsV2 is the only
-listing, with the delimiter `/` only. Metadata of objects and trailing checksums are refused.
+Its address has a path (the namespace), and the name of the bucket follows the path, never precedes
+the host. The region is us-east-1. PutObject obeys If-Match and If-None-Match. GetObject ignores
+both: it answers 302, and the content comes from another host, which refuses credentials. Listing
+works only by ListObjectsV2 with the delimiter `/`. Requests with metadata of objects or trailing
+checksums are refused.
 """
 
 import re
@@ -19,12 +20,19 @@ REGION = "us-east-1"
 
 
 class Gateway(Bucket):
-    """The bucket behind the gateway. `redirected` counts the answers 302, and `fetched` the answers
-    of the other host. `tag`, if it is set, is the ETag in all of these."""
+    """The gateway and its bucket.
+
+    Attributes:
+        key: The query parameter that stands for the signature of a presigned URL.
+        redirected: The number of answers with status 302.
+        fetched: The number of requests to the other host with the right key.
+        tag: The ETag in all answers of the other host. Empty for the right ETags.
+        content: The other host.
+    """
 
     def __init__(self) -> None:
         super().__init__(_GatewayHandler)
-        self.key = secrets.token_hex(8)  # stands for the signature of a presigned URL
+        self.key = secrets.token_hex(8)
         self.redirected = self.fetched = 0
         self.tag = ""
         self.content = _Content(self)
@@ -45,7 +53,7 @@ class Gateway(Bucket):
 
 
 class _Content(Bucket):
-    """The other host, which has the same objects."""
+    """The other host, which serves the same objects."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(_ContentHandler)
@@ -85,15 +93,13 @@ class _ContentHandler(Handler):
         with bucket.lock:
             bucket.gateway.fetched += 1
         status, headers, content = super().answer(bucket, place, name, body)
-        return (
-            status,
-            headers | ({"ETag": bucket.gateway.tag} if bucket.gateway.tag else {}),
-            content,
-        )
+        if bucket.gateway.tag:
+            headers = headers | {"ETag": bucket.gateway.tag}
+        return status, headers, content
 
 
 @contextmanager
 def gateway() -> Iterator[Gateway]:
-    """A running gateway with one empty bucket."""
+    """Runs a gateway with one empty bucket."""
     with closing(Gateway()) as bucket:
         yield bucket

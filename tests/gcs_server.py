@@ -1,7 +1,8 @@
-"""An object store in memory that misbehaves: the XML of Google, S3 and Azure, and Google's JSON.
+"""Serves an object store in memory that can misbehave.
 
-obstore speaks XML, with conditions on generations (Google) or ETags (S3, Azure); gcsfs reads models
-and data sets by the JSON API. `Bucket` is its one bucket and what a client needs to reach it.
+It understands the XML APIs of Google, S3 and Azure, which obstore uses with conditions on
+generations (Google) or ETags (S3, Azure), and Google's JSON API, by which gcsfs reads models and
+data sets. `Bucket` is its only bucket, with the environment variables that clients need.
 """
 
 import base64
@@ -32,15 +33,23 @@ import gcsfs
 import pytest
 
 ACCOUNT = "account"  # as in an emulator of Azure, the first part of each path
-# A number is the HTTP status of the answer, and a code may follow it, as in "400 RequestTimeout";
-# the others are what networks do. Another one is "half", after which nothing arrives.
+# The faults that happen by default. A number is the HTTP status of the answer; an error code may
+# follow it, as in "400 RequestTimeout". The others are failures of the network. The connection is
+# reset before the request is served ("reset"), in the middle of its answer ("truncated"), or after
+# it was served and before its answer ("lost"). Tests may also set "half", which is like "truncated"
+# with 3 seconds of silence before the reset.
 FAULTS = ("503", "429", "reset", "truncated", "lost")
 PIECE = 2**16  # bytes of a body that are read at once
 
 
 @dataclass(frozen=True)
 class Stored:
-    """An object. generation: grows with every write to the bucket."""
+    """An object.
+
+    Attributes:
+        data: Its content.
+        generation: Its generation, which grows with every write to the bucket.
+    """
 
     data: bytes
     generation: int
@@ -51,16 +60,26 @@ class Stored:
 
     @property
     def about(self) -> dict[str, str]:
-        """What an answer of the XML API says of it in its headers."""
+        """Returns the headers with which the XML APIs describe it."""
         generation = {"x-goog-generation": str(self.generation)}
         return {"ETag": self.tag, "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT", **generation}
 
 
 class Bucket:
-    """The bucket `name`. Set `rate` to have that share of the requests fail in one of `faults`;
-    `failed` counts what was done. `served` counts the bytes of objects in answers. `asked` lists
-    the requests: (method, name of the object). `before` is called with each one before it is
-    served. `received` is called with the size of each piece of a body that was read."""
+    """The bucket `name` and its server.
+
+    Attributes:
+        rate: The share of requests that fail. Tests set it.
+        faults: The faults of these requests, chosen at random; see FAULTS.
+        failed: Fault -> the number of requests that it has hit.
+        served: The bytes of objects in all answers.
+        requests: The requests in order: (method, name of the object).
+        before: Is called with the method and the name before each request is served.
+        received: Is called with the size of each piece of a request's body that was read.
+        chance: The generator of all random choices.
+        lock: Is held while objects are changed.
+        stored: The objects by name.
+    """
 
     name = "bucket"
 
@@ -69,7 +88,7 @@ class Bucket:
         self.faults: tuple[str, ...] = FAULTS
         self.failed: Counter[str] = Counter()
         self.served = 0
-        self.asked: list[tuple[str, str]] = []
+        self.requests: list[tuple[str, str]] = []
         self.before: Callable[[str, str], None] = lambda method, name: None
         self.received: Callable[[int], None] = lambda size: None
         self.chance = random.Random(0)
@@ -85,8 +104,10 @@ class Bucket:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables by which this process or another one reaches gs://bucket, s3://bucket and
-        az://bucket."""
+        """Returns environment variables by which processes reach the bucket.
+
+        It has the URLs gs://bucket, s3://bucket and az://bucket.
+        """
         address = f"http://127.0.0.1:{self.port}"
         return {
             "STORAGE_EMULATOR_HOST": address,
@@ -99,7 +120,7 @@ class Bucket:
         }
 
     def choose_fault(self) -> str | None:
-        """What shall happen to the next request."""
+        """Returns the fault of the next request, or None to serve it."""
         with self.lock:
             if self.chance.random() >= self.rate:
                 return None
@@ -108,19 +129,21 @@ class Bucket:
             return fault
 
     def objects(self) -> dict[str, bytes]:
-        """Name -> content of everything in the bucket."""
+        """Returns the content of each object by name."""
         return {name: stored.data for name, stored in sorted(dict(self.stored).items())}
 
-    def put(self, name: str, data: bytes) -> None:
-        """Writes an object behind everybody's back."""
-        self.stored[name] = Stored(data, time.time_ns())
+    def put(self, name: str, content: bytes) -> None:
+        """Writes an object directly, without a request."""
+        self.stored[name] = Stored(content, time.time_ns())
 
     def delete(self, name: str) -> None:
         del self.stored[name]
 
     def keep_little_unread(self) -> None:
-        """Has the kernel accept only a few pieces of a body before they are read, as on a line that
-        is the bottleneck. Holds for connections that are made from now on."""
+        """Has the kernel accept only a few pieces of a body before they are read.
+
+        So new connections behave as on a slow network.
+        """
         self._server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE)
 
     def close(self) -> None:
@@ -134,14 +157,14 @@ class _Server(ThreadingHTTPServer):
     bucket: Bucket
 
     def handle_error(self, *_: Any) -> None:
-        """Clients that went away are part of the game."""
+        """Ignores errors of connections, because tests make clients end in the middle of them."""
 
 
 Answer = tuple[int, dict[str, str], bytes]  # status, headers, content
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one request. A subclass answers otherwise by its own `answer`."""
+    """Answers requests. A subclass overrides `answer` to change the answers."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # or the body of an answer waits 40 ms for its headers
@@ -175,7 +198,7 @@ class Handler(BaseHTTPRequestHandler):
         where = re.sub(r"^/(download/)?storage/v1/b/([^/]+)(/o/?)?", r"/\2/", url.path)
         where = where.removeprefix(f"/{ACCOUNT}")
         place, _, name = unquote(where).lstrip("/").partition("/")
-        bucket.asked.append((self.command, name))
+        bucket.requests.append((self.command, name))
         bucket.before(self.command, name)
         answer = self.answer(bucket, place, name, body)
         if fault == "lost":
@@ -203,15 +226,15 @@ class Handler(BaseHTTPRequestHandler):
         return self._object(bucket, name) if name else self._listing(bucket)
 
     def _change(self, bucket: Bucket, name: str, body: bytes) -> Answer:
-        found, headers = bucket.stored.get(name), self.headers
-        tag, generation = (found.tag, str(found.generation)) if found else (None, "0")
-        if "If-Match" in headers and found is None and not self.azure:  # so S3 answers
+        stored, headers = bucket.stored.get(name), self.headers
+        tag, generation = (stored.tag, str(stored.generation)) if stored else (None, "0")
+        if "If-Match" in headers and stored is None and not self.azure:  # so S3 answers
             return self.error(404, "no such object", "NoSuchKey")
-        if self.azure and headers.get("If-None-Match") == "*" and found is not None:
+        if self.azure and headers.get("If-None-Match") == "*" and stored is not None:
             return self.error(409, "The specified blob already exists.", "BlobAlreadyExists")
         if (
             headers.get("If-Match", tag) != tag
-            or (headers.get("If-None-Match") == "*" and found is not None)
+            or (headers.get("If-None-Match") == "*" and stored is not None)
             or headers.get("x-goog-if-generation-match", generation) != generation
         ):
             return self.error(412, "changed", "PreconditionFailed")
@@ -234,14 +257,14 @@ class Handler(BaseHTTPRequestHandler):
         return 200, {}, b"<DeleteResult>%s</DeleteResult>" % deleted
 
     def _object(self, bucket: Bucket, name: str) -> Answer:
-        found = bucket.stored.get(name)
-        if found is None:
+        stored = bucket.stored.get(name)
+        if stored is None:
             return self.error(404, "no such object", "NoSuchKey")
         if self.json and self.query.get("alt") != "media" and "/download/" not in self.path:
-            return 200, {}, json.dumps(_resource(name, found)).encode()
-        if self.headers.get("If-Match", found.tag) != found.tag:
+            return 200, {}, json.dumps(_resource(name, stored)).encode()
+        if self.headers.get("If-Match", stored.tag) != stored.tag:
             return self.error(412, "changed", "PreconditionFailed")
-        status, content, about = 200, found.data, found.about
+        status, content, about = 200, stored.data, stored.about
         if wanted := re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", "")):
             size, start, stop = len(content), wanted[1], wanted[2]
             first = int(start) if start else max(0, size - int(stop))
@@ -255,15 +278,18 @@ class Handler(BaseHTTPRequestHandler):
         return status, about, content
 
     def _listing(self, bucket: Bucket) -> Answer:
-        prefix, delimiter = (self.query.get(key, "") for key in ("prefix", "delimiter"))
-        entries: dict[str, Stored | None] = {}  # None is a folder
+        prefix, delimiter = self.query.get("prefix", ""), self.query.get("delimiter", "")
+        files: dict[str, Stored] = {}
+        folders: list[str] = []
         for name, stored in sorted(dict(bucket.stored).items()):
-            folder, found, _ = name[len(prefix) :].partition(delimiter or "\0")
-            if name.startswith(prefix):
-                key = prefix + folder + delimiter if delimiter and found else name
-                entries[key] = None if key != name else stored
-        files = {name: stored for name, stored in entries.items() if stored}
-        folders = [name for name, stored in entries.items() if not stored]
+            if not name.startswith(prefix):
+                continue
+            head, separator, tail = name[len(prefix) :].partition(delimiter or "\0")
+            if not separator or not tail:
+                files[name] = stored
+            elif prefix + head + separator not in folders:
+                folders.append(prefix + head + separator)
+                files.pop(folders[-1], None)  # an object that only stands for the folder
         if self.json:
             items = [_resource(name, stored) for name, stored in files.items()]
             return 200, {}, json.dumps({"items": items, "prefixes": folders}).encode()
@@ -279,7 +305,13 @@ class Handler(BaseHTTPRequestHandler):
         return 200, {}, f"<ListBucketResult>{text}</ListBucketResult>".encode()
 
     def error(self, status: int, message: str, code: str = "") -> Answer:
-        """An answer in the language of the API that the request belongs to."""
+        """Returns an error in the format of the API that the request uses.
+
+        Args:
+            status: The HTTP status.
+            message: The message.
+            code: The code of the error in XML. Empty to derive it from the status.
+        """
         if self.json:
             return status, {}, json.dumps({"error": {"code": status, "message": message}}).encode()
         code = code or http.HTTPStatus(status).phrase.replace(" ", "")
@@ -292,8 +324,8 @@ class Handler(BaseHTTPRequestHandler):
         status, headers, content = answer
         cut = fault in ("truncated", "half")
         self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
+        for name, text in headers.items():
+            self.send_header(name, text)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command != "HEAD":
@@ -312,7 +344,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def _azure_listing(files: dict[str, Stored], folders: list[str]) -> bytes:
-    """A listing of Azure's, whose ETags lack the quotes that all other answers have."""
+    """Returns a listing as Azure sends it; its ETags lack the quotes that other answers have."""
     text = "".join(
         f"<Blob><Name>{escape(name)}</Name><Properties>"
         "<Last-Modified>Thu, 01 Jan 2026 00:00:00 GMT</Last-Modified>"
@@ -327,7 +359,7 @@ def _azure_listing(files: dict[str, Stored], folders: list[str]) -> bytes:
 
 
 def _resource(name: str, stored: Stored) -> dict[str, Any]:
-    """What the JSON API says of an object."""
+    """Returns an object's description in the JSON API."""
     return {
         "name": name,
         "bucket": Bucket.name,
@@ -340,20 +372,22 @@ def _resource(name: str, stored: Stored) -> dict[str, Any]:
 
 @contextmanager
 def gcs() -> Iterator[Bucket]:
-    """A running store with one empty bucket."""
+    """Runs a store with one empty bucket."""
     with closing(Bucket()) as bucket:
         yield bucket
 
 
 @pytest.fixture
 def bucket(monkeypatch):
-    """An empty bucket; this process and its children reach it as gs://bucket, s3://bucket or
-    az://bucket."""
-    with gcs() as found:
-        for name, value in found.environment.items():
+    """Runs a store with an empty bucket, which this process and its children can reach.
+
+    Its URLs are gs://bucket, s3://bucket and az://bucket.
+    """
+    with gcs() as server:
+        for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         gcsfs.GCSFileSystem.clear_instance_cache()
         # In this process gcsfs does not wait between its own attempts.
         monkeypatch.setattr(gcsfs.retry, "random", SimpleNamespace(random=lambda: -100.0))
-        yield found
+        yield server
         gcsfs.GCSFileSystem.clear_instance_cache()

@@ -1,10 +1,11 @@
-"""A local HTTP server that answers as the Hugging Face hub does, for tests without internet.
+"""Serves local repositories as the Hugging Face hub does, for tests without internet.
 
-It owns the part of the hub's protocol that downloads and streaming use: repository information,
-file trees, and files with their commit, ETag (safetensors are LFS files) and byte ranges; no Xet or
-login. Set HF_ENDPOINT to its address before huggingface_hub is imported. Files are read at each
-request from `models/ORG/NAME/` and `datasets/ORG/NAME/` under one root. These are the revision
-`main`; `NAME@v1` beside it is the revision `v1`. A commit is derived from the files.
+It implements the part of the hub's protocol that downloads and streaming use: repository
+information, file trees, and files with their commit, ETag (safetensors are LFS files) and byte
+ranges; no Xet and no login. Set HF_ENDPOINT to its address before huggingface_hub is imported.
+Files are read at each request from `models/ORG/NAME/` and `datasets/ORG/NAME/` under one root, as
+the revision `main`. The revision `v1` is in `NAME@v1` beside these. A commit is a hash of the files
+of its revision.
 """
 
 import hashlib
@@ -24,8 +25,16 @@ _RESOLVE = re.compile(rf"/(?:(datasets)/)?{_NAME}/resolve/([^/]+)/(.+)")
 
 
 class Hub(ThreadingHTTPServer):
-    """A running server: its address, the paths that were asked of it so far, what those requests
-    were authorised with, and the bytes of weights that it has sent."""
+    """A running server.
+
+    Attributes:
+        root: The folder of the repositories.
+        endpoint: Its address.
+        requests: The paths of all requests in order.
+        authorizations: The Authorization headers of all requests; None for those without one.
+        sent: The bytes of safetensors files that it has sent.
+        counting: Is held while `sent` changes.
+    """
 
     def __init__(self, root: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -49,7 +58,10 @@ def serve_hub(root: Path) -> Iterator[Hub]:
 
 
 class _NotFound(Exception):
-    """A code, by which clients choose their exception, and perhaps a commit."""
+    """The answer is 404.
+
+    Its arguments are the code by which clients choose their exception, and optionally the commit.
+    """
 
 
 @lru_cache(maxsize=4096)
@@ -68,26 +80,36 @@ def _entry(folder: Path, path: Path) -> dict:
     return entry
 
 
-def _revision(root: Path, kind: str, name: str, asked: str) -> tuple[Path, dict[str, dict], str]:
-    """The folder of a repository's revision at this moment, its entries and its commit."""
+def _revision(root: Path, kind: str, name: str, revision: str) -> tuple[Path, dict[str, dict], str]:
+    """Reads a revision of a repository as it is now.
+
+    Args:
+        root: The folder of the repositories.
+        kind: "models" or "datasets".
+        name: ORG/NAME.
+        revision: The name of the revision, or a commit.
+
+    Returns:
+        The folder of the revision, its entries by path, and its commit.
+    """
     main = root / kind / name
     if not main.is_dir():
         raise _NotFound("RepoNotFound")
     for folder in (main, *main.parent.glob(f"{main.name}@*")):
         entries = [_entry(folder, path) for path in sorted(folder.rglob("*"))]
         commit = hashlib.sha1(json.dumps([kind, name, entries]).encode()).hexdigest()
-        if asked in (folder.name.partition("@")[2] or "main", commit):
+        if revision in (folder.name.partition("@")[2] or "main", commit):
             return folder, {entry["path"]: entry for entry in entries}, commit
     raise _NotFound("RevisionNotFound")
 
 
 class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # Lets clients keep a connection for many requests, on which
-    disable_nagle_algorithm = True  # Nagle's algorithm could hold each answer back for 40 ms.
+    protocol_version = "HTTP/1.1"  # keeps a connection for many requests
+    disable_nagle_algorithm = True  # which would delay answers on such a connection by 40 ms
     server: Hub
 
     def log_message(self, *args: object) -> None:
-        """Stays silent: `Hub.requests` is the log."""
+        """Prints nothing, because `Hub.requests` is the log."""
 
     def do_GET(self) -> None:
         self.server.requests.append(self.path)
@@ -133,22 +155,22 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": commit, "ETag": f'"{entry["oid"]}"'}
         headers |= {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
         size, status, start, end = entry["size"], 200, 0, entry["size"]
-        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            status, start, end = 206, int(asked[1]), min(int(asked[2] or size) + 1, size)
+        if byte_range := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            status, start, end = 206, int(byte_range[1]), min(int(byte_range[2] or size) + 1, size)
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
-        data = (folder / filename).read_bytes()[start:end]
+        content = (folder / filename).read_bytes()[start:end]
         if "lfs" in entry:
             headers |= {"X-Linked-ETag": f'"{entry["lfs"]["oid"]}"', "X-Linked-Size": str(size)}
             if self.command != "HEAD":
                 with self.server.counting:
-                    self.server.sent += len(data)
-        self._send(status, data, headers)
+                    self.server.sent += len(content)
+        self._send(status, content, headers)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         defaults = {"Content-Type": "application/json", "Content-Length": str(len(body))}
-        for name, value in (defaults | (headers or {})).items():
-            self.send_header(name, value)
+        for name, text in (defaults | (headers or {})).items():
+            self.send_header(name, text)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

@@ -1,11 +1,11 @@
-"""Kernels of TPUs as Pallas interprets them, with a TPU's kinds of memory and its copies."""
+"""Runs the TPU kernel of experts in Pallas's interpreter, which simulates memories and copies."""
 
 from jax.experimental.pallas import tpu as pltpu
 
 from activation_extraction.model.expert_kernel import pallas_experts
 
 
-def pallas(*given, **options):
-    """Does what `pallas_experts` does."""
+def pallas(*arguments, **options):
+    """Calls `pallas_experts` in the interpreter."""
     with pltpu.force_tpu_interpret_mode():
-        return pallas_experts(*given, **options)
+        return pallas_experts(*arguments, **options)

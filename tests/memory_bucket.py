@@ -1,8 +1,8 @@
-"""A bucket in memory whose requests fail, have unknown outcomes, or stop a process.
+"""Simulates a bucket in memory whose requests fail, have unknown outcomes, or stop a process.
 
-Each process has a `MemoryFolder` of its own into the same `MemoryBucket`. Conditions are obeyed as
-the stores obey them, and the version of an object is the MD5 of its content, as on S3: writing the
-same content again does not change it.
+Each simulated process has its own `MemoryFolder` of the same `MemoryBucket`. Conditions work as in
+real stores. The version of an object is the MD5 of its content, as on S3, so writing the same
+content again does not change it.
 """
 
 import hashlib
@@ -17,12 +17,19 @@ from activation_extraction.store.folder import ANY, ChangedError, FileEntry, Fol
 
 
 class Stopped(BaseException):
-    """Stands for SIGKILL: no request of this process is carried out from here on."""
+    """Stands for SIGKILL: the bucket ignores all further requests of the process."""
 
 
 class MemoryBucket:
-    """The objects of a bucket: path -> (content, version). replaced: the commits that another one
-    of the same run has replaced, which may never happen."""
+    """The objects of a bucket.
+
+    Attributes:
+        objects: Path -> content and version.
+        lock: Is held while objects are read or changed.
+        replaced: The paths of commits that were replaced by a commit of the same run. Tests assert
+            that there are none.
+        late: The requests that `deliver` carries out.
+    """
 
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, str]] = {}
@@ -38,22 +45,32 @@ class MemoryBucket:
                     action(self.objects)
             self.late.clear()
 
-    def put(self, path: str, data: bytes) -> str:
+    def put(self, path: str, content: bytes) -> str:
         if "/shard_" in path and path.endswith(".json"):
-            before, now = (json.loads(each) for each in (self.objects.get(path, ["{}"])[0], data))
+            before = json.loads(self.objects.get(path, ["{}"])[0])
+            now = json.loads(content)
             if "files" in before and "files" in now and before["run"] == now["run"]:
                 self.replaced.append(path)
-        version = hashlib.md5(data).hexdigest()
-        self.objects[path] = data, version
+        version = hashlib.md5(content).hexdigest()
+        self.objects[path] = content, version
         return version
 
 
 @dataclass
 class Process:
-    """One process. fate: is called before each of its requests with the request's number and name;
-    it may return "stop" (the process ends instead), "fail" (the request is not carried out), "lost"
-    (it is, but its answer does not arrive), "late" (it is when the bucket delivers late requests,
-    unlike its answer) or "refuse" (the store does not permit it)."""
+    """A simulated process.
+
+    Attributes:
+        fate: Decides about each request. It takes the number and the name of the request, and
+            returns None to carry it out or one of these:
+            "stop": The process ends instead.
+            "fail": The request is not carried out, and no answer arrives.
+            "lost": The request is carried out, but no answer arrives.
+            "late": No answer arrives; the request is carried out by `MemoryBucket.deliver`.
+            "refuse": The store denies permission.
+        requests: The number of requests so far.
+        dead: Whether the process has ended.
+    """
 
     fate: Callable[[int, str], str | None] = lambda number, request: None
     requests: int = 0
@@ -61,7 +78,7 @@ class Process:
 
 
 class MemoryFolder(Folder):
-    """A process's way to a folder of the bucket."""
+    """A folder of the bucket, as one process uses it."""
 
     def __init__(self, bucket: MemoryBucket, process: Process, url: str = "mem://bucket") -> None:
         self.bucket, self.process = bucket, process
@@ -96,27 +113,35 @@ class _Files:
             self.bucket.late.append(action)
         elif fate != "fail":
             with self.bucket.lock:
-                result = action(self.bucket.objects)
+                answer = action(self.bucket.objects)
         if fate in ("fail", "lost", "late"):
             raise FolderError("no answer", final=False)
-        return result
+        return answer
 
     def entries(self) -> dict[str, FileEntry | None]:
         below = f"{self.url}/"
-        found = self._ask("listing", lambda objects: dict(objects))
-        names = {p.removeprefix(below): each for p, each in found.items() if p.startswith(below)}
-        files = {n: FileEntry(len(data), v) for n, (data, v) in names.items() if "/" not in n}
-        return {**{name.split("/")[0]: None for name in names if "/" in name}, **files}
+        objects = self._ask("listing", lambda objects: dict(objects))
+        files: dict[str, FileEntry | None] = {}
+        folders: dict[str, FileEntry | None] = {}
+        for path, (content, version) in objects.items():
+            if not path.startswith(below):
+                continue
+            name, separator, _ = path.removeprefix(below).partition("/")
+            if separator:
+                folders[name] = None
+            else:
+                files[name] = FileEntry(len(content), version)
+        return folders | files
 
     def head(self, name: str) -> Any:
-        found = self.read(name)
-        return found and FileEntry(len(found[0]), found[1])
+        stored = self.read(name)
+        return stored and FileEntry(len(stored[0]), stored[1])
 
     def read(self, name: str, version: Any = None, most: Any = None, span: Any = None) -> Any:
-        found = self._ask(f"reading {name}", lambda objects: objects.get(f"{self.url}/{name}"))
-        if found is not None and version not in (None, found[1]):
+        stored = self._ask(f"reading {name}", lambda objects: objects.get(f"{self.url}/{name}"))
+        if stored is not None and version not in (None, stored[1]):
             raise ChangedError("is another version now")
-        return found and (found[0][slice(*span or (None, None))], found[1])
+        return stored and (stored[0][slice(*span or (None, None))], stored[1])
 
     def write(self, name: str, parts: Any, expected: Any) -> str:
         path = f"{self.url}/{name}"

@@ -1,4 +1,4 @@
-"""Changes the tokenizer in a model's folder."""
+"""Changes the tokenizer in a model's folder to other kinds that checkpoints have."""
 
 import json
 
@@ -22,7 +22,13 @@ BEGIN_OF_TEXT = "<|begin_of_text|>"
 
 
 def with_settings(model, settings, files=()):
-    """Changes what stands beside a model's vocabulary: settings, and files by name."""
+    """Changes the settings of a model's tokenizer, and adds JSON files.
+
+    Args:
+        model: The folder of the model, which is also returned.
+        settings: Fields of tokenizer_config.json.
+        files: The content of each new file by name.
+    """
     path = model / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
     for name, content in dict(files).items():
@@ -42,7 +48,7 @@ def as_two_files(model):
 
 
 def as_llama_3(model):
-    """Gives a model the words of Llama 3's tokenizer, and the token that it puts before texts."""
+    """Gives a model's tokenizer Llama 3's rules for words, and its token at the start of a text."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     split = pre_tokenizers.Split(Regex(LLAMA_3_WORDS), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -61,9 +67,10 @@ def as_llama_3(model):
 
 
 def as_llama_2(model, texts):
-    """Gives a model a tokenizer like Llama 2's, with tokens of several words.
+    """Gives a model a tokenizer like Llama 2's.
 
-    It puts a prefix before every text, does not split it into words, and has a token for each byte.
+    It puts a prefix before each text, does not split it into words, so that a token may be several
+    words, and has a token for each byte. It is trained on `texts`.
     """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     to_marks = normalizers.Replace(" ", "\u2581")
@@ -79,7 +86,8 @@ def as_llama_2(model, texts):
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.save(str(model / "tokenizer.json"))
     state = json.loads((model / "tokenizer.json").read_text())
-    state["added_tokens"] = state["added_tokens"][:3]  # bytes are words of the model
+    # Bytes are part of the model's vocabulary, not added tokens.
+    state["added_tokens"] = state["added_tokens"][:3]
     (model / "tokenizer.json").write_text(json.dumps(state))
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
     return with_settings(model, settings | {"unk_token": "<unk>", "pad_token": None})

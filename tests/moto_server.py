@@ -1,7 +1,7 @@
 """Serves S3 by moto, with an empty bucket called `bucket`, on a port that it prints.
 
-It runs with the Python of moto's own environment. moto looks at a condition and writes in two
-steps, and S3 does both in one; so requests are answered one after the other here.
+It runs with the Python of moto's own environment. S3 checks a condition and writes in one step, but
+moto in two. So this server answers one request after the other.
 """
 
 import io
@@ -18,7 +18,10 @@ class Silent(WSGIRequestHandler):
 
 
 def one_at_a_time(application):
-    """Wraps a WSGI application: the body of a request is received before its turn comes."""
+    """Wraps a WSGI application so that it answers one request at a time.
+
+    The bodies of requests are received in parallel, before their turn comes.
+    """
     turn = threading.Lock()
 
     def answer(environ, start_response):

@@ -1,4 +1,4 @@
-"""Several real processes as one run, as on a TPU pod, and what one process stores instead."""
+"""Runs several real processes as one run, as on a TPU pod, and compares with a single process."""
 
 import json
 import os
@@ -20,26 +20,50 @@ from qwen2_jax_with_hooks import create_model_with_hooks
 
 
 class Alone(NamedTuple):
-    """What one process with one device stores, and how far others may be from it by rounding."""
+    """The activations that one process with one device stores.
 
-    values: Mapping[tuple[Any, str], np.ndarray]  # (key, doc_id) -> activation
-    allowed: Mapping[Any, float]  # by key
+    Attributes:
+        values: (key, doc_id) -> activation.
+        allowed: Key -> the largest difference from other meshes that rounding explains.
+    """
+
+    values: Mapping[tuple[Any, str], np.ndarray]
+    allowed: Mapping[Any, float]
 
 
 class Pod:
-    """Processes that were started together; their exit statuses and what they printed."""
+    """The processes of a pod, which were started together.
+
+    Attributes:
+        address: The address of the coordinator.
+        logs: The file of the output of each host.
+        processes: The number of a host -> its process.
+    """
 
     def __init__(
         self, folder, hosts, devices, *flags, only=None, script=SCRIPT, of_each=(), **variables
     ):
-        """flags: of all, or a list for each host. of_each: variables of each host, beside those of
-        all. Even hosts are told by flags where they meet, odd ones by variables."""
+        """Starts the processes.
+
+        Hosts with even numbers get the coordinator's address by flags, the others by environment
+        variables.
+
+        Args:
+            folder: The folder of the logs.
+            hosts: The number of hosts.
+            devices: The number of devices of each host.
+            flags: The flags of all hosts, or a list of flags for each host.
+            only: The hosts to start. None for all.
+            script: The script that the processes run.
+            of_each: Environment variables of each host.
+            variables: Environment variables of all hosts.
+        """
         self.address = f"127.0.0.1:{free_port()}"
         self.logs = [folder / f"host_{i}.log" for i in range(hosts)]
         self.processes = {}
         for i in range(hosts) if only is None else only:
-            own = flags[i] if flags and isinstance(flags[0], list) else flags
-            command = [str(script), "--multihost", *map(str, own)]
+            flags_of_host = flags[i] if flags and isinstance(flags[0], list) else flags
+            command = [str(script), "--multihost", *map(str, flags_of_host)]
             environment = os.environ | {
                 "JAX_PLATFORMS": "cpu",
                 "JAX_NUM_CPU_DEVICES": str(devices),
@@ -96,26 +120,26 @@ def flags_for(demo_inputs, output, *more, hooks=LAYERS):
 
 @pytest.fixture(scope="session")
 def alone_with_few(demo_inputs, tmp_path_factory):
-    """A file with 100 of the documents, and what one device stores of them."""
+    """Returns a file with 100 of the demo's documents, and what one device stores of them."""
     folder = tmp_path_factory.mktemp("few")
     few = first_documents(demo_inputs, folder / "few.parquet", 100)
     flags = flags_for(demo_inputs, folder / "alone", "--no_data_parallel", "--dataset_path", few)
     assert main(*flags) == 0
-    every = records_of(folder / "alone").items()
-    values = {(key, r["doc_id"]): r["activation"] for key, records in every for r in records}
+    stored = records_of(folder / "alone").items()
+    values = {(key, r["doc_id"]): r["activation"] for key, records in stored for r in records}
     return few, Alone(values, rounding_of_run(folder / "alone", demo_inputs / "model"))
 
 
 def first_documents(demo_inputs, path, count):
-    every = pyarrow.parquet.read_table(demo_inputs / "documents.parquet")
-    pyarrow.parquet.write_table(every.slice(0, count), path)
+    documents = pyarrow.parquet.read_table(demo_inputs / "documents.parquet")
+    pyarrow.parquet.write_table(documents.slice(0, count), path)
     return path
 
 
 def rounding_of_run(folder, model_folder):
-    """Key -> how far other values may be from those that a run has stored, of all tokens.
+    """Returns the largest difference from a run's values that rounding explains, by key.
 
-    That of the first samples, which the others are like.
+    It is computed from the first samples only, which are like the others.
     """
     facts = json.loads((folder / "metadata.json").read_text())["hooks"]
     names = {hook["name"]: hook["key"] for hook in facts}
@@ -130,13 +154,21 @@ def rounding_of_run(folder, model_folder):
 
 
 def check_union(output, alone, folders):
-    """Every document once, with the values that one device gives."""
-    found = {folder.name: records_of(folder) for folder in output.glob("machine_*")}
-    assert found.keys() == folders
+    """Asserts that a run stores each document once, with the values of a single device.
+
+    Args:
+        output: The folder of the run.
+        alone: The values of a single device.
+        folders: The names of the folders that the run must have.
+    """
+    records_of_folders = {folder.name: records_of(folder) for folder in output.glob("machine_*")}
+    assert records_of_folders.keys() == folders
     for layer, allowed in alone.allowed.items():
-        records = [record for part in found.values() for record in part.get(layer, ())]
+        records = [record for part in records_of_folders.values() for record in part.get(layer, ())]
         assert len({r["sample_idx"] for r in records}) == len(records)
-        expected = {doc_id: value for (at, doc_id), value in alone.values.items() if at == layer}
+        expected = {
+            doc_id: activation for (at, doc_id), activation in alone.values.items() if at == layer
+        }
         assert sorted(r["doc_id"] for r in records) == sorted(expected)
         for record in records:
             error = np.abs(record["activation"] - expected[record["doc_id"]]).max()

@@ -18,26 +18,26 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> Path:
-    """Writes these lines, packed where the name says so."""
+    """Writes lines to a file, which is compressed if its name ends with .gz."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(packed(path.name, "\n".join([*lines, ""]).encode()))
     return path
 
 
-def packed(name: str, data: bytes) -> bytes:
-    """Returns the data as a file of this name holds it."""
-    return gzip.compress(data) if name.endswith(".gz") else data
+def packed(name: str, content: bytes) -> bytes:
+    """Returns the bytes of a file of this name with this content."""
+    return gzip.compress(content) if name.endswith(".gz") else content
 
 
 def as_parquet(table: pyarrow.Table, row_group_size: int | None = None) -> bytes:
-    """Returns the table as a Parquet file holds it."""
+    """Returns the bytes of a Parquet file with this table."""
     sink = io.BytesIO()
     pyarrow.parquet.write_table(table, sink, row_group_size=row_group_size)
     return sink.getvalue()
 
 
 def as_arrow(table: pyarrow.Table, new: Any = pyarrow.ipc.new_file, **options: Any) -> bytes:
-    """Returns the table as an Arrow file, or stream, holds it."""
+    """Returns the bytes of an Arrow file, or of a stream if `new` opens one, with this table."""
     sink = io.BytesIO()
     with new(sink, table.schema) as writer:
         writer.write_table(table, **options)
@@ -45,6 +45,6 @@ def as_arrow(table: pyarrow.Table, new: Any = pyarrow.ipc.new_file, **options: A
 
 
 def write_parquet(path: Path, row_group_size: int = 2, **columns: Any) -> Path:
-    """Writes these columns."""
+    """Writes a Parquet file with these columns."""
     path.write_bytes(as_parquet(pyarrow.table(columns), row_group_size))
     return path

@@ -1,4 +1,4 @@
-"""What runs of all but the model need over texts of a few bytes, and what runs leave."""
+"""Runs everything but the model over texts of a few bytes, and reads what such runs leave."""
 
 import json
 import random
@@ -24,22 +24,29 @@ from activation_extraction.text.tokenizer import load_tokenizer
 
 HOOKS = {1: "blocks.1.hook_resid_post", 2: "blocks.2.hook_resid_post"}
 HIDDEN = 4
-LENGTH = 24  # the most tokens of a sample
+LENGTH = 24  # tokens of a sample, at most
 TEXT = RowForm((TextColumn("text"), ArcTask()))
 
 
 def stream_of(path, worker=None, skip=False, form=TEXT):
-    """The documents of one worker in the files at `path`. skip: rows that cannot be used."""
+    """Opens the documents of one worker.
+
+    Args:
+        path: The file, the folder or the glob of the data.
+        worker: The worker. None for the only one.
+        skip: Whether to skip rows that cannot be used.
+        form: The form of the rows.
+    """
     return DocumentStream(open_files(str(path), form), form, worker, skip_bad_rows=skip)
 
 
 def documents_in(documents):
-    """The documents from the beginning of the data on; None for each row that gives none."""
+    """Returns the documents from the beginning of the data; None for a row without a document."""
     return [row.document for row in documents.read(documents.beginning)]
 
 
 def drained(generator):
-    """All that a generator yields, and what it returns."""
+    """Runs a generator to its end; returns the list of what it yields, and what it returns."""
     items = []
     while True:
         try:
@@ -49,45 +56,59 @@ def drained(generator):
 
 
 def activations(batch):
-    """Values that do not depend on how the samples are packed."""
+    """Returns activations of a batch that do not depend on how samples are packed.
+
+    Returns:
+        Key -> array (B, T, HIDDEN) in float32.
+    """
     values = {key: np.zeros((*batch.token_ids.shape, HIDDEN), np.float32) for key in HOOKS}
     for placed in batch.samples:
         ramp = np.arange(placed.stop - placed.start, dtype=np.float32)[:, None]
-        for number, value in enumerate(values.values()):
-            own = placed.sample.facts.sample_idx + ramp / 64 + np.arange(HIDDEN) + number
-            value[placed.row, placed.start : placed.stop] = own
+        for number, array in enumerate(values.values()):
+            ramps = placed.sample.facts.sample_idx + ramp / 64 + np.arange(HIDDEN) + number
+            array[placed.row, placed.start : placed.stop] = ramps
     return values
 
 
 def run_over(documents, tokenizer, folder, form=None, rows=2, stop_after=None, **options):
-    """Runs all but the model, and returns the storage.
+    """Runs everything but the model.
 
-    stop_after: how many batches are stored before the run ends early. options: of open_storage.
+    Args:
+        documents: The documents of the run.
+        tokenizer: The tokenizer.
+        folder: The folder of the run.
+        form: The form of samples. None for whole documents, cut at LENGTH tokens.
+        rows: The rows of a batch.
+        stop_after: The number of batches after which the run ends early. None to complete it.
+        options: More arguments of `open_storage`.
+
+    Returns:
+        The storage, which is closed.
     """
-    place = open_storage(folder, HOOKS, **options)
+    storage = open_storage(folder, HOOKS, **options)
     try:
-        place.open()
-        complete = place.complete
+        storage.open()
+        complete = storage.complete
         try:
             if not complete:
-                marks = {"start": place.plan.mark, "stored": place.stored_after_mark}
-                marks |= {"until": place.plan.until, **place.limits}
-                marks["limits_from"] = place.plan.end_of_stored(documents.worker)
-                found = samples(documents, tokenizer, form or SampleForm(LENGTH), **marks)
-                for batch in islice(pack(found, rows, LENGTH), stop_after):
+                marks = {"start": storage.plan.mark, "stored": storage.stored_after_mark}
+                marks |= {"until": storage.plan.until, **storage.limits}
+                marks["limits_from"] = storage.plan.end_of_stored(documents.worker)
+                stream = samples(documents, tokenizer, form or SampleForm(LENGTH), **marks)
+                for batch in islice(pack(stream, rows, LENGTH), stop_after):
                     kept = slice(None) if batch.kept is None else batch.kept
-                    values = {key: each[kept] for key, each in activations(batch).items()}
-                    place.add_batch(batch, values)
+                    values = {key: array[kept] for key, array in activations(batch).items()}
+                    storage.add_batch(batch, values)
                 complete = stop_after is None
         finally:
-            place.finalize(complete)
+            storage.finalize(complete)
     finally:
-        place.close(patient=True)
-    return place
+        storage.close(patient=True)
+    return storage
 
 
 def write_texts(path, count):
-    """Writes texts of 1 to 30 bytes, some empty."""
+    """Writes texts of 0 to 30 bytes."""
     chance = random.Random(1)
     texts = ["x" * chance.choice([0, 1, *range(2, 31)]) for _ in range(count)]
     return write_rows(path, [{"text": text} for text in texts])
@@ -95,7 +116,7 @@ def write_texts(path, count):
 
 @pytest.fixture(scope="module")
 def byte_tokenizer(tmp_path_factory):
-    """Each byte is a token."""
+    """Returns a tokenizer for which each byte is a token."""
     folder = tmp_path_factory.mktemp("tokenizer")
     demo.write_tokenizer(folder, [])
     (folder / "config.json").write_text("{}")
@@ -107,19 +128,24 @@ both_formats = pytest.mark.parametrize("shard_format", SHARD_FORMATS)
 
 
 def content(folder: Path) -> dict[str, object]:
-    """Shards as bytes, commits without what differs between two runs."""
-    found: dict[str, object] = {}
+    """Returns the content of the shards in a folder, for comparing two runs.
+
+    Returns:
+        The name of a file -> its bytes. For the JSON of a shard, the dict of the fields that do not
+        differ between two runs over the same data.
+    """
+    content_by_name: dict[str, object] = {}
     differs = {"committed", "began", "checksum", "run", "owner", "url", "files"}
     for path in sorted(folder.glob("shard_*")):
-        found[path.name] = path.read_bytes()
+        content_by_name[path.name] = path.read_bytes()
         if path.suffix == ".json":
             commit = json.loads(path.read_bytes())
-            found[path.name] = {key: commit[key] for key in commit if key not in differs}
-    return found
+            content_by_name[path.name] = {key: commit[key] for key in commit if key not in differs}
+    return content_by_name
 
 
 def files_in(folder):
-    """Returns the bytes of each file, and when it was written."""
+    """Returns the bytes and the time of the last change (in ns) of each file, by name."""
     return {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()}
 
 
@@ -128,5 +154,5 @@ def status(folder):
 
 
 def set_status(folder, status):
-    """Leaves a folder as a run does that was killed."""
+    """Changes the status in metadata.json, for example to that of a run that was killed."""
     edit(folder / "metadata.json", lambda content: content.update(status=status))

@@ -1,4 +1,4 @@
-"""Opens an ActivationStorage with everything as keywords, and leaves one as SIGKILL does."""
+"""Makes an ActivationStorage from keywords, and leaves one as if its process was killed."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -12,15 +12,21 @@ OPTIONS = {field.name for field in fields(StorageOptions)}
 FACTS = {"metadata": "metadata", "hook_facts": "hooks", "sources": "sources"}
 
 
-def open_storage(folder: str | Path, hooks: dict[Any, str], **given: Any) -> ActivationStorage:
-    """given: arguments of ActivationStorage, fields of StorageOptions, and `metadata`,
-    `hook_facts` and `sources` for RunFacts."""
-    options = StorageOptions(**{name: given.pop(name) for name in OPTIONS & set(given)})
-    facts = RunFacts(**{FACTS[name]: given.pop(name) for name in FACTS.keys() & set(given)})
-    return ActivationStorage(folder, hooks, options, facts=facts, **given)
+def open_storage(folder: str | Path, hooks: dict[Any, str], **arguments: Any) -> ActivationStorage:
+    """Makes a storage from keywords.
+
+    Args:
+        folder: The local folder.
+        hooks: Key -> the name of a hook.
+        arguments: Arguments of ActivationStorage, fields of StorageOptions, and `metadata`,
+            `hook_facts` and `sources` for RunFacts.
+    """
+    options = StorageOptions(**{name: arguments.pop(name) for name in OPTIONS & set(arguments)})
+    facts = RunFacts(**{FACTS[name]: arguments.pop(name) for name in FACTS.keys() & set(arguments)})
+    return ActivationStorage(folder, hooks, options, facts=facts, **arguments)
 
 
 def kill(storage: ActivationStorage) -> None:
-    """Leaves what SIGKILL leaves: what is committed, and the status that it had."""
+    """Ends a storage as SIGKILL does: only committed shards remain, and the status is unchanged."""
     storage._writer.queue.wait()
     storage.close()

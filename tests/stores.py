@@ -1,6 +1,7 @@
-"""Every kind of store that the README names, as a server on this machine, with one empty bucket.
+"""Serves each kind of store that the README names, with one empty bucket, on this machine.
 
-`make test-all` installs moto and Azurite. AZURITE and MOTO_PYTHON name other ones.
+`make test-all` installs moto and Azurite. To use others, set the environment variables MOTO_PYTHON
+(the Python of moto's environment) and AZURITE (Azurite's main.js).
 """
 
 import base64
@@ -37,7 +38,7 @@ class Store(NamedTuple):
     Attributes:
         bucket: The URL of the bucket, as --gcs_bucket takes it.
         environment: The variables by which a process reaches it.
-        was_used: Raises AssertionError unless the server met what is special about it.
+        was_used: Raises AssertionError if the special behaviour of the server was not tested.
     """
 
     bucket: str
@@ -116,10 +117,10 @@ def _started(
             printed = []
             for line in server.stdout:
                 printed.append(line)
-                if found := re.search(port, line):
-                    # Nobody waits for what else it prints, but its pipe must not fill.
+                if match := re.search(port, line):
+                    # The rest of its output is read and dropped, because its pipe must not fill.
                     threading.Thread(target=server.stdout.read, daemon=True).start()
-                    yield int(found[1])
+                    yield int(match[1])
                     return
             raise AssertionError(f"{command[1]} has ended: {''.join(printed)}")
         finally:
@@ -133,7 +134,7 @@ def _create_container(endpoint: str) -> None:
     headers["x-ms-version"] = AZURE_VERSION
     lines = ["PUT", *[""] * 4, kind, *[""] * 6]
     lines += [f"{name}:{headers[name]}" for name in ("x-ms-date", "x-ms-version")]
-    # The path of an emulator begins with the account, which comes before every path anyway.
+    # A signed path begins with the account, and the URL of an emulator contains it once more.
     lines += [f"/{ACCOUNT}/{ACCOUNT}/{CONTAINER}", "restype:container"]
     key, text = base64.b64decode(AZURE_KEY), "\n".join(lines).encode()
     signature = base64.b64encode(hmac.digest(key, text, hashlib.sha256)).decode()

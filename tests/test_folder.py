@@ -100,10 +100,10 @@ def test_a_write_to_google_is_conditional_on_the_generation_that_was_seen(bucket
     bucket.put("run/file", b"one")
     assert folder.listing()["file"].version == seen
     for version in (seen, copy.deepcopy(seen)):  # as the dataclasses copy it that hold it
-        bucket.asked.clear()
+        bucket.requests.clear()
         with pytest.raises(ChangedError, match="writing file: is another version now"):
             folder.write("file", b"two", version)
-        assert bucket.asked == [("PUT", "run/file")]
+        assert bucket.requests == [("PUT", "run/file")]
     assert folder.read("file") == b"one"
 
 
@@ -126,9 +126,9 @@ def test_a_listing_has_no_marker_and_an_object_is_one_request(bucket):
     bucket.put("run/", b"")  # as consoles make for an empty folder
     bucket.put("run2/other", b"1")
     for url in BUCKETS:
-        bucket.asked.clear()
+        bucket.requests.clear()
         Folder(url).write("file", [b"x" * MIB] * 20, ANY)
-        assert [method for method, _ in bucket.asked] == ["PUT"]
+        assert [method for method, _ in bucket.requests] == ["PUT"]
         assert Folder(url).files() == {"file": 20 * MIB}
         assert [*Folder(url.removesuffix("/run")).listing()] == ["run", "run2"]
 
@@ -205,7 +205,7 @@ def test_a_deletion_is_sent_once_where_a_second_one_could_remove_another_file(
     monkeypatch.setattr(bucket, "choose_fault", choose_fault)
     faults.append(fault)
     assert folder.remove_once("file") == (fault == "lost")
-    assert len(requests) == 2 and bucket.asked[-1][0] == "HEAD"
+    assert len(requests) == 2 and bucket.requests[-1][0] == "HEAD"
     assert folder.remove_once("file") and folder.remove_once("file")
     assert len(requests) == 4 and folder.files() == {}
 

@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
-from runs_of_rows import IDS, Run, columns_of, found_in, same
+from runs_of_rows import IDS, Run, columns_of, same, tokens_in
 from storages import open_storage
 
 from activation_extraction import ActivationDataset
@@ -23,7 +23,7 @@ def check_tokens(batches, wanted=lambda row, role: True):
     """Each token that is wanted is there once, with all that is known of it."""
     found = {}
     for batch in batches:
-        here = found_in(batch)
+        here = tokens_in(batch)
         assert not found.keys() & here.keys() and (batch.turn == batch.role + 1).all()
         found |= here
     tokens = RUN.tokens().items()

@@ -18,8 +18,8 @@ from runs_of_rows import (
     WIDTHS,
     Run,
     check,
+    random_run,
     random_runs,
-    some_run,
     tokens_of,
 )
 from torch.utils.data import DataLoader
@@ -225,7 +225,7 @@ def test_runs_over_other_data_are_refused(known, told, tmp_path):
 @pytest.mark.parametrize("seed", range(2))
 def test_join(seed, tmp_path):
     chance = np.random.default_rng(seed)
-    runs = some_run(chance, 0), some_run(chance, 1, hooks=OTHER_HOOKS)
+    runs = random_run(chance, 0), random_run(chance, 1, hooks=OTHER_HOOKS)
     one, two = (ActivationDataset(run.store(tmp_path / str(n))) for n, run in enumerate(runs))
     joined = one.join(two)
     assert list(joined.hooks.items()) == list(WIDTHS.items()) and len(joined.dtypes) == 3

@@ -1,4 +1,4 @@
-"""Tiny models of every family, odd where released ones are regular."""
+"""Defines tiny models of every family, irregular where released models are regular."""
 
 from typing import Any
 
@@ -14,7 +14,8 @@ QWEN3: dict[str, Any] = dict(model_type="qwen3")
 LLAMA: dict[str, Any] = dict(model_type="llama", max_position_embeddings=512)
 MOE: dict[str, Any] = experts(6, 2, 40, model_type="qwen3_moe", norm_topk_prob=True)
 SHARED = MOE | dict(model_type="qwen2_moe", shared_expert_intermediate_size=72)
-# Beside the language model. Their placeholders are among the tokens of the tests.
+# Encoders beside the language model. The placeholders of their inputs are among the token ids of
+# the tests.
 DEEP_VISION: dict[str, Any] = VISION | dict(deepstack_visual_indexes=[0])
 AUDIO = dict(encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16, d_model=16)
 AUDIO |= dict(output_dim=64, num_mel_bins=16, n_window=4, downsample_hidden_size=8)
@@ -22,7 +23,7 @@ PLACEHOLDERS = dict(image_token_id=7, video_token_id=8, audio_token_id=9)
 
 
 def text(**more: Any) -> dict[str, Any]:
-    """The part of a config.json that has the language model."""
+    """Returns the part of a config.json that describes the language model."""
     sizes = dict(vocab_size=211, hidden_size=64, intermediate_size=112, num_hidden_layers=3)
     return sizes | dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6) | more
 
@@ -99,8 +100,8 @@ TINY: dict[str, dict[str, Any]] = {
     | dict(num_key_value_heads=1, decoder_sparse_step=3, qkv_bias=False),
 }
 
-QUICK_REFERENCE = "two_kv_heads_tied"  # the one of `make test-quick`
-OPTIMIZED = QUICK_REFERENCE, "qwen3_5_moe"  # programs are compiled as in a run
+QUICK_REFERENCE = "two_kv_heads_tied"  # the only model that `make test-quick` uses
+OPTIMIZED = QUICK_REFERENCE, "qwen3_5_moe"  # models whose programs are compiled as in a run
 
 # Every second layer has a gated delta net.
 TEXT = delta(4, 8, 16, 16, model_type="qwen3_5_text", full_attention_interval=2, head_dim=64)

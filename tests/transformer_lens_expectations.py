@@ -1,17 +1,17 @@
-"""Writes what TransformerLens finds at our hooks in tiny models; tests compare with that file.
+"""Writes the activations of TransformerLens at our hooks in tiny models, as a reference for tests.
 
-Nothing runs it: the file that it wrote is in tests/. It needs a virtual environment of its own,
-with transformer-lens and torch and without JAX:
+No test runs this script; the file that it has written is in tests/. It needs a separate virtual
+environment with transformer-lens and torch, without JAX:
 
     python tests/transformer_lens_expectations.py
 
 The file in tests/ was made with transformer-lens 4.3.0, transformers 5.23.0, torch 2.13.0 and
-numpy 2.4.6; it also names its versions. TransformerLens's bridge runs with unprocessed weights. It
-has every hook of our table under its canonical name and its aliases, but for those in LACKING; this
-program stops if it lacks another one, or if an alias has other values.
+numpy 2.4.6; it contains these versions. TransformerLens's bridge runs with unprocessed weights. It
+must have each hook of our table under its canonical name and its aliases, except those in LACKING.
+The script stops if another hook is missing, or if an alias has other values.
 
-The file holds, for each model, its config.json, its weights below the output layer, the token ids
-of one row, an array (tokens, width) in float32 for each hook, and which aliases each hook has.
+For each model, the file contains its config.json, its weights without the output layer, the token
+ids of one row, an array (tokens, width) in float32 for each hook, and the aliases of each hook.
 """
 
 import argparse
@@ -86,24 +86,29 @@ MODELS: dict[str, dict[str, Any]] = {
         linear_value_head_dim=8,
     ),
 }
-# The bridge gives these as (heads, tokens, ...), and other values per head as (tokens, heads, ...).
+# Hooks whose values the bridge returns as (heads, tokens, ...). Values of other hooks with heads are
+# (tokens, heads, ...).
 HEADS_FIRST = ("hook_pattern", "hook_q_normed", "hook_k_normed")
-# Hooks of ours that the bridge does not have in models of these types.
+# Model type -> the end of the names of our hooks that the bridge lacks in models of this type.
 LACKING = {"qwen3_moe": "mlp.experts.hook_out", "qwen3_5_text": "linear_attn.out_proj.hook_in"}
 
 
 def hooks_of(config: Any) -> list[Hook]:
-    """Every hook that we have in a model and TransformerLens has, too."""
-    read = FAMILIES[config.model_type].read(config, "config.json")
-    every = hook_table(read).all_hooks(read.num_hidden_layers, large=True)
+    """Returns the hooks of our table in a model, except those that TransformerLens lacks."""
+    model_config = FAMILIES[config.model_type].read(config, "config.json")
+    hooks = hook_table(model_config).all_hooks(model_config.num_hidden_layers, large=True)
     lacking = LACKING.get(config.model_type)
-    return [hook for hook in every if lacking is None or not hook.name.endswith(lacking)]
+    return [hook for hook in hooks if lacking is None or not hook.name.endswith(lacking)]
 
 
 def tiny_model(changes: dict[str, Any], chance: np.random.Generator) -> Any:
-    """A random model in which every weight matters, those of norms and biases too.
+    """Makes a random model in which every weight matters, including those of norms and biases.
 
-    The weights are also exact in bfloat16, which halves the file.
+    The weights have bfloat16 values, which halves the size of the compressed file.
+
+    Args:
+        changes: Fields of config.json.
+        chance: The generator of the weights.
     """
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(USUAL | changes))).eval()
     with torch.no_grad():
@@ -115,18 +120,22 @@ def tiny_model(changes: dict[str, Any], chance: np.random.Generator) -> Any:
 
 
 def flat(name: str, values: torch.Tensor) -> np.ndarray:
-    """The hook's values of the only row, as (tokens, width)."""
+    """Returns a hook's values of the only row as (tokens, width), in float32."""
     if name.endswith(HEADS_FIRST):
         values = values.transpose(1, 2)
     return values.float().reshape(TOKENS, -1).numpy()  # experts' values have no axis of rows
 
 
 def expectations(model: Any, token_ids: np.ndarray) -> Iterator[tuple[str, np.ndarray, list[str]]]:
-    """(canonical name, values, aliases) of each hook. Raises if an alias has other values."""
+    """Yields the canonical name, the values and the aliases of each hook.
+
+    Raises:
+        AssertionError: If an alias has other values.
+    """
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         model.save_pretrained(folder)
         bridge = TransformerBridge.boot_transformers(folder, hf_model=model, dtype=torch.float32)
-        # A delta net's inside is computed step by step only where no cache is kept.
+        # With a cache, the inner values of a delta net are not computed step by step.
         _, cache = bridge.run_with_cache(torch.from_numpy(token_ids[None]), use_cache=False)
     for hook in hooks_of(model.config):
         values = flat(hook.name, cache[hook.name])
@@ -137,7 +146,7 @@ def expectations(model: Any, token_ids: np.ndarray) -> Iterator[tuple[str, np.nd
 
 
 def contents() -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of the file by name; texts are arrays without axes."""
+    """Yields the name and the array of each entry of the file; texts are arrays without axes."""
     yield "versions", np.array(json.dumps({name: version(name) for name in PACKAGES}))
     for number, (title, changes) in enumerate(MODELS.items()):
         chance = np.random.default_rng((SEED, number))
@@ -147,19 +156,20 @@ def contents() -> Iterator[tuple[str, np.ndarray]]:
         yield f"{title}/token_ids", token_ids
         for name, tensor in model.model.state_dict().items():
             yield f"{title}/weights/model.{name}", tensor.clone().numpy()
-        aliases = {}
-        for name, values, aliases[name] in expectations(model, token_ids):
+        aliases_by_hook = {}
+        for name, values, aliases in expectations(model, token_ids):
+            aliases_by_hook[name] = aliases
             yield f"{title}/hooks/{name}", values
-        yield f"{title}/aliases", np.array(json.dumps(aliases))
+        yield f"{title}/aliases", np.array(json.dumps(aliases_by_hook))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=FILE)
-    given = parser.parse_args()
+    options = parser.parse_args()
     arrays: dict[str, Any] = dict(contents())
-    np.savez_compressed(given.output, **arrays)
-    print(f"{given.output}: {given.output.stat().st_size} bytes")
+    np.savez_compressed(options.output, **arrays)
+    print(f"{options.output}: {options.output.stat().st_size} bytes")
 
 
 if __name__ == "__main__":
