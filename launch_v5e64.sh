@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Starts the extraction on one host of a pod (of any kind, with or without Docker) or on one machine.
+# Starts the extraction on one host of a pod of any kind, or on a single machine, with or without
+# Docker.
 set -euo pipefail
 
 usage() {
     cat <<'END'
 usage: [VARIABLE=value ...] launch_v5e64.sh [--dry-run] [flags of extract_activations.py ...]
 
-Environment variables become flags; flags on the command line come later and win.
+Environment variables become flags. Flags on the command line take precedence over them.
 
   required        MODEL_PATH, and GCS_BUCKET or OUTPUT_DIR
-  hosts of a pod  COORDINATOR_ADDRESS=HOST_0:PORT HOST_ID NUM_HOSTS: set none on Cloud TPU, GKE and
-                  Slurm, all three elsewhere; set only NUM_HOSTS=1 for a single host without a pod
+  hosts of a pod  COORDINATOR_ADDRESS=HOST_0:PORT HOST_ID NUM_HOSTS: set none of them on Cloud TPU,
+                  GKE and Slurm, and all three elsewhere; without a pod, set only NUM_HOSTS=1
   machines        MACHINE_ID TOTAL_MACHINES
   text            DATASET_NAME DATASET_CONFIG DATASET_SPLIT, or DATASET_PATH; TEXT_COLUMN MAX_SAMPLES
   extraction      LAYERS_TO_EXTRACT="12 18" ACTIVATION_TYPE, or HOOK_NAMES="GLOB ..."
@@ -30,8 +31,8 @@ fail() {
     exit 2
 }
 
-# given FLAG...: whether the command line has one of these flags.
-given() {
+# has_flag NAME...: succeeds if the command line contains one of these flags.
+has_flag() {
     local argument flag
     for argument in "${arguments[@]}"; do
         for flag in "$@"; do
@@ -47,15 +48,16 @@ for argument in "$@"; do
     case $argument in
         --dry-run) dry_run=1 ;;
         --help | -h) usage && exit ;;
-        --) ;; # flags follow anyway
+        --) ;; # all arguments but the script's own are flags of the tool anyway
         *) arguments+=("$argument") ;;
     esac
 done
 
-# Without these the tool would take its defaults, which nobody wants on a pod. It checks the rest.
-[[ ${MODEL_PATH:-} ]] || given model_path demo ||
+# Without a model and an output, the tool would use its defaults, which nobody wants on a pod. All
+# other flags are checked by the tool itself.
+[[ ${MODEL_PATH:-} ]] || has_flag model_path demo ||
     fail "MODEL_PATH: is not set; give a hub name such as Qwen/Qwen2.5-7B, or a folder on every host"
-[[ ${GCS_BUCKET:-}${OUTPUT_DIR:-} ]] || given gcs_bucket output_dir ||
+[[ ${GCS_BUCKET:-}${OUTPUT_DIR:-} ]] || has_flag gcs_bucket output_dir ||
     fail "GCS_BUCKET: is not set; give a bucket, or set OUTPUT_DIR to keep the shards on this host"
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -63,7 +65,8 @@ python=${PYTHON:-$here/.venv/bin/python}
 [[ ${PYTHON:-} || -x $python ]] || python=python3
 command=("$python" "$here/extract_activations.py")
 
-# flag NAME VARIABLE: passes the variable as one value; flags NAME VARIABLE: as several words.
+# flag NAME VARIABLE: adds --NAME with the variable as one value, if the variable is not empty.
+# flags NAME VARIABLE: adds --NAME with each word of the variable as a value.
 flag() { [[ ! ${!2:-} ]] || command+=("--$1" "${!2}"); }
 flags() {
     local words
@@ -71,7 +74,7 @@ flags() {
     [[ ${#words[@]} == 0 ]] || command+=("--$1" "${words[@]}")
 }
 
-[[ ${NUM_HOSTS:-} == 1 ]] || given multihost || command+=(--multihost)
+[[ ${NUM_HOSTS:-} == 1 ]] || has_flag multihost || command+=(--multihost)
 [[ ${NUM_HOSTS:-} == 1 ]] && unset COORDINATOR_ADDRESS HOST_ID NUM_HOSTS
 for name in COORDINATOR_ADDRESS HOST_ID NUM_HOSTS MODEL_PATH DTYPE DATASET_NAME DATASET_CONFIG \
     DATASET_SPLIT DATASET_PATH TEXT_COLUMN MAX_SAMPLES MACHINE_ID TOTAL_MACHINES ACTIVATION_TYPE \
@@ -95,11 +98,11 @@ command+=("${arguments[@]}")
 
 # The tool's own parser checks the flags, if the tool's packages are installed here.
 status=0
-said=$(PYTHONPATH=$here "$python" -m activation_extraction.cli.config "${command[@]:2}" 2>&1 >/dev/null) ||
+messages=$(PYTHONPATH=$here "$python" -m activation_extraction.cli.config "${command[@]:2}" 2>&1 >/dev/null) ||
     status=$?
 case $status in
     0) ;;
-    2) echo "$said" >&2 && exit 2 ;;
+    2) echo "$messages" >&2 && exit 2 ;;
     *) echo "the flags were not checked: $python cannot run extract_activations.py here" >&2 ;;
 esac
 printf '%q ' "${command[@]}"

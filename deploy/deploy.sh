@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs one extraction in Docker on all hosts of one Cloud TPU, from a laptop. See --help.
+# Runs an extraction in Docker on all hosts of a Cloud TPU, from a laptop. See --help.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
@@ -14,11 +14,12 @@ usage: [VARIABLE=value ...] deploy/deploy.sh start TPU --image IMAGE [options] [
   stop     stop all hosts; they store their complete samples first
 
 Variables: see launch_v5e64.sh --help. Flags of extract_activations.py come after --. Relative paths
-are inside ~/activation-extraction on the hosts; absolute paths must exist there.
-Options are gcloud's: --zone, --project, --tunnel-through-iap, --internal-ip.
+are relative to ~/activation-extraction on the hosts; absolute paths must exist there.
+Options are those of gcloud: --zone, --project, --tunnel-through-iap, --internal-ip.
 
-Ctrl-C only ends following; the extraction goes on. Nothing restarts by itself: to continue, run
-start again. Exit status: 0 done on all hosts, 2 bad input, else that of gcloud.
+Ctrl-C only ends following; the extraction continues. An extraction that has stopped is not
+restarted automatically: to continue it, run start again. The exit status is 0 if all hosts are
+done, 2 for bad input, and otherwise that of gcloud.
 END
 }
 
@@ -27,12 +28,12 @@ fail() {
     exit 2
 }
 
-quote() { # $1 quoted as one word for any shell, whatever it contains
+quote() { # prints $1 quoted, so that any shell reads it as one word, whatever it contains
     local quote=\' escaped="'\\''"
     printf "'%s'" "${1//$quote/$escaped}"
 }
 
-on_all_hosts() { # SCRIPT WORD...: runs the bash script with these words on every host at once
+on_all_hosts() { # SCRIPT WORD...: runs a bash script with these arguments on all hosts at once
     local command word
     command="bash -euc $(quote "$1")"
     for word in "${@:2}"; do command+=" $(quote "$word")"; done
@@ -41,15 +42,16 @@ on_all_hosts() { # SCRIPT WORD...: runs the bash script with these words on ever
         --ssh-flag="-oBatchMode=yes -oServerAliveInterval=30" --command="$command" </dev/null
 }
 
-# The scripts for the hosts. None may exit with status 255, or gcloud would run it again.
-# shellcheck disable=SC2016  # the hosts expand them
+# The scripts for the hosts. A script must not exit with status 255, after which gcloud would run it
+# again.
+# shellcheck disable=SC2016  # the hosts expand the variables
 {
     pull='
         case $0 in *.pkg.dev/*) sudo gcloud auth configure-docker "${0%%/*}" --quiet ;; esac
         sudo docker pull --quiet "$0"'
     start='
         mkdir -p ~/activation-extraction ~/.cache/huggingface ~/.cache/activation_extraction
-        sudo docker rm extraction >/dev/null 2>&1 || true # the previous one, unless it still runs
+        sudo docker rm extraction >/dev/null 2>&1 || true # fails if the previous one still runs
         sudo docker run --detach --init --name extraction --privileged --net=host --shm-size=16g \
             --volume ~/activation-extraction:/data --workdir /data \
             --volume ~/.cache/huggingface:/cache/huggingface \
@@ -70,12 +72,12 @@ case $verb in
     --help | -h) usage && exit ;;
     *) fail "${verb:-VERB}: expected start, follow or stop (see --help)" ;;
 esac
-[[ $tpu && $tpu != -* ]] || fail "TPU: is not given; expected the name of a Cloud TPU (see --help)"
+[[ $tpu && $tpu != -* ]] || fail "TPU: is missing; expected the name of a Cloud TPU (see --help)"
 shift 2
 while (($#)) && [[ $1 != -- ]]; do
     case $1 in
         --image | --zone | --project)
-            [[ ${2:---} != -- ]] || fail "$1: needs a value"
+            [[ ${2:---} != -- ]] || fail "$1: expected a value after it"
             if [[ $1 == --image ]]; then image=$2; else options+=("$1=$2"); fi
             shift
             ;;
@@ -84,24 +86,25 @@ while (($#)) && [[ $1 != -- ]]; do
     esac
     shift
 done
-if (($#)); then shift; fi # the --
+if (($#)); then shift; fi # removes the --
 
 if [[ $verb == stop ]]; then
     on_all_hosts "$stop"
     exit
 fi
 if [[ $verb == start ]]; then
-    [[ $image ]] || fail "--image: is not given; start needs the image to run"
+    [[ $image ]] || fail "--image: is missing; start needs the name of the image to run"
     unset COORDINATOR_ADDRESS HOST_ID NUM_HOSTS # JAX finds the hosts of a Cloud TPU
     command=$("$here/../launch_v5e64.sh" --dry-run "$@")
-    words=() && eval "words=($command)" # launch_v5e64.sh has quoted them: the interpreter, the script, flags
+    # launch_v5e64.sh prints the interpreter, the script and the flags, quoted for the shell.
+    words=() && eval "words=($command)"
     mounts=()
     for word in "${words[@]:2}"; do
-        path=${word#--*=} path=${path%%[*?[]*} # of a glob, the part before it
+        path=${word#--*=} path=${path%%[*?[]*} # without the part from the first wildcard on
         [[ $path != /* ]] || mounts+=(--mount "type=bind,source=$path,target=$path")
     done
     on_all_hosts "$pull" "$image"
     on_all_hosts "$start" bash "${mounts[@]}" "$image" "${words[@]:2}"
-    echo "started; Ctrl-C ends following, deploy/deploy.sh stop $tpu ends the extraction"
+    echo "started; Ctrl-C ends following; deploy/deploy.sh stop $tpu ends the extraction"
 fi
 on_all_hosts "$follow"

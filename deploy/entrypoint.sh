@@ -1,5 +1,6 @@
 #!/bin/bash
-# What the image runs: `-c "..."` goes to bash, anything else to extract_activations.py.
+# The entry point of the image: passes `-c "..."` to bash, and any other arguments to
+# extract_activations.py.
 if [[ ${1:-} == -c ]]; then
     exec bash "$@"
 fi

@@ -208,7 +208,7 @@ class Reference:
             values |= predictions_of(logits, token_ids)
         for handle in handles:
             handle.remove()
-        return {name: value.float().numpy() for name, value in values.items()}
+        return {name: tensor.float().numpy() for name, tensor in values.items()}
 
     def _inside(self, block: str, values: dict[str, Any]) -> dict[str, Any]:
         """Returns the hooks inside the modules of a block, whose values no module returns.
@@ -339,8 +339,8 @@ logging.getLogger("gcsfs").setLevel(logging.CRITICAL + 1)  # as start_logging do
 @pytest.fixture
 def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiles programs as in a run, here and in processes that the test starts."""
-    for name, value in AS_IN_A_RUN.items():
-        monkeypatch.setenv(name, value)
+    for name, text in AS_IN_A_RUN.items():
+        monkeypatch.setenv(name, text)
     usual = compiler.get_compile_options
 
     def as_in_a_run(**options: Any) -> Any:

@@ -384,8 +384,8 @@ def bucket(monkeypatch):
     Its URLs are gs://bucket, s3://bucket and az://bucket.
     """
     with gcs() as server:
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
+        for name, text in server.environment.items():
+            monkeypatch.setenv(name, text)
         gcsfs.GCSFileSystem.clear_instance_cache()
         # In this process gcsfs does not wait between its own attempts.
         monkeypatch.setattr(gcsfs.retry, "random", SimpleNamespace(random=lambda: -100.0))

@@ -168,7 +168,7 @@ def test_ctrl_c_ends_the_following_only_and_stop_stops(pod):
     ("arguments", "variables", "message"),
     [
         ("", {}, "VERB: expected start, follow or stop"),
-        ("start pod", {}, "--image: is not given"),
+        ("start pod", {}, "--image: is missing"),
         ("follow pod --max_samples 4", {}, "--max_samples: unknown option; flags of"),
         ("start pod --image i", {"MODEL_PATH": ""}, "MODEL_PATH: is not set"),
         ("start pod --image i -- --top 3", {"PYTHON": sys.executable}, "unrecognized arguments"),

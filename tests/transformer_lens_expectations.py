@@ -86,8 +86,8 @@ MODELS: dict[str, dict[str, Any]] = {
         linear_value_head_dim=8,
     ),
 }
-# Hooks whose values the bridge returns as (heads, tokens, ...). Values of other hooks with heads are
-# (tokens, heads, ...).
+# Hooks whose values the bridge returns as (heads, tokens, ...). Other hooks with heads have values
+# (tokens, heads, ...) there.
 HEADS_FIRST = ("hook_pattern", "hook_q_normed", "hook_k_normed")
 # Model type -> the end of the names of our hooks that the bridge lacks in models of this type.
 LACKING = {"qwen3_moe": "mlp.experts.hook_out", "qwen3_5_text": "linear_attn.out_proj.hook_in"}
