@@ -71,8 +71,8 @@ class Comparison:
             self.changed_of_first += int((~same_experts(first, exact)).sum())
         if values is not first and same.any():
             self.deviations += [
-                deviation(value[same], first[hook][same])
-                for hook, value in values.items()
+                deviation(array[same], first[hook][same])
+                for hook, array in values.items()
                 if not _chooses(hook)
             ]
 
@@ -136,7 +136,7 @@ class Agreement:
         tokens_by_hook: Counter[str] = Counter()
         comparison = Comparison()
         for number, ids, values in stored(folder):
-            lengths = {len(value) for value in values.values()}
+            lengths = {len(array) for array in values.values()}
             if ids.tolist() != list(self._documents[number]) or lengths != {len(ids)}:
                 raise Disagreement(f"{folder.name}: document {number} has other tokens")
             tokens_by_hook.update(dict.fromkeys(values, len(ids)))

@@ -76,6 +76,15 @@ def qwen_scope(folder):
 
 
 def sae_lens(folder, architecture="standard", **config):
+    """Makes an autoencoder or transcoder of SAELens.
+
+    Args:
+        folder: The folder of its files.
+        architecture: The architecture in cfg.json. The formula knows "standard" and "topk", and
+            names that contain "jumprelu", "skip" (a skip connection) or "transcoder".
+        config: More fields of cfg.json. `normalize_activations` determines how the formula scales
+            its inputs.
+    """
     made, transcoder = Made(folder), "transcoder" in architecture
     metadata = dict(hook_name="blocks.1.hook_resid_post", sae_lens_version="6.54.12")
     if transcoder:
@@ -129,6 +138,7 @@ def sae_lens(folder, architecture="standard", **config):
 
 
 def sparsify(folder, module="layers.1", transcode=False):
+    """Makes a TopK autoencoder of sparsify for a module, or a transcoder with a skip connection."""
     made, k = Made(folder / module, bias=0.0 if transcode else -2.5), 9  # fewer are positive
     config = dict(d_in=D, k=k, activation="topk", transcode=transcode, num_latents=F)
     weights = dict(encoder__weight=made.W_enc.T, encoder__bias=made.b_enc, W_dec=made.W_dec)
@@ -144,6 +154,16 @@ def sparsify(folder, module="layers.1", transcode=False):
 
 
 def llamascopium(folder, act_fn="topk", norm="dataset-wise", out="", bias=True, include=True):
+    """Makes an autoencoder of Llamascopium.
+
+    Args:
+        folder: The folder of its files.
+        act_fn: "topk", "jumprelu" or "relu".
+        norm: How inputs are scaled: "dataset-wise" or "token-wise"; other names for no scaling.
+        out: The hook that it reconstructs. Empty for the hook that it reads.
+        bias: Whether the decoder has a bias.
+        include: Whether features are multiplied by the norms of the decoder before they are chosen.
+    """
     made, hook, k = Made(folder), "blocks.1.hook_resid_post", 8
     out, norms = out or hook, {hook: 5.0, "blocks.1.hook_mlp_out": 3.0}
     config = dict(sae_type="sae", d_model=D, expansion_factor=F / D, act_fn=act_fn, top_k=k)
@@ -175,6 +195,13 @@ def llamascopium(folder, act_fn="topk", norm="dataset-wise", out="", bias=True, 
 
 
 def circuit_tracer(folder, jumps=False, config=True):
+    """Makes a transcoder of circuit-tracer for layer 1.
+
+    Args:
+        folder: The folder of its files.
+        jumps: Whether features have thresholds (JumpReLU) in place of ReLU.
+        config: Whether the folder contains a config.yaml.
+    """
     made = Made(folder)
     weights = dict(W_enc=made.W_enc.T, b_enc=made.b_enc, W_dec=made.W_dec, b_dec=made.b_dec)
     weights["W_skip"] = made.skip

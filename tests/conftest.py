@@ -341,11 +341,11 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiles programs as in a run, here and in processes that the test starts."""
     for name, text in AS_IN_A_RUN.items():
         monkeypatch.setenv(name, text)
-    usual = compiler.get_compile_options
+    get_compile_options = compiler.get_compile_options
 
     def as_in_a_run(**options: Any) -> Any:
         options["env_options_overrides"] |= XLA_FLAGS_OF_A_RUN
-        return usual(**options)
+        return get_compile_options(**options)
 
     monkeypatch.setattr(compiler, "get_compile_options", as_in_a_run)
     jax.config.update("jax_disable_most_optimizations", False)

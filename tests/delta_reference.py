@@ -40,7 +40,7 @@ _BESIDE |= dict(vocab_size=211, hidden_size=64, intermediate_size=112, num_atten
 _BESIDE |= dict(num_key_value_heads=1, tie_word_embeddings=True)
 _VISION = dict(tie_word_embeddings=True, vision_config=VISION)
 _SHARED = "shared_expert_intermediate_size"
-_IN_VAIN = {_SHARED: 24, "norm_topk_prob": False}  # transformers ignores the latter here
+_IN_VAIN = {_SHARED: 24, "norm_topk_prob": False}  # transformers ignores norm_topk_prob here
 QWEN3_5: dict[str, dict[str, Any]] = {
     "qwen3_5_more_values": _MORE_VALUES,
     "qwen3_5_tied_beside_vision": _VISION | dict(model_type="qwen3_5", text_config=_BESIDE),

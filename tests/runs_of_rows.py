@@ -7,7 +7,7 @@ what is read from a run with what was stored, without reading any file itself.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import ml_dtypes  # also gives NumPy its bfloat16
+import ml_dtypes  # also registers the name "bfloat16" in NumPy
 import numpy as np
 from extractions import changed_identity, folder_name, identity_of
 from storages import kill, open_storage

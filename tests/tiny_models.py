@@ -65,7 +65,8 @@ BESIDE_OTHERS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": vision("qwen3_vl_moe", VL_MOE, as_released=True),
     "qwen3_vl_moe_some_dense_tied": vision(
         "qwen3_vl_moe",
-        VL_MOE | experts(5, 3, 64, decoder_sparse_step=2, norm_topk_prob=False),  # in vain
+        # norm_topk_prob=False is ignored in this family.
+        VL_MOE | experts(5, 3, 64, decoder_sparse_step=2, norm_topk_prob=False),
         **TIED,
     ),
     "qwen3_omni_moe_not_renormalised": omni(
