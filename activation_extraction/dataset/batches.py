@@ -1,6 +1,6 @@
 """Batches: an iterator over batches of tokens, with an exact state that can be restored.
 
-It cuts the data into chunks and chooses their order; token_source.py and paired.py read chunks, and
+Batches cuts the data into chunks and orders them; token_source.py and paired.py read chunks, and
 windows.py shuffles tokens in bounded memory. The iterator can be copied to other processes, and
 divides the data among the workers of a PyTorch DataLoader.
 """
@@ -17,7 +17,15 @@ from typing import Any, TypeVar
 from activation_extraction.common.log import log
 from activation_extraction.dataset.token_batch import TokenBatch, TokenPair
 from activation_extraction.dataset.token_source import Read, TokenSource
-from activation_extraction.dataset.windows import Position, Window, Windows, cut, share, shuffled
+from activation_extraction.dataset.windows import (
+    Chunk,
+    Position,
+    Window,
+    Windows,
+    cut,
+    share,
+    shuffled,
+)
 from activation_extraction.store.shard_reader import IN_FLIGHT
 
 ALONE = 0, 1  # number of this worker and of all workers in a process without a DataLoader
@@ -216,14 +224,16 @@ class Batches(Iterator[T]):
                 self._read_by_workers[0] = 1
         if self._window is None:
             self._window = self._next_window()
-        window, taken = self._window, self._position.taken
+        window = self._window
+        taken = self._position.taken
         stop = min(taken + self.options.size, window.tokens)
         runs = zip(self._sources, window.runs, strict=True)
         batch = self._form([source.take(blocks, taken, stop) for source, blocks in runs])
         if stop < window.tokens:
             self._position = replace(self._position, taken=stop)
         else:
-            self._window, self._position = None, window.end
+            self._window = None
+            self._position = window.end
         return batch
 
     def _next_window(self) -> Window:
@@ -253,18 +263,18 @@ class Batches(Iterator[T]):
         """
         sources = self._sources
         options = self.options
-        seed = self.options.shuffle
+        seed = options.shuffle
         hooks = max(sum(len(source.options.hooks) for source in sources), 1)
-        row = max(sum(source.row_bytes for source in sources), 1)
+        row_bytes = max(sum(source.row_bytes for source in sources), 1)
         local = all(source.shards.local for source in sources)
         by_ranges = all(source.shards.by_ranges for source in sources)
         largest = LARGEST_READ
         least = 1
         if not local:
             largest = hooks * (ORDERED_READ if seed is None else LARGEST_READ)
-            least = min(LEAST_READ * hooks // row, options.buffer // LEAST_CHUNKS)
-        many = ORDERED_CHUNKS if seed is None else CHUNKS_IN_BUFFER
-        size = max(min(largest // row, options.buffer // many), least, 1)
+            least = min(LEAST_READ * hooks // row_bytes, options.buffer // LEAST_CHUNKS)
+        chunks_in_buffer = ORDERED_CHUNKS if seed is None else CHUNKS_IN_BUFFER
+        size = max(min(largest // row_bytes, options.buffer // chunks_in_buffer), least, 1)
         chunks = sources[0].chunks()
         ahead = 1
         if by_ranges:
@@ -272,14 +282,16 @@ class Batches(Iterator[T]):
         chunks = share(shuffled(chunks, seed), options.worker, options.workers)
         chunks = share(chunks, *(self._loader_worker or ALONE))
         if not by_ranges:
-            of_shards = (
-                shuffled(cut(chunk, size), seed, chunk.shard, chunk.start) for chunk in chunks
-            )
-            chunks = [piece for pieces in of_shards for piece in pieces]
+            pieces = list[Chunk]()
+            for chunk in chunks:
+                pieces += shuffled(cut(chunk, size), seed, chunk.shard, chunk.start)
+            chunks = pieces
         elif not local:
             most_bytes = IN_FLIGHT * LARGEST_READ
-            ahead = max(min(IN_FLIGHT // hooks, most_bytes // (size * row)), 2)
-        most = min(options.buffer // 2 // options.size * options.size, sum(map(len, chunks)))
+            ahead = max(min(IN_FLIGHT // hooks, most_bytes // (size * row_bytes)), 2)
+        # A window is half of the buffer, and has whole batches.
+        window_tokens = options.buffer // 2 // options.size * options.size
+        most = min(window_tokens, sum(map(len, chunks)))
         return Windows(chunks, self._reader(), ahead, most, seed)
 
     def _check_selection(self) -> None:
@@ -291,12 +303,13 @@ class Batches(Iterator[T]):
         Raises:
             ValueError: No token passes the filters.
         """
-        filters = dict.fromkeys(text for s in self._sources for text in s.options.filters)
+        filters = dict.fromkeys(text for source in self._sources for text in source.options.filters)
         if self._position != Position() or not filters:
             return
         message = f"no token passes these filters: {', '.join(filters)}"
         part, parts = self._loader_worker or ALONE
-        worker, workers = self.options.worker * parts + part, self.options.workers * parts
+        worker = self.options.worker * parts + part
+        workers = self.options.workers * parts
         if workers == 1:
             raise ValueError(message)
         log.warning("in the share of worker %d of %d, %s", worker, workers, message)

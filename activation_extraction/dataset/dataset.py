@@ -66,8 +66,8 @@ class ActivationDataset(Samples):
         identity: Settings of the run that metadata.json records.
         data_files: A tuple for every file of the data set, by the name of the file: its size in
             bytes, and its fingerprint.
-        complete: Whether the folders of all machines and hosts of the run are there, and all of
-            them have stored all of their samples.
+        complete: Whether the folders of all machines and hosts of the run exist, and every host has
+            stored all of its samples.
         shards: Shards of the run that contain samples, which are opened when they are read.
 
     Raises:
@@ -260,7 +260,8 @@ class ActivationDataset(Samples):
             numbers: Numbers of the samples that are the pieces, in order.
             starts: Position in the document at which each piece begins.
         """
-        facts, last = self.shards.facts(numbers[0]), self.shards.facts(numbers[-1])
+        facts = self.shards.facts(numbers[0])
+        last = self.shards.facts(numbers[-1])
         source = self._all_tokens
         chunks = [chunk for number in numbers for (chunk,) in source.by_shard(np.array([number]))]
         tokens = source.whole_tokens(chunks)
@@ -286,11 +287,10 @@ class ActivationDataset(Samples):
         Args:
             size: Number of tokens in a batch; the last batch may have fewer.
             hooks: Names of the hooks to read, or globs. None for all hooks of the dataset.
-            **options: Any other field of BatchOptions, which describes them.
+            **options: Any other field of BatchOptions, whose docstring describes the fields.
 
         Raises:
-            ValueError: An argument makes no sense for the run, or `where` or `roles` chooses
-                nothing.
+            ValueError: An argument is invalid for the run, or `where` or `roles` selects nothing.
         """
         source = self.source(BatchOptions(size, hooks, **options))
         return Batches((source,), itemgetter(0), source.reader)

@@ -155,17 +155,23 @@ def _contexts(dataset: "ActivationDataset", strongest: Strongest, around: int) -
         dataset: Dataset with the codes.
         strongest: Strongest tokens of every feature, by their numbers in the dataset.
         around: Number of tokens of the sample to show on each side of a token.
+
+    Returns:
+        The column, with the strongest token of each feature first.
     """
     kept = np.isfinite(strongest.values)
-    values, numbers = strongest.values[kept], strongest.tokens[kept]
+    values = strongest.values[kept]
+    numbers = strongest.tokens[kept]
     begins = np.cumsum([0, *(commit.tokens for commit in dataset.shards.commits)])
     of_shard = np.searchsorted(begins, numbers, "right") - 1
     decode = None
     with suppress(LookupError):
         decode = find_decoder(dataset)
-    places, tables = [np.arange(0)], [CONTEXT.empty_table()]
+    places = [np.arange(0)]
+    tables = [CONTEXT.empty_table()]
     for shard in np.unique(of_shard).tolist():
-        reader, place = dataset.shards.get(shard), np.flatnonzero(of_shard == shard)
+        reader = dataset.shards.get(shard)
+        place = np.flatnonzero(of_shard == shard)
         tokens = reader.tokens(0, dataset.shards.commits[shard].tokens)
         in_shard = numbers[place] - begins[shard]
         samples = np.searchsorted(reader.offsets, in_shard, "right") - 1

@@ -1,7 +1,7 @@
 """TokenRecords: a source of records of tokens for grain, which reads them in any order.
 
-grain makes and shuffles batches itself. batches.py does this for everybody else, with fewer and
-larger reads.
+grain shuffles the records and makes batches of them itself. batches.py makes batches without grain,
+with fewer and larger reads.
 """
 
 from bisect import bisect_right
@@ -28,15 +28,17 @@ class TokenRecords:
     def __init__(self, source: TokenSource, tokens: int) -> None:
         if (tokens := index(tokens)) < 1:
             raise ValueError(f"tokens {tokens}: expected 1 or more tokens in a record")
-        self._source, self._tokens = source, tokens
+        self._source = source
+        self._tokens = tokens
         counts = (-(-commit.tokens // tokens) for commit in source.shards.commits)
         self._firsts = [0, *accumulate(counts)]  # the number of records before each shard
 
     def __len__(self) -> int:
         return self._firsts[-1]
 
-    def __repr__(self) -> str:  # grain continues only where this is the same
-        source, hooks = self._source, list(self._source.options.hooks)
+    def __repr__(self) -> str:  # grain restores a state only if the repr of the source is the same
+        source = self._source
+        hooks = list(source.options.hooks)
         return f"TokenRecords(data={source.fingerprint}, hooks={hooks}, tokens={self._tokens})"
 
     def __getitem__(self, number: int) -> dict[str, np.ndarray]:

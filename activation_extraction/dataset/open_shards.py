@@ -98,7 +98,8 @@ class OpenShards:
         # The cached functions do not refer to this object: such a cycle would keep a decompressed
         # pickle in memory until the garbage collector runs.
         self._read: Callable[..., Any] = partial(_read, self.url, self.shards, {})
-        hooks, most = list(self.hooks.values()), OPEN_SHARDS
+        hooks = list(self.hooks.values())
+        most = OPEN_SHARDS
         if not self.by_ranges:
             most = 1
         elif not self.local:
@@ -193,7 +194,7 @@ class OpenShards:
 
     @cached_property
     def samples(self) -> pyarrow.Table:
-        """The table of the samples of all shards."""
+        """The table with a row for each sample of the run, in the order of the shards."""
         return concatenate_tables(self.each(self.table))
 
     def columns(self, names: Iterable[str]) -> dict[str, np.ndarray]:

@@ -128,7 +128,8 @@ class AlignedRuns:
         unread = set(options.max_norm) if isinstance(options.max_norm, Mapping) else set()
         sources = list[TokenSource]()
         for run, names in runs:
-            limits, aliases = options.max_norm, run.hooks.aliases
+            limits = options.max_norm
+            aliases = run.hooks.aliases
             if isinstance(limits, Mapping):
                 limits = {n: limit for n, limit in limits.items() if aliases.get(n, n) in names}
                 unread -= limits.keys()
@@ -329,7 +330,8 @@ def _partners(one: TokenSource, other: TokenSource, ours: ShardTokens, pairs: np
     """
     of_one, of_other = pairs[:, np.argsort(pairs[1])]
     keys = ours.samples << 32 | ours.tokens.position
-    rows, parts = np.full(len(keys), -1), list[TokenBatch]()
+    rows = np.full(len(keys), -1)
+    parts = list[TokenBatch]()
     for chunks in other.by_shard(of_other):
         theirs = other.tokens(chunks)
         samples = of_one[np.searchsorted(of_other, theirs.samples)]

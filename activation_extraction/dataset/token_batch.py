@@ -279,7 +279,8 @@ def copy_rows(block: Block, places: np.ndarray, target: TokenBatch) -> None:
         places: Rows of `target` to copy to, int64 (rows,).
         target: Batch that is written to.
     """
-    source_rows, target_rows = _as_slice(block.rows), _as_slice(places)
+    source_rows = _as_slice(block.rows)
+    target_rows = _as_slice(places)
     for values, output in zip(block.tokens.arrays, target.arrays, strict=True):
         same_dtype = values.dtype == output.dtype
         bits = _bits_of(values)
@@ -411,5 +412,6 @@ def piece_of(row: Mapping[str, Any] | None) -> tuple[int, int, dict[str, Any]] |
         row of the document. None if the sample is no piece.
     """
     document = dict(row or {})
-    piece, start = document.pop("piece", None), document.pop("start", None)
+    piece = document.pop("piece", None)
+    start = document.pop("start", None)
     return None if piece is None or start is None else (piece, start, document)

@@ -172,7 +172,7 @@ class TokenSource:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of memory for the values of a token at all hooks that are read."""
+        """The number of bytes of memory for the values of a token at all hooks that are read."""
         return self.shards.row_bytes(self.options.hooks)
 
     def columns(self, names: Sequence[str], sample_idx: np.ndarray) -> dict[str, np.ndarray]:
@@ -289,7 +289,8 @@ class TokenSource:
         apart = np.diff(ascending) * widest > LEAST_GAP
         # Tokens of different chunks may lie apart in the shard.
         apart |= np.diff(shard_tokens.at[ascending]) != np.diff(ascending)
-        parts = [np.arange(*_span(p)) for p in np.split(ascending, np.flatnonzero(apart) + 1)]
+        groups = np.split(ascending, np.flatnonzero(apart) + 1)
+        parts = [np.arange(*_span(group)) for group in groups]
         with as_os_errors():
             reader = self.shards.get(shard_tokens.shard)
             spans = [_span(shard_tokens.at[part]) for part in parts]
@@ -350,11 +351,15 @@ class TokenSource:
         Raises:
             ValueError: A value is too large for the dtype of the batch.
         """
-        hooks, options = self.shards.hooks, self.options
+        hooks = self.shards.hooks
+        options = self.options
         dtypes = {
-            n: options.dtype for n in options.hooks if options.dtype and hooks[n].are_activations
+            name: options.dtype
+            for name in options.hooks
+            if options.dtype and hooks[name].are_activations
         }
-        batch, first = empty_batch(blocks[0].tokens, stop - start, dtypes), 0
+        batch = empty_batch(blocks[0].tokens, stop - start, dtypes)
+        first = 0  # number of rows in the blocks before this one
         for tokens, rows in blocks:
             part = rows[max(start - first, 0) : max(stop - first, 0)]
             if len(part):
