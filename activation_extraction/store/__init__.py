@@ -107,7 +107,7 @@ tensors for them: HOOK.codes.ids (int32) and .values (float32 or bfloat16), of a
 the other; .offsets (int64, tokens + 1), where those of each token begin; .error and .norm (float32,
 tokens), the squared norm of what these features do not reconstruct, and the norm of what is
 reconstructed. A record of a pickle has these five for its sample, in the place of `activation`.
-`codes` in the JSON has their sums, of the first tokens of documents (`sinks`) and of all others.
+`codes` in the JSON has their sums, of the first tokens of samples (`sinks`) and of all others.
 
 Readers ignore tensors, fields and columns they do not know. Other changes get a new format_version.
 """

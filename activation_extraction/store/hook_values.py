@@ -352,7 +352,7 @@ class DenseValues(HookValues):
     def _has_loss(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Returns which tokens have a loss, bool (tokens,).
 
-        The first token of a document counts only if its loss is a number. Every other token counts,
+        The first token of a sample counts only if its loss is a number. Every other token counts,
         because a NaN there is an error that must stay visible.
         """
         return (positions != 0) | ~np.isnan(values).any(axis=1)
@@ -524,7 +524,7 @@ class CodeValues(HookValues):
     and the record of a pickle five fields of these names: the arrays of `Codes` by ARRAYS.
 
     Attributes:
-        most: The most features that are stored of a token. 0 where values are only written.
+        most: Largest number of features stored for a token. 0 if values are written but not read.
     """
 
     most: int

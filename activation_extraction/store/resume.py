@@ -1,4 +1,4 @@
-"""Plans what a process stores in the folder of one host: what is stored already and what is left.
+"""Plans what a process stores in the folder of one host, from what is stored there already.
 
 Planning only reads. It refuses folders that cannot be continued, before anything expensive begins:
 another run, damaged files, gaps in the log, or more samples than the limits allow. `plan_run` plans
@@ -54,7 +54,7 @@ class StoragePlan:
         skipped_rows: Number of rows that were skipped, as metadata.json of a complete run counts
             them, also after its last sample.
         empty_rows: Number of rows without text, counted like `skipped_rows`.
-        repair: What a repair does beyond that; None for a run that begins or continues.
+        repair: Further work of a repair; None for a run that begins or continues.
     """
 
     commits: list[Commit] = field(default_factory=list)

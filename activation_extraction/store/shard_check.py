@@ -75,9 +75,12 @@ def check_shard(store: Folder, folder: str, stored: RunLog, commit: Commit) -> C
 
     Args:
         store: The host's folder.
-        folder: Its name, for messages.
+        folder: The name of that folder, for messages; "" for the output itself.
         stored: The content of the folder.
         commit: The commit of the shard.
+
+    Returns:
+        The result. A problem of the shard or a failed request is recorded there, not raised.
     """
     if not commit.count:
         return CheckedShard(folder, commit, sample_idx=NO_NUMBERS)
@@ -117,7 +120,7 @@ def for_each_shard(check: Callable[..., T], shards: Sequence[tuple[Commit, tuple
         check: The function to call.
         shards: The commit of each shard, for the progress bar, and the arguments of `check`.
     """
-    from tqdm import tqdm  # which readers and writers of shards do without
+    from tqdm import tqdm  # imported late, because readers and writers of shards do not need it
 
     total = sum(commit.bytes for commit, _ in shards)
     with (

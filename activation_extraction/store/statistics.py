@@ -27,7 +27,7 @@ class Sums:
     """Sums over tokens at one hook, which can be merged.
 
     There are separate sums for attention sinks (index SINK) and for other tokens (index OTHER). The
-    first token of a document (position 0) counts as a sink, and no other token does, so that the
+    first token of a sample (position 0) counts as a sink, and no other token does, so that the
     kind of a token does not depend on other tokens.
 
     Attributes:
@@ -86,7 +86,7 @@ def sums_of(decode: Callable[[slice], np.ndarray], width: int, positions: np.nda
         decode: A function that returns the values of some of the tokens, (tokens, width), of any
             floating-point dtype.
         width: The number of values of a token.
-        positions: The positions of all tokens in their documents, int32 (tokens,).
+        positions: The positions of all tokens in their samples, int32 (tokens,).
     """
     tokens = len(positions)
     total, squares = Sums.zeros(width), np.empty(tokens)
@@ -198,7 +198,12 @@ class CodeSums:
 
 @dataclass(frozen=True)
 class SumsOfCodes:
-    """Sums over codes, of the first tokens of documents (sinks) and of all other tokens."""
+    """Sums over codes, which can be merged.
+
+    Attributes:
+        sinks: Sums over the first tokens of samples (position 0).
+        others: Sums over all other tokens.
+    """
 
     sinks: CodeSums
     others: CodeSums
@@ -335,7 +340,7 @@ class HookStatistics(Statistics):
 
     `mean`, `variance`, `all_tokens` and `without_first_token` are read from the statistics files
     when they are first used, which raises OSError if a file is damaged. The first token of a
-    document is often an attention sink, whose norm may be 100 times that of other tokens.
+    sample is often an attention sink, whose norm may be 100 times that of other tokens.
 
     Attributes:
         load: Function that reads the sums over all shards.
@@ -360,7 +365,7 @@ class HookStatistics(Statistics):
 
     @cached_property
     def without_first_token(self) -> DimensionStatistics:
-        """The statistics of all tokens but the first one of each document."""
+        """The statistics of all tokens except the first token of each sample."""
         return DimensionStatistics.of(self.load(), slice(OTHER, None))
 
 
