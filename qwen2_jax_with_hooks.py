@@ -54,27 +54,27 @@ class HookedModel(nn.Module):
 
     @property
     def captured_dtype(self) -> Any:
-        """Returns the dtype of activations in the result, which the store may encode as float8."""
+        """The dtype of activations in the result, which the store may encode as float8."""
         return self.dtype if self.activation_dtype == FLOAT8 else self.activation_dtype
 
     @property
     def num_layers(self) -> int:
-        """Returns the number of layers that run: all up to the deepest one with a hook."""
+        """The number of layers that run: all up to the deepest one with a hook."""
         return self.hooks[-1].layer + 1
 
     @property
     def layers_per_stage(self) -> int:
-        """Returns the number of layers in a pipeline stage; without a pipeline, of all layers."""
+        """The number of layers in a pipeline stage; without a pipeline, of all layers."""
         return stage_length(self.config.layer_types[: self.num_layers], self.stages)
 
     @property
     def runs_to_the_end(self) -> bool:
-        """Returns whether a hook comes after the last layer."""
+        """Whether a hook comes after the last layer."""
         return self.hooks[-1].kind.at_end
 
     @property
     def predicts(self) -> bool:
-        """Returns whether a hook needs the logits."""
+        """Whether a hook needs the logits."""
         return any(hook.kind.is_prediction for hook in self.hooks)
 
     def micro_batches(self, rows: int) -> int:

@@ -51,10 +51,10 @@ def _stripped(url: re.Match[str]) -> str:
 
 
 def visible(text: object) -> str:
-    """Returns the text as one line without secrets, with unprintable characters as escapes.
+    r"""Returns the text as one line without secrets, with unprintable characters as escapes.
 
-    Letters of all scripts stay. For example, the escape character becomes `\\x1b`, and a change of
-    the writing direction becomes `\\u202e`.
+    Letters of all scripts stay. For example, the escape character becomes `\x1b`, and a change of
+    the writing direction becomes `\u202e`.
     """
     return "".join(map(_shown, without_secrets(str(text))))
 

@@ -97,12 +97,12 @@ class Autoencoder:
 
     @property
     def features(self) -> int:
-        """Returns the number of features."""
+        """The number of features."""
         return len(self.b_enc)
 
     @property
     def arrays(self) -> Tensors:
-        """Returns name of a field -> array, for all arrays that it has."""
+        """Name of a field -> array, for all arrays that it has."""
         return {name: x for name, x in vars(self).items() if isinstance(x, np.ndarray)}
 
     def __reduce__(self) -> Any:  # another process reads the files again
@@ -129,7 +129,7 @@ class Source(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Returns the path of the folder, with a slash at the end."""
+        """The path of the folder, with a slash at the end."""
         return f"{self.repository.path}/{self.folder}"
 
     def error(self, why: str) -> InputError:

@@ -54,7 +54,7 @@ class Decoder:
 
     @property
     def mixed(self) -> bool:
-        """Returns whether the layers are of several types."""
+        """Whether the layers are of several types."""
         return len(self.modules) > 1
 
     def init(self, _: Array, length: int, stages: int = 1) -> Any:

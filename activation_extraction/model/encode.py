@@ -64,7 +64,7 @@ class Encoder:
 
     @property
     def hook(self) -> Hook:
-        """Returns the hook of the codes, whose values are the records that codes.py describes."""
+        """The hook of the codes, whose values are the records that codes.py describes."""
         kind = self.source.kind
         codes = replace(
             kind,
@@ -103,7 +103,7 @@ class Encoder:
 
     @property
     def flops(self) -> float:
-        """Returns the floating-point operations for a token."""
+        """The floating-point operations for a token."""
         return 2.0 * sum(array.size for array in self.autoencoder.arrays.values())
 
     def memory(self, layout: Layout) -> float:

@@ -231,10 +231,15 @@ def in_sorted_rows(
     """Computes `ExpertSum` with copies of the rows that are sorted by expert.
 
     One row of each token is added up at a time, so that no array has all rows in float32.
+    `ExpertSum` describes the arguments after `compute`, and the result.
 
     Args:
         compute: The function that runs the experts on sorted rows.
-        x: The tokens. See `ExpertSum` for this and the other arguments, and for the result.
+        x: As in `ExpertSum`.
+        weights: As in `ExpertSum`.
+        chosen: As in `ExpertSum`.
+        stacks: As in `ExpertSum`.
+        parts: As in `ExpertSum`.
     """
     per_token = chosen.shape[1]
     experts = stacks.gate.shape[1]

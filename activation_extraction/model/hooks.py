@@ -64,7 +64,7 @@ class Form(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes of a token."""
+        """The bytes of a token."""
         return token_bytes(self.width, self.dtype)
 
 
@@ -102,17 +102,17 @@ class HookKind:
 
     @property
     def is_prediction(self) -> bool:
-        """Returns whether the values come from the logits."""
+        """Whether the values come from the logits."""
         return self.intermediate.startswith(PREDICTED)
 
     @property
     def grows(self) -> bool:
-        """Returns whether the width grows with the tokens of a row."""
+        """Whether the width grows with the tokens of a row."""
         return "S" in self.letters
 
     @property
     def large(self) -> bool:
-        """Returns whether the values are so large that the kind has to be asked for by name."""
+        """Whether the values are so large that the kind has to be asked for by name."""
         return self.grows or "V" in self.letters
 
     def width(self, sizes: Mapping[str, int]) -> int:
@@ -167,12 +167,12 @@ class Hook(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Returns the canonical name."""
+        """The canonical name."""
         return self.kind.name.format(self.layer)
 
     @property
     def module(self) -> str | None:
-        """Returns the Hugging Face module's input or output; None if no module has it."""
+        """The Hugging Face module's input or output; None if no module has it."""
         return self.kind.modules[0].format(self.layer) if self.kind.modules else None
 
     def names(self) -> list[str]:
