@@ -1,6 +1,6 @@
-"""Shows what the TPU compiler plans for a layer and for a whole step, for developers.
+r"""Shows what the TPU compiler plans for a layer and for a whole step, for developers.
 
-    JAX_PLATFORMS=cpu PYTHONPATH=.venv/libtpu .venv/bin/python -m benchmarks.tpu_plan \\
+    JAX_PLATFORMS=cpu PYTHONPATH=.venv/libtpu .venv/bin/python -m benchmarks.tpu_plan \
         --model 30B-A3B --topology v6e:4x4 --flags "--mesh_shape 4,4 --mesh_axes data,expert"
 
 It compiles the program as a run would, without a TPU, and parses its text (program_text.py). For

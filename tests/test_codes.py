@@ -150,7 +150,7 @@ def test_a_share_that_is_explained_is_a_statistic_and_another_one_a_warning():
     explained = "3.0 features per token; the share of squared norms that they explain: 75.0% of"
     assert [*codes_in_words(statistics)] == [f"{CODES}: {explained} other tokens"]
     (warning,) = code_warnings(statistics)
-    assert "of first tokens of documents" in warning and "2.5 times" in warning
+    assert "of first tokens of samples" in warning and "2.5 times" in warning
     empty = {CODES: Statistics(codes={"sinks": CodeSums(), "others": CodeSums()})}
     assert [*codes_in_words(empty)] == [f"{CODES}: 0.0 features per token"]
     assert not [*code_warnings(empty)]

@@ -11,7 +11,7 @@ from activation_extraction.store.statistics import Statistics
 
 MOST_HOOKS = 8  # hooks whose encoding errors are listed
 # Key of Statistics.codes -> name of the kind of tokens in messages.
-KINDS_OF_TOKENS = {"sinks": "first tokens of documents", "others": "other tokens"}
+KINDS_OF_TOKENS = {"sinks": "first tokens of samples", "others": "other tokens"}
 
 
 def errors_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
@@ -29,7 +29,7 @@ def errors_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
         sinks, others = encoded[name]["sinks"], encoded[name]["others"]
         yield (
             f"{name}: relative error of a token {others.mean:.2%} on average, at most "
-            f"{others.worst:.2%}; first tokens of documents {sinks.mean:.2%}, {sinks.worst:.2%}"
+            f"{others.worst:.2%}; first tokens of samples {sinks.mean:.2%}, {sinks.worst:.2%}"
         )
     if len(encoded) > MOST_HOOKS:
         smaller = counted(len(encoded) - MOST_HOOKS, "other hook")
