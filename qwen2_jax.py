@@ -177,7 +177,11 @@ class MLP(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A mixture of experts: a token goes through a few of many, and through a shared one if any."""
+    """A mixture of experts.
+
+    Each token passes through a few routed experts, which the router chooses among many, and through
+    the shared expert if there is one. The result is the weighted sum of their results.
+    """
 
     config: Any
     dtype: Any

@@ -131,7 +131,14 @@ class HookedModel(nn.Module):
         return run(capture, token_ids, segment_ids, positions)
 
     def _declare(self, token_ids: Array) -> None:
-        """Declares the parameters that hooks need besides those of the layers, by their use."""
+        """Declares the parameters outside the layers that the hooks need, by calling their modules.
+
+        Flax creates the parameters of a module when the module is first called. The parameters of
+        the layers are declared in `setup`.
+
+        Args:
+            token_ids: The token ids of a step, (B, T) int32.
+        """
         x = self.embed_tokens(token_ids)
         if self.runs_to_the_end:
             self.norm(x)

@@ -247,7 +247,7 @@ def run(
         compute_seconds, store_seconds: The seconds of computing and of writing.
     """
     done = {"tokens": 0, "written_tokens": 0, "documents": 0, "compute_seconds": 0.0}
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     for group in groups:
         at = time.perf_counter()
         values = forward([documents[number] for number in group])
@@ -260,7 +260,7 @@ def run(
                 done["written_tokens"] += len(ids)
             done["documents"] += 1
     shards.flush()
-    done["store_seconds"] = time.perf_counter() - began - done["compute_seconds"]
+    done["store_seconds"] = time.perf_counter() - start_time - done["compute_seconds"]
     return done | {"bytes": shards.bytes}
 
 
@@ -285,19 +285,20 @@ def main() -> None:
         help="write one of every N computed documents (default: 1)",
     )
     options = parser.parse_args()
-    way, dtype = WAYS[options.way], getattr(torch, options.dtype)
+    chosen_way = WAYS[options.way]
+    dtype = getattr(torch, options.dtype)
     documents = json.loads(options.token_ids.read_text())
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     forward = load_transformers(options.model, dtype, options.hooks)
     with torch.inference_mode():
         forward([documents[0][:16]])  # a warm-up, which is not measured, just as compiling is not
     loaded = time.perf_counter()
-    groups = batches([len(ids) for ids in documents], way, options.batch_size, options.every)
+    groups = batches([len(ids) for ids in documents], chosen_way, options.batch_size, options.every)
     options.output.mkdir(parents=True, exist_ok=True)
-    shards = Shards(options.output, options.hooks, way)
+    shards = Shards(options.output, options.hooks, chosen_way)
     done = run(forward, documents, groups, shards, options.written_every)
     versions = {name: version(name) for name in ("torch", "transformers", "isal")}
-    print(json.dumps(done | {"load_seconds": loaded - began, "versions": versions}))
+    print(json.dumps(done | {"load_seconds": loaded - start_time, "versions": versions}))
 
 
 if __name__ == "__main__":

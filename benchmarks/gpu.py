@@ -42,20 +42,20 @@ def run_ours(folder: Path, hooks: int, options: argparse.Namespace) -> Row:
     layers = map(str, evenly_spaced(hooks, depth))
     flags += ["--shard_format", "safetensors", "--layers_to_extract", *layers]
     command = [sys.executable, "-m", "benchmarks.compute_only", *flags]
-    alone = run(command, options.platform).result
+    step = run(command, options.platform).result
     output = options.folder / "out"
-    whole = extract(output, flags, options.platform)
-    described = json.loads((output / "metadata.json").read_text())
+    extraction = extract(output, flags, options.platform)
+    metadata = json.loads((output / "metadata.json").read_text())
     shutil.rmtree(output)
-    full = alone["full_rows_tokens"] / alone["full_rows_seconds"]
+    full_rows_rate = step["full_rows_tokens"] / step["full_rows_seconds"]
     return {
-        "step_tokens_per_second": full,
-        "step_flops_per_second": full * alone["full_rows_flops_per_token"],
-        "packed_tokens_per_second": alone["tokens"] / alone["seconds"],
-        "tokens_per_second": whole["tokens"] / whole["extraction_seconds"],
-        "bytes_per_second": whole["bytes"] / whole["extraction_seconds"],
-        "kernels": {name: described[name] for name in alone["kernels"]},
-        **{name: whole[name] for name in ("tokens", "compile_seconds", "process_seconds")},
+        "step_tokens_per_second": full_rows_rate,
+        "step_flops_per_second": full_rows_rate * step["full_rows_flops_per_token"],
+        "packed_tokens_per_second": step["tokens"] / step["seconds"],
+        "tokens_per_second": extraction["tokens"] / extraction["extraction_seconds"],
+        "bytes_per_second": extraction["bytes"] / extraction["extraction_seconds"],
+        "kernels": {name: metadata[name] for name in step["kernels"]},
+        **{name: extraction[name] for name in ("tokens", "compile_seconds", "process_seconds")},
     }
 
 

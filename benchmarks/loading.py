@@ -54,13 +54,14 @@ def quantise(source: Path, target: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     target.mkdir()
     (target / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZED}))
-    tensors, chance = load_file(source / SINGLE_FILE), np.random.default_rng(0)
+    tensors = load_file(source / SINGLE_FILE)
+    rng = np.random.default_rng(0)
     for name, values in [*tensors.items()]:
         if not name.endswith("_proj.weight"):
             continue
         blocks = [-(-size // BLOCK) for size in values.shape]
-        unit = SMALLEST_SCALE / values.shape[1] ** 0.5
-        scales = (unit * chance.uniform(1, 2, blocks)).astype(values.dtype)
+        smallest_scale = SMALLEST_SCALE / values.shape[1] ** 0.5
+        scales = (smallest_scale * rng.uniform(1, 2, blocks)).astype(values.dtype)
         of_values = scales.repeat(BLOCK, 0)[: len(values)].repeat(BLOCK, 1)[:, : values.shape[1]]
         tensors[name] = (values.astype(np.float32) / of_values.astype(np.float32)).astype(VALUES)
         tensors[f"{name}_scale_inv"] = scales
@@ -79,11 +80,11 @@ def seconds_to_load(folder: Path, dtype: str) -> float:
     config = read_model_config(folder / "config.json")
     table = weight_table(Qwen2(config), checkpoint.tensors)
     layout = build_layout(jax.devices()[:1], {"model": 1}, config.num_key_value_heads)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     jax.block_until_ready(
         load_params(table, checkpoint, jnp.dtype(dtype), layout, dtype == "bfloat16")
     )
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
 def compare(folders: dict[str, Path], dtype: str, rounds: int, cold: bool) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class Move(NamedTuple):
     flops: float = 0.0
 
     def times(self, count: float) -> "Move":
-        """Returns the sum of so many equal moves."""
+        """Returns the sum of `count` equal moves; `count` may be a fraction."""
         return self._replace(
             hbm=round(self.hbm * count),
             sent=round(self.sent * count),
@@ -161,14 +161,17 @@ class ProgramText:
 
     @cached_property
     def body(self) -> str:
-        """Returns the name of the computation that is one turn of the loop over layers."""
+        """Returns the name of the computation that is one iteration of the loop over layers."""
         loop = r' while\(.*body=(%[\w.-]+).*op_name="[^"]*/layers/[\w.]+\._loop/while"'
         body = re.findall(loop, self.text)
         assert len(body) == 1, body
         return body[0]
 
     def layer(self) -> list[Instruction]:
-        """Returns the instructions of one turn of the loop, in the order in which they run."""
+        """Returns the instructions of one iteration of the loop over layers, in order.
+
+        Instructions that move no bytes, such as bitcasts, are left out.
+        """
         return self._running(self.body)
 
     def _running(self, computation: str) -> list[Instruction]:
@@ -176,7 +179,11 @@ class ProgramText:
         return [i for i in inside if i.opcode not in NOTHING and not NO_WORK.search(i.line)]
 
     def layer_loop(self) -> list[Instruction]:
-        """Returns all instructions of the loop over layers, including those that these call."""
+        """Returns all instructions that run in the loop over layers.
+
+        They are the instructions of the loop's body, and of all computations that are called from
+        it, directly or indirectly. Each computation is included once.
+        """
         pending, seen = [self.body], set()
         instructions: list[Instruction] = []
         while pending:
@@ -190,15 +197,20 @@ class ProgramText:
         return instructions
 
     def moves(self, computation: str, around: Collection[str] = ()) -> list[Move]:
-        """Returns the moves of one run of a computation, in order.
+        """Returns the data transfers of one run of a computation, in order.
 
-        The moves in a loop are multiplied by its turns. Branches for types of layers are multiplied
-        by the shares of these types; of other branches, only the one that moves most bytes counts.
+        Transfers in the body of a loop are multiplied by its iteration count. If a conditional of
+        the loop over layers has one branch for each type of layers, the transfers of each branch
+        are multiplied by the share of the layers that have its type. Of any other conditional, only
+        the branch with the most bytes of HBM counts.
 
         Args:
             computation: The name of the computation.
-            around: Channels that are sending while the computation runs. Their bytes are counted
-                where they start.
+            around: Channels of collectives that are in flight while the computation runs. Their
+                bytes are not counted here, because they are counted where the collectives start.
+
+        Returns:
+            A move for each instruction that reads or writes HBM or sends to other chips.
         """
         moves: list[Move] = []
         in_flight: dict[str, int] = {}  # channel -> index of its start in `moves`
@@ -221,7 +233,13 @@ class ProgramText:
     def _nested(
         self, computation: str, instruction: Instruction, around: Collection[str]
     ) -> list[Move] | None:
-        """Returns the moves of a loop, call or conditional; None for other instructions."""
+        """Returns the data transfers of a loop, call or conditional; None for other instructions.
+
+        Args:
+            computation: The name of the computation that contains the instruction.
+            instruction: The instruction.
+            around: Channels of collectives that are in flight while the instruction runs.
+        """
         if instruction.opcode == "while":
             turns = self._turns(instruction)
             return [move.times(turns) for move in self.moves(instruction.named("body"), around)]
@@ -236,7 +254,7 @@ class ProgramText:
         return [move.times(share) for share, moves in shared for move in moves]
 
     def _turns(self, loop: Instruction) -> int:
-        """Returns the number of turns of a loop that counts from 0 up to a constant."""
+        """Returns the iteration count of a loop, which counts from 0 up to a constant."""
         condition = self.computations[loop.named("condition")]
         compare, limits = condition[-1], [i.line for i in condition if i.opcode == "constant"]
         assert "direction=LT" in compare.line and len(limits) == 1, condition
@@ -245,7 +263,7 @@ class ProgramText:
         return int(match[1])
 
     def _begun(self, instruction: Instruction) -> list[str]:
-        """Returns the channels on which an instruction starts to send, without waiting for the end.
+        """Returns the channels of the collectives that an instruction starts but does not await.
 
         The channel of a collective outside fusions is its name, because several collectives with
         the same channel id may be sending at a time, such as those in both directions of a ring.
@@ -258,7 +276,7 @@ class ProgramText:
         return [inner.channel for inner in inside if inner.is_collective and begins]
 
     def _ended(self, instruction: Instruction) -> list[str]:
-        """Returns the channels for whose end an instruction waits."""
+        """Returns the channels of the asynchronous collectives that an instruction awaits."""
         if instruction.opcode.endswith("-done"):
             return self._begun(self.instructions[instruction.operands[0]])
         inside = self._inside(instruction)
@@ -266,7 +284,7 @@ class ProgramText:
         return [inner.channel for inner in inside if inner.is_collective and ends]
 
     def _move(self, instruction: Instruction, counted: Collection[str]) -> Move:
-        """Returns what an instruction moves.
+        """Returns the data transfer of an instruction.
 
         All bytes of an asynchronous collective count at its start.
 

@@ -82,7 +82,10 @@ class StepTimes(NamedTuple):
 
     @property
     def device(self) -> float:
-        """Returns the seconds of a whole step, if all its parts run at the peaks."""
+        """The duration in seconds of a whole step at the device's peak rates.
+
+        Computing, HBM traffic and hidden sending overlap; exposed sending comes on top.
+        """
         return max(self.products + self.kernel, self.hbm, self.hidden) + self.exposed
 
 

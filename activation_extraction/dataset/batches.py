@@ -141,9 +141,9 @@ class Batches(Iterator[T]):
         """Returns all settings on which the order of the tokens depends, as JSON values."""
         part, parts = _loader_worker() or ALONE
         fingerprints = "\n".join(source.fingerprint for source in self._sources)
-        data = hashlib.sha256(fingerprints.encode()).hexdigest()
+        data_digest = hashlib.sha256(fingerprints.encode()).hexdigest()
         setting, *others = (source.options.setting for source in self._sources)
-        setting = {"data": data, **setting, "others": others, "part": part, "parts": parts}
+        setting = {"data": data_digest, **setting, "others": others, "part": part, "parts": parts}
         plain: dict[str, Any] = json.loads(json.dumps(setting))
         return plain
 
@@ -322,6 +322,6 @@ def _loader_worker() -> tuple[int, int] | None:
         The number of this worker, from 0, and the number of all workers. None if this process is
         not a worker of a DataLoader.
     """
-    data = sys.modules.get("torch.utils.data")
-    info = data.get_worker_info() if data is not None else None
+    torch_data = sys.modules.get("torch.utils.data")
+    info = torch_data.get_worker_info() if torch_data is not None else None
     return None if info is None else (info.id, info.num_workers)

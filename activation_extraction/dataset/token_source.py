@@ -253,11 +253,11 @@ class TokenSource:
         at = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
         with as_os_errors():
             reader = self.shards.get(shard)
-            arrays = reader.tokens(start, stop)
+            token_fields = reader.tokens(start, stop)
             samples = np.searchsorted(reader.offsets, at, "right") - 1
             sample_idx = reader.sample_idx[samples]
         hooks = ByHook[np.ndarray]({}, self.shards.hooks.aliases)
-        shared: dict[str, Any] = {name: values[at - start] for name, values in arrays.items()}
+        shared: dict[str, Any] = {name: values[at - start] for name, values in token_fields.items()}
         tokens = TokenBatch(hooks, sample_idx=sample_idx, **shared)
         samples += self.shards.firsts[shard]
         wanted = tokens.position >= self.options.skip_first

@@ -33,9 +33,11 @@ OUTLIER = 10.0
 LEVELS = (0.01, 0.25, 0.5, 0.75, 0.99, 1.0)  # probabilities of the quantiles of norms
 MEDIAN = 2  # index of the median in LEVELS
 OTHER = "other hooks"  # the kind of hooks whose names have no layer
-LARGEST = 200  # number of tokens with the largest norms that are grouped by kind
+# Number of tokens that `largest_tokens` groups by kind: those with the largest norms at a hook.
+LARGEST = 200
 BINS = 120  # largest number of bins of the throughput
-SHARDS_PER_BIN = 4  # at least, about, because several shards are often committed at a time
+# Approximate minimum of shards in a bin, because several shards are often committed at a time.
+SHARDS_PER_BIN = 4
 
 
 @dataclass(frozen=True)

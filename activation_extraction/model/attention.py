@@ -70,7 +70,11 @@ def whole_blocks(x: Array, block: int, value: int = 0) -> Array:
 def dense_attention(
     q: Array, k: Array, v: Array, segments: Segments, first: int | Array, window: int | None = None
 ) -> Array:
-    """Computes all (T, S) scores at once. It defines `Attention`, and tests compare with it."""
+    """Computes attention with all (T, S) scores in memory at once.
+
+    This is the reference implementation of `Attention`, with which tests compare the others. The
+    comment on `Attention` defines the arguments and the result.
+    """
     seen = visible_keys(segments, first, window)
     out = einsum("BKGTS,BSKH->BTKGH", _probabilities(q, k, seen).astype(v.dtype), v)
     return out.reshape(q.shape).astype(q.dtype)
@@ -81,7 +85,7 @@ def attention_pattern(
 ) -> Array:
     """Returns how much each head of a token attends to the tokens of its segment.
 
-    It has the signature of `Attention` and ignores v.
+    The function has the signature of `Attention`, but ignores v.
 
     Returns:
         (B, T, N, S) in the dtype of q. Column j belongs to the token at position j of the query's

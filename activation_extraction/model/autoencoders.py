@@ -46,7 +46,8 @@ OUR_NAMES = {
 class Autoencoder:
     """A sparse autoencoder, or a transcoder, which reconstructs another hook than it reads.
 
-    With x the input, normalised by `norm` and less b_dec if `subtracts`:
+    Letters: D is the width of the hook that is read, O the width of the hook that is reconstructed,
+    F the number of features. With x the input, normalised by `norm` and less b_dec if `subtracts`:
 
         pre      = x @ W_enc.T + b_enc                      (F,)
         active   = pre * score > threshold, and pre > 0 if `relu`
@@ -59,19 +60,22 @@ class Autoencoder:
         hook: The hook that it reads, by a name of TransformerLens or Hugging Face.
         target: The hook that it reconstructs. It equals `hook` for all but transcoders.
         named: The hook that its files name; None if they name none.
-        W_enc: (F, D).
-        b_enc: (F,).
-        W_dec: (F, O).
-        b_dec: (O,).
+        W_enc: Encoder weights, (F, D).
+        b_enc: Encoder bias, (F,).
+        W_dec: Decoder weights, (F, O).
+        b_dec: Decoder bias, which is added to the result, (O,).
         files: The local paths of the files that it was read from.
         repository: The repository of the files, which keeps local copies for as long as it lives.
         dtype: The dtype of matrix products, float32 or bfloat16.
-        k: The number of features of a token; None if it is not limited.
+        k: The largest number of active features of a token; None if it is not limited.
         relu: Whether only features with a positive `pre` are active.
-        threshold: (F,); None for no threshold.
+        threshold: The value that `pre * score` of each feature must exceed, (F,); None for no
+            threshold.
         score: The factor of each feature when features are compared, (F,); None for 1.
-        W_skip: (O, D); None if there is no skip connection.
-        subtracts: Whether b_dec is subtracted from the input.
+        W_skip: Weights of the skip connection from the input to the result, (O, D); None if there
+            is none.
+        subtracts: Whether b_dec is subtracted from the input as well. Never for transcoders, whose
+            b_dec belongs to the hook that is reconstructed.
         norm: The normalisation of the input: "none", "constant_norm_rescale" (to a norm of
             sqrt(D)), or "layer_norm" (SAELens's).
     """
@@ -394,7 +398,7 @@ def sparsify(source: Source, config: Config, tensors: Tensors) -> dict[str, Any]
 def llamascopium(source: Source, config: Config, tensors: Tensors) -> dict[str, Any]:
     """Returns the fields of an autoencoder of Llamascopium, formerly lm_saes (models/sae.py)."""
     source.one_of(config, "sae_type", "sae")
-    rule = source.one_of(config, "act_fn", "relu", "jumprelu", "topk")
+    activation = source.one_of(config, "act_fn", "relu", "jumprelu", "topk")
     hook = config["hook_point_in"]
     target = config["hook_point_out"]
     norms = ["dataset-wise", "inference"]
@@ -405,7 +409,7 @@ def llamascopium(source: Source, config: Config, tensors: Tensors) -> dict[str, 
     average_norms = {name: tensors.pop(name) for name in norm_names}
     dtype = tensors["W_enc"].dtype
     width = tensors["W_dec"].shape[1]
-    if rule == "jumprelu":
+    if activation == "jumprelu":
         tensors["threshold"] = np.exp(tensors.pop(LOG_THRESHOLD).astype(np.float32))
     if config.get("sparsity_include_decoder_norm", True):
         tensors["score"] = np.linalg.norm(tensors["W_dec"].astype(np.float32), axis=1)
@@ -421,7 +425,7 @@ def llamascopium(source: Source, config: Config, tensors: Tensors) -> dict[str, 
         **tensors,
         "hook": hook,
         "target": target,
-        "k": config["top_k"] if rule == "topk" else None,
+        "k": config["top_k"] if activation == "topk" else None,
         "norm": "constant_norm_rescale" if norm == "token-wise" else "none",
         "dtype": dtype,
     }

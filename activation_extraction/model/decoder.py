@@ -251,8 +251,9 @@ def intermediate(out: dict[str, Any], name: str) -> Array | None:
     """Returns one of a layer's intermediates.
 
     Args:
-        out: The intermediates of the layer.
-        name: The names of the modules around the intermediate and its own, with dots between them.
+        out: The intermediates of the layer, nested by module.
+        name: The dotted path of the intermediate, such as "attn.q": the names of the modules that
+            contain it, then its own name.
 
     Returns:
         The array; None if the layer has no such intermediate.

@@ -182,13 +182,13 @@ def token_by_token(*arrays: Any) -> np.ndarray:
     q, k, v, log_decay, beta = (x.astype(np.float64) for x in inputs)
     q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + EPSILON) for x in (q, k))
     rows, length, key_heads, values_per_key, value_size = v.shape
-    state = np.zeros((rows, key_heads, values_per_key, k.shape[-1], value_size))  # BKGDU
+    state = np.zeros((rows, key_heads, values_per_key, k.shape[-1], value_size))  # (B, K, G, D, U)
     out = []
     segment_before = np.zeros(rows)
     for t in range(length):
         segment = segment_ids[:, t]
         continues = (segment == segment_before)[:, None, None]
-        decay = np.where(continues, np.exp(log_decay[:, t]), 0)  # BKG
+        decay = np.where(continues, np.exp(log_decay[:, t]), 0)  # (B, K, G)
         state *= decay[..., None, None]
         missing = v[:, t] - np.einsum("bkgdu,bkd->bkgu", state, k[:, t])
         state += np.einsum("bkd,bkg,bkgu->bkgdu", k[:, t], beta[:, t], missing)
@@ -208,7 +208,7 @@ def gated_delta_rule(
     chunks = _prepare(*map(_in_chunks, (*per_head, segment_ids[..., None])))
     state = jnp.zeros((*chunks.written.shape[1:4], k.shape[-1], v.shape[-1]), jnp.float32)
     _, out = lax.scan(_step, state, chunks)
-    out = jnp.moveaxis(out, (0, 4), (1, 2))  # BNCKGU
+    out = jnp.moveaxis(out, (0, 4), (1, 2))  # (B, N, C, K, G, U)
     return out.reshape(len(v), -1, *v.shape[2:])[:, : v.shape[1]].astype(dtype)
 
 
@@ -232,12 +232,13 @@ class _Chunks(NamedTuple):
     `added` of `_step`.
 
     Attributes:
-        written: The vectors that tokens would add if S were zero before the chunk, NBKGCU.
-        readers: The factors of S before the chunk, NBKG(2C)D: first those for the vectors that
-            tokens add, then those for the outputs.
-        within: The factor of token j's vector in the output of token i, NBKGIJ.
-        writers: The keys, decayed until the end of the chunk, NBKGCD.
-        kept: The share of S before the chunk that is left after it, NBKG11.
+        written: The vectors that tokens would add if S were zero before the chunk,
+            (N, B, K, G, C, U).
+        readers: The factors of S before the chunk, (N, B, K, G, 2 C, D): first the C factors for
+            the vectors that tokens add, then the C factors for the outputs.
+        within: The factor of token j's vector in the output of token i, (N, B, K, G, I, J).
+        writers: The keys, decayed until the end of the chunk, (N, B, K, G, C, D).
+        kept: The share of S before the chunk that is left after it, (N, B, K, G, 1, 1).
     """
 
     written: Array
@@ -253,12 +254,12 @@ def _prepare(
     """Computes all that does not depend on S, for all chunks at once.
 
     Args:
-        q: The normalised queries, NBKCD.
-        k: The normalised keys, NBKCD.
-        v: NBKGCU.
-        log_decay: NBKGC1.
-        beta: NBKGC1.
-        segments: The segment ids, NBC1.
+        q: The normalised queries, (N, B, K, C, D).
+        k: The normalised keys, (N, B, K, C, D).
+        v: The values, (N, B, K, G, C, U).
+        log_decay: The log decays, (N, B, K, G, C, 1).
+        beta: The rates, (N, B, K, G, C, 1).
+        segments: The segment ids, (N, B, C, 1).
     """
     within, since = _decays(log_decay, segments)
     among_keys = einsum("NBKID,NBKJD->NBKIJ", k, k)[:, :, :, None]
@@ -289,7 +290,7 @@ def _inverse(below: Array) -> Array:
     several devices a solver never returns.
 
     Args:
-        below: The matrices, NBKGIJ. Only the values below the diagonal are used.
+        below: The matrices, (N, B, K, G, I, J). Only the values below the diagonal are used.
     """
     tokens = np.arange(CHUNK)
     inverse = jnp.eye(CHUNK)
@@ -313,17 +314,18 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
     everything does not harm the precision of the next ones.
 
     Args:
-        log_decay: NBKGC1.
-        segments: The segment ids, NBC1.
+        log_decay: (N, B, K, G, C, 1).
+        segments: The segment ids, (N, B, C, 1).
 
     Returns:
-        The share of what token j added that is left at token i, NBKGIJ, and the share of S before
-        the chunk that is left at each token, NBKGC1. Both are 0 across segments.
+        The share of what token j added that is left at token i, (N, B, K, G, I, J).
+        The share of S before the chunk that is left at each token, (N, B, K, G, C, 1).
+        Both are 0 across segments.
     """
-    segment = segments[:, :, None, None]  # NB11C1
+    segment = segments[:, :, None, None]  # (N, B, 1, 1, C, 1)
     last_segment = segment[:-1, ..., -1:, :]  # of each chunk but the last
     segment_before = jnp.pad(last_segment, [(1, 0), *[(0, 0)] * 5], constant_values=-1)
-    seen = jnp.tril(segment == segment.mT)  # NB11IJ
+    seen = jnp.tril(segment == segment.mT)  # (N, B, 1, 1, I, J)
     until = jnp.tri(CHUNK)  # IC: token C comes no later than I
     between = einsum("IC,NBKGCJ->NBKGIJ", until, log_decay * jnp.tri(CHUNK, k=-1))
     since_begin = einsum("IC,NBKGCJ->NBKGIJ", until, log_decay)
@@ -335,11 +337,11 @@ def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
     """Computes one chunk.
 
     Args:
-        state: S before the chunk, BKGDU.
+        state: S before the chunk, (B, K, G, D, U).
         chunk: The arrays of this chunk, without the axis N.
 
     Returns:
-        S after the chunk, BKGDU, and the outputs of its tokens, BKGCU.
+        S after the chunk, (B, K, G, D, U), and the outputs of its tokens, (B, K, G, C, U).
     """
     stored, read = jnp.split(einsum("BKGCD,BKGDU->BKGCU", chunk.readers, state), 2, axis=3)
     added = chunk.written - stored

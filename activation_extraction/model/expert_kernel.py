@@ -212,7 +212,22 @@ def _multiply_fetched(
     fetched: Any,
     arrived: Any,
 ) -> None:
-    """Begins to fetch this step's tile of rows, and multiplies the one of the step before."""
+    """Begins to fetch the rows of this step's tile, and computes those of the previous step's tile.
+
+    Args:
+        _layer: The number of the layer, which only the index maps read.
+        _experts: The expert of each tile, which only the index maps read.
+        counts: The number of rows of each tile, (tiles,) int32.
+        tokens: The token of each row of this step's tile, (1, ROWS) int32.
+        x_ref: All tokens in HBM, (T, D / LANES, LANES).
+        gate_ref: A block of columns of the gate projection of the previous tile's expert,
+            (D, columns).
+        up_ref: The same columns of the up projection.
+        out_ref: These columns of the previous tile's result, silu(x gate) * (x up),
+            (ROWS, columns).
+        fetched: Two buffers for the rows of a tile, (2, ROWS, D / LANES, LANES).
+        arrived: The DMA semaphore of each buffer.
+    """
     step, (_, rows, *_) = pl.program_id(1), fetched.shape
     turns = [pl.cdiv(counts[tile], AT_ONCE) for tile in (step, jnp.maximum(step - 1, 0))]
 
@@ -235,7 +250,14 @@ def _multiply_fetched(
 
 
 def _wait(fetched: Any, arrived: Any, buffer: Any, count: Any) -> None:
-    """Waits until `count` rows have arrived in this buffer."""
+    """Waits until rows have arrived in a buffer.
+
+    Args:
+        fetched: The two buffers.
+        arrived: The DMA semaphore of each buffer.
+        buffer: The index of the buffer, 0 or 1.
+        count: The number of rows that are fetched into the buffer.
+    """
 
     @pl.when(count > 0)
     def wait() -> None:
@@ -271,7 +293,16 @@ def _weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
 def _multiply_down(
     _layer: Any, _experts: Any, weights_ref: Any, gated_ref: Any, down_ref: Any, out_ref: Any
 ) -> None:
-    """Multiplies a tile of rows, and each row with its weight."""
+    """Multiplies a tile of rows by the down projection, and scales each row by its routing weight.
+
+    Args:
+        _layer: The number of the layer, which only the index maps read.
+        _experts: The expert of each tile, which only the index maps read.
+        weights_ref: The routing weight of each row of the tile, (1, ROWS) float32.
+        gated_ref: The rows of the tile, silu(x gate) * (x up), (ROWS, M).
+        down_ref: A block of columns of the expert's down projection, (M, columns).
+        out_ref: These columns of the result, (ROWS, columns / LANES, LANES).
+    """
     weights = jnp.broadcast_to(weights_ref[...], (SUBLANES, ROWS)).T[:, :1]
     y = weights * einsum("nM,MD->nD", gated_ref[...], down_ref[...])
     out_ref[...] = y.astype(out_ref.dtype).reshape(out_ref.shape)
@@ -312,7 +343,17 @@ def _added(rows: Array, fetches: Array, counts: Array) -> Array:
 def _add_fetched(
     counts: Any, rows: Any, rows_ref: Any, out_ref: Any, fetched: Any, arrived: Any
 ) -> None:
-    """Begins to fetch the rows of this step's tokens, and adds up those of the step before."""
+    """Begins to fetch the rows of this step's group, and adds up those of the previous group.
+
+    Args:
+        counts: The number of rows to fetch for each group, and a 0 at the end, (groups + 1,) int32.
+        rows: For this step's group, the numbers of its rows among those of all tiles, and their
+            places in the buffer, (2, X * TOKENS) int32.
+        rows_ref: The rows of all tiles in HBM, (n', D / LANES, LANES).
+        out_ref: The sum of the rows of each token of the previous group, (TOKENS, D) float32.
+        fetched: Two buffers for the rows of a group, (2, X * TOKENS, D / LANES, LANES).
+        arrived: The DMA semaphore of each buffer.
+    """
     step, (_, of_group, *_) = pl.program_id(0), fetched.shape
 
     @pl.when(counts[step] < of_group)

@@ -187,8 +187,10 @@ class Scales:
         if (name := f"{tensor}_zero_point") in tensors:
             raise InputError(f"{where} and has {name}: zero points are not read")
         if len(names) != wanted:
-            has = " and ".join(names) or f"no {tensor}{ENDINGS[0]}"
-            raise InputError(f"{where} and has {has}, expected {wanted or 'no'} tensor of scales")
+            listed_scales = " and ".join(names) or f"no {tensor}{ENDINGS[0]}"
+            raise InputError(
+                f"{where} and has {listed_scales}, expected {wanted or 'no'} tensor of scales"
+            )
         if not names:
             return None
         (beside, scales), (block, types) = place(names[0]), form

@@ -75,19 +75,23 @@ class HookKind:
     Attributes:
         name: The canonical name. "{}" stands for the layer, here and in the other names; a kind
             without it exists once in a model.
-        letters: The letters of the axes of one token's value, as in the model file, and S for the
-            tokens of a row. The product of their sizes and of `count` is the width.
-        intermediate: The intermediate of a layer that is captured: the names of the modules around
-            it and its own, with dots between them.
+        letters: One letter for each axis of a token's value, such as "NH" for heads and head size;
+            "" for a value without such axes. qwen2_jax.py and delta_net.py explain the letters.
+            Besides them, S stands for the tokens of a row, and Q for the heads of the query
+            projection, which may contain the gate of each head. The width is the product of the
+            sizes of the letters and `count`.
+        intermediate: The dotted path of the layer's intermediate that is captured, such as
+            "attn.q": the names of the modules that contain it, then its own name.
         modules: Inputs and outputs of Hugging Face modules that have the same values.
         aliases: Other names in TransformerLens.
         at_end: For a kind that exists once, whether it comes after the last layer rather than
             before the first.
-        types: Words of the configuration's layer_types. The layers whose type has one of these
-            words have the kind; () for all layers.
+        types: Words of ModelConfig.layer_types. A layer has a hook of this kind if its type
+            contains one of these words. () if all layers have one.
         dtype: The dtype of its values if they are not activations, whose dtype the user chooses;
             None for activations.
-        count: A factor of the width that no letter stands for.
+        count: A factor of the width without a letter, such as the number of most likely tokens in
+            `logits.top_ids`; otherwise 1.
     """
 
     name: str
@@ -324,13 +328,15 @@ class HookTable:
         )
 
 
-# The first column of HOOK_KINDS says which layers have a kind. It is one of these, or a word of the
-# layers' types; `_types_with` says what they mean.
+# Values of the first column of HOOK_KINDS, which determines the layers that have a kind. Its other
+# values are words of the layers' types. `_types_with` defines their meanings.
 EVERY, NORMED, GATED, SHARED = "every", "normed", "gated", "shared"
 APART, INTERLEAVED = "apart", "interleaved"
 # The kinds of hooks of layers, in the order in which a layer computes them. The columns are: which
 # layers have the kind, its name, the letters of its width, the intermediate, its Hugging Face
-# modules, its aliases. All names lack their common beginning with the number of the layer.
+# modules, its aliases. Several names in a column are separated by spaces. Names omit the prefix of
+# the layer, which is "blocks.{}." in the first and the last column of names and "model.layers.{}."
+# in the column of modules.
 # fmt: off
 HOOK_KINDS = (
     (EVERY, "hook_resid_pre", "D", "resid_pre", "input", "hook_in ln1.hook_in"),

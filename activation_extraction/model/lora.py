@@ -118,11 +118,15 @@ class LoraAdapter:
             if (kind := DTYPE_NAMES[tensor.dtype]) not in FLOAT_TYPES:
                 raise self._error(key, f"is {kind}; only {', '.join(FLOAT_TYPES)} are merged")
         self._factor = lru_cache(KEPT_FACTORS)(self._whole)
-        # The following dicts have the names of tensors of the base as keys.
-        self._replaced: dict[str, str] = {}  # -> the key of a whole tensor in its place
-        self._biases: dict[str, tuple[str, float]] = {}  # -> the key of an addend, and its scale
-        self._magnitudes: dict[str, str] = {}  # -> the key of the norms of its merged rows (DoRA)
-        self._changes: dict[str, list[Change]] = defaultdict(list)  # -> its changes, if a matrix
+        # The following dicts map the name of a tensor in the base model to:
+        # The key of the adapter's tensor that replaces the whole tensor.
+        self._replaced: dict[str, str] = {}
+        # The key of the adapter's tensor that is added to the tensor, and its scale.
+        self._biases: dict[str, tuple[str, float]] = {}
+        # The key of the norms that the rows of the merged matrix get (DoRA).
+        self._magnitudes: dict[str, str] = {}
+        # The changes of the matrix.
+        self._changes: dict[str, list[Change]] = defaultdict(list)
         modules = self._modules()
         names = {text_name(path.removesuffix(".weight")) for path in modules}
         embedded = "model.embed_tokens" in names and not self._config.get("ensure_weight_tying")

@@ -314,8 +314,8 @@ def qwen3_5_text_config(
     """
     if not getattr(hf, "attn_output_gate", True):
         raise InputError(f"{source}: attn_output_gate False is not supported, only True is")
-    delta = _delta_net(hf, source, interleaved)
-    return qwen3_config(hf, source, q_gate=True, norm_offset=1.0, delta=delta, **details)
+    delta_net = _delta_net(hf, source, interleaved)
+    return qwen3_config(hf, source, q_gate=True, norm_offset=1.0, delta=delta_net, **details)
 
 
 def qwen3_5_moe_text_config(hf: Any, source: str) -> ModelConfig:

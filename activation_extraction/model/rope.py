@@ -210,10 +210,13 @@ def _llama3_turns(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
 
     Frequencies below the range are divided by the factor, and those above it are not changed.
     """
-    low, high = (positive_field(rope, f"{name}_freq_factor", source) for name in ("low", "high"))
-    if low >= high:
-        raise InputError(f"{source}: high_freq_factor {high} must exceed low_freq_factor {low}")
-    return low, high
+    low_factor = positive_field(rope, "low_freq_factor", source)
+    high_factor = positive_field(rope, "high_freq_factor", source)
+    if low_factor >= high_factor:
+        raise InputError(
+            f"{source}: high_freq_factor {high_factor} must exceed low_freq_factor {low_factor}"
+        )
+    return low_factor, high_factor
 
 
 def _blended(

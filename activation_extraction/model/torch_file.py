@@ -19,7 +19,7 @@ from activation_extraction.common.errors import InputError, one_line
 
 
 def read_torch_file(path: Path, where: str) -> Any:
-    """Returns what torch.save has stored: containers of plain values and NumPy arrays.
+    """Returns the content of a file of torch.save: containers of plain values and NumPy arrays.
 
     Args:
         path: The local path of the file.
@@ -43,7 +43,7 @@ def read_torch_file(path: Path, where: str) -> Any:
 def _tensor(
     storage: tuple[str, np.ndarray], offset: int, shape: Any, strides: Any, *_: Any
 ) -> np.ndarray:
-    """Makes a tensor from a storage, in the place of torch's function.
+    """Makes a tensor from a storage, in place of torch._utils._rebuild_tensor_v2.
 
     Args:
         storage: The name of its dtype, and its bytes.
@@ -61,7 +61,7 @@ def _tensor(
 
 
 def _parameter(tensor: np.ndarray, *_: Any) -> np.ndarray:
-    """Returns the tensor of a parameter, in the place of torch's function."""
+    """Returns the tensor of a parameter, in place of torch._utils._rebuild_parameter."""
     return tensor
 
 

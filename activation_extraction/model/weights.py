@@ -174,7 +174,7 @@ class WeightSpec:
         """
         stack_ranges = ranges[: self.stacked]
         tensor_ranges = [*ranges[self.stacked :]]
-        heads = tensor_ranges[0]
+        first_range = tensor_ranges[0]  # of the heads, with `per_head`
         per_head = self.tensor_slice is not None and self.tensor_slice.per_head
         # An entry of `target` is filled from one tensor, or with `per_head` from one head of it.
         for entry in np.ndindex(target.shape[: self.stacked + per_head]):
@@ -185,7 +185,7 @@ class WeightSpec:
                 target[entry] = 0
                 continue
             if per_head:
-                tensor_ranges[0] = heads[entry[-1] : entry[-1] + 1]
+                tensor_ranges[0] = first_range[entry[-1] : entry[-1] + 1]
             index = tuple(slice(*bound) for bound in self._bounds(tensor_ranges))
             part = read(self.hf_names[number], index)
             if self.reverses_axes:

@@ -121,10 +121,12 @@ def print_estimate(config: Config) -> int:
 
 
 def planned_run(config: Config) -> PlannedRun:
-    """Reads config.json and the name of the machine.
+    """Returns the run that the flags describe, and the machine that it is planned for.
+
+    It reads the model's config.json and the autoencoders, and makes JAX use only the CPU.
 
     Args:
-        config: The configuration.
+        config: The configuration, in which --plan names the machine.
 
     Raises:
         InputError: The machine is unknown, or config.json or an autoencoder cannot be read.

@@ -220,7 +220,8 @@ class Text:
             on_stored=on_stored,
             **storage.limits,
         )
-        # While the devices compute the batches of a group, the next one is read.
+        # Batches are prepared so far ahead that the whole next group of samples is read while the
+        # devices compute the batches of the current group.
         ahead = BATCHES_AHEAD + rows_of_group(length) // rows
         batches = Prefetch(
             pack(stream, rows, length),
@@ -302,15 +303,16 @@ def dropped_ids(
         InputError: The tokenizer or the model lacks a token, or no token would be left.
     """
     token_ids = {token for token in tokens if isinstance(token, int)}
-    for name in (token for token in tokens if isinstance(token, str)):
+    token_names = [token for token in tokens if isinstance(token, str)]
+    for token_name in token_names:
         assert tokenizer is not None  # cli/config.py refuses names where there is none
-        token_id = tokenizer.token_to_id(name)
+        token_id = tokenizer.token_to_id(token_name)
         if token_id is None:
             added_tokens = tokenizer.get_added_tokens_decoder().values()
             added = [str(token.content) for token in added_tokens]
             raise InputError(
-                f"--drop_token_ids {name}: the tokenizer has no token of this name"
-                f"{near_miss(name, added)}"
+                f"--drop_token_ids {token_name}: the tokenizer has no token of this name"
+                f"{near_miss(token_name, added)}"
             )
         token_ids.add(token_id)
     if (largest := max(token_ids, default=0)) >= vocabulary:

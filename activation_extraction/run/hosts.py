@@ -256,7 +256,8 @@ def raise_together(
         else:
             problem = RunError(message, remedy="it says what to do on all hosts")
     elif problem is None and len({*digests}) > 1:
-        # A data set of many files has many fields, so they are seldom sent.
+        # A data set of many files has many fields, so hosts exchange the fields themselves only
+        # if their digests differ.
         problem = InputError(_difference(gather(host, values)))
     if isinstance(problem, RunError) and {BAD_INPUT, RECURS} & {*kinds}:
         problem.recurs = True
@@ -466,15 +467,17 @@ class Lockstep:
     def votes(self) -> tuple[bool, bool, bool]:
         """The votes of this host, to send with the step of the batch that was yielded last.
 
-        They say whether this host has data, whether it was asked to stop, and whether it failed.
+        The three votes are whether this host has data, whether it was asked to stop, and whether it
+        failed.
         """
         return self._has_data, bool(self._stopped()), self.failure is not None
 
     def learn(self, votes: Iterable[float]) -> None:
-        """Takes in the votes of all hosts with a step, and decides on the step two later.
+        """Takes in the votes that all hosts sent with a step, and decides on the step two later.
 
         Args:
-            votes: The number of hosts that have data, were asked to stop, and failed.
+            votes: The sums of `votes` over all hosts: the number of hosts that have data, the
+                number of hosts that were asked to stop, and the number of hosts that failed.
         """
         with_data, stopping, failed = (bool(count) for count in votes)
         if failed and self.failure is None:

@@ -52,10 +52,11 @@ class ForeignFolder:
     largest = None
 
     def __init__(self, url: str) -> None:
-        gcs: dict[str, Any] = {"requests_timeout": 120}  # seconds
+        gcs_options: dict[str, Any] = {"requests_timeout": 120}  # seconds
         if "STORAGE_EMULATOR_HOST" in os.environ:
-            gcs["token"] = "anon"
-        self._fs, path = url_to_fs(url, **gcs if url.startswith(("gs://", "gcs://")) else {})
+            gcs_options["token"] = "anon"
+        options = gcs_options if url.startswith(("gs://", "gcs://")) else {}
+        self._fs, path = url_to_fs(url, **options)
         self._url, self._path = plain_url(url), path.rstrip("/")
 
     def entries(self) -> dict[str, FileEntry | None]:

@@ -110,7 +110,7 @@ class HookValues(ABC):
     width: int
     stored_dtype: str
 
-    # What the values are.
+    # Members that describe the values.
 
     @property
     @abstractmethod
@@ -140,7 +140,7 @@ class HookValues(ABC):
     def most_values(self) -> int:
         """The largest number of values that are stored for a token."""
 
-    # How values are stored.
+    # Members with which shards are written.
 
     @property
     @abstractmethod
@@ -234,7 +234,7 @@ class HookValues(ABC):
             values: The values of the sample in the stored form.
         """
 
-    # How values are read.
+    # Members with which shards are read.
 
     @abstractmethod
     def from_record(self, record: Mapping[str, Any]) -> Any:
@@ -286,7 +286,7 @@ class HookValues(ABC):
         """Returns rows in the user's form."""
         return rows
 
-    # How values are compared.
+    # The comparison of stored values with recomputed ones, for --verify.
 
     @abstractmethod
     def differences(

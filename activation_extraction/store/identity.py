@@ -264,12 +264,12 @@ class Identity:
             stored: The identity of the stored run.
             shared_only: Whether to ignore the fields that may differ between the hosts of a run.
         """
-        before = stored.to_json()
-        for name, now in self.to_json().items():
-            ignored = name in MAY_TURN_ON and (now or shared_only)
+        stored_values = stored.to_json()
+        for name, value in self.to_json().items():
+            ignored = name in MAY_TURN_ON and (value or shared_only)
             ignored = ignored or (shared_only and name in PER_HOST)
-            if now != before[name] and not ignored:
-                return Difference(name, before[name], now)
+            if value != stored_values[name] and not ignored:
+                return Difference(name, stored_values[name], value)
         return None
 
     @property

@@ -51,9 +51,10 @@ class StoragePlan:
         mark: Place in the data where the run continues; None for the beginning.
         complete: Whether nothing is left to compute.
         up_to_date: Whether nothing is left to do, not even an update of metadata.json.
-        skipped_rows: Number of rows that were skipped, as metadata.json of a complete run counts
-            them, also after its last sample.
-        empty_rows: Number of rows without text, counted like `skipped_rows`.
+        skipped_rows: Number of skipped rows that metadata.json records if the run is complete,
+            including rows after the last sample. Otherwise 0, and only the marks of the commits
+            count skipped rows.
+        empty_rows: Number of rows without text, with the same meaning as `skipped_rows`.
         repair: Further work of a repair; None for a run that begins or continues.
     """
 

@@ -179,11 +179,13 @@ def strangers(folders: Mapping[str, RunLog]) -> Iterator[str]:
 def expected_names(folders: Mapping[str, RunLog]) -> list[str]:
     """Returns the names of the folders that the run has once it is finished.
 
-    Each machine has its own number of hosts. The number of a machine whose metadata cannot be read
-    follows from the names of its folders, and may be too small.
+    Machines may have different numbers of hosts, which their metadata records. If no metadata of a
+    machine can be read, its number of hosts is inferred from the names of its folders, and is too
+    small if the folders of the last hosts are missing. Without any readable metadata, the names are
+    those of the existing folders.
 
     Args:
-        folders: The content of each folder that there is, by the folder's name.
+        folders: The content of each existing folder, by the folder's name.
     """
     identities = {name: s.identity for name, s in folders.items() if s.identity is not None}
     if not identities:

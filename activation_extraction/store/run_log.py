@@ -146,9 +146,14 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
 
 @contextmanager
 def _reading(where: str) -> Iterator[None]:
-    """Raises DamagedError, which names the file, if its JSON cannot be parsed within the context.
+    """Turns exceptions of a `with` block, which parses JSON, into DamagedError.
 
-    A constructor raises KeyError for a missing field, and another exception for an unusable value.
+    Args:
+        where: The beginning of the message, which names the file.
+
+    Raises:
+        DamagedError: The block raises KeyError, as for a missing field, or TypeError, ValueError or
+            AttributeError, as for an unusable value. Other exceptions are not changed.
     """
     try:
         yield

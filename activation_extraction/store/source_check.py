@@ -13,11 +13,13 @@ from activation_extraction.store.shard import ShardSample
 
 
 class SourceCheck:
-    """Checks before each commit the files that the shard's samples come from.
+    """Checks, before a shard is committed, that the files of its samples have not changed.
 
     Args:
-        sources: The files; None if they are unknown, so that nothing is checked.
-        commits: The commits of this process, a list that grows.
+        sources: The files that the samples of the run come from. None if these files are unknown;
+            then nothing is checked.
+        commits: The commits of this process so far. The owner of this list appends every later
+            commit to it.
     """
 
     def __init__(self, sources: Sources | None, commits: Sequence[Commit]) -> None:
@@ -26,7 +28,10 @@ class SourceCheck:
         self._unchanged = 0  # number of commits when a check last succeeded
 
     def check(self, samples: Sequence[ShardSample]) -> None:
-        """Checks the files that these samples come from.
+        """Checks that the files of a shard's samples have not changed since the run began.
+
+        Args:
+            samples: The samples of the shard that is about to be committed.
 
         Raises:
             StorageError: A file has changed. The message names the shards that were committed since

@@ -331,7 +331,9 @@ def _refuse_saved_splits(path: str, paths: Sequence[str], arrow: Sequence[str]) 
             continue
         folder = name.removesuffix(SPLITS)
         splits = {
-            data.removeprefix(folder).split("/")[0] for data in arrow if data.startswith(folder)
+            arrow_path.removeprefix(folder).split("/")[0]
+            for arrow_path in arrow
+            if arrow_path.startswith(folder)
         }
         if len(splits) > 1:
             raise InputError(

@@ -80,7 +80,7 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
         except RunError as error:
             failure = error
 
-    placed: list[Placed] = []
+    placements: list[Placed] = []
     filled = 0  # the number of rows that the next batch has so far
     for group in _groups(readable(), length):
         order = best_fit([len(sample.token_ids) for sample in group], length)
@@ -89,14 +89,14 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
             start = 0
             for number in row:
                 mark = group[-1].mark_after if number == last else group[0].mark
-                placed.append(Placed(group[number], filled, start, mark))
-                start = placed[-1].stop
+                placements.append(Placed(group[number], filled, start, mark))
+                start = placements[-1].stop
             filled += start > 0
-            if filled == rows or len(placed) >= GROUP_SAMPLES:
-                yield _lay_out(placed, rows, length)
-                placed, filled = [], 0
-    if placed:
-        yield _lay_out(placed, rows, length)
+            if filled == rows or len(placements) >= GROUP_SAMPLES:
+                yield _lay_out(placements, rows, length)
+                placements, filled = [], 0
+    if placements:
+        yield _lay_out(placements, rows, length)
     if failure is not None:
         raise failure
     return end
@@ -166,14 +166,14 @@ def _lay_out(samples: Sequence[Placed], rows: int, length: int) -> Batch:
     """Returns the batch of (rows, length) tokens with these samples."""
     token_ids, segment_ids, positions = np.zeros((3, rows, length), np.int32)
     segments = [0] * rows  # the number of samples with tokens in each row so far
-    keeps_all = all(placed.sample.kept is None for placed in samples)
+    keeps_all = all(placement.sample.kept is None for placement in samples)
     kept = None if keeps_all else np.zeros((rows, length), bool)
-    for placed in samples:
-        span = placed.row, slice(placed.start, placed.stop)
-        segments[placed.row] += placed.stop > placed.start
-        token_ids[span] = placed.sample.token_ids
-        segment_ids[span] = segments[placed.row]
-        positions[span] = np.arange(placed.stop - placed.start)
+    for placement in samples:
+        span = placement.row, slice(placement.start, placement.stop)
+        segments[placement.row] += placement.stop > placement.start
+        token_ids[span] = placement.sample.token_ids
+        segment_ids[span] = segments[placement.row]
+        positions[span] = np.arange(placement.stop - placement.start)
         if kept is not None:
-            kept[placed.row, placed.start + placed.sample.kept_positions] = True
+            kept[placement.row, placement.start + placement.sample.kept_positions] = True
     return Batch(token_ids, segment_ids, positions, tuple(samples), kept)

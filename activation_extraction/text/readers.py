@@ -104,9 +104,9 @@ class IdsColumn:
             ids = ids[mask]  # before the ids are checked: padding may have any id
             mask = None
         if ids.min() < 0 or ids.max() >= self.vocabulary:
-            wrong = int(ids.min() if ids.min() < 0 else ids.max())
+            invalid_id = int(ids.min() if ids.min() < 0 else ids.max())
             raise UnusableRowError(
-                f"--ids_column {self.name}: token id {wrong}; the model has token ids 0 to "
+                f"--ids_column {self.name}: token id {invalid_id}; the model has token ids 0 to "
                 f"{self.vocabulary - 1}"
             )
         return Content(token_ids=ids.astype(np.int32), mask=mask)
