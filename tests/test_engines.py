@@ -144,7 +144,7 @@ def test_the_template_for_slurm_says_which_machine_a_task_is(task, total, flags,
     )
     if said is None:
         assert done.returncode == 2 and not done.stdout
-        assert done.stderr.startswith("error: --total_machines: is missing; this array has ")
+        assert done.stderr.startswith("error: --total_machines: is missing, and this array has ")
         assert done.stderr.count("\n") == 1
     else:
         assert (done.returncode, done.stdout) == (0, f"{said}\n"), done.stderr
