@@ -51,7 +51,12 @@ from activation_extraction.model.weights import TensorSlice, WeightSpec, WeightT
 
 
 class Embedding(nn.Module):
-    """The embedding of tokens. A hooked model also has it as its head, for `table`."""
+    """The embedding of tokens.
+
+    `HookedModel` also uses this class for its head: the same module if config.json ties the head to
+    the embedding, otherwise a second one. It computes logits from the whole matrix, which `table`
+    returns.
+    """
 
     config: ModelConfig
     dtype: Any

@@ -191,11 +191,25 @@ class HookedModel(nn.Module):
         def stage(
             layers: Layers, slots: Any, x: Array, buffers: Buffers, number: Array
         ) -> tuple[Array, Buffers]:
-            """Runs one stage on the micro-batch of this number.
+            """Runs one stage on one micro-batch.
 
-            In the bubble before the first micro-batch, a stage writes values that it will write
-            again; in the bubble after the last one, it computes that one again. Neither needs a
-            mask.
+            A stage also runs in the bubble, where it has no micro-batch. Before the first
+            micro-batch arrives, it writes meaningless values in place of that micro-batch's, and
+            overwrites them later. After the last micro-batch, it computes this one again. So
+            neither part of the bubble needs a mask.
+
+            Args:
+                layers: The layers of the stage with their parameters.
+                slots: `Plan.slots` for the layers of the stage: an int32 array (layers of the
+                    stage,) for each kind of hook.
+                x: The residual stream before the stage, (B, T, D), where B is the rows of a
+                    micro-batch.
+                buffers: The buffers of the stage.
+                number: The number of the micro-batch, () int32. It is negative in the bubble before
+                    the first micro-batch, and at least `count` in the bubble after the last one.
+
+            Returns:
+                The residual stream after the stage, (B, T, D), and the buffers.
             """
             number = jnp.clip(number, 0, count - 1)
             rotary = rotary_table(micro_positions[number], self.config)

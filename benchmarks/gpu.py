@@ -139,12 +139,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 config = config | {"num_hidden_layers": options.depth}
             make_model(folder, config)
             for hooks in options.hooks:
-                others = run_torch(folder, hooks, options)
-                ours = run_ours(folder, hooks, options)
-                rows[f"{shape} {hooks}"] = {"ours": ours, "transformers": others}
-                print(
-                    *describe(shape, hooks, ours, others, max(peaks.values())), sep="\n", flush=True
-                )
+                torch_figures = run_torch(folder, hooks, options)
+                tool_figures = run_ours(folder, hooks, options)
+                rows[f"{shape} {hooks}"] = {"ours": tool_figures, "transformers": torch_figures}
+                peak = max(peaks.values())
+                lines = describe(shape, hooks, tool_figures, torch_figures, peak)
+                print(*lines, sep="\n", flush=True)
             shutil.rmtree(folder)
     flags = vars(options).copy()
     del flags["folder"]  # a path of this machine

@@ -206,8 +206,9 @@ class ProgramText:
 
         Args:
             computation: The name of the computation.
-            around: Channels of collectives that are in flight while the computation runs. Their
-                bytes are not counted here, because they are counted where the collectives start.
+            around: The channels (see `Instruction.channel`) of collectives that are in flight while
+                the computation runs. Their bytes are not counted here, because they are counted
+                where the collectives start.
 
         Returns:
             A move for each instruction that reads or writes HBM or sends to other chips.
@@ -284,13 +285,14 @@ class ProgramText:
         return [inner.channel for inner in inside if inner.is_collective and ends]
 
     def _move(self, instruction: Instruction, counted: Collection[str]) -> Move:
-        """Returns the data transfer of an instruction.
+        """Returns the bytes that an instruction moves, and the mesh axes along which it sends.
 
         All bytes of an asynchronous collective count at its start.
 
         Args:
             instruction: The instruction, which is no loop, call or conditional.
-            counted: Channels whose bytes have been counted at their start.
+            counted: The channels (see `Instruction.channel`) of asynchronous collectives that have
+                started before, so that their bytes have been counted.
         """
         kind, inside = self.kind(instruction), self._inside(instruction)
         collectives = [inner for inner in inside if inner.is_collective]

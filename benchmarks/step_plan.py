@@ -194,9 +194,9 @@ def times_moved(name: str, shapes: list[list[int]], share: float) -> list[float]
 
 
 def _flops_of_delta_rule(program: Program) -> float:
-    """Returns the operations of the delta rule's kernel on one device, in all its layers.
+    """Returns the number of operations of the delta rule's kernel on one device, in all layers.
 
-    0 in a model without gated delta nets.
+    The number is 0 for a model without gated delta nets.
     """
     model, layout = program.model, program.layout
     delta = model.config.delta
@@ -219,16 +219,17 @@ def _kind(program: Program) -> str:
 
 
 def padded_flops(function: Callable[..., Any], arguments: Sequence[Any], tile: int) -> float:
-    """Returns the operations of the matrix units for a function's Pallas kernels.
+    """Returns the number of operations of the matrix units in a function's Pallas kernels.
 
-    The number can be divided by a chip's peak. A matrix unit multiplies the rows of the left
-    operand by square tiles of the right one. A tile that is not full takes as long as a full one,
-    and a float32 product with precision HIGHEST takes six passes.
+    A matrix unit multiplies the rows of the left operand by square tiles of the right one. A tile
+    that is not full takes as long as a full one, so its operations count as those of a full tile. A
+    float32 product with precision HIGHEST takes six passes, and counts six times. So the number
+    divided by a chip's peak is the time of the products.
 
     Args:
         function: The function.
         arguments: Its arguments, or their shapes and dtypes.
-        tile: The width of a tile: 128, or 256 on v6e.
+        tile: The number of rows and columns of a tile: 128, or 256 on the chips in WIDE_TILES.
     """
     total = 0.0
     for call in equations(jax.make_jaxpr(function)(*arguments)):

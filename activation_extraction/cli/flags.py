@@ -1,10 +1,11 @@
 """The table of flags, and the configuration that they make.
 
-`Config` is a run as its user asks for it. It consists of parts, frozen dataclasses of flags, each
-of which goes unchanged to the room that it is about. Every flag is declared once, with its meaning
-and default: as a field of a part, or of `Config` itself if it says what to do at all. config.py
-makes the command line and --help from this table, and checks whether flags are consistent. Every
-room may import the parts from here, so this module imports neither argparse nor NumPy.
+`Config` is a run as its user asks for it. It consists of parts, which are frozen dataclasses of
+flags; each part goes unchanged to the package that uses it. Every flag is declared once, with its
+meaning and default: as a field of a part, or of `Config` itself if it selects the program's action
+or how the program logs. config.py makes the command line and --help from this table, and checks
+whether flags are consistent. Every package may import the parts from here, so this module imports
+neither argparse nor NumPy.
 """
 
 import os
@@ -791,8 +792,7 @@ class LookingOptions:
     @property
     def requested(self) -> bool:
         """Whether to look at what is stored instead of extracting."""
-        reports = self.report is not None or self.export is not None
-        return self.status or self.verify or reports
+        return self.status or self.verify or self.report is not None or self.export is not None
 
     @property
     def needs_model(self) -> bool:
@@ -811,7 +811,10 @@ def content_flags(options: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Config:
-    """One run, as the user asks for it: its parts, and the flags that say what to do at all."""
+    """A run, as the user asks for it.
+
+    It consists of the parts, and of the flags that select the program's action or how it logs.
+    """
 
     model: ModelOptions = part(ModelOptions, MODEL)
     hooks: HookOptions = part(HookOptions, EXTRACT)

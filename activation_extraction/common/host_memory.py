@@ -91,7 +91,7 @@ def _own_groups() -> Iterator[tuple[Path, Path, _Files]]:
             The folder where its tree is mounted, which is the same folder or an ancestor.
             The names of the files in these folders.
     """
-    paths = {}
+    paths = {}  # file system type -> path of the group
     for line in _text(GROUPS).splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
@@ -99,17 +99,19 @@ def _own_groups() -> Iterator[tuple[Path, Path, _Files]]:
         elif "memory" in controllers.split(","):
             paths["cgroup"] = path
     for line in _text(MOUNTS).splitlines():
-        before, _, after = line.partition(" - ")
-        root, mounted = (_unescaped(field) for field in before.split()[3:5])
-        kind, _, options = after.split(maxsplit=2)
-        if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
+        mount, _, file_system = line.partition(" - ")
+        root, mounted = (_unescaped(field) for field in mount.split()[3:5])
+        file_system_type, _, options = file_system.split(maxsplit=2)
+        if file_system_type not in paths:
+            continue
+        if file_system_type == "cgroup" and "memory" not in options.split(","):
             continue
         # In a container, the folder may be mounted at the container's group, while the path
         # starts at the machine's root or contains ".." for another group ("/../other").
-        path, top = paths[kind], Path(mounted)
+        path, top = paths[file_system_type], Path(mounted)
         inside = os.path.relpath(path, root)
         folder = top if inside.startswith("..") else top / inside
-        yield (folder if folder.is_dir() else top), top, FILES[kind]
+        yield (folder if folder.is_dir() else top), top, FILES[file_system_type]
 
 
 def _text(path: Path) -> str:

@@ -107,7 +107,7 @@ def feature_table(
             less than 0.
         OSError: A shard is damaged.
     """
-    from tqdm import tqdm  # imported late, because nothing else that reads runs needs it
+    from tqdm import tqdm  # imported late, because other readers of a run do not need tqdm
 
     hook = dataset.hooks.aliases.get(hook, hook)
     code_hooks = [name for name, values in dataset.shards.hooks.items() if not values.is_array]

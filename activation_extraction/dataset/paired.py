@@ -65,10 +65,11 @@ class AlignedRuns:
         urls = without_secrets(" and ".join(run.url for run in runs))
         for run in runs[1:]:
             files = runs[0].data_files, run.data_files
-            for name, before, now in runs[0].identity.other_samples(run.identity, *files):
+            for name, value, other_value in runs[0].identity.other_samples(run.identity, *files):
                 message = (
                     f"{runs[0].url} and {run.url}: their samples are not those of the same data: "
-                    f"{name} is {shown(before, now)} in one and {shown(now, before)} in the other"
+                    f"{name} is {shown(value, other_value)} in one and "
+                    f"{shown(other_value, value)} in the other"
                 )
                 raise ValueError(without_secrets(message))
         tables = [_rows(run, str(number)) for number, run in enumerate(runs)]

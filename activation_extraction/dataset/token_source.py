@@ -31,9 +31,9 @@ LEAST_GAP = 2**21  # most bytes between two wanted tokens that are read together
 # The default buffer has at most this number of batches (for local runs) and of bytes.
 BUFFER_BATCHES = 64
 BUFFER_BYTES = 2**30
-# Most bytes of the default buffer for each hook of a run in a bucket.
-ORDERED_BYTES = 2**26  # if tokens stay in order
-SHUFFLED_BYTES = 2**28
+# If the run is in a bucket, the default buffer has at most this number of bytes for each hook.
+ORDERED_BYTES = 2**26  # bytes of the buffer if tokens are not shuffled
+SHUFFLED_BYTES = 2**28  # bytes of the buffer if tokens are shuffled
 FLOATING = "float16", "bfloat16", "float32", "float64"  # dtypes to which activations are converted
 
 

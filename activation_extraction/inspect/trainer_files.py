@@ -74,7 +74,14 @@ class ExportForm(NamedTuple):
         return np.dtype(np.float32) if dtype.name in self.widened else dtype
 
     def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
-        """Returns the largest number of bytes of a token at a hook, in memory or in the files."""
+        """Returns the larger of a token's size in memory and its size in the files, in bytes.
+
+        For codes it is an upper bound of both.
+
+        Args:
+            dataset: The run.
+            hook: The name of the hook whose values are exported.
+        """
         if self.takes_codes:
             return 4 * dataset.shards.row_bytes([hook])
         return dataset.hooks[hook] * self.dtype_of(dataset, hook).itemsize

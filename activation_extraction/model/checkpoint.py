@@ -135,14 +135,14 @@ class Checkpoint(Repository):
         """
         if self.adapter is None:
             return self._read_stored(tensor, index, dtype)
-        stored = functools.partial(self._read_stored, tensor, dtype=np.float32)
-        return self.adapter.merge(tensor, index, stored)
+        read_stored = functools.partial(self._read_stored, tensor, dtype=np.float32)
+        return self.adapter.merge(tensor, index, read_stored)
 
     def _read_stored(self, tensor: str, index: Index, dtype: Any) -> np.ndarray:
         """Reads a part of a tensor without the adapter. See `read` for the arguments."""
         scales = self.scales(tensor)
-        stored = self.place(tensor)[0].read(self.tensors[tensor], index)
-        return stored if scales is None else scales.dequantize(stored, index, dtype)
+        values = self.place(tensor)[0].read(self.tensors[tensor], index)
+        return values if scales is None else scales.dequantize(values, index, dtype)
 
     def scales(self, tensor: str) -> Scales | None:
         """Returns the scales of a float8 tensor, or None for a tensor of another dtype.

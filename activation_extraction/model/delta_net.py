@@ -16,8 +16,8 @@ here each has parameters of its own, so that heads can be split.
 Letters of the module, besides those of qwen2_jax.py: J key heads, G value heads of each key head,
 C key size, Z value size, O all values of a token, W taps of the convolution. The functions of the
 rule have letters of their own: B rows, T tokens per row, K key heads, G value heads of each key
-head, D key size, U value size, N chunks, C tokens of a chunk (I and J for the tokens of a chunk
-that reads and that is read), X any size.
+head, D key size, U value size, N chunks, C tokens of a chunk (also I and J, where token I reads
+token J), X any size.
 """
 
 from collections.abc import Callable
@@ -323,10 +323,10 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
         Both are 0 across segments.
     """
     segment = segments[:, :, None, None]  # (N, B, 1, 1, C, 1)
-    last_segment = segment[:-1, ..., -1:, :]  # of each chunk but the last
+    last_segment = segment[:-1, ..., -1:, :]  # the last token's, of each chunk but the last
     segment_before = jnp.pad(last_segment, [(1, 0), *[(0, 0)] * 5], constant_values=-1)
-    seen = jnp.tril(segment == segment.mT)  # (N, B, 1, 1, I, J)
-    until = jnp.tri(CHUNK)  # IC: token C comes no later than I
+    seen = jnp.tril(segment == segment.mT)  # whether token I sees token J, (N, B, 1, 1, I, J)
+    until = jnp.tri(CHUNK)  # 1 where token C does not come after token I, (I, C)
     between = einsum("IC,NBKGCJ->NBKGIJ", until, log_decay * jnp.tri(CHUNK, k=-1))
     since_begin = einsum("IC,NBKGCJ->NBKGIJ", until, log_decay)
     within = jnp.where(seen, jnp.exp(between), 0)

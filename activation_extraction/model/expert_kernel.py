@@ -1,23 +1,26 @@
-"""Experts on TPUs: three Pallas kernels in which each row is fetched from where it lies.
+"""Experts on TPUs: three Pallas kernels, which fetch each row from its place in HBM.
 
-The way of a row, which is one expert of one token:
+A row is one expert of one token. It takes this path:
 
-    chosen (T, X) -- sorted by expert, every expert's rows filled up to whole tiles --> a table
-    x (T, D)         of the tokens of each tile
+    chosen (T, X) -- sorted by expert, every expert's rows padded to whole tiles --> a table of
+    x (T, D)         the tokens of each tile
       |  a tile's tokens are fetched row by row, the next tile's while this one is multiplied
       v
     tile (ROWS, D) -- silu(x gate) * (x up) --> gated (n', M), bfloat16, in the order of the tiles
                    -- (gated down) * weight --> rows (n', D), bfloat16, in the order of the tiles
-      |  a token's rows are fetched and added in float32; those of other devices' experts count 0
+      |  a token's rows are fetched and added in float32; rows of other devices' experts are not
+      |  fetched, and count as 0
       v
     sum (T, D)
 
-The tiles of an expert follow each other, so its weights are read once. They are read where they lie
-in the stack of all layers: a kernel knows the layer and each tile's expert before it starts. Only
-tiles with rows are computed. Arrays of rows are (n', D / 128, 128), of which a row can be fetched:
-in (n', D) it would lie in pieces among those of other rows.
+The tiles of an expert follow each other, so its weights are read once. They are read directly from
+the stack of all layers, because a kernel knows the layer and each tile's expert before it starts.
+Only tiles with rows are computed. Arrays of rows have the shape (n', D / 128, 128), in which the
+values of a row are contiguous, so that a kernel can fetch it. In an array (n', D), the pieces of a
+row would lie between pieces of other rows.
 
-The letters are those of experts.py; n' is T * X and as many rows as fill the tiles.
+The letters are those of experts.py. n' is T * X + E * ROWS, rounded up to whole tiles: room for the
+rows and for the padding of every expert's last tile.
 """
 
 import math
@@ -97,8 +100,8 @@ def pallas_experts(
 def table_of(weights: Array, chosen: Array, experts: int) -> Table:
     """Returns the table of rows.
 
-    Rows that fill the tiles are sorted together with the rows of tokens, so that every row gets its
-    place: TPUs sort fast, but look numbers up one by one.
+    Rows of padding are sorted together with the rows of tokens, which gives every row its place
+    without a lookup: TPUs sort fast, but look numbers up one by one.
 
     Args:
         weights: The weights of each token's experts, (T, X) float32, where TOKENS divides T.
@@ -113,14 +116,16 @@ def table_of(weights: Array, chosen: Array, experts: int) -> Table:
     all_experts = jnp.arange(experts)
     rows_of_tile = jnp.arange(ROWS)
     missing = -(numbers[:, None] == all_experts).sum(axis=0) % ROWS  # in each expert's last tile
-    is_filling = rows_of_tile < missing[:, None]
-    filling = jnp.where(is_filling, all_experts[:, None], experts).reshape(-1)
-    filling = jnp.pad(filling, (0, -count % ROWS), constant_values=experts)
-    keys = jnp.concatenate([2 * numbers, 2 * filling + 1])  # these come after an expert's own rows
-    places, weights = jnp.arange(keys.size), jnp.pad(weights.reshape(-1), (0, filling.size))
+    is_padding = rows_of_tile < missing[:, None]
+    padding = jnp.where(is_padding, all_experts[:, None], experts).reshape(-1)
+    padding = jnp.pad(padding, (0, -count % ROWS), constant_values=experts)
+    # Odd keys sort the padding of an expert after its rows of tokens, whose keys are even.
+    keys = jnp.concatenate([2 * numbers, 2 * padding + 1])
+    places, weights = jnp.arange(keys.size), jnp.pad(weights.reshape(-1), (0, padding.size))
     keys, row, weights = lax.sort((keys, places, weights), num_keys=1, is_stable=False)
     real = (row < count) & (keys < 2 * experts)
-    # Next come each group's rows, those that are not fetched last, as from token to token.
+    # The second sort orders the rows by group and token. Rows that are not fetched come last in
+    # their group.
     in_group, tiles = row % of_group, keys[::ROWS] // 2
     keys = 2 * row - in_group + jnp.where(real, 0, of_group)
     keys = jnp.where(row < count, keys, 2 * count)

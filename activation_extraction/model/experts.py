@@ -228,13 +228,13 @@ def _in_a_ring(
 def in_sorted_rows(
     compute: SortedRows, x: Array, weights: Array, chosen: Array, stacks: Stacks, parts: int = 1
 ) -> Array:
-    """Computes `ExpertSum` with copies of the rows that are sorted by expert.
+    """Implements `ExpertSum` with copies of the rows that are sorted by expert.
 
     One row of each token is added up at a time, so that no array has all rows in float32.
     `ExpertSum` describes the arguments after `compute`, and the result.
 
     Args:
-        compute: The function that runs the experts on sorted rows.
+        compute: The function that runs the experts on the sorted rows.
         x: As in `ExpertSum`.
         weights: As in `ExpertSum`.
         chosen: As in `ExpertSum`.
@@ -263,11 +263,11 @@ def in_sorted_rows(
 
 
 def _in_ragged_products(x: Array, sizes: Array, stacks: Stacks) -> Array:
-    """Computes `SortedRows` by `lax.ragged_dot`, for which the TPU's compiler has a kernel.
+    """Implements `SortedRows` by `lax.ragged_dot`, for which the TPU's compiler has a kernel.
 
-    The products are with the experts of all layers, of which only this layer's have rows, because a
-    slice of the weights would be a copy. On other platforms `lax.ragged_dot` multiplies every row
-    with every expert.
+    `lax.ragged_dot` gets the experts of all layers, because a slice of the weights would be a copy;
+    the experts of other layers have no rows. On other platforms than TPUs, `lax.ragged_dot`
+    multiplies every row with every expert.
     """
     layer, gate, up, down = stacks
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -284,10 +284,10 @@ def _in_ragged_products(x: Array, sizes: Array, stacks: Stacks) -> Array:
 
 
 def _in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
-    """Computes `SortedRows` one expert after the other, a tile of its rows at a time.
+    """Implements `SortedRows` one expert after the other, a tile of TILE rows at a time.
 
-    The last tile of an expert may contain rows of the next one, which are computed again with the
-    next expert.
+    The last tile of an expert may extend into the rows of the next experts. The results for these
+    rows are overwritten when their own expert is computed.
     """
     count, bits = len(x), to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
     first = jnp.cumsum(sizes) - sizes
@@ -320,7 +320,7 @@ tiled_experts = partial(in_sorted_rows, _in_tiles)
 
 
 def one_expert_after_the_other(x: Array, weights: Array, chosen: Array, stacks: Stacks) -> Array:
-    """Computes every token with every expert, which defines `ExpertSum`."""
+    """Implements `ExpertSum` by its definition: computes every token with every expert."""
     layer, gate, up, down = stacks
     total = jnp.zeros(x.shape, jnp.float32)
     for expert in range(gate.shape[1]):

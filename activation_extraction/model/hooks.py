@@ -144,11 +144,12 @@ class HookKind:
     def layers(self, depth: int, types: Sequence[str] = ()) -> Sequence[int]:
         """Returns the layers of a model that have a hook of this kind.
 
-        A hook that exists once counts as one of the first layer or of the last.
+        A hook that exists once in the model counts as a hook of the last layer if it comes after
+        the layers, and as a hook of the first layer if it comes before them.
 
         Args:
             depth: The number of layers.
-            types: The type of each layer; () if layers of every type are meant.
+            types: The type of each layer; () to return layers of every type.
         """
         if "{}" in self.name:
             return [k for k in range(depth) if not types or self.exists_in(types[k])]
@@ -328,8 +329,9 @@ class HookTable:
         )
 
 
-# Values of the first column of HOOK_KINDS, which determines the layers that have a kind. Its other
-# values are words of the layers' types. `_types_with` defines their meanings.
+# The first column of HOOK_KINDS determines which layers have a kind of hook. It contains one of
+# these words, or a word of the layers' types in ModelConfig (ATTENTION, LINEAR, DENSE or SPARSE).
+# `_types_with` maps each word to types of layers.
 EVERY, NORMED, GATED, SHARED = "every", "normed", "gated", "shared"
 APART, INTERLEAVED = "apart", "interleaved"
 # The kinds of hooks of layers, in the order in which a layer computes them. The columns are: which
@@ -424,8 +426,9 @@ def _types_with(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Returns which layers of a model have the kinds of hooks in HOOK_KINDS.
 
     Returns:
-        The first column of HOOK_KINDS -> the words of which one is in the type of each such layer,
-        () for all layers. A value of the column that is no key is of no layer of this model.
+        Word in the first column of HOOK_KINDS -> words of the types of layers. A layer has the
+        kinds of hooks if its type contains one of these words; () means all layers. Words for
+        which the model has no layer are left out.
     """
     delta, experts = config.delta, config.experts
     attention = () if delta is None else (ATTENTION,)

@@ -109,8 +109,8 @@ def _largest_block(length: int, dtype: Any) -> int:
         length: The length, a multiple of LANES.
         dtype: The dtype of the queries and keys.
     """
-    most = min(length, MOST_IN_BLOCK // dtype.itemsize)
-    return max(size for size in range(LANES, most + 1, LANES) if length % size == 0)
+    max_tokens = min(length, MOST_IN_BLOCK // dtype.itemsize)
+    return max(size for size in range(LANES, max_tokens + 1, LANES) if length % size == 0)
 
 
 # Field of `Kernels` -> name -> function, in the order of preference.

@@ -203,11 +203,12 @@ def _shapes(cost_model: CostModel, devices: int) -> Iterator[dict[str, int]]:
     factors = [size for size in range(1, devices + 1) if devices % size == 0]
     config: ModelConfig = cost_model.model.config
     experts = 1 if config.experts is None else config.experts.count
-    for model, expert, fsdp in product(factors, repeat=3):
-        data, remainder = divmod(devices, model * expert * fsdp)
-        divides = remainder == 0 and cost_model.rows % (data * fsdp * expert) == 0
-        if divides and experts % expert == 0:
-            sizes = dict(zip(AXES, (data, fsdp, expert, model), strict=True))
+    for model_size, expert_size, fsdp_size in product(factors, repeat=3):
+        data_size, remainder = divmod(devices, model_size * expert_size * fsdp_size)
+        divides = remainder == 0 and cost_model.rows % (data_size * fsdp_size * expert_size) == 0
+        if divides and experts % expert_size == 0:
+            axis_sizes = data_size, fsdp_size, expert_size, model_size
+            sizes = dict(zip(AXES, axis_sizes, strict=True))
             yield {axis: size for axis, size in sizes.items() if size > 1 or axis == "data"}
 
 

@@ -332,19 +332,20 @@ def qwen3_5_moe_text_config(hf: Any, source: str) -> ModelConfig:
 def multimodal_config(read: Callable[[Any, str], ModelConfig], hf: Any, source: str) -> ModelConfig:
     """Reads the language model of a model that also takes images, video or audio.
 
-    The language model of an Omni model is in its thinker. `tie_word_embeddings` is read beside
-    `text_config`, because the field inside of it may be transformers' default.
+    The language model of an Omni model is in its thinker. `tie_word_embeddings` is read from the
+    outer configuration, which contains `text_config`: in `text_config` itself, the field may be
+    missing in config.json, and have transformers' default.
 
     Args:
-        read: The function that reads the configuration of a model that takes text alone.
+        read: The function that reads the configuration of a text-only model.
         hf: The configuration of the whole model, which transformers has completed.
         source: The path of config.json, for messages.
     """
-    around = getattr(hf, "thinker_config", hf)
+    outer = getattr(hf, "thinker_config", hf)
     return dataclasses.replace(
-        read(around.text_config, source),
+        read(outer.text_config, source),
         model_type=hf.model_type,
-        tie_word_embeddings=bool(around.tie_word_embeddings),
+        tie_word_embeddings=bool(outer.tie_word_embeddings),
     )
 
 

@@ -137,7 +137,8 @@ def _log_peculiarities(checkpoint: Checkpoint, stated: ModelConfig, model: Hooke
     if FAMILIES[stated.model_type].multimodal:
         text = "%s: its text model alone runs; placeholders of images and sound are ordinary tokens"
         log.info(text, where)
-    # The name in the file is compared, because an adapter may have added a head that is not stored.
+    # An adapter may have added HEAD to the tensors of a tied model, as another name of the stored
+    # embedding. So the name in the file tells whether a head is stored.
     has_head = text_name(checkpoint.tensors.get(HEAD, "")) == HEAD
     if model.predicts and stated.tie_word_embeddings and has_head:
         log.info("%s: its %s is used, although config.json ties it to the embedding", where, HEAD)
@@ -231,9 +232,9 @@ def _computed_hooks(
                 reconstruct, sorted.
             The encoders.
     """
-    stored, encoders = choose_hooks(request, config)
+    stored_hooks, encoders = choose_hooks(request, config)
     codes = {encoder.hook for encoder in encoders}
-    hooks = {hook for hook in stored.values() if hook not in codes}
+    hooks = {hook for hook in stored_hooks.values() if hook not in codes}
     for encoder in encoders:
         hooks |= {encoder.source, encoder.target}
     return sorted(hooks), encoders
@@ -268,12 +269,12 @@ def choose_dtypes(request: StepRequest, platform: str) -> tuple[Any, Any]:
     """
     auto = "float32" if platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(auto if request.model.dtype == "auto" else request.model.dtype)
-    stored = request.hooks.activation_dtype
-    if stored == FLOAT8:
+    activation_dtype = request.hooks.activation_dtype
+    if activation_dtype == FLOAT8:
         return dtype, FLOAT8
-    if stored == "auto":
+    if activation_dtype == "auto":
         return dtype, dtype
-    return dtype, jnp.dtype(stored)
+    return dtype, jnp.dtype(activation_dtype)
 
 
 def choose_hooks(

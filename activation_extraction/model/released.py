@@ -8,7 +8,9 @@ maxtext and torchtitan, and those of Qwen3-Next from transformers.
 import re
 from typing import Any
 
-MOST_POSITIONS = 262144  # tokens per row; several of the models have fewer positions
+# max_position_embeddings, the limit of tokens per row. It is the same for all models here, although
+# some of them have fewer positions.
+MOST_POSITIONS = 262144
 FAMILY = {"vocab_size": 151936, "max_position_embeddings": MOST_POSITIONS}
 QWEN2 = FAMILY | {"model_type": "qwen2"}
 UNTIED = QWEN2 | {"vocab_size": 152064}

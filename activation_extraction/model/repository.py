@@ -130,7 +130,7 @@ class Repository:
         return self._weights[name]
 
     def holds_adapter(self) -> InputError:
-        """Returns the error about an adapter in the repository of a model."""
+        """Returns the error to raise when a repository given as a model contains an adapter."""
         base = read_json(self.file(ADAPTER.config)).get("base_model_name_or_path")
         return not_read.adapter_in_model(self.where, ADAPTER.config, base)
 

@@ -265,9 +265,13 @@ def linked_devices(devices: Sequence[Any]) -> int:
 def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
     """Returns the bytes per second that a device can receive along a mesh axis.
 
+    This is the speed of its fast links if they join all devices along the axis, otherwise the speed
+    of the network.
+
     Args:
         layout: The mesh.
-        axis: The mesh axis, as the user knows it.
+        axis: The name of the mesh axis, as in --mesh_axes: `model` includes the axis `query` of
+            JAX's mesh.
         chip: The kind of the devices.
         linked: The number of consecutive devices that are joined by fast links (see
             `linked_devices`).
@@ -275,6 +279,6 @@ def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
     assert layout.mesh is not None
     names = layout.mesh.axis_names
     links = min(layout.shape.get(axis, 1) - 1, chip.links) or 1
-    # The number of consecutive devices within which those along the axis are.
+    # The devices along the axis lie within this number of consecutive devices.
     span = layout.size(*names[names.index(axis) :]) if axis in names else 1
     return chip.link * links if linked % span == 0 else chip.network

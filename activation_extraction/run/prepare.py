@@ -360,14 +360,15 @@ def step_request(
     computing = config.computing
     length = config.text.max_seq_length
     autoencoders = tuple(read_autoencoder(hook, name) for hook, name in config.hooks.encode)
-    rows = computing.batch_size
-    if not isinstance(rows, int):
-        rows = default_rows(length, computing.use_data_parallel, rows == "auto", planned)
+    batch_size = computing.batch_size
+    if not isinstance(batch_size, int):
+        is_auto = batch_size == "auto"
+        batch_size = default_rows(length, computing.use_data_parallel, is_auto, planned)
     return StepRequest(
         replace(config.model, model_revision=commit or config.model.model_revision),
         config.hooks,
         computing,
-        (rows, length),
+        (batch_size, length),
         several_hosts=config.hosts.multihost,
         memory=memory,
         devices=planned,

@@ -219,7 +219,8 @@ def _asks_for_credentials(details: str) -> bool:
     """Returns whether the failed request was for credentials, and not for an object."""
     if _has(details, "source: TokenRequest {"):
         return True
-    # obstore hides addresses that hold secrets: of Amazon's token service, and with an Azure SAS.
+    # obstore hides addresses that contain secrets. With S3, only the address of Amazon's token
+    # service does; with Azure, the address of an object may contain a SAS token.
     if _has(details, 'store: "S3",') and _has(details, "uri: None,"):
         return True
     address = re.search(r"^ *uri: Some\(\n *(\S+),$", details, re.MULTILINE)

@@ -304,11 +304,11 @@ class Folder:
     def check_conditions(self) -> None:
         """Checks that the store obeys conditions on writes, with a tiny file that it then deletes.
 
-        In a store that ignores them, two processes could write the same file.
+        In a store that ignores the conditions, two processes could write the same file.
 
         Raises:
-            InputError: The store ignores the condition on a write, or reads give another version
-                of a file than the write did, so that no condition on it could hold.
+            InputError: The store ignores the conditions, or a read of a file returns another
+                version than its write did, so that a condition on the version would always fail.
             FolderError: A request failed.
         """
         name = f".write_test_{uuid.uuid4().hex[:8]}"

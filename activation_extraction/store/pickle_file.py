@@ -113,13 +113,14 @@ def read_records(file: IO[bytes], where: str, limit: int) -> Records:
     """Reads the records of a pickled shard without running pickled code.
 
     Args:
-        file: The file.
-        where: The name of the file for messages; it is gzipped if that ends in .gz.
-        limit: The most bytes to which the file may be decompressed.
+        file: The file, open for reading.
+        where: The name of the file, for messages. A name that ends in .gz means that the file is
+            compressed by gzip.
+        limit: The largest size in bytes to which the file may be decompressed.
 
     Raises:
-        UnsafeError: The file has anything but plain containers and NumPy arrays of numbers, or
-            more than `limit` bytes.
+        UnsafeError: The file contains anything but plain containers and NumPy arrays of numbers,
+            or decompresses to more than `limit` bytes.
         RunError: The file is damaged.
     """
     stream: Any = igzip.IGzipFile(fileobj=file, mode="rb") if where.endswith(".gz") else file
@@ -140,17 +141,18 @@ def _plain(value: Any) -> Any:
 
 
 def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, HookValues]) -> Shard:
-    """Reads a pickled shard, whose samples are those of its first hook.
+    """Reads a pickled shard. Its samples are taken from the records of its first hook.
 
     Args:
-        file: The file.
-        where: The name of the file for messages; it is gzipped if that ends in .gz.
-        limit: The most bytes to which the file may be decompressed.
+        file: The file, open for reading.
+        where: The name of the file, for messages. A name that ends in .gz means that the file is
+            compressed by gzip.
+        limit: The largest size in bytes to which the file may be decompressed.
         hooks: The hooks to read, by key. Hooks that the file lacks are left out of the result.
 
     Raises:
-        UnsafeError: The file has anything but plain containers and NumPy arrays of numbers, or
-            more than `limit` bytes.
+        UnsafeError: The file contains anything but plain containers and NumPy arrays of numbers,
+            or decompresses to more than `limit` bytes.
         RunError: The file is damaged, or its records lack fields.
     """
     records = read_records(file, where, limit)

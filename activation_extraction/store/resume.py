@@ -30,7 +30,7 @@ from activation_extraction.text.batch import Worker
 from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import StoredSample
 
-if TYPE_CHECKING:  # a repair is planned with the help of this module
+if TYPE_CHECKING:  # repair.py imports this module
     from activation_extraction.store.repair import Repair
 
 VERSION_REMEDY = (
@@ -215,8 +215,8 @@ def stored_after(
         InputError: A sample before the mark is not stored, a sample is stored twice, or a table is
             damaged. The message names the repair.
     """
-    before = 0 if mark is None else mark.samples
-    first = identity.worker.sample_idx(before)
+    count_before_mark = 0 if mark is None else mark.samples
+    first = identity.worker.sample_idx(count_before_mark)
     samples: dict[int, StoredSample] = {}
     repairs = f"{identity.repair_option} repairs it"
     for commit in commits:
@@ -225,8 +225,9 @@ def stored_after(
                 samples |= samples_to_continue(read_table(folder, commit))
             except RunError as error:
                 raise InputError(f"{error}; {repairs}") from error
-    after = sum(number >= first for number in samples)
-    lost = before + after - sum(commit.count for commit in commits)
+    count_after_mark = sum(number >= first for number in samples)
+    count_stored = sum(commit.count for commit in commits)
+    lost = count_before_mark + count_after_mark - count_stored
     if lost > 0:  # a shard of an earlier repair, which was the last one, has been deleted
         raise InputError(
             f"{folder.url}: {counted(lost, 'sample')} before the mark of its shards not stored; "

@@ -104,9 +104,10 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
             patience.add(now - before)
         before = now
         if silent >= patience.silence or now >= patience.end:
-            within = f"within {now - began:.0f} s"
-            waited = f"for {silent:.0f} s after the last byte" if silent else within
-            raise FolderError(f"no answer {waited}", final=False)
+            period = f"within {now - began:.0f} s"
+            if silent:
+                period = f"for {silent:.0f} s after the last byte"
+            raise FolderError(f"no answer {period}", final=False)
         if now - began >= logged_after:
             logged_after *= 2
             level, state = STATES[sending]

@@ -31,7 +31,9 @@ from activation_extraction.store.shard import Shard
 from activation_extraction.store.statistics import Sums, unpack_sums
 
 REPLACED = "the run was overwritten or repaired since its JSON was read; open it again"
-RANGE = 8 * MIB  # of one request; a range may have up to twice as much
+# A read from a bucket is split into requests for ranges of about the same size: fewer than
+# 2 * RANGE bytes, and at least RANGE unless the whole read has fewer.
+RANGE = 8 * MIB
 HEADER = 2**16  # bytes: room for the header of most safetensors files
 IN_FLIGHT = 32  # requests to buckets at the same time, over all runs, shards and hooks
 

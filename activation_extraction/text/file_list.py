@@ -188,7 +188,7 @@ def _no_data(path: str, problem: str, names: Iterable[str], left_out: str = "") 
 
 
 def _remedies(names: Iterable[str]) -> str:
-    """Returns how files can be converted, with a semicolon before each kind of them."""
+    """Returns advice on converting files, as clauses that each begin with a semicolon."""
     remedies: dict[str, None] = {}  # in the order of the files, each once
     for name in names:
         for extensions, remedy in CONVERSIONS.items():
@@ -289,13 +289,20 @@ def _refuse_delta_table(path: str, fs: Any, folder: str, paths: Sequence[str]) -
 
 
 def _files_in_state(fs: Any, folder: str) -> set[str] | None:
-    """Returns the files that `datasets` lists as saved in a folder, which may also hold older ones.
+    """Returns the files that state.json lists as the data of a folder.
+
+    `datasets` writes state.json when it saves data. A folder may also contain files of an earlier
+    save, which state.json does not list.
+
+    Args:
+        fs: The file system of fsspec.
+        folder: The path of the folder in the file system.
 
     Returns:
-        The paths of the files; None if nothing there lists them.
+        The paths of the files; None if there is no state.json, or if it does not list files.
 
     Raises:
-        InputError: If the list is damaged, or if a file on it is missing.
+        InputError: If state.json is damaged, or if a file that it lists is missing.
     """
     state = f"{folder}/{STATE}"
     if not fs.isfile(state):
@@ -351,7 +358,7 @@ def _refuse_named_splits(path: str, root: str, data: Sequence[str]) -> None:
         data: The paths of the data files.
 
     Raises:
-        InputError: If they do.
+        InputError: If the names of the files belong to several splits.
     """
     examples: dict[int | None, str] = {}  # group of SPLIT_WORD -> the first file of this split
     for name in data:

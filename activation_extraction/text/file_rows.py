@@ -188,9 +188,9 @@ class Compression(NamedTuple):
     """A compression of text files.
 
     Attributes:
-        codec: Name of the compression in fsspec. pyarrow decompresses zstd, for which fsspec would
-            need another package.
-        magic: First bytes of a compressed file.
+        codec: Name of the fsspec codec that decompresses the files. zstd files are decompressed by
+            pyarrow instead, because fsspec would need another package for them.
+        magic: First bytes of a compressed file, by which it is recognised.
     """
 
     codec: str
@@ -311,7 +311,7 @@ def refuse_other_formats(first: bytes, compression: str = "") -> None:
     Args:
         first: The first bytes of the file.
         compression: The extension of its compression, a key of COMPRESSIONS; "" if its name has
-            none, or if the bytes are decompressed.
+            no such extension, or if the bytes have been decompressed already.
 
     Raises:
         RunError: If the file is in one of OTHER_FORMATS, or is not compressed as its name says.

@@ -81,7 +81,7 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
             failure = error
 
     placements: list[Placed] = []
-    filled = 0  # the number of rows that the next batch has so far
+    filled_rows = 0  # the number of rows that the next batch has so far
     for group in _groups(readable(), length):
         order = best_fit([len(sample.token_ids) for sample in group], length)
         last = order[-1][-1]
@@ -89,12 +89,12 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
             start = 0
             for number in row:
                 mark = group[-1].mark_after if number == last else group[0].mark
-                placements.append(Placed(group[number], filled, start, mark))
+                placements.append(Placed(group[number], filled_rows, start, mark))
                 start = placements[-1].stop
-            filled += start > 0
-            if filled == rows or len(placements) >= GROUP_SAMPLES:
+            filled_rows += start > 0
+            if filled_rows == rows or len(placements) >= GROUP_SAMPLES:
                 yield _lay_out(placements, rows, length)
-                placements, filled = [], 0
+                placements, filled_rows = [], 0
     if placements:
         yield _lay_out(placements, rows, length)
     if failure is not None:

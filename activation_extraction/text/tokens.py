@@ -176,13 +176,14 @@ def _joined(
     most: int | None,
     with_offsets: bool,
 ) -> Tokens:
-    """Returns the tokens of a content, joined from its pieces.
+    """Returns the tokens of a content, joined from the tokens of its pieces.
 
     Args:
         content: The content.
-        pieces: The characters of each piece.
-        encodings: The tokenizer's results, of which the next ones are those of the pieces.
-        most: The most tokens that are kept; None for all.
+        pieces: The slice of the content's text for each piece.
+        encodings: The tokenizer's results for the pieces of this content and of the contents after
+            it. One result is taken from the iterator for each piece of this content.
+        most: The largest number of tokens to keep, from the beginning; None to keep all.
         with_offsets: Whether the tokenizer has computed offsets.
     """
     ids, offsets = [], []
@@ -234,7 +235,13 @@ def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def _keeps_words(tokenizer: Tokenizer, left: str, right: str) -> bool:
-    """Returns whether the words of a text are those of its two pieces."""
+    """Returns whether a text has the same words in two pieces as in one.
+
+    Args:
+        tokenizer: The tokenizer, which splits texts into words.
+        left: The text before the cut.
+        right: The text after the cut.
+    """
     return _words(tokenizer, left + right) == _words(tokenizer, left) + _words(tokenizer, right)
 
 
@@ -248,11 +255,11 @@ def _words(tokenizer: Tokenizer, text: str) -> list[str]:
 
 
 def _pieces(text: str, cuts: re.Pattern[str] | None) -> list[slice]:
-    """Returns the characters of each piece of a text; one piece for a short text.
+    """Returns the slice of a text for each of its pieces; a short text is a single piece.
 
     Args:
         text: The text.
-        cuts: Pattern of the places where it may be cut; None if it must stay whole.
+        cuts: Pattern of the positions where the text may be cut; None if it must stay whole.
     """
     ends = [0]
     while ends[-1] < len(text) or len(ends) == 1:
