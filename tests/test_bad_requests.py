@@ -30,7 +30,9 @@ BAD_REQUESTS = """\
 --layers_to_extract -1 | argument --layers_to_extract: -1: layers are counted from 0, never from
 --layers_to_extract=-3--1 | argument --layers_to_extract: -3--1: layers are counted from 0,
 --positions first | argument --positions: 'first' is no choice of positions; expected all, last
---positions random:0 | the share is not between 0 and 1
+--positions random:0 | keeps no token
+--positions random:0.0 | the share is not between 0 and 1
+--positions random:3:1:96 --max_seq_length 96 | keeps no token of any sample
 --positions last_of_turn | --positions last_of_turn: needs --messages_column
 --drop_token_ids 3 2048 | --drop_token_ids 2048: the model has token ids 0 to 2047
 --drop_token_ids '<|im_end|>' --ids_column ids | with --ids_column no tokenizer is read

@@ -26,6 +26,7 @@ CASES = {
     "every token": ("", LENGTH),
     "few tokens": ("--positions every:5 --drop_token_ids 5 6 7 --id_column id", 5),
     "random": ("--positions random:0.15:1 --shard_format safetensors --dtype bfloat16", 4),
+    "random count": ("--positions random:3:7:2", 3),
     "split": ("--positions last:2 --long_documents split --id_column id", 2),
     "split by row": ("--long_documents split --overlap 5 --activation_dtype float16", LENGTH),
     "token ids": ("--ids_column ids --positions every:5", 5),

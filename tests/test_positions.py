@@ -55,6 +55,36 @@ def test_a_random_choice_depends_on_sample_position_and_seed_alone():
         assert 5 < len(np.intersect1d(found[0], each)) < 40
 
 
+def test_a_random_choice_of_a_number_keeps_exactly_so_many():
+    """The positions are written down here: they may never change, or runs could not continue."""
+    choice = choice_of("--positions random:5:3:50")
+    assert str(choice) == "positions random:5:3:50"
+    assert choice == choice_of(f"--{choice}".replace(" ", "="))
+    kept = [choice.kept(index, np.zeros(2000, np.int32)).tolist() for index in range(2)]
+    assert kept == [[550, 788, 1283, 1640, 1645], [539, 603, 794, 1199, 1940]]
+    for length in (1, 50, 51, 54, 55, 56, 300):
+        positions = choice.kept(9, np.zeros(length, np.int32))
+        assert positions.dtype == np.int32 and len(positions) == max(min(length - 50, 5), 0)
+        assert (positions >= 50).all() and (np.diff(positions) > 0).all()
+    # Each of 100 positions is chosen in about a tenth of the 1,000 samples.
+    each_tenth = choice_of("--positions random:10")
+    assert str(each_tenth) == "positions random:10:0"
+    chosen = [each_tenth.kept(index, np.zeros(100, np.int32)) for index in range(1000)]
+    counts = np.bincount(np.concatenate(chosen), minlength=100)
+    assert counts.sum() == 10_000 and abs(counts - 100).max() < 50  # five deviations
+
+
+def test_a_random_choice_of_a_number_counts_eligible_tokens():
+    ids, eligible = np.arange(12, dtype=np.int32), np.arange(12) % 2 == 1
+    kept = choice_of("--positions random:3:0:2").kept(0, ids, eligible)
+    assert len(kept) == 3 and set(kept.tolist()) <= {5, 7, 9, 11}
+
+
+@pytest.mark.parametrize("typed,recorded", [("random:1", "random:1:0"), ("random:1e-05:0", None)])
+def test_digits_alone_are_a_number_and_anything_else_is_a_probability(typed, recorded):
+    assert str(choice_of(f"--positions {typed}")) == f"positions {recorded or typed}"
+
+
 def test_token_ids_are_dropped_after_positions_are_counted():
     ids = np.array([5, 9, 5, 5, 9, 7], np.int32)
     for flags, kept in (

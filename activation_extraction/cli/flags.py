@@ -239,8 +239,11 @@ class TextOptions:
 
     positions: Positions = flag(
         "which tokens of each sample to store. all, last, first:N, last:N; every:N (positions 0, "
-        "N, 2N, ...); a slice as in Python, such as 4:-1; random:P or random:P:SEED, which stores "
-        "each token with probability P (SEED is 0 unless it is set); last_of_turn, the last token "
+        "N, 2N, ...); a slice as in Python, such as 4:-1; random:N, random:N:SEED or "
+        "random:N:SEED:FROM with a whole number N, which stores N random tokens of each sample, "
+        "from position FROM on (all of these tokens if there are fewer); random:P or random:P:SEED "
+        "with a probability P, which stores each token with this probability (SEED and FROM are 0 "
+        "unless they are set); last_of_turn, the last token "
         "of every turn of a conversation. With --roles, last_of_turn is the last token that has "
         "one of these roles, such as <|im_end|>; without --roles, it is often the new line after "
         "it",

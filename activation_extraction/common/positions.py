@@ -10,11 +10,12 @@ from activation_extraction.common.errors import FlagValueError
 
 ALL, LAST_OF_TURN = "all", "last_of_turn"
 SLICE = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?(?::([1-9]\d{0,8})?)?")
-RANDOM = re.compile(r"random:(\d*\.?\d+(?:[eE]-?\d+)?)(?::(\d{1,9}))?")
+RANDOM_COUNT = re.compile(r"random:(\d{1,9})(?::(\d{1,9})(?::(\d{1,9}))?)?")
+RANDOM_SHARE = re.compile(r"random:(\d*\.?\d+(?:[eE]-?\d+)?)(?::(\d{1,9}))?")
 NAMED = re.compile(r"(first|last|every):([1-9]\d{0,8})")
 EXPECTED = (
-    "expected all, last, first:N, last:N, every:N, random:P, random:P:SEED, last_of_turn or a "
-    "slice such as 4:-1"
+    "expected all, last, first:N, last:N, every:N, random:N[:SEED[:FROM]], random:P[:SEED], "
+    "last_of_turn or a slice such as 4:-1"
 )
 
 
@@ -22,14 +23,18 @@ EXPECTED = (
 class Positions:
     """A rule for the positions of a sample to keep.
 
-    A rule keeps one of three sets: a slice of the positions, as in Python; a random share of them;
-    or the last position of each turn of a conversation.
+    A rule keeps one of four sets: a slice of the positions, as in Python; a random choice of a
+    fixed number of positions; a random share of the positions; or the last position of each turn of
+    a conversation.
 
     Attributes:
-        start: Start of the slice; None for the first position. May be negative.
+        start: Start of the slice; None for the first position. May be negative. For a random choice
+            of `count` positions, the first position that can be chosen.
         stop: End of the slice, exclusive; None for the end of the sample. May be negative.
         step: Step of the slice, positive.
-        share: Probability with which a position is kept, between 0 and 1; None for no random rule.
+        count: Number of positions to choose at random; all positions from `start` on are kept if
+            there are fewer. None for any other rule.
+        share: Probability with which a position is kept, between 0 and 1; None for any other rule.
         seed: Seed of the random choice.
         last_of_turn: Whether to keep the last position of each turn.
     """
@@ -37,6 +42,7 @@ class Positions:
     start: int | None = None
     stop: int | None = None
     step: int = 1
+    count: int | None = None
     share: float | None = None
     seed: int = 0
     last_of_turn: bool = False
@@ -50,6 +56,8 @@ class Positions:
         """
         if self.share is not None:
             return self.share * length
+        if self.count is not None:
+            return min(self.count, len(range(length)[self.start :]))
         return len(range(length)[self.start : self.stop : self.step])
 
     def may_keep(self, longest: int) -> bool:
@@ -67,6 +75,9 @@ class Positions:
         """Returns the rule in its canonical spelling, which `parse_positions` reads back."""
         if self.last_of_turn:
             return LAST_OF_TURN
+        if self.count is not None:
+            first = "" if self.start is None else f":{self.start}"
+            return f"random:{self.count}:{self.seed}{first}"
         if self.share is not None:
             return f"random:{self.share!r}:{self.seed}"
         if self == Positions():
@@ -99,7 +110,12 @@ def parse_positions(typed: str) -> Positions:
             "every": (None, None, count),
         }
         return Positions(*slices[match[1]])
-    if match := RANDOM.fullmatch(typed):
+    if match := RANDOM_COUNT.fullmatch(typed):
+        count, seed, first = (int(digits or 0) for digits in match.groups())
+        if count < 1:
+            raise FlagValueError(f"{typed}: keeps no token; give at least 1")
+        return Positions(start=first or None, count=count, seed=seed)
+    if match := RANDOM_SHARE.fullmatch(typed):
         if not 0 < (share := float(match[1])) < 1:
             raise FlagValueError(f"{typed}: the share is not between 0 and 1")
         return Positions(share=share, seed=int(match[2] or 0))

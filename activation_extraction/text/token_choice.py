@@ -86,11 +86,16 @@ class TokenChoice:
         if eligible is not None:
             positions = positions[eligible]
         rule = self.positions
-        if rule.share is None:
-            chosen = positions[rule.start : rule.stop : rule.step]
-        else:
+        if rule.share is not None:
             hashes = _hashes(rule.seed, sample_idx, positions)
             chosen = positions[hashes < np.uint64(rule.threshold)]
+        else:
+            chosen = positions[rule.start : rule.stop : rule.step]
+            if rule.count is not None and len(chosen) > rule.count:
+                # The positions of a sample have different hashes, so the smallest are unambiguous.
+                hashes = _hashes(rule.seed, sample_idx, chosen)
+                smallest = np.argpartition(hashes, rule.count - 1)[: rule.count]
+                chosen = chosen[np.sort(smallest)]
         return chosen[~np.isin(token_ids[chosen], self.dropped)]
 
 
