@@ -75,6 +75,7 @@ class Run(NamedTuple):
         width: The width of each hook.
         shard: The bytes of a shard.
         chat: Whether the samples are conversations.
+        length: The tokens of a sample.
     """
 
     bytes: int
@@ -82,6 +83,7 @@ class Run(NamedTuple):
     width: int = 3584
     shard: int = 128_000_000
     chat: bool = False
+    length: int = LENGTH
 
     @property
     def names(self) -> list[str]:
@@ -95,7 +97,8 @@ class Run(NamedTuple):
     @property
     def folder(self) -> str:
         chat = "_chat" if self.chat else ""
-        return f"{self.hooks}x{self.width}_{self.bytes}_by_{self.shard}{chat}"
+        short = "" if self.length == LENGTH else f"_of_{self.length}"
+        return f"{self.hooks}x{self.width}_{self.bytes}_by_{self.shard}{chat}{short}"
 
     def store(self, folder: Path) -> None:
         """Stores the run in a folder, unless the folder already contains it."""
@@ -103,7 +106,7 @@ class Run(NamedTuple):
             data="files",
             activation_dtype="bfloat16",
             text=TextOptions(
-                max_seq_length=LENGTH, messages_column="messages" if self.chat else None
+                max_seq_length=self.length, messages_column="messages" if self.chat else None
             ),
             storage=StorageOptions(shard_format="safetensors"),
         )
@@ -116,41 +119,47 @@ class Run(NamedTuple):
         with ActivationStorage(
             folder, {name: name for name in hooks}, options, identity, facts=facts
         ) as storage:
-            for sample in range(0 if storage.complete else self.bytes // (LENGTH * self.width * 2)):
+            sample_bytes = self.length * self.width * 2
+            for sample in range(0 if storage.complete else self.bytes // sample_bytes):
                 self._add(storage, sample, chance, pool)
 
     def _add(
         self, storage: ActivationStorage, number: int, chance: np.random.Generator, pool: np.ndarray
     ) -> None:
-        """Adds a sample of LENGTH tokens, with random slices of the pool as activations."""
-        ids = chance.integers(0, 150_000, LENGTH, np.int32)
-        labels = labels_of(chance) if self.chat else {}
+        """Adds a sample, with random slices of the pool as activations."""
+        length = self.length
+        ids = chance.integers(0, 150_000, length, np.int32)
+        labels = labels_of(chance, length) if self.chat else {}
         facts = SampleFacts(number, {"file": "0.jsonl", "line": number})
         sample = Sample(facts, ids, Mark(number), labels)
-        starts = chance.integers(len(pool) - LENGTH, size=self.hooks)
+        starts = chance.integers(len(pool) - length, size=self.hooks)
         values: dict[int | str, np.ndarray] = {
-            name: pool[None, start : start + LENGTH]
+            name: pool[None, start : start + length]
             for name, start in zip(self.names, starts, strict=True)
         }
-        (batch,) = pack([sample], 1, LENGTH)
+        (batch,) = pack([sample], 1, length)
         storage.add_batch(batch, values)
 
 
-def labels_of(chance: np.random.Generator) -> dict[str, np.ndarray]:
+def labels_of(chance: np.random.Generator, length: int) -> dict[str, np.ndarray]:
     """Makes the labels of a random conversation, whose messages stand between template tokens.
 
+    Args:
+        chance: The source of random numbers.
+        length: The tokens of the conversation, which is cut there.
+
     Returns:
-        "role" and "turn" -> the label of each of the LENGTH tokens, int32.
+        "role" and "turn" -> the label of each token, int32 (length,).
     """
     roles, turns = list[int](), list[int]()
     for turn, (role, median) in enumerate(TURNS):
         content = [ROLES.index(role)] * int(chance.lognormal(np.log(median), 0.8) + 1)
         roles += [0, 0, 0, *content, 0, 0]
         turns += [turn] * (len(content) + 5)
-    missing = max(0, LENGTH - len(roles))
+    missing = max(0, length - len(roles))
     roles += roles[-6:-5] * missing
     turns += turns[-1:] * missing
-    return {"role": np.array(roles[:LENGTH], np.int32), "turn": np.array(turns[:LENGTH], np.int32)}
+    return {"role": np.array(roles[:length], np.int32), "turn": np.array(turns[:length], np.int32)}
 
 
 def spans(folder: Path, hook: str, most: int) -> list[tuple[str, int, int]]:

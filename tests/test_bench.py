@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import end_to_end, gpu, reading, writing
+from benchmarks import end_to_end, gpu, many_shards, reading, writing
 from benchmarks.inputs import SHAPES, make_documents, make_model
 from benchmarks.processes import extract
 
@@ -62,5 +62,8 @@ def test_others_end_with_their_numbers(capsys, monkeypatch, tmp_path):
         assert 1 <= figures["downloaded"][0] < 3
     (opened,) = result(reading, "--open 40 --latency 0")["opened"]
     assert opened["shards"] == 40 <= opened["requests"] < 50  # one for each
+    for figures in result(many_shards, "--quick --latency 0")["scenarios"].values():
+        assert 1 <= figures["this"]["downloaded"] < 2
+        assert figures["this"]["first_requests"] > 0 and figures["this"]["peak_mb"] > 0
     assert gpu.main(["--shapes", "7B"]) == 2
     assert capsys.readouterr().err == "error: expected a GPU, but JAX finds only: cpu\n"
