@@ -1,9 +1,12 @@
-"""Reads from a compiled program's text how many bytes it moves in HBM and between chips.
+"""Counts the bytes that a compiled program moves in HBM and between chips, from its text.
 
-`ProgramText` parses the text of programs that XLA compiled for TPUs. The reads and writes of HBM by
-an instruction include the padding of its arrays' layouts; arrays in a chip's fast memory do not
-count. The text does not show how often a Pallas kernel reads its operands and writes its result, so
-a function (`Times`) has to know it. step_plan.py turns the bytes into the cost of a step.
+`ProgramText` parses the text of a program that XLA compiled for TPUs. Such a program consists of
+named computations, and each computation consists of instructions. An array in HBM counts with the
+padding of its layout. An array in another memory, such as fast on-chip memory, does not count. The
+text does not
+show how often a Pallas kernel reads its operands and writes its result, so the caller supplies a
+function that returns these numbers (`KernelPasses`). step_plan.py turns the bytes into the cost of
+a step.
 """
 
 import math
@@ -14,29 +17,33 @@ from typing import NamedTuple
 
 import numpy as np
 
+# The opcode of a collective (group 1), as it stands in an instruction.
 COLLECTIVE = re.compile(
     r" ((?:ragged-)?all-to-all|all-reduce|all-gather|reduce-scatter|collective-\w+)(?:-start)?\("
 )
+# An array's dtype, shape, order of dimensions (minor first) and tiling, such as
+# `bf16[16,1024]{1,0:T(8,128)(2,1)}`. "S(1)" after the tiles stands for on-chip memory.
 ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
-# Opcodes and custom calls that move no bytes.
-NOTHING = "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"
-NO_WORK = re.compile(r'custom_call_target="(\w*Bitcast|AllocateBuffer|AssumeGather\w*)"')
-
-# A function that takes the name of a kernel, and the shapes of its operands and, last, of its
-# result. It returns how often the kernel reads each operand and, last, writes the result, or None
-# for a kernel that does each of these once.
-Times = Callable[[str, list[list[int]]], list[float] | None]
+# Opcodes of instructions that move no bytes, and the custom calls that move none.
+FREE_OPCODES = "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"
+FREE_CUSTOM_CALL = re.compile(r'custom_call_target="(\w*Bitcast|AllocateBuffer|AssumeGather\w*)"')
+# Text in the layout of an array that is not in HBM, but in another memory, such as on-chip memory.
+OTHER_MEMORY = "S("
+# A function of a kernel's name and of the shapes of its operands, followed by the shape of its
+# result. It returns how often the kernel reads each operand, followed by how often it writes the
+# result. It returns None for a kernel that reads and writes each array once.
+KernelPasses = Callable[[str, list[list[int]]], list[float] | None]
 
 
 class Instruction(NamedTuple):
-    """One line of a computation: `name = result opcode(operands), ...`.
+    """An instruction of a computation: `name = result opcode(operands), attribute=value, ...`.
 
     Attributes:
-        name: The name of the instruction, with its leading %.
-        result: The dtype, shape and layout of its result, or a tuple of these.
-        opcode: Its opcode, such as "fusion".
-        operands: The names of the instructions that make its operands.
-        line: The whole line, with its attributes.
+        name: Name of the instruction, with its leading "%".
+        result: Text of the result's dtype, shape and layout, or of a tuple of such arrays.
+        opcode: Opcode, such as "fusion".
+        operands: Names of the instructions whose results are the operands, in order.
+        line: Whole text of the instruction, with its attributes.
     """
 
     name: str
@@ -47,26 +54,38 @@ class Instruction(NamedTuple):
 
     @property
     def calls(self) -> str:
-        """Returns the name of the computation that a fusion or call runs; "" for other opcodes."""
-        return self.named("calls") or (self.named("to_apply") if self.opcode == "call" else "")
+        """The name of the computation that a fusion or call runs; "" for other opcodes."""
+        if self.opcode == "call":
+            return self.named("calls") or self.named("to_apply")
+        return self.named("calls")
 
     def named(self, attribute: str) -> str:
-        """Returns the name of the computation in this attribute; "" if it is missing."""
+        """Returns the name of the computation that an attribute of the instruction names.
+
+        Args:
+            attribute: The attribute, such as "body" or "condition" of a loop.
+
+        Returns:
+            The name of the computation, or "" if the instruction does not have the attribute.
+        """
         match = re.search(rf"\b{attribute}=(%[\w.-]+)", self.line)
         return match[1] if match else ""
 
     @property
     def branches(self) -> list[str]:
-        """Returns the computations of which a conditional runs one, in the order of its index."""
-        listed = re.search(r"branch_computations=\{([^}]*)\}", self.line)
-        if listed:
-            return re.findall(r"%[\w.-]+", listed[1])
-        either = self.named("false_computation"), self.named("true_computation")
-        return [name for name in either if name]
+        """The names of a conditional's branches, in the order of its index; [] otherwise.
+
+        A conditional with a boolean index has its false branch first.
+        """
+        match = re.search(r"branch_computations=\{([^}]*)\}", self.line)
+        if match:
+            return re.findall(r"%[\w.-]+", match[1])
+        computation_names = self.named("false_computation"), self.named("true_computation")
+        return [name for name in computation_names if name]
 
     @property
     def source(self) -> str:
-        """Returns the last three parts of the operation's name in JAX; "" if it has none."""
+        """The last three components of the operation's name in JAX; "" if it has no name there."""
         match = re.search(r'op_name="([^"]*)"', self.line)
         return "/".join(match[1].split("/")[-3:]) if match else ""
 
@@ -76,9 +95,9 @@ class Instruction(NamedTuple):
 
     @property
     def channel(self) -> str:
-        """Returns the id that all instructions of one asynchronous collective share.
+        """The channel id, which all instructions of one asynchronous collective share.
 
-        It is the name of the instruction if there is no such id.
+        For an instruction without a channel id, it is the instruction's name.
         """
         return self.line.partition("channel_id=")[2].partition(",")[0] or self.name
 
@@ -87,16 +106,18 @@ class Move(NamedTuple):
     """The bytes that one instruction moves on one chip.
 
     Attributes:
-        kind: "product", "kernel", "collective", "copy" or "rest"; see `ProgramText.kind`.
-        name: The name of the instruction.
-        source: The operation in JAX; see `Instruction.source`.
-        hbm: The bytes of HBM that it reads and writes.
-        sent: The bytes that it sends to other chips.
-        hidden: Whether products run while it sends: they stand between the start and the end of an
-            asynchronous collective, or the collective is part of a product.
-        axes: The mesh axes that it sends along.
-        flops: The operations of a product, or those of the products that run beside a hidden
-            collective; without those of Pallas kernels.
+        kind: Kind of the instruction: "product" (of matrices), "kernel", "collective", "copy" or
+            "rest"; see `ProgramText.kind`.
+        name: Name of the instruction.
+        source: Name of the operation in JAX; see `Instruction.source`.
+        hbm: Bytes of HBM that the instruction reads and writes.
+        sent: Bytes that the instruction sends to other chips.
+        hidden: Whether matrix products or kernels run while the instruction sends. They either
+            stand between the start and the end of an asynchronous collective, or the collective and
+            a product are fused into this instruction.
+        axes: Mesh axes along which the instruction sends.
+        flops: Floating-point operations of the instruction's own matrix products, and of products
+            that run while it sends. Pallas kernels are not included.
     """
 
     kind: str
@@ -109,7 +130,11 @@ class Move(NamedTuple):
     flops: float = 0.0
 
     def times(self, count: float) -> "Move":
-        """Returns the sum of `count` equal moves; `count` may be a fraction."""
+        """Returns a move with `count` times the bytes and operations of this one.
+
+        Args:
+            count: The number of executions of the instruction. It may be a fraction.
+        """
         return self._replace(
             hbm=round(self.hbm * count),
             sent=round(self.sent * count),
@@ -118,213 +143,257 @@ class Move(NamedTuple):
 
 
 class ProgramText:
-    """The instructions of a compiled program.
+    """A compiled program, parsed into its instructions.
 
     Attributes:
-        computations: The name of a computation -> its instructions in order.
-        instructions: The name of an instruction -> the instruction.
-        text: The compiled text.
-        mesh: Mesh axis -> size; the number of a device changes slowest along the first axis.
-        shares: In models with several types of layers, the share of the layers that each type has,
-            in the order of the conditional's branches.
+        computations: Computation name -> its instructions in order.
+        instructions: Instruction name -> instruction, for all computations.
+        text: Text of the compiled program.
+        mesh: Mesh axis -> size. Device numbers change slowest along the first axis.
+        layer_shares: Fraction of the model's layers that have each type of layer, in the order of
+            the branches of the conditional that chooses the type.
     """
 
     def __init__(
         self,
         text: str,
         mesh: Mapping[str, int] | None = None,
-        shares: Sequence[float] = (),
-        times: Times = lambda _name, _shapes: None,
+        layer_shares: Sequence[float] = (),
+        kernel_passes: KernelPasses = lambda _name, _shapes: None,
     ) -> None:
-        """Parses a program.
+        """Parses the text of a program.
 
         Args:
-            text: The compiled text.
-            mesh: Mesh axis -> size. None if the axes of collectives do not matter.
-            shares: The shares of the types of layers; see the class.
-            times: How often kernels read and write their arrays.
+            text: The text of the compiled program.
+            mesh: Mesh axis -> size. None to leave out the mesh axes of collectives.
+            layer_shares: The fraction of the model's layers that have each type of layer. Empty for
+                a model with one type of layer.
+            kernel_passes: The function that returns how often a Pallas kernel reads and writes its
+                arrays; see `KernelPasses`.
         """
-        end = r"\n\}(?:, execution_thread=\"\w+\")?$"  # v6e has threads of its own for sorting
-        computations = re.findall(
-            rf"^(?:ENTRY )?(%[\w.-]+) [^\n]*\{{\n(.*?){end}", text, re.M | re.S
-        )
-        self.computations = {name: _instructions(body) for name, body in computations}
-        self.instructions = {i.name: i for inside in self.computations.values() for i in inside}
-        self.text, self.mesh, self.shares, self._times = text, dict(mesh or {}), shares, times
+        self.text = text
+        self.mesh = dict(mesh or {})
+        self.layer_shares = layer_shares
+        self._kernel_passes = kernel_passes
+        # On v6e, a computation that sorts runs in a thread of its own, which its last line names.
+        last_line = r"\n\}(?:, execution_thread=\"\w+\")?$"
+        computation = rf"^(?:ENTRY )?(%[\w.-]+) [^\n]*\{{\n(.*?){last_line}"
+        self.computations: dict[str, list[Instruction]] = {}
+        self.instructions: dict[str, Instruction] = {}
+        for name, body in re.findall(computation, text, re.M | re.S):
+            instructions = _instructions(body)
+            self.computations[name] = instructions
+            for instruction in instructions:
+                self.instructions[instruction.name] = instruction
 
     @cached_property
     def entry(self) -> str:
-        """Returns the name of the computation at which the program starts."""
+        """The name of the computation at which the program starts."""
         match = re.search(r"^ENTRY (%[\w.-]+) ", self.text, re.M)
         assert match
         return match[1]
 
     @cached_property
     def body(self) -> str:
-        """Returns the name of the computation that is one iteration of the loop over layers."""
-        loop = r' while\(.*body=(%[\w.-]+).*op_name="[^"]*/layers/[\w.]+\._loop/while"'
-        body = re.findall(loop, self.text)
-        assert len(body) == 1, body
-        return body[0]
+        """The name of the computation that is one iteration of the loop over layers."""
+        layer_loop = r' while\(.*body=(%[\w.-]+).*op_name="[^"]*/layers/[\w.]+\._loop/while"'
+        bodies = re.findall(layer_loop, self.text)
+        assert len(bodies) == 1, bodies
+        return bodies[0]
 
     def layer(self) -> list[Instruction]:
         """Returns the instructions of one iteration of the loop over layers, in order.
 
         Instructions that move no bytes, such as bitcasts, are left out.
         """
-        return self._running(self.body)
+        return self._without_free_instructions(self.body)
 
-    def _running(self, computation: str) -> list[Instruction]:
-        inside = self.computations[computation]
-        return [i for i in inside if i.opcode not in NOTHING and not NO_WORK.search(i.line)]
+    def _without_free_instructions(self, computation: str) -> list[Instruction]:
+        """Returns the instructions of a computation, without instructions that move no bytes."""
+        return [
+            instruction
+            for instruction in self.computations[computation]
+            if instruction.opcode not in FREE_OPCODES
+            and not FREE_CUSTOM_CALL.search(instruction.line)
+        ]
 
     def layer_loop(self) -> list[Instruction]:
         """Returns all instructions that run in the loop over layers.
 
-        They are the instructions of the loop's body, and of all computations that are called from
-        it, directly or indirectly. Each computation is included once.
+        They are the instructions of the loop's body, and of all computations that the body calls
+        directly or indirectly. Each computation is included once.
         """
-        pending, seen = [self.body], set()
-        instructions: list[Instruction] = []
-        while pending:
-            name = pending.pop()
-            if name not in seen:
-                seen.add(name)
-                instructions += self.computations.get(name, [])
-                for instruction in self.computations.get(name, []):
-                    pending += [*instruction.branches, instruction.named("body")]
-                    pending += [instruction.calls, instruction.named("to_apply")]
-        return instructions
+        pending_names = [self.body]
+        visited_names: set[str] = set()
+        loop_instructions: list[Instruction] = []
+        while pending_names:
+            name = pending_names.pop()
+            if name in visited_names:
+                continue
+            visited_names.add(name)
+            instructions = self.computations.get(name, [])
+            loop_instructions += instructions
+            for instruction in instructions:
+                pending_names += [*instruction.branches, instruction.named("body")]
+                pending_names += [instruction.calls, instruction.named("to_apply")]
+        return loop_instructions
 
-    def moves(self, computation: str, around: Collection[str] = ()) -> list[Move]:
-        """Returns the data transfers of one run of a computation, in order.
+    def moves(self, computation: str, channels_in_flight: Collection[str] = ()) -> list[Move]:
+        """Returns the data transfers of one execution of a computation, in order.
 
-        Transfers in the body of a loop are multiplied by its iteration count. If a conditional of
-        the loop over layers has one branch for each type of layers, the transfers of each branch
-        are multiplied by the share of the layers that have its type. Of any other conditional, only
-        the branch with the most bytes of HBM counts.
+        Transfers in the body of a loop are multiplied by its iteration count. If a conditional in
+        the loop over layers has one branch for each type of layer, the transfers of each branch are
+        multiplied by the fraction of the layers that have this type. For any other conditional,
+        only the branch with the most bytes of HBM counts.
 
         Args:
             computation: The name of the computation.
-            around: The channels (see `Instruction.channel`) of collectives that are in flight while
-                the computation runs. Their bytes are not counted here, because they are counted
-                where the collectives start.
+            channels_in_flight: The channels (see `Instruction.channel`) of collectives that are in
+                flight while the computation runs. Their bytes are not counted again, because they
+                count where the collectives start.
 
         Returns:
             A move for each instruction that reads or writes HBM or sends to other chips.
         """
         moves: list[Move] = []
-        in_flight: dict[str, int] = {}  # channel -> index of its start in `moves`
-        for instruction in self._running(computation):
-            counted = {*around, *in_flight}
-            own_moves = self._nested(computation, instruction, counted)
-            if own_moves is None:
-                own_moves = [self._move(instruction, counted)]
-                ended = self._ended(instruction)
-                in_flight |= {channel: len(moves) for channel in self._begun(instruction)}
-                for channel in ended:
-                    in_flight.pop(channel, None)
-            if any(move.kind in ("product", "kernel") for move in own_moves):
-                for index in in_flight.values():
-                    flops = moves[index].flops + sum(move.flops for move in own_moves)
+        start_index: dict[str, int] = {}  # channel in flight -> index of its start in `moves`
+        for instruction in self._without_free_instructions(computation):
+            counted_channels = {*channels_in_flight, *start_index}
+            new_moves = self._moves_of_nested(computation, instruction, counted_channels)
+            if new_moves is None:
+                new_moves = [self._move(instruction, counted_channels)]
+                for channel in self._started_channels(instruction):
+                    start_index[channel] = len(moves)
+                for channel in self._awaited_channels(instruction):
+                    start_index.pop(channel, None)
+            if any(move.kind in ("product", "kernel") for move in new_moves):
+                for index in start_index.values():
+                    flops = moves[index].flops + sum(move.flops for move in new_moves)
                     moves[index] = moves[index]._replace(hidden=True, flops=flops)
-            moves += own_moves
+            moves += new_moves
         return [move for move in moves if move.hbm or move.sent]
 
-    def _nested(
-        self, computation: str, instruction: Instruction, around: Collection[str]
+    def _moves_of_nested(
+        self, computation: str, instruction: Instruction, channels_in_flight: Collection[str]
     ) -> list[Move] | None:
-        """Returns the data transfers of a loop, call or conditional; None for other instructions.
+        """Returns the data transfers of a loop, call or conditional.
 
         Args:
             computation: The name of the computation that contains the instruction.
             instruction: The instruction.
-            around: Channels of collectives that are in flight while the instruction runs.
+            channels_in_flight: The channels of collectives that are in flight while the instruction
+                runs.
+
+        Returns:
+            The moves, or None if the instruction is no loop, call or conditional.
         """
         if instruction.opcode == "while":
-            turns = self._turns(instruction)
-            return [move.times(turns) for move in self.moves(instruction.named("body"), around)]
+            iterations = self._iterations(instruction)
+            body_moves = self.moves(instruction.named("body"), channels_in_flight)
+            return [move.times(iterations) for move in body_moves]
         if instruction.opcode == "call":
-            return self.moves(instruction.calls, around)
+            return self.moves(instruction.calls, channels_in_flight)
         if instruction.opcode != "conditional":
             return None
-        branches = [self.moves(branch, around) for branch in instruction.branches]
-        if len(branches) != len(self.shares) or computation != self.body:
+        branches = [self.moves(branch, channels_in_flight) for branch in instruction.branches]
+        if len(branches) != len(self.layer_shares) or computation != self.body:
             return max(branches, key=lambda moves: sum(move.hbm for move in moves))
-        shared = zip(self.shares, branches, strict=True)
-        return [move.times(share) for share, moves in shared for move in moves]
+        average_moves: list[Move] = []
+        for layer_share, branch_moves in zip(self.layer_shares, branches, strict=True):
+            average_moves += [move.times(layer_share) for move in branch_moves]
+        return average_moves
 
-    def _turns(self, loop: Instruction) -> int:
-        """Returns the iteration count of a loop, which counts from 0 up to a constant."""
+    def _iterations(self, loop: Instruction) -> int:
+        """Returns the iteration count of a loop that counts from 0 up to a constant."""
         condition = self.computations[loop.named("condition")]
-        compare, limits = condition[-1], [i.line for i in condition if i.opcode == "constant"]
-        assert "direction=LT" in compare.line and len(limits) == 1, condition
+        comparison = condition[-1]
+        limits = [instruction.line for instruction in condition if instruction.opcode == "constant"]
+        assert "direction=LT" in comparison.line and len(limits) == 1, condition
         match = re.search(r"constant\((\d+)\)", limits[0])
         assert match, limits
         return int(match[1])
 
-    def _begun(self, instruction: Instruction) -> list[str]:
+    def _started_channels(self, instruction: Instruction) -> list[str]:
         """Returns the channels of the collectives that an instruction starts but does not await.
 
-        The channel of a collective outside fusions is its name, because several collectives with
-        the same channel id may be sending at a time, such as those in both directions of a ring.
+        For a collective outside fusions, the instruction's name is returned instead of its channel
+        id. Several such collectives with the same channel id may be in flight at a time, for
+        example one for each direction of a ring.
         """
-        if instruction.is_collective and instruction.opcode.endswith("-start"):
+        is_start = instruction.opcode.endswith("-start")
+        if instruction.is_collective and is_start:
             return [instruction.name]
-        inside = self._inside(instruction)
-        begins = instruction.opcode.endswith("-start")
-        begins |= any("AsyncCollectiveStart" in inner.line for inner in inside)
-        return [inner.channel for inner in inside if inner.is_collective and begins]
+        instructions = self._with_called(instruction)
+        if is_start or any("AsyncCollectiveStart" in inner.line for inner in instructions):
+            return [inner.channel for inner in instructions if inner.is_collective]
+        return []
 
-    def _ended(self, instruction: Instruction) -> list[str]:
+    def _awaited_channels(self, instruction: Instruction) -> list[str]:
         """Returns the channels of the asynchronous collectives that an instruction awaits."""
         if instruction.opcode.endswith("-done"):
-            return self._begun(self.instructions[instruction.operands[0]])
-        inside = self._inside(instruction)
-        ends = any("AsyncCollectiveDone" in inner.line for inner in inside)
-        return [inner.channel for inner in inside if inner.is_collective and ends]
+            return self._started_channels(self.instructions[instruction.operands[0]])
+        instructions = self._with_called(instruction)
+        if any("AsyncCollectiveDone" in inner.line for inner in instructions):
+            return [inner.channel for inner in instructions if inner.is_collective]
+        return []
 
-    def _move(self, instruction: Instruction, counted: Collection[str]) -> Move:
+    def _move(self, instruction: Instruction, counted_channels: Collection[str]) -> Move:
         """Returns the bytes that an instruction moves, and the mesh axes along which it sends.
 
         All bytes of an asynchronous collective count at its start.
 
         Args:
             instruction: The instruction, which is no loop, call or conditional.
-            counted: The channels (see `Instruction.channel`) of asynchronous collectives that have
-                started before, so that their bytes have been counted.
+            counted_channels: The channels (see `Instruction.channel`) of asynchronous collectives
+                that have started before, so their bytes have already been counted.
         """
-        kind, inside = self.kind(instruction), self._inside(instruction)
-        collectives = [inner for inner in inside if inner.is_collective]
-        sending = [inner for inner in collectives if inner.channel not in counted]
-        passing = frozenset(inner.name for inner in collectives if inner not in sending)
-        by_kernel = self._moved_by_kernel(instruction) if kind == "kernel" else None
+        kind = self.kind(instruction)
+        instructions = self._with_called(instruction)
+        collectives = [inner for inner in instructions if inner.is_collective]
+        sending = [inner for inner in collectives if inner.channel not in counted_channels]
+        counted_names = frozenset(inner.name for inner in collectives if inner not in sending)
+        kernel_bytes = self._bytes_of_kernel(instruction) if kind == "kernel" else None
         if instruction.opcode.endswith("-done"):
-            hbm = self._copied(instruction)
+            hbm = self._bytes_of_copy(instruction)
         elif instruction.opcode.endswith("-start") and not sending:
             hbm = 0
-        elif by_kernel is not None:
-            hbm = by_kernel
+        elif kernel_bytes is not None:
+            hbm = kernel_bytes
         else:
-            hbm = self._read(instruction, passing) + self._written(instruction)
-        sent = sum(_sent(inner, alone=inner is instruction) for inner in sending)
-        along = {axis for inner in sending for axis in self._axes(inner)}
-        axes = tuple(axis for axis in self.mesh if axis in along)
-        flops = sum(self._flops(inner) for inner in inside)
-        hidden = sent > 0 and kind == "product"
-        return Move(kind, instruction.name, instruction.source, hbm, sent, hidden, axes, flops)
+            hbm = self._bytes_read(instruction, counted_names) + self._bytes_written(instruction)
+        sent = sum(_bytes_sent(inner, is_fused=inner is not instruction) for inner in sending)
+        sending_axes = {axis for inner in sending for axis in self._axes(inner)}
+        return Move(
+            kind,
+            instruction.name,
+            instruction.source,
+            hbm,
+            sent,
+            hidden=sent > 0 and kind == "product",
+            axes=tuple(axis for axis in self.mesh if axis in sending_axes),
+            flops=sum(self._flops(inner) for inner in instructions),
+        )
 
-    def _moved_by_kernel(self, kernel: Instruction) -> int | None:
-        """Returns the bytes that a Pallas kernel reads and writes; None if `Times` returns None."""
+    def _bytes_of_kernel(self, kernel: Instruction) -> int | None:
+        """Returns the bytes that a Pallas kernel reads and writes.
+
+        Args:
+            kernel: The instruction that calls the kernel.
+
+        Returns:
+            The bytes, or None if `KernelPasses` returns None for this kernel.
+        """
         operands = [self.instructions[name].result for name in kernel.operands]
         matches = [ARRAY.search(result) for result in (*operands, kernel.result)]
         arrays = [match for match in matches if match]
-        name = kernel.name.strip("%").partition(".")[0]
-        times = self._times(name, [_shape(array) for array in arrays])
-        if times is None:
+        kernel_name = kernel.name.strip("%").partition(".")[0]
+        passes = self._kernel_passes(kernel_name, [_shape(array) for array in arrays])
+        if passes is None:
             return None
-        pairs = zip(arrays, times, strict=True)
-        return round(sum(_bytes(array) * count for array, count in pairs))
+        total = 0.0
+        for array, pass_count in zip(arrays, passes, strict=True):
+            total += _padded_hbm_bytes(array) * pass_count
+        return round(total)
 
     def _flops(self, product: Instruction) -> float:
         """Returns the operations of a product (m, k) x (k, n), 2 m k n; 0 for other instructions.
@@ -335,145 +404,179 @@ class ProgramText:
         if product.opcode not in ("convolution", "dot"):
             return 0.0
         arrays = product.result, *(self.instructions[name].result for name in product.operands)
-        return 2 * math.prod(_count(array) for array in arrays) ** 0.5
+        return 2 * math.prod(_element_count(array) for array in arrays) ** 0.5
 
     def _axes(self, collective: Instruction) -> list[str]:
-        """Returns the mesh axes along which a collective sends.
-
-        They are those along which the coordinates of a group's devices differ.
-        """
+        """Returns the mesh axes along which the devices of a collective's group differ."""
         if not self.mesh:
             return []
+        # An array (groups, devices of a group) for each axis.
         coordinates = np.unravel_index(groups(collective.line), [*self.mesh.values()])
-        by_axis = zip(self.mesh, coordinates, strict=True)
-        return [axis for axis, of_axis in by_axis if (of_axis != of_axis[:, :1]).any()]
+        return [
+            axis
+            for axis, coordinate in zip(self.mesh, coordinates, strict=True)
+            if (coordinate != coordinate[:, :1]).any()
+        ]
 
-    def _inside(self, instruction: Instruction) -> list[Instruction]:
-        """Returns the instruction itself and all instructions that it calls, nested ones too."""
+    def _with_called(self, instruction: Instruction) -> list[Instruction]:
+        """Returns the instruction and all instructions that it calls directly or indirectly."""
         instructions = [instruction]
         for inner in self.computations.get(instruction.calls, []):
-            instructions += self._inside(inner)
+            instructions += self._with_called(inner)
         return instructions
 
     def kind(self, instruction: Instruction) -> str:
         """Returns the kind of an instruction, which depends on the instructions that it calls.
 
         Returns:
-            "product" if there is a matrix product, else "collective", else "kernel" for a Pallas
-            kernel, else "copy" for a copy, transposition or asynchronous slice, else "rest".
+            The first of these kinds that applies to the instruction or one that it calls: "product"
+            for a matrix product, "collective", "kernel" for a call of a Pallas kernel, "copy" for a
+            copy, a transposition or an asynchronous slice, and "rest" for anything else.
         """
-        inside = self._inside(instruction)
-        opcodes = {inner.opcode for inner in inside}
+        instructions = self._with_called(instruction)
+        opcodes = {inner.opcode for inner in instructions}
         if opcodes & {"convolution", "dot"}:
             return "product"
-        if any(inner.is_collective for inner in inside):
+        if any(inner.is_collective for inner in instructions):
             return "collective"
         if "tpu_custom_call" in instruction.line:
             return "kernel"
         return "copy" if opcodes & {"copy", "transpose", "copy-done", "slice-done"} else "rest"
 
-    def _read(self, instruction: Instruction, passing: frozenset[str]) -> int:
+    def _bytes_read(self, instruction: Instruction, counted_names: frozenset[str]) -> int:
         """Returns the bytes of HBM that an instruction reads.
 
-        An operand that it takes twice is read once.
+        An array that is an operand twice is read once.
 
         Args:
             instruction: The instruction.
-            passing: The names of collectives whose bytes have been counted at their start.
+            counted_names: The names of collectives whose bytes were counted at their start.
         """
         total = 0
         for position, name in enumerate(instruction.operands):
             array = ARRAY.match(self.instructions[name].result)
             if array and name not in instruction.operands[:position]:
-                total += self._taken(instruction, position, _bytes(array), [], passing)
+                operand_bytes = _padded_hbm_bytes(array)
+                total += self._operand_bytes_read(
+                    instruction, position, operand_bytes, [], counted_names
+                )
         return total
 
-    def _taken(
+    def _operand_bytes_read(
         self,
-        user: Instruction,
+        instruction: Instruction,
         position: int,
-        size: int,
-        beside: list[Instruction],
-        passing: frozenset[str],
+        operand_bytes: int,
+        siblings: list[Instruction],
+        counted_names: frozenset[str],
     ) -> int:
         """Returns the bytes that an instruction reads of one operand.
 
-        Args:
-            user: The instruction.
-            position: The position of the operand.
-            size: The bytes of the operand.
-            beside: The instructions of the computation that contains `user`; [] outside fusions.
-            passing: The names of collectives whose bytes have been counted at their start.
-        """
-        if user.name in passing or user.opcode == "tuple" or "AsyncCollective" in user.line:
-            return 0
-        if user.opcode in ("dynamic-slice", "slice", "gather") and position == 0:
-            return min(size, _size_of(user.result))
-        if user.opcode == "dynamic-update-slice" and position == 0:
-            return 0
-        if user.opcode == "bitcast" and "ROOT" not in user.line:
-            name, inner = user.name, beside
-        elif user.calls:
-            inner = self.computations[user.calls]
-            name = next(i.name for i in inner if f" parameter({position})" in i.line)
-        else:
-            return size
-        users = [(i, n) for i in inner for n, operand in enumerate(i.operands) if operand == name]
-        return min(size, sum(self._taken(i, n, size, inner, passing) for i, n in users))
+        They may be fewer than the bytes of the operand, for example if it is only sliced.
 
-    def _written(self, instruction: Instruction) -> int:
+        Args:
+            instruction: The instruction.
+            position: The position of the operand among the instruction's operands.
+            operand_bytes: The bytes of the operand.
+            siblings: All instructions of the fusion that contains this one. Empty outside fusions.
+            counted_names: The names of collectives whose bytes were counted at their start.
+        """
+        opcode = instruction.opcode
+        if instruction.name in counted_names or opcode == "tuple":
+            return 0
+        if "AsyncCollective" in instruction.line:
+            return 0
+        if opcode in ("dynamic-slice", "slice", "gather") and position == 0:
+            return min(operand_bytes, _unpadded_bytes(instruction.result))
+        if opcode == "dynamic-update-slice" and position == 0:
+            return 0
+        if opcode == "bitcast" and "ROOT" not in instruction.line:
+            readers, operand_name = siblings, instruction.name
+        elif instruction.calls:
+            readers = self.computations[instruction.calls]
+            operand_name = next(
+                inner.name for inner in readers if f" parameter({position})" in inner.line
+            )
+        else:
+            return operand_bytes
+        total = 0
+        for reader in readers:
+            for reader_position, name in enumerate(reader.operands):
+                if name == operand_name:
+                    total += self._operand_bytes_read(
+                        reader, reader_position, operand_bytes, readers, counted_names
+                    )
+        return min(operand_bytes, total)
+
+    def _bytes_written(self, instruction: Instruction) -> int:
         """Returns the bytes of HBM that an instruction writes.
 
-        A result that aliases an operand is not written, and an update in place writes only the new
-        part.
+        A result that aliases an operand is not written. An update in place writes only the slice
+        that it updates.
         """
-        aliases = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", instruction.line)
-        same = re.findall(r"\{(\d*)\}: ", aliases[1]) if aliases else []
+        aliasing = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", instruction.line)
+        # The positions of aliased results in the instruction's tuple of results, as text. "" is the
+        # position of a result that is no tuple.
+        aliased_positions = re.findall(r"\{(\d*)\}: ", aliasing[1]) if aliasing else []
+        if "" in aliased_positions:
+            return 0
         results = [*ARRAY.finditer(instruction.result)]
         if instruction.opcode in ("all-gather-start", "collective-permute-start"):
+            # The first results of these instructions are their operands.
             results = results[len(instruction.operands) :]
-        total = sum(_bytes(x) for n, x in enumerate(results) if str(n) not in same)
-        for update in self._inside(instruction):
-            if update.opcode == "dynamic-update-slice":
-                new = self.instructions[update.operands[1]]
-                total -= _size_of(update.result) - _size_of(new.result)
-        return 0 if "" in same else max(total, 0)
+        total = 0
+        for position, result in enumerate(results):
+            if str(position) not in aliased_positions:
+                total += _padded_hbm_bytes(result)
+        for inner in self._with_called(instruction):
+            if inner.opcode == "dynamic-update-slice":
+                update = self.instructions[inner.operands[1]]
+                total -= _unpadded_bytes(inner.result) - _unpadded_bytes(update.result)
+        return max(total, 0)
 
-    def _copied(self, done: Instruction) -> int:
-        """Returns the bytes of HBM of an asynchronous copy, which count at its end."""
+    def _bytes_of_copy(self, done: Instruction) -> int:
+        """Returns the bytes of HBM that an asynchronous copy reads and writes.
+
+        Args:
+            done: The instruction that ends the copy. If it ends a collective instead, the result is
+                0, because the bytes of a collective count at its start.
+        """
         start = self.instructions[done.operands[0]]
-        if self._begun(start):  # a collective, whose bytes count at its start
+        if self._started_channels(start):
             return 0
         source = self.instructions[start.operands[0]]
-        in_hbm = sum("S(" not in array.result for array in (done, source))  # S: another memory
-        return _size_of(done.result) * in_hbm
+        arrays_in_hbm = sum(OTHER_MEMORY not in array.result for array in (done, source))
+        return _unpadded_bytes(done.result) * arrays_in_hbm
 
 
-def _sent(collective: Instruction, alone: bool) -> int:
+def _bytes_sent(collective: Instruction, is_fused: bool) -> int:
     """Returns the bytes that each chip sends in a collective.
 
     Args:
         collective: The collective.
-        alone: Whether it stands outside a fusion. An all-reduce inside a fusion is followed by a
+        is_fused: Whether the collective is inside a fusion. There, an all-reduce is followed by a
             slice, so it sends only as much as a reduce-scatter.
     """
-    parts, kind = groups(collective.line).shape[1], collective.opcode
+    opcode = collective.opcode
+    group_size = groups(collective.line).shape[1]
     arrays = [*ARRAY.finditer(collective.result)]
-    if kind in ("all-gather-start", "collective-permute-start"):
+    if opcode in ("all-gather-start", "collective-permute-start"):
+        # The results are the operands, the received arrays, and sometimes synchronisation flags.
         arrays = arrays[len(collective.operands) :][: len(collective.operands)]
-    size = sum(_bytes(array, everywhere=True) for array in arrays)
-    if kind.startswith("collective-permute"):
-        return size
-    factor = 2 if kind.startswith("all-reduce") and alone else 1
-    if kind.startswith("reduce-scatter"):
-        factor = parts
-    return round(size * factor * (parts - 1) / parts)
+    result_bytes = sum(_bytes_of_elements(array) for array in arrays)
+    if opcode.startswith("collective-permute"):
+        return result_bytes
+    factor = 2 if opcode.startswith("all-reduce") and not is_fused else 1
+    if opcode.startswith("reduce-scatter"):
+        factor = group_size
+    return round(result_bytes * factor * (group_size - 1) / group_size)
 
 
 def _instructions(body: str) -> list[Instruction]:
     """Parses the body of a computation.
 
-    An instruction begins at an indented line, because the attributes of kernels contain line ends.
+    Each instruction begins with an indented line. It may have further lines without indentation,
+    because attributes of kernels contain line breaks.
     """
     instructions = []
     for line in re.split(r"\n(?=  )", body):
@@ -484,72 +587,93 @@ def _instructions(body: str) -> list[Instruction]:
     return instructions
 
 
-def _bytes(array: re.Match[str], everywhere: bool = False) -> int:
+def _padded_hbm_bytes(array: re.Match[str]) -> int:
     """Returns the bytes of an array in HBM, padded to the tiles of its minor dimensions.
 
     Args:
         array: A match of ARRAY.
-        everywhere: Whether to return the bytes without padding, whatever the memory. Otherwise an
-            array in another memory than HBM has 0 bytes.
+
+    Returns:
+        The bytes; 0 for an array in another memory.
     """
-    kind, _, order, tiling = array.groups()
-    if not everywhere and "S(" in (tiling or ""):  # another memory than HBM
+    _, _, order, tiling = array.groups(default="")
+    if OTHER_MEMORY in tiling:
         return 0
     shape = _shape(array)
-    tile = re.match(r"T\(([\d,]+)\)", tiling or "")
-    if tile and order and not everywhere:
-        minor = [int(axis) for axis in order.split(",")]
-        for axis, size in zip(minor, reversed(tile[1].split(",")), strict=False):
-            shape[axis] = -(-shape[axis] // int(size)) * int(size)
-    bits = 8 if kind == "pred" else int(re.sub(r"\D", "", kind))
-    return math.prod(shape) * bits // 8
+    tile = re.match(r"T\(([\d,]+)\)", tiling)
+    if tile and order:
+        minor_first_axes = [int(axis) for axis in order.split(",")]
+        tile_sizes = [int(size) for size in tile[1].split(",")]
+        for axis, tile_size in zip(minor_first_axes, reversed(tile_sizes), strict=False):
+            shape[axis] = -(-shape[axis] // tile_size) * tile_size
+    return math.prod(shape) * _bits(array) // 8
+
+
+def _bytes_of_elements(array: re.Match[str]) -> int:
+    """Returns the bytes of an array's elements without padding, in any memory."""
+    return math.prod(_shape(array)) * _bits(array) // 8
+
+
+def _bits(array: re.Match[str]) -> int:
+    """Returns the bits of an element: 8 for "pred", and 16 for "bf16", for example."""
+    dtype = array[1]
+    return 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype))
 
 
 def _shape(array: re.Match[str]) -> list[int]:
     return [int(size) for size in array[2].split(",") if size]
 
 
-def _count(result: str) -> int:
-    """Returns the number of elements of an array; 0 if the result is no array."""
+def _element_count(result: str) -> int:
+    """Returns the number of elements of the first array in a result; 0 if there is no array."""
     array = ARRAY.search(result)
     return math.prod(_shape(array)) if array else 0
 
 
-def _size_of(result: str) -> int:
-    """Returns the bytes of an array without padding, whatever the memory that it is in."""
+def _unpadded_bytes(result: str) -> int:
+    """Returns the bytes of the first array in a result without padding, in any memory.
+
+    It is 0 if there is no array.
+    """
     array = ARRAY.search(result)
-    return _bytes(array, everywhere=True) if array else 0
+    return _bytes_of_elements(array) if array else 0
 
 
 def groups(line: str) -> np.ndarray:
-    """Returns the groups of devices in which a collective communicates.
+    """Returns the groups of devices within which a collective communicates.
 
-    XLA writes them in three ways: as lists of numbers, as a reshaped range, or by mesh axes.
+    XLA writes them in three ways: as lists of device numbers, as a reshaped and transposed range of
+    numbers, or as the axes of a mesh.
 
     Args:
         line: The line of the collective.
 
     Returns:
-        The numbers of devices, (groups, devices of a group).
+        The device numbers (groups, devices of a group), int64.
     """
 
     def numbers(text: str) -> list[int]:
         return [int(number) for number in re.findall(r"\d+", text)]
 
-    def iota(shape: list[int], order: str | None) -> np.ndarray:
-        ids = np.arange(math.prod(shape)).reshape(shape)
-        return ids.transpose(numbers(order)) if order else ids
+    def device_range(shape: list[int], order: str | None) -> np.ndarray:
+        """Returns the numbers 0, 1, 2, ... in this shape, with its axes permuted by `order`."""
+        device_ids = np.arange(math.prod(shape)).reshape(shape)
+        return device_ids.transpose(numbers(order)) if order else device_ids
 
     if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line):
         return np.array([numbers(group) for group in match[1].split("},{")])
-    transposed = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
-    if match := re.search(rf"replica_groups=\[([\d,]+)\]<={transposed}", line):
-        return iota(numbers(match[2]), match[3]).reshape(numbers(match[1]))
-    ids = rf"(?:, device_ids=\({transposed}\))?"
-    match = re.search(rf"replica_groups=mesh\[(.*?)\]{ids} \{{([^:]*?)\}}", line)
+    range_pattern = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+    if match := re.search(rf"replica_groups=\[([\d,]+)\]<={range_pattern}", line):
+        return device_range(numbers(match[2]), match[3]).reshape(numbers(match[1]))
+    device_ids_pattern = rf"(?:, device_ids=\({range_pattern}\))?"
+    match = re.search(rf"replica_groups=mesh\[(.*?)\]{device_ids_pattern} \{{([^:]*?)\}}", line)
     assert match, line
-    axes, sizes = re.findall(r"'(\w+)'", match[1]), numbers(re.sub(r"'\w+'", "", match[1]))
-    of_axes = iota(numbers(match[2]) if match[2] else sizes, match[3]).reshape(sizes)
-    within = [axes.index(axis) for axis in re.findall(r"'(\w+)'", match[4])]
-    last = np.moveaxis(of_axes, within, range(-len(within), 0))
-    return last.reshape(-1, math.prod(sizes[axis] for axis in within))
+    mesh_axes = re.findall(r"'(\w+)'", match[1])
+    mesh_shape = numbers(re.sub(r"'\w+'", "", match[1]))
+    range_shape = numbers(match[2]) if match[2] else mesh_shape
+    device_mesh = device_range(range_shape, match[3]).reshape(mesh_shape)
+    # The devices of a group differ along these axes, which therefore become the last ones.
+    group_axes = [mesh_axes.index(axis) for axis in re.findall(r"'(\w+)'", match[4])]
+    group_size = math.prod(mesh_shape[axis] for axis in group_axes)
+    device_mesh = np.moveaxis(device_mesh, group_axes, range(-len(group_axes), 0))
+    return device_mesh.reshape(-1, group_size)

@@ -1,7 +1,7 @@
 """Computes the cost of a step on each TPU from the compiled program, without running it.
 
-`read_step` sums the bytes that program_text.py reads from the compiled text, and adds the
-operations that the model needs. `times_of` divides them by the peaks of a chip.
+`read_step` sums the bytes that program_text.py counts in the compiled text, and adds the
+floating-point operations that the model needs. `times_of` divides both by the peak rates of a chip.
 """
 
 import math
@@ -23,17 +23,19 @@ from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.step_cost import link_speed
 from benchmarks.program_text import ProgramText
 
-UNREADABLE = ("TPU7x",)  # chips whose programs contain collectives that cannot be parsed
-WIDE_TILES = "TPU v6 lite", "TPU7x"  # chips whose matrix units are 256 wide, not 128
+# Chips whose compiled text contains collectives that program_text.py cannot parse.
+UNPARSABLE_CHIPS = ("TPU7x",)
+# Chips whose matrix units multiply by tiles of 256 x 256 values, not 128 x 128 as on other chips.
+WIDE_TILE_CHIPS = "TPU v6 lite", "TPU7x"
 
 
 class Sent(NamedTuple):
     """The bytes that a device sends along some mesh axes in a step.
 
     Attributes:
-        axes: The mesh axes.
-        bytes: The bytes that a device sends.
-        hidden: The part of these bytes that is sent while products run.
+        axes: Mesh axes.
+        bytes: Bytes that a device sends.
+        hidden: Bytes of these that the device sends while matrix products or kernels run.
     """
 
     axes: tuple[str, ...]
@@ -46,15 +48,17 @@ class StepPlan:
     """The cost of a full step on each device.
 
     Attributes:
-        flops: The device's share of the operations that the model and the autoencoders need.
-            Operations that several devices repeat, padding of tiles and the bubble of a pipeline
-            are not included. The operations of float32 autoencoders in a bfloat16 model are
-            multiplied by their passes through a matrix unit.
-        kernel: The additional operations of the kernel of gated delta nets, including the padding
-            of its tiles and the passes of its float32 products.
-        hbm: The bytes of HBM that it reads and writes. Pallas kernels count as moving their
-            operands and results once, except those of experts (see `times_moved`).
-        sent: The bytes that it sends along each set of mesh axes.
+        flops: The device's share of the floating-point operations that the model and the
+            autoencoders need. Operations that several devices repeat, padding of tiles and the
+            bubble of a pipeline are not included. The operations of float32 autoencoders in a
+            bfloat16 model are multiplied by the number of passes that a float32 product takes in a
+            matrix unit.
+        kernel: Operations that the kernel of gated delta nets performs in addition. They include
+            the padding of its tiles, and all passes of its float32 products.
+        hbm: Bytes of HBM that the device reads and writes. A Pallas kernel counts as reading each
+            operand and writing its result once, except the kernels of experts (see
+            `passes_of_expert_kernel`).
+        sent: Bytes that the device sends along each set of mesh axes.
     """
 
     flops: float
@@ -64,14 +68,15 @@ class StepPlan:
 
 
 class StepTimes(NamedTuple):
-    """The seconds that the parts of a step take on each device at its peaks.
+    """The seconds that the parts of a step take on each device at its peak rates.
 
     Attributes:
-        products: Seconds of `StepPlan.flops`.
-        kernel: Seconds of `StepPlan.kernel`.
-        hbm: Seconds of reading and writing HBM.
-        hidden: Seconds of sending while products run. It may be longer than these products.
-        exposed: Seconds of sending while nothing else runs.
+        products: Seconds for the operations in `StepPlan.flops`.
+        kernel: Seconds for the operations in `StepPlan.kernel`.
+        hbm: Seconds for reading and writing HBM.
+        hidden: Seconds for sending while matrix products or kernels run. Sending may take longer
+            than they do.
+        exposed: Seconds for sending while nothing else runs.
     """
 
     products: float
@@ -90,22 +95,28 @@ class StepTimes(NamedTuple):
 
 
 def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTimes:
-    """Returns the times of a step.
+    """Returns the times of a step at the peak rates of a chip.
 
     Args:
         step: The cost of the step.
-        layout: The layout of the mesh.
-        chip: The peaks of a chip.
+        layout: The layout of the weights and tokens on the mesh.
+        chip: The peak rates of a chip.
         linked: The number of consecutive devices that fast links connect; see `link_speed`.
     """
-    hidden = exposed = 0.0
+    hidden_seconds = exposed_seconds = 0.0
     for sent in step.sent:
+        # `link_speed` includes the query axis of JAX's mesh in the model axis.
         axes = {"model" if axis == "query" else axis for axis in sent.axes}
         speed = min((link_speed(layout, axis, chip, linked) for axis in axes), default=chip.link)
-        hidden += sent.hidden / speed
-        exposed += (sent.bytes - sent.hidden) / speed
-    products, kernel = step.flops / chip.flops, step.kernel / chip.flops
-    return StepTimes(products, kernel, step.hbm / chip.bandwidth, hidden, exposed)
+        hidden_seconds += sent.hidden / speed
+        exposed_seconds += (sent.bytes - sent.hidden) / speed
+    return StepTimes(
+        products=step.flops / chip.flops,
+        kernel=step.kernel / chip.flops,
+        hbm=step.hbm / chip.bandwidth,
+        hidden=hidden_seconds,
+        exposed=exposed_seconds,
+    )
 
 
 def read_step(program: Program, compiled: Any) -> StepPlan:
@@ -118,29 +129,33 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
     Raises:
         InputError: If programs for this kind of chip cannot be parsed.
     """
-    model, layout, kind = program.model, program.layout, _kind(program)
-    if kind in UNREADABLE:
-        raise InputError(f"the compiled text of programs for {kind} cannot be parsed")
+    model, layout = program.model, program.layout
+    chip_name = _chip_name(program)
+    if chip_name in UNPARSABLE_CHIPS:
+        raise InputError(f"the compiled text of programs for {chip_name} cannot be parsed")
     rows = program.shape[0] * program.rows.hosts
+    length = program.shape[1]
     assert layout.mesh is not None
-    passes = FLOAT32_TIME["tpu"] if model.dtype == jnp.bfloat16 else 1.0
-    encoding = sum(
-        encoder.flops * (passes if encoder.autoencoder.dtype == jnp.float32 else 1.0)
-        for encoder in program.encoders
-    )
-    flops = model.flops([program.shape[1]] * rows) + encoding * program.shape[1] * rows
-    text = text_of(program, compiled)
-    moves = text.moves(text.entry)
-    sent: dict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    # `chip.flops`, by which `times_of` divides, is the peak of the model's dtype.
+    float32_passes = FLOAT32_TIME["tpu"] if model.dtype == jnp.bfloat16 else 1.0
+    encoding_flops = 0.0  # for each token
+    for encoder in program.encoders:
+        passes = float32_passes if encoder.autoencoder.dtype == jnp.float32 else 1.0
+        encoding_flops += encoder.flops * passes
+    flops = model.flops([length] * rows) + encoding_flops * length * rows
+    program_text = text_of(program, compiled)
+    moves = program_text.moves(program_text.entry)
+    sent_bytes: dict[tuple[str, ...], float] = defaultdict(float)  # mesh axes -> bytes
+    hidden_bytes: dict[tuple[str, ...], float] = defaultdict(float)  # mesh axes -> bytes
     for move in moves:
         if move.sent:
-            sent[move.axes][0] += move.sent
-            sent[move.axes][1] += move.sent * move.hidden
+            sent_bytes[move.axes] += move.sent
+            hidden_bytes[move.axes] += move.sent * move.hidden
     return StepPlan(
-        flops / layout.mesh.size,
-        _flops_of_delta_rule(program),
-        sum(move.hbm for move in moves),
-        tuple(Sent(axes, *totals) for axes, totals in sent.items()),
+        flops=flops / layout.mesh.size,
+        kernel=_flops_of_delta_rule(program),
+        hbm=sum(move.hbm for move in moves),
+        sent=tuple(Sent(axes, sent_bytes[axes], hidden_bytes[axes]) for axes in sent_bytes),
     )
 
 
@@ -152,104 +167,137 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
         compiled: The compiled program, as JAX returns it.
     """
     config, mesh = program.model.config, program.layout.mesh
-    # Each type of layers has stacked weights, whose first axis has the number of its layers.
-    layers = {
+    assert mesh is not None
+    # All layers of a type share one array of each weight, whose first axis is the layer.
+    layer_count = {
         path[1]: spec.shape[0] for path, spec in program.weights.items() if path[0] == "layers"
     }
-    counts = [layers[type_] for type_ in sorted(layers) if type_ in config.layer_types]
-    shares = [count / sum(counts) for count in counts]
-    assert mesh is not None
-    times = partial(times_moved, share=1 / program.layout.size("expert"))
-    return ProgramText(compiled.as_text() or "", mesh.shape, shares, times)
+    counts = [layer_count[kind] for kind in sorted(layer_count) if kind in config.layer_types]
+    layer_shares = [count / sum(counts) for count in counts]
+    routed_share = 1 / program.layout.size("expert")
+    kernel_passes = partial(passes_of_expert_kernel, routed_share=routed_share)
+    return ProgramText(compiled.as_text() or "", mesh.shape, layer_shares, kernel_passes)
 
 
-def times_moved(name: str, shapes: list[list[int]], share: float) -> list[float] | None:
-    """Returns how often a kernel of experts reads each operand and writes its result, on average.
+def passes_of_expert_kernel(
+    name: str, shapes: list[list[int]], routed_share: float
+) -> list[float] | None:
+    """Returns how often a kernel of expert_kernel.py reads its operands and writes its result.
+
+    The kernels compute only tiles that contain rows of tokens, and read only the layer at hand from
+    the stacked weights. So most of these numbers are fractions or averages.
 
     Args:
         name: The name of the kernel in the compiled text.
-        shapes: The shapes of its operands and, last, of its result.
-        share: The share of all tokens' rows that goes to this device's experts, if all experts get
-            equally many.
+        shapes: The shapes of the operands, followed by the shape of the result.
+        routed_share: The fraction of all pairs of a token and one of its experts that this device
+            computes. It is estimated as if all experts got equally many tokens.
 
     Returns:
-        The average number of reads of each operand and, last, of writes of the result, or None for
-        other kernels.
+        The average number of reads of each operand, followed by the number of writes of the result.
+        None for a kernel of another module.
     """
     if name == ADDED:
         _, fetches, rows, _ = shapes
-        fetched = share * fetches[0] * fetches[-1]
-        return [1, 1, fetched / rows[0], 1]
+        rows_fetched = routed_share * fetches[0] * fetches[-1]
+        return [1, 1, rows_fetched / rows[0], 1]
     if name not in (GATED, WEIGHTED):
         return None
-    *others, (layers, experts, inputs, outputs), result = shapes
-    tiles = share * (result[0] - experts * ROWS) / ROWS
-    filled = (tiles + experts / 2) * ROWS / result[0]
+    *first_operands, (layers, experts, inputs, outputs), result = shapes
+    full_tiles = routed_share * (result[0] - experts * ROWS) / ROWS
+    # The last tile of each expert is half full on average.
+    computed_share = (full_tiles + experts / 2) * ROWS / result[0]
     if name == WEIGHTED:
-        columns = outputs // block_of(outputs, inputs * 2)
-        return [1] * (len(others) - 1) + [columns * filled, 1 / layers, filled]
-    columns = outputs // block_of(outputs, 2 * inputs * 2)
-    fetched = columns * tiles * ROWS / others[-2][0]
-    return [1] * (len(others) - 2) + [fetched, 1 / layers, 1 / layers, filled]
+        column_blocks = outputs // block_of(outputs, inputs * 2)
+        reads_of_rows = column_blocks * computed_share
+        return [1] * (len(first_operands) - 1) + [reads_of_rows, 1 / layers, computed_share]
+    column_blocks = outputs // block_of(outputs, 2 * inputs * 2)
+    *other_operands, tokens, _gate_weights = first_operands
+    reads_of_tokens = column_blocks * full_tiles * ROWS / tokens[0]
+    return [1] * len(other_operands) + [reads_of_tokens, 1 / layers, 1 / layers, computed_share]
 
 
 def _flops_of_delta_rule(program: Program) -> float:
-    """Returns the number of operations of the delta rule's kernel on one device, in all layers.
+    """Returns the operations of the kernel of gated delta nets in all layers on one device.
 
-    The number is 0 for a model without gated delta nets.
+    They are 0 for a model without gated delta nets.
     """
     model, layout = program.model, program.layout
     delta = model.config.delta
     if delta is None:
         return 0.0
     rows = program.shape[0] * program.rows.hosts // layout.size(*RULES["batch"])
+    length = program.shape[1]
     heads = delta.key_heads // layout.size("model", "query")
-    keys = rows, program.shape[1], heads, delta.key_size
-    gates = *keys[:3], delta.values_per_key
-    shapes: list[Any] = [(keys, model.dtype)] * 2 + [((*gates, delta.value_size), model.dtype)]
-    shapes += [(gates, jnp.float32)] * 2 + [(keys[:2], jnp.int32)]
+    key_shape = rows, length, heads, delta.key_size
+    gate_shape = rows, length, heads, delta.values_per_key
+    arguments = [
+        jax.ShapeDtypeStruct(key_shape, model.dtype),
+        jax.ShapeDtypeStruct(key_shape, model.dtype),
+        jax.ShapeDtypeStruct((*gate_shape, delta.value_size), model.dtype),
+        jax.ShapeDtypeStruct(gate_shape, jnp.float32),
+        jax.ShapeDtypeStruct(gate_shape, jnp.float32),
+        jax.ShapeDtypeStruct((rows, length), jnp.int32),
+    ]
+    tile = 256 if _chip_name(program) in WIDE_TILE_CHIPS else 128
+    flops_of_layer = padded_flops(pallas_delta_rule, arguments, tile)
     layers = sum(layer < model.num_layers for layer in delta.layers)
-    arrays = [jax.ShapeDtypeStruct(*array) for array in shapes]
-    tile = 256 if _kind(program) in WIDE_TILES else 128
-    return layers * padded_flops(pallas_delta_rule, arrays, tile) / layout.size("pipeline")
+    return layers * flops_of_layer / layout.size("pipeline")
 
 
-def _kind(program: Program) -> str:
+def _chip_name(program: Program) -> str:
     return program.rows.mesh.devices.flat[0].device_kind
 
 
 def padded_flops(function: Callable[..., Any], arguments: Sequence[Any], tile: int) -> float:
-    """Returns the number of operations of the matrix units in a function's Pallas kernels.
+    """Returns the operations that matrix units perform for the Pallas kernels of a function.
 
-    A matrix unit multiplies the rows of the left operand by square tiles of the right one. A tile
-    that is not full takes as long as a full one, so its operations count as those of a full tile. A
-    float32 product with precision HIGHEST takes six passes, and counts six times. So the number
-    divided by a chip's peak is the time of the products.
+    A matrix unit multiplies the rows of the left operand by square tiles of the right operand. A
+    partly filled tile takes as long as a full one, so it counts as a full tile. A float32 product
+    with precision HIGHEST takes six passes, so it counts six times. Therefore, the result divided
+    by a chip's peak rate is the time that the products take.
 
     Args:
         function: The function.
-        arguments: Its arguments, or their shapes and dtypes.
-        tile: The number of rows and columns of a tile: 128, or 256 on the chips in WIDE_TILES.
+        arguments: The arguments of the function, or their shapes and dtypes.
+        tile: The number of rows and of columns of a tile: 256 on the chips in WIDE_TILE_CHIPS, 128
+            on others.
     """
-    total = 0.0
+    flops = 0.0
     for call in equations(jax.make_jaxpr(function)(*arguments)):
         if call.primitive.name == "pallas_call":
-            steps = math.prod(call.params["grid_mapping"].grid)
-            for product in equations(call.params["jaxpr"]):
-                if product.primitive.name == "dot_general":
-                    (contracted, _), _ = product.params["dimension_numbers"]
-                    left, right = (operand.aval for operand in product.invars)
-                    depth = math.prod(left.shape[axis] for axis in contracted)
-                    tiles = -(-depth // tile) * -(-right.size // depth // tile)
-                    passes = 6 if left.dtype == jnp.float32 else 1
-                    total += steps * left.size // depth * tiles * passes * 2 * tile**2
-    return total
+            grid_steps = math.prod(call.params["grid_mapping"].grid)
+            for equation in equations(call.params["jaxpr"]):
+                if equation.primitive.name == "dot_general":
+                    flops += grid_steps * _padded_flops_of_product(equation, tile)
+    return flops
+
+
+def _padded_flops_of_product(product: Any, tile: int) -> int:
+    """Returns the operations that a matrix unit performs for one product.
+
+    Args:
+        product: The equation `dot_general` of a jaxpr.
+        tile: The number of rows and of columns of a tile.
+    """
+    (contracted_axes, _), _ = product.params["dimension_numbers"]
+    left, right = (operand.aval for operand in product.invars)
+    depth = math.prod(left.shape[axis] for axis in contracted_axes)
+    rows, columns = left.size // depth, right.size // depth
+    tiles = -(-depth // tile) * -(-columns // tile)
+    passes = 6 if left.dtype == jnp.float32 else 1
+    return rows * tiles * passes * 2 * tile**2
 
 
 def equations(program: Any) -> Iterator[Any]:
-    """Yields the equations of a jaxpr, including nested ones, except those of Pallas kernels."""
+    """Yields the equations of a jaxpr and of the jaxprs in it, but does not enter Pallas kernels.
+
+    Args:
+        program: The jaxpr.
+    """
     for equation in getattr(program, "jaxpr", program).eqns:
         yield equation
-        for inner in jax.tree.leaves([*equation.params.values()]):
-            if equation.primitive.name != "pallas_call" and hasattr(inner, "eqns"):
-                yield from equations(inner)
+        if equation.primitive.name != "pallas_call":
+            for parameter in jax.tree.leaves([*equation.params.values()]):
+                if hasattr(parameter, "eqns"):
+                    yield from equations(parameter)

@@ -3,24 +3,27 @@ r"""Shows what the TPU compiler plans for a layer and for a whole step, for deve
     JAX_PLATFORMS=cpu PYTHONPATH=.venv/libtpu .venv/bin/python -m benchmarks.tpu_plan \
         --model 30B-A3B --topology v6e:4x4 --flags "--mesh_shape 4,4 --mesh_axes data,expert"
 
-It compiles the program as a run would, without a TPU, and parses its text (program_text.py). For
-each larger instruction of the loop over layers, it prints the bytes of HBM that it reads and writes
-and, for collectives, the bytes sent, the mesh axes, and whether products run meanwhile. Then it
-prints the layer's bytes of HBM, and their ratio to those of weights and tokens that move only once
-(see `CostModel.moved_by_layer`).
+It compiles the program as a run would, without a TPU, and parses its text (program_text.py). It
+prints a line for each larger instruction of the loop over layers. A line shows the bytes of HBM
+that the instruction reads and writes and, for collectives, the bytes sent, the mesh axes, and
+whether matrix products run meanwhile. Then it prints the bytes of HBM of a whole layer, and their
+ratio to the bytes that move if weights and tokens move only once (see `CostModel.moved_by_layer`).
 
 The last line is JSON with the times of a step. The step does not run: the times are its bytes and
-operations divided by a chip's peaks.
+floating-point operations divided by a chip's peak rates.
 
-products_ms        the products that the model needs
-kernel_ms          the products that the kernel of gated delta nets adds
-hidden_ms          sending while products run
+products_ms        the matrix products that the model needs
+kernel_ms          the matrix products that the kernel of gated delta nets adds
+hbm_ms             reading and writing HBM
+hidden_ms          sending while matrix products run
 exposed_ms         sending while nothing else runs
-busy               the share of `products_ms` in the step, at best
-tokens_per_second  the tokens that all chips together would compute then
+busy               the fraction of the step's time that `products_ms` takes, at best
+tokens_per_second  the tokens that all chips together compute per second, at best
+memory_gb          the memory that each chip needs, in 10^9 bytes
 
-With `--flags "--encode ..."`, the products of the autoencoder are included, but not the time of
-choosing its largest features, which is not known. tests/test_tpu.py uses the same functions.
+With `--flags "--encode ..."`, the matrix products of the autoencoder are included. The time of
+choosing the largest features is not included, because it is not known. tests/test_tpu.py uses the
+same functions.
 """
 
 import argparse
@@ -41,7 +44,7 @@ from activation_extraction.run.prepare import step_request
 from activation_extraction.run.topologies import topology_of
 from benchmarks.inputs import SHAPES
 from benchmarks.processes import print_result
-from benchmarks.program_text import ProgramText
+from benchmarks.program_text import Move, ProgramText
 from benchmarks.step_plan import StepPlan, StepTimes, read_step, text_of, times_of
 from qwen2_jax import weight_table
 from qwen2_jax_with_hooks import HookedModel
@@ -49,17 +52,18 @@ from qwen2_jax_with_hooks import HookedModel
 # libtpu's lock keeps processes from sharing a TPU. It is not needed, because none is opened here.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
-WORTH_A_LINE = 1e6  # bytes; instructions that move less are not printed
+# Bytes of HBM and of sending. Instructions that move fewer are not printed.
+MIN_PRINTED_BYTES = 1e6
 
 
 class Compiled(NamedTuple):
-    """The step as a run would compile it, and its cost.
+    """The step of a run, compiled, with its cost.
 
     Attributes:
-        program: The program that was compiled.
-        step: The cost of a step.
-        plan: The parsed text of the compiled program.
-        memory: The compiler's memory analysis, as JAX returns it.
+        program: Program that was compiled.
+        step: Cost of a step.
+        plan: Parsed text of the compiled program.
+        memory: Memory analysis of the compiler, as JAX returns it.
     """
 
     program: Program
@@ -73,19 +77,20 @@ class Compiled(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Returns the number of rows of a step on all chips."""
+        """The number of rows that all chips together compute in a step."""
         return self.program.shape[0] * self.program.rows.hosts
 
     @property
     def length(self) -> int:
+        """The number of tokens of a row."""
         return self.program.shape[1]
 
 
 def chips(topology: str, chips_per_host: int = 4) -> list[Any]:
-    """Returns devices of a topology that need not exist here, to compile programs for them.
+    """Returns the devices of a TPU topology, for which programs can be compiled without a TPU.
 
     Args:
-        topology: The topology as for --plan, such as "v5e:8x8".
+        topology: The topology, as --plan takes it, such as "v5e:8x8".
         chips_per_host: The number of chips of each host.
     """
     return topology_of(topology, chips_per_host).compilable()
@@ -99,13 +104,15 @@ def compile_for(
     effort: float = 0.0,
     chips_per_host: int = 4,
 ) -> Compiled:
-    """Compiles the step of a run with bfloat16 weights, from their shapes alone.
+    """Compiles the step of a run in bfloat16 from the shapes of the weights, without their values.
 
     Args:
         shape: The configuration of the model.
-        flags: More flags of the tool, separated by spaces.
-        topology: The topology as for --plan, such as "v5e:8x8".
-        effort: The effort of the compiler. 0 is that of a run; -1 takes a fifth of the time.
+        flags: Flags of extract_activations.py in addition to "--dtype bfloat16", separated by
+            spaces.
+        topology: The topology, as --plan takes it, such as "v5e:8x8".
+        effort: The compiler's effort to make the program fast. 0 is the effort of a run. -1 takes a
+            fifth of the time.
         chips_per_host: The number of chips of each host.
     """
     config = parse_args(["--dtype", "bfloat16", *flags.split()])
@@ -119,19 +126,19 @@ def compile_for(
 
 
 def times(compiled: Compiled) -> StepTimes:
-    """Returns the times of a step at the peaks of the chip that it was compiled for."""
+    """Returns the times of a step at the peak rates of the chip for which it was compiled."""
     devices = [*compiled.program.rows.mesh.devices.flat]
     chip = chip_of(devices[0])
     assert chip is not None
     chip = at_dtype(chip, compiled.model.dtype, "tpu")
-    return times_of(compiled.step, compiled.program.layout, chip, len(devices))
+    return times_of(compiled.step, compiled.program.layout, chip, linked=len(devices))
 
 
 def moved_once(compiled: Compiled) -> float:
-    """Returns the bytes of HBM of a layer on one chip, if weights and tokens move only once."""
+    """Returns the bytes of HBM that a layer moves on one chip, if each array moves only once."""
     program = compiled.program
-    sizes = CostModel(compiled.model, program.weights, compiled.rows, compiled.length)
-    return sizes.moved_by_layer(compiled.model.layout)
+    cost_model = CostModel(compiled.model, program.weights, compiled.rows, compiled.length)
+    return cost_model.moved_by_layer(compiled.model.layout)
 
 
 def model_of(name: str) -> ModelConfig:
@@ -157,32 +164,45 @@ def main() -> None:
         default="7B",
         help=f"a config.json, or one of {', '.join(SHAPES)} (default: 7B)",
     )
-    parser.add_argument("--topology", default="v5e:8x8", help="(default: v5e:8x8)")
     parser.add_argument(
-        "--effort", type=float, default=0.0, help="of the compiler; -1 is quick (default: 0)"
+        "--topology", default="v5e:8x8", help="the chips, as for --plan (default: v5e:8x8)"
+    )
+    parser.add_argument(
+        "--effort", type=float, default=0.0, help="the compiler's effort; -1 is quick (default: 0)"
     )
     parser.add_argument("--flags", default="", help="flags of the tool, such as those of the mesh")
     args = parser.parse_args()
     compiled = compile_for(model_of(args.model), args.flags, args.topology, args.effort)
-    print(f"mesh {in_words(compiled.model.layout.shape)}; a layer, one chip: MB of HBM, MB sent")
+    mesh = in_words(compiled.model.layout.shape)
+    print(f"mesh {mesh}; a layer on one chip: MB of HBM, MB sent, kind, operation")
     moves = compiled.plan.moves(compiled.plan.body)
     for move in sorted(moves, key=lambda move: -move.hbm):
-        if move.hbm + move.sent > WORTH_A_LINE:
-            beside = f" along {','.join(move.axes)}, {'hidden' if move.hidden else 'exposed'}"
-            sent = f"{move.sent / 1e6:8.1f}" + (beside if move.sent else "")
-            print(f"{move.hbm / 1e6:8.1f} {sent}  {move.kind:10}  {move.source}")
-    moved, once = sum(move.hbm for move in moves), moved_once(compiled)
+        if move.hbm + move.sent > MIN_PRINTED_BYTES:
+            print_move(move)
+    moved_bytes = sum(move.hbm for move in moves)
+    least_bytes = moved_once(compiled)
     print(
-        f"{moved / 1e6:8.1f} in all: {moved / once:.2f} times the {once / 1e6:.1f} of weights and "
-        "tokens that move once"
+        f"{moved_bytes / 1e6:8.1f} in all: {moved_bytes / least_bytes:.2f} times the "
+        f"{least_bytes / 1e6:.1f} of weights and tokens that move once"
     )
     step_times = times(compiled)
-    step = {f"{name}_ms": 1e3 * seconds for name, seconds in step_times._asdict().items()}
-    step["busy"] = step_times.products / step_times.device
-    step["tokens_per_second"] = compiled.rows * compiled.length / step_times.device
+    figures = {f"{name}_ms": 1e3 * seconds for name, seconds in step_times._asdict().items()}
+    figures["busy"] = step_times.products / step_times.device
+    figures["tokens_per_second"] = compiled.rows * compiled.length / step_times.device
     memory = compiled.memory
-    size = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    print_result(step | {"memory_gb": (size + 2 * memory.output_size_in_bytes) / 1e9})
+    # Activations are counted twice, because one step is copied to the host while the next computes.
+    memory_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    memory_bytes += 2 * memory.output_size_in_bytes
+    figures["memory_gb"] = memory_bytes / 1e9
+    print_result(figures)
+
+
+def print_move(move: Move) -> None:
+    """Prints the bytes that an instruction moves, with its kind and its operation in JAX."""
+    sent = f"{move.sent / 1e6:8.1f}"
+    if move.sent:
+        sent += f" along {','.join(move.axes)}, {'hidden' if move.hidden else 'exposed'}"
+    print(f"{move.hbm / 1e6:8.1f} {sent}  {move.kind:10}  {move.source}")
 
 
 if __name__ == "__main__":
