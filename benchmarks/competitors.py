@@ -1,17 +1,18 @@
-"""Extracts the activations of the same documents with transformers, in three ways.
+"""Extracts activations with transformers in three ways, for comparison with this tool.
 
-end_to_end.py runs this script in one process per way, with the Python of a separate environment
-(benchmarks/requirements.txt). It imports no JAX. The ways are:
+end_to_end.py runs this script in one process for each way, with the Python of a separate
+environment (benchmarks/requirements.txt). The script does not import JAX. The ways are:
 
 padded  the usual loop: batches padded to their longest document, an attention mask,
         output_hidden_states, values widened to float32, pickle, and gzip at its default level
-sorted  the same with documents sorted by length, and the faster gzip of isal
-alone   one document at a time without padding and mask; values in the model's dtype; isal
+sorted  the same with documents sorted by length, and with the faster gzip of isal
+alone   one document at a time, without padding and mask, with values in the model's dtype, and
+        with the gzip of isal
 
-Every way writes gzipped pickles that map each hook to a list of records {sample_idx, hook,
-activation, shape, text_preview, token_ids, doc_id}, and syncs each file to the disk. A hook is the
-residual stream after a layer or the numbers of a layer's chosen experts. The last line printed is
-one JSON object.
+Every way writes gzipped pickles, and waits until each file is on the disk. A pickle maps each hook
+to a list of records {sample_idx, hook, activation, shape, text_preview, token_ids, doc_id}. A hook
+is the residual stream after a layer, or the numbers of the experts to which a layer routes each
+token. The last line printed is one JSON object.
 """
 
 import argparse
@@ -31,11 +32,13 @@ import numpy as np
 import torch
 from isal import igzip
 
-# Computes a batch from the token ids of its documents; returns a tensor (documents, tokens, width)
-# for each hook.
+# A function that computes a batch from the token ids of its documents. It returns a tensor
+# (documents, tokens, width) for each hook.
 Forward = Callable[[Sequence[Sequence[int]]], list[torch.Tensor]]
-SHARD_BYTES = 10**9  # before compression; the default of the tool's --shard_size_gb
-FASTEST = 1  # the compression level of isal
+# The largest size of a shard before compression, as extract_activations.py has it by default.
+SHARD_BYTES = 10**9
+# The compression level of isal, from 0 (fastest) to 3 (smallest files).
+ISAL_LEVEL = 1
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,10 @@ class Way:
     """A way to batch and write documents.
 
     Attributes:
-        batched: Whether several documents are padded into one batch.
-        by_length: Whether documents are sorted by length first.
-        widen: Whether values are stored in float32 whatever the model's dtype.
-        quick_gzip: Whether isal compresses, instead of Python's gzip.
+        batched: Whether a batch contains several documents, which are padded to the longest one.
+        by_length: Whether documents are sorted by length before they are batched.
+        widen: Whether values are stored in float32, whatever the model's dtype is.
+        quick_gzip: Whether isal compresses the files instead of Python's gzip module.
     """
 
     batched: bool = False
@@ -62,28 +65,32 @@ WAYS = {
 }
 
 
-def batches(lengths: Sequence[int], way: Way, size: int, one_of: int) -> list[list[int]]:
-    """Groups documents into batches, and keeps one of every `one_of` batches.
+def batches_of(
+    lengths: Sequence[int], way: Way, batch_size: int, computed_every: int
+) -> list[list[int]]:
+    """Divides documents into batches, and selects every `computed_every`-th batch.
 
     Args:
         lengths: The number of tokens of each document.
-        way: The way to batch them.
-        size: The number of documents of a batch, if the way has batches.
-        one_of: The number of successive batches of which only the middle one is kept.
+        way: The way to batch documents.
+        batch_size: The number of documents of a batch. If the way has no batches, it is ignored.
+        computed_every: The number of successive batches of which the middle one is selected.
 
     Returns:
-        The numbers of the documents of each kept batch.
+        The numbers of the documents in each selected batch.
     """
-    order = list(range(len(lengths)))
+    document_numbers = list(range(len(lengths)))
     if way.by_length:
-        order.sort(key=lambda number: lengths[number])
-    size = size if way.batched else 1
-    groups = [order[start : start + size] for start in range(0, len(order), size)]
-    return groups[min(one_of // 2, len(groups) - 1) :: one_of]
+        document_numbers.sort(key=lambda number: lengths[number])
+    if not way.batched:
+        batch_size = 1
+    starts = range(0, len(document_numbers), batch_size)
+    batches = [document_numbers[start : start + batch_size] for start in starts]
+    return batches[min(computed_every // 2, len(batches) - 1) :: computed_every]
 
 
 def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> Forward:
-    """Loads a model of transformers without its head, with scaled dot-product attention.
+    """Loads a model with transformers, without its head and with scaled dot-product attention.
 
     Args:
         folder: The folder of the checkpoint.
@@ -91,32 +98,35 @@ def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> 
         hooks: The names of the hooks to return.
 
     Returns:
-        The function that computes a batch.
+        The function that computes the hooks for a batch.
     """
     import transformers
 
     model = transformers.AutoModel.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     model.eval()
-    # hidden_states[-1] is taken after the final norm. Without the norm it is the residual stream
-    # after the last layer, like the other hidden states.
+    # transformers takes the last hidden state after the final norm. Without the norm, it is the
+    # residual stream after the last layer, just as the others are after earlier layers.
     model.norm = torch.nn.Identity()
-    chosen: dict[int, torch.Tensor] = {}
-    for layer in map(layer_of, filter(chooses, hooks)):
+    experts: dict[int, torch.Tensor] = {}  # layer -> expert numbers (tokens of the batch, experts)
+    for layer in map(layer_of, filter(is_expert_hook, hooks)):
 
-        def keep(_: Any, _inputs: Any, routed: Any, layer: int = layer) -> None:
-            chosen[layer] = routed[2]  # routed: logits, weights, numbers of the chosen experts
+        def hook_gate(_: Any, _inputs: Any, gate_output: Any, layer: int = layer) -> None:
+            _logits, _weights, expert_numbers = gate_output
+            experts[layer] = expert_numbers
 
-        model.layers[layer].mlp.gate.register_forward_hook(keep)
+        model.layers[layer].mlp.gate.register_forward_hook(hook_gate)
 
     def forward(documents: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         tokens, mask = pad(documents)
         output = model(tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
-        return [
-            chosen[layer_of(hook)].to(torch.int16).reshape(*tokens.shape, -1)
-            if chooses(hook)
-            else output.hidden_states[layer_of(hook) + 1]
-            for hook in hooks
-        ]
+        values = []
+        for hook in hooks:
+            layer = layer_of(hook)
+            if is_expert_hook(hook):
+                values.append(experts[layer].to(torch.int16).reshape(*tokens.shape, -1))
+            else:
+                values.append(output.hidden_states[layer + 1])
+        return values
 
     return forward
 
@@ -125,31 +135,39 @@ def layer_of(hook: str) -> int:
     return int(hook.split(".")[1])
 
 
-def chooses(hook: str) -> bool:
-    """Returns whether the hook is the numbers of the chosen experts, not the residual stream."""
+def is_expert_hook(hook: str) -> bool:
+    """Returns whether the values of a hook are expert numbers, and not the residual stream."""
     return hook.endswith("mlp.hook_expert_indices")
 
 
 def pad(documents: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Pads documents to the longest one.
+    """Pads documents to the length of the longest one.
+
+    Args:
+        documents: The token ids of each document.
 
     Returns:
-        The token ids (documents, longest), and the attention mask of the same shape. The mask is
-        None for a single document, which has no padding.
+        The token ids, (documents, longest length), and the attention mask of the same shape. The
+        mask is None for a single document, which has no padding.
     """
     if len(documents) == 1:
         return torch.tensor([documents[0]]), None
     longest = max(map(len, documents))
-    tokens = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in documents])
-    mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in documents])
+    tokens = torch.zeros(len(documents), longest, dtype=torch.int64)
+    mask = torch.zeros(len(documents), longest, dtype=torch.int64)
+    for row, token_ids in enumerate(documents):
+        tokens[row, : len(token_ids)] = torch.tensor(token_ids)
+        mask[row, : len(token_ids)] = 1
     return tokens, mask
 
 
 def as_numpy(values: torch.Tensor, widen: bool) -> np.ndarray:
-    """Returns the values as a NumPy array.
+    """Converts a tensor to a NumPy array.
 
-    Torch cannot convert bfloat16 to NumPy, so it becomes float32 if `widen` is set, and else the
-    same bits with the bfloat16 of ml_dtypes.
+    Args:
+        values: The tensor.
+        widen: Whether bfloat16 becomes float32. Otherwise the array has the bfloat16 of ml_dtypes,
+            because PyTorch cannot convert bfloat16 to NumPy.
     """
     if not values.is_floating_point():
         return values.numpy()
@@ -160,34 +178,34 @@ def as_numpy(values: torch.Tensor, widen: bool) -> np.ndarray:
 
 @dataclass
 class Shards:
-    """Collects records and writes them to shard_0001.pkl.gz, shard_0002.pkl.gz, ... of a folder.
+    """Collects records and writes them to shard_0001.pkl.gz, shard_0002.pkl.gz, ... in a folder.
 
     Attributes:
-        folder: The folder of the shards.
-        hooks: The names of the hooks, in the order of the values of `add`.
-        way: The way to widen and compress values.
-        bytes: The total size of the files written so far.
+        folder: Folder of the shards.
+        hooks: Names of the hooks, in the order of the values that `add` takes.
+        way: Way to widen and compress values.
+        bytes: Total size in bytes of the files written so far.
     """
 
     folder: Path
     hooks: Sequence[str]
     way: Way
     bytes: int = 0
-    _count: int = 0
-    _size: int = 0
-    _shard: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    _shard_count: int = 0
+    _array_bytes: int = 0
+    _records: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
-    def add(self, number: int, ids: Sequence[int], values: Sequence[torch.Tensor]) -> None:
-        """Adds one document, and writes a shard first if it would become too large.
+    def add(self, number: int, token_ids: Sequence[int], values: Sequence[torch.Tensor]) -> None:
+        """Adds one document. If the shard would become too large, it is written before.
 
         Args:
             number: The number of the document.
-            ids: Its token ids.
-            values: A tensor (tokens, width) for each hook.
+            token_ids: The token ids of the document.
+            values: The values of each hook, (tokens, width).
         """
         arrays = [as_numpy(tensor, self.way.widen) for tensor in values]
-        size = sum(array.nbytes for array in arrays)
-        if self._size and self._size + size > SHARD_BYTES:
+        array_bytes = sum(array.nbytes for array in arrays)
+        if self._array_bytes and self._array_bytes + array_bytes > SHARD_BYTES:
             self.flush()
         for hook, array in zip(self.hooks, arrays, strict=True):
             record = {
@@ -196,85 +214,95 @@ class Shards:
                 "activation": array,
                 "shape": array.shape,
                 "text_preview": "",
-                "token_ids": np.array(ids, np.int32),
+                "token_ids": np.array(token_ids, np.int32),
                 "doc_id": None,
             }
-            self._shard.setdefault(hook, []).append(record)
-        self._size += size
+            self._records.setdefault(hook, []).append(record)
+        self._array_bytes += array_bytes
 
     def flush(self) -> None:
-        """Writes the collected records, if there are any, as a shard and waits for the disk."""
-        if not self._size:
+        """Writes the collected records as a shard, and waits until it is on the disk.
+
+        Without collected records, it does nothing.
+        """
+        if not self._array_bytes:
             return
-        self._count += 1
-        path = self.folder / f"shard_{self._count:04d}.pkl.gz"
+        self._shard_count += 1
+        path = self.folder / f"shard_{self._shard_count:04d}.pkl.gz"
         with open(path, "wb") as file:
             with self._compressed(file) as stream:
-                pickle.dump(self._shard, stream)
+                pickle.dump(self._records, stream)
             file.flush()
             os.fsync(file.fileno())
         self.bytes += path.stat().st_size
-        self._shard, self._size = {}, 0
+        self._records, self._array_bytes = {}, 0
 
     def _compressed(self, file: Any) -> Any:
+        """Returns a stream that compresses to a file."""
         if self.way.quick_gzip:
-            return igzip.IGzipFile(fileobj=file, mode="wb", compresslevel=FASTEST)
-        return gzip.GzipFile(fileobj=file, mode="wb")  # level 9, its default
+            return igzip.IGzipFile(fileobj=file, mode="wb", compresslevel=ISAL_LEVEL)
+        # The default compression level of Python's gzip is 9, the slowest one.
+        return gzip.GzipFile(fileobj=file, mode="wb")
 
 
 @torch.inference_mode()
 def run(
     forward: Forward,
     documents: Sequence[Sequence[int]],
-    groups: Sequence[Sequence[int]],
+    batches: Sequence[Sequence[int]],
     shards: Shards,
     written_every: int,
 ) -> dict[str, float]:
-    """Computes all batches and writes every `written_every`-th document of them.
+    """Computes all batches, and writes the first of every `written_every` documents.
 
     Computing and writing alternate in one thread.
 
     Args:
         forward: The function that computes a batch.
         documents: The token ids of each document.
-        groups: The numbers of the documents of each batch.
-        shards: The shards to write to.
-        written_every: The number of documents of which one is written.
+        batches: The numbers of the documents of each batch.
+        shards: The shards to which documents are written.
+        written_every: The number of successive computed documents of which one is written.
 
     Returns:
-        tokens, documents: The computed tokens and documents.
-        written_tokens, bytes: The written tokens, and the bytes of the files.
+        A dict with these figures.
+        tokens, documents: The numbers of computed tokens and documents.
+        written_tokens: The number of written tokens.
+        bytes: The total size of the files in bytes.
         compute_seconds, store_seconds: The seconds of computing and of writing.
     """
-    done = {"tokens": 0, "written_tokens": 0, "documents": 0, "compute_seconds": 0.0}
+    figures = {"tokens": 0, "written_tokens": 0, "documents": 0, "compute_seconds": 0.0}
     start_time = time.perf_counter()
-    for group in groups:
-        at = time.perf_counter()
-        values = forward([documents[number] for number in group])
-        done["compute_seconds"] += time.perf_counter() - at
-        for row, number in enumerate(group):
-            ids = documents[number]
-            done["tokens"] += len(ids)
-            if done["documents"] % written_every == 0:
-                shards.add(number, ids, [hook_values[row, : len(ids)] for hook_values in values])
-                done["written_tokens"] += len(ids)
-            done["documents"] += 1
+    for batch in batches:
+        batch_start_time = time.perf_counter()
+        values = forward([documents[number] for number in batch])
+        figures["compute_seconds"] += time.perf_counter() - batch_start_time
+        for row, number in enumerate(batch):
+            length = len(documents[number])
+            figures["tokens"] += length
+            if figures["documents"] % written_every == 0:
+                document_values = [hook_values[row, :length] for hook_values in values]
+                shards.add(number, documents[number], document_values)
+                figures["written_tokens"] += length
+            figures["documents"] += 1
     shards.flush()
-    done["store_seconds"] = time.perf_counter() - start_time - done["compute_seconds"]
-    return done | {"bytes": shards.bytes}
+    figures["store_seconds"] = time.perf_counter() - start_time - figures["compute_seconds"]
+    return figures | {"bytes": shards.bytes}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("way", choices=WAYS)
+    parser.add_argument("way", choices=WAYS, help="see above")
     parser.add_argument("--model", required=True, help="folder of the checkpoint")
-    parser.add_argument("--token_ids", type=Path, required=True, help="JSON: a list per document")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the shards, empty")
+    parser.add_argument(
+        "--token_ids", type=Path, required=True, help="JSON file: a list per document"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="empty folder for the shards")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), required=True)
-    parser.add_argument("--hooks", nargs="+", required=True, help="by TransformerLens's names")
-    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--hooks", nargs="+", required=True, help="TransformerLens's names")
+    parser.add_argument("--batch_size", type=int, default=8, help="documents (default: 8)")
     parser.add_argument(
         "--every", type=int, default=1, help="compute one of every N batches (default: 1)"
     )
@@ -285,20 +313,22 @@ def main() -> None:
         help="write one of every N computed documents (default: 1)",
     )
     options = parser.parse_args()
-    chosen_way = WAYS[options.way]
+    way = WAYS[options.way]
     dtype = getattr(torch, options.dtype)
     documents = json.loads(options.token_ids.read_text())
     start_time = time.perf_counter()
     forward = load_transformers(options.model, dtype, options.hooks)
     with torch.inference_mode():
-        forward([documents[0][:16]])  # a warm-up, which is not measured, just as compiling is not
-    loaded = time.perf_counter()
-    groups = batches([len(ids) for ids in documents], chosen_way, options.batch_size, options.every)
+        # The first call is not measured, just as compiling is not measured for this tool.
+        forward([documents[0][:16]])
+    load_seconds = time.perf_counter() - start_time
+    lengths = [len(token_ids) for token_ids in documents]
+    batches = batches_of(lengths, way, options.batch_size, options.every)
     options.output.mkdir(parents=True, exist_ok=True)
-    shards = Shards(options.output, options.hooks, chosen_way)
-    done = run(forward, documents, groups, shards, options.written_every)
-    versions = {name: version(name) for name in ("torch", "transformers", "isal")}
-    print(json.dumps(done | {"load_seconds": loaded - start_time, "versions": versions}))
+    shards = Shards(options.output, options.hooks, way)
+    figures = run(forward, documents, batches, shards, options.written_every)
+    versions = {package: version(package) for package in ("torch", "transformers", "isal")}
+    print(json.dumps(figures | {"load_seconds": load_seconds, "versions": versions}))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Measures the tool's compiled step over the batches of a run, without storing anything.
+"""Measures the compiled step of an extraction without storing anything.
 
-end_to_end.py and gpu.py run it in a separate process. It takes the tool's flags; the last line
-printed is one JSON object. It measures the documents first, and then full rows: one document of
---max_seq_length tokens in each row, so without padding and with the longest attention.
+end_to_end.py and gpu.py run this script in a separate process. It takes the flags of
+extract_activations.py. First it computes the packed batches of the run's documents. Then it
+computes full rows: each row is one document of --max_seq_length tokens, so there is no padding, and
+attention takes as long as possible. The last line printed is one JSON object.
 """
 
 import json
@@ -23,29 +24,31 @@ from activation_extraction.text.batch import Batch
 from activation_extraction.text.packing import pack, samples_of
 from benchmarks.inputs import tokenise
 
-LEAST_SECONDS = 2  # for which the full rows are repeated
+# The full rows are computed again until this time is over.
+MIN_SECONDS = 2
 
 
-def seconds_of(step: Step, batches: Sequence[Batch], least: float = 0) -> float:
-    """Returns the mean time of computing all batches once, in seconds.
+def mean_seconds(step: Step, batches: Sequence[Batch], min_seconds: float = 0) -> float:
+    """Returns the mean time in seconds in which all batches are computed once.
 
-    As in a run, the next batch is handed over while one computes.
+    As in a run, the next batch is given to the device before the previous one is computed.
 
     Args:
         step: The compiled step.
         batches: The batches to compute.
-        least: The seconds for which all batches are repeated, at least. 0 to compute them once.
+        min_seconds: The time after which no other round begins; in a round, all batches are
+            computed once. 0 for one round.
     """
     in_flight: deque[Activations] = deque()
-    began, rounds = time.perf_counter(), 0
-    while not rounds or time.perf_counter() - began < least:
+    start_time, rounds = time.perf_counter(), 0
+    while not rounds or time.perf_counter() - start_time < min_seconds:
         for batch in batches:
             in_flight.append(step(batch, (False, False, False))[0])
             if len(in_flight) > 1:
                 jax.block_until_ready(in_flight.popleft())
         rounds += 1
     jax.block_until_ready(list(in_flight))
-    return (time.perf_counter() - began) / rounds
+    return (time.perf_counter() - start_time) / rounds
 
 
 def main() -> None:
@@ -54,18 +57,20 @@ def main() -> None:
     forward = prepare_model(step_request(config))
     rows, length = forward.shape
     documents = tokenise(Path(config.model.model_path), Path(str(config.text.dataset_path)), length)
-    packed = list(pack(samples_of(documents), rows, length))
-    full = list(pack(samples_of([[n] * length for n in range(max(rows, 8))]), rows, length))
-    began = time.perf_counter()
+    packed_batches = list(pack(samples_of(documents), rows, length))
+    full_documents = [[token_id] * length for token_id in range(max(rows, 8))]
+    full_batches = list(pack(samples_of(full_documents), rows, length))
+    start_time = time.perf_counter()
     step = compile_step(forward)
-    seconds_of(step, packed[:1])  # a warm-up: the first call does work that later ones do not
+    # The first call of the step does additional work, so it is not measured with the others.
+    mean_seconds(step, packed_batches[:1])
     figures = {
-        "load_and_compile_seconds": time.perf_counter() - began,
-        "steps": len(packed),
-        "tokens": sum(batch.num_tokens for batch in packed),
-        "seconds": seconds_of(step, packed),
-        "full_rows_tokens": sum(batch.num_tokens for batch in full),
-        "full_rows_seconds": seconds_of(step, full, LEAST_SECONDS),
+        "load_and_compile_seconds": time.perf_counter() - start_time,
+        "steps": len(packed_batches),
+        "tokens": sum(batch.num_tokens for batch in packed_batches),
+        "seconds": mean_seconds(step, packed_batches),
+        "full_rows_tokens": sum(batch.num_tokens for batch in full_batches),
+        "full_rows_seconds": mean_seconds(step, full_batches, MIN_SECONDS),
         "full_rows_flops_per_token": forward.model.flops([length]) / length,
         "kernels": list(forward.kernels),
     }

@@ -1,26 +1,32 @@
-"""Compares whole extractions by this tool and by others at a real model's size: `make bench`.
+"""Compares the speed of this tool with transformers at a real model's size: `make bench`.
 
-The model has random weights in the shape of Qwen2.5-0.5B. Documents have log-normal lengths (median
-620 tokens, sigma 1.0, cut at 2048). Layers 10..23 are stored in gzip-pickle shards on disk. The
-others are the ways of competitors.py; compute_only.py measures this tool without storing. Every run
-is a separate process. The contenders take turns in each of --rounds rounds, and medians are
-reported. "disturbed" is the share of the machine's processor time that other processes used
-meanwhile. The last line printed is one JSON object.
+A contender is this tool ("ours"), or one of the ways to use transformers in competitors.py. Each
+extracts layers 10 to 23 of the same documents, and stores them as gzipped pickles on the disk. The
+model has random weights in the shape of Qwen2.5-0.5B. The documents have log-normal lengths, with a
+median of 620 tokens and a sigma of 1.0, and are cut at 2048 tokens. compute_only.py measures this
+tool without storing. Every measurement runs in a separate process. Each of --rounds rounds measures
+every contender once, and medians are reported. The last line printed is one JSON object.
 
-A contender's tokens/s are measured from the end of loading and compiling until the last shard is on
-the disk. Only real tokens and their operations count, no padding. The others take minutes, so
-(except with --whole) they compute only one batch of several, and write only one of several
-documents of these. Their seconds per token are those of computing plus those of writing, because
-they do one after the other.
+A contender's tokens per second are measured from the end of loading and compiling until the last
+shard is on the disk. Padding and its operations do not count. The ways of competitors.py take
+minutes. So, without --whole, they compute only one of several batches, and write only one of
+several computed documents. Their seconds per token are the sum of the seconds of computing and of
+writing, because they do one after the other.
 
-In a model with experts, all contenders store the numbers of the chosen experts as well. "experts"
-is the share of tokens whose experts differ in any layer from those in float32, in documents of at
-most 640 tokens. "deviation" compares the tokens whose experts are the same as the first
-contender's; see agreement.py.
+In a model with experts, all contenders also store the numbers of the experts to which tokens are
+routed. These columns of the table need an explanation:
 
-Results of other families, on an idle machine with 2 cores (--shape SHAPE --documents 24
---batch_size 4 --whole --only ours alone; 17,805 tokens, one round): tokens/s, and the share of the
-FLOP/s of the fastest matrix product.
+compute    the speed of computing without storing
+of peak    the speed as a fraction of the fastest matrix product
+deviation  the largest deviation from the first contender, over tokens with the same experts; see
+           agreement.py
+experts    the fraction of tokens whose experts differ from those in float32 in any layer, in
+           documents of at most 640 tokens
+disturbed  the fraction of the machine's processor time that other processes used meanwhile
+
+Results for other families, on an idle machine with 2 cores (--shape SHAPE --documents 24
+--batch_size 4 --whole --only ours alone; 17,805 tokens, one round): tokens per second, and the
+fraction of the speed of the fastest matrix product.
 
               float32                     bfloat16
               this tool    transformers   this tool    transformers
@@ -28,10 +34,11 @@ FLOP/s of the fastest matrix product.
     qwen3-moe 396  50 %    422  53 %      613  35 %    812  47 %
     qwen3.5   236  58 %    230  56 %      306  34 %    360  40 %
 
-20 documents with the shape 0.5B, an hour later on the same machine: in float32, 182 tokens/s by
-this tool and 158 by transformers; in bfloat16, 306 and 313. With qwen3-moe in bfloat16, 26.5 % of
-this tool's tokens and 34.9 % of transformers' had other experts than in float32. Both shares are
-high because the weights are random, so that many experts are nearly tied.
+For 20 documents and the shape 0.5B, an hour later on the same machine, the speeds in float32 were
+182 tokens per second for this tool and 158 for transformers. In bfloat16, they were 306 and 313.
+With qwen3-moe in bfloat16, 26.5 % of this tool's tokens and 34.9 % of transformers' tokens had
+other experts than in float32. Both fractions are high, because the weights are random, and
+therefore many experts are nearly tied.
 """
 
 import argparse
@@ -45,7 +52,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from activation_extraction.model.family import read_model_config
 from activation_extraction.model.hooks import hook_table
@@ -56,12 +63,33 @@ from benchmarks.peak import DTYPES, best
 from benchmarks.processes import ROOT, extract, print_result, run
 from qwen2_jax_with_hooks import create_model_with_hooks
 
-Row = dict[str, Any]  # the figures of one contender in one dtype
-# Contender -> the number of batches of which one is computed, and the number of computed documents
-# of which one is written.
-PARTS = {"ours": (1, 1), "alone": (4, 1), "sorted": (4, 1), "padded": (4, 8)}
+# Name of a figure -> figure, for one contender in one dtype.
+Figures = dict[str, Any]
+
+
+class Sampling(NamedTuple):
+    """How much of the documents a contender computes and writes.
+
+    Attributes:
+        computed_every: Number of batches of which one is computed.
+        written_every: Number of computed documents of which one is written.
+    """
+
+    computed_every: int
+    written_every: int
+
+
+EVERYTHING = Sampling(1, 1)
+# Contender -> its sampling without --whole.
+SAMPLINGS = {
+    "ours": EVERYTHING,
+    "alone": Sampling(4, 1),
+    "sorted": Sampling(4, 1),
+    "padded": Sampling(4, 8),
+}
 COMPETITORS = ROOT / ".venv/competitors/bin/python"
-LAYERS = range(10, 24)  # the tool's default
+# The default of --layers_to_extract.
+LAYERS = range(10, 24)
 HEADER = (
     f"{'':17} {'tokens/s':>9} {'compute':>8} {'GFLOP/s':>8} {'compute':>8} {'of peak':>8} "
     f"{'compute':>8} {'memory':>8} {'bytes/tk':>9} {'process':>8} {'deviation':>10} "
@@ -74,10 +102,10 @@ class Bench:
     """The inputs of all contenders, and the flags of the benchmark.
 
     Attributes:
-        folder: The folder of the model, the documents and the outputs.
-        options: The parsed flags.
-        config: The configuration of the model.
-        documents: The token ids of each document.
+        folder: Folder of the model, the documents and the outputs.
+        options: Parsed flags of this script.
+        config: Configuration of the model.
+        documents: Token ids of each document.
     """
 
     folder: Path
@@ -87,33 +115,42 @@ class Bench:
 
     @property
     def layers(self) -> list[int]:
-        """Returns the extracted layers: the tool's default, clipped to the depth of the model."""
-        return sorted({min(layer, self.config.num_hidden_layers - 1) for layer in LAYERS})
+        """The extracted layers: the default of the tool, clipped to the layers of the model."""
+        last_layer = self.config.num_hidden_layers - 1
+        return sorted({min(layer, last_layer) for layer in LAYERS})
 
     @property
     def hooks(self) -> list[str]:
-        """Returns the names of the stored hooks.
+        """The names of the stored hooks.
 
-        They are the residual stream after each extracted layer and, for agreement.py, the numbers
-        of the chosen experts of every layer that has experts.
+        They are the residual stream after each extracted layer, and, for agreement.py, the expert
+        numbers of every layer with experts.
         """
-        types = enumerate(self.config.layer_types)
-        chosen = [CHOSEN.format(layer) for layer, type_ in types if SPARSE in type_.split()]
-        return [RESIDUAL.format(layer) for layer in self.layers] + chosen
+        residual_hooks = [RESIDUAL.format(layer) for layer in self.layers]
+        expert_hooks = [
+            CHOSEN.format(layer)
+            for layer, layer_type in enumerate(self.config.layer_types)
+            if SPARSE in layer_type.split()
+        ]
+        return residual_hooks + expert_hooks
 
     @property
     def has_experts(self) -> bool:
         return len(self.hooks) > len(self.layers)
 
-    def flops(self, lengths: Sequence[int]) -> float:
-        """Returns the operations per token that documents of these lengths need."""
+    def flops_per_token(self, lengths: Sequence[int]) -> float:
+        """Returns the mean number of floating-point operations that a token needs.
+
+        Args:
+            lengths: The number of tokens of each document.
+        """
         hooks = hook_table(self.config).of_layers(
             [self.layers[-1]], "residual", self.config.num_hidden_layers
         )
         return create_model_with_hooks(self.config, hooks).flops(lengths) / sum(lengths)
 
     def flags(self) -> list[str]:
-        """Returns the flags of this tool's run, without --dtype and --output_dir."""
+        """Returns the flags for extract_activations.py, without --dtype and --output_dir."""
         flags = ["--model_path", str(self.folder / "model"), "--compilation_cache", "off"]
         flags += ["--dataset_path", str(self.folder / "documents.jsonl")]
         flags += ["--max_seq_length", str(self.options.max_seq_length)]
@@ -123,9 +160,21 @@ class Bench:
             flags += ["--hook_names", *self.hooks]
         return flags
 
+    def sampling(self, contender: str) -> Sampling:
+        """Returns how much of the documents a contender computes and writes."""
+        return EVERYTHING if self.options.whole else SAMPLINGS[contender]
+
 
 def prepare(folder: Path, options: argparse.Namespace) -> Bench:
-    """Writes the model and the documents to `folder`."""
+    """Writes the model and the documents.
+
+    Args:
+        folder: The folder to which they are written.
+        options: The parsed flags of this script.
+
+    Returns:
+        The inputs of all contenders.
+    """
     model, documents = folder / "model", folder / "documents.jsonl"
     make_model(model, SHAPES[options.shape])
     make_documents(documents, options.documents)
@@ -135,10 +184,13 @@ def prepare(folder: Path, options: argparse.Namespace) -> Bench:
 
 
 def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
-    """Measures the fastest matrix product of JAX and, if it takes part, of torch.
+    """Measures the fastest matrix product of JAX and, if transformers is measured, of PyTorch.
+
+    Args:
+        options: The parsed flags of this script.
 
     Returns:
-        dtype -> FLOP/s of the faster library.
+        dtype -> FLOP/s in the faster library.
     """
     rates: dict[str, float] = defaultdict(float)
     libraries = [(sys.executable, "jax")]
@@ -146,176 +198,222 @@ def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
         libraries.append((str(options.competitors), "torch"))
     for python, library in libraries:
         command = [python, str(ROOT / "benchmarks/peak.py"), library, "--dtypes", *options.dtypes]
-        done = run([*command, "--seconds", str(options.peak_seconds)])
-        for dtype, rate in best(done.result).items():
+        process = run([*command, "--seconds", str(options.peak_seconds)])
+        for dtype, rate in best(process.result).items():
             rates[dtype] = max(rates[dtype], rate)
     return dict(rates)
 
 
-def run_ours(bench: Bench, dtype: str, output: Path) -> Row:
-    """Runs an extraction by this tool, and the step alone in another process."""
+def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
+    """Runs extract_activations.py and compute_only.py in separate processes.
+
+    Args:
+        bench: The inputs.
+        dtype: The dtype of the model and of the activations.
+        output: The folder of the shards.
+
+    Returns:
+        The figures of this tool; see `Figures`.
+    """
     flags = [*bench.flags(), "--dtype", dtype]
-    whole = extract(output, flags)
-    computing = run([sys.executable, "-m", "benchmarks.compute_only", *flags])
-    alone = computing.result
-    full = alone["full_rows_tokens"] / alone["full_rows_seconds"]
-    length = bench.options.max_seq_length
+    extraction = extract(output, flags)
+    compute_process = run([sys.executable, "-m", "benchmarks.compute_only", *flags])
+    computing = compute_process.result
+    full_rows_speed = computing["full_rows_tokens"] / computing["full_rows_seconds"]
+    full_row_flops_per_token = bench.flops_per_token([bench.options.max_seq_length])
     return {
-        "tokens_per_second": whole["tokens"] / whole["extraction_seconds"],
-        "compute_tokens_per_second": alone["tokens"] / alone["seconds"],
-        "full_rows_tokens_per_second": full,
-        "full_rows_flops_per_second": full * bench.flops([length]),
-        "steps": alone["steps"],
-        "disturbed": max(whole["disturbed"], computing.disturbed),
-        "bytes": whole["bytes"],
-        "bytes_per_token": whole["bytes"] / whole["tokens"],
-        "written_tokens": whole["tokens"],
-        **{name: whole[name] for name in ("tokens", "peak_bytes", "process_seconds")},
-        **{name: whole[name] for name in ("compile_seconds", "first_batch_seconds")},
+        "tokens_per_second": extraction["tokens"] / extraction["extraction_seconds"],
+        "compute_tokens_per_second": computing["tokens"] / computing["seconds"],
+        "full_rows_tokens_per_second": full_rows_speed,
+        "full_rows_flops_per_second": full_rows_speed * full_row_flops_per_token,
+        "steps": computing["steps"],
+        "disturbed": max(extraction["disturbed"], compute_process.disturbed),
+        "bytes": extraction["bytes"],
+        "bytes_per_token": extraction["bytes"] / extraction["tokens"],
+        "written_tokens": extraction["tokens"],
+        "tokens": extraction["tokens"],
+        "peak_bytes": extraction["peak_bytes"],
+        "process_seconds": extraction["process_seconds"],
+        "compile_seconds": extraction["compile_seconds"],
+        "first_batch_seconds": extraction["first_batch_seconds"],
     }
 
 
-def run_other(bench: Bench, name: str, dtype: str, output: Path) -> Row:
-    """Runs one of the ways of competitors.py."""
-    one_of, written_every = (1, 1) if bench.options.whole else PARTS[name]
+def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures:
+    """Runs one of the ways of competitors.py in a separate process.
+
+    Args:
+        bench: The inputs.
+        name: The name of the way.
+        dtype: The dtype of the model.
+        output: The folder of the shards.
+
+    Returns:
+        The figures of this way; see `Figures`.
+    """
+    sampling = bench.sampling(name)
     command = [str(bench.options.competitors), str(ROOT / "benchmarks/competitors.py"), name]
     command += ["--model", str(bench.folder / "model"), "--output", str(output), "--dtype", dtype]
     command += ["--token_ids", str(bench.folder / "token_ids.json")]
-    command += ["--every", str(one_of), "--written_every", str(written_every)]
+    command += ["--every", str(sampling.computed_every)]
+    command += ["--written_every", str(sampling.written_every)]
     command += ["--hooks", *bench.hooks]
-    done = run(command)
-    figures = done.result
-    compute = figures["compute_seconds"] / figures["tokens"]
-    store = figures["store_seconds"] / figures["written_tokens"]
+    process = run(command)
+    figures = process.result
+    compute_seconds_per_token = figures["compute_seconds"] / figures["tokens"]
+    store_seconds_per_token = figures["store_seconds"] / figures["written_tokens"]
     return {
-        "tokens_per_second": 1 / (compute + store),
-        "compute_tokens_per_second": 1 / compute,
+        "tokens_per_second": 1 / (compute_seconds_per_token + store_seconds_per_token),
+        "compute_tokens_per_second": 1 / compute_seconds_per_token,
         "bytes_per_token": figures["bytes"] / figures["written_tokens"],
-        **{name: figures[name] for name in ("bytes", "tokens", "written_tokens")},
-        "peak_bytes": done.peak_bytes,
-        "process_seconds": done.seconds,
-        "disturbed": done.disturbed,
+        "bytes": figures["bytes"],
+        "tokens": figures["tokens"],
+        "written_tokens": figures["written_tokens"],
+        "peak_bytes": process.peak_bytes,
+        "process_seconds": process.seconds,
+        "disturbed": process.disturbed,
         "versions": figures["versions"],
     }
 
 
-def run_all(bench: Bench) -> dict[str, dict[str, list[Row]]]:
-    """Runs all contenders in turn, in every dtype and round.
+def run_all(bench: Bench) -> dict[str, dict[str, list[Figures]]]:
+    """Runs every contender once for each round and dtype.
+
+    Args:
+        bench: The inputs.
 
     Returns:
         Contender -> dtype -> the figures of each round.
 
     Raises:
-        SystemExit: If a contender stores something else than the first one.
+        SystemExit: If a contender disagrees with the first one or with the documents.
     """
     agreement = Agreement(bench.documents)
-    rows: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
-    dtypes = sorted(bench.options.dtypes, reverse=True)  # float32 first: the reference for experts
-    for number in range(bench.options.rounds):
+    figures_of_rounds: dict[str, dict[str, list[Figures]]] = defaultdict(lambda: defaultdict(list))
+    # float32 comes first, because its experts are the reference for those in bfloat16.
+    dtypes = sorted(bench.options.dtypes, reverse=True)
+    for round_number in range(1, bench.options.rounds + 1):
         for dtype in dtypes:
             for name in bench.options.only:
                 output = bench.folder / name
-                row = (
-                    run_ours(bench, dtype, output)
-                    if name == "ours"
-                    else run_other(bench, name, dtype, output)
-                )
+                if name == "ours":
+                    figures = run_ours(bench, dtype, output)
+                else:
+                    figures = run_competitor(bench, name, dtype, output)
                 try:
-                    comparison = agreement.check(output, dtype, row["written_tokens"])
-                    row |= compared(comparison, bench.has_experts)
+                    comparison = agreement.check(output, dtype, figures["written_tokens"])
                 except Disagreement as error:
                     raise SystemExit(f"error: {error}") from error
+                figures |= agreement_figures(comparison, bench.has_experts)
                 shutil.rmtree(output)
-                rows[name][dtype].append(row)
+                figures_of_rounds[name][dtype].append(figures)
                 print(
-                    f"round {number + 1}: {name} {dtype}: {row['tokens_per_second']:.0f} tokens/s, "
-                    f"computing alone {row['compute_tokens_per_second']:.0f}; others used "
-                    f"{row['disturbed']:.0%} of the machine",
+                    f"round {round_number}: {name} {dtype}: "
+                    f"{figures['tokens_per_second']:.0f} tokens/s, "
+                    f"computing alone {figures['compute_tokens_per_second']:.0f}; "
+                    f"other processes used {figures['disturbed']:.0%} of the machine",
                     flush=True,
                 )
-    return rows
+    return figures_of_rounds
 
 
-def compared(comparison: Comparison, has_experts: bool) -> Row:
-    """Returns a contender's agreement with the first one, for its row of the table.
+def agreement_figures(comparison: Comparison, has_experts: bool) -> Figures:
+    """Returns figures that describe how well a contender agrees with the first one.
+
+    Args:
+        comparison: The comparison of both.
+        has_experts: Whether the model has experts.
 
     Returns:
-        deviation: See `Comparison.worst`.
+        A dict with these figures.
+        deviation: See `Comparison.largest_deviation`.
         compared_tokens: The number of compared tokens.
-        changed_experts: The share of these whose experts differ from those in float32. None in a
-            model without experts or without a float32 run.
+        changed_experts: The fraction of these tokens whose experts differ from those in float32.
+            None in a model without experts or without a float32 run.
     """
-    row: Row = {
-        "deviation": comparison.worst,
-        "compared_tokens": comparison.tokens,
-        "changed_experts": None,
-    }
+    changed_share = None
     if has_experts and comparison.changed is not None and comparison.tokens:
-        row["changed_experts"] = comparison.changed / comparison.tokens
-    return row
+        changed_share = comparison.changed / comparison.tokens
+    return {
+        "deviation": comparison.largest_deviation,
+        "compared_tokens": comparison.tokens,
+        "changed_experts": changed_share,
+    }
 
 
-def summarise(bench: Bench, rounds: Sequence[Row], peak: float) -> Row:
-    """Returns the medians of one contender's rounds, and figures derived from them.
+def summarise(bench: Bench, rounds: Sequence[Figures], peak: float) -> Figures:
+    """Returns the medians of one contender's figures in one dtype, and figures derived from them.
 
     Args:
         bench: The inputs.
         rounds: The figures of each round.
-        peak: FLOP/s of the fastest matrix product in this dtype.
+        peak: The FLOP/s of the fastest matrix product in this dtype.
     """
-    row = {
+    medians = {
         name: statistics.median(figures[name] for figures in rounds)
         for name, figure in rounds[0].items()
         if isinstance(figure, int | float)
     }
-    per_token = bench.flops([len(ids) for ids in bench.documents])
-    row["flops_per_second"] = row["tokens_per_second"] * per_token
-    row["compute_flops_per_second"] = row["compute_tokens_per_second"] * per_token
+    flops_per_token = bench.flops_per_token([len(token_ids) for token_ids in bench.documents])
+    medians["flops_per_second"] = medians["tokens_per_second"] * flops_per_token
+    medians["compute_flops_per_second"] = medians["compute_tokens_per_second"] * flops_per_token
     for name in ("flops_per_second", "compute_flops_per_second", "full_rows_flops_per_second"):
-        if name in row:
-            row[name.replace("flops_per_second", "of_peak")] = row[name] / peak
-    row["end_to_end_over_compute"] = row["tokens_per_second"] / row["compute_tokens_per_second"]
-    others = {name: rounds[0].get(name) for name in ("deviation", "changed_experts", "versions")}
-    spread = [figures["tokens_per_second"] for figures in rounds]
-    return {**others, **row, "tokens_per_second_of_rounds": spread}
+        if name in medians:
+            medians[name.replace("flops_per_second", "of_peak")] = medians[name] / peak
+    medians["end_to_end_over_compute"] = (
+        medians["tokens_per_second"] / medians["compute_tokens_per_second"]
+    )
+    # The medians contain the first two only if they are numbers, and never contain the versions.
+    first_figures = {
+        name: rounds[0].get(name) for name in ("deviation", "changed_experts", "versions")
+    }
+    speeds = [figures["tokens_per_second"] for figures in rounds]
+    return {**first_figures, **medians, "tokens_per_second_of_rounds": speeds}
 
 
-def report(bench: Bench, rows: dict[str, dict[str, list[Row]]], peaks: dict[str, Any]) -> Row:
+def report(
+    bench: Bench,
+    figures_of_rounds: dict[str, dict[str, list[Figures]]],
+    peaks: dict[str, dict[str, float]],
+) -> dict[str, Any]:
     """Prints the table, and returns the content of the JSON line.
 
     Args:
         bench: The inputs.
-        rows: Contender -> dtype -> the figures of each round.
-        peaks: "best", "before" and "after" -> dtype -> FLOP/s of the fastest matrix product.
+        figures_of_rounds: Contender -> dtype -> the figures of each round.
+        peaks: FLOP/s of the fastest matrix product by dtype: "before" and "after" the runs of the
+            contenders, and the "best" of both.
     """
     print(HEADER)
-    contenders: dict[str, dict[str, Row]] = defaultdict(dict)
-    ratios: dict[str, dict[str, float]] = defaultdict(dict)
-    for name, of_dtypes in rows.items():
-        part = (1, 1) if bench.options.whole else PARTS[name]
-        for dtype, rounds in of_dtypes.items():
-            row = summarise(bench, rounds, peaks["best"][dtype])
-            contenders[name][dtype] = {**row, "part": part}
-            print(line(name, dtype, row, part))
-    for dtype, row in contenders.get("ours", {}).items():
+    contenders: dict[str, dict[str, Figures]] = defaultdict(dict)
+    for name, rounds_by_dtype in figures_of_rounds.items():
+        sampling = bench.sampling(name)
+        for dtype, rounds in rounds_by_dtype.items():
+            figures = summarise(bench, rounds, peaks["best"][dtype])
+            contenders[name][dtype] = {**figures, "part": sampling}
+            print(table_line(name, dtype, figures, sampling))
+    ratios: dict[str, dict[str, float]] = defaultdict(dict)  # competitor -> dtype -> ratio of speed
+    for dtype, figures in contenders.get("ours", {}).items():
         for name in contenders.keys() - {"ours"}:
-            other = contenders[name][dtype]["tokens_per_second"]
-            ratios[name][dtype] = row["tokens_per_second"] / other
+            competitor_speed = contenders[name][dtype]["tokens_per_second"]
+            ratios[name][dtype] = figures["tokens_per_second"] / competitor_speed
         print(
-            f"ours {dtype}: compiled in {row['compile_seconds']:.1f} s; the storage got the first "
-            f"batch {row['first_batch_seconds']:.1f} s after the start; the step alone computes "
-            f"full rows at {row['full_rows_tokens_per_second']:.0f} tokens/s, "
-            f"{row['full_rows_of_peak']:.0%} of the peak of {peaks['best'][dtype] / 1e9:.0f} "
+            f"ours {dtype}: compiled in {figures['compile_seconds']:.1f} s; the storage got the "
+            f"first batch {figures['first_batch_seconds']:.1f} s after the start; the step alone "
+            f"computes full rows at {figures['full_rows_tokens_per_second']:.0f} tokens/s, "
+            f"{figures['full_rows_of_peak']:.0%} of the peak of {peaks['best'][dtype] / 1e9:.0f} "
             "GFLOP/s"
         )
     for name, ratio_by_dtype in ratios.items():
-        parts = [f"{dtype} {ratio:.2f}" for dtype, ratio in ratio_by_dtype.items()]
-        print(f"ours / {name}: " + ", ".join(parts))
-    lengths = [len(ids) for ids in bench.documents]
+        ratio_texts = [f"{dtype} {ratio:.2f}" for dtype, ratio in ratio_by_dtype.items()]
+        print(f"ours / {name}: " + ", ".join(ratio_texts))
+    lengths = [len(token_ids) for token_ids in bench.documents]
     options = vars(bench.options).copy()
-    del options["competitors"]  # a path of this machine
+    # This path means nothing to readers on other machines.
+    del options["competitors"]
+    packages = ("jax", "jaxlib", "numpy", "isal")
     return {
-        "versions": {name: version(name) for name in ("jax", "jaxlib", "numpy", "isal")},
+        "versions": {package: version(package) for package in packages},
         "asked": options,
         "documents": {"count": len(lengths), "tokens": sum(lengths), "layers": bench.layers},
         "peak_flops_per_second": peaks,
@@ -324,70 +422,88 @@ def report(bench: Bench, rows: dict[str, dict[str, list[Row]]], peaks: dict[str,
     }
 
 
-def line(name: str, dtype: str, row: Row, part: tuple[int, int]) -> str:
+def table_line(name: str, dtype: str, figures: Figures, sampling: Sampling) -> str:
     """Returns one line of the table.
 
     Args:
-        name: The contender.
-        dtype: Its dtype.
-        row: Its figures, as `summarise` returns them.
-        part: The computed and the written part, as in PARTS.
+        name: The name of the contender.
+        dtype: The dtype of its model.
+        figures: The figures of the contender, as `summarise` returns them.
+        sampling: How much of the documents the contender computes and writes.
     """
-    deviation = "-" if row["deviation"] is None else f"{row['deviation']:.1e}"
-    experts = "-" if row["changed_experts"] is None else f"{row['changed_experts']:.1%}"
+    speed, compute_speed = figures["tokens_per_second"], figures["compute_tokens_per_second"]
+    gflops = figures["flops_per_second"] / 1e9
+    compute_gflops = figures["compute_flops_per_second"] / 1e9
+    deviation = "-" if figures["deviation"] is None else f"{figures['deviation']:.1e}"
+    experts = "-" if figures["changed_experts"] is None else f"{figures['changed_experts']:.1%}"
     return (
-        f"{name:8}{dtype:9} {row['tokens_per_second']:9.0f} {row['compute_tokens_per_second']:8.0f}"
-        f" {row['flops_per_second'] / 1e9:8.0f} {row['compute_flops_per_second'] / 1e9:8.0f}"
-        f" {row['of_peak']:8.0%} {row['compute_of_peak']:8.0%} {row['peak_bytes'] / 1e9:5.1f} GB"
-        f" {row['bytes_per_token']:9.0f} {row['process_seconds']:6.0f} s {deviation:>10}"
-        f" {experts:>8} {row['disturbed']:9.0%}  1/{part[0]} computed, 1/{part[1]} of it written"
+        f"{name:8}{dtype:9} {speed:9.0f} {compute_speed:8.0f} {gflops:8.0f} {compute_gflops:8.0f}"
+        f" {figures['of_peak']:8.0%} {figures['compute_of_peak']:8.0%}"
+        f" {figures['peak_bytes'] / 1e9:5.1f} GB {figures['bytes_per_token']:9.0f}"
+        f" {figures['process_seconds']:6.0f} s {deviation:>10} {experts:>8}"
+        f" {figures['disturbed']:9.0%}  1/{sampling.computed_every} computed,"
+        f" 1/{sampling.written_every} of it written"
     )
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--documents", type=int, default=87, help="(default: 87, which take 39 rows of 2048)"
+        "--documents", type=int, default=87, help="how many (default: 87, which fill 39 rows)"
     )
-    parser.add_argument("--rounds", type=int, default=1, help="(default: 1)")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=1, help="how many (default: 1)")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=SAMPLINGS,
+        default=list(SAMPLINGS),
+        metavar="NAME",
+        help=f"contenders to measure (default: {' '.join(SAMPLINGS)})",
+    )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--batch_size", type=int, help="rows per step (default: the tool's)")
-    parser.add_argument("--max_seq_length", type=int, default=2048, help="(default: 2048)")
     parser.add_argument(
-        "--whole", action="store_true", help="let the others process everything, which takes hours"
+        "--max_seq_length", type=int, default=2048, help="tokens per row (default: 2048)"
     )
-    parser.add_argument("--shape", choices=SHAPES, default="0.5B", help="(default: 0.5B)")
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="compute and write all documents with transformers, too, which takes hours",
+    )
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="0.5B", help="of the model (default: 0.5B)"
+    )
     parser.add_argument(
         "--peak_seconds",
         type=float,
         default=0.5,
-        help="for which each matrix product is measured (default: 0.5)",
+        help="seconds for which each matrix product is measured (default: 0.5)",
     )
     parser.add_argument(
         "--competitors",
         type=Path,
         default=COMPETITORS,
-        help="Python with the packages of the others (default: the one that `make bench` installs)",
+        help="Python with transformers (default: the one that `make bench` installs)",
     )
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parse(argv)
+    options = parse_options(argv)
     if set(options.only) != {"ours"} and not options.competitors.exists():
         raise SystemExit(
             f"--competitors {options.competitors}: no such file; `make bench` installs it"
         )
-    with tempfile.TemporaryDirectory() as name:
-        bench = prepare(Path(name), options)
-        before = measure_peaks(options)
-        rows = run_all(bench)
-        after = measure_peaks(options)
-        best_of = {dtype: max(before[dtype], after[dtype]) for dtype in before}
-        summary = report(bench, rows, {"before": before, "after": after, "best": best_of})
+    with tempfile.TemporaryDirectory() as folder:
+        bench = prepare(Path(folder), options)
+        peaks_before = measure_peaks(options)
+        figures_of_rounds = run_all(bench)
+        peaks_after = measure_peaks(options)
+        best_peaks = {dtype: max(peaks_before[dtype], peaks_after[dtype]) for dtype in peaks_before}
+        peaks = {"before": peaks_before, "after": peaks_after, "best": best_peaks}
+        summary = report(bench, figures_of_rounds, peaks)
     print_result(summary)
 
 

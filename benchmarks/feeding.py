@@ -1,11 +1,14 @@
-"""Measures reading, rendering, tokenising and packing, without a model.
+"""Measures how fast a data set becomes batches, without a model.
 
-`python -m benchmarks.feeding [--tokenizer FOLDER]` prints tokens per second of six kinds of input:
-plain text, the same text as conversations, a mixture of two files, shuffled documents, documents
-split into pieces, and a column of token ids. The kinds take turns in every round. The last line is
-JSON: the medians, their ratios to plain text, and the share of padding in batches of documents of
-FineWeb-Edu's lengths. The tokenizer is a small one, unless FOLDER contains another one, such as
-that of Qwen2.
+`python -m benchmarks.feeding [--tokenizer FOLDER]` reads rows, renders conversations, tokenises,
+and packs the tokens. It prints tokens per second for six kinds of input: plain text, the same text
+as conversations, a mixture of two files, shuffled documents, documents split into pieces, and a
+column of token ids. Every round measures each kind once.
+
+The last line is JSON with the medians over the rounds and their ratios to plain text. It also
+contains the fraction of padding in batches of documents whose lengths are distributed like those of
+FineWeb-Edu. FOLDER contains a tokenizer, such as the one of Qwen2. Without it, a small tokenizer is
+used.
 """
 
 import argparse
@@ -35,12 +38,15 @@ TEMPLATE = """\
 {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
 {%- endfor %}
 """
-# Parameters of the log-normal lengths of documents, as in FineWeb-Edu: the median number of words
-# or tokens, and the standard deviation of its logarithm.
+# Documents have log-normal lengths, as in FineWeb-Edu. These are the median in words, the median in
+# tokens, and the standard deviation of the logarithm.
 MEDIAN_WORDS, MEDIAN_TOKENS, SPREAD = 450, 620, 1.0
-LENGTH, ROWS = 2048, 8  # tokens of a row and rows of a batch, where speed is measured
-PADDED_DOCUMENTS = 20_000  # for measuring padding
-PADDED_SHAPES = ((8, 2048), (32, 2048), (4, 512))  # rows of a batch and tokens of a row
+# The tokens of a row and the rows of a batch when speed is measured.
+LENGTH, ROWS = 2048, 8
+# The number of documents from whose lengths the fraction of padding is computed.
+PADDING_DOCUMENTS = 20_000
+# The rows of a batch and the tokens of a row for which the fraction of padding is computed.
+PADDING_SHAPES = ((8, 2048), (32, 2048), (4, 512))
 
 
 def demo_text() -> str:
@@ -48,34 +54,43 @@ def demo_text() -> str:
 
 
 def make_rows(folder: Path, count: int) -> None:
-    """Writes documents of random words to 0.parquet and 1.parquet, half of them in each file.
+    """Writes documents of random words to 0.parquet and 1.parquet, half of them to each file.
 
-    The columns are the document as text, as a conversation, and as random token ids.
+    The columns contain each document as text, as a conversation, and as random token ids.
+
+    Args:
+        folder: The folder of the files.
+        count: The number of documents.
     """
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     words = demo_text().split()
-    lengths = chance.lognormal(np.log(MEDIAN_WORDS), SPREAD, count).astype(int) + 8
-    texts = [" ".join(chance.choice(words, n)) for n in lengths]
+    lengths = rng.lognormal(np.log(MEDIAN_WORDS), SPREAD, count).astype(int) + 8
+    texts = [" ".join(rng.choice(words, length)) for length in lengths]
     rows = [
-        {"text": text, "messages": turns_of(text), "ids": chance.integers(0, 2048, n).tolist()}
-        for text, n in zip(texts, lengths, strict=True)
+        {"text": text, "messages": messages_of(text), "ids": rng.integers(0, 2048, length).tolist()}
+        for text, length in zip(texts, lengths, strict=True)
     ]
-    for number in range(2):
-        table = pyarrow.Table.from_pylist(rows[number::2])
-        pyarrow.parquet.write_table(table, folder / f"{number}.parquet", row_group_size=500)
+    for file_number in range(2):
+        table = pyarrow.Table.from_pylist(rows[file_number::2])
+        pyarrow.parquet.write_table(table, folder / f"{file_number}.parquet", row_group_size=500)
 
 
-def turns_of(text: str) -> list[dict[str, str]]:
+def messages_of(text: str) -> list[dict[str, str]]:
     """Returns the text as messages of 100 words, alternately of the user and the assistant."""
     words = text.split()
-    return [
-        {"role": ("user", "assistant")[n % 2], "content": " ".join(words[at : at + 100])}
-        for n, at in enumerate(range(0, len(words), 100))
-    ]
+    messages: list[dict[str, str]] = []
+    for start in range(0, len(words), 100):
+        role = "user" if len(messages) % 2 == 0 else "assistant"
+        messages.append({"role": role, "content": " ".join(words[start : start + 100])})
+    return messages
 
 
 def make_tokenizer(folder: Path) -> None:
-    """Writes the demo's tokenizer with the markers of messages, and an empty config.json."""
+    """Writes the demo's tokenizer, with special tokens around messages, and an empty config.json.
+
+    Args:
+        folder: The folder of the files.
+    """
     demo.write_tokenizer(folder, demo_text().split("\n\n"))
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
@@ -85,38 +100,40 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def measure(options: TextOptions, model: Path) -> float:
-    """Returns the tokens per second of reading, tokenising and packing a text.
+    """Returns the tokens per second at which a data set is read, tokenised and packed.
 
     Args:
-        options: The flags of the text.
+        options: The flags of the data set.
         model: The folder of the tokenizer.
     """
     text = Text(options, Checkpoint(str(model)), 2**20)
-    form, documents = text.sample_form, text.documents(Worker())
-    began, tokens = time.perf_counter(), 0
-    for batch in pack(samples(documents, text.tokenizer, form), ROWS, LENGTH):
+    documents = text.documents(Worker())
+    start_time, tokens = time.perf_counter(), 0
+    for batch in pack(samples(documents, text.tokenizer, text.sample_form), ROWS, LENGTH):
         tokens += batch.num_tokens
-    return tokens / (time.perf_counter() - began)
+    return tokens / (time.perf_counter() - start_time)
 
 
-def padding(rows: int, length: int) -> float:
-    """Returns the share of tokens that are padding, in batches of random documents.
+def padding_share(rows: int, length: int) -> float:
+    """Returns the fraction of padding among the tokens of batches of random documents.
 
     Args:
-        rows: The rows of a batch.
-        length: The tokens of a row.
+        rows: The number of rows of a batch.
+        length: The number of tokens of a row.
     """
-    drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN_TOKENS), SPREAD, PADDED_DOCUMENTS)
-    lengths = np.clip(drawn.round().astype(int), 1, length)
-    batches = pack(samples_of(np.zeros(n, np.int32) for n in lengths), rows, length)
-    return 1 - int(lengths.sum()) / (sum(1 for _ in batches) * rows * length)
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(np.log(MEDIAN_TOKENS), SPREAD, PADDING_DOCUMENTS)
+    lengths = np.clip(lengths.round().astype(int), 1, length)
+    documents = (np.zeros(document_length, np.int32) for document_length in lengths)
+    batch_count = sum(1 for _ in pack(samples_of(documents), rows, length))
+    return 1 - int(lengths.sum()) / (batch_count * rows * length)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokenizer", type=Path, help="folder (default: a small tokenizer)")
-    parser.add_argument("--documents", type=int, default=4000, help="(default: 4000)")
-    parser.add_argument("--rounds", type=int, default=3, help="of the medians (default: 3)")
+    parser.add_argument("--tokenizer", type=Path, help="its folder (default: a small tokenizer)")
+    parser.add_argument("--documents", type=int, default=4000, help="how many (default: 4000)")
+    parser.add_argument("--rounds", type=int, default=3, help="how many (default: 3)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -124,14 +141,15 @@ def main() -> None:
         if options.tokenizer is None:
             make_tokenizer(folder)
         (folder / "template.jinja").write_text(TEMPLATE)
-        text = f"--dataset_path {folder}/*.parquet"
+        plain_flags = f"--dataset_path {folder}/*.parquet"
+        chat_flags = f"--messages_column messages --chat_template {folder}/template.jinja"
         kinds = {
-            "text": text,
-            "chat": f"{text} --messages_column messages --chat_template {folder}/template.jinja",
+            "text": plain_flags,
+            "chat": f"{plain_flags} {chat_flags}",
             "mixture": f"--mix {folder}/0.parquet=0.7 {folder}/1.parquet=0.3",
-            "shuffled": f"{text} --shuffle_documents 1",
-            "split": f"{text} --long_documents split",
-            "ids": f"{text} --ids_column ids",
+            "shuffled": f"{plain_flags} --shuffle_documents 1",
+            "split": f"{plain_flags} --long_documents split",
+            "ids": f"{plain_flags} --ids_column ids",
         }
         speeds: dict[str, list[float]] = {kind: [] for kind in kinds}
         for _ in range(options.rounds):
@@ -142,10 +160,11 @@ def main() -> None:
                 print(f"{kind}: {speed:,.0f} tokens/s", flush=True)
         medians = {kind: statistics.median(rounds) for kind, rounds in speeds.items()}
         ratios = {kind: round(median / medians["text"], 2) for kind, median in medians.items()}
-        shares = {
-            f"{rows} x {length}": round(padding(rows, length), 4) for rows, length in PADDED_SHAPES
+        padding_shares = {
+            f"{rows} x {length}": round(padding_share(rows, length), 4)
+            for rows, length in PADDING_SHAPES
         }
-        print_result({"tokens_per_second": medians, "of_text": ratios, "padding": shares})
+        print_result({"tokens_per_second": medians, "of_text": ratios, "padding": padding_shares})
 
 
 if __name__ == "__main__":

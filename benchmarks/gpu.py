@@ -1,14 +1,17 @@
 """Compares extractions by this tool and by transformers on one GPU: `python -m benchmarks.gpu`.
 
-The model has random bfloat16 weights in a released shape, the documents have mixed lengths
-(inputs.py), and the residual stream of some layers is stored in safetensors shards. "step" is the
-tool's compiled step over full rows, with nothing copied to the host or stored, and its share of the
-fastest bfloat16 matrix product measured on this GPU. "end to end" lasts from the first document
-until the last shard is on the disk, without loading and compiling. transformers computes batches of
---rows documents, padded to the longest one, in the order of the file and sorted by length; it
-copies the activations to pinned memory and stores nothing (gpu_torch.py). Padding never counts as
-tokens. Without a GPU the benchmark ends with status 2, except with `--shapes tiny`, which tests
-this script. The last line printed is one JSON object.
+The model has random bfloat16 weights in the shape of a released model, and the documents have mixed
+lengths (inputs.py). The residual stream of some layers is stored in safetensors shards.
+
+"step" is the speed of this tool's compiled step over full rows, when nothing is copied to the host
+or stored. It is also given as a fraction of the fastest bfloat16 matrix product on this GPU. "end
+to end" is the speed from the first document until the last shard is on the disk, without loading
+and compiling. transformers computes batches of --rows documents, padded to the longest one. It
+takes the documents in the order of the file, and sorted by length. It copies the activations to
+pinned memory and stores nothing (gpu_torch.py). Padding never counts as tokens.
+
+Without a GPU, the benchmark ends with status 2. Only `--shapes tiny`, which tests this script, runs
+without one. The last line printed is one JSON object.
 """
 
 import argparse
@@ -24,16 +27,21 @@ from benchmarks.inputs import SHAPES, evenly_spaced, make_documents, make_model
 from benchmarks.peak import best
 from benchmarks.processes import ROOT, extract, print_result, run
 
-Row = dict[str, Any]
+# Name of a figure -> figure, for one program and one model.
+Figures = dict[str, Any]
 
 
-def run_ours(folder: Path, hooks: int, options: argparse.Namespace) -> Row:
-    """Runs the step alone and an extraction, each in its own process.
+def measure_tool(folder: Path, hooks: int, options: argparse.Namespace) -> Figures:
+    """Runs compute_only.py and an extraction, each in its own process.
 
     Args:
         folder: The folder of the model.
-        hooks: The number of layers to store.
-        options: The parsed flags.
+        hooks: The number of layers whose residual stream is stored.
+        options: The parsed flags of this benchmark.
+
+    Returns:
+        Their figures. Figures that begin with "step" are those of full rows, and
+        packed_tokens_per_second is the speed of the packed documents without storing.
     """
     depth = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     flags = ["--model_path", str(folder), "--dataset_path", str(options.folder / "documents.jsonl")]
@@ -59,12 +67,17 @@ def run_ours(folder: Path, hooks: int, options: argparse.Namespace) -> Row:
     }
 
 
-def run_torch(folder: Path, hooks: int, options: argparse.Namespace) -> Row:
-    """Runs gpu_torch.py, with the parameters of `run_ours`.
+def measure_transformers(folder: Path, hooks: int, options: argparse.Namespace) -> Figures:
+    """Runs gpu_torch.py in its own process.
+
+    Args:
+        folder: The folder of the model.
+        hooks: The number of layers whose residual stream is copied to the host.
+        options: The parsed flags of this benchmark.
 
     Returns:
-        The JSON that it printed, or {"failed": message} if it failed, for example because the
-        memory of the GPU was full.
+        The JSON that gpu_torch.py printed. It is {"failed": message} if the script failed, for
+        example because the memory of the GPU was full.
     """
     command = [sys.executable, "-m", "benchmarks.gpu_torch", "--model", str(folder)]
     command += ["--documents", str(options.folder / "documents.jsonl"), "--hooks", str(hooks)]
@@ -75,25 +88,31 @@ def run_torch(folder: Path, hooks: int, options: argparse.Namespace) -> Row:
         return {"failed": str(failure)}
 
 
-def describe(shape: str, hooks: int, ours: Row, others: Row, peak: float) -> Iterator[str]:
-    """Yields the lines of the table.
+def describe(
+    shape: str, hooks: int, tool_figures: Figures, torch_figures: Figures, peak: float
+) -> Iterator[str]:
+    """Yields lines that describe the figures of one model and one number of hooks.
 
     Args:
         shape: The name of the model's shape.
         hooks: The number of stored layers.
-        ours: The figures of `run_ours`.
-        others: The figures of `run_torch`.
-        peak: FLOP/s of the fastest matrix product.
+        tool_figures: The result of `measure_tool`.
+        torch_figures: The result of `measure_transformers`.
+        peak: The FLOP/s of the fastest matrix product.
     """
+    speed = tool_figures["tokens_per_second"]
     yield (
-        f"{shape} {hooks} hooks: step {ours['step_tokens_per_second']:.0f} tokens/s, "
-        f"{ours['step_flops_per_second'] / peak:.0%} of {peak / 1e12:.0f} TFLOP/s; end to end "
-        f"{ours['tokens_per_second']:.0f} tokens/s ({ours['packed_tokens_per_second']:.0f} without "
-        f"storing), {ours['bytes_per_second'] / 1e9:.2f} GB/s to disk"
+        f"{shape} {hooks} hooks: step {tool_figures['step_tokens_per_second']:.0f} tokens/s, "
+        f"{tool_figures['step_flops_per_second'] / peak:.0%} of {peak / 1e12:.0f} TFLOP/s; "
+        f"end to end {speed:.0f} tokens/s "
+        f"({tool_figures['packed_tokens_per_second']:.0f} without storing), "
+        f"{tool_figures['bytes_per_second'] / 1e9:.2f} GB/s to disk"
     )
-    for name, rate in others.get("tokens_per_second", {}).items():
-        ratio = ours["tokens_per_second"] / rate
-        yield f"{shape} {hooks} hooks: transformers, {name}: {rate:.0f} tokens/s (ours {ratio:.2f})"
+    for order, torch_speed in torch_figures.get("tokens_per_second", {}).items():
+        yield (
+            f"{shape} {hooks} hooks: transformers, {order}: {torch_speed:.0f} tokens/s "
+            f"(ours {speed / torch_speed:.2f})"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--hooks", nargs="+", type=int, default=[1, 14], help="layers to store (default: 1 14)"
     )
-    parser.add_argument("--documents", type=int, default=2000, help="(default: 2000)")
+    parser.add_argument("--documents", type=int, default=2000, help="how many (default: 2000)")
     parser.add_argument("--rows", type=int, default=8, help="per step (default: 8)")
     parser.add_argument("--length", type=int, default=2048, help="tokens per row (default: 2048)")
     parser.add_argument(
@@ -112,13 +131,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--folder",
         type=Path,
-        help="where a temporary folder is made (default: the system's folder for these)",
+        help="in which a temporary folder is made (default: the system's temporary folder)",
     )
     options = parser.parse_args(argv)
     script = (
         "import jax; print(jax.default_backend(), jax.local_devices()[0].device_kind, sep='\\n')"
     )
-    backend, device = run([sys.executable, "-c", script], None).output.splitlines()[-2:]
+    backend, device = run([sys.executable, "-c", script], None).stdout.splitlines()[-2:]
     options.platform = "cuda" if backend == "gpu" else "cpu"
     if backend != "gpu" and options.shapes != ["tiny"]:
         print(f"error: expected a GPU, but JAX finds only: {backend}", file=sys.stderr)
@@ -128,26 +147,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_documents(options.folder / "documents.jsonl", options.documents)
         peaks = {}
         for library in ("jax", "torch"):
-            products = [sys.executable, str(ROOT / "benchmarks/peak.py"), library]
-            products += ["--dtypes", "bfloat16", *(["--gpu"] if backend == "gpu" else [])]
-            figures = run(products, options.platform).result
-            peaks[library] = best(figures)["bfloat16"]
-        rows: Row = {}
+            command = [sys.executable, str(ROOT / "benchmarks/peak.py"), library]
+            command += ["--dtypes", "bfloat16"]
+            if backend == "gpu":
+                command.append("--gpu")
+            peaks[library] = best(run(command, options.platform).result)["bfloat16"]
+        rows: dict[str, dict[str, Figures]] = {}  # shape and hooks -> program -> figures
         for shape in options.shapes:
             folder, config = options.folder / shape, SHAPES[shape]
             if options.depth:
                 config = config | {"num_hidden_layers": options.depth}
             make_model(folder, config)
             for hooks in options.hooks:
-                torch_figures = run_torch(folder, hooks, options)
-                tool_figures = run_ours(folder, hooks, options)
+                torch_figures = measure_transformers(folder, hooks, options)
+                tool_figures = measure_tool(folder, hooks, options)
                 rows[f"{shape} {hooks}"] = {"ours": tool_figures, "transformers": torch_figures}
                 peak = max(peaks.values())
                 lines = describe(shape, hooks, tool_figures, torch_figures, peak)
                 print(*lines, sep="\n", flush=True)
             shutil.rmtree(folder)
     flags = vars(options).copy()
-    del flags["folder"]  # a path of this machine
+    # The temporary folder means nothing to a reader of the result.
+    del flags["folder"]
     print_result({"asked": flags, "device": device, "peak_flops_per_second": peaks, "rows": rows})
     return 0
 

@@ -1,9 +1,10 @@
-"""Measures transformers with torch on the inputs of gpu.py, which runs it in a separate process.
+"""Measures the speed of transformers with PyTorch, for gpu.py.
 
-It computes batches of documents padded to the longest one, in the order of the file and sorted by
-length, and full rows. The residual stream of some layers is copied to pinned memory. Token ids are
-random; attention is torch's scaled dot-product. It imports no JAX. The last line printed is one
-JSON object.
+gpu.py runs this script in a separate process, with its own inputs. The script computes batches of
+documents that are padded to the longest one. It measures three orders: the order of the file,
+sorted by length, and full rows, in which all documents have the same length. The residual stream of
+some layers is copied to pinned memory. Token ids are random, and attention is PyTorch's scaled
+dot-product attention. The script does not import JAX. The last line printed is one JSON object.
 """
 
 import argparse
@@ -28,64 +29,72 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def hooked(model: Any, layers: Sequence[int], kept: dict[int, torch.Tensor]) -> None:
-    """Makes the model store the outputs of these layers in `kept`, by layer, in each pass."""
+def add_hooks(model: Any, layers: Sequence[int], outputs: dict[int, torch.Tensor]) -> None:
+    """Adds hooks to a model that store the outputs of some layers in every forward pass.
 
-    def keep(layer: int) -> Callable[..., None]:
+    Args:
+        model: The model of transformers.
+        layers: The numbers of the layers.
+        outputs: The dict that receives the outputs: layer -> tensor (documents, tokens, width).
+    """
+
+    def hook_of(layer: int) -> Callable[..., None]:
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            kept[layer] = output[0] if isinstance(output, tuple) else output
+            outputs[layer] = output[0] if isinstance(output, tuple) else output
 
         return hook
 
     for layer in layers:
-        model.layers[layer].register_forward_hook(keep(layer))
+        model.layers[layer].register_forward_hook(hook_of(layer))
 
 
 @torch.inference_mode()
 def tokens_per_second(
     model: Any,
     batches: Sequence[Sequence[int]],
-    kept: dict[int, torch.Tensor],
-    on_host: torch.Tensor,
+    outputs: dict[int, torch.Tensor],
+    host_memory: torch.Tensor,
     seconds: float,
 ) -> float:
-    """Measures the computing and copying of batches, for at least `seconds`.
+    """Measures how fast batches are computed and the outputs of layers are copied to the host.
 
-    The host runs ahead of the GPU by at most four batches.
+    The host submits at most four batches before it waits for the GPU.
 
     Args:
-        model: The model, with the hooks of `hooked`.
+        model: The model, with hooks (see `add_hooks`).
         batches: The lengths of the documents of each batch.
-        kept: The tensors that the hooks store, by layer.
-        on_host: Memory for their copies, (hooks, tokens, width).
-        seconds: The seconds to measure.
+        outputs: The dict in which the hooks store the outputs of layers.
+        host_memory: Memory on the host for the copies of the outputs, (hooks, tokens, width).
+        seconds: The time after which no further batch begins.
 
     Returns:
-        Tokens per second, without padding.
+        The number of tokens per second, without padding.
     """
 
     def compute(lengths: Sequence[int]) -> None:
         longest = max(lengths)
         tokens = torch.randint(model.config.vocab_size, (len(lengths), longest), device=DEVICE)
-        ends = torch.tensor(lengths, device=DEVICE)[:, None]
-        mask = (torch.arange(longest, device=DEVICE) < ends).long()
+        length_column = torch.tensor(lengths, device=DEVICE)[:, None]
+        mask = (torch.arange(longest, device=DEVICE) < length_column).long()
         model(tokens, attention_mask=None if min(lengths) == longest else mask, use_cache=False)
-        for index, values in enumerate(kept.values()):
-            target = on_host[index, : len(lengths) * longest]
-            target.copy_(values.flatten(0, 1), non_blocking=True)
+        for hook_number, output in enumerate(outputs.values()):
+            target = host_memory[hook_number, : len(lengths) * longest]
+            target.copy_(output.flatten(0, 1), non_blocking=True)
 
     for lengths in batches[:3]:
         compute(lengths)
     synchronize()
-    began, tokens_done, index = time.perf_counter(), 0, 0
-    while time.perf_counter() - began < seconds or index < 2:
-        lengths = batches[index % len(batches)]
+    start_time = time.perf_counter()
+    token_count = batch_count = 0
+    while time.perf_counter() - start_time < seconds or batch_count < 2:
+        lengths = batches[batch_count % len(batches)]
         compute(lengths)
-        tokens_done, index = tokens_done + sum(lengths), index + 1
-        if index % 4 == 0:
+        token_count += sum(lengths)
+        batch_count += 1
+        if batch_count % 4 == 0:
             synchronize()
     synchronize()
-    return tokens_done / (time.perf_counter() - began)
+    return token_count / (time.perf_counter() - start_time)
 
 
 def main() -> None:
@@ -97,26 +106,27 @@ def main() -> None:
     parser.add_argument("--rows", type=int, required=True, help="documents per batch")
     parser.add_argument("--length", type=int, required=True, help="tokens per full row")
     parser.add_argument("--hooks", type=int, required=True, help="layers to copy to the host")
-    parser.add_argument("--seconds", type=float, required=True, help="to measure each figure")
+    parser.add_argument("--seconds", type=float, required=True, help="for each figure")
     options = parser.parse_args()
     with torch.device(DEVICE):
         model = AutoModel.from_pretrained(options.model, dtype=torch.bfloat16).eval()
-    kept: dict[int, torch.Tensor] = {}
+    outputs: dict[int, torch.Tensor] = {}
     config = model.config
-    hooked(model, evenly_spaced(options.hooks, config.num_hidden_layers), kept)
+    add_hooks(model, evenly_spaced(options.hooks, config.num_hidden_layers), outputs)
     shape = options.hooks, options.rows * options.length, config.hidden_size
-    on_host = torch.empty(shape, dtype=torch.bfloat16, pin_memory=DEVICE == "cuda")
+    host_memory = torch.empty(shape, dtype=torch.bfloat16, pin_memory=DEVICE == "cuda")
     texts = (json.loads(line)["text"] for line in options.documents.open())
     lengths = [min(len(text), options.length) for text in texts]
     speeds = {}
-    for name, order in {"as they come": lengths, "by length": sorted(lengths)}.items():
-        batches = [order[i : i + options.rows] for i in range(0, len(order), options.rows)]
-        # The time may be over before all batches are computed; these should be a random sample.
+    for order, ordered_lengths in (("as they come", lengths), ("by length", sorted(lengths))):
+        starts = range(0, len(lengths), options.rows)
+        batches = [ordered_lengths[start : start + options.rows] for start in starts]
+        # If the time is over before all batches are computed, a random sample of them is measured.
         random.Random(0).shuffle(batches)
-        speeds[name] = tokens_per_second(model, batches, kept, on_host, options.seconds)
-    full = [[options.length] * options.rows]
-    speeds["full rows"] = tokens_per_second(model, full, kept, on_host, options.seconds)
-    versions = {name: version(name) for name in ("torch", "transformers")}
+        speeds[order] = tokens_per_second(model, batches, outputs, host_memory, options.seconds)
+    full_rows = [[options.length] * options.rows]
+    speeds["full rows"] = tokens_per_second(model, full_rows, outputs, host_memory, options.seconds)
+    versions = {package: version(package) for package in ("torch", "transformers")}
     print(json.dumps({"tokens_per_second": speeds, "versions": versions}))
 
 

@@ -1,7 +1,8 @@
-"""Makes the inputs of the benchmarks, the same ones every time.
+"""Makes the inputs of the benchmarks, which are the same in every run.
 
-They are configurations of released and of small models (`SHAPES`), checkpoints of random weights,
-documents of FineWeb-Edu's lengths, and the token ids of these for programs that do not tokenise.
+They are the configurations of released models and of small ones (`SHAPES`), checkpoints of random
+weights, documents whose lengths are distributed like those of FineWeb-Edu, and the token ids of
+these documents for programs that do not tokenise.
 """
 
 import json
@@ -21,10 +22,11 @@ from activation_extraction.model.weights import WeightSpec
 from activation_extraction.run import demo
 from qwen2_jax import Qwen2, weight_table
 
-REPEATED = 2**22  # random numbers, after which large matrices repeat them
-# The documents' log-normal lengths in tokens: the median, the standard deviation of the logarithm,
-# and the length at which they are cut.
-MEDIAN_TOKENS, SPREAD, LONGEST = 620, 1.0, 2048
+# The number of random numbers that are drawn. Larger weight matrices repeat them.
+DRAWN_COUNT = 2**22
+# Documents have log-normal lengths in tokens. These are the median, the standard deviation of the
+# logarithm, and the length at which a document is cut.
+MEDIAN_TOKENS, SPREAD, MAX_TOKENS = 620, 1.0, 2048
 
 
 def _shape(
@@ -44,10 +46,10 @@ def _shape(
 
 
 def evenly_spaced(count: int, depth: int) -> list[int]:
-    """Returns evenly spaced numbers of layers, of which the last is the last layer.
+    """Returns the numbers of evenly spaced layers in ascending order, ending with the last layer.
 
     Args:
-        count: The number of layers to choose; all layers if it is at least `depth`.
+        count: The number of layers to choose. If it is `depth` or more, all layers are chosen.
         depth: The number of layers of the model.
     """
     count = min(count, depth)
@@ -65,7 +67,8 @@ SHAPES: dict[str, Any] = {
         "shared_expert_intermediate_size": 64,
         "decoder_sparse_step": 2,
     },
-    "0.1B": _shape(640, 2560, 16, 10, 2, 32000, True),  # for short runs on a CPU
+    # A model for short runs on a CPU.
+    "0.1B": _shape(640, 2560, 16, 10, 2, 32000, True),
     "0.5B": released_config("Qwen2.5-0.5B"),
     "1.5B": released_config("Qwen2.5-1.5B"),
     "7B": released_config("Qwen2.5-7B"),
@@ -76,9 +79,9 @@ SHAPES: dict[str, Any] = {
     "80B-A3B": released_config("Qwen3-Next-80B-A3B"),
     "9B": released_config("Qwen3.5-9B"),
     "35B-A3B": released_config("Qwen3.5-35B-A3B"),
-    # Twelve layers of Qwen3-0.6B with a small vocabulary; and eight layers with the same attention
-    # and experts.
+    # Twelve layers of Qwen3-0.6B, with a smaller vocabulary.
     "qwen3": _shape(1024, 3072, 12, 16, 8, 32000, True) | {"model_type": "qwen3", "head_dim": 128},
+    # Eight layers with the attention of Qwen3-0.6B, but with experts.
     "qwen3-moe": _shape(1024, 3072, 8, 16, 8, 32000, True)
     | {
         "model_type": "qwen3_moe",
@@ -88,7 +91,7 @@ SHAPES: dict[str, Any] = {
         "moe_intermediate_size": 512,
         "norm_topk_prob": True,
     },
-    # Eight layers of Qwen3.5-0.8B with a small vocabulary; six of them have a gated delta net.
+    # Eight layers of Qwen3.5-0.8B, with a smaller vocabulary. Six of them have a gated delta net.
     "qwen3.5": _shape(1024, 3584, 8, 8, 2, 32000, True)
     | {"model_type": "qwen3_5_text", "head_dim": 256},
 }
@@ -117,47 +120,57 @@ def make_model(folder: Path, config: dict[str, Any]) -> int:
 def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
     """Writes random bfloat16 weights to a safetensors file.
 
-    Weights are scaled by their fan-in, and those of norms are near 1. Large matrices repeat the
-    same numbers, because drawing normal numbers takes longer than writing them.
+    Weights are divided by the square root of their fan-in, and 1 is added to the weights of norms.
+    Large matrices repeat the same numbers, because drawing normal numbers takes longer than writing
+    them.
+
+    Args:
+        path: The file to write.
+        table: The weights of the model.
     """
-    normal = np.random.default_rng(0).standard_normal(REPEATED, np.float32)
+    normal_values = np.random.default_rng(0).standard_normal(DRAWN_COUNT, np.float32)
     specs = {name: spec for spec in table for name in spec.hf_names}
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     shapes = {name: (bfloat16, spec.hf_shape) for name, spec in specs.items()}
     with path.open("wb") as file:
         file.write(pack_header(shapes, {}))
         for name, spec in specs.items():
-            values = normal / np.float32(math.sqrt(spec.hf_shape[-1]))
+            values = normal_values / np.float32(math.sqrt(spec.hf_shape[-1]))
             if name.endswith("norm.weight"):
                 values += 1
             values = values.astype(bfloat16)
             count = math.prod(spec.hf_shape)
-            for begin in range(0, count, REPEATED):
-                file.write(values[: count - begin].tobytes())
+            for start in range(0, count, DRAWN_COUNT):
+                file.write(values[: count - start].tobytes())
 
 
 def make_documents(path: Path, count: int) -> None:
-    """Writes documents of random letters with FineWeb-Edu's lengths, as JSON Lines.
+    """Writes documents of random letters as JSON Lines.
 
-    With the tokenizer of `make_model`, every letter is one token.
+    With the tokenizer of `make_model`, every letter is one token, so the lengths in tokens are
+    distributed like those of FineWeb-Edu.
+
+    Args:
+        path: The file to write.
+        count: The number of documents.
     """
-    chance = np.random.default_rng(0)
-    lengths = chance.lognormal(np.log(MEDIAN_TOKENS), SPREAD, count)
-    lengths = np.clip(lengths.round().astype(int), 1, LONGEST)
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(np.log(MEDIAN_TOKENS), SPREAD, count)
+    lengths = np.clip(lengths.round().astype(int), 1, MAX_TOKENS)
     letters = np.frombuffer(b"etaoinshrdlu ", np.uint8)
-    rows = [{"text": chance.choice(letters, n).tobytes().decode()} for n in lengths]
+    rows = [{"text": rng.choice(letters, length).tobytes().decode()} for length in lengths]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def tokenise(model: Path, documents: Path, longest: int) -> list[list[int]]:
-    """Returns the token ids of each document, as the tool makes them.
+def tokenise(model: Path, documents: Path, max_tokens: int) -> list[list[int]]:
+    """Returns the token ids of each document, as extract_activations.py makes them.
 
     Args:
         model: The folder of the tokenizer.
         documents: The JSON Lines file with the documents.
-        longest: The number of tokens at which a document is cut.
+        max_tokens: The number of tokens at which a document is cut.
     """
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     texts = [json.loads(line)["text"] for line in documents.read_text().splitlines()]
-    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
-    return [encoding.ids[:longest] for encoding in encoded]
+    encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+    return [encoding.ids[:max_tokens] for encoding in encodings]

@@ -1,12 +1,15 @@
-"""Kills extractions at random moments and starts them again with the same command, until they end.
+"""Kills extractions at random moments and starts them again, and checks what they have stored.
 
-`python -m benchmarks.kill_and_resume --kills 200 --rounds 30` does two things. It kills runs over
-ten kinds of input, in both formats, in a folder and in a bucket where a fifth of the requests fail;
-the batch size, the mesh and the number of devices change with every start. Then, in each of the
-rounds, two or three processes write to one bucket at the same time, and are stopped for seconds
-(SIGSTOP) or killed. At the end, every sample must be stored exactly once, its values must differ
-from those of an undisturbed run by at most 1e-5 of the root mean square of their hook, and --verify
-must report nothing. The last line printed is one JSON object.
+`python -m benchmarks.kill_and_resume --kills 200 --rounds 30` does two things. First, it kills runs
+over ten kinds of input, in both shard formats. They store in a folder, or in a bucket in which a
+fifth of the requests fail. The batch size, the mesh and the number of devices change with every
+start. Second, in each of the rounds, two or three processes write to one bucket at the same time,
+and are stopped for seconds (SIGSTOP) or killed.
+
+Every run is started again with the same command until it is complete. Then every sample must be
+stored exactly once, and --verify must find no problem. The values must differ from those of an
+undisturbed run by at most 1e-5 of the root mean square (RMS) of their hook. The last line printed
+is one JSON object.
 """
 
 import argparse
@@ -29,7 +32,7 @@ import numpy as np
 import pyarrow.parquet
 
 ROOT = Path(__file__).parents[1]
-# The tests have a bucket whose requests fail, and processes that start quickly.
+# The modules of the tests serve a bucket whose requests can fail, and start processes quickly.
 sys.path[:0] = [str(ROOT / "tests")]
 
 from chat_templates import QWEN2_5  # noqa: E402
@@ -48,9 +51,9 @@ from benchmarks.inputs import SHAPES  # noqa: E402
 from benchmarks.processes import print_result  # noqa: E402
 from qwen2_jax import Qwen2, weight_table  # noqa: E402
 
-# A script that runs the tool with a pause before every batch, so that a run lasts long enough to be
-# killed.
-SLOWLY = """
+# A script that runs the tool, but pauses before every batch is stored, so that a run lasts long
+# enough to be killed.
+SLOW_SCRIPT = """
 import os, sys, time
 from activation_extraction.__main__ import main
 from activation_extraction.store.storage import ActivationStorage
@@ -63,25 +66,30 @@ status = main(sys.argv[1:])
 sys.stdout.flush()
 os._exit(status)
 """
-LONGEST = 0.8  # seconds between the sign of life and the kill, at most
-TOLERANCE = 1e-5  # largest difference of values, as a share of the root mean square
-LOST = "has taken over"  # in the message of a process that has lost the folder to another one
-MESHES: tuple[tuple[int, list[str]], ...] = (  # the number of devices, and the flags of the mesh
+# The largest number of seconds between the sign of life of a run and the kill.
+MAX_SECONDS_TO_KILL = 0.8
+# The largest allowed difference of values, divided by the root mean square of the hook.
+TOLERANCE = 1e-5
+# Words in the message of a process whose folder another process has taken over.
+TAKEN_OVER = "has taken over"
+# Numbers of devices, with the flags of a mesh that has so many devices.
+MESHES: tuple[tuple[int, list[str]], ...] = (
     (1, []),
     (2, ["--mesh_type", "1d"]),
     (2, ["--mesh_type", "2d"]),
     (4, ["--mesh_shape", "2,2", "--mesh_axes", "data,fsdp"]),
     (4, ["--no_data_parallel"]),
 )
+# The number of documents of an input.
 DOCUMENTS = 900
 
 
-class Started(NamedTuple):
-    """A started process.
+class StartedProcess(NamedTuple):
+    """A process that was started.
 
     Attributes:
-        process: The process.
-        log: The file of its output.
+        process: Process.
+        log: File with the stdout and stderr of the process.
     """
 
     process: Forked
@@ -91,16 +99,17 @@ class Started(NamedTuple):
         """Waits until the process has ended.
 
         Returns:
-            "done" if the run is complete, "killed", or "lost" if another process has taken over.
+            "done" if the run is complete. "killed" if the process was killed. "lost" if another
+            process has taken over the folder.
 
         Raises:
             RuntimeError: If the process has ended in another way.
         """
-        status, printed = self.process.wait(), self.log.read_text(errors="replace")
-        if status == 2 and LOST in printed.splitlines()[-1]:
+        status, log_text = self.process.wait(), self.log.read_text(errors="replace")
+        if status == 2 and TAKEN_OVER in log_text.splitlines()[-1]:
             return "lost"
         if status not in (0, -signal.SIGKILL):
-            raise RuntimeError(f"a process has ended with status {status}: {printed}")
+            raise RuntimeError(f"a process has ended with status {status}: {log_text}")
         return "done" if status == 0 else "killed"
 
 
@@ -109,44 +118,49 @@ class Extraction:
     """An extraction that is started repeatedly.
 
     Attributes:
-        folder: The folder of the script and the logs.
-        flags: The flags of the tool.
-        environment: Environment variables beside those of this process.
+        folder: Folder of the script and the logs.
+        flags: Flags of extract_activations.py.
+        environment: Environment variables in addition to those of this process.
         varied: Whether the batch size, the mesh and the number of devices change at every start.
-        chance: The generator of all random choices.
-        starts: The number of starts so far.
+        rng: Generator of all random choices.
+        starts: Number of starts so far.
     """
 
     folder: Path
     flags: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     varied: bool = False
-    chance: random.Random = field(default_factory=lambda: random.Random(0))
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
     starts: int = 0
 
-    def start(self, *more: str) -> Started:
-        """Starts the command, slowed down, with `more` flags."""
+    def start(self, *more_flags: str) -> StartedProcess:
+        """Starts the extraction with a pause before every batch is stored.
+
+        Args:
+            more_flags: Flags in addition to those of the extraction.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         self.starts += 1
         script, log = self.folder / "slowly.py", self.folder / f"{self.starts}.log"
-        script.write_text(SLOWLY)
+        script.write_text(SLOW_SCRIPT)
         variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-        command = [str(script), *self.flags, *more]
+        command = [str(script), *self.flags, *more_flags]
         if self.varied:
-            devices, mesh = self.chance.choice(MESHES)
-            variables[DEVICES] = str(devices)
-            command += [*mesh, "--batch_size", str(self.chance.choice([4, 8, 12]))]
-        return Started(Forked(command, variables | dict(self.environment), log), log)
+            device_count, mesh_flags = self.rng.choice(MESHES)
+            variables[DEVICES] = str(device_count)
+            command += [*mesh_flags, "--batch_size", str(self.rng.choice([4, 8, 12]))]
+        process = Forked(command, variables | dict(self.environment), log)
+        return StartedProcess(process, log)
 
     def kill(self, signs_of_life: Callable[[], object], kills: int) -> int:
-        """Starts and kills the command several times, and then lets it end.
+        """Starts and kills the extraction several times, and then lets it complete.
 
-        The first two kills and every fourth one come at a random moment after the start, the others
-        after the first sign of life. If a run is complete before it is killed, nothing is started
-        any more.
+        The first two kills and every fourth one come at a random moment after the start. The others
+        come at a random moment after the first sign of life. If the run is complete before it is
+        killed, it is not started again.
 
         Args:
-            signs_of_life: Returns a value that changes when a run has begun to store.
+            signs_of_life: The function whose result changes when a process has begun to store.
             kills: The number of processes to kill.
 
         Returns:
@@ -155,70 +169,70 @@ class Extraction:
         Raises:
             RuntimeError: If a process fails.
         """
-        for number in range(kills):
-            before = signs_of_life()
+        for kill_number in range(kills):
+            signs_before = signs_of_life()
             started = self.start()
-            if number > 1 and number % 4:
-                while started.process.poll() is None and signs_of_life() == before:
+            if kill_number > 1 and kill_number % 4:
+                while started.process.poll() is None and signs_of_life() == signs_before:
                     time.sleep(0.01)
-            time.sleep(self.chance.uniform(0, LONGEST))
+            time.sleep(self.rng.uniform(0, MAX_SECONDS_TO_KILL))
             started.process.kill()
             if started.end() == "done":
-                return number
+                return kill_number
         assert self.start().end() == "done"
         return kills
 
     def compete(self, writers: int, events: int) -> Counter[str]:
-        """Has several processes write to one bucket, and stops or kills them at random.
+        """Lets several processes write to one bucket, and stops or kills them at random.
 
-        After each stop or kill, a new process replaces each one that has ended. When all have
-        ended, one more process runs to the end.
+        After each stop or kill, every process that has ended is replaced by a new one. When all
+        have ended, one more process runs until the extraction is complete.
 
         Args:
-            writers: The number of processes at the same time.
+            writers: The number of processes that run at the same time.
             events: The number of stops and kills.
 
         Returns:
-            "stopped" -> the number of stops; "done", "killed", "lost" -> the number of processes
-            that ended in this way (see `Started.end`).
+            Event -> how often it occurred. The events are "stopped" for a process that was stopped
+            for some time, and the ways in which processes ended: "done", "killed" and "lost" (see
+            `StartedProcess.end`).
 
         Raises:
             RuntimeError: If a process fails.
         """
-        ends: Counter[str] = Counter()
+        event_counts: Counter[str] = Counter()
 
-        def start(number: int) -> Started:
-            return self.start("--output_dir", str(self.folder / f"disk_{number}"))
+        def start(writer: int) -> StartedProcess:
+            return self.start("--output_dir", str(self.folder / f"disk_{writer}"))
 
-        running = [start(number) for number in range(writers)]
+        running = [start(writer) for writer in range(writers)]
         for _ in range(events):
-            time.sleep(self.chance.uniform(0, 2))
-            number = self.chance.randrange(writers)
-            process = running[number].process
-            if self.chance.random() < 0.6:
+            time.sleep(self.rng.uniform(0, 2))
+            process = running[self.rng.randrange(writers)].process
+            if self.rng.random() < 0.6:
                 process.send_signal(signal.SIGSTOP)
-                time.sleep(self.chance.uniform(0.5, 4))
+                time.sleep(self.rng.uniform(0.5, 4))
                 process.send_signal(signal.SIGCONT)
-                ends["stopped"] += 1
+                event_counts["stopped"] += 1
             else:
                 process.kill()
                 process.wait()
-            for number, started in enumerate(running):
+            for writer, started in enumerate(running):
                 if started.process.poll() is not None:
-                    ends[started.end()] += 1
-                    running[number] = start(number)
-        ends.update(started.end() for started in running)
+                    event_counts[started.end()] += 1
+                    running[writer] = start(writer)
+        event_counts.update(started.end() for started in running)
         assert start(0).end() == "done"
-        return ends
+        return event_counts
 
 
 class Sample(NamedTuple):
-    """A stored sample.
+    """A stored sample, as a run has stored it.
 
     Attributes:
-        tokens: Its token ids, and their positions.
-        facts: Its facts in the table of samples.
-        values: The key of a hook -> activations (tokens, width).
+        tokens: Ids of the stored tokens, and their positions in the sample.
+        facts: Row of the sample in the table of samples.
+        values: Key of a hook -> activations (tokens, width).
     """
 
     tokens: tuple[list[int], list[int]]
@@ -227,156 +241,180 @@ class Sample(NamedTuple):
 
 
 def samples_in(*urls: object) -> dict[int, Sample]:
-    """Reads all samples of these folders.
+    """Reads all samples of a run.
 
     Args:
-        urls: The folders of the machines and hosts of a run.
+        urls: The folders of the run: one for each worker.
 
     Returns:
-        The number of a sample -> the sample.
+        Sample number -> sample.
 
     Raises:
-        RuntimeError: If a sample is stored twice, or if the log of a folder has a problem.
+        RuntimeError: If a sample is stored twice, or if the run log of a folder has a problem.
     """
     samples_by_number: dict[int, Sample] = {}
     for folder in map(Folder, map(str, urls)):
         log = RunLog.read(folder)
-        for problem in log.problems:
-            raise RuntimeError(problem)
+        if log.problems:
+            raise RuntimeError(log.problems[0])
         for commit in log.in_order:
             if not commit.count:
                 continue
             table = stored_samples(read_table(folder, commit))
             samples = read_samples(folder, log, commit, range(commit.count), commit.file)
-            for sample, in_table in zip(samples, table, strict=True):
-                number, in_shard = in_table.facts.sample_idx, sample.tokens
-                if number in samples_by_number or in_shard.sample_idx != number:
+            for sample, table_row in zip(samples, table, strict=True):
+                facts, tokens = table_row.facts, sample.tokens
+                number = facts.sample_idx
+                if number in samples_by_number or tokens.sample_idx != number:
                     raise RuntimeError(f"{folder.url}: sample {number} is stored twice")
-                values = dict(zip(commit.names, sample.values, strict=True))
-                tokens = np.asarray(in_shard.token_ids).tolist(), in_shard.positions.tolist()
-                samples_by_number[number] = Sample(tokens, in_table.facts, values)
+                samples_by_number[number] = Sample(
+                    (np.asarray(tokens.token_ids).tolist(), tokens.positions.tolist()),
+                    facts,
+                    dict(zip(commit.names, sample.values, strict=True)),
+                )
     return samples_by_number
 
 
-def deviation(disturbed: Mapping[int, Sample], whole: Mapping[int, Sample]) -> float:
-    """Compares the samples of a disturbed run with those of an undisturbed one.
+def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]) -> float:
+    """Compares the samples of a disturbed run with those of an undisturbed run.
 
     Args:
-        disturbed: The number of a sample -> the sample of the disturbed run.
-        whole: The same of the undisturbed run.
+        disturbed: Sample number -> sample of the disturbed run.
+        undisturbed: Sample number -> sample of the undisturbed run.
 
     Returns:
-        The largest difference of a value, divided by the root mean square of its hook. 0 means that
-        all values are equal.
+        The largest difference of two values, divided by the root mean square of their hook. It is 0
+        if all values are equal.
 
     Raises:
         RuntimeError: If the numbers, tokens, positions or facts of the samples differ.
     """
-    missing, surplus = whole.keys() - disturbed.keys(), disturbed.keys() - whole.keys()
-    if missing or surplus:
-        raise RuntimeError(f"missing samples: {missing}, unexpected samples: {surplus}")
-    for number, expected in whole.items():
+    missing = undisturbed.keys() - disturbed.keys()
+    unexpected = disturbed.keys() - undisturbed.keys()
+    if missing or unexpected:
+        raise RuntimeError(f"missing samples: {missing}, unexpected samples: {unexpected}")
+    for number, expected in undisturbed.items():
         sample = disturbed[number]
         if (sample.tokens, sample.facts) != (expected.tokens, expected.facts):
             raise RuntimeError(f"sample {number}: {sample[:2]}, expected {expected[:2]}")
 
     def values_at(hook: Any, samples: Mapping[int, Sample]) -> np.ndarray:
-        values = [samples[number].values[hook] for number in whole]
+        values = [samples[number].values[hook] for number in undisturbed]
         return np.concatenate(values).astype(np.float64)
 
-    largest = 0.0
-    for hook in next(iter(whole.values())).values:
-        expected_values = values_at(hook, whole)
+    largest_deviation = 0.0
+    for hook in next(iter(undisturbed.values())).values:
+        expected_values = values_at(hook, undisturbed)
         difference = abs(values_at(hook, disturbed) - expected_values).max()
-        largest = max(largest, float(difference / np.sqrt((expected_values**2).mean())))
-    return largest
+        rms = np.sqrt((expected_values**2).mean())
+        largest_deviation = max(largest_deviation, float(difference / rms))
+    return largest_deviation
 
 
-def texts() -> list[str]:
-    """Returns texts of 0 to 60 words."""
-    chance = random.Random(0)
+def make_texts() -> list[str]:
+    """Returns DOCUMENTS texts of 0 to 60 words."""
+    rng = random.Random(0)
     words = (ROOT / "activation_extraction/run/demo_texts.txt").read_text(encoding="utf-8").split()
-    starts = [chance.randrange(len(words)) for _ in range(DOCUMENTS)]
-    return [" ".join(words[at : at + chance.choice([0, 1, *range(2, 61)])]) for at in starts]
+    starts = [rng.randrange(len(words)) for _ in range(DOCUMENTS)]
+    texts = []
+    for start in starts:
+        word_count = rng.choice(range(61))
+        texts.append(" ".join(words[start : start + word_count]))
+    return texts
 
 
 def make_inputs(folder: Path) -> dict[str, list[str]]:
-    """Writes two models and their data.
+    """Writes two models and data sets of several kinds.
+
+    Args:
+        folder: The folder to which they are written.
 
     Returns:
-        The name of a kind of input -> the flags of a run over it.
+        Kind of input -> the flags of a run over it.
     """
     model = demo.make_demo(folder)[0]
-    experts = folder / "experts"
-    experts.mkdir()
+    expert_model = folder / "experts"
+    expert_model.mkdir()
     config = {**demo.MODEL_CONFIG, **SHAPES["tiny-moe"], "vocab_size": demo.VOCAB_SIZE}
-    (experts / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (experts / name).write_bytes((model / name).read_bytes())
-    parsed = parse_model_config(config)
-    demo.write_weights(experts / "model.safetensors", weight_table(Qwen2(parsed)).values())
-    (folder / "template.jinja").write_text(QWEN2_5)
+    (expert_model / "config.json").write_text(json.dumps(config))
+    for file_name in ("tokenizer.json", "tokenizer_config.json"):
+        (expert_model / file_name).write_bytes((model / file_name).read_bytes())
+    weights = weight_table(Qwen2(parse_model_config(config)))
+    demo.write_weights(expert_model / "model.safetensors", weights.values())
+    template = folder / "template.jinja"
+    template.write_text(QWEN2_5)
 
-    documents: list[dict[str, Any]] = [{"text": text, "id": n} for n, text in enumerate(texts())]
-    conversations = [
-        {"messages": [{"role": "system", "content": "Hm."}, {"role": "user", "content": text}]}
-        for text in texts()
-        if text
+    texts = make_texts()
+    documents: list[dict[str, Any]] = [
+        {"text": text, "id": number} for number, text in enumerate(texts)
     ]
-    token_rows: list[dict[str, Any]] = [
-        {"ids": [ord(c) % 128 for c in row["text"]][:80], "mask": [n % 3 > 0 for n in range(80)]}
-        for row in documents
-        if row["text"]
-    ]
-    for row in token_rows:
-        row["mask"] = row["mask"][: len(row["ids"])]
+    conversations = []
+    token_rows = []
+    for text in filter(None, texts):
+        system_message = {"role": "system", "content": "Hm."}
+        conversations.append({"messages": [system_message, {"role": "user", "content": text}]})
+        token_ids = [ord(character) % 128 for character in text[:80]]
+        mask = [position % 3 > 0 for position in range(len(token_ids))]
+        token_rows.append({"ids": token_ids, "mask": mask})
 
-    def write(name: str, content: Sequence[Mapping[str, Any]], bad: int = 0) -> str:
-        lines = [json.dumps(row) for row in content]
-        for number in range(bad):
-            lines.insert(number * 60, "{")
+    def write(name: str, rows: Sequence[Mapping[str, Any]], bad_lines: int = 0) -> str:
+        """Writes rows to a file of JSON Lines with some bad lines, and returns the path."""
+        lines = [json.dumps(row) for row in rows]
+        for bad_line in range(bad_lines):
+            lines.insert(bad_line * 60, "{")
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("\n".join(lines) + "\n")
         return str(path)
 
-    plain, half = write("rows.jsonl", documents), len(documents) // 2
-    for number in range(3):
-        write(f"files/{number}.jsonl", documents[number::3])
+    documents_path = write("rows.jsonl", documents)
+    conversations_path = write("c.jsonl", conversations)
+    token_rows_path = write("ids.jsonl", token_rows)
+    bad_rows_path = write("b.jsonl", documents, bad_lines=9)
+    for file_number in range(3):
+        write(f"files/{file_number}.jsonl", documents[file_number::3])
+    half = len(documents) // 2
+    first_half_path = write("half.jsonl", documents[:half])
     table = pyarrow.Table.from_pylist(documents[half:])
     pyarrow.parquet.write_table(table, folder / "half.parquet", row_group_size=100)
-    files, with_model = str(folder / "files"), ["--model_path", str(model)]
-    text = [*with_model, "--dataset_path", plain]
-    chat = ["--messages_column", "messages", "--chat_template", str(folder / "template.jinja")]
-    ids = ["--ids_column", "ids", "--mask_column", "mask"]
-    mixture = [write("half.jsonl", documents[:half]) + "=0.7", f"{folder}/half.parquet=0.3"]
+
+    model_flags = ["--model_path", str(model)]
+    text_flags = [*model_flags, "--dataset_path", documents_path]
+    files_flags = [*model_flags, "--dataset_path", str(folder / "files")]
+    mixture = [f"{first_half_path}=0.7", f"{folder}/half.parquet=0.3"]
+    chat_flags = ["--dataset_path", conversations_path, "--messages_column", "messages"]
+    chat_flags += ["--chat_template", str(template), "--roles", "system", "user"]
+    ids_flags = ["--dataset_path", token_rows_path, "--ids_column", "ids", "--mask_column", "mask"]
     return {
-        "text": text,
-        "shuffled files": [*with_model, "--dataset_path", files, "--shuffle_documents", "3"],
-        "mixture": [*with_model, "--mix", *mixture],
-        "pieces": [*text, "--long_documents", "split", "--overlap", "8"],
-        "chat": [*with_model, "--dataset_path", write("c.jsonl", conversations), *chat, *ROLES],
-        "ids": [*with_model, "--dataset_path", write("ids.jsonl", token_rows), *ids],
-        "few tokens": [*text, "--positions", "random:0.1"],
-        "bad rows": [
-            *with_model,
-            "--dataset_path",
-            write("b.jsonl", documents, 9),
-            "--skip_bad_rows",
-        ],
-        "budget": [*text, "--max_tokens", "12000"],
-        "experts": ["--model_path", str(experts), "--dataset_path", plain],
+        "text": text_flags,
+        "shuffled files": [*files_flags, "--shuffle_documents", "3"],
+        "mixture": [*model_flags, "--mix", *mixture],
+        "pieces": [*text_flags, "--long_documents", "split", "--overlap", "8"],
+        "chat": [*model_flags, *chat_flags],
+        "ids": [*model_flags, *ids_flags],
+        "few tokens": [*text_flags, "--positions", "random:0.1"],
+        "bad rows": [*model_flags, "--dataset_path", bad_rows_path, "--skip_bad_rows"],
+        "budget": [*text_flags, "--max_tokens", "12000"],
+        "experts": ["--model_path", str(expert_model), "--dataset_path", documents_path],
     }
 
 
-ROLES = ["--roles", "system", "user"]
-USUAL = ["--layers_to_extract", "1", "3", "--max_seq_length", "32", "--shard_size_gb", "0.0015"]
-BUCKET = ["--upload_to_gcs", "--gcs_bucket", Bucket.name, "--gcs_prefix", "run"]
-URL = f"gs://{Bucket.name}/run/machine_000"
+# Flags of all runs. The shards are small, so that a run has several.
+RUN_FLAGS = ["--layers_to_extract", "1", "3", "--max_seq_length", "32", "--shard_size_gb", "0.0015"]
+BUCKET_FLAGS = ["--upload_to_gcs", "--gcs_bucket", Bucket.name, "--gcs_prefix", "run"]
+# The folder of a run with BUCKET_FLAGS.
+BUCKET_URL = f"gs://{Bucket.name}/run/machine_000"
 
 
-def succeed(*flags: object) -> None:
-    """Runs the tool in this process."""
+def run_tool(*flags: object) -> None:
+    """Runs the tool in this process.
+
+    Args:
+        flags: The flags of extract_activations.py.
+
+    Raises:
+        RuntimeError: If the exit status is not 0.
+    """
     if status := command.main([str(flag) for flag in flags]):
         raise RuntimeError(f"{flags}: status {status}")
 
@@ -388,97 +426,113 @@ def disturb(
     seed: int,
     action: Callable[[Extraction, Callable[[], object]], Any],
 ) -> tuple[Any, dict[int, Sample]]:
-    """Disturbs an extraction, verifies it and reads what it has stored.
+    """Disturbs an extraction until it is complete, verifies it and reads its samples.
 
     Args:
-        folder: The folder of the scripts, the logs and the output.
-        flags: The flags of the input and the format.
-        in_bucket: Whether the run stores in a bucket, where a fifth of the requests fail meanwhile.
+        folder: The folder of the script, the logs and the output.
+        flags: The flags of the input and of the shard format.
+        in_bucket: Whether the run stores in a bucket. A fifth of the bucket's requests fail while
+            the extraction is disturbed.
         seed: The seed of all random choices.
-        action: Disturbs the extraction until it is complete. It takes the extraction and its signs
-            of life (see `Extraction.kill`).
+        action: The function that disturbs the extraction until it is complete. Its arguments are
+            the extraction and its function `signs_of_life` (see `Extraction.kill`).
 
     Returns:
-        The result of `action`, and the stored samples by their numbers.
+        The result of `action`, and the stored samples: sample number -> sample.
 
     Raises:
-        RuntimeError: If a process fails, or if what is stored is incomplete or damaged.
+        RuntimeError: If a process fails, or if the stored files are incomplete or damaged.
     """
     out = folder / "out"
+    extraction_flags = [*flags, *RUN_FLAGS, "--output_dir", str(out)]
+    url = str(out)
+    if in_bucket:
+        extraction_flags += BUCKET_FLAGS
+        url = BUCKET_URL
     with closing(Bucket()) as bucket:
         os.environ.update(bucket.environment)
-        url = URL if in_bucket else str(out)
-        command = [*flags, *USUAL, "--output_dir", str(out), *(BUCKET if in_bucket else [])]
         bucket.rate = 0.2
-        extraction = Extraction(folder, command, {}, True, random.Random(seed))
+        rng = random.Random(seed)
+        extraction = Extraction(folder, extraction_flags, varied=True, rng=rng)
 
         def signs_of_life() -> int:
             return len(bucket.objects()) if in_bucket else len([*out.glob("*.json")])
 
-        outcome = action(extraction, signs_of_life)
+        action_result = action(extraction, signs_of_life)
         bucket.rate = 0
-        succeed("--verify", "--output_dir", url)
-        return outcome, samples_in(url)
+        run_tool("--verify", "--output_dir", url)
+        return action_result, samples_in(url)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=200, help="(default: 200)")
+    parser.add_argument("--kills", type=int, default=200, help="how many (default: 200)")
     parser.add_argument(
-        "--rounds", type=int, default=30, help="with several writers each (default: 30)"
+        "--rounds", type=int, default=30, help="of several writers, how many (default: 30)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of random choices (default: 0)")
     options = parser.parse_args(argv)
-    began, killed, number = time.perf_counter(), 0, 0
-    ended: Counter[str] = Counter()
-    deviations: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    start_time = time.perf_counter()
+    event_counts: Counter[str] = Counter()  # of several writers; see `Extraction.compete`
+    deviations: dict[str, float] = {}  # kind of input -> largest deviation
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         inputs = make_inputs(folder / "inputs")
-        whole: dict[str, dict[int, Sample]] = {}
+        undisturbed: dict[str, dict[int, Sample]] = {}  # kind of input -> samples by number
 
         def compare(kind: str, disturbed: Mapping[int, Sample]) -> None:
-            if kind not in whole:
+            """Compares the samples of a disturbed run with those of an undisturbed run."""
+            if kind not in undisturbed:
                 out = folder / "whole" / kind
-                succeed(*inputs[kind], *USUAL, "--batch_size", 8, "--output_dir", out)
-                whole[kind] = samples_in(out)
-            largest = deviation(disturbed, whole[kind])
-            deviations[kind] = max(largest, deviations.get(kind, 0.0))
-            if largest > TOLERANCE:
-                raise RuntimeError(f"{kind}: values differ by {largest:.1e} of the RMS")
-            print(f"{kind}: {len(disturbed)} samples, within {largest:.1e} of the RMS", flush=True)
+                run_tool(*inputs[kind], *RUN_FLAGS, "--batch_size", 8, "--output_dir", out)
+                undisturbed[kind] = samples_in(out)
+            largest_deviation = deviation(disturbed, undisturbed[kind])
+            deviations[kind] = max(largest_deviation, deviations.get(kind, 0.0))
+            if largest_deviation > TOLERANCE:
+                raise RuntimeError(f"{kind}: values differ by {largest_deviation:.1e} of the RMS")
+            print(
+                f"{kind}: {len(disturbed)} samples, within {largest_deviation:.1e} of the RMS",
+                flush=True,
+            )
 
         combinations = list(product((False, True), ("pickle", "safetensors"), inputs))
-        kinds = cycle(random.Random(options.seed).sample(combinations, len(combinations)))
-        each_time = max(1, options.kills // len(combinations))
-        while killed < options.kills:
-            in_bucket, form, kind = next(kinds)
-            count = min(options.kills - killed, each_time)
-            kills, samples = disturb(
-                folder / f"kills_{number}",
-                [*inputs[kind], "--shard_format", form],
+        combinations = random.Random(options.seed).sample(combinations, len(combinations))
+        kills_of_run = max(1, options.kills // len(combinations))
+        kill_count = 0
+        for run_number, (in_bucket, shard_format, kind) in enumerate(cycle(combinations)):
+            if kill_count >= options.kills:
+                break
+            kills = min(options.kills - kill_count, kills_of_run)
+            killed, samples = disturb(
+                folder / f"kills_{run_number}",
+                [*inputs[kind], "--shard_format", shard_format],
                 in_bucket,
-                options.seed + number,
-                lambda extraction, signs, count=count: extraction.kill(signs, count),  # type: ignore[misc]
+                options.seed + run_number,
+                lambda extraction, signs, kills=kills: extraction.kill(signs, kills),  # type: ignore[misc]
             )
-            killed += kills
-            number += 1
+            kill_count += killed
             compare(kind, samples)
-        for number in range(options.rounds):
-            kind = list(inputs)[number % len(inputs)]
-            writers = 2 + number % 2
-            ends, samples = disturb(
-                folder / f"writers_{number}",
+        for round_number in range(options.rounds):
+            kind = list(inputs)[round_number % len(inputs)]
+            writers = 2 + round_number % 2
+            counts_of_round, samples = disturb(
+                folder / f"writers_{round_number}",
                 inputs[kind],
                 True,
-                options.seed + number,
+                options.seed + round_number,
                 lambda extraction, _, writers=writers: extraction.compete(writers, 8),  # type: ignore[misc]
             )
-            ended.update(ends)
+            event_counts.update(counts_of_round)
             compare(kind, samples)
-    summary = {"kills": killed, "rounds": options.rounds, "writers": ended}
-    summary |= {"largest_deviation_of_rms": deviations}
-    print_result({**summary, "seconds": round(time.perf_counter() - began, 1)})
+    print_result(
+        {
+            "kills": kill_count,
+            "rounds": options.rounds,
+            "writers": event_counts,
+            "largest_deviation_of_rms": deviations,
+            "seconds": round(time.perf_counter() - start_time, 1),
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Measures how fast weights are loaded: `python -m benchmarks.loading`.
 
 It makes checkpoints of one layer of Qwen3-8B and of one layer of Qwen3-30B-A3B, which has experts.
-Each is made in bfloat16, and in float8 with a scale for each block of 128 x 128 values, as in
-Qwen's releases. The two dtypes take turns, and are loaded into one device of this machine as in a
-run: warm, from the page cache, and cold, from the disk, where a checkpoint usually is. It prints
-GB/s of the files (medians over the rounds), and the ratio of float8's speed to bfloat16's (median,
-smallest and largest). The last line is one JSON object.
+Each checkpoint is made in bfloat16, and in float8 with a scale for each block of 128 x 128 values,
+as in Qwen's releases. As in a run, they are loaded into one device of this machine: warm, from the
+page cache, and cold, from the disk. In every round, each dtype is loaded once.
+
+It prints the speed of each dtype in GB/s of the checkpoint's file, as the median over the rounds.
+It also prints the ratio of float8's speed to bfloat16's: the median, the smallest and the largest
+ratio of all rounds. The last line is one JSON object.
 """
 
 import argparse
@@ -32,46 +34,55 @@ from benchmarks.inputs import SHAPES, make_model
 from benchmarks.processes import print_result
 from qwen2_jax import Qwen2, weight_table
 
-BLOCK = 128  # rows and columns of a block that has one scale
-# The smallest scale, in standard deviations of the values: codes up to 400 reach 8 deviations.
+# The number of rows and of columns of a block of weights with one scale.
+BLOCK = 128
+# The smallest scale, divided by the standard deviation of the weights. With this scale, a float8
+# number of 400 stands for a weight of 8 standard deviations. The largest float8 number is 448.
 SMALLEST_SCALE = 8 / 400
-QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+# The quantization_config in config.json of a float8 checkpoint.
+QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": SHAPES["8B"] | {"num_hidden_layers": 1},
     "experts": SHAPES["30B-A3B"] | {"num_hidden_layers": 1},
 }
-ROWS_OF_VOCABULARY = {"vocab_size": 1024}  # embeddings are not float8
+# The vocabulary is small, because embeddings are not float8.
+SMALL_VOCABULARY = {"vocab_size": 1024}
 
 
 def quantise(source: Path, target: Path) -> None:
-    """Writes a float8 checkpoint with random scales, which stands for the values of another one.
+    """Converts a bfloat16 checkpoint to float8, with a random scale for each block.
+
+    Projections become float8. Their scales and all other tensors are bfloat16.
 
     Args:
         source: The folder of the bfloat16 checkpoint.
-        target: The folder to make. Its projections are float8; the scales of their blocks, and all
-            other tensors, are bfloat16.
+        target: The folder of the float8 checkpoint, which must not exist yet.
     """
     config = json.loads((source / "config.json").read_text())
     target.mkdir()
-    (target / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZED}))
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION}))
     tensors = load_file(source / SINGLE_FILE)
     rng = np.random.default_rng(0)
-    for name, values in [*tensors.items()]:
+    for name, weight in [*tensors.items()]:
         if not name.endswith("_proj.weight"):
             continue
-        blocks = [-(-size // BLOCK) for size in values.shape]
-        smallest_scale = SMALLEST_SCALE / values.shape[1] ** 0.5
-        scales = (smallest_scale * rng.uniform(1, 2, blocks)).astype(values.dtype)
-        of_values = scales.repeat(BLOCK, 0)[: len(values)].repeat(BLOCK, 1)[:, : values.shape[1]]
-        tensors[name] = (values.astype(np.float32) / of_values.astype(np.float32)).astype(VALUES)
+        rows, columns = weight.shape
+        block_counts = -(-rows // BLOCK), -(-columns // BLOCK)
+        # The standard deviation of the weights is 1 / sqrt(columns); see `write_weights`.
+        smallest_scale = SMALLEST_SCALE / columns**0.5
+        scales = (smallest_scale * rng.uniform(1, 2, block_counts)).astype(weight.dtype)
+        scale_of_weight = scales.repeat(BLOCK, 0)[:rows].repeat(BLOCK, 1)[:, :columns]
+        scaled_weight = weight.astype(np.float32) / scale_of_weight.astype(np.float32)
+        tensors[name] = scaled_weight.astype(VALUES)
         tensors[f"{name}_scale_inv"] = scales
     save_file(tensors, target / SINGLE_FILE)
 
 
 def drop_from_page_cache(path: Path) -> None:
-    """Makes the next reader of a file wait for the disk."""
+    """Drops a file from the page cache of the operating system, so it is read from the disk."""
     with open(path, "rb") as file:
-        os.fsync(file.fileno())  # pages that are not on the disk yet would stay
+        # Pages that are not written to the disk yet would stay in the cache.
+        os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -88,54 +99,64 @@ def seconds_to_load(folder: Path, dtype: str) -> float:
 
 
 def compare(folders: dict[str, Path], dtype: str, rounds: int, cold: bool) -> dict[str, Any]:
-    """Loads checkpoints in turns, and returns their speeds.
+    """Loads a bfloat16 and a float8 checkpoint alternately, and compares their speeds.
 
     Args:
-        folders: "bfloat16" and "float8" -> the folder of the checkpoint.
-        dtype: The dtype that weights have on the device.
-        rounds: The number of times to load each checkpoint.
-        cold: Whether to read from the disk, not from the page cache.
+        folders: The dtype of a checkpoint, "bfloat16" or "float8" -> its folder.
+        dtype: The dtype of the weights on the device.
+        rounds: The number of times that each checkpoint is loaded.
+        cold: Whether to read from the disk instead of the page cache.
 
     Returns:
+        A dict with these figures.
         bfloat16, float8: The median speed of each checkpoint in GB/s.
-        share: The ratio of float8's speed to bfloat16's: [median, smallest, largest].
+        share: The median, smallest and largest ratio of float8's speed to bfloat16's.
     """
-    speeds: dict[str, list[float]] = {kind: [] for kind in folders}
+    speeds: dict[str, list[float]] = {checkpoint_dtype: [] for checkpoint_dtype in folders}
     for _ in range(rounds):
-        for kind, folder in folders.items():
+        for checkpoint_dtype, folder in folders.items():
             path = folder / SINGLE_FILE
             if cold:
                 drop_from_page_cache(path)
-            speeds[kind].append(path.stat().st_size / seconds_to_load(folder, dtype) / 1e9)
-    pairs = zip(speeds["float8"], speeds["bfloat16"], strict=True)
-    shares = sorted(float8 / bfloat16 for float8, bfloat16 in pairs)
-    spread = statistics.median(shares), shares[0], shares[-1]
-    figures: dict[str, Any] = {"share": [round(share, 3) for share in spread]}
-    for kind, rates in speeds.items():
-        figures[kind] = round(statistics.median(rates), 3)
+            speed = path.stat().st_size / seconds_to_load(folder, dtype) / 1e9
+            speeds[checkpoint_dtype].append(speed)
+    ratios = sorted(
+        float8_speed / bfloat16_speed
+        for float8_speed, bfloat16_speed in zip(speeds["float8"], speeds["bfloat16"], strict=True)
+    )
+    median_and_range = statistics.median(ratios), ratios[0], ratios[-1]
+    figures: dict[str, Any] = {"share": [round(ratio, 3) for ratio in median_and_range]}
+    for checkpoint_dtype, speeds_of_rounds in speeds.items():
+        figures[checkpoint_dtype] = round(statistics.median(speeds_of_rounds), 3)
     return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--rounds", type=int, default=9, help="of the medians (default: 9)")
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=["bfloat16", "float32"],
+        help="of the weights on the device (default: bfloat16)",
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="how many (default: 9)")
     options = parser.parse_args()
     speeds_of_models: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for name, config in MODELS.items():
-            folders = {kind: Path(scratch, name, kind) for kind in ("bfloat16", "float8")}
-            make_model(folders["bfloat16"], config | ROWS_OF_VOCABULARY)
-            quantise(*folders.values())
+        for model_name, config in MODELS.items():
+            folders = {dtype: Path(scratch, model_name, dtype) for dtype in ("bfloat16", "float8")}
+            make_model(folders["bfloat16"], config | SMALL_VOCABULARY)
+            quantise(folders["bfloat16"], folders["float8"])
             for folder in folders.values():
-                seconds_to_load(folder, options.dtype)  # compiles, which later rounds do not
-            speeds_of_models[name] = {
-                state: compare(folders, options.dtype, options.rounds, state == "cold")
-                for state in ("warm", "cold")
+                # The first time includes compiling, so it is not measured.
+                seconds_to_load(folder, options.dtype)
+            speeds_of_models[model_name] = {
+                cache_state: compare(folders, options.dtype, options.rounds, cache_state == "cold")
+                for cache_state in ("warm", "cold")
             }
-            for state, speeds in speeds_of_models[name].items():
+            for cache_state, speeds in speeds_of_models[model_name].items():
                 print(
-                    f"{name}, loaded {state} as {options.dtype}: "
+                    f"{model_name}, loaded {cache_state} as {options.dtype}: "
                     f"bfloat16 {speeds['bfloat16']:.2f} GB/s, float8 {speeds['float8']:.2f} GB/s, "
                     "a ratio of {:.2f} ({:.2f} to {:.2f})".format(*speeds["share"]),
                     flush=True,

@@ -1,8 +1,9 @@
-"""Serves a Google Cloud Storage that discards large objects: `python -m benchmarks.null_bucket`.
+"""Serves Google Cloud Storage's API, but discards the content of large objects.
 
-It answers obstore's requests with the right sizes, generations and ETags. The content of an object
-above 1 MiB is discarded, and reads as zeros. Benchmarks run it in a separate process. It prints its
-port.
+`null_bucket` runs this server in another process, for benchmarks of writing. The server answers the
+requests of obstore with correct sizes, generations and ETags. The content of an object above 1 MiB
+is discarded, and reads as zeros. `python -m benchmarks.null_bucket` prints the port of the server,
+and serves until it is killed.
 """
 
 import os
@@ -18,30 +19,39 @@ from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-SMALL = 2**20  # bytes of an object whose content is kept, at most
-PIECE = 2**20  # bytes of a body that are read at once
+# The size in bytes up to which the content of an object is kept.
+MAX_KEPT_BYTES = 2**20
+# The bytes of a request's body that are read at a time.
+READ_BYTES = 2**20
 
 
-class Stored(NamedTuple):
-    """An object.
+class StoredObject(NamedTuple):
+    """An object of the bucket.
 
     Attributes:
-        size: Its size in bytes.
-        generation: Its generation, which grows with every write to the bucket.
-        data: Its content; empty if it is larger than SMALL.
+        size: Size in bytes.
+        generation: Generation number, which grows with every write to the bucket.
+        content: Content. Empty if it is larger than MAX_KEPT_BYTES.
     """
 
     size: int
     generation: int
-    data: bytes
+    content: bytes
 
 
-class Null(BaseHTTPRequestHandler):
-    """Answers one request; all requests share the objects."""
+class NullBucketHandler(BaseHTTPRequestHandler):
+    """Handles the requests of a connection. All connections share the objects.
+
+    Attributes:
+        objects: Object name -> object.
+        generations: Generation numbers for the next writes.
+        lock: Lock for comparing a generation and writing an object in one step.
+    """
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or the body of an answer waits 40 ms for its headers
-    objects: dict[str, Stored] = {}  # by name
+    # With Nagle's algorithm, the body of a response would be sent 40 ms after its headers.
+    disable_nagle_algorithm = True
+    objects: dict[str, StoredObject] = {}
     generations = count(1)
     lock = Lock()
 
@@ -49,69 +59,96 @@ class Null(BaseHTTPRequestHandler):
         pass
 
     @property
-    def name(self) -> str:
-        """Returns the name of the object; "" for the bucket."""
+    def object_name(self) -> str:
+        """The name of the object that the URL of the request names; "" for the bucket itself."""
         return unquote(urlsplit(self.path).path).lstrip("/").partition("/")[2]
 
     def do_GET(self) -> None:
-        if not self.name:
+        if not self.object_name:
             return self._send(200, self._listing())
-        stored = self.objects.get(self.name)
-        if stored is None:
+        stored_object = self.objects.get(self.object_name)
+        if stored_object is None:
             return self._send(404)
-        if span := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
-            start, last = int(span[1]), min(int(span[2]), stored.size - 1)
-            whole = stored.data or bytes(last + 1)  # zeros, if the content was discarded
-            content = whole[start : last + 1]
-            return self._send(206, content, stored, f"bytes {start}-{last}/{stored.size}")
-        self._send(200, stored.data, stored)
+        byte_range = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if byte_range is None:
+            return self._send(200, stored_object.content, stored_object)
+        size = stored_object.size
+        start, last = int(byte_range[1]), min(int(byte_range[2]), size - 1)
+        content = stored_object.content[start : last + 1]
+        if not stored_object.content:  # it was discarded
+            content = bytes(max(0, last + 1 - start))
+        self._send(206, content, stored_object, f"bytes {start}-{last}/{size}")
 
     do_HEAD = do_GET
 
     def do_DELETE(self) -> None:
-        self._send(204 if self.objects.pop(self.name, None) else 404)
+        self._send(204 if self.objects.pop(self.object_name, None) else 404)
 
     def do_PUT(self) -> None:
-        size, content = self._body()
+        size, content = self._read_body()
         with self.lock:
-            now = self.objects.get(self.name, Stored(0, 0, b"")).generation
-            if self.headers.get("x-goog-if-generation-match", str(now)) != str(now):
+            previous = self.objects.get(self.object_name)
+            generation = str(previous.generation if previous else 0)
+            if self.headers.get("x-goog-if-generation-match", generation) != generation:
                 return self._send(412)
-            made = self.objects[self.name] = Stored(size, next(self.generations), content)
-        self._send(200, b"", made)
+            stored_object = StoredObject(size, next(self.generations), content)
+            self.objects[self.object_name] = stored_object
+        self._send(200, b"", stored_object)
 
     def _listing(self) -> bytes:
+        """Returns the XML that lists the objects whose names begin with the requested prefix."""
         prefix = parse_qs(urlsplit(self.path).query).get("prefix", [""])[0]
-        text = "".join(
-            f'<Contents><Key>{escape(name)}</Key><Size>{stored.size}</Size><ETag>"{stored.generation}"'
-            "</ETag><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
-            for name, stored in sorted(dict(self.objects).items())
-            if name.startswith(prefix)
-        )
-        return f"<ListBucketResult>{text}</ListBucketResult>".encode()
+        contents = ""
+        for name, stored_object in sorted(dict(self.objects).items()):
+            if name.startswith(prefix):
+                contents += (
+                    f"<Contents><Key>{escape(name)}</Key><Size>{stored_object.size}</Size>"
+                    f'<ETag>"{stored_object.generation}"</ETag>'
+                    "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+                )
+        return f"<ListBucketResult>{contents}</ListBucketResult>".encode()
 
-    def _body(self) -> tuple[int, bytes]:
-        """Reads the body; returns its size in bytes, and its content, b"" if it is not small."""
-        size = left = int(self.headers.get("Content-Length") or 0)
-        kept, buffer = b"", memoryview(bytearray(min(PIECE, max(size, 1))))
-        while left:
-            got = self.rfile.readinto(buffer[: min(left, PIECE)])
-            if size <= SMALL:
-                kept += buffer[:got]
-            left -= got
-        return size, kept
+    def _read_body(self) -> tuple[int, bytes]:
+        """Reads the body of the request.
+
+        Returns:
+            The size of the body in bytes, and its content. The content is empty if it is larger
+            than MAX_KEPT_BYTES.
+        """
+        size = int(self.headers.get("Content-Length") or 0)
+        remaining, content = size, b""
+        buffer = memoryview(bytearray(min(READ_BYTES, max(size, 1))))
+        while remaining:
+            read_count = self.rfile.readinto(buffer[: min(remaining, READ_BYTES)])
+            if size <= MAX_KEPT_BYTES:
+                content += buffer[:read_count]
+            remaining -= read_count
+        return size, content
 
     def _send(
-        self, status: int, content: bytes = b"", about: Stored | None = None, span: str = ""
+        self,
+        status: int,
+        content: bytes = b"",
+        stored_object: StoredObject | None = None,
+        content_range: str = "",
     ) -> None:
+        """Sends the response.
+
+        Args:
+            status: The HTTP status.
+            content: The body, which is not sent if the request is HEAD.
+            stored_object: The object that the headers describe. None for a response about none.
+            content_range: The header Content-Range. "" to leave it out.
+        """
         self.send_response(status)
-        if span:
-            self.send_header("Content-Range", span)
+        if content_range:
+            self.send_header("Content-Range", content_range)
         size = len(content)
-        if about is not None:
-            size = about.size if self.command == "HEAD" else size
-            self.send_header("ETag", f'"{about.generation}"')
-            self.send_header("x-goog-generation", str(about.generation))
+        if stored_object is not None:
+            if self.command == "HEAD":
+                size = stored_object.size
+            self.send_header("ETag", f'"{stored_object.generation}"')
+            self.send_header("x-goog-generation", str(stored_object.generation))
             self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
         self.send_header("Content-Length", str(size))
         self.end_headers()
@@ -121,7 +158,11 @@ class Null(BaseHTTPRequestHandler):
 
 @contextmanager
 def null_bucket() -> Iterator[int]:
-    """Runs the store, which this process and its children reach as gs://bucket; yields its port."""
+    """Runs the server, which this process and its children reach as gs://bucket.
+
+    Yields:
+        The port of the server.
+    """
     command = [sys.executable, "-m", "benchmarks.null_bucket"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -135,6 +176,6 @@ def null_bucket() -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    running = ThreadingHTTPServer(("127.0.0.1", 0), Null)
-    print(running.server_port, flush=True)
-    running.serve_forever()
+    http_server = ThreadingHTTPServer(("127.0.0.1", 0), NullBucketHandler)
+    print(http_server.server_port, flush=True)
+    http_server.serve_forever()

@@ -1,7 +1,8 @@
-"""Measures the fastest matrix products of this machine, which other benchmarks call its peak.
+"""Measures the speed of matrix products on this machine, in JAX or PyTorch.
 
-`python benchmarks/peak.py jax` (or `torch`) prints one JSON object, dtype -> product -> FLOP/s.
-Products of bfloat16 accumulate in float32, as in the models of both libraries.
+Other benchmarks call the fastest product the peak of the machine. `python benchmarks/peak.py jax`
+(or `torch`) prints one JSON object: dtype -> sizes of the product -> FLOP/s. Products of bfloat16
+values are summed in float32, as in the models of both libraries.
 """
 
 import argparse
@@ -10,7 +11,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-Product = tuple[int, int, int]  # (rows, inner, columns)
+# A product of matrices (rows, inner) and (inner, columns), as (rows, inner, columns).
+Product = tuple[int, int, int]
 CPU_PRODUCTS: tuple[Product, ...] = (
     (2048, 896, 4864),
     (2048, 4864, 896),
@@ -28,11 +30,14 @@ DTYPES = ("bfloat16", "float32")
 
 
 def jax_product(product: Product, dtype: str) -> Callable[[], object]:
-    """Returns a function that computes one product with JAX and waits for its end.
+    """Returns a function that computes a product of random matrices with JAX.
 
     Args:
-        product: The rows and the inner size of the first operand, and the columns of the second.
-        dtype: "bfloat16" or "float32".
+        product: The sizes of the product.
+        dtype: The dtype of the matrices, "bfloat16" or "float32".
+
+    Returns:
+        The function, which takes no arguments and waits until the product is computed.
     """
     import jax
     import jax.numpy as jnp
@@ -41,20 +46,23 @@ def jax_product(product: Product, dtype: str) -> Callable[[], object]:
     x = jax.random.normal(jax.random.key(0), (rows, inner), dtype)
     y = jax.random.normal(jax.random.key(1), (columns, inner), dtype)
     precision = jax.lax.Precision.HIGHEST if dtype == "float32" else jax.lax.Precision.DEFAULT
-    wide = jnp.float32 if jax.default_backend() == "cpu" else jnp.dtype(dtype)
+    result_dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.dtype(dtype)
 
     @jax.jit
     def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
         product = jnp.einsum(
             "rk,ck->rc", x, y, precision=precision, preferred_element_type="float32"
         )
-        return product.astype(wide)
+        return product.astype(result_dtype)
 
     return lambda: multiply(x, y).block_until_ready()
 
 
 def torch_product(product: Product, dtype: str) -> Callable[[], object]:
-    """Does the same as `jax_product` with PyTorch, on a GPU if there is one."""
+    """Returns a function that computes a product of random matrices with PyTorch.
+
+    It uses a GPU if there is one. See `jax_product` for the arguments and the result.
+    """
     import torch
 
     rows, inner, columns = product
@@ -72,54 +80,57 @@ def torch_product(product: Product, dtype: str) -> Callable[[], object]:
     return multiply
 
 
-def rate(action: Callable[[], object], operations: float, seconds: float) -> float:
-    """Calls a function for some time, after two calls that do not count.
+def operations_per_second(
+    function: Callable[[], object], operations: float, seconds: float
+) -> float:
+    """Measures the speed of a function, after two calls that are not measured.
 
     Args:
-        action: The function.
-        operations: The operations of one call.
-        seconds: The seconds for which it is called, at least.
+        function: The function.
+        operations: The number of floating-point operations of one call.
+        seconds: The time after which the function is not called again.
 
     Returns:
-        Operations per second.
+        The number of floating-point operations per second.
     """
-    action()
-    action()
-    began, calls = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
-        action()
+    function()
+    function()
+    start_time, calls = time.perf_counter(), 0
+    while time.perf_counter() - start_time < seconds:
+        function()
         calls += 1
-    return calls * operations / (time.perf_counter() - began)
+    return calls * operations / (time.perf_counter() - start_time)
 
 
 def measure(
     library: str, products: Sequence[Product], dtypes: Sequence[str], seconds: float
 ) -> dict[str, dict[str, float]]:
-    """Measures products in one library.
+    """Measures the speed of matrix products in one library.
 
     Args:
-        library: "jax" or "torch".
-        products: The products.
-        dtypes: The dtypes of their operands.
-        seconds: The seconds for each product.
+        library: The library, "jax" or "torch".
+        products: The sizes of the products.
+        dtypes: The dtypes of the matrices.
+        seconds: The time that each product is measured.
 
     Returns:
-        dtype -> the sizes of the product, joined by "x" -> FLOP/s.
+        dtype -> sizes of the product, joined by "x" -> FLOP/s.
     """
-    make = {"jax": jax_product, "torch": torch_product}[library]
+    product_function = {"jax": jax_product, "torch": torch_product}[library]
     rates: dict[str, dict[str, float]] = {dtype: {} for dtype in dtypes}
     for dtype in dtypes:
         for product in products:
-            name = "x".join(map(str, product))
-            rates[dtype][name] = rate(make(product, dtype), 2.0 * math.prod(product), seconds)
+            flops = 2.0 * math.prod(product)
+            rate = operations_per_second(product_function(product, dtype), flops, seconds)
+            rates[dtype]["x".join(map(str, product))] = rate
     return rates
 
 
 def best(rates: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Returns the FLOP/s of the fastest product by dtype.
+    """Returns the speed of the fastest product: dtype -> FLOP/s.
 
     Args:
-        rates: The JSON of this script: dtype -> product -> FLOP/s.
+        rates: The JSON that this script prints: dtype -> sizes of the product -> FLOP/s.
     """
     return {dtype: max(products.values()) for dtype, products in rates.items()}
 

@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[1]
 TOOL = str(ROOT / "extract_activations.py")
 
 
-def resident(field: str, pid: int | str = "self") -> int | None:
-    """Returns the resident memory of a process in bytes, as Linux counts it.
+def resident_bytes(field: str, pid: int | str = "self") -> int | None:
+    """Returns the resident memory of a process in bytes, from Linux's /proc.
 
     Args:
-        field: "VmRSS" for the present size, "VmHWM" for the peak.
-        pid: The id of the process. "self" for this one.
+        field: The field of /proc/PID/status: "VmRSS" for the present memory, "VmHWM" for the peak.
+        pid: The id of the process. "self" for this process.
 
     Returns:
         The bytes, or None if the process has ended.
@@ -35,15 +35,15 @@ def resident(field: str, pid: int | str = "self") -> int | None:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return None
-    sizes = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
-    return int(sizes[0]) * 1024 if sizes else None
+    kibibytes = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
+    return int(kibibytes[0]) * 1024 if kibibytes else None
 
 
 class PeakMemory:
     """Watches the peak resident memory of a process until it ends.
 
     Attributes:
-        bytes: The peak so far; 0 before the first look.
+        bytes: Peak so far in bytes. 0 before the first measurement.
     """
 
     def __init__(self, pid: int) -> None:
@@ -52,46 +52,50 @@ class PeakMemory:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        while (peak := resident("VmHWM", self._pid)) is not None:
+        while (peak := resident_bytes("VmHWM", self._pid)) is not None:
             self.bytes = peak
             time.sleep(0.02)
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedProcess:
     """A process that has ended with status 0.
 
     Attributes:
-        output: Its stdout.
-        lines: The lines of its stderr, each with the seconds since its start.
-        seconds: The seconds from its start to its end.
-        peak_bytes: Its peak resident memory.
-        disturbed: The share of the machine's processor time that other processes used meanwhile.
-            If it is more than a few percent, the figures mean little.
+        stdout: Text that the process has written to its stdout.
+        stderr_lines: Lines that the process has written to its stderr, each after the seconds from
+            the start of the process to the line.
+        seconds: Seconds from the start of the process to its end.
+        peak_bytes: Peak resident memory of the process.
+        disturbed: Fraction of the machine's processor time that other processes used meanwhile. If
+            it is more than a few percent, measured speeds mean little.
     """
 
-    output: str
-    lines: list[tuple[float, str]]
+    stdout: str
+    stderr_lines: list[tuple[float, str]]
     seconds: float
     peak_bytes: int
     disturbed: float
 
     @property
     def result(self) -> dict[str, Any]:
-        """Returns the JSON object in the last line of its stdout."""
-        return json.loads(self.output.splitlines()[-1])
+        """The JSON object in the last line of the stdout."""
+        return json.loads(self.stdout.splitlines()[-1])
 
     def seconds_until(self, words: str) -> float:
-        """Returns the seconds until its stderr first contained these words.
+        """Returns the seconds until a line of stderr first contained these words.
+
+        Args:
+            words: The words to search for.
 
         Raises:
-            StopIteration: If its stderr does not contain them.
+            StopIteration: If no line contains the words.
         """
-        return next(at for at, line in self.lines if words in line)
+        return next(seconds for seconds, line in self.stderr_lines if words in line)
 
 
-def run(command: Sequence[str], platform: str | None = "cpu") -> Finished:
-    """Runs a command, in which Hugging Face's libraries do not use the network.
+def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess:
+    """Runs a command without network access for Hugging Face's libraries, and waits for its end.
 
     Args:
         command: The program and its arguments.
@@ -101,90 +105,110 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> Finished:
         The ended process.
 
     Raises:
-        SystemExit: If the command fails. Its stderr is printed.
+        SystemExit: If the command fails. The stderr of the command is printed before.
     """
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    if platform is not None:  # some computations run on the CPU, whatever the platform
-        environment["JAX_PLATFORMS"] = ",".join(dict.fromkeys([platform, "cpu"]))
-    began, before = time.perf_counter(), _seconds_of_others()
-    lines: list[tuple[float, str]] = []
+    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1"}
+    if platform is not None:
+        # The tool also computes on the CPU, so JAX needs the platform "cpu" as well.
+        environment["JAX_PLATFORMS"] = platform if platform == "cpu" else f"{platform},cpu"
+    start_time = time.perf_counter()
+    seconds_of_others_before = _seconds_of_other_processes()
+    stderr_lines: list[tuple[float, str]] = []
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        peak = PeakMemory(process.pid)
+        peak_memory = PeakMemory(process.pid)
         assert process.stdout is not None and process.stderr is not None
         stderr = process.stderr
 
         def read_lines() -> None:
-            lines.extend((time.perf_counter() - began, line) for line in stderr)
+            for line in stderr:
+                stderr_lines.append((time.perf_counter() - start_time, line))
 
         reader = threading.Thread(target=read_lines)
         reader.start()
-        output = process.stdout.read()
+        stdout = process.stdout.read()
         reader.join()
     if process.returncode:
-        sys.stderr.writelines(line for _, line in lines)
+        sys.stderr.writelines(line for _, line in stderr_lines)
         raise SystemExit(f"{' '.join(command)}: ended with status {process.returncode}")
-    seconds = time.perf_counter() - began
-    disturbed = max(0.0, _seconds_of_others() - before) / seconds / (os.cpu_count() or 1)
-    return Finished(output, lines, seconds, peak.bytes, disturbed)
+    seconds = time.perf_counter() - start_time
+    seconds_of_others = max(0.0, _seconds_of_other_processes() - seconds_of_others_before)
+    disturbed = seconds_of_others / seconds / (os.cpu_count() or 1)
+    return FinishedProcess(stdout, stderr_lines, seconds, peak_memory.bytes, disturbed)
 
 
-def _seconds_of_others() -> float:
-    """Returns the processor time of all processes but this one's ended children, in seconds."""
-    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-    idle, waiting = fields[3:5]
-    ours = resource.getrusage(resource.RUSAGE_CHILDREN)
-    busy = (sum(fields) - idle - waiting) / os.sysconf("SC_CLK_TCK")
-    return busy - ours.ru_utime - ours.ru_stime
+def _seconds_of_other_processes() -> float:
+    """Returns the processor time of all processes since the machine was started, in seconds.
+
+    The time of this process's ended children is left out.
+    """
+    first_line = Path("/proc/stat").read_text().split("\n")[0]
+    # The clock ticks of all cores: user, nice, system, idle, iowait, irq, softirq and steal.
+    ticks = [int(field) for field in first_line.split()[1:9]]
+    idle_ticks, io_wait_ticks = ticks[3:5]
+    busy_seconds = (sum(ticks) - idle_ticks - io_wait_ticks) / os.sysconf("SC_CLK_TCK")
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return busy_seconds - children.ru_utime - children.ru_stime
 
 
 def extract(output: Path, flags: Sequence[str], platform: str = "cpu") -> dict[str, Any]:
-    """Runs one extraction by this tool, on one machine with one host.
+    """Runs extract_activations.py in another process, on one machine with one host.
 
     Args:
-        output: The folder of the output.
-        flags: The flags of the tool, without --output_dir.
+        output: The output folder.
+        flags: The flags of extract_activations.py, without --output_dir.
         platform: The platform of JAX.
 
     Returns:
+        A dict with these figures.
         samples, tokens, bytes, shards: The totals in metadata.json.
-        extraction_seconds: The seconds from the first shard's `began` until the end of the run is
-            recorded.
-        first_batch_seconds: The seconds from the start of the process until the log of step 1.
-        compile_seconds, process_seconds: The seconds of compiling, and of the whole process.
-        peak_bytes, disturbed: See `Finished`.
+        extraction_seconds: The seconds from the beginning of the first shard (`began` in its JSON)
+            to the last update of metadata.json (`written`).
+        first_batch_seconds: The seconds from the start of the process to its log message about
+            step 1.
+        compile_seconds: The seconds of compiling the step, as the log reports them.
+        process_seconds: The seconds from the start of the process to its end.
+        peak_bytes, disturbed: See `FinishedProcess`.
 
     Raises:
         SystemExit: If the extraction fails.
     """
     command = [sys.executable, TOOL, *flags, "--output_dir", str(output), "--verbose"]
-    done = run(command, platform)
+    process = run(command, platform)
     shard = json.loads((output / "shard_0001.json").read_text())
-    totals = json.loads((output / "metadata.json").read_text())
-    compiled = next(line for _, line in done.lines if "compiled in" in line)
+    metadata = json.loads((output / "metadata.json").read_text())
+    compile_message = next(line for _, line in process.stderr_lines if "compiled in" in line)
     return {
-        **{name: totals[name] for name in ("samples", "tokens", "bytes", "shards")},
-        "extraction_seconds": totals["written"] - shard["began"],
-        "process_seconds": done.seconds,
-        "peak_bytes": done.peak_bytes,
-        "disturbed": done.disturbed,
-        "compile_seconds": float(compiled.split("compiled in")[1].split()[0]),
-        "first_batch_seconds": done.seconds_until(" step 1: "),
+        "samples": metadata["samples"],
+        "tokens": metadata["tokens"],
+        "bytes": metadata["bytes"],
+        "shards": metadata["shards"],
+        "extraction_seconds": metadata["written"] - shard["began"],
+        "process_seconds": process.seconds,
+        "peak_bytes": process.peak_bytes,
+        "disturbed": process.disturbed,
+        "compile_seconds": float(compile_message.split("compiled in")[1].split()[0]),
+        "first_batch_seconds": process.seconds_until(" step 1: "),
     }
 
 
 def machine() -> dict[str, Any]:
     """Returns a description of this machine: processor, memory, system and Python."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    pairs = [line.split(":", 1) for line in info.splitlines() if ":" in line]
-    fields = {name.strip(): text.strip() for name, text in pairs}
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    cpu_info: dict[str, str] = {}  # of the last core; all cores are alike
+    for line in lines:
+        field, colon, content = line.partition(":")
+        if colon:
+            cpu_info[field.strip()] = content.strip()
+    supported = cpu_info.get("flags", "").split()
     extensions = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
     return {
-        "processor": fields.get("model name", platform.processor()),
+        "processor": cpu_info.get("model name", platform.processor()),
         "cores": len(os.sched_getaffinity(0)),
-        "extensions": [name for name in extensions if name in fields.get("flags", "").split()],
+        "extensions": [extension for extension in extensions if extension in supported],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -192,26 +216,26 @@ def machine() -> dict[str, Any]:
 
 
 def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the median of each figure over the rounds.
+    """Returns the median of each figure over the rounds: name of the figure -> median.
 
     Args:
-        rounds: The figures of each round by name. All rounds have the same names.
+        rounds: The name of a figure -> the figure, for each round. All rounds have the same names.
     """
     return {name: statistics.median(figures[name] for figures in rounds) for name in rounds[0]}
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints a table, in which floats have three significant digits.
+    """Prints a table with a line of titles. Floats get three significant digits.
 
     Args:
-        rows: Title -> cell of each row. All rows have the same titles.
+        rows: The title of a column -> the cell, for each row. All rows have the same titles.
     """
-    cells = [list(rows[0])]
-    cells += [[_shown(cell) for cell in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        print("  ".join(padded).rstrip(), flush=True)
+    lines = [list(rows[0])]
+    lines += [[_shown(cell) for cell in row.values()] for row in rows]
+    column_widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, column_widths, strict=True)]
+        print("  ".join(cells).rstrip(), flush=True)
 
 
 def _shown(cell: Any) -> str:
@@ -219,5 +243,9 @@ def _shown(cell: Any) -> str:
 
 
 def print_result(figures: Mapping[str, Any]) -> None:
-    """Prints the figures of a benchmark, and a description of this machine, as one line of JSON."""
+    """Prints the figures of a benchmark, and a description of this machine, as one line of JSON.
+
+    Args:
+        figures: Name -> figure. All figures can be written as JSON.
+    """
     print(json.dumps({"machine": machine(), **figures}))

@@ -1,13 +1,15 @@
 """Measures how fast activations are stored, without a model: `python -m benchmarks.writing`.
 
-The values resemble activations: they are normal with a different scale in each dimension, and a few
-dimensions and the first token of every document are 100 times as large. For safetensors and gzipped
-pickles, in bfloat16 and float32, it measures how many MB of activations `ActivationStorage` takes
-per second, and its CPU seconds per GB: once with a bucket on a server that discards the bytes
-(`server`), and once with files in memory (`files`). For comparison, a shard is saved by safetensors
-or torch, or pickled and gzipped, and then uploaded by obstore. All ways take turns, `--rounds`
-times; the medians are printed, and the last line is one JSON object. `--quick` measures fewer
-batches, once.
+The values resemble activations: they are normally distributed with a different scale in each
+dimension, and a few dimensions and the first token of every document are 100 times as large.
+`ActivationStorage` stores them as safetensors and as gzipped pickles, in bfloat16 and float32, and
+in two places: in a bucket on a server that discards the bytes (`server`), and in files in memory
+(`files`). For comparison, a shard is saved by safetensors or torch, or pickled and gzipped, and
+then uploaded by obstore.
+
+For each of these ways, the benchmark measures MB of activations per second, and CPU seconds per GB.
+Each of `--rounds` rounds measures every way once. The medians are printed as a table, and the last
+line is one JSON object. `--quick` measures fewer batches in one round.
 """
 
 import argparse
@@ -38,66 +40,78 @@ from activation_extraction.text.sample_facts import SampleFacts
 from benchmarks.null_bucket import null_bucket
 from benchmarks.processes import medians, print_result, print_table
 
+# The width of the activations, the number of hooks, the rows of a batch and the tokens of a row.
 HIDDEN, HOOKS, ROWS, LENGTH = 896, 14, 8, 1024
-SHARD_GB = 0.43  # two batches in bfloat16, one in float32
+# The size of a shard in 10^9 bytes: two batches in bfloat16, or one in float32.
+SHARD_GB = 0.43
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 FORMATS = ("safetensors", "pickle")
-NAMES: dict[int | str, str] = {n: f"blocks.{n}.hook_resid_post" for n in range(HOOKS)}
+# Key of a hook in pickles (here its layer) -> hook name.
+HOOK_NAMES: dict[int | str, str] = {
+    layer: f"blocks.{layer}.hook_resid_post" for layer in range(HOOKS)
+}
 
-Figures = dict[str, float]  # the name of a figure -> its value
+# Name of a figure -> figure.
+Figures = dict[str, float]
 
 
 def activations(dtype: Any) -> np.ndarray:
-    """Returns random values of one batch, (hooks, rows, tokens, hidden)."""
-    chance = np.random.default_rng(0)
-    sizes = chance.lognormal(0.0, 0.5, HIDDEN).astype(np.float32)
-    sizes[chance.choice(HIDDEN, 4, replace=False)] *= 100
-    values = chance.standard_normal((HOOKS, ROWS, LENGTH, HIDDEN), np.float32) * sizes
+    """Returns random activations of one batch, (HOOKS, ROWS, LENGTH, HIDDEN).
+
+    Args:
+        dtype: The NumPy dtype of the activations.
+    """
+    rng = np.random.default_rng(0)
+    scales = rng.lognormal(0.0, 0.5, HIDDEN).astype(np.float32)
+    scales[rng.choice(HIDDEN, 4, replace=False)] *= 100
+    values = rng.standard_normal((HOOKS, ROWS, LENGTH, HIDDEN), np.float32) * scales
     values[:, :, 0] *= 100
     return values.astype(dtype)
 
 
 def full_batches(count: int) -> list[Batch]:
-    """Returns `count` batches, in which every row is one document."""
+    """Returns `count` batches in which every row is one document of LENGTH tokens."""
     documents = [np.arange(LENGTH, dtype=np.int32)] * (count * ROWS)
     return list(pack(samples_of(documents), ROWS, LENGTH))
 
 
-def measured(action: Callable[[], object], size: int) -> Figures:
-    """Runs a function once and measures it.
+def figures_of(store_function: Callable[[], object], size: int) -> Figures:
+    """Calls a function that stores activations, and returns its speed.
 
     Args:
-        action: The function, which stores activations.
-        size: The bytes of activations that it stores.
+        store_function: The function.
+        size: The number of bytes of activations that the function stores.
 
     Returns:
+        A dict with these figures.
         mb_per_second: MB of activations per second.
         core_seconds_per_gb: CPU seconds of this process for each GB of activations.
     """
-    began, cores = time.perf_counter(), time.process_time()
-    action()
-    seconds, core_seconds = time.perf_counter() - began, time.process_time() - cores
+    start_time, cpu_start_time = time.perf_counter(), time.process_time()
+    store_function()
+    seconds = time.perf_counter() - start_time
+    cpu_seconds = time.process_time() - cpu_start_time
     return {
         "mb_per_second": size / 1e6 / seconds,
-        "core_seconds_per_gb": core_seconds / size * 1e9,
+        "core_seconds_per_gb": cpu_seconds / size * 1e9,
     }
 
 
 def store(
     folder: Path, remote: Folder | None, shard_format: str, values: np.ndarray, batches: list[Batch]
 ) -> None:
-    """Stores the same values for each batch, in a new run.
+    """Stores batches as a new run. All batches have the same activations.
 
     Args:
         folder: The local folder of the run.
-        remote: Its folder in a bucket. None to store locally.
+        remote: The folder of the run in a bucket. None to store locally.
         shard_format: "safetensors" or "pickle".
-        values: The values of each batch, (hooks, rows, tokens, hidden).
+        values: The activations of a batch, (HOOKS, ROWS, LENGTH, HIDDEN).
         batches: The batches.
     """
     arrays: dict[int | str, np.ndarray] = dict(enumerate(values))
     options = StorageOptions(SHARD_GB, shard_format, overwrite=True, waiting_shards_gb=8 * SHARD_GB)
-    with ActivationStorage(folder, NAMES, options, remote=remote) as storage:
+    with ActivationStorage(folder, HOOK_NAMES, options, remote=remote) as storage:
         for batch in batches:
             storage.add_batch(batch, arrays)
 
@@ -108,67 +122,73 @@ def as_torch(values: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
 
 
-def ways_of_others(folder: Path, values: np.ndarray) -> dict[str, Callable[[], Figures]]:
-    """Returns other ways to store one shard in a bucket.
+def ways_of_other_libraries(folder: Path, values: np.ndarray) -> dict[str, Callable[[], Figures]]:
+    """Returns ways to store one shard in a bucket without `ActivationStorage`.
 
     Args:
-        folder: The folder where a way saves its file before it uploads it.
-        values: The values of the shard, (hooks, rows, tokens, hidden).
+        folder: The folder in which a way saves its file before it uploads the file.
+        values: The activations of the shard, (HOOKS, ROWS, LENGTH, HIDDEN).
 
     Returns:
-        The name of a way -> a function that runs and measures it once.
+        The name of a way -> a function that stores the shard once and returns its speed.
     """
-    tensors = {NAMES[n]: array.reshape(-1, HIDDEN) for n, array in enumerate(values)}
+    tensors = {HOOK_NAMES[layer]: array.reshape(-1, HIDDEN) for layer, array in enumerate(values)}
     torch_tensors = {name: as_torch(tensor) for name, tensor in tensors.items()}
-    part = values[:, :1, : LENGTH // 4]  # gzip is slow, so it gets a quarter of one row
+    # gzip is slow, so it gets only a quarter of one row.
+    pickled_values = values[:, :1, : LENGTH // 4]
     remote, path = Folder("gs://bucket/others"), folder / "other"
 
     def pickle_and_gzip() -> None:
-        ids = np.arange(part.shape[2], dtype=np.int32)
-        samples = [ShardSample(SampleFacts(number), ids, ids) for number in range(part.shape[1])]
+        _, rows, length, _ = pickled_values.shape
+        token_ids = np.arange(length, dtype=np.int32)
+        samples = [ShardSample(SampleFacts(number), token_ids, token_ids) for number in range(rows)]
         hooks = {
-            key: DenseValues(key, name, HIDDEN, part.dtype.name) for key, name in NAMES.items()
+            key: DenseValues(key, name, HIDDEN, pickled_values.dtype.name)
+            for key, name in HOOK_NAMES.items()
         }
-        shard = Shard(samples, hooks, {key: list(part[key]) for key in NAMES})
+        shard = Shard(samples, hooks, {key: list(pickled_values[key]) for key in HOOK_NAMES})
         with gzip.open(path, "wb") as file:
             pickle.dump(records_of(shard), file)
 
-    def uploaded(save: Callable[[], object], size: int) -> Callable[[], Figures]:
+    def way(save: Callable[[], object], size: int) -> Callable[[], Figures]:
+        """Returns a function that saves the file, uploads it, and returns the speed of both."""
+
         def save_and_upload() -> None:
             save()
             remote.write("other", path.read_bytes(), ANY)
             path.unlink()
 
-        return lambda: measured(save_and_upload, size)
+        return lambda: figures_of(save_and_upload, size)
 
     return {
-        "safetensors.save_file": uploaded(
+        "safetensors.save_file": way(
             partial(safetensors.numpy.save_file, tensors, path), values.nbytes
         ),
-        "torch.save": uploaded(partial(torch.save, torch_tensors, path), values.nbytes),
-        "pickle and gzip": uploaded(pickle_and_gzip, part.nbytes),
+        "torch.save": way(partial(torch.save, torch_tensors, path), values.nbytes),
+        "pickle and gzip": way(pickle_and_gzip, pickled_values.nbytes),
     }
 
 
 def measure(folder: Path, dtype: str, shard_format: str, rounds: int, count: int) -> list[Any]:
-    """Measures all ways for one dtype and one format.
+    """Measures all ways to store activations of one dtype in one format.
 
     Args:
-        folder: The folder to write to.
+        folder: The folder in which the ways write.
         dtype: "bfloat16" or "float32".
-        shard_format: "safetensors" or "pickle". The ways of others run with "safetensors" only.
+        shard_format: "safetensors" or "pickle". The ways of other libraries are measured only with
+            "safetensors", because they do not depend on the format.
         rounds: The number of rounds.
-        count: The number of batches in a round.
+        count: The number of batches that `ActivationStorage` stores in a round.
 
     Returns:
-        A row of the table for each way, with the medians of its figures.
+        The rows of the table, one for each way: the dtype, the way, and the medians of its figures.
     """
     values, batches = activations(DTYPES[dtype]), full_batches(count)
     size = values.nbytes * count
     remotes = {"server": Folder("gs://bucket/run"), "files": None}
 
     def ours(remote: Folder | None) -> Figures:
-        figures = measured(
+        figures = figures_of(
             lambda: store(folder / "out", remote, shard_format, values, batches), size
         )
         shutil.rmtree(folder / "out")
@@ -179,12 +199,15 @@ def measure(folder: Path, dtype: str, shard_format: str, rounds: int, count: int
         for place, remote in remotes.items()
     }
     if shard_format == FORMATS[0]:
-        ways |= ways_of_others(folder, values)
-    of_rounds: dict[str, list[Figures]] = {way: [] for way in ways}
+        ways |= ways_of_other_libraries(folder, values)
+    figures_of_rounds: dict[str, list[Figures]] = {name: [] for name in ways}
     for _ in range(rounds):
-        for way, run in ways.items():
-            of_rounds[way].append(run())
-    return [{"dtype": dtype, "way": way} | medians(figures) for way, figures in of_rounds.items()]
+        for name, measure_way in ways.items():
+            figures_of_rounds[name].append(measure_way())
+    return [
+        {"dtype": dtype, "way": name} | medians(figures)
+        for name, figures in figures_of_rounds.items()
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -193,19 +216,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--rounds", type=int, default=3, help="medians of so many (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="how many (default: 3)")
     parser.add_argument(
         "--batches",
         type=int,
         default=16,
-        help="in a round. With few batches, the beginning and the end of a round distort the "
-        "figures, because only one shard is being stored then (default: 16)",
+        help="how many in a round. With few batches, the beginning and the end of a round distort "
+        "the figures, because only one shard is being stored then (default: 16)",
     )
     parser.add_argument(
         "--folder",
         type=Path,
         default=Path("/dev/shm"),
-        help="where a temporary folder is made (default: /dev/shm)",
+        help="in which a temporary folder is made (default: /dev/shm)",
     )
     parser.add_argument("--quick", action="store_true", help="one round of 3 batches")
     options = parser.parse_args(argv)

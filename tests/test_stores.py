@@ -21,7 +21,7 @@ from stores import STORES, Store
 from activation_extraction import ActivationDataset
 from activation_extraction.store.folder import ANY, Folder
 from activation_extraction.store.run_log import RunLog
-from benchmarks.kill_and_resume import Sample, Started, deviation, samples_in
+from benchmarks.kill_and_resume import Sample, StartedProcess, deviation, samples_in
 
 pytestmark = [pytest.mark.rare, pytest.mark.long]
 HOOK = "blocks.3.hook_resid_post"
@@ -58,12 +58,12 @@ class Run:
         self._folder = folder
         self._flags = [*flags, "--upload_to_gcs", "--gcs_bucket", store.bucket]
         self._flags += ["--gcs_prefix", f"runs/{name}"]
-        self._started: list[Started] = []
+        self._started: list[StartedProcess] = []
         self.root = f"{store.bucket}/runs/{name}"
         self.url = f"{self.root}/machine_000"
         self.released = folder / "released"
 
-    def start(self, *flags: object, batches: int = 0) -> Started:
+    def start(self, *flags: object, batches: int = 0) -> StartedProcess:
         """Starts the run's command, on a disk of its own.
 
         Args:
@@ -90,14 +90,14 @@ class Run:
         for process, _ in self._started:
             process.kill()
 
-    def _process(self, command: list[str], variables: Mapping[str, str]) -> Started:
+    def _process(self, command: list[str], variables: Mapping[str, str]) -> StartedProcess:
         log = self._folder / f"{len(self._started)}.log"
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
-        started = Started(Forked(command, environment | dict(variables), log), log)
+        started = StartedProcess(Forked(command, environment | dict(variables), log), log)
         self._started.append(started)
         return started
 
-    def wait_for_commits(self, count: int, started: Started) -> int:
+    def wait_for_commits(self, count: int, started: StartedProcess) -> int:
         """Waits until so many shards are committed, and returns how many there are."""
         while (found := self.commits()) < count:
             assert started.process.poll() is None, started.log.read_text()
