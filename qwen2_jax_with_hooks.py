@@ -17,7 +17,7 @@ from jax import Array, lax
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.model.capture import Buffers, Capture, Plan
 from activation_extraction.model.decoder import Layers, stage_length
-from activation_extraction.model.hooks import PREDICTED, Form, Hook, HookKind
+from activation_extraction.model.hooks import PREDICTED, Hook, HookKind, VectorType
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import STREAM, Out, RMSNorm, rotary_table
 from activation_extraction.model.mesh import RULES, Layout
@@ -109,7 +109,9 @@ class HookedModel(nn.Module):
         if not self.config.tie_word_embeddings:
             self.lm_head = Embedding(self.config, self.dtype, self.layout)
 
-    def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> dict[Form, Array]:
+    def __call__(
+        self, token_ids: Array, segment_ids: Array, positions: Array
+    ) -> dict[VectorType, Array]:
         """Returns the values at the hooks.
 
         Args:
@@ -119,8 +121,8 @@ class HookedModel(nn.Module):
             positions: The position of a token in its sample, (B, T) int32.
 
         Returns:
-            Form -> the values at all hooks of this form in the order of `hooks`, (hooks of the
-            form, B, T, width). Activations have `captured_dtype`.
+            Vector type -> the values of its hooks, in the order of `hooks`, (hooks of this type, B,
+            T, width). Activations have `captured_dtype`.
         """
         if self.is_initializing():
             self._declare(token_ids)
@@ -150,7 +152,7 @@ class HookedModel(nn.Module):
 
     def _in_one_loop(
         self, capture: Capture, token_ids: Array, segment_ids: Array, positions: Array
-    ) -> dict[Form, Array]:
+    ) -> dict[VectorType, Array]:
         """Runs one loop over all layers. See `__call__` for the arrays and the result."""
         plan = capture.plan(range(self.num_layers))
         end = capture.plan_end()
@@ -163,11 +165,11 @@ class HookedModel(nn.Module):
         if self.runs_to_the_end:
             values = self._end(capture, x, token_ids, positions)
             buffers = capture.write(buffers, end, values)
-        return capture.result(buffers)
+        return capture.values(buffers)
 
     def _in_stages(
         self, capture: Capture, token_ids: Array, segment_ids: Array, positions: Array
-    ) -> dict[Form, Array]:
+    ) -> dict[VectorType, Array]:
         """Runs all stages of a pipeline at once, each on a different micro-batch.
 
         At tick t, stage s works on micro-batch t - s, so M micro-batches take M + stages - 1 ticks.
@@ -239,7 +241,7 @@ class HookedModel(nn.Module):
             x = self.layout.constrain(x.reshape(rows, length, -1), *STREAM)
             values = self._end(capture, x, token_ids, positions)
             at_end = dict(zip(capture.plan_end().kinds, values, strict=True))
-        return capture.result_of_stages(buffers, rows, self.layers_per_stage, at_end)
+        return capture.values_of_stages(buffers, rows, self.layers_per_stage, at_end)
 
     def _loop(
         self,

@@ -229,24 +229,31 @@ def renamed(folder):
 
 SCALER = "activation_scaler.json"
 REFUSED = [
-    ("architecture 'gated' is not read, only", lambda at: made.sae_lens(at, "gated")[0]),
+    ("architecture is 'gated', expected standard or", lambda at: made.sae_lens(at, "gated")[0]),
     ("no metadata.sae_lens_version of 6 or later", of_older_sae_lens),
-    ("activations 'odd'", lambda at: made.sae_lens(at, normalize_activations="odd")[0]),
+    ("activations is 'odd'", lambda at: made.sae_lens(at, normalize_activations="odd")[0]),
     ("which ends in -L0_K", renamed),
     ("W_dec has shape", lambda at: with_tensors(at, W_dec=np.zeros((made.D, 3), np.float32))),
     ("has a tensor b_gate", lambda at: with_tensors(at, b_gate=np.zeros(3, np.float32))),
-    ("act_fn 'batchtopk' is not read", lambda at: made.llamascopium(at, "batchtopk")[0]),
+    ("act_fn is 'batchtopk', expected relu or", lambda at: made.llamascopium(at, "batchtopk")[0]),
     (
-        "has no files of a form that is read; looked for layerN.sae.pt, layer_N.safetensors, "
+        "has no files of a supported format; looked for layerN.sae.pt, layer_N.safetensors, "
         "sae_weights.safetensors with cfg.json, sae.safetensors with cfg.json, "
         "sae_weights.safetensors with config.json, sae_weights.pt with config.json, "
         "checkpoints/final.safetensors with config.json; N is the layer of HOOK in --encode HOOK=",
         str,
     ),
     ("'expected_average_only_in', and activation_scaler.json is not", without(SCALER)),
-    ("scaling_factor is None, expected a number", without(SCALER, {"scaling_factor": None})),
-    ("scaling_factor is inf, expected a number", without(SCALER, {"scaling_factor": np.inf})),
+    (
+        "scaling_factor is None, expected a positive number",
+        without(SCALER, {"scaling_factor": None}),
+    ),
+    (
+        "scaling_factor is inf, expected a positive number",
+        without(SCALER, {"scaling_factor": np.inf}),
+    ),
     ("activation_whitening.safetensors is not", without("activation_whitening.safetensors")),
+    ("in a folder without the name of a module", lambda at: made.sparsify(at, "a", True)[0]),
     ("is a transcoder with normalize", lambda at: made.sae_lens(at, TRANSCODER, **AVERAGE)[0]),
 ]
 

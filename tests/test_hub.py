@@ -211,7 +211,7 @@ REFUSED = [
     (f"{TINY}texts --dataset_config big", "--dataset_name org/texts big train: "),
     ("--model_path org/tiny --mix org/none=1 org/texts=2", "--mix org/none train: "),
     (f"{TINY}texts --lora org/none", "--lora org/none: no such local folder, and the"),
-    (f"{TINY}texts --encode org/tiny/x", "--encode org/tiny/x: has no files of a form"),
+    (f"{TINY}texts --encode org/tiny/x", "--encode org/tiny/x: has no files of a supported format"),
 ]
 
 

@@ -38,7 +38,7 @@ from activation_extraction.model.host_rows import HostRows
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.model_config import as_stored
-from activation_extraction.model.weights import check_tensors, load_params, oriented
+from activation_extraction.model.weights import check_tensors, load_params, orient_experts
 from benchmarks.agreement import few_more, same_experts
 from benchmarks.inputs import SHAPES
 from qwen2_jax import Qwen2, tensor_names, weight_table
@@ -201,7 +201,7 @@ def load(model, folder, dtype=jnp.float32, layout=None, as_bits=False):
 
 def table_of(model, checkpoint):
     table = weight_table(model, checkpoint.tensors)
-    return oriented(table, lambda name: checkpoint.place(name)[1].shape)
+    return orient_experts(table, lambda name: checkpoint.locate(name)[1].shape)
 
 
 def checked(checkpoint):
@@ -245,11 +245,13 @@ def values_on(mesh, reference, hooks, batch, dtype=jnp.float32, kernels=None):
 
 def by_hook(model, found):
     """What a model returned, as hook -> value."""
-    arrays = {form: iter(np.asarray(of_form)) for form, of_form in found.items()}
+    arrays = {vector_type: iter(np.asarray(array)) for vector_type, array in found.items()}
     sizes = model.config.sizes_with(next(iter(found.values())).shape[2])
-    forms = [hook.kind.form(sizes, model.activation_dtype) for hook in model.hooks]
-    values = {hook: next(arrays[form]) for hook, form in zip(model.hooks, forms, strict=True)}
-    assert not [left for of_form in arrays.values() for left in of_form]
+    values = {}
+    for hook in model.hooks:
+        vector_type = hook.kind.vector_type(sizes, model.activation_dtype)
+        values[hook] = next(arrays[vector_type])
+    assert not [left for values_of_type in arrays.values() for left in values_of_type]
     return values
 
 

@@ -1,9 +1,10 @@
-"""The values of hooks are moved from the layers that compute them into one array per form.
+"""Collects the values at hooks, while a loop over layers runs, in one array per vector type.
 
-A loop over layers carries a buffer for each form (hooks.py), in which every hook has a slot. A
-`Plan` says which slots a layer writes to. `Capture` makes the plans and the buffers, writes to
-them, and turns full buffers into the result, both for a loop over all layers and for the stages of
-a pipeline. The layers themselves belong to qwen2_jax.py, and the loops to qwen2_jax_with_hooks.py.
+The loop carries one buffer for each vector type (`VectorType` in hooks.py: a width and a dtype).
+Each hook has a slot in the buffer of its type. A `Plan` contains the slots to which layers write.
+`Capture` makes the plans and the buffers, writes to the buffers, and turns full buffers into the
+values. It does so for one loop over all layers and for the stages of a pipeline. The layers belong
+to qwen2_jax.py, and the loops to qwen2_jax_with_hooks.py.
 
 Letters: B rows, T tokens per row.
 """
@@ -17,46 +18,50 @@ import numpy as np
 from jax import Array, lax
 
 from activation_extraction.model.decoder import intermediate
-from activation_extraction.model.hooks import Form, Hook, HookKind
+from activation_extraction.model.hooks import Hook, HookKind, VectorType
 from activation_extraction.model.mesh import Layout
 
-# Logical axes of a hook's value (B, T, width), in a buffer and on its way to the host.
-CAPTURED = "batch", "captured_sequence", "hidden"
-LEAVING = "batch", "leaving_sequence", "hidden"
+# Logical axes of the values at a hook, (B, T, width), in a buffer.
+CAPTURED_AXES = "batch", "captured_sequence", "hidden"
+# Logical axes of the values at a hook, (rows, T, width), on their way from a pipeline to the host.
+LEAVING_AXES = "batch", "leaving_sequence", "hidden"
 
-# Form -> the bits of the hooks of that form as unsigned integers, (slots, B, T, width); in a
-# pipeline (stages, slots, micro-batches, B, T, width), where B is the rows of a micro-batch.
-Buffers = dict[Form, Array]
+# Vector type -> the values of its hooks as unsigned integers of the same bits. The shape is (slots,
+# B, T, width), or in a pipeline (stages, slots, micro-batches, B, T, width), where B is the number
+# of rows of a micro-batch.
+Buffers = dict[VectorType, Array]
 
 
 class Plan(NamedTuple):
-    """The kinds of hooks that are written together, and the slot of each kind.
+    """The kinds of hooks that layers write to buffers, and the slots of each kind.
 
     Attributes:
         kinds: The kinds, in the order in which a layer computes them.
-        slots: For each kind, the slots in the buffer of its form, int32: (layers,) for a loop over
-            layers, (stages, layers of a stage) for a pipeline, and () for a single layer.
+        slots: For each kind, its slots in the buffer of its vector type, int32. The shape is
+            (layers,) for a loop over layers, (stages, layers of a stage) for a pipeline, and ()
+            for a single layer.
     """
 
     kinds: tuple[HookKind, ...]
     slots: tuple[Any, ...]
 
     def with_slots(self, slots: tuple[Any, ...]) -> "Plan":
-        """Returns the plan of a part of its layers, for example of one stage or one layer.
+        """Returns the plan for some of its layers, for example for one stage or one layer.
 
         Args:
-            slots: The slots of that part, for each kind.
+            slots: The slots of these layers, for each kind.
         """
         return self._replace(slots=slots)
 
 
 @dataclass(frozen=True)
 class Capture:
-    """Captures the values of hooks as one array per form.
+    """Captures the values at hooks in one array per vector type.
 
     Attributes:
         hooks: The hooks, in the order in which they are computed.
-        sizes: Letter -> size, for the letters of the model and S, the tokens of a row.
+        sizes: Letter of an axis -> its size, for the letters of the model and S, the number of
+            tokens of a row.
         dtype: The dtype of activations. Some kinds of hooks have a dtype of their own.
         layout: The mesh.
     """
@@ -66,40 +71,48 @@ class Capture:
     dtype: Any
     layout: Layout
 
-    def form(self, kind: HookKind) -> Form:
-        return kind.form(self.sizes, self.dtype)
+    def vector_type(self, kind: HookKind) -> VectorType:
+        return kind.vector_type(self.sizes, self.dtype)
 
-    def by_form(self) -> dict[Form, list[Hook]]:
-        """Returns form -> its hooks, in the order in which they are computed."""
-        groups: dict[Form, list[Hook]] = {}
+    def hooks_by_type(self) -> dict[VectorType, list[Hook]]:
+        """Groups the hooks by their vector type.
+
+        Returns:
+            Vector type -> its hooks, in the order in which they are computed.
+        """
+        groups: dict[VectorType, list[Hook]] = {}
         for hook in self.hooks:
-            groups.setdefault(self.form(hook.kind), []).append(hook)
+            groups.setdefault(self.vector_type(hook.kind), []).append(hook)
         return groups
 
     def plan(self, layers: range) -> Plan:
         """Plans a loop over layers.
 
-        Every layer writes all kinds of hooks that any layer has, each into the slot of the next
-        hook of its form. If that hook is of a later layer, its own value overwrites this one before
-        the loop ends; if there is none, the slot is a spare one after those of the hooks. So memory
-        grows with the hooks and not with the depth.
+        Every layer writes the values of all kinds of hooks, also of kinds that nobody asked for at
+        this layer. It writes each kind into the slot of the first hook of the same vector type that
+        does not come before the kind at this layer. If that hook is a later one, its own values
+        overwrite the values in the slot before the loop ends. If there is no such hook, the slot is
+        a spare one after the slots of all hooks. So memory grows with the number of hooks and not
+        with the number of layers.
 
         Args:
-            layers: The layers. The buffers begin with the hooks of the first of them.
+            layers: The numbers of the layers. Hooks of earlier layers have no slots.
         """
         kinds = {hook.order: hook.kind for hook in self.hooks if not hook.kind.at_end}
-        by_form = self.by_form()
+        hooks_by_type = self.hooks_by_type()
         orders = sorted(kinds)
-        slots = []
+        slots_by_kind = []
         for order in orders:
-            hooks = [
+            hook_positions = [
                 (hook.layer, hook.order)
-                for hook in by_form[self.form(kinds[order])]
+                for hook in hooks_by_type[self.vector_type(kinds[order])]
                 if hook.layer >= layers.start
             ]
-            earlier = [sum(hook < (layer, order) for hook in hooks) for layer in layers]
-            slots.append(np.array(earlier, np.int32))
-        return Plan(tuple(kinds[order] for order in orders), tuple(slots))
+            slots = [
+                sum(position < (layer, order) for position in hook_positions) for layer in layers
+            ]
+            slots_by_kind.append(np.array(slots, np.int32))
+        return Plan(tuple(kinds[order] for order in orders), tuple(slots_by_kind))
 
     def plan_stages(self, stages: int, length: int) -> Plan:
         """Plans the stages of a pipeline, each of which has buffers of its own.
@@ -108,131 +121,149 @@ class Capture:
             stages: The number of stages.
             length: The number of layers in a stage.
         """
-        firsts = range(0, stages * length, length)
-        plans = [self.plan(range(first, first + length)) for first in firsts]
+        first_layers = range(0, stages * length, length)
+        plans = [self.plan(range(layer, layer + length)) for layer in first_layers]
         slots_by_kind = zip(*(plan.slots for plan in plans), strict=True)
-        return plans[0].with_slots(tuple(np.stack(of_stages) for of_stages in slots_by_kind))
+        return plans[0].with_slots(tuple(np.stack(slots) for slots in slots_by_kind))
 
     def plan_end(self) -> Plan:
-        """Plans the hooks that come once, after the last layer."""
-        by_form = self.by_form()
+        """Plans the hooks that come after the last layer."""
+        hooks_by_type = self.hooks_by_type()
         hooks = [hook for hook in self.hooks if hook.kind.at_end]
-        slots = [by_form[self.form(hook.kind)].index(hook) for hook in hooks]
+        slots = [hooks_by_type[self.vector_type(hook.kind)].index(hook) for hook in hooks]
         kinds = tuple(hook.kind for hook in hooks)
         return Plan(kinds, tuple(np.int32(slot) for slot in slots))
 
     def buffers(self, plans: Sequence[Plan], shape: Sequence[int], stages: int = 1) -> Buffers:
-        """Returns empty buffers for all that the plans write.
+        """Returns buffers of zeros with room for everything that the plans write.
 
         Args:
             plans: The plans that write to the buffers.
             shape: (B, T), or (micro-batches, B, T) in a pipeline.
-            stages: The number of pipeline stages. The buffers of all of them are as long as those
-                of the stage with most hooks.
+            stages: The number of pipeline stages. The buffers of every stage have as many slots as
+                the stage with the most hooks needs.
         """
-        counts: dict[Form, int] = {}
+        slot_counts: dict[VectorType, int] = {}
         for plan in plans:
             for kind, slots in zip(plan.kinds, plan.slots, strict=True):
-                form = self.form(kind)
-                counts[form] = max(counts.get(form, 0), slots.max() + 1)
+                vector_type = self.vector_type(kind)
+                slot_counts[vector_type] = max(slot_counts.get(vector_type, 0), slots.max() + 1)
         buffers = {}
-        for form, count in counts.items():
-            sizes = [count, *shape, form.width]
-            axes = ["slots", *CAPTURED]
+        for vector_type, slot_count in slot_counts.items():
+            sizes = [slot_count, *shape, vector_type.width]
+            axes = ["slots", *CAPTURED_AXES]
             if stages > 1:
                 sizes = [stages, *sizes]
-                axes = ["stage", "slots", "micro_batch", *CAPTURED]
-            empty = _unsigned(jnp.zeros(sizes, form.dtype))
-            buffers[form] = self.layout.constrain(empty, *axes)
+                axes = ["stage", "slots", "micro_batch", *CAPTURED_AXES]
+            zeros = _unsigned(jnp.zeros(sizes, vector_type.dtype))
+            buffers[vector_type] = self.layout.constrain(zeros, *axes)
         return buffers
 
-    def bits_of(self, kinds: Iterable[HookKind], out: dict[str, Any]) -> list[Array]:
-        """Returns the values of hooks as bits, for each kind (B, T, width).
+    def bits_of(self, kinds: Iterable[HookKind], intermediates: dict[str, Any]) -> list[Array]:
+        """Returns the values at some kinds of hooks of a layer, as unsigned integers.
 
-        A kind that the type of the layer lacks gives zeros, which are overwritten like any value
-        that no hook asks for.
+        A kind that this type of layer does not compute gives zeros. `plan` writes them to a slot
+        where they are overwritten or ignored.
 
         Args:
-            kinds: The kinds of the hooks.
-            out: The intermediates of a layer; `resid_pre` is one of them.
+            kinds: The kinds of hooks.
+            intermediates: The intermediates of the layer, nested by module. `resid_pre` is one of
+                them.
+
+        Returns:
+            For each kind, the bits of its values, (B, T, width).
         """
-        shape = out["resid_pre"].shape[:2]
-        values = []
+        rows_and_tokens = intermediates["resid_pre"].shape[:2]
+        bits_by_kind = []
         for kind in kinds:
-            form = self.form(kind)
-            x = intermediate(out, kind.intermediate)
+            vector_type = self.vector_type(kind)
+            x = intermediate(intermediates, kind.intermediate)
             if x is None:
-                x = jnp.zeros((*shape, form.width), form.dtype)
-            values.append(_unsigned(x.reshape(*shape, -1).astype(form.dtype)))
-        return values
+                x = jnp.zeros((*rows_and_tokens, vector_type.width), vector_type.dtype)
+            x = x.reshape(*rows_and_tokens, -1).astype(vector_type.dtype)
+            bits_by_kind.append(_unsigned(x))
+        return bits_by_kind
 
     def write(
         self,
         buffers: Buffers,
         plan: Plan,
-        values: Iterable[Array],
+        bits_by_kind: Iterable[Array],
         micro_batch: Array | None = None,
     ) -> Buffers:
-        """Returns the buffers with the values of one layer.
+        """Returns the buffers with the values of one layer written to them.
 
         Args:
-            buffers: The buffers, of one stage in a pipeline.
-            plan: The plan of this layer alone, with one slot for each kind.
-            values: The bits of each kind, (B, T, width).
-            micro_batch: The number of the micro-batch in a pipeline, () int32; None without one.
+            buffers: The buffers; in a pipeline, the buffers of one stage.
+            plan: The plan for this layer alone, with one slot for each kind.
+            bits_by_kind: For each kind of the plan, the bits of its values, (B, T, width).
+            micro_batch: The number of the micro-batch in a pipeline, () int32; None without a
+                pipeline.
         """
         buffers = dict(buffers)
-        for kind, slot, value in zip(plan.kinds, plan.slots, values, strict=True):
-            form = self.form(kind)
-            value = self.layout.constrain(value, *CAPTURED)
-            entry = (slot,) if micro_batch is None else (slot, micro_batch)
-            value = value.reshape(*[1] * len(entry), *value.shape)
-            buffers[form] = lax.dynamic_update_slice(buffers[form], value, (*entry, 0, 0, 0))
+        for kind, slot, bits in zip(plan.kinds, plan.slots, bits_by_kind, strict=True):
+            vector_type = self.vector_type(kind)
+            bits = self.layout.constrain(bits, *CAPTURED_AXES)
+            index = (slot,) if micro_batch is None else (slot, micro_batch)
+            update = bits.reshape(*[1] * len(index), *bits.shape)
+            buffer = buffers[vector_type]
+            buffers[vector_type] = lax.dynamic_update_slice(buffer, update, (*index, 0, 0, 0))
         return buffers
 
-    def result(self, buffers: Buffers) -> dict[Form, Array]:
-        """Returns form -> the values of its hooks, (hooks of the form, B, T, width).
+    def values(self, buffers: Buffers) -> dict[VectorType, Array]:
+        """Returns the values at all hooks after one loop over all layers.
 
         Args:
-            buffers: The full buffers of a loop over all layers.
-        """
-        return {
-            form: lax.bitcast_convert_type(buffers[form][: len(hooks)], form.dtype)
-            for form, hooks in self.by_form().items()
-        }
+            buffers: The full buffers.
 
-    def result_of_stages(
+        Returns:
+            Vector type -> the values of its hooks, (hooks of this type, B, T, width).
+        """
+        values = {}
+        for vector_type, hooks in self.hooks_by_type().items():
+            bits = buffers[vector_type][: len(hooks)]
+            values[vector_type] = lax.bitcast_convert_type(bits, vector_type.dtype)
+        return values
+
+    def values_of_stages(
         self, buffers: Buffers, rows: int, length: int, at_end: Mapping[HookKind, Array]
-    ) -> dict[Form, Array]:
-        """Returns form -> the values of its hooks, (hooks of the form, rows, T, width).
+    ) -> dict[VectorType, Array]:
+        """Returns the values at all hooks after the stages of a pipeline.
 
         Args:
-            buffers: The full buffers of the stages of a pipeline.
-            rows: The rows of all micro-batches together.
+            buffers: The full buffers of all stages.
+            rows: The number of rows of all micro-batches together.
             length: The number of layers in a stage.
-            at_end: The bits of the hooks that come after the last layer, (rows, T, width).
+            at_end: Kind of hook -> the bits of its values, (rows, T, width), for the kinds that
+                come after the last layer.
+
+        Returns:
+            Vector type -> the values of its hooks, (hooks of this type, rows, T, width).
         """
-        result = {}
-        for form, hooks in self.by_form().items():
-            pieces = []
-            stages = [hook.layer // length for hook in hooks if not hook.kind.at_end]
-            if stages:
-                bits = buffers[form].swapaxes(2, 3)
+        values = {}
+        for vector_type, hooks in self.hooks_by_type().items():
+            stacks = []
+            stage_numbers = [hook.layer // length for hook in hooks if not hook.kind.at_end]
+            if stage_numbers:
+                bits = buffers[vector_type].swapaxes(2, 3)  # rows before micro-batches
                 bits = bits.reshape(*bits.shape[:2], rows, *bits.shape[-2:])
-                bits = self.layout.constrain(bits, "stages", "slots", *LEAVING)
-                hooks_by_stage = np.bincount(stages)
-                pieces = [bits[stage, :count] for stage, count in enumerate(hooks_by_stage)]
+                bits = self.layout.constrain(bits, "stages", "slots", *LEAVING_AXES)
+                hook_counts = np.bincount(stage_numbers)
+                stacks = [bits[stage, :count] for stage, count in enumerate(hook_counts)]
             for hook in hooks:
                 if hook.kind.at_end:
-                    value = self.layout.constrain(at_end[hook.kind], *LEAVING)
-                    pieces.append(value[None])
-            result[form] = lax.bitcast_convert_type(jnp.concatenate(pieces), form.dtype)
-        return result
+                    bits = self.layout.constrain(at_end[hook.kind], *LEAVING_AXES)
+                    stacks.append(bits[None])
+            values[vector_type] = lax.bitcast_convert_type(
+                jnp.concatenate(stacks), vector_type.dtype
+            )
+        return values
 
 
 def _unsigned(x: Array) -> Array:
-    """Returns the same bits as unsigned integers, which the CPU updates in place (see `to_bits`).
+    """Returns an array of unsigned integers of the same size with the same bits.
 
-    This includes float32: XLA then keeps the layout in which results leave the loop.
+    The CPU updates such an array in place, as `to_bits` in numerics.py explains. float32 is
+    converted as well, because XLA then keeps the layout in which values leave the loop.
     """
     return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")

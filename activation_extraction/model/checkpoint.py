@@ -1,9 +1,9 @@
 """Finds and reads the tensors of a language model in its weight files.
 
-`Checkpoint.read` is the only function that returns the values of tensors: it reads a part of a
-tensor, multiplies float8 by its scales and merges the adapter, if there is one. repository.py finds
-the files, weight_files.py reads them, tensor_names.py finds the language model in multimodal
-models, and weights.py turns tensors into parameters.
+`Checkpoint.read` is the only function that returns the values of a tensor. It reads a part of the
+tensor, multiplies float8 values by their scales, and merges the adapter if there is one.
+repository.py finds the files, and weight_files.py reads bytes from them. tensor_names.py finds the
+tensors of the language model in multimodal models. weights.py turns tensors into parameters.
 """
 
 import functools
@@ -30,21 +30,22 @@ from activation_extraction.model.weight_files import (
 
 
 class Adapter(Protocol):
-    """An adapter, which changes tensors when they are read. `LoraAdapter` implements it.
+    """An adapter, which changes tensors when they are read. `LoraAdapter` implements this protocol.
 
     Attributes:
-        files: Files of the adapter, which may include a tokenizer.
+        files: The repository of the adapter, which may contain a tokenizer.
     """
 
     files: Repository
 
     def merge(self, tensor: str, index: Index, stored: Callable[[Index], np.ndarray]) -> np.ndarray:
-        """Returns a part of a tensor of the base model, with the adapter's change.
+        """Returns a part of a tensor of the base model with the adapter's changes.
 
         Args:
             tensor: The name of the tensor.
             index: A (start, stop) slice for each axis.
-            stored: A function that returns a part of the tensor in the base model.
+            stored: A function that takes such an index and returns this part of the tensor in the
+                base model, without changes.
         """
         ...
 
@@ -53,7 +54,7 @@ class Checkpoint(Repository):
     """The weights of a language model, and the other files of the model.
 
     Methods raise InputError, naming the path and the file, if a file or tensor is missing, cut off
-    or not in a supported format. See `Repository` for the other attributes.
+    or not in a supported format. `Repository` documents the inherited attributes.
 
     Attributes:
         adapter: The LoRA adapter that is merged into each tensor as it is read. None to read the
@@ -64,61 +65,74 @@ class Checkpoint(Repository):
         """Determines where the model is, without reading a file.
 
         Args:
-            path: See `Repository`.
-            revision: See `Repository`.
-            keep: See `Repository`.
+            path: A folder, a URL or the name of a repository on the hub.
+            revision: A branch, tag or commit of a repository on the hub; None for its main branch.
+            keep: Whether to store weights from the hub in the hub's cache on this machine, for the
+                next start.
         """
         super().__init__(path, revision, keep, MODEL)
         self.adapter: Adapter | None = None
 
     @functools.cached_property
     def tensors(self) -> dict[str, str]:
-        """The names of the language model's tensors -> their names in the files."""
+        """Name of a tensor in the language model -> its name in the files.
+
+        The names differ in multimodal models, where the language model is one of several modules.
+
+        Raises:
+            InputError: The weights are missing, or the repository contains an adapter.
+        """
         if ADAPTER.config in self.names:
-            raise self.holds_adapter()
-        stored = self._file_of_tensor or self.open_weights(SINGLE_FILE).tensors
-        return text_names(stored, self.where)
+            raise self.adapter_error()
+        names_in_files = self._file_of_tensor or self.open_weights(SINGLE_FILE).tensors
+        return text_names(names_in_files, self.where)
 
     def local_tensors(self) -> Collection[str] | None:
-        """Returns the names in `tensors` if the weight files are in a local folder, else None."""
-        has_names = self.local and any(map(self.find, (SINGLE_FILE, INDEX_FILE)))
-        return self.tensors if has_names else None
+        """Returns the names of the language model's tensors if they can be read without a download.
+
+        Returns:
+            The keys of `tensors`. None if the weight files are not in a local folder.
+        """
+        has_weights = self.find(SINGLE_FILE) or self.find(INDEX_FILE) if self.local else None
+        return self.tensors if has_weights else None
 
     @functools.cached_property
     def _file_of_tensor(self) -> dict[str, str] | None:
-        """The name of each tensor -> its file, from the index; None if there is a single file.
+        """Name of a tensor in the files -> its file, from the index; None without an index.
 
-        If the checkpoint has both an index and a single file, the single file is used, as by
-        transformers.
+        If the checkpoint has both an index and a single file, the single file is used and the index
+        is ignored, as transformers does.
         """
-        index = self.find(INDEX_FILE)
-        if index is None:
+        index_path = self.find(INDEX_FILE)
+        if index_path is None:
             return None
         if SINGLE_FILE in self.names:
             log.info("%s: %s is read, and %s is not", self.where, SINGLE_FILE, INDEX_FILE)
             return None
-        return read_index(index)
+        return read_index(index_path)
 
-    def place(self, tensor: str) -> tuple[WeightFile, Tensor]:
-        """Returns the location of a tensor.
+    def locate(self, tensor: str) -> tuple[WeightFile, Tensor]:
+        """Finds a tensor in the weight files.
 
         Args:
             tensor: The name of the tensor in the language model.
 
         Returns:
-            The file that contains the tensor.
-            The tensor's entry in the header of the file.
+            A tuple of:
+                The file that contains the tensor.
+                The tensor's entry in the header of the file.
 
         Raises:
             InputError: The tensor is missing.
         """
-        if (stored := self.tensors.get(tensor)) is None:
+        name_in_file = self.tensors.get(tensor)
+        if name_in_file is None:
             raise InputError(f"{self.where}: tensor {tensor} is missing")
-        file = self.open_weights((self._file_of_tensor or {}).get(stored, SINGLE_FILE))
-        if stored not in file.tensors:
-            other = text_names(file.tensors, file.where).get(tensor)
-            raise not_read.another_checkpoint_s_index(file.where, stored, other)
-        return file, file.tensors[stored]
+        file = self.open_weights((self._file_of_tensor or {}).get(name_in_file, SINGLE_FILE))
+        if name_in_file not in file.tensors:
+            other_name = text_names(file.tensors, file.where).get(tensor)
+            raise not_read.tensor_not_in_file(file.where, name_in_file, other_name)
+        return file, file.tensors[name_in_file]
 
     def read(self, tensor: str, index: Index, dtype: Any = np.float32) -> np.ndarray:
         """Reads a part of a tensor, with the adapter merged into it if there is one.
@@ -126,12 +140,13 @@ class Checkpoint(Repository):
         Args:
             tensor: The name of the tensor in the language model.
             index: A (start, stop) slice for each axis.
-            dtype: The dtype to which float8 is dequantised without an adapter. With an adapter it
-                is dequantised to float32, so that changed values are not rounded twice.
+            dtype: The dtype to which float8 values are dequantised if there is no adapter. With an
+                adapter they are dequantised to float32, so that the values that the adapter changes
+                are not rounded twice.
 
         Returns:
-            The part: in float32 if the adapter changes the tensor, in the dtype of dequantised
-            float8, and otherwise in the dtype of the file.
+            The values of the part. Values that the adapter changes are float32. Float8 values have
+            the dtype to which they are dequantised. All others have the dtype of the file.
         """
         if self.adapter is None:
             return self._read_stored(tensor, index, dtype)
@@ -139,23 +154,28 @@ class Checkpoint(Repository):
         return self.adapter.merge(tensor, index, read_stored)
 
     def _read_stored(self, tensor: str, index: Index, dtype: Any) -> np.ndarray:
-        """Reads a part of a tensor without the adapter. See `read` for the arguments."""
+        """Reads a part of a tensor without the adapter. `read` documents the arguments."""
         scales = self.scales(tensor)
-        values = self.place(tensor)[0].read(self.tensors[tensor], index)
+        file, _ = self.locate(tensor)
+        values = file.read(self.tensors[tensor], index)
         return values if scales is None else scales.dequantize(values, index, dtype)
 
     def scales(self, tensor: str) -> Scales | None:
         """Returns the scales of a float8 tensor, or None for a tensor of another dtype.
 
+        Args:
+            tensor: The name of the tensor in the language model.
+
         Raises:
             InputError: The dtype of the tensor is not supported, or its scales are missing or
                 inconsistent with it.
         """
-        return Scales.find(tensor, self.tensors, self.place, self._float8)
+        return Scales.find(tensor, self.tensors, self.locate, self._float8)
 
     @functools.cached_property
     def _float8(self) -> Float8Format:
-        """The format of float8 weights in config.json, or the default format."""
-        path = self.find(MODEL.config)
-        stated = None if path is None else float8_format(read_json(path), str(path))
-        return stated or Float8Format()
+        """The format of float8 weights according to config.json, or else the default format."""
+        config_path = self.find(MODEL.config)
+        if config_path is None:
+            return Float8Format()
+        return float8_format(read_json(config_path), str(config_path)) or Float8Format()

@@ -1,11 +1,13 @@
 """Encodes the values at hooks by autoencoders, inside the compiled step.
 
-Features are computed for a block of tokens at a time, and only the largest ones of a token leave
-it, so memory does not grow with the dictionary. Devices that share rows share the dictionary, and
-the largest features are found as the most likely tokens are in predictions.py. The docstring of
-`Autoencoder` has the formula; codes.py says what is stored of a token.
+The features of a block of tokens are computed at a time, and only the largest features of each
+token are kept after the block. So memory does not grow with the number of features. Devices that
+share rows split the features among themselves; `largest` in predictions.py finds the largest of
+all parts. The docstring of `Autoencoder` has the formula, and common/codes.py the format of the
+records of tokens that `encode` returns.
 
-Letters: B rows, T tokens per row, and D, O and F as in autoencoders.py.
+Letters: B rows, T tokens per row, D the width of the hook that is read, O the width of the hook
+that is reconstructed, F the number of features.
 """
 
 import math
@@ -28,22 +30,24 @@ from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.numerics import einsum
 from activation_extraction.model.predictions import in_blocks, largest
 
-VALUES_OF_A_BLOCK = 2**25  # features of a block's tokens on each device: 134 MB of float32
-MOST = 256  # features of a token that are kept if neither k nor --encode_most says another number
-OF_FEATURES = "batch", "sequence", "head_vocab"  # logical axes of a block's features
-# Array of an autoencoder -> its logical axes.
+# Largest number of feature values, (tokens, F), of a block on each device: 134 MB of float32.
+VALUES_OF_A_BLOCK = 2**25
+# Number of features of a token that are kept if neither k nor --encode_most determines it.
+DEFAULT_MOST = 256
+FEATURE_AXES = "batch", "sequence", "head_vocab"  # logical axes of feature values, (B, T, F)
+# Field of `Autoencoder` -> the logical axes of its array.
 AXES: dict[str, tuple[str, ...]] = {
     "W_enc": ("head_vocab", "embed"),
     "W_dec": ("head_vocab", "embed"),
     "b_enc": ("head_vocab",),
     "threshold": ("head_vocab",),
-    "score": ("head_vocab",),
+    "score_factor": ("head_vocab",),
     "b_dec": ("hidden",),
     "W_skip": ("hidden", "embed"),
 }
-EPSILON = 1e-5  # added to the standard deviation, as in SAELens's layer_norm
+EPSILON = 1e-5  # added to the standard deviation by SAELens's layer_norm
 
-Weights = Mapping[str, Any]  # name of an array of an autoencoder -> the array on the devices
+Weights = Mapping[str, Any]  # field of `Autoencoder` -> its array on the devices
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +56,9 @@ class Encoder:
 
     Attributes:
         autoencoder: The autoencoder.
-        source: The hook that it reads.
-        target: The hook that it reconstructs, which equals `source` for all but transcoders.
-        most: The largest number of features of a token that are kept.
+        source: The hook whose values are encoded.
+        target: The hook whose values are reconstructed. It equals `source` for all but transcoders.
+        most: The largest number of features that are kept of a token.
     """
 
     autoencoder: Autoencoder
@@ -64,21 +68,27 @@ class Encoder:
 
     @property
     def hook(self) -> Hook:
-        """The hook of the codes, whose values are the records that codes.py describes."""
-        kind = self.source.kind
-        codes = replace(
-            kind,
-            name=kind.name + CODES,
+        """The hook of the codes. Its values are records of codes (see common/codes.py)."""
+        source_kind = self.source.kind
+        codes_kind = replace(
+            source_kind,
+            name=source_kind.name + CODES,
             letters="",
-            modules=tuple(name + CODES for name in kind.modules),
-            aliases=tuple(name + CODES for name in kind.aliases),
+            modules=tuple(module + CODES for module in source_kind.modules),
+            aliases=tuple(alias + CODES for alias in source_kind.aliases),
             dtype="int32",
             count=record_width(self.most),
         )
-        return self.source._replace(kind=codes)
+        return self.source._replace(kind=codes_kind)
 
     def facts(self) -> dict[str, Any]:
-        """Returns what metadata.json records of the hook besides its name."""
+        """Returns the facts about the hook of the codes that metadata.json records.
+
+        Returns:
+            A dict with the keys `module` (the name in Hugging Face; None if there is none),
+            `aliases`, `width` (the number of features), `most`, `autoencoder` (its name) and
+            `reconstructs` (the name of the target).
+        """
         hook = self.hook
         return {
             "module": hook.module,
@@ -90,30 +100,44 @@ class Encoder:
         }
 
     def in_words(self, dtype: Any) -> str:
-        """Returns a sentence about the codes of a token, for the log.
+        """Returns a sentence about the number of features and bytes per token, for the log.
 
         Args:
             dtype: The dtype in which the run stores activations.
         """
-        exact = self.most == self.autoencoder.k
-        subject = "each token has" if exact else "a token has at most"
+        keeps_all_active = self.most == self.autoencoder.k
+        subject = "each token has" if keeps_all_active else "a token has at most"
         features = f"{self.most} of {self.autoencoder.features:,} features"
-        size = code_bytes(self.most, dtype)
-        return f"{self.hook.name}: {subject} {features}, {size:,} bytes per token"
+        token_bytes = code_bytes(self.most, dtype)
+        return f"{self.hook.name}: {subject} {features}, {token_bytes:,} bytes per token"
 
     @property
     def flops(self) -> float:
-        """The floating-point operations for a token."""
+        """The number of floating-point operations for a token."""
         return 2.0 * sum(array.size for array in self.autoencoder.arrays.values())
 
     def memory(self, layout: Layout) -> float:
-        """Returns about how many bytes it takes on each device, without the records of codes."""
-        numbers = sum(array.size for array in self.autoencoder.arrays.values())
+        """Estimates the memory of weights and of a block of tokens, in bytes on each device.
+
+        The records of codes are not included.
+
+        Args:
+            layout: The mesh.
+        """
+        weight_count = sum(array.size for array in self.autoencoder.arrays.values())
         parts = layout.size(*RULES["head_vocab"], *RULES["embed"])
-        return numbers * self.autoencoder.dtype.itemsize / parts + 4 * 4 * VALUES_OF_A_BLOCK
+        block_bytes = 4 * 4 * VALUES_OF_A_BLOCK  # about four arrays of float32 at a time
+        return weight_count * self.autoencoder.dtype.itemsize / parts + block_bytes
 
     def shapes(self, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns name of an array -> its shape, dtype and sharding on the devices."""
+        """Returns the shapes of the autoencoder's arrays on the devices.
+
+        Args:
+            layout: The mesh.
+
+        Returns:
+            Field of `Autoencoder` -> the shape, dtype and sharding of its array.
+        """
         shapes = {}
         for name, array in self.autoencoder.arrays.items():
             dtype = self.autoencoder.dtype if array.ndim > 1 else np.dtype(np.float32)
@@ -122,13 +146,17 @@ class Encoder:
         return shapes
 
     def weights(self, layout: Layout) -> Weights:
-        """Copies the arrays to the devices, each of which gets only its own part."""
+        """Copies the autoencoder's arrays to the devices. Each device gets only its own shard.
+
+        Args:
+            layout: The mesh.
+        """
 
         def load(array: np.ndarray, shape: jax.ShapeDtypeStruct) -> Array:
-            def part(index: Any) -> np.ndarray:
+            def shard(index: Any) -> np.ndarray:
                 return array[index].astype(shape.dtype, order="C")
 
-            return jax.make_array_from_callback(shape.shape, shape.sharding, part)
+            return jax.make_array_from_callback(shape.shape, shape.sharding, shard)
 
         return jax.tree.map(load, self.autoencoder.arrays, self.shapes(layout))
 
@@ -140,15 +168,15 @@ def make_encoders(
     depth: int,
     sizes: Mapping[str, int],
 ) -> tuple[Encoder, ...]:
-    """Returns the autoencoders at their hooks, in the order of the hooks that they read.
+    """Returns the autoencoders at their hooks, in the order in which these hooks are computed.
 
     Args:
         autoencoders: The autoencoders.
-        most: The largest number of features of a token that are kept, from --encode_most. None for
-            the k of an autoencoder, or for MOST if it has none.
+        most: The largest number of features that are kept of a token, from --encode_most. None for
+            the k of an autoencoder, or for DEFAULT_MOST if it has no k.
         table: The hooks of the model.
         depth: The number of layers of the model.
-        sizes: Letter -> size in the model.
+        sizes: Letter of an axis -> its size in the model (see `HookKind.letters`).
 
     Raises:
         InputError: The model lacks a hook, a hook has another width than the autoencoder, or two
@@ -157,122 +185,151 @@ def make_encoders(
     encoders: list[Encoder] = []
     for autoencoder in autoencoders:
         where = f"--encode {plain_url(autoencoder.name)}"
-        hooks: list[Hook] = []
-        for name, width in (
-            (autoencoder.hook, autoencoder.W_enc.shape[1]),
-            (autoencoder.target, len(autoencoder.b_dec)),
-        ):
-            try:
-                matches = [*table.matching([name], depth).values()]
-            except InputError as error:
-                raise InputError(f"{where}: {str(error).removeprefix('--hook_names ')}") from error
-            if len(matches) > 1 or matches[0].kind.dtype is not None:
-                raise InputError(f"{where}: {name} is not one hook with activations")
-            hook = matches[0]
-            if hook.kind.width(sizes) != width:
-                raise InputError(
-                    f"{where}: is for {width:,} numbers per token, {hook.name} has "
-                    f"{hook.kind.width(sizes):,}; is it of another model?"
-                )
-            hooks.append(hook)
-        source, target = hooks
+        source = _hook_of_width(
+            autoencoder.hook, autoencoder.W_enc.shape[1], where, table, depth, sizes
+        )
+        target = _hook_of_width(
+            autoencoder.target, len(autoencoder.b_dec), where, table, depth, sizes
+        )
         if any(encoder.source == source for encoder in encoders):
             raise InputError(f"{where}: {source.name} has another autoencoder already")
         limit = autoencoder.k or autoencoder.features
-        kept = min(most or autoencoder.k or MOST, limit)
-        encoders.append(Encoder(autoencoder, source, target, kept))
+        kept_features = min(most or autoencoder.k or DEFAULT_MOST, limit)
+        encoders.append(Encoder(autoencoder, source, target, kept_features))
     return tuple(sorted(encoders, key=lambda encoder: encoder.source))
 
 
-def encode(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: Layout) -> Array:
-    """Returns the codes of values, as the records that codes.py describes.
+def _hook_of_width(
+    name: str, width: int, where: str, table: HookTable, depth: int, sizes: Mapping[str, int]
+) -> Hook:
+    """Returns the hook of a name, which must have activations of a certain width.
 
     Args:
-        encoder: The autoencoder.
-        weights: Its arrays on the devices.
-        x: The values at the hook that it reads, (B, T, D).
-        target: The values at the hook that it reconstructs, (B, T, O).
+        name: The name of the hook.
+        width: The width.
+        where: The flag and its value, for messages.
+        table: The hooks of the model.
+        depth: The number of layers of the model.
+        sizes: Letter of an axis -> its size in the model.
+
+    Raises:
+        InputError: The model has no such hook, several of them, or one of another width.
+    """
+    try:
+        matches = [*table.matching([name], depth).values()]
+    except InputError as error:
+        raise InputError(f"{where}: {str(error).removeprefix('--hook_names ')}") from error
+    if len(matches) > 1 or matches[0].kind.dtype is not None:
+        raise InputError(f"{where}: {name} is not one hook with activations")
+    hook = matches[0]
+    hook_width = hook.kind.width(sizes)
+    if hook_width != width:
+        raise InputError(
+            f"{where}: is for {width:,} numbers per token, {hook.name} has {hook_width:,}; is it "
+            "of another model?"
+        )
+    return hook
+
+
+def encode(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: Layout) -> Array:
+    """Returns the codes of activations as records (see common/codes.py).
+
+    Args:
+        encoder: The autoencoder at its hooks.
+        weights: The arrays of the autoencoder on the devices.
+        x: The values at the hook that is read, (B, T, D).
+        target: The values at the hook that is reconstructed, (B, T, O).
         layout: The mesh.
 
     Returns:
-        (B, T, 3 + 2 * most) int32.
+        The record of each token, (B, T, 3 + 2 * `encoder.most`) int32.
     """
     parts = layout.size(*RULES["head_vocab"])
-    tokens = VALUES_OF_A_BLOCK * parts // encoder.autoencoder.features
+    tokens_of_a_block = VALUES_OF_A_BLOCK * parts // encoder.autoencoder.features
     weights = {name: layout.gather(weight, AXES[name]) for name, weight in weights.items()}
     arrays = [x] if encoder.source == encoder.target else [x, target]
 
-    def of_block(block: Sequence[Array]) -> Array:
-        values = [layout.constrain(array, "batch", "sequence", "hidden") for array in block]
-        return _records(encoder, weights, values[0], values[-1], layout)
+    def records_of_block(block: Sequence[Array]) -> Array:
+        constrained = [layout.constrain(array, "batch", "sequence", "hidden") for array in block]
+        return _records(encoder, weights, constrained[0], constrained[-1], layout)
 
     with jax.named_scope("encode"):
-        return in_blocks(of_block, arrays, tokens, layout)
+        return in_blocks(records_of_block, arrays, tokens_of_a_block, layout)
 
 
 def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: Layout) -> Array:
-    """Returns the records of a block of tokens. See `encode` for the arguments.
+    """Returns the records of a block of tokens.
 
-    It follows the formula of `Autoencoder`, whose names it uses.
+    The formula and its names (pre, score, active, result) are in the docstring of `Autoencoder`.
+    See `encode` for the arguments, which contain the tokens of the block only.
     """
     autoencoder = encoder.autoencoder
     dtype = autoencoder.dtype
-    original = x.astype(dtype).astype(jnp.float32)
-    x, undo = _normalised(original, autoencoder.norm)
-    if autoencoder.subtracts:
+    rounded_input = x.astype(dtype).astype(jnp.float32)
+    x, undo_normalisation = _normalised(rounded_input, autoencoder.normalisation)
+    if autoencoder.subtracts_b_dec:
         x = x - weights["b_dec"]
     pre = einsum("BTD,FD->BTF", x.astype(dtype), weights["W_enc"]) + weights["b_enc"]
-    pre = layout.constrain(pre, *OF_FEATURES)
+    pre = layout.constrain(pre, *FEATURE_AXES)
     score = pre
     active = jnp.ones(pre.shape, bool)
-    if autoencoder.score is not None:
-        score = score * weights["score"]
+    if autoencoder.score_factor is not None:
+        score = pre * weights["score_factor"]
     if autoencoder.threshold is not None:
         active &= score > weights["threshold"]
     if autoencoder.relu:
         active &= pre > 0
     score = jnp.where(active, score, -jnp.inf)
-    top_scores, ids = largest(score, encoder.most, layout)
-    number = active.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    top_scores, feature_ids = largest(score, encoder.most, layout)
+    active_count = active.sum(axis=-1, keepdims=True, dtype=jnp.int32)
     if autoencoder.k is not None:
-        number = jnp.minimum(number, autoencoder.k)
-    # Of features that are tied with the last one that is kept, the first ones are kept. (With a
-    # slice in place of the minimum, XLA would sort all features, in 30 times the time.)
-    last = top_scores.min(axis=-1, keepdims=True)
-    tied = jnp.where(top_scores == last, ids, -1).max(axis=-1, keepdims=True)
-    kept = (score > last) | ((score == last) & (jnp.arange(pre.shape[-1]) <= tied))
+        active_count = jnp.minimum(active_count, autoencoder.k)
+    # If several features have the lowest kept score, `largest` kept those with the smallest ids.
+    # This mask selects the same features. (With a slice of `top_scores` in place of the minimum,
+    # XLA would sort all features, which takes 30 times as long.)
+    lowest_score = top_scores.min(axis=-1, keepdims=True)
+    last_tied_id = jnp.where(top_scores == lowest_score, feature_ids, -1).max(-1, keepdims=True)
+    is_tied_and_kept = (score == lowest_score) & (jnp.arange(pre.shape[-1]) <= last_tied_id)
+    kept = (score > lowest_score) | is_tied_and_kept
     features = jnp.where(kept & active, pre, 0).astype(dtype)
-    result = einsum("BTF,FD->BTD", features, weights["W_dec"]) + weights["b_dec"]
+    result = einsum("BTF,FO->BTO", features, weights["W_dec"]) + weights["b_dec"]
     if encoder.source == encoder.target:
-        result = undo(result)
+        result = undo_normalisation(result)
     if autoencoder.W_skip is not None:
-        result += einsum("BTD,OD->BTO", original.astype(dtype), weights["W_skip"])
+        result += einsum("BTD,OD->BTO", rounded_input.astype(dtype), weights["W_skip"])
     target = target.astype(jnp.float32)
     error = jnp.square(target - result).sum(axis=-1, keepdims=True)
     norm = jnp.sqrt(jnp.square(target).sum(axis=-1, keepdims=True))
-    values = top_scores
-    if autoencoder.score is not None:
-        values = top_scores / jnp.take(weights["score"], ids)
-    exists = jnp.isfinite(top_scores)  # fewer features may be active than are kept
-    ids = jnp.where(exists, ids, autoencoder.features)
-    values = jnp.where(exists, values, 0)
-    ids, values = lax.sort((ids, values), num_keys=1)
+    feature_values = top_scores
+    if autoencoder.score_factor is not None:
+        feature_values = top_scores / jnp.take(weights["score_factor"], feature_ids)
+    # If fewer features are active than are kept, the remaining scores are -inf.
+    is_active = jnp.isfinite(top_scores)
+    feature_ids = jnp.where(is_active, feature_ids, autoencoder.features)
+    feature_values = jnp.where(is_active, feature_values, 0)
+    feature_ids, feature_values = lax.sort((feature_ids, feature_values), num_keys=1)
     bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
-    return jnp.concatenate([number, bits(error), bits(norm), ids, bits(values)], axis=-1)
+    record = [active_count, bits(error), bits(norm), feature_ids, bits(feature_values)]
+    return jnp.concatenate(record, axis=-1)
 
 
-def _normalised(x: Array, norm: str) -> tuple[Array, Callable[[Array], Array]]:
-    """Returns x normalised, and the function that undoes the normalisation of a result.
+def _normalised(x: Array, normalisation: str) -> tuple[Array, Callable[[Array], Array]]:
+    """Normalises the input of an autoencoder.
 
     Args:
-        x: (B, T, D) float32.
-        norm: The normalisation; see `Autoencoder.norm`.
+        x: The input, (B, T, D) float32.
+        normalisation: See `Autoencoder.normalisation`.
+
+    Returns:
+        A tuple of:
+            The normalised input, (B, T, D) float32.
+            A function that takes an output of the decoder, (B, T, D), and undoes the normalisation.
     """
-    if norm == "constant_norm_rescale":
+    if normalisation == "constant_norm_rescale":
         factor = math.sqrt(x.shape[-1]) / jnp.linalg.norm(x, axis=-1, keepdims=True)
-        return x * factor, lambda result: result / factor
-    if norm == "layer_norm":
+        return x * factor, lambda output: output / factor
+    if normalisation == "layer_norm":
         mean = x.mean(axis=-1, keepdims=True)
         deviation = jnp.std(x, axis=-1, keepdims=True, ddof=1)
-        return (x - mean) / (deviation + EPSILON), lambda result: result * deviation + mean
-    return x, lambda result: result
+        return (x - mean) / (deviation + EPSILON), lambda output: output * deviation + mean
+    return x, lambda output: output

@@ -27,7 +27,7 @@ from activation_extraction.common.log import log, on_terminal
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.compilation import compile_with_options, watch_compiling
 from activation_extraction.model.encode import Encoder, Weights, encode
-from activation_extraction.model.hooks import Form, Hook
+from activation_extraction.model.hooks import Hook, VectorType
 from activation_extraction.model.host_rows import HostRows
 from activation_extraction.model.kept import KeptTokens, take_kept
 from activation_extraction.model.mesh import Layout, in_words
@@ -41,9 +41,9 @@ from activation_extraction.text.batch import Batch
 from qwen2_jax_with_hooks import HookedModel
 
 Key = int | str  # a hook's key in the shards: its layer, or its name
-# The activations of a step: form -> (hooks of that form, rows of all hosts, T, width), or the kept
-# tokens of the batch if it does not keep all.
-Activations = dict[Form, Array] | KeptTokens
+# The activations of a step: vector type (width and dtype) -> the values of its hooks, (hooks of
+# this type, rows of all hosts, T, width); or only the kept tokens, if the batch does not keep all.
+Activations = dict[VectorType, Array] | KeptTokens
 # A step takes the batch of this host, or None if it has no rows left, and flags of this host. It
 # returns the activations and the number of hosts that set each flag, without waiting for the
 # devices.
@@ -90,9 +90,9 @@ class Program:
         """The size of each axis by its letter, including S, the number of tokens of a row."""
         return self.model.config.sizes_with(self.shape[1])
 
-    def form(self, hook: Hook) -> Form:
-        """Returns the form in which a hook's activations leave the devices."""
-        return hook.kind.form(self.sizes, self.model.captured_dtype)
+    def vector_type(self, hook: Hook) -> VectorType:
+        """Returns the width and dtype with which a hook's activations leave the devices."""
+        return hook.kind.vector_type(self.sizes, self.model.captured_dtype)
 
     def flops(self, lengths: Sequence[int]) -> float:
         """Returns the floating-point operations for samples of these lengths."""
@@ -103,37 +103,39 @@ class Program:
     def token_bytes(self) -> dict[str, int]:
         """The bytes stored of a token at each hook, by the hook's name; for codes, the most."""
         dtype = self.model.activation_dtype
-        sizes = {hook.name: hook.kind.form(self.sizes, dtype).bytes for hook in self.hooks.values()}
+        sizes = {}
+        for hook in self.hooks.values():
+            sizes[hook.name] = hook.kind.vector_type(self.sizes, dtype).bytes
         for encoder in self.encoders:
             sizes[encoder.hook.name] = code_bytes(encoder.most, dtype)
         return sizes
 
     def with_codes(
-        self, computed: dict[Form, Array], weights: Sequence[Weights]
-    ) -> dict[Form, Array]:
+        self, computed: dict[VectorType, Array], weights: Sequence[Weights]
+    ) -> dict[VectorType, Array]:
         """Computes the codes, and selects the hooks that are stored.
 
         Args:
-            computed: The activations at the hooks of the model: form -> (hooks of that form, rows
-                of all hosts, T, width).
+            computed: Vector type -> the activations at the hooks of the model, (hooks of this type,
+                rows of all hosts, T, width).
             weights: The weights of each autoencoder.
 
         Returns:
-            The activations and codes at the hooks that are stored: form -> (hooks of that form,
-            rows of all hosts, T, width).
+            Vector type -> the activations and codes at the hooks that are stored, (hooks of this
+            type, rows of all hosts, T, width).
         """
         if not self.encoders:
             return computed
-        remaining = {form: iter(stack) for form, stack in computed.items()}
-        activations = {hook: next(remaining[self.form(hook)]) for hook in self.model.hooks}
+        remaining = {vector_type: iter(stack) for vector_type, stack in computed.items()}
+        activations = {hook: next(remaining[self.vector_type(hook)]) for hook in self.model.hooks}
         for encoder, arrays in zip(self.encoders, weights, strict=True):
             source = activations[encoder.source]
             target = activations[encoder.target]
             activations[encoder.hook] = encode(encoder, arrays, source, target, self.layout)
-        stacks: dict[Form, list[Array]] = defaultdict(list)
+        stacks: dict[VectorType, list[Array]] = defaultdict(list)
         for hook in self.hooks.values():
-            stacks[self.form(hook)].append(activations[hook])
-        return {form: jnp.stack(stack) for form, stack in stacks.items()}
+            stacks[self.vector_type(hook)].append(activations[hook])
+        return {vector_type: jnp.stack(stack) for vector_type, stack in stacks.items()}
 
 
 @dataclass(frozen=True)
@@ -176,8 +178,8 @@ class Forward(Program):
             stacks = activations.receive()
         else:
             stacks = self.rows.receive(activations)
-        remaining = {form: iter(stack) for form, stack in stacks.items()}
-        return {key: next(remaining[self.form(hook)]) for key, hook in self.hooks.items()}
+        remaining = {vector_type: iter(stack) for vector_type, stack in stacks.items()}
+        return {key: next(remaining[self.vector_type(hook)]) for key, hook in self.hooks.items()}
 
 
 def compile_step(forward: Forward) -> Step:

@@ -1,33 +1,35 @@
-"""The hooks of a model: their names, their meanings, and which of them a user asked for.
+"""Declares the hooks of a model, and finds the hooks that a user asked for.
 
-A hook is a kind of hook at a layer. It has one canonical name, TransformerLens's, and may have
-aliases there and as an input or output of a Hugging Face module. The hook table of a model lists
-its kinds of hooks. Nothing here computes; the hooked model captures the values.
+A hook is a kind of hook at a layer. It has one canonical name, which TransformerLens uses. It may
+have other names in TransformerLens, and names as the input or output of a Hugging Face module. The
+hook table of a model lists its kinds of hooks. capture.py collects the values.
 
-Names and meanings are those of TransformerLens with unprocessed weights. A norm's `hook_normalized`
-comes before its weight and `hook_out` after it; `hook_q`, `hook_k` and `hook_v` are the
-projections, which come before any norm on them and before the rotary embedding; `hook_rot_q` and
-`hook_rot_k` come after both; `hook_resid_post` of the last layer comes before the final norm,
-unlike Hugging Face's last hidden state. Values per head are flat: (tokens, heads * head size).
-`hook_pattern` is (tokens, heads * tokens of a row): how much each head attends to position 0 of the
-token's own sample, to position 1 and so on; positions that the token does not see have 0.
+Names and meanings are the same as in TransformerLens with unprocessed weights. The values of
+`hook_normalized` are taken before the weight of the norm, and the values of `hook_out` after it.
+`hook_q`, `hook_k` and `hook_v` are the results of the projections, before any norm and before the
+rotary embedding; `hook_rot_q` and `hook_rot_k` come after both. `hook_resid_post` of the last layer
+comes before the final norm, unlike Hugging Face's last hidden state. Values of heads are flat:
+(tokens, heads * head size). `hook_pattern` is (tokens, heads * tokens of a row): the attention of
+each head to position 0 of the token's own sample, to position 1 and so on, and 0 for positions that
+the token does not see.
 
-Layers with experts have others after `ln2.hook_out`:
+Layers with experts have these hooks after `ln2.hook_out`:
 
     mlp.gate.hook_out                the router's logits
-    mlp.hook_expert_weights          the weight of every expert, 0 for those that were not chosen
+    mlp.hook_expert_weights          the weight of every expert, 0 for experts that were not chosen
     mlp.hook_expert_indices          the numbers of the chosen experts, int32, the one with the
                                      largest weight first
     mlp.experts.hook_out             the weighted sum of the results of the chosen experts
     mlp.shared_expert.hook_out       the result of the shared expert, before it is multiplied by the
                                      sigmoid of mlp.shared_expert_gate.hook_out
 
-Since `mlp.gate` is the router there, the matrices of a dense layer in such a model are called
-`mlp.dense_gate` and so on.
+`mlp.gate` is the router in these layers. So if a model has both such layers and dense ones, the
+hooks `mlp.gate.hook_out`, `mlp.in.hook_out` and `mlp.out.hook_in` of dense layers are called
+`mlp.dense_gate.hook_out` and so on.
 
-A model has a few more hooks after its last layer (predictions.py). `loss` is that of a token given
-the tokens before it, in nats, and NaN for the first token of a sample. `entropy`, `logits`,
-`logits.top_ids` and `logits.top_logprobs` describe the prediction of the token after it.
+A model has a few more hooks after its last layer (predictions.py). `loss` is the cross-entropy of a
+token given the tokens before it, in nats, and NaN for the first token of a sample. `entropy`,
+`logits`, `logits.top_ids` and `logits.top_logprobs` describe the prediction of the next token.
 """
 
 import math
@@ -46,17 +48,19 @@ from activation_extraction.common.errors import InputError, near_miss
 from activation_extraction.model.model_config import ATTENTION, DENSE, LINEAR, SPARSE, ModelConfig
 
 HEAD_SIZES = "HCZ"  # the letters that stand for head sizes
-# --activation_type -> the hook of a layer that it stands for.
+# Value of --activation_type -> the name of its hook, without the prefix of the layer.
 ACTIVATION_TYPES = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
-PREDICTED = "predicted."  # where predictions are among the intermediates; see HookKind
+PREDICTED = "predicted."  # prefix of `HookKind.intermediate` for values computed from the logits
 
 
-class Form(NamedTuple):
-    """The width and dtype of a hook's values. Hooks of one form share an array in a step.
+class VectorType(NamedTuple):
+    """The width and dtype of the vector that a hook has for each token.
+
+    A step stores the values of all hooks with the same vector type in one array.
 
     Attributes:
-        width: The numbers of a token.
-        dtype: The name of the dtype in NumPy, or "float8".
+        width: The length of the vector.
+        dtype: The name of a NumPy dtype, or "float8".
     """
 
     width: int
@@ -64,34 +68,35 @@ class Form(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of a token."""
+        """The number of bytes for each token."""
         return token_bytes(self.width, self.dtype)
 
 
 @dataclass(frozen=True)
 class HookKind:
-    """A kind of hook, which a model has once or in each of some layers.
+    """A kind of hook: the same point in every layer that has it, or a point outside the layers.
 
     Attributes:
-        name: The canonical name. "{}" stands for the layer, here and in the other names; a kind
-            without it exists once in a model.
-        letters: One letter for each axis of a token's value, such as "NH" for heads and head size;
-            "" for a value without such axes. qwen2_jax.py and delta_net.py explain the letters.
-            Besides them, S stands for the tokens of a row, and Q for the heads of the query
-            projection, which may contain the gate of each head. The width is the product of the
-            sizes of the letters and `count`.
-        intermediate: The dotted path of the layer's intermediate that is captured, such as
-            "attn.q": the names of the modules that contain it, then its own name.
-        modules: Inputs and outputs of Hugging Face modules that have the same values.
-        aliases: Other names in TransformerLens.
-        at_end: For a kind that exists once, whether it comes after the last layer rather than
-            before the first.
-        types: Words of ModelConfig.layer_types. A layer has a hook of this kind if its type
-            contains one of these words. () if all layers have one.
-        dtype: The dtype of its values if they are not activations, whose dtype the user chooses;
-            None for activations.
-        count: A factor of the width without a letter, such as the number of most likely tokens in
-            `logits.top_ids`; otherwise 1.
+        name: The canonical name, in which "{}" stands for the number of the layer, as in the other
+            names. A model has a single hook of a kind without "{}".
+        letters: One letter for each axis of the values of a token, such as "NH" for heads and head
+            size; "" for no axes. qwen2_jax.py and delta_net.py explain the letters. In addition, S
+            is the number of tokens of a row, and Q the number of heads of the query projection,
+            which may contain a gate for each head. The width of the hook is the product of these
+            sizes and `count`.
+        intermediate: The dotted path of the array to capture among the intermediates of a layer,
+            such as "attn.q": the names of the modules that contain the array, then its own name.
+        modules: The names of the same values in Hugging Face: module paths that end in ".input" or
+            ".output".
+        aliases: The other names in TransformerLens.
+        at_end: Whether the kind comes after the last layer. False for kinds in layers and for the
+            kind before the first layer.
+        types: Words that occur in ModelConfig.layer_types. A layer has a hook of this kind if its
+            type contains one of these words. () if all layers have one.
+        dtype: The name of the dtype of the values; None for activations, whose dtype the user
+            chooses.
+        count: A factor of the width that has no letter, such as the number of most likely tokens
+            in `logits.top_ids`; 1 if there is none.
     """
 
     name: str
@@ -106,53 +111,61 @@ class HookKind:
 
     @property
     def is_prediction(self) -> bool:
-        """Whether the values come from the logits."""
+        """Whether the values are computed from the logits."""
         return self.intermediate.startswith(PREDICTED)
 
     @property
     def grows(self) -> bool:
-        """Whether the width grows with the tokens of a row."""
+        """Whether the width grows with the number of tokens in a row."""
         return "S" in self.letters
 
     @property
     def large(self) -> bool:
-        """Whether the values are so large that the kind has to be asked for by name."""
+        """Whether the values are so large that users must name such a hook explicitly.
+
+        The width of a large kind grows with the tokens of a row or with the vocabulary.
+        """
         return self.grows or "V" in self.letters
 
     def width(self, sizes: Mapping[str, int]) -> int:
-        """Returns the width, which is how many numbers a token has.
+        """Returns the number of values that a token has at a hook of this kind.
 
         Args:
-            sizes: Letter -> size in the model.
+            sizes: Letter of an axis -> its size in the model.
         """
         return math.prod(sizes[letter] for letter in self.letters) * self.count
 
-    def form(self, sizes: Mapping[str, int], dtype: Any) -> Form:
-        """Returns the form of the values.
+    def vector_type(self, sizes: Mapping[str, int], dtype: Any) -> VectorType:
+        """Returns the width and dtype of the values.
 
         Args:
-            sizes: Letter -> size in the model.
-            dtype: The dtype of activations; or "float8", for the form in which they are stored.
+            sizes: Letter of an axis -> its size in the model.
+            dtype: The dtype of activations. "float8" gives the type that a run with
+                --activation_dtype float8 stores.
         """
-        of_activations = FLOAT8 if str(dtype) == FLOAT8 else np.dtype(dtype).name
-        return Form(self.width(sizes), self.dtype or of_activations)
+        activation_dtype = FLOAT8 if str(dtype) == FLOAT8 else np.dtype(dtype).name
+        return VectorType(self.width(sizes), self.dtype or activation_dtype)
 
-    def exists_in(self, type_: str) -> bool:
-        """Returns whether layers of a type have the kind."""
-        return not self.types or not {*self.types}.isdisjoint(type_.split())
+    def exists_in(self, layer_type: str) -> bool:
+        """Returns whether layers of a type have hooks of this kind.
+
+        Args:
+            layer_type: One of ModelConfig.layer_types.
+        """
+        return not self.types or not {*self.types}.isdisjoint(layer_type.split())
 
     def layers(self, depth: int, types: Sequence[str] = ()) -> Sequence[int]:
         """Returns the layers of a model that have a hook of this kind.
 
-        A hook that exists once in the model counts as a hook of the last layer if it comes after
-        the layers, and as a hook of the first layer if it comes before them.
+        A hook after the layers counts as a hook of the last layer. A hook before them counts as a
+        hook of the first layer.
 
         Args:
             depth: The number of layers.
             types: The type of each layer; () to return layers of every type.
         """
         if "{}" in self.name:
-            return [k for k in range(depth) if not types or self.exists_in(types[k])]
+            return [layer for layer in range(depth) if not types or self.exists_in(types[layer])]
         return range(depth - 1, depth) if self.at_end else range(1)
 
 
@@ -161,8 +174,8 @@ class Hook(NamedTuple):
 
     Attributes:
         layer: The number of the layer.
-        order: The index of the kind in the hook table, which has the order in which a layer
-            computes them.
+        order: The index of the kind in the hook table. Kinds that a layer computes earlier have
+            smaller indices.
         kind: The kind.
     """
 
@@ -177,19 +190,19 @@ class Hook(NamedTuple):
 
     @property
     def module(self) -> str | None:
-        """The Hugging Face module's input or output; None if no module has it."""
+        """The name in Hugging Face, such as "model.layers.3.output"; None if there is none."""
         return self.kind.modules[0].format(self.layer) if self.kind.modules else None
 
     def names(self) -> list[str]:
-        """Returns all of its names, the canonical one first."""
-        names = self.kind.name, *self.kind.aliases, *self.kind.modules
-        return [name.format(self.layer) for name in names]
+        """Returns all names of the hook, with the canonical one first."""
+        patterns = self.kind.name, *self.kind.aliases, *self.kind.modules
+        return [pattern.format(self.layer) for pattern in patterns]
 
     def matching(self, pattern: str) -> list[str]:
         """Returns the names of the hook that a glob matches.
 
-        A hook of a large kind matches only if the glob is one of its names, or ends in the last
-        part of its canonical name.
+        A hook of a large kind matches only if the glob is one of its names, or if the glob and its
+        canonical name end in the same word after the last dot.
 
         Args:
             pattern: The glob.
@@ -201,24 +214,26 @@ class Hook(NamedTuple):
         return [name for name in names if fnmatchcase(name, pattern)]
 
     def facts(self, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """Returns what metadata.json records of the hook besides its canonical name.
+        """Returns the facts about the hook that metadata.json records.
 
         Args:
-            sizes: Letter -> size in the model.
+            sizes: Letter of an axis -> its size in the model.
 
         Returns:
-            A dict with the keys `module`, `aliases` and `width`; `dtype` if the values are not
-            activations; `heads` and `head_size` if they are flat values per head; `heads` and
-            `keys` for a pattern.
+            A dict with the keys `module` (the name in Hugging Face; None if there is none),
+            `aliases` (all other names) and `width`. If the values are not activations, also
+            `dtype`. If the values are flat over heads, also `heads` and `head_size`. For an
+            attention pattern, also `heads` and `keys` (the number of tokens of a row).
         """
         facts: dict[str, Any] = {"module": self.module, "aliases": self.names()[1:]}
         facts["width"] = self.kind.width(sizes)
         if self.kind.dtype is not None:
             facts["dtype"] = self.kind.dtype
-        heads, size = self.kind.letters[:-1], self.kind.letters[-1:]
-        if size and size in HEAD_SIZES:
-            facts["heads"] = math.prod(sizes[letter] for letter in heads)
-            facts["head_size"] = sizes[size]
+        head_letters = self.kind.letters[:-1]
+        last_letter = self.kind.letters[-1:]
+        if last_letter and last_letter in HEAD_SIZES:
+            facts["heads"] = math.prod(sizes[letter] for letter in head_letters)
+            facts["head_size"] = sizes[last_letter]
         if self.kind.grows:
             facts["heads"] = sizes[self.kind.letters[0]]
             facts["keys"] = sizes["S"]
@@ -227,12 +242,13 @@ class Hook(NamedTuple):
 
 @dataclass(frozen=True)
 class HookTable:
-    """The kinds of hooks of a model, or of a family.
+    """The kinds of hooks of a model, or of a model family.
 
     Attributes:
-        kinds: The kinds, in the order in which a layer computes them.
-        types: The type of each layer of the model; () if layers of every type are meant.
-        vocabulary: The number of tokens in the model's vocabulary; 0 if it is not known.
+        kinds: The kinds, in the order in which they are computed.
+        types: The type of each layer of the model. () for a family: every layer then has the hooks
+            of all kinds.
+        vocabulary: The number of tokens in the model's vocabulary; 0 if it is unknown.
     """
 
     kinds: tuple[HookKind, ...]
@@ -240,7 +256,7 @@ class HookTable:
     vocabulary: int = 0
 
     def without_predictions(self) -> "HookTable":
-        """Returns the table of a model without a head, which has no losses and logits."""
+        """Returns the table without losses and logits, for a model without a head."""
         kinds = tuple(kind for kind in self.kinds if not kind.is_prediction)
         return replace(self, kinds=kinds)
 
@@ -249,7 +265,7 @@ class HookTable:
 
         Args:
             depth: The number of layers.
-            large: Whether to include hooks that have to be asked for by name.
+            large: Whether to include hooks of large kinds (see `HookKind.large`).
         """
         return sorted(
             Hook(layer, order, kind)
@@ -280,34 +296,40 @@ class HookTable:
     def matching(self, patterns: Sequence[str], depth: int) -> dict[str, Hook]:
         """Returns the hooks that globs match, in the order in which they are computed.
 
-        A glob that matches several names of a hook stands for the canonical one, or else for the
-        first of them. Of several globs that match a hook, the first one counts.
+        If several globs match a hook, the first of these globs determines its name in the result.
+        If this glob matches several names of the hook, the first of these names is used, and the
+        canonical name comes before all others.
 
         Args:
             patterns: The globs.
             depth: The number of layers of the model.
 
         Returns:
-            Name by which a hook was asked for -> the hook.
+            Name of a hook that a glob matches -> the hook.
 
         Raises:
-            InputError: A glob matches nothing.
+            InputError: A glob matches no hook.
         """
         hooks = self.all_hooks(depth, large=True)
         names: dict[Hook, str] = {}
         for pattern in patterns:
             matches = {hook: hook.matching(pattern) for hook in hooks}
             if not any(matches.values()):
-                raise self._refusal(pattern, depth)
-            for hook, matching in matches.items():
-                if matching:
-                    names.setdefault(hook, matching[0])
+                raise self._no_match_error(pattern, depth)
+            for hook, matching_names in matches.items():
+                if matching_names:
+                    names.setdefault(hook, matching_names[0])
         return {names[hook]: hook for hook in sorted(names)}
 
-    def _refusal(self, pattern: str, depth: int) -> InputError:
-        """Returns the error for a glob that matches no hook, with a hint if there is one."""
-        of_any_type = HookTable(self.kinds).all_hooks(depth, large=True)
-        for hook in of_any_type:
+    def _no_match_error(self, pattern: str, depth: int) -> InputError:
+        """Returns the error for a glob that matches no hook, with a hint if there is one.
+
+        Args:
+            pattern: The glob.
+            depth: The number of layers of the model.
+        """
+        table_of_all_types = HookTable(self.kinds)
+        for hook in table_of_all_types.all_hooks(depth, large=True):
             if hook.matching(pattern):
                 return InputError(
                     f"--hook_names {pattern}: layer {hook.layer} is of type "
@@ -329,16 +351,22 @@ class HookTable:
         )
 
 
-# The first column of HOOK_KINDS determines which layers have a kind of hook. It contains one of
-# these words, or a word of the layers' types in ModelConfig (ATTENTION, LINEAR, DENSE or SPARSE).
-# `_types_with` maps each word to types of layers.
-EVERY, NORMED, GATED, SHARED = "every", "normed", "gated", "shared"
-APART, INTERLEAVED = "apart", "interleaved"
-# The kinds of hooks of layers, in the order in which a layer computes them. The columns are: which
-# layers have the kind, its name, the letters of its width, the intermediate, its Hugging Face
-# modules, its aliases. Several names in a column are separated by spaces. Names omit the prefix of
-# the layer, which is "blocks.{}." in the first and the last column of names and "model.layers.{}."
-# in the column of modules.
+# The first column of HOOK_KINDS tells which layers have a kind of hook. It contains one of the
+# following words, or a word of the layers' types in ModelConfig (ATTENTION, LINEAR, DENSE or
+# SPARSE). `_types_with` maps each word to the types of layers in a model.
+EVERY = "every"  # all layers
+NORMED = "normed"  # attention with norms of queries and keys
+GATED = "gated"  # attention with a gate on its output
+SHARED = "shared"  # experts with a shared expert
+APART = "apart"  # linear attention whose projections are stored as separate tensors
+INTERLEAVED = "interleaved"  # linear attention whose projections are interleaved in one tensor
+# The kinds of hooks in layers, in the order in which a layer computes them. The columns contain:
+#   the layers that have the kind (see above),
+#   the canonical name, without the prefix "blocks.{}.",
+#   the letters of the width (see `HookKind.letters`),
+#   the path of the intermediate (see `HookKind.intermediate`),
+#   the names in Hugging Face, without the prefix "model.layers.{}.", separated by spaces,
+#   the aliases, without the prefix "blocks.{}.", separated by spaces.
 # fmt: off
 HOOK_KINDS = (
     (EVERY, "hook_resid_pre", "D", "resid_pre", "input", "hook_in ln1.hook_in"),
@@ -404,31 +432,34 @@ HOOK_KINDS = (
 )
 # fmt: on
 
-OWN_DTYPES = {"mlp.chosen": "int32"}  # of intermediates that are not activations
+# Path of an intermediate in HOOK_KINDS that is no activation -> its dtype.
+DTYPE_OF_INTERMEDIATE = {"mlp.chosen": "int32"}
 
 
 def hook_table(config: ModelConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> HookTable:
-    """Returns the hooks of a model.
+    """Returns the table of the hooks of a model.
 
     Args:
         config: The configuration of the model.
-        top_logits: The number of most likely next tokens that `logits.top_ids` has.
+        top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
-    kinds = tuple(
-        kind
-        for kind in _kinds(_types_with(config), top_logits)
-        if any(kind.exists_in(type_) for type_ in config.layer_types)
-    )
-    return HookTable(kinds, config.layer_types, config.vocab_size)
+    kinds = []
+    for kind in _kinds(_types_with(config), top_logits):
+        if any(kind.exists_in(layer_type) for layer_type in config.layer_types):
+            kinds.append(kind)
+    return HookTable(tuple(kinds), config.layer_types, config.vocab_size)
 
 
 def _types_with(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Returns which layers of a model have the kinds of hooks in HOOK_KINDS.
 
+    Args:
+        config: The configuration of the model.
+
     Returns:
-        Word in the first column of HOOK_KINDS -> words of the types of layers. A layer has the
-        kinds of hooks if its type contains one of these words; () means all layers. Words for
-        which the model has no layer are left out.
+        Word in the first column of HOOK_KINDS -> `HookKind.types`: words of the types of layers
+        that have the kinds; () for all layers. Words of the column that apply to no layer of the
+        model are missing.
     """
     delta, experts = config.delta, config.experts
     attention = () if delta is None else (ATTENTION,)
@@ -440,7 +471,7 @@ def _types_with(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         types[GATED] = attention
     if delta is not None:
         types[LINEAR] = (LINEAR,)
-        # A module of Hugging Face has a projection of its own only if it is stored by itself.
+        # In Hugging Face, a projection is the output of a module only if it is stored separately.
         types[INTERLEAVED if delta.interleaved else APART] = (LINEAR,)
     if experts is not None:
         types[SPARSE] = (SPARSE,)
@@ -453,14 +484,14 @@ def _kinds(types: Mapping[str, tuple[str, ...]], top_logits: int) -> list[HookKi
     """Returns the kinds of hooks, in the order in which they are computed.
 
     Args:
-        types: The layers that have a kind; see `_types_with`.
-        top_logits: The number of most likely next tokens that `logits.top_ids` has.
+        types: Word in the first column of HOOK_KINDS -> `HookKind.types` (see `_types_with`).
+        top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
     for layers, name, letters, intermediate, modules, aliases in HOOK_KINDS:
         if layers not in types:
             continue
-        if types[layers] == (DENSE,):  # `mlp.gate` is the router of other layers
+        if types[layers] == (DENSE,):  # in other layers of the model, `mlp.gate` is the router
             aliases = re.sub(r"mlp\.(gate|in|out)\.", r"mlp.dense_\1.", aliases)
         kinds.append(
             HookKind(
@@ -470,21 +501,23 @@ def _kinds(types: Mapping[str, tuple[str, ...]], top_logits: int) -> list[HookKi
                 tuple(f"model.layers.{{}}.{module}" for module in modules.split()),
                 tuple(f"blocks.{{}}.{alias}" for alias in aliases.split()),
                 types=types[layers],
-                dtype=OWN_DTYPES.get(intermediate),
+                dtype=DTYPE_OF_INTERMEDIATE.get(intermediate),
             )
         )
-    end = partial(HookKind, at_end=True)
+    last_kind = partial(HookKind, at_end=True)
     kinds += [
-        end("ln_final.hook_normalized", "D", "final.normalized"),
-        end("ln_final.hook_out", "D", "final.out", ("model.norm.output",)),
-        end("logits", "V", "predicted.logits", ("lm_head.output",), ("unembed.hook_out",)),
-        end("logits.top_ids", "", "predicted.top_ids", dtype="int32", count=top_logits),
-        end("logits.top_logprobs", "", "predicted.top_logprobs", dtype="float32", count=top_logits),
-        end("loss", "", "predicted.loss", dtype="float32"),
-        end("entropy", "", "predicted.entropy", dtype="float32"),
+        last_kind("ln_final.hook_normalized", "D", "final.normalized"),
+        last_kind("ln_final.hook_out", "D", "final.out", ("model.norm.output",)),
+        last_kind("logits", "V", "predicted.logits", ("lm_head.output",), ("unembed.hook_out",)),
+        last_kind("logits.top_ids", "", "predicted.top_ids", dtype="int32", count=top_logits),
+        last_kind(
+            "logits.top_logprobs", "", "predicted.top_logprobs", dtype="float32", count=top_logits
+        ),
+        last_kind("loss", "", "predicted.loss", dtype="float32"),
+        last_kind("entropy", "", "predicted.entropy", dtype="float32"),
     ]
     return kinds
 
 
-# The hooks of Qwen2, the plainest family.
+# The hooks of Qwen2, the family with the fewest kinds of hooks.
 HOOKS = HookTable(tuple(_kinds({EVERY: (), ATTENTION: (), DENSE: ()}, DEFAULT_TOP_LOGITS)))

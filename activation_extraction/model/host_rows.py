@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from activation_extraction.common.errors import InputError
-from activation_extraction.model.hooks import Form
+from activation_extraction.model.hooks import VectorType
 from activation_extraction.model.mesh import RULES, Layout
 
 PINNED_ON = ("gpu",)  # platforms from which arrays are copied through pinned memory
@@ -77,32 +77,33 @@ class HostRows:
         shape = (array.shape[0] * self.hosts, *array.shape[1:])
         return jax.make_array_from_process_local_data(self.incoming(), array, shape)
 
-    def receive(self, activations: Mapping[Form, Array]) -> dict[Form, np.ndarray]:
+    def receive(self, activations: Mapping[VectorType, Array]) -> dict[VectorType, np.ndarray]:
         """Copies the activations of this host's rows to the host.
 
         Args:
-            activations: Form -> (hooks, rows of all hosts, T, width), sharded as `outgoing` says.
+            activations: Vector type -> the values of its hooks, (hooks, rows of all hosts, T,
+                width), sharded as `outgoing` says.
 
         Returns:
-            Form -> (hooks, B, T, width).
+            Vector type -> the values of its hooks, (hooks, B, T, width).
         """
-        shards = {form: shards_of_host(array) for form, array in activations.items()}
+        shards = {vector_type: shards_of_host(array) for vector_type, array in activations.items()}
         # All copies are started before the first one is awaited.
         copies = {}
-        for form, shards_of_form in shards.items():
-            copies[form] = [to_host(shard.data) for shard in shards_of_form]
+        for vector_type, shards_of_type in shards.items():
+            copies[vector_type] = [to_host(shard.data) for shard in shards_of_type]
         received = {}
-        for form, parts in copies.items():
+        for vector_type, parts in copies.items():
             if len(parts) == 1:
-                received[form] = np.asarray(parts[0])
+                received[vector_type] = np.asarray(parts[0])
                 continue
-            places = rows_and_tokens(shards[form])
+            places = rows_and_tokens(shards[vector_type])
             hooks = len(parts[0])
             num_rows = max(rows.stop for rows, _ in places)
-            shape = (hooks, num_rows, *activations[form].shape[2:])
-            received[form] = np.empty(shape, parts[0].dtype)
+            shape = (hooks, num_rows, *activations[vector_type].shape[2:])
+            received[vector_type] = np.empty(shape, parts[0].dtype)
             for (rows, tokens), part in zip(places, parts, strict=True):
-                received[form][:, rows, tokens] = part
+                received[vector_type][:, rows, tokens] = part
         return received
 
 

@@ -1,8 +1,9 @@
 """Reads the files of a repository on the Hugging Face hub, or in the hub's cache on this machine.
 
-Small files are downloaded to the cache. So are weights, if they are in it or are to be kept in it;
-otherwise they are read by ranges into memory. If the hub cannot be reached, only files in the cache
-are read. The first file determines the commit of all others.
+Small files are downloaded to the cache. Weights are read from the cache if it already contains
+them, or are downloaded to it if the user keeps weights; otherwise they are read by ranges into
+memory. If the hub cannot be reached, only files in the cache are read. All files come from the same
+commit, which is determined when the first file is read.
 """
 
 import functools
@@ -31,29 +32,30 @@ from activation_extraction.model import not_read
 from activation_extraction.model.repository_files import AUTOENCODER, MODEL, Kind, RemoteFiles
 from activation_extraction.model.weight_files import INDEX_FILE, LocalFile, WeightFile, read_index
 
-AUTOENCODER_WEIGHTS = (".safetensors", ".npz", ".pt")
+AUTOENCODER_WEIGHTS = (".safetensors", ".npz", ".pt")  # extensions of their weight files
 
 
 class HubFiles:
-    """The files of a repository on the hub (see `Files`)."""
+    """The files of a repository on the hub. `Files` documents the methods."""
 
     def __init__(self, name: str, revision: str | None, keep: bool, kind: Kind) -> None:
-        """Takes the name of a repository, without reading a file.
+        """Stores the name of the repository, without sending a request.
 
         Args:
             name: The name of the repository on the hub.
             revision: A branch, tag or commit; None for the main branch.
-            keep: Whether to store the weights in the cache for the next start.
-            kind: The kind of the repository.
+            keep: Whether to store weights in the hub's cache, for the next start.
+            kind: The kind of repository.
         """
         self._name = name
         self._where = f"{kind.flag} {name}"
-        # Reading the first file replaces the revision by a commit, which is used for all others.
+        # Reading the first file replaces this revision by its commit, from which all other files
+        # are read.
         self._revision = revision
         self._keep = keep
         self._kind = kind
-        self._paths: dict[str, Path | None] = {}
-        # Whether the hub, which seemed to be reachable, has not answered a request.
+        self._paths: dict[str, Path | None] = {}  # by name; None for missing files
+        # Whether the hub accepted connections, but did not answer a request.
         self._unanswered = False
 
     @property
@@ -85,7 +87,11 @@ class HubFiles:
         return None if path is None else LocalFile(path)
 
     def _config(self) -> Path:
-        """Returns the path of the configuration, and thereby turns the revision into a commit."""
+        """Returns the path of the configuration. Reading it sets `_revision` to a commit.
+
+        Raises:
+            InputError: The repository has no configuration.
+        """
         path = self.find(self._kind.config)
         if path is None:
             raise not_read.lacks_file(self._where, self._kind.config, self.offline)
@@ -93,20 +99,22 @@ class HubFiles:
 
     @functools.cached_property
     def _remote(self) -> RemoteFiles:
-        """The files on the hub, read without the cache."""
+        """The files of the commit on the hub, which are read without the cache."""
         return RemoteFiles(f"hf://{self._name}@{self.commit}", self._where, self._kind.flag)
 
     def _download(self, name: str) -> Path | None:
-        """Returns the path of a file in the hub's cache, to which it is downloaded if necessary.
+        """Downloads a file to the hub's cache, if the cache does not contain it yet.
 
-        If the hub cannot be reached and the cache lacks the file, it counts as missing from the
-        repository if `_cache_shows_absence` says so. Otherwise this is an error.
+        Args:
+            name: The name of the file in the repository.
 
         Returns:
-            The path; None if the repository lacks the file.
+            The path of the file in the cache, or None if the repository lacks the file. If the hub
+            cannot be reached, `_cache_shows_absence` determines whether the repository lacks it.
 
         Raises:
-            InputError: The file cannot be read.
+            InputError: The file cannot be downloaded, and the cache does not show that the
+                repository lacks it.
         """
         try:
             with hub_requests(self._where):
@@ -118,17 +126,17 @@ class HubFiles:
             self._unanswered = True
             if self._cache_shows_absence(name):
                 return None
-            nothing = self._snapshot() is None
+            cache_is_empty = self._snapshot() is None
             raise not_read.hub_not_reached(
-                self._where, self._kind.flag, name, nothing, error
+                self._where, self._kind.flag, name, cache_is_empty, error
             ) from error
         except EntryNotFoundError:
             return None
         except (HfHubHTTPError, HFValidationError, OSError) as error:
-            if cache := unwritable_cache(error):
-                raise InputError(f"{self._where}: {cache}") from error
-            raise not_read.hub_refuses(self._where, self._revision, error) from error
-        # The folder of the files in the cache is named after the commit.
+            if cache_message := unwritable_cache(error):
+                raise InputError(f"{self._where}: {cache_message}") from error
+            raise not_read.hub_error(self._where, self._revision, error) from error
+        # In the cache, the folder of the repository's files has the commit as its name.
         self._revision = Path(path.removesuffix(name)).name
         if self.offline and not constants.HF_HUB_OFFLINE:
             log_that_the_cache_is_read(self._where, self._revision)
@@ -137,21 +145,25 @@ class HubFiles:
     def _cache_shows_absence(self, name: str) -> bool:
         """Returns whether the cache shows that the repository lacks a file.
 
-        The cache may contain a record that the file is missing. Without a record, since another
-        program may have filled the cache, it shows the same if it contains a configuration and all
-        weights of this commit. If HF_HUB_OFFLINE forbids requests, it is enough that the cache
-        contains files of this commit.
+        The cache shows it in one of three cases:
+            The cache contains a record of an earlier answer that the file is missing.
+            The cache contains a configuration and all weights of this commit. Another program
+                may then have downloaded the whole repository without such a record.
+            HF_HUB_OFFLINE forbids requests, and the cache contains any file of this commit.
+
+        Args:
+            name: The name of the file in the repository.
         """
-        cached = try_to_load_from_cache(self._name, name, revision=self._revision)
-        if not isinstance(cached, str | None):  # the sentinel of a recorded absence
+        cached_path = try_to_load_from_cache(self._name, name, revision=self._revision)
+        if not isinstance(cached_path, str | None):  # a sentinel object marks a recorded absence
             return True
         snapshot = self._snapshot()
         if snapshot is None:
             return False
-        return constants.HF_HUB_OFFLINE or self._is_whole(snapshot, name)
+        return constants.HF_HUB_OFFLINE or self._is_complete(snapshot, name)
 
     def _snapshot(self) -> Path | None:
-        """Returns the folder of this commit in the cache; None if there is none."""
+        """Returns the folder of this commit in the hub's cache, or None if there is none."""
         try:
             return Path(
                 snapshot_download(self._name, revision=self._revision, local_files_only=True)
@@ -159,13 +171,15 @@ class HubFiles:
         except LocalEntryNotFoundError:
             return None
 
-    def _is_whole(self, snapshot: Path, name: str) -> bool:
-        """Returns whether the cache contains a configuration and all weights.
+    def _is_complete(self, snapshot: Path, name: str) -> bool:
+        """Returns whether a commit in the cache has a configuration and all weights.
+
+        A repository may have a folder for each of many autoencoders. So autoencoders are complete
+        if the folder of the missing file has a file of weights.
 
         Args:
             snapshot: The folder of the commit in the cache.
-            name: The name of the file that is missing. In a repository with many autoencoders, only
-                the autoencoder in the folder of this file is considered.
+            name: The name of the missing file.
         """
         if self._kind is AUTOENCODER:
             folder = (snapshot / name).parent
@@ -182,28 +196,34 @@ class HubFiles:
         return all((snapshot / shard).is_file() for shard in shards)
 
     def _belongs_in_cache(self, name: str) -> bool:
-        """Returns whether to read a weight file from the cache, downloading it if necessary."""
-        self._config()
+        """Returns whether to read a weight file from the hub's cache, downloading it if necessary.
+
+        Args:
+            name: The name of the weight file in the repository.
+        """
+        self._config()  # sets the revision
         if isinstance(try_to_load_from_cache(self._name, name, revision=self._revision), str):
             return True
-        if not self._keep or self.offline:
-            return self._keep
+        if not self._keep:
+            return False
+        if self.offline:
+            return True
         cache = Path(constants.HF_HUB_CACHE)
-        size = self._remote.size(name)
-        free = shutil.disk_usage(cache).free
-        if size > free:
-            text = "%s takes %.3g GB, but %s has only %.3g free: it is read straight into memory"
-            log.warning(text, name, size / 1e9, cache, free / 1e9)
-        return size <= free
+        file_bytes = self._remote.size(name)
+        free_bytes = shutil.disk_usage(cache).free
+        if file_bytes > free_bytes:
+            message = "%s takes %.3g GB, but %s has only %.3g free: it is read straight into memory"
+            log.warning(message, name, file_bytes / 1e9, cache, free_bytes / 1e9)
+        return file_bytes <= free_bytes
 
 
 @functools.cache
 def log_that_the_cache_is_read(where: str, commit: str) -> None:
-    """Logs a warning, once for each repository, that files come from the cache.
+    """Logs a warning, once for each repository, that its files are read from the hub's cache.
 
     Args:
         where: The flag and its value.
-        commit: The commit that is read.
+        commit: The commit of the files.
     """
     log.warning(
         "%s: the hub cannot be reached; commit %s is read from its cache, %s",

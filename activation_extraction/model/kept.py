@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from activation_extraction.model.hooks import Form
+from activation_extraction.model.hooks import VectorType
 from activation_extraction.model.host_rows import rows_and_tokens, shards_of_host, to_host
 
 PIECES = 16  # the number of pieces if all tokens are kept
@@ -28,13 +28,14 @@ class Piece(NamedTuple):
     """Up to a fixed number of kept tokens of each device of this host.
 
     Attributes:
-        activations: Form -> (hooks, devices * size of a piece, width).
+        activations: Vector type -> the values of its hooks, (hooks, devices * size of a piece,
+            width).
         rows: Index of each kept token on the second axis of the activations. Other indices are
             padding.
         indices: Index of each of these tokens among all kept tokens of the batch.
     """
 
-    activations: dict[Form, Array]
+    activations: dict[VectorType, Array]
     rows: np.ndarray
     indices: np.ndarray
 
@@ -44,50 +45,59 @@ class KeptTokens(NamedTuple):
 
     Attributes:
         pieces: Pieces that together contain all kept tokens.
-        shapes: Form -> (hooks, kept tokens of the batch, width).
+        shapes: Vector type -> the shape of the values of its hooks, (hooks, kept tokens of the
+            batch, width).
     """
 
     pieces: list[Piece]
-    shapes: dict[Form, tuple[int, int, int]]
+    shapes: dict[VectorType, tuple[int, int, int]]
 
-    def receive(self) -> dict[Form, np.ndarray]:
+    def receive(self) -> dict[VectorType, np.ndarray]:
         """Copies the tokens to the host.
 
         Returns:
-            Form -> (hooks, kept tokens of the batch, width), row by row of the batch.
+            Vector type -> the values of its hooks, (hooks, kept tokens of the batch, width), row by
+            row of the batch.
         """
         # All copies are started before the first one is awaited.
         copies = [jax.tree.map(to_host, piece.activations) for piece in self.pieces]
-        received = {form: np.empty(shape, form.dtype) for form, shape in self.shapes.items()}
+        received = {
+            vector_type: np.empty(shape, vector_type.dtype)
+            for vector_type, shape in self.shapes.items()
+        }
         for piece, copies_of_piece in zip(self.pieces, copies, strict=True):
-            for form, copy in copies_of_piece.items():
+            for vector_type, copy in copies_of_piece.items():
                 # Copied as integers, because NumPy is slow with dtypes of other packages.
                 bits = f"uint{8 * copy.dtype.itemsize}"
                 kept = np.asarray(copy).view(bits)[:, piece.rows]
-                received[form].view(bits)[:, piece.indices] = kept
+                received[vector_type].view(bits)[:, piece.indices] = kept
         return received
 
 
-def take_kept(activations: Mapping[Form, Array], kept: np.ndarray) -> KeptTokens:
+def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> KeptTokens:
     """Starts to gather the kept tokens, without waiting for the devices.
 
     Args:
-        activations: Form -> (hooks, rows of all hosts, T, width), split over rows or T as
-            `HostRows.outgoing` says.
+        activations: Vector type -> the values of its hooks, (hooks, rows of all hosts, T, width),
+            split over rows or T as `HostRows.outgoing` says.
         kept: The mask of the kept tokens of this host's rows, (B, T) bool.
     """
-    shards = {form: shards_of_host(array) for form, array in activations.items()}
+    shards = {vector_type: shards_of_host(array) for vector_type, array in activations.items()}
     first = next(iter(shards.values()))
     mesh = Mesh(np.array([shard.device for shard in first]), ("device",))
     split = NamedSharding(mesh, PartitionSpec("device"))
-    local = {form: _one_array(mesh, of_form) for form, of_form in shards.items()}
+    local = {}
+    for vector_type, shards_of_type in shards.items():
+        local[vector_type] = _one_array(mesh, shards_of_type)
     pieces = []
     for tokens, rows, indices in _pieces(kept, rows_and_tokens(first)):
         put = jax.device_put(tokens, split)
-        gathered = {form: take(mesh, array, put) for form, array in local.items()}
+        gathered = {vector_type: take(mesh, array, put) for vector_type, array in local.items()}
         pieces.append(Piece(gathered, rows, indices))
     total = int(kept.sum())
-    shapes = {form: (len(array), total, array.shape[-1]) for form, array in activations.items()}
+    shapes = {}
+    for vector_type, array in activations.items():
+        shapes[vector_type] = len(array), total, array.shape[-1]
     return KeptTokens(pieces, shapes)
 
 

@@ -17,7 +17,7 @@ from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import plain_url
-from activation_extraction.model.autoencoders import Autoencoder, layer_in
+from activation_extraction.model.autoencoders import Autoencoder, layer_in_name
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.devices import devices_of_this_host, memory_of, usable_devices
 from activation_extraction.model.encode import Encoder, make_encoders
@@ -38,7 +38,7 @@ from activation_extraction.model.model_config import HEAD, ModelConfig, as_store
 from activation_extraction.model.step_cost import CostModel
 from activation_extraction.model.tensor_names import text_name
 from activation_extraction.model.trial import Choice, try_kernels
-from activation_extraction.model.weights import check_tensors, oriented
+from activation_extraction.model.weights import check_tensors, orient_experts
 from qwen2_jax import Qwen2, tensor_names, weight_table
 from qwen2_jax_with_hooks import HookedModel, create_model_with_hooks
 
@@ -116,7 +116,7 @@ def prepare_model(request: StepRequest, before: Forward | None = None) -> Forwar
             "lacks; its other hooks can be stored"
         )
     table = weight_table(model, checkpoint.tensors)
-    weights = oriented(table, lambda name: checkpoint.place(name)[1].shape)
+    weights = orient_experts(table, lambda name: checkpoint.locate(name)[1].shape)
     check_tensors(checkpoint, weights.values(), tensor_names(config, checkpoint.tensors))
     if adapter is not None:
         whole = weight_table(Qwen2(config), checkpoint.tensors).values()
@@ -244,7 +244,7 @@ def _check_bytes_of_a_row(
     hook: Hook, config: ModelConfig, length: int, activation_dtype: Any
 ) -> None:
     """Raises InputError if a row takes too much memory at a hook whose width grows with it."""
-    token_bytes = hook.kind.form(config.sizes_with(length), activation_dtype).bytes
+    token_bytes = hook.kind.vector_type(config.sizes_with(length), activation_dtype).bytes
     if hook.kind.grows and token_bytes * length > MOST_BYTES_OF_A_ROW:
         raise InputError(
             f"--hook_names {hook.name}: takes {token_bytes:,} bytes per token and "
@@ -347,12 +347,13 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
     """
     depth, size = forward.model.config.num_hidden_layers, forward.token_bytes
     for encoder in forward.encoders:
-        name, named = plain_url(encoder.autoencoder.name), encoder.autoencoder.named or ""
+        name = plain_url(encoder.autoencoder.name)
+        hook_in_files = encoder.autoencoder.hook_in_files or ""
         log.info("codes of %s: %s", name, encoder.in_words(forward.model.activation_dtype))
         size.pop(encoder.hook.name)
-        if layer_in(named) not in ("", str(encoder.source.layer)):
+        if layer_in_name(hook_in_files) not in ("", str(encoder.source.layer)):
             text = "--encode %s: its files name %s, and it is used at %s"
-            log.warning(text, name, named, encoder.source.name)
+            log.warning(text, name, hook_in_files, encoder.source.name)
     if not size:
         return
     default = options.layers_to_extract is None and options.hook_names is None
@@ -360,9 +361,10 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
         text = "the default layers, %d to %d, are clipped: the model has layers 0 to %d"
         log.info(text, DEFAULT_LAYERS[0], DEFAULT_LAYERS[-1], depth - 1)
     kinds = [hook.kind for hook in forward.hooks.values() if hook.name in size]
-    forms = [kind.form(forward.sizes, forward.model.activation_dtype) for kind in kinds]
-    widths = [form.width for form in forms]
-    dtypes = " and ".join(dict.fromkeys(form.dtype for form in forms))
+    dtype = forward.model.activation_dtype
+    vector_types = [kind.vector_type(forward.sizes, dtype) for kind in kinds]
+    widths = [vector_type.width for vector_type in vector_types]
+    dtypes = " and ".join(dict.fromkeys(vector_type.dtype for vector_type in vector_types))
     log.info(
         "hooks: %s; %s, in %s: %s bytes per token",
         ", ".join(size),

@@ -1,13 +1,15 @@
-"""Words the errors about models, adapters and autoencoders that cannot be read.
+"""Has the messages of errors about models, adapters and autoencoders that cannot be read.
 
-Only safetensors weights are read, because they can be read by ranges and because reading a pickle
-may run any code; other formats, such as .bin and .gguf, must be converted first. Shards without an
-index are not read, because only the index tells which shard contains a tensor. A model with an
-adapter beside it is not read, because it would be unclear whether to merge the adapter, as --lora
-does. If the hub cannot be reached, its cache is only read if it shows which files the model has.
+Each function returns an InputError, which the caller raises. The rules behind these errors are:
 
-Each function returns an InputError. The parameter `where` is a flag and its value, such as
-`--model_path org/x`. float8.py, lora.py and weights.py have the errors about tensors.
+Weights are only read from safetensors files. Such files can be read by ranges, and reading a pickle
+might run any code. Other formats, such as .bin and .gguf, must be converted first. Several weight
+files need an index, because only the index tells which file contains a tensor. A model with an
+adapter beside it is rejected, because it is unclear whether to merge the adapter; users merge it
+with --lora. If the hub cannot be reached, its cache is only read if the cache shows which files the
+repository has.
+
+float8.py, lora.py and weights.py have the errors about tensors.
 """
 
 import re
@@ -23,18 +25,31 @@ from activation_extraction.model.weight_files import INDEX_FILE, SINGLE_FILE
 OTHER_WEIGHTS = re.compile(r"(\w+_)?model.*\.(bin|pt|pth)|consolidated.*\.pth|.*\.gguf")
 
 
-def a_file(where: str) -> InputError:
-    """Returns the error about a path that is a file."""
+def path_is_file(where: str) -> InputError:
+    """Returns the error about a path that is a file instead of a folder.
+
+    Args:
+        where: The flag and its value, such as `--model_path org/x`.
+    """
     return InputError(f"{where}: is a file, expected a folder")
 
 
-def no_such_place(where: str) -> InputError:
-    """Returns the error about a path that is no folder and cannot be a name on the hub."""
+def no_folder_and_no_hub_name(where: str) -> InputError:
+    """Returns the error about a path that is no folder and cannot be a name on the hub.
+
+    Args:
+        where: The flag and its value, such as `--model_path org/x`.
+    """
     return InputError(f"{where}: no such folder, and not a hub name")
 
 
 def revision_of_a_folder(where: str, revision: str) -> InputError:
-    """Returns the error about a revision of a repository that is not on the hub."""
+    """Returns the error about a revision of a repository that is not on the hub.
+
+    Args:
+        where: The flag and its value, such as `--model_path org/x`.
+        revision: The value of --model_revision.
+    """
     return InputError(
         f"--model_revision {revision}: {where} is a folder; only models of the hub have revisions"
     )
@@ -44,79 +59,79 @@ def lacks_file(where: str, name: str, offline: bool) -> InputError:
     """Returns the error about a missing file.
 
     Args:
-        where: The flag and its value.
+        where: The flag and its value, such as `--model_path org/x`.
         name: The name of the file.
         offline: Whether the hub could not be reached, so that only its cache was searched.
     """
-    cache = "the hub cannot be reached, and its cache here " if offline else ""
-    return InputError(f"{where}: {cache}has no {name}")
+    reason = "the hub cannot be reached, and its cache here " if offline else ""
+    return InputError(f"{where}: {reason}has no {name}")
 
 
-def no_weights(where: str, weights: str, words: str, names: Collection[str]) -> InputError:
+def no_weights(where: str, weights: str, description: str, names: Collection[str]) -> InputError:
     """Returns the error about missing weights, which mentions weights in other formats.
 
     Args:
-        where: The flag and its value.
+        where: The flag and its value, such as `--model_path org/x`.
         weights: The name of the missing file.
-        words: The kind of repository and the library that stores it, such as `model with
+        description: The kind of repository and the library that stores it, such as `model with
             transformers`.
         names: The names of all files in the repository.
     """
     shards = sorted(name for name in names if name.endswith(".safetensors"))
-    others = sorted(name for name in names if OTHER_WEIGHTS.fullmatch(name))
-    instead = ""
+    other_weights = sorted(name for name in names if OTHER_WEIGHTS.fullmatch(name))
+    remark = ""
     if shards and weights == SINGLE_FILE:
-        instead = (
+        remark = (
             f" and no {INDEX_FILE}, but {shards[0]}; copy the index from where the shards come "
             "from: it tells which shard contains a tensor"
         )
-    elif others:
-        instead = (
-            f", but {others[0]}; only safetensors are read: load the {words} and "
+    elif other_weights:
+        remark = (
+            f", but {other_weights[0]}; only safetensors are read: load the {description} and "
             "store it with save_pretrained"
         )
-    return InputError(f"{where}: has no {weights}{instead}")
+    return InputError(f"{where}: has no {weights}{remark}")
 
 
-def adapter_in_model(where: str, adapter_file: str, base: str | None) -> InputError:
+def adapter_in_model(where: str, adapter_file: str, base_model: str | None) -> InputError:
     """Returns the error about an adapter in the repository of a model.
 
     Args:
-        where: The flag and its value.
+        where: The flag and its value, such as `--model_path org/x`.
         adapter_file: The name of the adapter's configuration file.
-        base: The base model in this file; None if it names none.
+        base_model: The name of the base model in this file; None if it names none.
     """
-    of_base = f", of {base}" if base else ""
+    base_remark = f", of {base_model}" if base_model else ""
     return InputError(
-        f"{where}: holds an adapter ({adapter_file}{of_base}), which --lora takes; give its base "
-        "model alone here"
+        f"{where}: holds an adapter ({adapter_file}{base_remark}), which --lora takes; give its "
+        "base model alone here"
     )
 
 
-def hub_refuses(where: str, revision: str | None, error: Exception) -> InputError:
-    """Returns the error about an error that the hub has returned.
+def hub_error(where: str, revision: str | None, error: Exception) -> InputError:
+    """Returns the error about a request that the hub answered with an error.
 
     Args:
-        where: The flag and its value.
-        revision: The value of --model_revision; None without one.
+        where: The flag and its value, such as `--model_path org/x`.
+        revision: The revision of the request; None for the main branch.
         error: The error of the hub.
     """
-    of_revision = f" --model_revision {revision}" if revision else ""
+    revision_flag = f" --model_revision {revision}" if revision else ""
     return InputError(
-        f"{where}{of_revision}: no such local folder, and the hub says: {one_line(error)}"
+        f"{where}{revision_flag}: no such local folder, and the hub says: {one_line(error)}"
     )
 
 
 def hub_not_reached(
-    where: str, flag: str, name: str, nothing: bool, error: Exception
+    where: str, flag: str, name: str, cache_is_empty: bool, error: Exception
 ) -> InputError:
-    """Returns the error about a hub that cannot be reached, although a file is needed from it.
+    """Returns the error about a needed file on the hub, when the hub cannot be reached.
 
     Args:
-        where: The flag and its value.
-        flag: The flag that names the repository.
+        where: The flag and its value, such as `--model_path org/x`.
+        flag: The flag alone, such as --model_path.
         name: The name of the file.
-        nothing: Whether the hub's cache contains no file of this repository.
+        cache_is_empty: Whether the hub's cache contains no file of this repository.
         error: The error of the request.
     """
     if constants.HF_HUB_OFFLINE:
@@ -127,21 +142,23 @@ def hub_not_reached(
     reason = f"the hub cannot be reached for {name}"
     if name_unknown(hub_unreachable(constants.ENDPOINT) or error):
         reason = f"the hub has a name that does not resolve: offline? {flag} takes a folder"
-    remedy = "reads its cache" if nothing else "does without what its cache lacks"
-    remark = ", which has nothing of this repository" if nothing else ""
+    remedy = "reads its cache" if cache_is_empty else "does without what its cache lacks"
+    remark = ", which has nothing of this repository" if cache_is_empty else ""
     return InputError(
         f"{where}: no such local folder, and {reason}; HF_HUB_OFFLINE=1 {remedy} "
         f"({constants.HF_HUB_CACHE}){remark}"
     )
 
 
-def another_checkpoint_s_index(where: str, stored: str, other: str | None) -> InputError:
-    """Returns the error about a tensor that is missing from the file that the index names.
+def tensor_not_in_file(where: str, index_name: str, file_name: str | None) -> InputError:
+    """Returns the error about a tensor that the index expects in a file and the file lacks.
 
     Args:
         where: The path or URL of the file.
-        stored: The name of the tensor in the index.
-        other: The name of the same tensor in the file; None if it is missing.
+        index_name: The name of the tensor in the index.
+        file_name: Another name under which the file has the tensor; None if it does not have it.
     """
-    but = f"; it is {other} there: {INDEX_FILE} is of another checkpoint" if other else ""
-    return InputError(f"{where}: tensor {stored} is missing{but}")
+    remark = ""
+    if file_name:
+        remark = f"; it is {file_name} there: {INDEX_FILE} is of another checkpoint"
+    return InputError(f"{where}: tensor {index_name} is missing{remark}")

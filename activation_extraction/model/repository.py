@@ -1,10 +1,11 @@
-"""Declares a repository: the files of a model, an adapter or an autoencoder.
+"""Finds the files of a model, an adapter or an autoencoder, wherever they are.
 
-A repository is a folder of this machine, a URL that fsspec supports, or a repository of the Hugging
-Face hub; `Repository` hides the difference. Small files are copied to this machine. Weights at a
-URL are read by ranges into memory. Weights on the hub are read in the same way, unless they are to
-be kept on this machine and the disk has room for them. checkpoint.py finds the tensors of a model
-in the files, and not_read.py has the errors about repositories that cannot be read.
+A `Repository` is a folder on this machine, a URL that fsspec supports, or a repository on the
+Hugging Face hub. repository_files.py and hub_files.py read these three locations. Small files are
+copied to this machine. Weights at a URL are read by ranges into memory. Weights on the hub are read
+by ranges as well, unless the user keeps them on this machine and the disk has room for them.
+checkpoint.py finds the tensors of a model in the files, and not_read.py has the errors about
+repositories that cannot be read.
 """
 
 import json
@@ -39,9 +40,9 @@ class Repository:
 
     Attributes:
         path: The path of a folder, a URL, or a name on the hub, as the user typed it.
-        kind: The kind of the repository: a model, an adapter or an autoencoder.
+        kind: The kind of repository: MODEL, ADAPTER or AUTOENCODER.
         where: The flag and the path, for messages.
-        local: Whether the repository is a folder of this machine.
+        local: Whether the repository is a folder on this machine.
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class Repository:
         Args:
             path: A folder, a URL or the name of a repository on the hub.
             revision: A branch, tag or commit of a repository on the hub; None for its main branch.
-            keep: Whether to store the weights in the hub's cache on this machine for the next
-                start.
-            kind: The kind of the repository.
+            keep: Whether to store weights from the hub in the hub's cache on this machine, for the
+                next start.
+            kind: The kind of repository: MODEL, ADAPTER or AUTOENCODER.
 
         Raises:
             InputError: The path is a file, or neither a folder nor a possible name on the hub; or
@@ -67,9 +68,9 @@ class Repository:
         self.local = folder.is_dir()
         has_url = "://" in path
         if folder.is_file():
-            raise not_read.a_file(self.where)
+            raise not_read.path_is_file(self.where)
         if not (self.local or has_url or HUB_NAME.fullmatch(path)):
-            raise not_read.no_such_place(self.where)
+            raise not_read.no_folder_and_no_hub_name(self.where)
         if (self.local or has_url) and revision is not None:
             raise not_read.revision_of_a_folder(self.where, revision)
         self._files: Files
@@ -79,38 +80,46 @@ class Repository:
             self._files = RemoteFiles(path, self.where, kind.flag)
         else:
             self._files = HubFiles(path, revision, keep, kind)
-        self._weights: dict[str, WeightFile] = {}
+        self._weight_files: dict[str, WeightFile] = {}  # by name
 
     @property
     def commit(self) -> str | None:
         """The commit of the files on the hub; None for a folder or a URL.
 
         Raises:
-            InputError: There is no configuration, for example because an adapter is in its place.
+            InputError: The configuration file of this kind of repository is missing, for example
+                because the repository of a model contains an adapter.
         """
         self.file(self.kind.config)
         return self._files.commit
 
     @property
     def names(self) -> Collection[str]:
-        """The names of the files. If the hub cannot be reached, of the files in its cache."""
+        """The names of the files; only those in the hub's cache if the hub cannot be reached."""
         return self._files.names
 
     @property
     def weight_files(self) -> list[WeightFile]:
-        """The weight files that were opened."""
-        return list(self._weights.values())
+        """The weight files that were opened so far."""
+        return list(self._weight_files.values())
 
     def find(self, name: str) -> Path | None:
-        """Returns the local path of a small file; None if the repository lacks it."""
+        """Returns the local path of a small file, or None if the repository lacks it."""
         return self._files.find(name)
 
     def file(self, name: str) -> Path:
-        """Returns the local path of a small file."""
+        """Returns the local path of a small file that must exist.
+
+        Args:
+            name: The name of the file in the repository.
+
+        Raises:
+            InputError: The repository lacks the file.
+        """
         if (path := self.find(name)) is not None:
             return path
         if name == MODEL.config and self.find(ADAPTER.config):
-            raise self.holds_adapter()
+            raise self.adapter_error()
         raise not_read.lacks_file(self.where, name, self._files.offline)
 
     def tokenizer_files(self) -> list[Path]:
@@ -118,42 +127,56 @@ class Repository:
         return [path for path in map(self.find, TOKENIZER_FILES) if path is not None]
 
     def open_weights(self, name: str) -> WeightFile:
-        """Opens a safetensors file, or returns the file if it was opened before."""
-        if name not in self._weights:
+        """Opens a safetensors file, once for all calls with the same name.
+
+        Args:
+            name: The name of the file in the repository.
+
+        Raises:
+            InputError: The repository lacks the file.
+        """
+        if name not in self._weight_files:
             files = self._files
             if name == self.kind.weights and name not in files.names and not files.offline:
-                raise not_read.no_weights(self.where, name, self.kind.words, files.names)
-            weights = files.open_weights(name)
-            if weights is None:
+                raise not_read.no_weights(self.where, name, self.kind.description, files.names)
+            file = files.open_weights(name)
+            if file is None:
                 raise not_read.lacks_file(self.where, name, files.offline)
-            self._weights[name] = weights
-        return self._weights[name]
+            self._weight_files[name] = file
+        return self._weight_files[name]
 
-    def holds_adapter(self) -> InputError:
-        """Returns the error to raise when a repository given as a model contains an adapter."""
-        base = read_json(self.file(ADAPTER.config)).get("base_model_name_or_path")
-        return not_read.adapter_in_model(self.where, ADAPTER.config, base)
+    def adapter_error(self) -> InputError:
+        """Returns the error about an adapter in a repository that the user gave as a model."""
+        base_model = read_json(self.file(ADAPTER.config)).get("base_model_name_or_path")
+        return not_read.adapter_in_model(self.where, ADAPTER.config, base_model)
 
 
 def check_adapter(lora: str | None) -> None:
-    """Checks, before a run starts, that a folder contains an adapter.
+    """Checks, before a run starts, that the repository of --lora contains an adapter.
 
     Args:
-        lora: The value of --lora; None if there is no adapter.
+        lora: The value of --lora; None if the flag is not set.
 
     Raises:
-        InputError: There is no adapter in the folder.
+        InputError: The repository has no adapter_config.json.
     """
     if lora is not None:
         Repository(lora, kind=ADAPTER).file(ADAPTER.config)
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Reads a JSON file such as config.json. Raises InputError if it contains no JSON object."""
+    """Reads a JSON object from a file such as config.json.
+
+    Args:
+        path: The local path of the file.
+
+    Raises:
+        InputError: The file cannot be read, or does not contain a JSON object.
+    """
     try:
-        raw = json.loads(Path(path).read_bytes())
+        content = json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
-    return raw
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content

@@ -1,8 +1,8 @@
-"""Reads the files of a repository from a local folder or a URL.
+"""Reads the files of a repository in a local folder or at a URL, and declares the kinds.
 
-`Files` is the interface of the three locations of repositories. Two of them are in this module;
-hub_files.py has the third, the Hugging Face hub. `Repository` (repository.py) chooses the location.
-The kinds of repositories are declared here as well.
+A repository contains a model, an adapter or an autoencoder. It is in a local folder (`LocalFiles`),
+at a URL (`RemoteFiles`), or on the Hugging Face hub (`HubFiles` in hub_files.py). All three have
+the interface `Files`. `Repository` in repository.py chooses one of them.
 """
 
 import functools
@@ -25,20 +25,20 @@ from activation_extraction.store.folder import FolderError, SourceFolder
 
 
 class Kind(NamedTuple):
-    """The kind of a repository.
+    """A kind of repository: of a model, an adapter or an autoencoder.
 
     Attributes:
-        flag: The flag that names such a repository.
+        flag: The flag whose value is such a repository.
         config: The name of the configuration file.
-        weights: The name of the file with the weights, if they are in a single file; "" if the
-            name varies.
-        words: The kind and the library that stores it, for messages.
+        weights: The name of the file with the weights, if a single file contains all of them; "" if
+            this name varies.
+        description: The kind and the library that stores it, for messages.
     """
 
     flag: str
     config: str
     weights: str
-    words: str
+    description: str
 
 
 MODEL = Kind("--model_path", "config.json", SINGLE_FILE, "model with transformers")
@@ -54,7 +54,7 @@ class Files(Protocol):
     Attributes:
         commit: Commit of the files on the hub; None if they are not on the hub.
         names: Names of all files.
-        offline: Whether the files are on the hub, but the hub cannot be reached.
+        offline: Whether the repository is on the hub, but the hub cannot be reached.
     """
 
     @property
@@ -67,14 +67,14 @@ class Files(Protocol):
     def offline(self) -> bool: ...
 
     def find(self, name: str) -> Path | None:
-        """Returns the local path of a small file; None if the repository lacks it."""
+        """Returns the local path of a small file, or None if the repository lacks it."""
 
     def open_weights(self, name: str) -> WeightFile | None:
-        """Opens a safetensors file; returns None if the repository lacks it."""
+        """Opens a safetensors file, or returns None if the repository lacks it."""
 
 
 class LocalFiles:
-    """The files of a local folder (see `Files`)."""
+    """The files of a repository in a local folder. `Files` documents the methods."""
 
     commit = None
     offline = False
@@ -96,18 +96,21 @@ class LocalFiles:
 
 
 class RemoteFiles:
-    """The files at a URL (see `Files`). Small files are copied to a temporary folder."""
+    """The files of a repository at a URL. `Files` documents the methods.
+
+    Small files are copied to a temporary folder.
+    """
 
     commit = None
     offline = False
 
     def __init__(self, url: str, where: str, flag: str) -> None:
-        """Takes a URL, without reading a file.
+        """Stores the URL, without sending a request.
 
         Args:
             url: A URL that fsspec supports.
             where: The flag and its value, for messages.
-            flag: The flag that names the repository, for messages.
+            flag: The flag alone, for messages that contain the URL anyway.
         """
         self._url = url
         self._where = where
@@ -133,7 +136,17 @@ class RemoteFiles:
         return RemoteFile(self._folder, name, self._sizes[name])
 
     def _copy(self, name: str) -> Path | None:
-        """Copies a file to the temporary folder; returns None if it is missing."""
+        """Copies a file to the temporary folder.
+
+        Args:
+            name: The name of the file in the repository.
+
+        Returns:
+            The path of the copy, or None if the repository lacks the file.
+
+        Raises:
+            RunError: The copy cannot be written.
+        """
         content = self._folder.read(name)
         if content is None:
             return None
@@ -151,7 +164,7 @@ class RemoteFiles:
 
     @functools.cached_property
     def _temporary_folder(self) -> Path:
-        """A folder for copies of small files, which is deleted with this object."""
+        """The folder for copies of small files, which is deleted together with this object."""
         folder = tempfile.mkdtemp(prefix="model_")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return Path(folder)
@@ -165,7 +178,7 @@ class RemoteFiles:
 
     @functools.cached_property
     def _sizes(self) -> dict[str, int]:
-        """The name of each file -> its size in bytes."""
+        """Name of a file -> its size in bytes, for all files of the repository."""
         try:
             return self._folder.files()
         except FolderError as error:

@@ -138,8 +138,8 @@ class CostModel:
             held += whole - _numbers(layout, head) + 6 * TOKENS_OF_A_BLOCK * head.shape[0] / parts
         sizes = config.sizes_with(self.length)
         hooks = [*self.model.hooks, *(encoder.hook for encoder in self.encoders)]
-        forms = [hook.kind.form(sizes, self.model.captured_dtype) for hook in hooks]
-        captured = self.rows * self.length * sum(form.bytes for form in forms)
+        vector_types = [hook.kind.vector_type(sizes, self.model.captured_dtype) for hook in hooks]
+        captured = self.rows * self.length * sum(vector_type.bytes for vector_type in vector_types)
         # The activations of two steps are in memory at a time, because the host copies those of one
         # step while the next one computes. A step needs half as much while it computes.
         outputs = 2.5 * captured / layout.size(*AXES, "query")

@@ -1,9 +1,10 @@
 """Reads the tensors of a PyTorch file (.pt) as NumPy arrays, without PyTorch and without its code.
 
-Such a file is a zip archive, without compression, of a pickle and of the bytes of every storage.
-The unpickler knows the names of some of PyTorch's functions and classes, in whose place it uses
-functions and dtypes of its own; a pickle with any other name is refused. Arrays are views of the
-file, which is mapped into memory.
+A .pt file is a zip archive without compression. It contains a pickle with the structure of the
+content, and the bytes of each storage, which is the flat memory of one or more tensors. The
+unpickler replaces a few of PyTorch's functions and classes, which are named in the pickle, by
+functions and dtypes of this module, and rejects all other names. The arrays are views of the file,
+which is mapped into memory.
 """
 
 import io
@@ -11,7 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import IO, Any
 
-import ml_dtypes  # noqa: F401 (NumPy knows bfloat16 by it)
+import ml_dtypes  # noqa: F401 (registers bfloat16 with NumPy)
 import numpy as np
 
 from activation_extraction.common.allow_list import AllowListUnpickler
@@ -19,22 +20,25 @@ from activation_extraction.common.errors import InputError, one_line
 
 
 def read_torch_file(path: Path, where: str) -> Any:
-    """Returns the content of a file of torch.save: containers of plain values and NumPy arrays.
+    """Returns the content of a file that torch.save wrote.
 
     Args:
         path: The local path of the file.
-        where: The beginning of messages, which names the file for the user.
+        where: The flag and its value, with which messages begin.
+
+    Returns:
+        The saved object: plain containers and values, with NumPy arrays in place of tensors.
 
     Raises:
-        InputError: The file is no such archive, or contains anything but tensors and plain
-            containers.
+        InputError: The file is not such an archive, or contains other objects than tensors and
+            plain containers and values.
     """
     try:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             return _Unpickler(file, archive).load()
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
-    except Exception as error:  # broken bytes may raise anything
+    except Exception as error:  # a damaged file may raise exceptions of any type
         raise InputError(
             f"{where}: not a file of PyTorch tensors: {one_line(error):.200}"
         ) from error
@@ -43,30 +47,33 @@ def read_torch_file(path: Path, where: str) -> Any:
 def _tensor(
     storage: tuple[str, np.ndarray], offset: int, shape: Any, strides: Any, *_: Any
 ) -> np.ndarray:
-    """Makes a tensor from a storage, in place of torch._utils._rebuild_tensor_v2.
+    """Makes an array from a storage. Replaces torch._utils._rebuild_tensor_v2.
 
     Args:
-        storage: The name of its dtype, and its bytes.
-        offset: The offset of the first value, in values.
+        storage: The name of the dtype, and the bytes of the storage, as `persistent_load` returns
+            them.
+        offset: The offset of the tensor's first value in the storage, in values.
         shape: The shape of the tensor.
-        strides: The distance between two values along each axis, in values.
+        strides: The distance between neighbouring values along each axis, in values.
+        _: Other arguments, which are ignored.
 
     Raises:
-        ValueError: The tensor does not fit into the storage. NumPy raises it.
+        ValueError: The tensor exceeds the storage. NumPy checks this.
     """
-    name, data = storage
-    dtype = np.dtype(name)
+    dtype_name, storage_bytes = storage
+    dtype = np.dtype(dtype_name)
+    byte_offset = offset * dtype.itemsize
     byte_strides = [stride * dtype.itemsize for stride in strides]
-    return np.ndarray(shape, dtype, data, offset * dtype.itemsize, byte_strides)
+    return np.ndarray(shape, dtype, storage_bytes, byte_offset, byte_strides)
 
 
 def _parameter(tensor: np.ndarray, *_: Any) -> np.ndarray:
-    """Returns the tensor of a parameter, in place of torch._utils._rebuild_parameter."""
+    """Returns the array of a parameter. Replaces torch._utils._rebuild_parameter."""
     return tensor
 
 
 class _Unpickler(AllowListUnpickler):
-    """Unpickles plain containers and tensors, and nothing else."""
+    """Unpickles plain containers, plain values and tensors, and rejects everything else."""
 
     allowed = {
         "collections.OrderedDict": dict,
@@ -83,7 +90,7 @@ class _Unpickler(AllowListUnpickler):
 
     def __init__(self, file: IO[bytes], archive: zipfile.ZipFile) -> None:
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-            raise ValueError("it is compressed")
+            raise ValueError("the archive is compressed")
         (pickle_name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
         super().__init__(io.BytesIO(archive.read(pickle_name)))
         self._file = file
@@ -91,14 +98,20 @@ class _Unpickler(AllowListUnpickler):
         self._root = pickle_name.removesuffix("data.pkl")
 
     def persistent_load(self, pid: Any) -> tuple[str, np.ndarray]:
-        """Returns the name of the dtype of a storage, and its bytes.
+        """Finds a storage in the archive. `pickle.Unpickler` calls it for each persistent id.
 
         Args:
-            pid: A tuple of "storage", the type of the storage, which `allowed` maps to a dtype, the
-                name of the storage in the archive, and more that is not needed.
+            pid: The persistent id: a tuple of "storage", the name of a dtype (which `allowed` put
+                in place of the type of the storage), the name of the storage in the archive, and
+                other elements, which are ignored.
+
+        Returns:
+            A tuple of:
+                The name of the dtype.
+                The bytes of the storage, a uint8 array mapped to the file.
         """
-        _, dtype, name, *_ = pid
-        member = self._archive.getinfo(f"{self._root}data/{name}")
-        with self._archive.open(member):  # opening reads the header that is before the bytes
+        _, dtype_name, storage_name, *_ = pid
+        member = self._archive.getinfo(f"{self._root}data/{storage_name}")
+        with self._archive.open(member):  # moves the file's position to the bytes of the member
             start = self._file.tell()
-        return dtype, np.memmap(self._file, np.uint8, "r", start, (member.file_size,))
+        return dtype_name, np.memmap(self._file, np.uint8, "r", start, (member.file_size,))

@@ -1,8 +1,8 @@
 """Reads parts of tensors from safetensors files on the local disk, in a bucket or on the hub.
 
-A local file is mapped into memory. Of a remote file, only the needed ranges of bytes are
-downloaded, with many requests at a time, and nothing is stored on disk. common/safetensors.py reads
-the headers.
+A local file is mapped into memory. From a remote file, only the needed ranges of bytes are
+downloaded into memory, with many requests at a time. common/safetensors.py reads the headers, and
+checkpoint.py finds the file of a tensor.
 """
 
 import json
@@ -24,13 +24,15 @@ from activation_extraction.store.folder import SourceFolder
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-SHARD_NAME = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # a name without folders
-FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
-PIECE = 8 * 2**20  # the largest number of bytes of a request
-CONNECTIONS = 16  # the number of requests at a time, for all files together
-GAP = 2**20  # reading fewer bytes between two ranges takes less time than another request
+SHARD_NAME = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # a file name without folders
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names of the supported float dtypes
+REQUEST_BYTES = 8 * 2**20  # the largest number of bytes that a request downloads
+CONNECTIONS = 16  # the largest number of requests at a time, for all files together
+# Ranges with fewer unneeded bytes between them are downloaded as one, because these bytes take less
+# time than another request.
+GAP_BYTES = 2**20
 
-Index = tuple[slice, ...]
+Index = tuple[slice, ...]  # a slice for each axis of a tensor
 
 
 class WeightFile(ABC):
@@ -40,27 +42,41 @@ class WeightFile(ABC):
         name: The name of the file, without folders.
         where: The path or URL of the file, for messages.
         size: The size of the file in bytes.
-        at_once: About how many values of a tensor to read at a time.
+        values_at_once: The approximate number of values that a caller of `read` should read at a
+            time.
     """
 
     name: str
     where: str
     size: int
-    at_once: int
+    values_at_once: int
 
     @cached_property
     def header(self) -> Header:
-        """The header of the file. Raises InputError as `read_header` does."""
+        """The header of the file.
+
+        Raises:
+            InputError: The header is damaged or cut off.
+        """
         return read_header(self.read_bytes, self.size, self.where, InputError)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the file by name. Raises InputError as `header` does."""
+        """The tensors of the file, by their names.
+
+        Raises:
+            InputError: The header is damaged or cut off.
+        """
         return self.header.tensors
 
     @abstractmethod
     def read_bytes(self, start: int, stop: int) -> bytes:
-        """Returns the bytes from offset `start` to offset `stop`, or b"" if `stop <= start`."""
+        """Returns the bytes from offset `start` to offset `stop`, or b"" if `stop <= start`.
+
+        Args:
+            start: The offset of the first byte in the file.
+            stop: The offset after the last byte.
+        """
 
     @abstractmethod
     def read(self, tensor: str, index: Index) -> np.ndarray:
@@ -68,17 +84,17 @@ class WeightFile(ABC):
 
         Args:
             tensor: The name of the tensor in the file.
-            index: A slice for each axis.
+            index: A slice for each axis, or () for the whole tensor of a local file.
 
         Returns:
-            The part, in the dtype of the file.
+            The values of the part, in the dtype of the file.
         """
 
 
 class LocalFile(WeightFile):
     """A file on this machine, which is mapped into memory."""
 
-    at_once = 2**20
+    values_at_once = 2**20
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -95,15 +111,21 @@ class LocalFile(WeightFile):
             raise InputError(f"{self.path}: cannot be read: {error.strerror}") from error
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
-        """Returns a view of the mapped file. The bytes are read when the view is copied.
+        """Returns a part of a tensor as a view of the mapped file.
 
-        The mapping ends with the view, so that pages that were read do not accumulate.
+        The bytes are read when the view is copied. Each call maps the file anew, and the mapping
+        ends with the view. So pages that were read do not accumulate in memory.
+
+        Args:
+            tensor: The name of the tensor in the file.
+            index: A slice for each axis, or () for the whole tensor.
         """
-        entry = self.tensors[tensor]
+        header_entry = self.tensors[tensor]
+        shape = header_entry.shape
         with open(self.path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        flat = np.frombuffer(mapped, entry.dtype, math.prod(entry.shape), entry.offset)
-        return flat.reshape(entry.shape)[index]
+        flat = np.frombuffer(mapped, header_entry.dtype, math.prod(shape), header_entry.offset)
+        return flat.reshape(shape)[index]
 
 
 class RemoteFile(WeightFile):
@@ -112,7 +134,7 @@ class RemoteFile(WeightFile):
     Methods raise FolderError if the file cannot be read, and RunError if it has changed.
     """
 
-    at_once = 4 * PIECE  # with fewer values, few requests would run at a time
+    values_at_once = 4 * REQUEST_BYTES  # with fewer values, few requests would run at a time
 
     def __init__(self, folder: SourceFolder, name: str, size: int) -> None:
         self.name = name
@@ -129,90 +151,105 @@ class RemoteFile(WeightFile):
         return bytes(content)
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
-        """Downloads a part of a tensor, with few bytes more (see `ranges_of`), as a new array."""
-        entry = self.tensors[tensor]
-        bounds = [part.indices(size)[:2] for part, size in zip(index, entry.shape, strict=True)]
-        axis, ranges = ranges_of(entry, bounds)
+        """Downloads a part of a tensor as a new array.
+
+        The download may contain more bytes than the part (see `byte_ranges`).
+
+        Args:
+            tensor: The name of the tensor in the file.
+            index: A slice for each axis.
+        """
+        header_entry = self.tensors[tensor]
+        shape = header_entry.shape
+        bounds = [
+            axis_slice.indices(size)[:2] for axis_slice, size in zip(index, shape, strict=True)
+        ]
+        axis, ranges = byte_ranges(header_entry, bounds)
         content = np.empty(sum(stop - start for start, stop in ranges), np.uint8)
-        requests = []  # (offset in the file, the bytes of `content` to fill)
-        filled = 0
+        # Each request has the offset of its first byte in the file, and the view of `content` that
+        # it fills.
+        requests: list[tuple[int, np.ndarray]] = []
+        requested_bytes = 0
         for start, stop in ranges:
-            for first in range(start, stop, PIECE):
-                size = min(PIECE, stop - first)
-                requests.append((first, content[filled : filled + size]))
-                filled += size
+            for offset in range(start, stop, REQUEST_BYTES):
+                size = min(REQUEST_BYTES, stop - offset)
+                requests.append((offset, content[requested_bytes : requested_bytes + size]))
+                requested_bytes += size
 
         def fill(request: tuple[int, np.ndarray]) -> None:
-            start, target = request
-            target[:] = np.frombuffer(self.read_bytes(start, start + target.size), np.uint8)
+            offset, target = request
+            target[:] = np.frombuffer(self.read_bytes(offset, offset + target.size), np.uint8)
 
         for _ in _connections().map(fill, requests):
             pass
         # The axes after `axis` were downloaded whole, so the index applies to them now.
         lengths = [stop - start for start, stop in bounds[: axis + 1]]
-        downloaded = content.view(entry.dtype).reshape(*lengths, *entry.shape[axis + 1 :])
+        downloaded = content.view(header_entry.dtype).reshape(*lengths, *shape[axis + 1 :])
         return downloaded[(slice(None),) * len(lengths) + tuple(index[axis + 1 :])]
 
 
-def ranges_of(
-    entry: Tensor, bounds: Sequence[tuple[int, int]]
+def byte_ranges(
+    tensor: Tensor, bounds: Sequence[tuple[int, int]]
 ) -> tuple[int, list[tuple[int, int]]]:
     """Returns the ranges of bytes to read for a part of a tensor.
 
-    There is one range for each index of the axes before a certain axis, and a range covers the part
-    along this axis. The axes after it are read whole, because reading the bytes between shorter
-    ranges takes less time than more requests.
+    There is one axis along which a range covers the bounds of the part. There is one range for each
+    combination of indices on the axes before it. The axes after it are read whole, because reading
+    the bytes between shorter ranges takes less time than more requests (see GAP_BYTES).
 
     Args:
-        entry: The tensor.
+        tensor: The tensor's entry in the header of the file.
         bounds: The start and stop of the part on each axis.
 
     Returns:
         A tuple of:
-            The number of the axis along which the ranges are.
-            The offsets in the file of the start and the stop of each range.
+            The number of the axis along which a range covers the bounds.
+            For each range, the offsets of its start and its stop in the file.
     """
-    # The bytes of one index of each axis.
-    sizes = [
-        entry.dtype.itemsize * math.prod(entry.shape[axis + 1 :]) for axis in range(len(bounds))
+    # The distance in bytes between two neighbouring indices on each axis.
+    strides = [
+        tensor.dtype.itemsize * math.prod(tensor.shape[axis + 1 :]) for axis in range(len(bounds))
     ]
-    lengths = [stop - start for start, stop in bounds]
     axis = 0
-    while axis + 1 < len(bounds) and sizes[axis] - lengths[axis + 1] * sizes[axis + 1] >= GAP:
+    while axis + 1 < len(bounds):
+        next_start, next_stop = bounds[axis + 1]
+        needed_bytes = (next_stop - next_start) * strides[axis + 1]
+        if strides[axis] - needed_bytes < GAP_BYTES:
+            break
         axis += 1
     start, stop = bounds[axis]
     ranges = []
     for indices in product(*(range(*bound) for bound in bounds[:axis])):
-        steps = [index * size for index, size in zip(indices, sizes, strict=False)]
-        first = entry.offset + sum(steps)
-        ranges.append((first + start * sizes[axis], first + stop * sizes[axis]))
+        steps = [index * stride for index, stride in zip(indices, strides, strict=False)]
+        offset = tensor.offset + sum(steps)
+        ranges.append((offset + start * strides[axis], offset + stop * strides[axis]))
     return axis, ranges
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Reads the index of a checkpoint in several files.
+    """Reads the index of a checkpoint that consists of several weight files.
 
     Args:
-        path: The path of the index.
+        path: The local path of the index.
 
     Returns:
-        The name of a tensor -> the name of its file.
+        Name of a tensor -> the name of its file.
 
     Raises:
-        InputError: The file is no such index, or it names files in other folders.
+        InputError: The file is not such an index, or it names files in other folders.
     """
     try:
-        files = dict(json.loads(path.read_bytes())["weight_map"])
-        for tensor, name in files.items():
-            if type(name) is not str or not SHARD_NAME.fullmatch(name):
-                entry = f"{ascii(name):.80} for {ascii(tensor):.80}"
-                raise ValueError(f"weight_map: {entry}, expected a file beside it")
-        return files
+        file_names = dict(json.loads(path.read_bytes())["weight_map"])
+        for tensor, file_name in file_names.items():
+            if type(file_name) is not str or not SHARD_NAME.fullmatch(file_name):
+                shown_names = f"{ascii(file_name):.80} for {ascii(tensor):.80}"
+                raise ValueError(f"weight_map: {shown_names}, expected a file beside it")
+        return file_names
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path}: not a safetensors index: {error!r}") from error
 
 
 @cache
 def _connections() -> ThreadPoolExecutor:
-    """Returns the threads that download weights, which all files share."""
+    """Returns the pool of threads that download weights. All files share it."""
     return ThreadPoolExecutor(CONNECTIONS, "download-weights")

@@ -1,11 +1,12 @@
 """Loads the parameters of a model from the tensors of a checkpoint, directly into their shards.
 
-`WeightSpec` declares how one parameter is made. `check_tensors` compares all parameters with the
-checkpoint before a tensor is read. `load_params` reads only the parts of the files that the devices
-of this host need. qwen2_jax.py lists the parameters of a model, and checkpoint.py reads tensors.
+`WeightSpec` declares how to make one parameter from tensors. `check_tensors` compares all
+parameters with the checkpoint before any values are read. `load_params` reads only the parts of the
+files that the devices of this host need. qwen2_jax.py lists the parameters of a model, and
+checkpoint.py reads tensors.
 
-A parameter may be a stack of the tensors of all layers. With `pipeline`, the layers are divided
-into stages of consecutive layers, one stage for each index of this mesh axis.
+A parameter may be a stack of the tensors of all layers. On a mesh with a `pipeline` axis, the
+layers are divided into stages of consecutive layers, one stage for each index of this axis.
 """
 
 import dataclasses
@@ -31,11 +32,11 @@ from activation_extraction.model.parameters import ParamPath
 from activation_extraction.model.tensor_names import text_names
 from activation_extraction.model.weight_files import Index
 
-WEIGHT_READERS = 3  # the number of threads that read, and of parts that are in memory at a time
-TRANSPOSED_ROWS = 16  # the rows to transpose at a time, few enough for a core's caches
+WEIGHT_READERS = 3  # the number of threads that read weights, each one array at a time
+TRANSPOSED_ROWS = 16  # the number of rows to transpose at a time, which fit a core's caches
 BUFFER_ALIGNMENT = 64  # the alignment of XLA's buffers in bytes
 
-# A function that takes the name of a tensor and a slice for each axis, and returns that part of the
+# A function that takes the name of a tensor and a slice for each axis, and returns this part of the
 # tensor.
 ReadTensor = Callable[[str, Index], np.ndarray]
 
@@ -48,8 +49,8 @@ class TensorSlice(NamedTuple):
         start: Index on this axis at which the slice begins.
         total: Size of the tensor along this axis.
         per_head: Whether the axis contains one head after the other, and each head has such a
-            slice. If so, `start` and `total` refer to one head, and the first axis of the parameter
-            that is not stacked is the axis of heads.
+            slice. If so, `start` and `total` refer to one head, and the parameter has an axis of
+            heads directly after its stacked axes.
     """
 
     axis: int
@@ -60,20 +61,21 @@ class TensorSlice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
-    """A parameter and the tensors of the checkpoint from which it is made.
+    """A parameter, and the tensors of the checkpoint from which it is made.
 
-    A checkpoint stores (heads, head_dim) as one flat dimension.
+    The parameter has separate axes for heads and head_dim. The tensors have one flat axis instead.
 
     Attributes:
         shape: Shape of the parameter.
-        axes: Logical axis of each dimension.
+        axes: Logical axis of each dimension of the parameter.
         hf_names: Names of the tensors, in the order of the stack. If there are fewer names than
-            layers, the last layers are zeros, because a layer of zeros changes nothing.
+            layers, the parameter of the last layers is zeros. A layer of zeros only fills up a
+            stage of the pipeline; it leaves the residual stream unchanged.
         stacked: Number of leading axes ("layers", "experts") along which the parameter is a stack
             of tensors.
         tensor_slice: Slice of each tensor that belongs to the parameter; None for whole tensors.
         input_first: Whether the tensors of experts have the input axis before the output axis, as
-            the parameter has. Otherwise their last two axes are reversed when they are read.
+            the parameter does. Otherwise their last two axes are swapped when they are read.
     """
 
     shape: tuple[int, ...]
@@ -85,12 +87,12 @@ class WeightSpec:
 
     @property
     def reverses_axes(self) -> bool:
-        """Whether the last two axes of the tensors are in reverse order."""
+        """Whether the last two axes of the tensors are in the reverse order of the parameter's."""
         return "experts" in self.axes and not self.input_first
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """The shape of each tensor."""
+        """The shape of each tensor in the checkpoint."""
         bounds = self._bounds([*map(range, self.shape[self.stacked :])])
         sizes = [stop - start for start, stop in bounds]
         if self.tensor_slice is not None:
@@ -99,27 +101,33 @@ class WeightSpec:
         return tuple(sizes)
 
     def _bounds(self, ranges: Sequence[range]) -> list[tuple[int, int]]:
-        """Returns the start and stop on each axis of a tensor, for a part of the parameter.
+        """Returns the bounds in a tensor of a part of the parameter.
 
         Args:
-            ranges: The range of each axis of the parameter that is not stacked. The whole of
-                head_dim, which RULES never split. With `per_head`, a single head.
+            ranges: The range of the part on each axis of the parameter that is not stacked. On
+                head_dim, which the mesh never splits, this is the whole axis. With `per_head`, the
+                range on the axis of heads contains a single head.
+
+        Returns:
+            The start and stop on each axis of the tensor.
         """
         bounds: list[tuple[int, int]] = []
-        axes, sizes = self.axes[self.stacked :], self.shape[self.stacked :]
-        for axis, size, chosen in zip(axes, sizes, ranges, strict=True):
+        axes = self.axes[self.stacked :]
+        sizes = self.shape[self.stacked :]
+        for axis, size, axis_range in zip(axes, sizes, ranges, strict=True):
             if axis != "head_dim" or not bounds:
-                bounds.append((chosen.start, chosen.stop))
-            else:  # (heads, head_dim) is one axis of the tensor
-                bounds[-1] = bounds[-1][0] * size, bounds[-1][1] * size
+                bounds.append((axis_range.start, axis_range.stop))
+            else:  # heads, the axis before, and head_dim are one axis of the tensor
+                start_head, stop_head = bounds[-1]
+                bounds[-1] = start_head * size, stop_head * size
         if self.reverses_axes:
-            bounds[-2:] = bounds[:-3:-1]
+            bounds[-2], bounds[-1] = bounds[-1], bounds[-2]
         if self.tensor_slice is not None:
-            split, offset, total, per_head = self.tensor_slice
-            start, stop = bounds[split]
-            if per_head:
+            axis_number, offset, total, per_head = self.tensor_slice
+            start, stop = bounds[axis_number]
+            if per_head:  # `total` values of the tensor belong to a head, not only this slice
                 offset += ranges[0].start * (total - (stop - start))
-            bounds[split] = start + offset, stop + offset
+            bounds[axis_number] = start + offset, stop + offset
         return bounds
 
     def check(self, name: str, shape: tuple[int, ...] | None, source: str) -> None:
@@ -128,7 +136,7 @@ class WeightSpec:
         Args:
             name: The name of the tensor.
             shape: The shape of the tensor; None if it is missing.
-            source: The name of the file, for the message.
+            source: The path or URL of the file, for the message.
 
         Raises:
             InputError: The tensor is missing or has another shape.
@@ -142,84 +150,92 @@ class WeightSpec:
             )
 
     def read_slice(
-        self, read: ReadTensor, dtype: Any, ranges: Sequence[range], at_once: int = sys.maxsize
+        self,
+        read: ReadTensor,
+        dtype: Any,
+        ranges: Sequence[range],
+        values_at_once: int = sys.maxsize,
     ) -> np.ndarray:
         """Reads a part of the parameter into a new array. Each value is copied once.
 
         Args:
             read: A function that reads a part of a tensor.
             dtype: The dtype of the returned array.
-            ranges: The range of each axis of the parameter.
-            at_once: About how many values of a tensor to read at a time. They may take more memory
-                until they are rounded to `dtype`. The tensors of experts are read whole.
+            ranges: The range of the part on each axis of the parameter.
+            values_at_once: The approximate number of values of a tensor to read at a time. Values
+                that were read may take more memory until they are rounded to `dtype`. Tensors of
+                single experts are read whole.
         """
-        parameter = _aligned([*map(len, ranges)], dtype)
+        part = _aligned([*map(len, ranges)], dtype)
         axis = self.stacked
-        step = max(at_once // math.prod(parameter.shape[axis + 1 :]), 1)
-        if "experts" in self.axes[:axis]:  # the axes of its tensors may be in reverse order
-            step = len(ranges[axis])
-        for start in range(0, len(ranges[axis]), step):
-            rows = slice(start, start + step)
-            chosen = *ranges[:axis], ranges[axis][rows], *ranges[axis + 1 :]
-            self._fill(parameter[(slice(None),) * axis + (rows,)], read, chosen)
-        return parameter
+        rows_at_once = max(values_at_once // math.prod(part.shape[axis + 1 :]), 1)
+        if "experts" in self.axes[:axis]:  # the axes of these tensors may be in reverse order
+            rows_at_once = len(ranges[axis])
+        for start in range(0, len(ranges[axis]), rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            ranges_of_rows = *ranges[:axis], ranges[axis][rows], *ranges[axis + 1 :]
+            self._fill(part[(slice(None),) * axis + (rows,)], read, ranges_of_rows)
+        return part
 
     def _fill(self, target: np.ndarray, read: ReadTensor, ranges: Sequence[range]) -> None:
         """Reads a part of the parameter into an array.
 
         Args:
-            target: The array, of the shape of the part.
+            target: The array, which has the shape of the part.
             read: A function that reads a part of a tensor.
-            ranges: The range of each axis of the parameter.
+            ranges: The range of the part on each axis of the parameter.
         """
         stack_ranges = ranges[: self.stacked]
         tensor_ranges = [*ranges[self.stacked :]]
-        first_range = tensor_ranges[0]  # of the heads, with `per_head`
+        head_range = tensor_ranges[0]  # used with `per_head`, where this is the axis of heads
         per_head = self.tensor_slice is not None and self.tensor_slice.per_head
-        # An entry of `target` is filled from one tensor, or with `per_head` from one head of it.
-        for entry in np.ndindex(target.shape[: self.stacked + per_head]):
-            number = 0  # the number of the tensor in the whole stack
-            for size, chosen, position in zip(self.shape, stack_ranges, entry, strict=False):
-                number = number * size + chosen[position]
-            if number >= len(self.hf_names):
-                target[entry] = 0
+        # `target[index]` is filled from one tensor; with `per_head`, from one head of a tensor.
+        for index in np.ndindex(target.shape[: self.stacked + per_head]):
+            tensor_number = 0  # the number of the tensor in the whole stack
+            for size, axis_range, position in zip(self.shape, stack_ranges, index, strict=False):
+                tensor_number = tensor_number * size + axis_range[position]
+            if tensor_number >= len(self.hf_names):
+                target[index] = 0
                 continue
             if per_head:
-                tensor_ranges[0] = first_range[entry[-1] : entry[-1] + 1]
-            index = tuple(slice(*bound) for bound in self._bounds(tensor_ranges))
-            part = read(self.hf_names[number], index)
+                head = index[-1]
+                tensor_ranges[0] = head_range[head : head + 1]
+            tensor_index = tuple(slice(*bound) for bound in self._bounds(tensor_ranges))
+            values = read(self.hf_names[tensor_number], tensor_index)
             if self.reverses_axes:
-                for start in range(0, part.shape[-2], TRANSPOSED_ROWS):
+                for start in range(0, values.shape[-2], TRANSPOSED_ROWS):
                     rows = slice(start, start + TRANSPOSED_ROWS)
-                    target[entry][..., rows] = part[..., rows, :].swapaxes(-1, -2)
+                    target[index][..., rows] = values[..., rows, :].swapaxes(-1, -2)
             else:
-                target[entry] = part.reshape(target[entry].shape)
+                target[index] = values.reshape(target[index].shape)
 
 
-WeightTable = dict[ParamPath, WeightSpec]  # all parameters of a model
+WeightTable = dict[ParamPath, WeightSpec]  # path of a parameter -> its spec, for a whole model
 
 
 def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
     """Returns an empty array whose alignment lets XLA on the CPU use it without a copy."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.empty(size + BUFFER_ALIGNMENT, np.uint8)
+    byte_count = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(byte_count + BUFFER_ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % BUFFER_ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
+    return memory[start : start + byte_count].view(dtype).reshape(shape)
 
 
-def oriented(
+def orient_experts(
     table: Mapping[ParamPath, WeightSpec], shape_of: Callable[[str], tuple[int, ...]]
 ) -> WeightTable:
-    """Adapts the table to the order of axes that fused experts have in the checkpoint.
+    """Sets `WeightSpec.input_first` of fused experts according to the checkpoint.
 
-    The experts of a layer are fused if one tensor contains all of them. Their input axis is last in
-    the files that transformers saves, as in any linear layer, and first in the released Qwen3-VL
-    models. The shapes show the order: gate_up_proj is square if D = 2 M, and down_proj if D = M,
-    but never both (D is the hidden size, M the width of an expert).
+    The experts of a layer are fused if one tensor contains all of them. In the files that
+    transformers saves, the input axis of this tensor is last, as in any linear layer. In the
+    released Qwen3-VL models it is before the output axis. The shapes of the tensors show the order,
+    because at most one of gate_up_proj and down_proj is square: gate_up_proj if D = 2 M, and
+    down_proj if D = M, where D is the hidden size and M the width of an expert.
 
     Args:
-        table: Path of a parameter -> how it is made, for fused experts whose input axis is last.
-        shape_of: A function that returns the shape of a tensor of the checkpoint.
+        table: Path of a parameter -> its spec, in which the input axis of fused experts is last.
+        shape_of: A function that takes the name of a tensor of the checkpoint and returns its
+            shape.
 
     Returns:
         The table for this checkpoint.
@@ -227,46 +243,49 @@ def oriented(
     fused = {path: spec for path, spec in table.items() if "experts" in spec.axes[spec.stacked :]}
     input_first = dict(fused)
     for path, spec in fused.items():
-        split = spec.tensor_slice and spec.tensor_slice._replace(axis=2)
-        input_first[path] = dataclasses.replace(spec, input_first=True, tensor_slice=split)
+        tensor_slice = spec.tensor_slice and spec.tensor_slice._replace(axis=2)
+        input_first[path] = dataclasses.replace(spec, input_first=True, tensor_slice=tensor_slice)
 
-    def fits(specs: Mapping[ParamPath, WeightSpec]) -> bool:
-        """Returns whether the first tensors have the shapes that the specs declare."""
+    def shapes_agree(specs: Mapping[ParamPath, WeightSpec]) -> bool:
+        """Returns whether the first tensor of each spec has the shape that the spec declares."""
         for spec in specs.values():
             for name in spec.hf_names[:1]:
                 if tuple(shape_of(name)) != spec.hf_shape:
                     return False
         return True
 
-    return {**table, **input_first} if fits(input_first) and not fits(fused) else {**table}
+    if shapes_agree(input_first) and not shapes_agree(fused):
+        return {**table, **input_first}
+    return {**table}
 
 
-def check_tensors(checkpoint: Checkpoint, table: Iterable[WeightSpec], allowed: set[str]) -> None:
-    """Compares the headers of the checkpoint with the parameters, before anything is read.
+def check_tensors(
+    checkpoint: Checkpoint, specs: Iterable[WeightSpec], allowed_names: set[str]
+) -> None:
+    """Compares the headers of the weight files with the parameters, before any values are read.
 
     Args:
         checkpoint: The checkpoint.
-        table: The parameters to load.
-        allowed: All names that tensors of this model may have.
+        specs: The parameters to load.
+        allowed_names: All names that tensors of this model may have.
 
     Raises:
-        InputError: A tensor is missing, is unknown, has another shape or a dtype that is not
-            supported, or scales of float8 are missing or inconsistent with their tensor.
+        InputError: A tensor is missing or unknown, or has the wrong shape or an unsupported dtype;
+            or the scales of a float8 tensor are missing or inconsistent with it.
     """
-    for spec in table:
+    for spec in specs:
         for name in spec.hf_names:
-            file, tensor = checkpoint.place(name)
+            file, tensor = checkpoint.locate(name)
             spec.check(name, tensor.shape, file.where)
             checkpoint.scales(name)
     names = set(checkpoint.tensors)
-    for file in checkpoint.weight_files:  # they may contain tensors that the index does not list
+    for file in checkpoint.weight_files:  # files may contain tensors that the index does not list
         names.update(text_names(file.tensors, file.where))
     where = checkpoint.where
-    if unknown := sorted(without_scales(names, where) - allowed):
-        raise InputError(
-            f"{where}: tensor {unknown[0]} is unknown to this model"
-            + (f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else "")
-        )
+    unknown_names = sorted(without_scales(names, where) - allowed_names)
+    if unknown_names:
+        more = f" (and {len(unknown_names) - 1} more)" if len(unknown_names) > 1 else ""
+        raise InputError(f"{where}: tensor {unknown_names[0]} is unknown to this model{more}")
 
 
 def load_params(
@@ -279,48 +298,55 @@ def load_params(
 ) -> dict[str, Any]:
     """Reads all parameters directly into their shards.
 
-    Parameters are read layer by layer: at a time, one layer of each stage. They are read in the
-    order of the files, so that a file is read from beginning to end. A process reads only the parts
-    that its devices need, each part once, with several threads. In addition to the loaded
-    parameters, its memory contains the parts of at most WEIGHT_READERS layers or other parameters.
+    A stacked parameter is read layer by layer; in a pipeline, one layer of every stage at a time.
+    The layers of all parameters are read in the order of the files, so that each file is read from
+    beginning to end. A process reads only the parts that its devices need, each part once, with
+    several threads. Apart from the loaded parameters, at most WEIGHT_READERS such layers (or whole
+    parameters without layers) are in its memory.
 
     Args:
-        table: Path of a parameter -> how it is made.
+        table: Path of a parameter -> its spec.
         checkpoint: The checkpoint.
         dtype: The dtype of the parameters.
         layout: The mesh.
-        as_bits: Whether to return parameters of a two-byte dtype as uint16.
-        progress: A function that is called with the number of bytes of each array that was loaded.
+        as_bits: Whether to return parameters of a two-byte dtype as uint16 arrays of the same bits.
+        progress: A function that is called with the number of bytes of each array after it was
+            loaded.
 
     Returns:
         The parameters as a nested dict.
     """
     stages = layout.size("pipeline")
     loaded_dtype = np.uint16 if as_bits else dtype
-    stacks = {path: spec for path, spec in table.items() if spec.axes[0] == "layers"}
+    stacked_specs = {path: spec for path, spec in table.items() if spec.axes[0] == "layers"}
 
-    def empty() -> dict[ParamPath, jax.Array]:
-        return {path: jnp.zeros(spec.shape, loaded_dtype) for path, spec in stacks.items()}
+    def zeros() -> dict[ParamPath, jax.Array]:
+        return {path: jnp.zeros(spec.shape, loaded_dtype) for path, spec in stacked_specs.items()}
 
-    shardings = {path: layout.sharding(spec.axes, spec.shape) for path, spec in stacks.items()}
-    params = jax.jit(empty, out_shardings=shardings)()
-    # A job is the path of a parameter and the number of a layer in its stage, or None if the
-    # parameter has no layers. It loads this layer of all stages.
+    shardings = {}
+    for path, spec in stacked_specs.items():
+        shardings[path] = layout.sharding(spec.axes, spec.shape)
+    params = jax.jit(zeros, out_shardings=shardings)()
+    # A job loads one layer of all stages of a parameter. It is the path of the parameter and the
+    # number of the layer in its stage, or None if the parameter has no layers.
     jobs: list[tuple[ParamPath, int | None]] = []
     for path, spec in table.items():
-        if path in stacks:
+        if path in stacked_specs:
             jobs += [(path, layer) for layer in range(spec.shape[0] // stages)]
         else:
             jobs.append((path, None))
 
     def position(job: tuple[ParamPath, int | None]) -> tuple[bool, str, int]:
-        """Returns the sort key of a job.
+        """Returns the sort key of a job: the position of its first tensor in the files.
+
+        Args:
+            job: The job.
 
         Returns:
             A tuple of:
-                Whether the job reads no tensor, because its layer is zeros. Such jobs come last.
-                The name of the file with the first tensor.
-                The offset of this tensor in the file.
+                Whether the layer is zeros, so that the job reads no tensor and comes last.
+                The name of the file with the first tensor; "" for zeros.
+                The offset of this tensor in the file in bytes; 0 for zeros.
         """
         path, layer = job
         spec = table[path]
@@ -328,39 +354,49 @@ def load_params(
         names = spec.hf_names[(layer or 0) * tensors_per_layer :]
         if not names:
             return True, "", 0
-        file, tensor = checkpoint.place(names[0])
+        file, tensor = checkpoint.locate(names[0])
         return False, file.name, tensor.offset
 
     def load(path: ParamPath, layer: int | None) -> jax.Array:
-        """Loads a parameter, or a layer of each stage of it, as an array on the devices."""
+        """Loads a job as an array on the devices.
+
+        Args:
+            path: The path of the parameter.
+            layer: The number of a layer in its stage; None for a parameter without layers.
+
+        Returns:
+            The layer of each stage, (stages, ...), or the whole parameter.
+        """
         spec = table[path]
         axes = spec.axes
-        at_once = checkpoint.place(spec.hf_names[0])[0].at_once
+        first_file, _ = checkpoint.locate(spec.hf_names[0])
         ranges = [*map(range, spec.shape)]
         if layer is not None:
             axes = ("stage", *axes[1:])
             ranges[0] = range(layer, spec.shape[0], spec.shape[0] // stages)
         read = functools.partial(checkpoint.read, dtype=dtype)
-        slices: dict[str, np.ndarray] = {}  # shared by devices that need the same slice
+        shards: dict[str, np.ndarray] = {}  # by index; several devices may need the same shard
 
-        def slice_at(index: Index | None) -> np.ndarray:
+        def shard_at(index: Index | None) -> np.ndarray:
             key = str(index)
-            if key not in slices:
-                chosen = ranges
+            if key not in shards:
+                shard_ranges = ranges
                 if index:
-                    pairs = zip(ranges, index, strict=True)
-                    chosen = [indices[bounds] for indices, bounds in pairs]
-                part = spec.read_slice(read, dtype, chosen, at_once)
-                slices[key] = part.view(loaded_dtype)
-            return slices[key]
+                    shard_ranges = [
+                        axis_range[axis_slice]
+                        for axis_range, axis_slice in zip(ranges, index, strict=True)
+                    ]
+                shard = spec.read_slice(read, dtype, shard_ranges, first_file.values_at_once)
+                shards[key] = shard.view(loaded_dtype)
+            return shards[key]
 
         shape = tuple(map(len, ranges))
-        array = jax.make_array_from_callback(shape, layout.sharding(axes, shape), slice_at)
+        array = jax.make_array_from_callback(shape, layout.sharding(axes, shape), shard_at)
         return jax.block_until_ready(array)  # so that the host's copy can be freed
 
     jobs.sort(key=position)
     with ThreadPoolExecutor(WEIGHT_READERS, "read-weights") as pool:
-        arrays = _ahead(pool, load, jobs)
+        arrays = _loaded_ahead(pool, load, jobs)
         for path, layer in jobs:
             array = next(arrays)
             progress(array.nbytes)
@@ -372,10 +408,16 @@ def load_params(
     return unflatten_dict(params)
 
 
-def _ahead(
+def _loaded_ahead(
     pool: ThreadPoolExecutor, load: Callable[..., jax.Array], jobs: Iterable[tuple[Any, ...]]
 ) -> Iterator[jax.Array]:
-    """Yields `load(*job)` of each job in order, computing up to WEIGHT_READERS of them ahead."""
+    """Yields `load(*job)` for each job in order, while up to WEIGHT_READERS jobs are loading.
+
+    Args:
+        pool: The threads that load.
+        load: A function that takes the elements of a job and returns an array.
+        jobs: The jobs.
+    """
     pending: deque[Future[jax.Array]] = deque()
     for job in jobs:
         pending.append(pool.submit(load, *job))
@@ -386,13 +428,14 @@ def _ahead(
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put_layer(stack: jax.Array, layers: jax.Array, number: jax.Array) -> jax.Array:
-    """Writes one layer of each stage into a stack.
+def _put_layer(stack: jax.Array, layers: jax.Array, layer_number: jax.Array) -> jax.Array:
+    """Returns a stack into which one layer of each stage is written.
 
     Args:
-        stack: The layers of all stages, (layers, ...).
-        layers: The layer of each stage, (stages, ...).
-        number: The number of the layer in its stage.
+        stack: The layers of all stages, (layers, ...). Its memory is reused for the result.
+        layers: The new values of the layer of each stage, (stages, ...).
+        layer_number: The number of this layer in its stage, () int32.
     """
     stages = stack.reshape(layers.shape[0], -1, *layers.shape[1:])
-    return lax.dynamic_update_index_in_dim(stages, layers, number, axis=1).reshape(stack.shape)
+    updated = lax.dynamic_update_index_in_dim(stages, layers, layer_number, axis=1)
+    return updated.reshape(stack.shape)

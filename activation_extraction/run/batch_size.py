@@ -146,7 +146,7 @@ def _largest(
 def _lacking_on_host(forward: Forward) -> str:
     """Returns why this host's memory has no room for the activations; "" if it has."""
     rows, length = forward.shape
-    token_bytes = sum(forward.form(hook).bytes for hook in forward.hooks.values())
+    token_bytes = sum(forward.vector_type(hook).bytes for hook in forward.hooks.values())
     needed = STEPS_ON_HOST * rows * length * token_bytes
     return _too_much(f"{STEPS_ON_HOST} steps of {rows}", needed, "host", available_memory())
 

@@ -215,14 +215,14 @@ def list_hooks(
     sizes = config.sizes_with(length)
     rows: list[tuple[str, ...]] = [COLUMNS]
     for kind in table.kinds:
-        form = kind.form(sizes, dtype)
+        vector_type = kind.vector_type(sizes, dtype)
         module, *other_modules = kind.modules or ("",)
         layers = kind.layers(depth, table.types)
         name = kind.name.format("K")
         if "{}" in kind.name and len(layers) != depth:
             name += f" (K: {ranges(layers)})"
         other_names = ", ".join(alias.format("K") for alias in (*kind.aliases, *other_modules))
-        numbers = f"{form.width:,}", form.dtype, f"{form.bytes:,}"
+        numbers = f"{vector_type.width:,}", vector_type.dtype, f"{vector_type.bytes:,}"
         rows.append((name, module.format("K"), *numbers, other_names))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -233,7 +233,7 @@ def list_hooks(
         lines.append("  ".join(cells))
     lines.append(f"K is the layer, from 0 to {depth - 1}")
     for encoder in encoders:
-        activation_bytes = encoder.source.kind.form(sizes, dtype).bytes
+        activation_bytes = encoder.source.kind.vector_type(sizes, dtype).bytes
         lines.append(f"{encoder.in_words(dtype)} (the activations take {activation_bytes:,})")
     if config.weights:
         lines.append(f"the checkpoint has {config.weights}")
