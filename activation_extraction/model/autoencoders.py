@@ -30,19 +30,22 @@ Tensors = dict[str, np.ndarray]  # name of a tensor, as the fields of `Autoencod
 Config = Mapping[str, Any]  # the content of a publisher's configuration file
 Fields = dict[str, Any]  # name of a field of `Autoencoder` -> its value
 REQUIRED_TENSORS = "W_enc", "b_enc", "W_dec", "b_dec"
-LOG_THRESHOLD = "log_jumprelu_threshold"  # Llamascopium's tensor of logarithms of thresholds
-AVERAGE_NORM_PREFIX = "dataset_average_activation_norm."  # of Llamascopium's tensors, before a hook
-# SAELens stores these files beside weights into which the normalisation of activations is not
-# folded.
+# Llamascopium's tensor with the logarithms of the thresholds.
+LOG_THRESHOLD = "log_jumprelu_threshold"
+# Llamascopium stores the average norm of the activations at a hook in a tensor whose name is this
+# prefix and the name of the hook.
+AVERAGE_NORM_PREFIX = "dataset_average_activation_norm."
+# SAELens stores these files beside the weights if the normalisation of activations is not folded
+# into them.
 SCALER_FILE, WHITENING_FILE = "activation_scaler.json", "activation_whitening.safetensors"
-VALUES_AT_ONCE = 2**22  # the number of values of an array that are checked at a time
+VALUES_AT_ONCE = 2**22  # the number of values that `_check_finite` checks at a time
 # A publisher's name of a tensor -> the field of `Autoencoder`. SAELens and Qwen-Scope use the names
 # of the fields.
 FIELD_OF_TENSOR = {
-    # sparsify
+    # Names in sparsify.
     "encoder.weight": "W_enc",
     "encoder.bias": "b_enc",
-    # Llamascopium
+    # Names in Llamascopium.
     "W_E": "W_enc",
     "b_E": "b_enc",
     "W_D": "W_dec",
@@ -154,8 +157,8 @@ class AutoencoderFiles:
         """The path or URL of the folder, with a slash at the end."""
         return f"{self.repository.path}/{self.folder}"
 
-    def error(self, why: str) -> InputError:
-        return InputError(f"--encode {self.name}: {why}")
+    def error(self, reason: str) -> InputError:
+        return InputError(f"--encode {self.name}: {reason}")
 
     def has(self, file_name: str) -> bool:
         return self.repository.find(self.folder + file_name) is not None
@@ -213,27 +216,27 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
         InputError: A file is missing, damaged or in an unknown format, a weight is NaN or infinite,
             or neither `hook` nor the files name a hook.
     """
-    root = name.rstrip("/")
+    repository_path = name.rstrip("/")
     folder = ""
     weights_file = ""
-    if root.endswith((".pt", ".safetensors")):
-        root, weights_file = os.path.split(root)
-    local_path = os.path.abspath(os.path.expanduser(root))
-    hub_match = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)/(.+)", root)
+    if repository_path.endswith((".pt", ".safetensors")):
+        repository_path, weights_file = os.path.split(repository_path)
+    local_path = os.path.abspath(os.path.expanduser(repository_path))
+    hub_match = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)/(.+)", repository_path)
     if os.path.exists(local_path):
-        root = local_path
+        repository_path = local_path
     elif hub_match:
-        root = hub_match[1]
+        repository_path = hub_match[1]
         folder = f"{hub_match[2]}/"
     layer = re.sub(r"\D", "", weights_file) or layer_in_name(hook)
-    files = AutoencoderFiles(name, Repository(root, kind=AUTOENCODER), folder, layer)
+    files = AutoencoderFiles(name, Repository(repository_path, kind=AUTOENCODER), folder, layer)
     try:
         fields = _read_fields(files, weights_file)
         _check_shapes(files, fields)
         _check_finite(files, fields)
     except (LookupError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
-        why = f"{type(error).__name__}: {one_line(error):.200}"
-        raise files.error(f"cannot be read: {why}") from error
+        reason = f"{type(error).__name__}: {one_line(error):.200}"
+        raise files.error(f"cannot be read: {reason}") from error
     hook_in_files = fields["hook"]
     if not hook and not hook_in_files:
         raise files.error(f"does not name its hook; give --encode HOOK={name}")
@@ -254,8 +257,8 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
 
 def layer_in_name(hook_name: str) -> str:
     """Returns the digits of the layer in the name of a hook; "" if the name has no layer."""
-    match = re.search(r"\.(\d+)\.", f".{hook_name}.")
-    return match[1] if match else ""
+    layer_match = re.search(r"\.(\d+)\.", f".{hook_name}.")
+    return layer_match[1] if layer_match else ""
 
 
 def _read_fields(files: AutoencoderFiles, weights_file: str) -> Fields:
@@ -298,7 +301,7 @@ def qwen_scope(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fields:
     """Converts an autoencoder of Qwen-Scope, by the formula in its README.
 
     The k largest values of `pre` are active, also negative ones. Only the name of the repository
-    contains k.
+    contains k. `Format.convert` documents the arguments and the result.
     """
     k = re.search(r"-L0_(\d+)/", files.path)
     if k is None:
@@ -316,6 +319,8 @@ def sae_lens(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
     With rescale_acts_by_decoder_norm, the norms of the decoder as stored are folded into the
     weights before the normalisation of activations is. This order gives the features of the
     training, where SAELens first normalises activations and then encodes them with these norms.
+
+    `Format.convert` documents the arguments and the result.
     """
     metadata = config.get("metadata") or {}
     if not re.match(r"[6-9]|[1-9]\d", str(metadata.get("sae_lens_version"))):
@@ -327,8 +332,8 @@ def sae_lens(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
     transcoders = "transcoder", "skip_transcoder", "jumprelu_transcoder", "jumprelu_skip_transcoder"
     architecture = files.supported_setting(config, "architecture", *autoencoders, *transcoders)
     is_transcoder = architecture in transcoders
-    foldable = "expected_average_only_in", "covariance_whitening"
-    normalisations = "none", "constant_norm_rescale", "layer_norm", *foldable
+    foldable_normalisations = "expected_average_only_in", "covariance_whitening"
+    normalisations = "none", "constant_norm_rescale", "layer_norm", *foldable_normalisations
     normalisation = files.supported_setting(config, "normalize_activations", *normalisations)
     subtracts_b_dec = not is_transcoder and config.get("apply_b_dec_to_input", True)
     if config.get("rescale_acts_by_decoder_norm"):
@@ -336,7 +341,7 @@ def sae_lens(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
         tensors["W_enc"] = tensors["W_enc"] * decoder_norms
         tensors["b_enc"] = tensors["b_enc"] * decoder_norms
         tensors["W_dec"] = tensors["W_dec"] / decoder_norms[:, None]
-    if normalisation in foldable:
+    if normalisation in foldable_normalisations:
         if is_transcoder:
             raise files.error(
                 f"is a transcoder with normalize_activations {normalisation!r}: nothing says how "
@@ -394,14 +399,14 @@ def _fold_normalisation(
     W_dec = tensors["W_dec"].astype(np.float64)
     b_dec = tensors["b_dec"].astype(np.float64)
     if normalisation == "expected_average_only_in":
-        factor = scaler.get("scaling_factor")
-        if not isinstance(factor, int | float) or not 0 < factor < np.inf:
+        scaling_factor = scaler.get("scaling_factor")
+        if not isinstance(scaling_factor, int | float) or not 0 < scaling_factor < np.inf:
             raise files.error(
-                f"{SCALER_FILE}: scaling_factor is {factor!r}, expected a positive number"
+                f"{SCALER_FILE}: scaling_factor is {scaling_factor!r}, expected a positive number"
             )
-        W_enc = W_enc * factor
-        W_dec = W_dec / factor
-        b_dec = b_dec / factor
+        W_enc = W_enc * scaling_factor
+        W_dec = W_dec / scaling_factor
+        b_dec = b_dec / scaling_factor
     else:
         if not (scaler.get("has_whitening", True) and files.has(WHITENING_FILE)):
             raise files.error(
@@ -409,16 +414,16 @@ def _fold_normalisation(
             )
         whitening = files.tensors(WHITENING_FILE)
         mean = whitening["mean"].astype(np.float64)
-        matrix = whitening["matrix"].astype(np.float64)
+        whitening_matrix = whitening["matrix"].astype(np.float64)
         inverse_matrix = whitening["inverse_matrix"].astype(np.float64)
-        W_enc = matrix @ W_enc
+        W_enc = whitening_matrix @ W_enc
         if not subtracts_b_dec:  # otherwise the mean is subtracted as a part of the new b_dec
             b_enc = b_enc - mean @ W_enc
         W_dec = W_dec @ inverse_matrix
         b_dec = b_dec @ inverse_matrix + mean
-    folded = {"W_enc": W_enc, "b_enc": b_enc, "W_dec": W_dec, "b_dec": b_dec}
+    folded_tensors = {"W_enc": W_enc, "b_enc": b_enc, "W_dec": W_dec, "b_dec": b_dec}
     with np.errstate(over="ignore"):  # _check_finite names infinite values later
-        return {name: tensor.astype(np.float32) for name, tensor in folded.items()}
+        return {name: tensor.astype(np.float32) for name, tensor in folded_tensors.items()}
 
 
 def sparsify(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Fields:
@@ -426,12 +431,12 @@ def sparsify(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
 
     The k largest values of `pre` are active if they are positive. The folder has the name of the
     Hugging Face module, such as layers.10.mlp, whose output is reconstructed. A transcoder reads
-    the input of this module.
+    the input of this module. `Format.convert` documents the arguments and the result.
     """
     files.supported_setting(config, "activation", "topk")
-    transcodes = config.get("transcode")
+    is_transcoder = config.get("transcode")
     folder_match = re.search(r"/(layers\.\d+[\w.]*)/*$", files.path)
-    if transcodes and not folder_match:
+    if is_transcoder and not folder_match:
         raise files.error(
             "is a transcoder in a folder without the name of a module, such as layers.10.mlp: "
             "nothing else says which hook it reconstructs"
@@ -440,15 +445,18 @@ def sparsify(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
     output_hook = f"model.{folder_match[1]}.output" if folder_match else ""
     return {
         **tensors,
-        "hook": input_hook if transcodes else output_hook,
+        "hook": input_hook if is_transcoder else output_hook,
         "target": output_hook,
         "k": config["k"],
-        "subtracts_b_dec": not transcodes,
+        "subtracts_b_dec": not is_transcoder,
     }
 
 
 def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Fields:
-    """Converts an autoencoder of Llamascopium, formerly lm_saes (models/sae.py)."""
+    """Converts an autoencoder of Llamascopium, formerly lm_saes (models/sae.py).
+
+    `Format.convert` documents the arguments and the result.
+    """
     files.supported_setting(config, "sae_type", "sae")
     activation = files.supported_setting(config, "act_fn", "relu", "jumprelu", "topk")
     hook = config["hook_point_in"]
@@ -490,6 +498,8 @@ def circuit_tracer(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fiel
 
     It is computed in float32, with JumpReLU if it has thresholds and with ReLU otherwise. A
     config.yaml, which names the hooks, is optional.
+
+    `Format.convert` documents the arguments and the result.
     """
     has_config = files.has("config.yaml")
     yaml_text = files.local_path("config.yaml").read_text() if has_config else ""
@@ -509,8 +519,9 @@ class Format(NamedTuple):
     """A publisher's file format of autoencoders.
 
     Attributes:
-        convert: The function that returns the fields of an `Autoencoder` from the files, the
-            configuration ({} if there is none) and the tensors.
+        convert: The function that converts an autoencoder of this format. Its arguments are the
+            files, the content of the configuration file ({} if there is none), and the tensors of
+            the weights file. It returns the fields of an `Autoencoder`: name of a field -> value.
         config_file: The name of the configuration file; None if the format has none.
         weights_file: The name of the file with the tensors, in which "{}" stands for the number of
             the layer.
@@ -546,20 +557,20 @@ def _check_shapes(files: AutoencoderFiles, fields: Fields) -> None:
     """
     for name in sorted(fields.keys() - Autoencoder.__dataclass_fields__.keys()):
         raise files.error(f"has a tensor {name}, which autoencoders of its format do not have")
-    features = fields["b_enc"].size
+    feature_count = fields["b_enc"].size
     for name in ("W_enc", "W_dec"):
-        if fields[name].shape == (features, features):
+        if fields[name].shape == (feature_count, feature_count):
             raise files.error("has square matrices, whose orientation cannot be known")
-        if fields[name].shape[1] == features:
+        if fields[name].shape[1] == feature_count:
             fields[name] = fields[name].T
     width = fields["W_enc"].shape[1]
     target_width = fields["W_dec"].shape[1]
     expected_shapes = {
-        "W_enc": (features, width),
-        "W_dec": (features, target_width),
-        "b_enc": (features,),
-        "threshold": (features,),
-        "score_factor": (features,),
+        "W_enc": (feature_count, width),
+        "W_dec": (feature_count, target_width),
+        "b_enc": (feature_count,),
+        "threshold": (feature_count,),
+        "score_factor": (feature_count,),
         "b_dec": (target_width,),
         "W_skip": (target_width, width),
     }
@@ -568,8 +579,8 @@ def _check_shapes(files: AutoencoderFiles, fields: Fields) -> None:
         if array is not None and array.shape != expected_shape:
             raise files.error(f"{name} has shape {array.shape}, expected {expected_shape}")
     k = fields.get("k")
-    if k is not None and not 0 < k <= features:
-        raise files.error(f"k is {k!r}, expected 1 to {features}")
+    if k is not None and not 0 < k <= feature_count:
+        raise files.error(f"k is {k!r}, expected 1 to {feature_count}")
 
 
 def _check_finite(files: AutoencoderFiles, fields: Fields) -> None:

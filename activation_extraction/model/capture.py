@@ -1,7 +1,8 @@
-"""Collects the values at hooks, while a loop over layers runs, in one array per vector type.
+"""Collects the values at hooks in one array per vector type, while a loop over layers runs.
 
 The loop carries one buffer for each vector type (`VectorType` in hooks.py: a width and a dtype).
-Each hook has a slot in the buffer of its type. A `Plan` contains the slots to which layers write.
+Each hook has a slot in the buffer of its type: an index of the buffer's first axis. A `Plan` has
+the slots to which layers write.
 `Capture` makes the plans and the buffers, writes to the buffers, and turns full buffers into the
 values. It does so for one loop over all layers and for the stages of a pipeline. The layers belong
 to qwen2_jax.py, and the loops to qwen2_jax_with_hooks.py.
@@ -34,6 +35,8 @@ Buffers = dict[VectorType, Array]
 
 class Plan(NamedTuple):
     """The kinds of hooks that layers write to buffers, and the slots of each kind.
+
+    A slot is an index in the buffer of the kind's vector type (see `Buffers`).
 
     Attributes:
         kinds: The kinds, in the order in which a layer computes them.
@@ -80,39 +83,39 @@ class Capture:
         Returns:
             Vector type -> its hooks, in the order in which they are computed.
         """
-        groups: dict[VectorType, list[Hook]] = {}
+        hooks_of_type: dict[VectorType, list[Hook]] = {}
         for hook in self.hooks:
-            groups.setdefault(self.vector_type(hook.kind), []).append(hook)
-        return groups
+            hooks_of_type.setdefault(self.vector_type(hook.kind), []).append(hook)
+        return hooks_of_type
 
     def plan(self, layers: range) -> Plan:
         """Plans a loop over layers.
 
-        Every layer writes the values of all kinds of hooks, also of kinds that nobody asked for at
-        this layer. It writes each kind into the slot of the first hook of the same vector type that
-        does not come before the kind at this layer. If that hook is a later one, its own values
-        overwrite the values in the slot before the loop ends. If there is no such hook, the slot is
-        a spare one after the slots of all hooks. So memory grows with the number of hooks and not
-        with the number of layers.
+        Every layer writes the values of all kinds, although only some layers have a hook of each
+        kind. Let the values be those of a kind at a layer. They are written into the slot of the
+        first hook of the same vector type that is computed with them or later. If this hook is
+        computed later, its own values replace them before the loop ends. If there is no such hook,
+        they are written into a spare slot after the slots of all hooks. So memory grows with the
+        number of hooks and not with the number of layers.
 
         Args:
             layers: The numbers of the layers. Hooks of earlier layers have no slots.
         """
-        kinds = {hook.order: hook.kind for hook in self.hooks if not hook.kind.at_end}
+        kind_of_order = {hook.order: hook.kind for hook in self.hooks if not hook.kind.at_end}
         hooks_by_type = self.hooks_by_type()
-        orders = sorted(kinds)
+        orders = sorted(kind_of_order)
         slots_by_kind = []
         for order in orders:
             hook_positions = [
                 (hook.layer, hook.order)
-                for hook in hooks_by_type[self.vector_type(kinds[order])]
+                for hook in hooks_by_type[self.vector_type(kind_of_order[order])]
                 if hook.layer >= layers.start
             ]
             slots = [
                 sum(position < (layer, order) for position in hook_positions) for layer in layers
             ]
             slots_by_kind.append(np.array(slots, np.int32))
-        return Plan(tuple(kinds[order] for order in orders), tuple(slots_by_kind))
+        return Plan(tuple(kind_of_order[order] for order in orders), tuple(slots_by_kind))
 
     def plan_stages(self, stages: int, length: int) -> Plan:
         """Plans the stages of a pipeline, each of which has buffers of its own.
@@ -150,12 +153,12 @@ class Capture:
                 slot_counts[vector_type] = max(slot_counts.get(vector_type, 0), slots.max() + 1)
         buffers = {}
         for vector_type, slot_count in slot_counts.items():
-            sizes = [slot_count, *shape, vector_type.width]
+            buffer_shape = [slot_count, *shape, vector_type.width]
             axes = ["slots", *CAPTURED_AXES]
             if stages > 1:
-                sizes = [stages, *sizes]
+                buffer_shape = [stages, *buffer_shape]
                 axes = ["stage", "slots", "micro_batch", *CAPTURED_AXES]
-            zeros = _unsigned(jnp.zeros(sizes, vector_type.dtype))
+            zeros = _unsigned(jnp.zeros(buffer_shape, vector_type.dtype))
             buffers[vector_type] = self.layout.constrain(zeros, *axes)
         return buffers
 
@@ -245,7 +248,9 @@ class Capture:
             stacks = []
             stage_numbers = [hook.layer // length for hook in hooks if not hook.kind.at_end]
             if stage_numbers:
-                bits = buffers[vector_type].swapaxes(2, 3)  # rows before micro-batches
+                bits = buffers[vector_type].swapaxes(
+                    2, 3
+                )  # the axis of rows before that of micro-batches
                 bits = bits.reshape(*bits.shape[:2], rows, *bits.shape[-2:])
                 bits = self.layout.constrain(bits, "stages", "slots", *LEAVING_AXES)
                 hook_counts = np.bincount(stage_numbers)

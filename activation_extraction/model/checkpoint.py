@@ -38,14 +38,16 @@ class Adapter(Protocol):
 
     files: Repository
 
-    def merge(self, tensor: str, index: Index, stored: Callable[[Index], np.ndarray]) -> np.ndarray:
+    def merge(
+        self, tensor: str, index: Index, read_base: Callable[[Index], np.ndarray]
+    ) -> np.ndarray:
         """Returns a part of a tensor of the base model with the adapter's changes.
 
         Args:
             tensor: The name of the tensor.
             index: A (start, stop) slice for each axis.
-            stored: A function that takes such an index and returns this part of the tensor in the
-                base model, without changes.
+            read_base: A function that takes such an index and returns this part of the tensor in
+                the base model, without changes.
         """
         ...
 
@@ -93,7 +95,9 @@ class Checkpoint(Repository):
         Returns:
             The keys of `tensors`. None if the weight files are not in a local folder.
         """
-        has_weights = self.find(SINGLE_FILE) or self.find(INDEX_FILE) if self.local else None
+        if not self.local:
+            return None
+        has_weights = self.find(SINGLE_FILE) is not None or self.find(INDEX_FILE) is not None
         return self.tensors if has_weights else None
 
     @functools.cached_property

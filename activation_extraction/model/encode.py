@@ -2,9 +2,9 @@
 
 The features of a block of tokens are computed at a time, and only the largest features of each
 token are kept after the block. So memory does not grow with the number of features. Devices that
-share rows split the features among themselves; `largest` in predictions.py finds the largest of
-all parts. The docstring of `Autoencoder` has the formula, and common/codes.py the format of the
-records of tokens that `encode` returns.
+share rows split the features among themselves; `largest` in predictions.py finds the largest
+features of all these devices. The docstring of `Autoencoder` has the formula. common/codes.py has
+the format of a token's record, which `encode` returns.
 
 Letters: B rows, T tokens per row, D the width of the hook that is read, O the width of the hook
 that is reconstructed, F the number of features.
@@ -107,9 +107,11 @@ class Encoder:
         """
         keeps_all_active = self.most == self.autoencoder.k
         subject = "each token has" if keeps_all_active else "a token has at most"
-        features = f"{self.most} of {self.autoencoder.features:,} features"
         token_bytes = code_bytes(self.most, dtype)
-        return f"{self.hook.name}: {subject} {features}, {token_bytes:,} bytes per token"
+        return (
+            f"{self.hook.name}: {subject} {self.most} of {self.autoencoder.features:,} features, "
+            f"{token_bytes:,} bytes per token"
+        )
 
     @property
     def flops(self) -> float:
@@ -125,9 +127,9 @@ class Encoder:
             layout: The mesh.
         """
         weight_count = sum(array.size for array in self.autoencoder.arrays.values())
-        parts = layout.size(*RULES["head_vocab"], *RULES["embed"])
+        shard_count = layout.size(*RULES["head_vocab"], *RULES["embed"])
         block_bytes = 4 * 4 * VALUES_OF_A_BLOCK  # about four arrays of float32 at a time
-        return weight_count * self.autoencoder.dtype.itemsize / parts + block_bytes
+        return weight_count * self.autoencoder.dtype.itemsize / shard_count + block_bytes
 
     def shapes(self, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of the autoencoder's arrays on the devices.
@@ -184,30 +186,30 @@ def make_encoders(
     """
     encoders: list[Encoder] = []
     for autoencoder in autoencoders:
-        where = f"--encode {plain_url(autoencoder.name)}"
+        flag = f"--encode {plain_url(autoencoder.name)}"
         source = _hook_of_width(
-            autoencoder.hook, autoencoder.W_enc.shape[1], where, table, depth, sizes
+            autoencoder.hook, autoencoder.W_enc.shape[1], flag, table, depth, sizes
         )
         target = _hook_of_width(
-            autoencoder.target, len(autoencoder.b_dec), where, table, depth, sizes
+            autoencoder.target, len(autoencoder.b_dec), flag, table, depth, sizes
         )
         if any(encoder.source == source for encoder in encoders):
-            raise InputError(f"{where}: {source.name} has another autoencoder already")
-        limit = autoencoder.k or autoencoder.features
-        kept_features = min(most or autoencoder.k or DEFAULT_MOST, limit)
-        encoders.append(Encoder(autoencoder, source, target, kept_features))
+            raise InputError(f"{flag}: {source.name} has another autoencoder already")
+        largest_active_count = autoencoder.k or autoencoder.features
+        kept_count = min(most or autoencoder.k or DEFAULT_MOST, largest_active_count)
+        encoders.append(Encoder(autoencoder, source, target, kept_count))
     return tuple(sorted(encoders, key=lambda encoder: encoder.source))
 
 
 def _hook_of_width(
-    name: str, width: int, where: str, table: HookTable, depth: int, sizes: Mapping[str, int]
+    name: str, width: int, flag: str, table: HookTable, depth: int, sizes: Mapping[str, int]
 ) -> Hook:
     """Returns the hook of a name, which must have activations of a certain width.
 
     Args:
         name: The name of the hook.
         width: The width.
-        where: The flag and its value, for messages.
+        flag: The flag and its value, for messages.
         table: The hooks of the model.
         depth: The number of layers of the model.
         sizes: Letter of an axis -> its size in the model.
@@ -218,14 +220,14 @@ def _hook_of_width(
     try:
         matches = [*table.matching([name], depth).values()]
     except InputError as error:
-        raise InputError(f"{where}: {str(error).removeprefix('--hook_names ')}") from error
+        raise InputError(f"{flag}: {str(error).removeprefix('--hook_names ')}") from error
     if len(matches) > 1 or matches[0].kind.dtype is not None:
-        raise InputError(f"{where}: {name} is not one hook with activations")
+        raise InputError(f"{flag}: {name} is not one hook with activations")
     hook = matches[0]
     hook_width = hook.kind.width(sizes)
     if hook_width != width:
         raise InputError(
-            f"{where}: is for {width:,} numbers per token, {hook.name} has {hook_width:,}; is it "
+            f"{flag}: is for {width:,} numbers per token, {hook.name} has {hook_width:,}; is it "
             "of another model?"
         )
     return hook
@@ -244,14 +246,14 @@ def encode(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: 
     Returns:
         The record of each token, (B, T, 3 + 2 * `encoder.most`) int32.
     """
-    parts = layout.size(*RULES["head_vocab"])
-    tokens_of_a_block = VALUES_OF_A_BLOCK * parts // encoder.autoencoder.features
+    feature_shards = layout.size(*RULES["head_vocab"])
+    tokens_of_a_block = VALUES_OF_A_BLOCK * feature_shards // encoder.autoencoder.features
     weights = {name: layout.gather(weight, AXES[name]) for name, weight in weights.items()}
     arrays = [x] if encoder.source == encoder.target else [x, target]
 
     def records_of_block(block: Sequence[Array]) -> Array:
-        constrained = [layout.constrain(array, "batch", "sequence", "hidden") for array in block]
-        return _records(encoder, weights, constrained[0], constrained[-1], layout)
+        sharded_arrays = [layout.constrain(array, "batch", "sequence", "hidden") for array in block]
+        return _records(encoder, weights, sharded_arrays[0], sharded_arrays[-1], layout)
 
     with jax.named_scope("encode"):
         return in_blocks(records_of_block, arrays, tokens_of_a_block, layout)
@@ -289,17 +291,17 @@ def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout
     # XLA would sort all features, which takes 30 times as long.)
     lowest_score = top_scores.min(axis=-1, keepdims=True)
     last_tied_id = jnp.where(top_scores == lowest_score, feature_ids, -1).max(-1, keepdims=True)
-    is_tied_and_kept = (score == lowest_score) & (jnp.arange(pre.shape[-1]) <= last_tied_id)
-    kept = (score > lowest_score) | is_tied_and_kept
-    features = jnp.where(kept & active, pre, 0).astype(dtype)
+    tied_and_kept_mask = (score == lowest_score) & (jnp.arange(pre.shape[-1]) <= last_tied_id)
+    kept_mask = (score > lowest_score) | tied_and_kept_mask
+    features = jnp.where(kept_mask & active, pre, 0).astype(dtype)
     result = einsum("BTF,FO->BTO", features, weights["W_dec"]) + weights["b_dec"]
     if encoder.source == encoder.target:
         result = undo_normalisation(result)
     if autoencoder.W_skip is not None:
         result += einsum("BTD,OD->BTO", rounded_input.astype(dtype), weights["W_skip"])
     target = target.astype(jnp.float32)
-    error = jnp.square(target - result).sum(axis=-1, keepdims=True)
-    norm = jnp.sqrt(jnp.square(target).sum(axis=-1, keepdims=True))
+    squared_error = jnp.square(target - result).sum(axis=-1, keepdims=True)
+    target_norm = jnp.sqrt(jnp.square(target).sum(axis=-1, keepdims=True))
     feature_values = top_scores
     if autoencoder.score_factor is not None:
         feature_values = top_scores / jnp.take(weights["score_factor"], feature_ids)
@@ -309,7 +311,13 @@ def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout
     feature_values = jnp.where(is_active, feature_values, 0)
     feature_ids, feature_values = lax.sort((feature_ids, feature_values), num_keys=1)
     bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
-    record = [active_count, bits(error), bits(norm), feature_ids, bits(feature_values)]
+    record = [
+        active_count,
+        bits(squared_error),
+        bits(target_norm),
+        feature_ids,
+        bits(feature_values),
+    ]
     return jnp.concatenate(record, axis=-1)
 
 
@@ -326,8 +334,8 @@ def _normalised(x: Array, normalisation: str) -> tuple[Array, Callable[[Array], 
             A function that takes an output of the decoder, (B, T, D), and undoes the normalisation.
     """
     if normalisation == "constant_norm_rescale":
-        factor = math.sqrt(x.shape[-1]) / jnp.linalg.norm(x, axis=-1, keepdims=True)
-        return x * factor, lambda output: output / factor
+        scale = math.sqrt(x.shape[-1]) / jnp.linalg.norm(x, axis=-1, keepdims=True)
+        return x * scale, lambda output: output / scale
     if normalisation == "layer_norm":
         mean = x.mean(axis=-1, keepdims=True)
         deviation = jnp.std(x, axis=-1, keepdims=True, ddof=1)

@@ -275,11 +275,11 @@ class HookTable:
         )
 
     def of_layers(self, layers: Sequence[int], activation_type: str, depth: int) -> list[Hook]:
-        """Returns one hook of each layer.
+        """Returns the hooks of one activation type at some layers, in the order of the layers.
 
         Args:
             layers: The numbers of the layers.
-            activation_type: A key of ACTIVATION_TYPES.
+            activation_type: The value of --activation_type, a key of ACTIVATION_TYPES.
             depth: The number of layers of the model.
 
         Raises:
@@ -311,15 +311,15 @@ class HookTable:
             InputError: A glob matches no hook.
         """
         hooks = self.all_hooks(depth, large=True)
-        names: dict[Hook, str] = {}
+        name_of_hook: dict[Hook, str] = {}
         for pattern in patterns:
-            matches = {hook: hook.matching(pattern) for hook in hooks}
-            if not any(matches.values()):
+            names_by_hook = {hook: hook.matching(pattern) for hook in hooks}
+            if not any(names_by_hook.values()):
                 raise self._no_match_error(pattern, depth)
-            for hook, matching_names in matches.items():
+            for hook, matching_names in names_by_hook.items():
                 if matching_names:
-                    names.setdefault(hook, matching_names[0])
-        return {names[hook]: hook for hook in sorted(names)}
+                    name_of_hook.setdefault(hook, matching_names[0])
+        return {name_of_hook[hook]: hook for hook in sorted(name_of_hook)}
 
     def _no_match_error(self, pattern: str, depth: int) -> InputError:
         """Returns the error for a glob that matches no hook, with a hint if there is one.
@@ -344,7 +344,8 @@ class HookTable:
                     f"{2 * self.vocabulary:,} bytes per token in bfloat16; if you want it, ask for "
                     f"{hook.name}"
                 )
-        hint = near_miss(pattern, [name for hook in hooks for name in hook.names()])
+        all_names = [name for hook in hooks for name in hook.names()]
+        hint = near_miss(pattern, all_names)
         return InputError(
             f"--hook_names {pattern}: matches no hook of a model with layers 0 to "
             f"{depth - 1}{hint}; --list_hooks shows their names"
@@ -354,12 +355,12 @@ class HookTable:
 # The first column of HOOK_KINDS tells which layers have a kind of hook. It contains one of the
 # following words, or a word of the layers' types in ModelConfig (ATTENTION, LINEAR, DENSE or
 # SPARSE). `_types_with` maps each word to the types of layers in a model.
-EVERY = "every"  # all layers
-NORMED = "normed"  # attention with norms of queries and keys
-GATED = "gated"  # attention with a gate on its output
-SHARED = "shared"  # experts with a shared expert
-APART = "apart"  # linear attention whose projections are stored as separate tensors
-INTERLEAVED = "interleaved"  # linear attention whose projections are interleaved in one tensor
+EVERY = "every"  # hooks of all layers
+NORMED = "normed"  # hooks of attention with norms of queries and keys
+GATED = "gated"  # hooks of attention with a gate on its output
+SHARED = "shared"  # hooks of layers with a shared expert
+# Hooks of linear attention whose projections are stored as separate tensors, or interleaved in one.
+APART, INTERLEAVED = "apart", "interleaved"
 # The kinds of hooks in layers, in the order in which a layer computes them. The columns contain:
 #   the layers that have the kind (see above),
 #   the canonical name, without the prefix "blocks.{}.",
@@ -462,13 +463,13 @@ def _types_with(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         model are missing.
     """
     delta, experts = config.delta, config.experts
-    attention = () if delta is None else (ATTENTION,)
-    types: dict[str, tuple[str, ...]] = {EVERY: (), ATTENTION: attention}
+    attention_types = () if delta is None else (ATTENTION,)
+    types: dict[str, tuple[str, ...]] = {EVERY: (), ATTENTION: attention_types}
     types[DENSE] = () if experts is None else (DENSE,)
     if config.qk_norm:
-        types[NORMED] = attention
+        types[NORMED] = attention_types
     if config.q_gate:
-        types[GATED] = attention
+        types[GATED] = attention_types
     if delta is not None:
         types[LINEAR] = (LINEAR,)
         # In Hugging Face, a projection is the output of a module only if it is stored separately.
@@ -488,10 +489,10 @@ def _kinds(types: Mapping[str, tuple[str, ...]], top_logits: int) -> list[HookKi
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
-    for layers, name, letters, intermediate, modules, aliases in HOOK_KINDS:
-        if layers not in types:
+    for layers_word, name, letters, intermediate, modules, aliases in HOOK_KINDS:
+        if layers_word not in types:
             continue
-        if types[layers] == (DENSE,):  # in other layers of the model, `mlp.gate` is the router
+        if types[layers_word] == (DENSE,):  # in other layers of the model, `mlp.gate` is the router
             aliases = re.sub(r"mlp\.(gate|in|out)\.", r"mlp.dense_\1.", aliases)
         kinds.append(
             HookKind(
@@ -500,7 +501,7 @@ def _kinds(types: Mapping[str, tuple[str, ...]], top_logits: int) -> list[HookKi
                 intermediate,
                 tuple(f"model.layers.{{}}.{module}" for module in modules.split()),
                 tuple(f"blocks.{{}}.{alias}" for alias in aliases.split()),
-                types=types[layers],
+                types=types[layers_word],
                 dtype=DTYPE_OF_INTERMEDIATE.get(intermediate),
             )
         )

@@ -32,7 +32,7 @@ from activation_extraction.model import not_read
 from activation_extraction.model.repository_files import AUTOENCODER, MODEL, Kind, RemoteFiles
 from activation_extraction.model.weight_files import INDEX_FILE, LocalFile, WeightFile, read_index
 
-AUTOENCODER_WEIGHTS = (".safetensors", ".npz", ".pt")  # extensions of their weight files
+AUTOENCODER_WEIGHTS = (".safetensors", ".npz", ".pt")  # extensions of autoencoders' weight files
 
 
 class HubFiles:
@@ -54,7 +54,8 @@ class HubFiles:
         self._revision = revision
         self._keep = keep
         self._kind = kind
-        self._paths: dict[str, Path | None] = {}  # by name; None for missing files
+        # Name of a file -> its path in the cache; None if the repository lacks it.
+        self._paths: dict[str, Path | None] = {}
         # Whether the hub accepted connections, but did not answer a request.
         self._unanswered = False
 

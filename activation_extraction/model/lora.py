@@ -138,8 +138,8 @@ class LoraAdapter:
         self._changes: dict[str, list[Change]] = defaultdict(list)
         modules = self._modules()
         module_names = {text_name(path.removesuffix(".weight")) for path in modules}
-        ties_change = self._config.get("ensure_weight_tying")
-        changes_embedding = "model.embed_tokens" in module_names and not ties_change
+        keeps_tie = self._config.get("ensure_weight_tying")
+        changes_embedding = "model.embed_tokens" in module_names and not keeps_tie
         changes_head = "lm_head" in module_names
         if tied and (changes_embedding or changes_head):
             base.tensors.setdefault(HEAD, base.tensors.get("model.embed_tokens.weight", HEAD))
@@ -155,11 +155,11 @@ class LoraAdapter:
         if unknown_keys:
             if changes_head and HEAD not in base.tensors:
                 head_key = next(key for key in unknown_keys if "lm_head" in key)
-                why = f"changes {HEAD}, which {base.where} has not; give a base that has it"
-                raise self._error(head_key, why)
+                reason = f"changes {HEAD}, which {base.where} has not; give a base that has it"
+                raise self._error(head_key, reason)
             count = counted(len(unknown_keys), "key")
-            why = f"fits no tensor of the base model ({count} in all)"
-            raise self._error(unknown_keys[0], why)
+            reason = f"fits no tensor of the base model ({count} in all)"
+            raise self._error(unknown_keys[0], reason)
         changed_tensors = {*self._replacements, *self._biases, *self._changes}
         log.info(
             "%s: merged in float32 into %d tensors (modules beside the language model: %d)",
@@ -183,42 +183,46 @@ class LoraAdapter:
         changed_tensors = {*self._replacements, *self._biases, *self._changes}
         unread_tensors = sorted(changed_tensors - set(read_tensors))
         if unread_tensors:
-            more = f" (and {len(unread_tensors) - 1} more)" if len(unread_tensors) > 1 else ""
+            others = f" (and {len(unread_tensors) - 1} more)" if len(unread_tensors) > 1 else ""
             raise InputError(
                 f"{self.files.where}: changes {unread_tensors[0]}, which is in the base but is "
-                f"not read{more}"
+                f"not read{others}"
             )
 
-    def merge(self, tensor: str, index: Index, stored: Callable[[Index], np.ndarray]) -> np.ndarray:
+    def merge(
+        self, tensor: str, index: Index, read_base: Callable[[Index], np.ndarray]
+    ) -> np.ndarray:
         """Returns a part of a tensor of the base model with the adapter's changes.
 
         Args:
             tensor: The name of the tensor in the base model.
             index: A (start, stop) slice for each axis.
-            stored: A function that takes such an index and returns this part of the tensor in the
-                base model, without changes.
+            read_base: A function that takes such an index and returns this part of the tensor in
+                the base model, without changes.
 
         Returns:
-            The part in float32 if the adapter adds a change to the tensor. Otherwise the part as
-            stored, in the adapter if it replaces the whole tensor, else in the base model.
+            The values of the part. They are float32 if the adapter adds a change to the tensor.
+            They are as stored in the adapter if the adapter replaces the whole tensor, and
+            otherwise as stored in the base model.
         """
+        read = read_base
         if tensor in self._replacements:
-            stored = partial(self._file.read, self._replacements[tensor])
+            read = partial(self._file.read, self._replacements[tensor])
         if tensor in self._biases:
             key, scale = self._biases[tensor]
-            return stored(index).astype(np.float32) + np.float32(scale) * self._factor(key)[index]
+            return read(index).astype(np.float32) + np.float32(scale) * self._factor(key)[index]
         if tensor not in self._changes:
-            return stored(index)
-        magnitude = self._magnitudes.get(tensor)
+            return read(index)
+        magnitude_key = self._magnitudes.get(tensor)
         columns = index[-1]
-        if magnitude is not None:  # the norms of rows need whole rows
+        if magnitude_key is not None:  # the norms of rows need whole rows
             index = index[0], slice(0, self._shape(tensor)[1])
-        merged = stored(index).astype(np.float32)
+        merged = read(index).astype(np.float32)
         for change in self._changes[tensor]:
             self._add(change, merged, index)
-        if magnitude is not None:
-            scales = self._factor(magnitude)[index[0]] / np.linalg.norm(merged, axis=1)
-            merged = (merged * scales[:, None])[:, columns]
+        if magnitude_key is not None:
+            row_scales = self._factor(magnitude_key)[index[0]] / np.linalg.norm(merged, axis=1)
+            merged = (merged * row_scales[:, None])[:, columns]
         return merged
 
     def _add(self, change: Change, target: np.ndarray, index: Index) -> None:
@@ -255,9 +259,10 @@ class LoraAdapter:
         """Groups the keys of the adapter's tensors by module.
 
         Returns:
-            Path of a module -> suffix of a key -> key. The suffix follows "lora_"; it is "" if the
-            key replaces a whole tensor. The two tensors of fused experts may belong to two modules,
-            and then one of the two paths contains "base_layer" in addition.
+            Path of a module -> a dict: suffix of a key -> key. The suffix follows "lora_"; it is ""
+            if the tensor of the key replaces a whole tensor of the base model. The two tensors of
+            fused experts may belong to two modules, and then one of the two paths contains
+            "base_layer" in addition.
 
         Raises:
             InputError: A tensor is empty or a scalar, or two keys stand for the same tensor of a
@@ -313,9 +318,9 @@ class LoraAdapter:
         rank = self._shapes[a][0]
         changes: list[tuple[str, Change]] = []
         if len(shape) == 2:
-            out, into = shape[::-1] if is_embedding else shape
-            self._check_shape(a, (rank, into))
-            self._check_shape(b, (out, rank))
+            out_size, in_size = shape[::-1] if is_embedding else shape
+            self._check_shape(a, (rank, in_size))
+            self._check_shape(b, (out_size, rank))
             change = Change(a, b, self._scale(path, a, rank), exchanged=is_embedding)
             changes = [(weight, change)]
             if BIAS in keys:
@@ -370,25 +375,26 @@ class LoraAdapter:
             )
         else:
             return []
-        all_ranks = self._shapes[a][0]  # E * r
-        into = self._shapes[a][-1]
-        out = self._shapes[b][0]
+        all_ranks = self._shapes[a][0]  # the ranks of all experts together, E * r
+        in_size = self._shapes[a][-1]
+        out_size = self._shapes[b][0]
         matrix = "gate_up"
         shape = (2 * width, hidden_size)
-        if {out, into} == {hidden_size, width}:
+        if {out_size, in_size} == {hidden_size, width}:
             matrix = "down"
             shape = (hidden_size, width)
-        exchanged = (out, into) == shape[::-1]
-        if out == into:  # square: only the version of PEFT tells whether they are exchanged
+        exchanged = (out_size, in_size) == shape[::-1]
+        # If A and B are square, only the version of PEFT tells whether they are exchanged.
+        if out_size == in_size:
             peft_version = str(self._config.get("peft_version"))
             version = tuple(map(int, re.findall(r"\d+", peft_version)[:3]))
             exchanged = version < EXCHANGED_UNTIL
             if version < EXCHANGED_SINCE:
-                why = "does not tell whether its inputs and outputs are exchanged"
-                raise self._error(a, f"is square, and peft_version {peft_version} {why}")
-        out, into = shape[::-1] if exchanged else shape
-        self._check_shape(a, (all_ranks, into))
-        self._check_shape(b, (out, all_ranks))
+                reason = "does not tell whether its inputs and outputs are exchanged"
+                raise self._error(a, f"is square, and peft_version {peft_version} {reason}")
+        out_size, in_size = shape[::-1] if exchanged else shape
+        self._check_shape(a, (all_ranks, in_size))
+        self._check_shape(b, (out_size, all_ranks))
         scale = self._scale(f"{path}.{matrix}_proj", a, all_ranks / expert_count)
         change = Change(a, b, scale, exchanged, experts=expert_count, transposed=transposed)
         changes = []
@@ -399,8 +405,10 @@ class LoraAdapter:
                     separate_name.format(expert=expert, projection=projection)
                     for projection in matrix.split("_")
                 ]
-            for number, tensor in enumerate(tensors):
-                change_of_expert = change._replace(expert=expert, first_row=number * width)
+            for projection_number, tensor in enumerate(tensors):
+                change_of_expert = change._replace(
+                    expert=expert, first_row=projection_number * width
+                )
                 changes.append((tensor, change_of_expert))
         return changes
 
@@ -433,18 +441,18 @@ class LoraAdapter:
         Raises:
             InputError: The number or a pattern is unusable.
         """
-        where = f"{self.files.where}: {ADAPTER.config}"
-        number: Any = self._config.get(name)
+        config_name = f"{self.files.where}: {ADAPTER.config}"
+        setting: Any = self._config.get(name)
         try:
-            for pattern, number_of_pattern in (self._config.get(patterns_name) or {}).items():
+            for pattern, pattern_setting in (self._config.get(patterns_name) or {}).items():
                 if re.match(rf"(.*\.)?({pattern})$", path):
-                    number = number_of_pattern
+                    setting = pattern_setting
                     break
         except (AttributeError, re.error) as error:
-            raise InputError(f"{where}: {patterns_name}: {error}") from error
-        if type(number) not in (int, float) or not abs(number) < 1e9:
-            raise InputError(f"{where}: {name} of {path} is {number!r}, expected a number")
-        return number
+            raise InputError(f"{config_name}: {patterns_name}: {error}") from error
+        if type(setting) not in (int, float) or not abs(setting) < 1e9:
+            raise InputError(f"{config_name}: {name} of {path} is {setting!r}, expected a number")
+        return setting
 
     def _shape(self, tensor: str) -> tuple[int, ...]:
         """Returns the shape of a tensor of the base model, or () if there is no such tensor."""
@@ -462,10 +470,10 @@ class LoraAdapter:
         """
         shape = self._shapes[key]
         if shape != expected:
-            why = f"has shape {shape}, expected {expected}"
+            reason = f"has shape {shape}, expected {expected}"
             if re.search(r"\b(embed_tokens|lm_head)\b", key):
-                why += "; if the vocabulary was resized for training, give the base of that size"
-            raise self._error(key, why)
+                reason += "; if the vocabulary was resized for training, give the base of that size"
+            raise self._error(key, reason)
 
     def _check_new(self, key: str, tensor: str, changed_tensors: Collection[str]) -> None:
         """Checks that no other key of the adapter changes the same tensor.
@@ -481,5 +489,5 @@ class LoraAdapter:
         if tensor in changed_tensors:
             raise self._error(key, f"changes {tensor}, which another key has changed")
 
-    def _error(self, key: str, why: str) -> InputError:
-        return InputError(f"{self._file.where}: {key} {why}")
+    def _error(self, key: str, reason: str) -> InputError:
+        return InputError(f"{self._file.where}: {key} {reason}")

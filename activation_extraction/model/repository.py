@@ -80,7 +80,7 @@ class Repository:
             self._files = RemoteFiles(path, self.where, kind.flag)
         else:
             self._files = HubFiles(path, revision, keep, kind)
-        self._weight_files: dict[str, WeightFile] = {}  # by name
+        self._weight_files: dict[str, WeightFile] = {}  # opened files by their names
 
     @property
     def commit(self) -> str | None:

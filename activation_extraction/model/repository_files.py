@@ -151,16 +151,16 @@ class RemoteFiles:
         if content is None:
             return None
         try:
-            copy = self._temporary_folder / name
-            copy.parent.mkdir(exist_ok=True)  # the name may contain a folder
-            copy.write_bytes(content)
+            copy_path = self._temporary_folder / name
+            copy_path.parent.mkdir(exist_ok=True)  # `name` may contain a folder
+            copy_path.write_bytes(content)
         except OSError as error:
             raise RunError(
                 f"{self._where}: {name} cannot be copied to the folder for "
                 f"temporary files: {error.strerror}",
                 remedy="set TMPDIR to another folder",
             ) from error
-        return copy
+        return copy_path
 
     @functools.cached_property
     def _temporary_folder(self) -> Path:

@@ -86,12 +86,14 @@ class _Unpickler(AllowListUnpickler):
         "torch.LongStorage": "int64",
         "torch.IntStorage": "int32",
     }
-    error, why = InputError, "only tensors are read"
+    error = InputError
+    why = "only tensors are read"
 
     def __init__(self, file: IO[bytes], archive: zipfile.ZipFile) -> None:
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
             raise ValueError("the archive is compressed")
-        (pickle_name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
+        pickle_names = [name for name in archive.namelist() if name.endswith("data.pkl")]
+        (pickle_name,) = pickle_names
         super().__init__(io.BytesIO(archive.read(pickle_name)))
         self._file = file
         self._archive = archive

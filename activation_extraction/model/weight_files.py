@@ -123,9 +123,11 @@ class LocalFile(WeightFile):
         header_entry = self.tensors[tensor]
         shape = header_entry.shape
         with open(self.path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        flat = np.frombuffer(mapped, header_entry.dtype, math.prod(shape), header_entry.offset)
-        return flat.reshape(shape)[index]
+            mapped_file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        flat_values = np.frombuffer(
+            mapped_file, header_entry.dtype, math.prod(shape), header_entry.offset
+        )
+        return flat_values.reshape(shape)[index]
 
 
 class RemoteFile(WeightFile):
@@ -184,8 +186,8 @@ class RemoteFile(WeightFile):
             pass
         # The axes after `axis` were downloaded whole, so the index applies to them now.
         lengths = [stop - start for start, stop in bounds[: axis + 1]]
-        downloaded = content.view(header_entry.dtype).reshape(*lengths, *shape[axis + 1 :])
-        return downloaded[(slice(None),) * len(lengths) + tuple(index[axis + 1 :])]
+        downloaded_part = content.view(header_entry.dtype).reshape(*lengths, *shape[axis + 1 :])
+        return downloaded_part[(slice(None),) * len(lengths) + tuple(index[axis + 1 :])]
 
 
 def byte_ranges(
@@ -193,9 +195,9 @@ def byte_ranges(
 ) -> tuple[int, list[tuple[int, int]]]:
     """Returns the ranges of bytes to read for a part of a tensor.
 
-    There is one axis along which a range covers the bounds of the part. There is one range for each
-    combination of indices on the axes before it. The axes after it are read whole, because reading
-    the bytes between shorter ranges takes less time than more requests (see GAP_BYTES).
+    All ranges are along one axis of the tensor: each range covers the bounds of the part on this
+    axis, for one combination of indices on the axes before it. The axes after it are read whole,
+    because reading unneeded bytes takes less time than more requests (see GAP_BYTES).
 
     Args:
         tensor: The tensor's entry in the header of the file.
@@ -203,7 +205,7 @@ def byte_ranges(
 
     Returns:
         A tuple of:
-            The number of the axis along which a range covers the bounds.
+            The number of the axis along which the ranges are.
             For each range, the offsets of its start and its stop in the file.
     """
     # The distance in bytes between two neighbouring indices on each axis.

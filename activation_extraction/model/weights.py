@@ -32,8 +32,8 @@ from activation_extraction.model.parameters import ParamPath
 from activation_extraction.model.tensor_names import text_names
 from activation_extraction.model.weight_files import Index
 
-WEIGHT_READERS = 3  # the number of threads that read weights, each one array at a time
-TRANSPOSED_ROWS = 16  # the number of rows to transpose at a time, which fit a core's caches
+WEIGHT_READERS = 3  # the number of threads that read weights, and of arrays being read
+TRANSPOSED_ROWS = 16  # the number of rows to transpose at a time; so few fit a core's caches
 BUFFER_ALIGNMENT = 64  # the alignment of XLA's buffers in bytes
 
 # A function that takes the name of a tensor and a slice for each axis, and returns this part of the
@@ -71,8 +71,8 @@ class WeightSpec:
         hf_names: Names of the tensors, in the order of the stack. If there are fewer names than
             layers, the parameter of the last layers is zeros. A layer of zeros only fills up a
             stage of the pipeline; it leaves the residual stream unchanged.
-        stacked: Number of leading axes ("layers", "experts") along which the parameter is a stack
-            of tensors.
+        stacked_axes: Number of leading axes ("layers", "experts") along which the parameter is a
+            stack of tensors.
         tensor_slice: Slice of each tensor that belongs to the parameter; None for whole tensors.
         input_first: Whether the tensors of experts have the input axis before the output axis, as
             the parameter does. Otherwise their last two axes are swapped when they are read.
@@ -81,7 +81,7 @@ class WeightSpec:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     hf_names: tuple[str, ...]
-    stacked: int = 0
+    stacked_axes: int = 0
     tensor_slice: TensorSlice | None = None
     input_first: bool = False
 
@@ -93,15 +93,15 @@ class WeightSpec:
     @property
     def hf_shape(self) -> tuple[int, ...]:
         """The shape of each tensor in the checkpoint."""
-        bounds = self._bounds([*map(range, self.shape[self.stacked :])])
+        bounds = self._bounds([*map(range, self.shape[self.stacked_axes :])])
         sizes = [stop - start for start, stop in bounds]
         if self.tensor_slice is not None:
-            heads = self.shape[self.stacked] if self.tensor_slice.per_head else 1
+            heads = self.shape[self.stacked_axes] if self.tensor_slice.per_head else 1
             sizes[self.tensor_slice.axis] = self.tensor_slice.total * heads
         return tuple(sizes)
 
     def _bounds(self, ranges: Sequence[range]) -> list[tuple[int, int]]:
-        """Returns the bounds in a tensor of a part of the parameter.
+        """Translates a part of the parameter to the bounds of a part of a tensor.
 
         Args:
             ranges: The range of the part on each axis of the parameter that is not stacked. On
@@ -112,8 +112,8 @@ class WeightSpec:
             The start and stop on each axis of the tensor.
         """
         bounds: list[tuple[int, int]] = []
-        axes = self.axes[self.stacked :]
-        sizes = self.shape[self.stacked :]
+        axes = self.axes[self.stacked_axes :]
+        sizes = self.shape[self.stacked_axes :]
         for axis, size, axis_range in zip(axes, sizes, ranges, strict=True):
             if axis != "head_dim" or not bounds:
                 bounds.append((axis_range.start, axis_range.stop))
@@ -167,7 +167,7 @@ class WeightSpec:
                 single experts are read whole.
         """
         part = _aligned([*map(len, ranges)], dtype)
-        axis = self.stacked
+        axis = self.stacked_axes
         rows_at_once = max(values_at_once // math.prod(part.shape[axis + 1 :]), 1)
         if "experts" in self.axes[:axis]:  # the axes of these tensors may be in reverse order
             rows_at_once = len(ranges[axis])
@@ -185,12 +185,12 @@ class WeightSpec:
             read: A function that reads a part of a tensor.
             ranges: The range of the part on each axis of the parameter.
         """
-        stack_ranges = ranges[: self.stacked]
-        tensor_ranges = [*ranges[self.stacked :]]
-        head_range = tensor_ranges[0]  # used with `per_head`, where this is the axis of heads
+        stack_ranges = ranges[: self.stacked_axes]
+        tensor_ranges = [*ranges[self.stacked_axes :]]
+        head_range = tensor_ranges[0]  # the range of heads if `per_head`, else unused
         per_head = self.tensor_slice is not None and self.tensor_slice.per_head
         # `target[index]` is filled from one tensor; with `per_head`, from one head of a tensor.
-        for index in np.ndindex(target.shape[: self.stacked + per_head]):
+        for index in np.ndindex(target.shape[: self.stacked_axes + per_head]):
             tensor_number = 0  # the number of the tensor in the whole stack
             for size, axis_range, position in zip(self.shape, stack_ranges, index, strict=False):
                 tensor_number = tensor_number * size + axis_range[position]
@@ -240,11 +240,15 @@ def orient_experts(
     Returns:
         The table for this checkpoint.
     """
-    fused = {path: spec for path, spec in table.items() if "experts" in spec.axes[spec.stacked :]}
-    input_first = dict(fused)
-    for path, spec in fused.items():
+    fused_specs = {
+        path: spec for path, spec in table.items() if "experts" in spec.axes[spec.stacked_axes :]
+    }
+    input_first_specs = dict(fused_specs)
+    for path, spec in fused_specs.items():
         tensor_slice = spec.tensor_slice and spec.tensor_slice._replace(axis=2)
-        input_first[path] = dataclasses.replace(spec, input_first=True, tensor_slice=tensor_slice)
+        input_first_specs[path] = dataclasses.replace(
+            spec, input_first=True, tensor_slice=tensor_slice
+        )
 
     def shapes_agree(specs: Mapping[ParamPath, WeightSpec]) -> bool:
         """Returns whether the first tensor of each spec has the shape that the spec declares."""
@@ -254,8 +258,8 @@ def orient_experts(
                     return False
         return True
 
-    if shapes_agree(input_first) and not shapes_agree(fused):
-        return {**table, **input_first}
+    if shapes_agree(input_first_specs) and not shapes_agree(fused_specs):
+        return {**table, **input_first_specs}
     return {**table}
 
 
@@ -281,11 +285,12 @@ def check_tensors(
     names = set(checkpoint.tensors)
     for file in checkpoint.weight_files:  # files may contain tensors that the index does not list
         names.update(text_names(file.tensors, file.where))
-    where = checkpoint.where
-    unknown_names = sorted(without_scales(names, where) - allowed_names)
+    unknown_names = sorted(without_scales(names, checkpoint.where) - allowed_names)
     if unknown_names:
-        more = f" (and {len(unknown_names) - 1} more)" if len(unknown_names) > 1 else ""
-        raise InputError(f"{where}: tensor {unknown_names[0]} is unknown to this model{more}")
+        others = f" (and {len(unknown_names) - 1} more)" if len(unknown_names) > 1 else ""
+        raise InputError(
+            f"{checkpoint.where}: tensor {unknown_names[0]} is unknown to this model{others}"
+        )
 
 
 def load_params(
@@ -350,7 +355,7 @@ def load_params(
         """
         path, layer = job
         spec = table[path]
-        tensors_per_layer = math.prod(spec.shape[1 : spec.stacked])
+        tensors_per_layer = math.prod(spec.shape[1 : spec.stacked_axes])
         names = spec.hf_names[(layer or 0) * tensors_per_layer :]
         if not names:
             return True, "", 0
@@ -375,7 +380,8 @@ def load_params(
             axes = ("stage", *axes[1:])
             ranges[0] = range(layer, spec.shape[0], spec.shape[0] // stages)
         read = functools.partial(checkpoint.read, dtype=dtype)
-        shards: dict[str, np.ndarray] = {}  # by index; several devices may need the same shard
+        # Shards by their index, because several devices may need the same shard.
+        shards: dict[str, np.ndarray] = {}
 
         def shard_at(index: Index | None) -> np.ndarray:
             key = str(index)
@@ -418,13 +424,13 @@ def _loaded_ahead(
         load: A function that takes the elements of a job and returns an array.
         jobs: The jobs.
     """
-    pending: deque[Future[jax.Array]] = deque()
+    pending_arrays: deque[Future[jax.Array]] = deque()
     for job in jobs:
-        pending.append(pool.submit(load, *job))
-        if len(pending) == WEIGHT_READERS:
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
+        pending_arrays.append(pool.submit(load, *job))
+        if len(pending_arrays) == WEIGHT_READERS:
+            yield pending_arrays.popleft().result()
+    while pending_arrays:
+        yield pending_arrays.popleft().result()
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -437,5 +443,5 @@ def _put_layer(stack: jax.Array, layers: jax.Array, layer_number: jax.Array) -> 
         layer_number: The number of this layer in its stage, () int32.
     """
     stages = stack.reshape(layers.shape[0], -1, *layers.shape[1:])
-    updated = lax.dynamic_update_index_in_dim(stages, layers, layer_number, axis=1)
-    return updated.reshape(stack.shape)
+    updated_stages = lax.dynamic_update_index_in_dim(stages, layers, layer_number, axis=1)
+    return updated_stages.reshape(stack.shape)
