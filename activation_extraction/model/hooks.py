@@ -91,8 +91,8 @@ class HookKind:
         aliases: The other names in TransformerLens.
         at_end: Whether the kind comes after the last layer. False for kinds in layers and for the
             kind before the first layer.
-        types: Words that occur in ModelConfig.layer_types. A layer has a hook of this kind if its
-            type contains one of these words. () if all layers have one.
+        type_words: Words that occur in ModelConfig.layer_types. A layer has a hook of this kind if
+            its type contains one of these words. () if all layers have one.
         dtype: The name of the dtype of the values; None for activations, whose dtype the user
             chooses.
         count: A factor of the width that has no letter, such as the number of most likely tokens
@@ -105,7 +105,7 @@ class HookKind:
     modules: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     at_end: bool = False
-    types: tuple[str, ...] = ()
+    type_words: tuple[str, ...] = ()
     dtype: str | None = None
     count: int = 1
 
@@ -152,9 +152,9 @@ class HookKind:
         Args:
             layer_type: One of ModelConfig.layer_types.
         """
-        return not self.types or not {*self.types}.isdisjoint(layer_type.split())
+        return not self.type_words or not {*self.type_words}.isdisjoint(layer_type.split())
 
-    def layers(self, depth: int, types: Sequence[str] = ()) -> Sequence[int]:
+    def layers(self, depth: int, layer_types: Sequence[str] = ()) -> Sequence[int]:
         """Returns the layers of a model that have a hook of this kind.
 
         A hook after the layers counts as a hook of the last layer. A hook before them counts as a
@@ -162,10 +162,14 @@ class HookKind:
 
         Args:
             depth: The number of layers.
-            types: The type of each layer; () to return layers of every type.
+            layer_types: The type of each layer; () to return layers of every type.
         """
         if "{}" in self.name:
-            return [layer for layer in range(depth) if not types or self.exists_in(types[layer])]
+            return [
+                layer
+                for layer in range(depth)
+                if not layer_types or self.exists_in(layer_types[layer])
+            ]
         return range(depth - 1, depth) if self.at_end else range(1)
 
 
@@ -246,13 +250,13 @@ class HookTable:
 
     Attributes:
         kinds: The kinds, in the order in which they are computed.
-        types: The type of each layer of the model. () for a family: every layer then has the hooks
-            of all kinds.
+        layer_types: The type of each layer of the model. () for a family: every layer then has the
+            hooks of all kinds.
         vocabulary: The number of tokens in the model's vocabulary; 0 if it is unknown.
     """
 
     kinds: tuple[HookKind, ...]
-    types: tuple[str, ...] = ()
+    layer_types: tuple[str, ...] = ()
     vocabulary: int = 0
 
     def without_predictions(self) -> "HookTable":
@@ -270,7 +274,7 @@ class HookTable:
         return sorted(
             Hook(layer, order, kind)
             for order, kind in enumerate(self.kinds)
-            for layer in kind.layers(depth, self.types)
+            for layer in kind.layers(depth, self.layer_types)
             if large or not kind.large
         )
 
@@ -333,7 +337,8 @@ class HookTable:
             if hook.matching(pattern):
                 return InputError(
                     f"--hook_names {pattern}: layer {hook.layer} is of type "
-                    f"{self.types[hook.layer]} and has no such hook; --list_hooks shows their names"
+                    f"{self.layer_types[hook.layer]} and has no such hook; --list_hooks shows "
+                    "their names"
                 )
         hooks = self.all_hooks(depth, large=True)
         for hook in hooks:
@@ -354,7 +359,7 @@ class HookTable:
 
 # The first column of HOOK_KINDS tells which layers have a kind of hook. It contains one of the
 # following words, or a word of the layers' types in ModelConfig (ATTENTION, LINEAR, DENSE or
-# SPARSE). `_types_with` maps each word to the types of layers in a model.
+# SPARSE). `_type_words` maps each word to the types of layers in a model.
 EVERY = "every"  # hooks of all layers
 NORMED = "normed"  # hooks of attention with norms of queries and keys
 GATED = "gated"  # hooks of attention with a gate on its output
@@ -445,54 +450,56 @@ def hook_table(config: ModelConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> Hoo
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     kinds = []
-    for kind in _kinds(_types_with(config), top_logits):
+    for kind in _kinds(_type_words(config), top_logits):
         if any(kind.exists_in(layer_type) for layer_type in config.layer_types):
             kinds.append(kind)
     return HookTable(tuple(kinds), config.layer_types, config.vocab_size)
 
 
-def _types_with(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Returns which layers of a model have the kinds of hooks in HOOK_KINDS.
 
     Args:
         config: The configuration of the model.
 
     Returns:
-        Word in the first column of HOOK_KINDS -> `HookKind.types`: words of the types of layers
-        that have the kinds; () for all layers. Words of the column that apply to no layer of the
-        model are missing.
+        Word in the first column of HOOK_KINDS -> `HookKind.type_words` of its kinds: words of the
+        types of layers that have these kinds; () for all layers. Words of the column that apply to
+        no layer of the model are missing.
     """
     delta, experts = config.delta, config.experts
-    attention_types = () if delta is None else (ATTENTION,)
-    types: dict[str, tuple[str, ...]] = {EVERY: (), ATTENTION: attention_types}
-    types[DENSE] = () if experts is None else (DENSE,)
+    attention_words = () if delta is None else (ATTENTION,)
+    type_words: dict[str, tuple[str, ...]] = {EVERY: (), ATTENTION: attention_words}
+    type_words[DENSE] = () if experts is None else (DENSE,)
     if config.qk_norm:
-        types[NORMED] = attention_types
+        type_words[NORMED] = attention_words
     if config.q_gate:
-        types[GATED] = attention_types
+        type_words[GATED] = attention_words
     if delta is not None:
-        types[LINEAR] = (LINEAR,)
+        type_words[LINEAR] = (LINEAR,)
         # In Hugging Face, a projection is the output of a module only if it is stored separately.
-        types[INTERLEAVED if delta.interleaved else APART] = (LINEAR,)
+        type_words[INTERLEAVED if delta.interleaved else APART] = (LINEAR,)
     if experts is not None:
-        types[SPARSE] = (SPARSE,)
+        type_words[SPARSE] = (SPARSE,)
         if experts.shared_width:
-            types[SHARED] = (SPARSE,)
-    return types
+            type_words[SHARED] = (SPARSE,)
+    return type_words
 
 
-def _kinds(types: Mapping[str, tuple[str, ...]], top_logits: int) -> list[HookKind]:
+def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[HookKind]:
     """Returns the kinds of hooks, in the order in which they are computed.
 
     Args:
-        types: Word in the first column of HOOK_KINDS -> `HookKind.types` (see `_types_with`).
+        type_words: Word in the first column of HOOK_KINDS -> `HookKind.type_words` of its kinds
+            (see `_type_words`).
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
     for layers_word, name, letters, intermediate, modules, aliases in HOOK_KINDS:
-        if layers_word not in types:
+        if layers_word not in type_words:
             continue
-        if types[layers_word] == (DENSE,):  # in other layers of the model, `mlp.gate` is the router
+        # In a model that has dense layers and others, `mlp.gate` is the router of the others.
+        if type_words[layers_word] == (DENSE,):
             aliases = re.sub(r"mlp\.(gate|in|out)\.", r"mlp.dense_\1.", aliases)
         kinds.append(
             HookKind(
@@ -501,7 +508,7 @@ def _kinds(types: Mapping[str, tuple[str, ...]], top_logits: int) -> list[HookKi
                 intermediate,
                 tuple(f"model.layers.{{}}.{module}" for module in modules.split()),
                 tuple(f"blocks.{{}}.{alias}" for alias in aliases.split()),
-                types=types[layers_word],
+                type_words=type_words[layers_word],
                 dtype=DTYPE_OF_INTERMEDIATE.get(intermediate),
             )
         )

@@ -217,7 +217,7 @@ def list_hooks(
     for kind in table.kinds:
         vector_type = kind.vector_type(sizes, dtype)
         module, *other_modules = kind.modules or ("",)
-        layers = kind.layers(depth, table.types)
+        layers = kind.layers(depth, table.layer_types)
         name = kind.name.format("K")
         if "{}" in kind.name and len(layers) != depth:
             name += f" (K: {ranges(layers)})"
