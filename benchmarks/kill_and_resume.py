@@ -171,13 +171,13 @@ class Extraction:
         """
         for kill_number in range(kills):
             signs_before = signs_of_life()
-            started = self.start()
+            started_process = self.start()
             if kill_number > 1 and kill_number % 4:
-                while started.process.poll() is None and signs_of_life() == signs_before:
+                while started_process.process.poll() is None and signs_of_life() == signs_before:
                     time.sleep(0.01)
             time.sleep(self.rng.uniform(0, MAX_SECONDS_TO_KILL))
-            started.process.kill()
-            if started.end() == "done":
+            started_process.process.kill()
+            if started_process.end() == "done":
                 return kill_number
         assert self.start().end() == "done"
         return kills
@@ -205,10 +205,10 @@ class Extraction:
         def start(writer: int) -> StartedProcess:
             return self.start("--output_dir", str(self.folder / f"disk_{writer}"))
 
-        running = [start(writer) for writer in range(writers)]
+        running_processes = [start(writer) for writer in range(writers)]
         for _ in range(events):
             time.sleep(self.rng.uniform(0, 2))
-            process = running[self.rng.randrange(writers)].process
+            process = running_processes[self.rng.randrange(writers)].process
             if self.rng.random() < 0.6:
                 process.send_signal(signal.SIGSTOP)
                 time.sleep(self.rng.uniform(0.5, 4))
@@ -217,11 +217,11 @@ class Extraction:
             else:
                 process.kill()
                 process.wait()
-            for writer, started in enumerate(running):
-                if started.process.poll() is not None:
-                    event_counts[started.end()] += 1
-                    running[writer] = start(writer)
-        event_counts.update(started.end() for started in running)
+            for writer, started_process in enumerate(running_processes):
+                if started_process.process.poll() is not None:
+                    event_counts[started_process.end()] += 1
+                    running_processes[writer] = start(writer)
+        event_counts.update(started_process.end() for started_process in running_processes)
         assert start(0).end() == "done"
         return event_counts
 

@@ -3,10 +3,9 @@
 `ProgramText` parses the text of a program that XLA compiled for TPUs. Such a program consists of
 named computations, and each computation consists of instructions. An array in HBM counts with the
 padding of its layout. An array in another memory, such as fast on-chip memory, does not count. The
-text does not
-show how often a Pallas kernel reads its operands and writes its result, so the caller supplies a
-function that returns these numbers (`KernelPasses`). step_plan.py turns the bytes into the cost of
-a step.
+text does not show how often a Pallas kernel reads its operands and writes its result, so the caller
+supplies a function that returns these numbers (`KernelPasses`). step_plan.py turns the bytes into
+the cost of a step.
 """
 
 import math
@@ -256,7 +255,8 @@ class ProgramText:
             A move for each instruction that reads or writes HBM or sends to other chips.
         """
         moves: list[Move] = []
-        start_index: dict[str, int] = {}  # channel in flight -> index of its start in `moves`
+        # Channel of a collective in flight -> index in `moves` of the instruction that starts it.
+        start_index: dict[str, int] = {}
         for instruction in self._without_free_instructions(computation):
             counted_channels = {*channels_in_flight, *start_index}
             new_moves = self._moves_of_nested(computation, instruction, counted_channels)
@@ -324,8 +324,8 @@ class ProgramText:
         if instruction.is_collective and is_start:
             return [instruction.name]
         instructions = self._with_called(instruction)
-        if is_start or any("AsyncCollectiveStart" in inner.line for inner in instructions):
-            return [inner.channel for inner in instructions if inner.is_collective]
+        if is_start or any("AsyncCollectiveStart" in callee.line for callee in instructions):
+            return [callee.channel for callee in instructions if callee.is_collective]
         return []
 
     def _awaited_channels(self, instruction: Instruction) -> list[str]:
@@ -333,8 +333,8 @@ class ProgramText:
         if instruction.opcode.endswith("-done"):
             return self._started_channels(self.instructions[instruction.operands[0]])
         instructions = self._with_called(instruction)
-        if any("AsyncCollectiveDone" in inner.line for inner in instructions):
-            return [inner.channel for inner in instructions if inner.is_collective]
+        if any("AsyncCollectiveDone" in callee.line for callee in instructions):
+            return [callee.channel for callee in instructions if callee.is_collective]
         return []
 
     def _move(self, instruction: Instruction, counted_channels: Collection[str]) -> Move:
@@ -349,20 +349,27 @@ class ProgramText:
         """
         kind = self.kind(instruction)
         instructions = self._with_called(instruction)
-        collectives = [inner for inner in instructions if inner.is_collective]
-        sending = [inner for inner in collectives if inner.channel not in counted_channels]
-        counted_names = frozenset(inner.name for inner in collectives if inner not in sending)
+        collectives = [callee for callee in instructions if callee.is_collective]
+        sending_collectives = [
+            callee for callee in collectives if callee.channel not in counted_channels
+        ]
+        counted_names = frozenset(
+            callee.name for callee in collectives if callee not in sending_collectives
+        )
         kernel_bytes = self._bytes_of_kernel(instruction) if kind == "kernel" else None
         if instruction.opcode.endswith("-done"):
             hbm = self._bytes_of_copy(instruction)
-        elif instruction.opcode.endswith("-start") and not sending:
+        elif instruction.opcode.endswith("-start") and not sending_collectives:
             hbm = 0
         elif kernel_bytes is not None:
             hbm = kernel_bytes
         else:
             hbm = self._bytes_read(instruction, counted_names) + self._bytes_written(instruction)
-        sent = sum(_bytes_sent(inner, is_fused=inner is not instruction) for inner in sending)
-        sending_axes = {axis for inner in sending for axis in self._axes(inner)}
+        sent = sum(
+            _bytes_sent(callee, is_fused=callee is not instruction)
+            for callee in sending_collectives
+        )
+        sending_axes = {axis for callee in sending_collectives for axis in self._axes(callee)}
         return Move(
             kind,
             instruction.name,
@@ -371,7 +378,7 @@ class ProgramText:
             sent,
             hidden=sent > 0 and kind == "product",
             axes=tuple(axis for axis in self.mesh if axis in sending_axes),
-            flops=sum(self._flops(inner) for inner in instructions),
+            flops=sum(self._flops(callee) for callee in instructions),
         )
 
     def _bytes_of_kernel(self, kernel: Instruction) -> int | None:
@@ -421,8 +428,8 @@ class ProgramText:
     def _with_called(self, instruction: Instruction) -> list[Instruction]:
         """Returns the instruction and all instructions that it calls directly or indirectly."""
         instructions = [instruction]
-        for inner in self.computations.get(instruction.calls, []):
-            instructions += self._with_called(inner)
+        for callee in self.computations.get(instruction.calls, []):
+            instructions += self._with_called(callee)
         return instructions
 
     def kind(self, instruction: Instruction) -> str:
@@ -434,10 +441,10 @@ class ProgramText:
             copy, a transposition or an asynchronous slice, and "rest" for anything else.
         """
         instructions = self._with_called(instruction)
-        opcodes = {inner.opcode for inner in instructions}
+        opcodes = {callee.opcode for callee in instructions}
         if opcodes & {"convolution", "dot"}:
             return "product"
-        if any(inner.is_collective for inner in instructions):
+        if any(callee.is_collective for callee in instructions):
             return "collective"
         if "tpu_custom_call" in instruction.line:
             return "kernel"
@@ -495,7 +502,7 @@ class ProgramText:
         elif instruction.calls:
             readers = self.computations[instruction.calls]
             operand_name = next(
-                inner.name for inner in readers if f" parameter({position})" in inner.line
+                callee.name for callee in readers if f" parameter({position})" in callee.line
             )
         else:
             return operand_bytes
@@ -528,10 +535,10 @@ class ProgramText:
         for position, result in enumerate(results):
             if str(position) not in aliased_positions:
                 total += _padded_hbm_bytes(result)
-        for inner in self._with_called(instruction):
-            if inner.opcode == "dynamic-update-slice":
-                update = self.instructions[inner.operands[1]]
-                total -= _unpadded_bytes(inner.result) - _unpadded_bytes(update.result)
+        for callee in self._with_called(instruction):
+            if callee.opcode == "dynamic-update-slice":
+                update = self.instructions[callee.operands[1]]
+                total -= _unpadded_bytes(callee.result) - _unpadded_bytes(update.result)
         return max(total, 0)
 
     def _bytes_of_copy(self, done: Instruction) -> int:

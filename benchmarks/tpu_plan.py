@@ -121,8 +121,12 @@ def compile_for(
     hooks_and_encoders = choose_hooks(request, shape)
     program = Program(model, weight_table(model), rows, request.shape, *hooks_and_encoders)
     compiled = compile_unloaded(program, exec_time_optimization_effort=effort)
-    step, text = read_step(program, compiled), text_of(program, compiled)
-    return Compiled(program, step, text, compiled.memory_analysis())
+    return Compiled(
+        program,
+        step=read_step(program, compiled),
+        plan=text_of(program, compiled),
+        memory=compiled.memory_analysis(),
+    )
 
 
 def times(compiled: Compiled) -> StepTimes:
