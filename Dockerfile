@@ -7,21 +7,21 @@
 # On a TPU VM the container needs
 #   --privileged     to open the TPU's device files and to lock its memory
 #   --net=host       because the hosts of a pod and their chips reach each other at the addresses of
-#                    the VMs, and the VM's metadata server tells the number of the host
-#   --shm-size=16g   because libtpu and the readers of data share memory in /dev/shm, for which
-#                    Docker's default of 64 MB is not enough
-#   --init           so that SIGTERM always ends the program; as process 1 it would ignore SIGTERM
-#                    while it starts
+#                    the VMs, and a host gets its number from the VM's metadata server
+#   --shm-size=16g   because libtpu and the readers of data share memory in /dev/shm, and Docker's
+#                    default of 64 MB is not enough for it
+#   --init           so that SIGTERM always ends the program: without it, the program would be process
+#                    1, and would ignore SIGTERM while it starts
 # On a GPU machine, use --gpus all instead of --privileged; on a CPU, none of these is needed.
-# Mount a folder for the output, and these for downloads and compiled programs, which are needed again
-# at the next start:
+# Mount a folder for the output. Also mount these folders, so that downloads and compiled programs are
+# still there at the next start:
 #   -v ~/.cache/huggingface:/cache/huggingface
 #   -v ~/.cache/activation_extraction:/cache/activation_extraction
 
 FROM python:3.11.13-slim-bookworm
 
-# The layers that change least come first, so that a change of the code does not repeat the
-# installation of packages.
+# The layers that change least come first, so that packages are not installed again whenever the code
+# changes.
 ENV HF_HOME=/cache/huggingface \
     XDG_CACHE_HOME=/cache \
     PYTHONUNBUFFERED=1 \

@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Upgrades pip, because the version that comes with Python 3.11 takes twice as long.
+# Upgrades pip, because the version that comes with Python 3.11 takes twice as long to install packages.
 MAKE_VENV := $(PYTHON) -m venv --upgrade-deps
 # Python compiles modules when it first imports them. pip would compile all modules, which takes twice
 # as long as the remaining installation.
@@ -12,8 +12,8 @@ export PYTHONDONTWRITEBYTECODE :=
 SOURCES := extract_activations.py qwen2_jax.py qwen2_jax_with_hooks.py activation_extraction tests benchmarks
 
 # Three workers are right for two cores, because one of them usually waits for other processes, a
-# bucket or a scheduler. All tests of a group run in one worker (see tests/conftest.py). Without the
-# last flag, the other workers would wait forever if one has crashed.
+# bucket or a scheduler. All tests of a group run in one worker (see tests/conftest.py). Without
+# --max-worker-restart, the other workers would wait forever after a worker has crashed.
 PYTEST := JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest -n 3 --dist loadgroup \
 	--max-worker-restart 0
 
@@ -22,12 +22,14 @@ PYTEST := JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(BIN)/python -m pytest -n
 demo: $(VENV)/.runtime
 	JAX_PLATFORMS=cpu $(BIN)/python extract_activations.py --demo --output_dir demo_activations --overwrite
 
-# The tests that protect values, storing each sample exactly once, formats and messages.
+# The tests of the most important promises: correct values, each sample stored exactly once, file
+# formats and messages.
 test: $(VENV)/.dev $(VENV)/.libtpu
 	$(PYTEST) -m "not rare and not slow"
 
-# All tests: also those of full-size shapes, TPU programs of large models, Slurm, SkyPilot, the real
-# trainers of autoencoders, servers of each kind of store, the package, the image and the benchmarks.
+# All tests. In addition, these test full-size models, TPU programs of large models, Slurm, SkyPilot,
+# the real trainers of autoencoders, servers of each kind of store, the package, the image and the
+# benchmarks.
 test-all: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm $(VENV)/skypilot/.done $(VENV)/trainers/.done \
 		$(VENV)/moto/.done $(VENV)/azurite/.done
 	$(PYTEST)
@@ -56,8 +58,8 @@ $(VENV)/.runtime: requirements.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --requirement requirements.txt
 	touch $@
 
-# The TPU compiler, for tests only. It is outside the environment's packages, because JAX would look
-# for a TPU whenever it can import libtpu.
+# The TPU compiler, for tests only. It is not installed among the environment's packages, because JAX
+# looks for a TPU whenever it can import libtpu.
 $(VENV)/.libtpu: tests/requirements-libtpu.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/libtpu --requirement tests/requirements-libtpu.txt
 	touch $@
@@ -70,8 +72,8 @@ $(VENV)/.slurm: | $(VENV)/bin/python
 	fi
 	touch $@
 
-# SkyPilot, which validates deploy/skypilot.yaml. It has its own environment, because its packages may
-# need other versions than ours.
+# SkyPilot, which validates deploy/skypilot.yaml. It has its own environment, because it may need other
+# versions of our packages.
 $(VENV)/skypilot/.done: tests/requirements-skypilot.txt | $(VENV)/bin/python
 	$(MAKE_VENV) $(VENV)/skypilot
 	$(VENV)/skypilot/bin/python -m pip install --quiet --requirement tests/requirements-skypilot.txt

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Extracts the activations of a language model from a stream of text. See --help and README.md.
+"""Extracts the activations of a language model for a stream of text. See --help and README.md.
 
-This script contains the main steps of a run, from the checked flags to the summary. The modules
-that it calls do the work. Mistakes in a request are found before the weights are read.
+This script contains the main steps of a run, from the checked flags to the summary, and leaves the
+details to the packages of `activation_extraction`. Bad input is reported before the weights are
+read.
 """
 
 if __name__ == "__main__":
@@ -68,7 +69,9 @@ from activation_extraction.text.batch import Batch
 
 
 def carry_out(config: Config) -> int:
-    """Does what the flags ask for: --list_hooks, --plan, --verify or, without these, a run.
+    """Carries out the action that the flags name: --list_hooks, --plan, --verify or --export.
+
+    Without these flags, it carries out a run.
 
     Args:
         config: The configuration, made from checked flags.
@@ -77,8 +80,8 @@ def carry_out(config: Config) -> int:
         The exit status.
 
     Raises:
-        InputError: The request cannot be met.
-        RunError: Something failed on the way.
+        InputError: If the flags or the files that they name cannot be used.
+        RunError: If something fails on the way.
     """
     leave_out_absent_tpu()
     if config.list_hooks:
@@ -97,12 +100,12 @@ def extract(config: Config) -> int:
         config: The configuration.
 
     Returns:
-        The exit status: 0 if the run is complete, 128 plus the number of the signal that stopped
-        it, or after a repair the status of --verify.
+        The exit status. It is 0 if the run is complete, and 128 plus the number of the signal if a
+        signal has stopped the run. After a repair, it is the exit status of --verify.
 
     Raises:
-        InputError: The request cannot be met.
-        RunError: Something failed on the way.
+        InputError: If the flags or the files that they name cannot be used.
+        RunError: If something fails on the way.
     """
     hosts = config.hosts
     if hosts.total_machines > 1:
@@ -157,19 +160,19 @@ def extract(config: Config) -> int:
 
 
 def compute(run: Run, clock: Clock) -> tuple[bool, int]:
-    """Runs the model over the text.
+    """Runs the model over the text, and stores the activations.
 
     Args:
         run: The run.
         clock: The clock that measures the time of each activity.
 
     Returns:
-        Whether the run came to the end of its data or limits, and the number of the signal that
-        stopped this host, 0 for none.
+        Whether the run has reached the end of its data or of its limits (--max_samples,
+        --max_tokens); and the number of the signal that stopped this host, or 0 without a signal.
 
     Raises:
-        InputError: The weights cannot be used, or nothing may be added to the output.
-        RunError: Something failed on this host or on another one.
+        InputError: If the weights cannot be used, or if the output cannot be continued.
+        RunError: If something fails on this host or on another host.
     """
     with device_errors():
         step, run = start_together(run)
@@ -179,14 +182,15 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
             with device_errors(), run.watchdog:
                 progress = make_progress(run)
                 steps = take_steps(run, step, progress, clock, stopped)
-        except KeyboardInterrupt:  # a second Ctrl-C ends the run without waiting for uploads
+        except KeyboardInterrupt:
+            # A second Ctrl-C ends the run without waiting for uploads.
             run.storage.close()
             raise
-        if stopped() and (waiting := run.storage.gauges()["bytes_waiting"]):
+        if stopped() and (waiting_bytes := run.storage.gauges()["bytes_waiting"]):
             log.info(
                 "stopping; %.2f GB wait to be stored, in order; what is not stored when this "
                 "process is killed is computed again",
-                waiting / 1e9,
+                waiting_bytes / 1e9,
             )
         with device_errors():
             finish(run, clock, steps.complete, steps.failure)
@@ -196,22 +200,24 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
 def start_together(run: Run) -> tuple[Step, Run]:
     """Loads the weights, compiles the step and opens the output.
 
-    All hosts must call this together; it fails on all hosts or on none.
+    All hosts must call this function together. It fails on all hosts or on none.
 
     Args:
         run: The run.
 
     Returns:
-        The compiled step, and the run. If another process has written to the output while this one
-        was compiling, the run has new batches, without the samples that are stored by now.
+        The compiled step, and the run. If another process has written to the output while this
+        process was compiling, the batches of the run are new ones. They leave out all samples that
+        are stored by now.
 
     Raises:
-        Exception: As `raise_together`.
+        Exception: If this host or another host fails; see `raise_together` for the types.
     """
     failure: Exception | None = None
     try:
         step = compile_step(run.forward)
-    except Exception as error:  # the other hosts must not wait for this one
+    except Exception as error:
+        # It is raised below by all hosts together, so that no host waits for this one.
         failure = error
     # Host 0 opens its output before the others do: if two pods start at the same time, their first
     # hosts decide which of them continues.
@@ -227,25 +233,25 @@ def start_together(run: Run) -> tuple[Step, Run]:
 
 
 def open_output(run: Run) -> Run:
-    """Takes over the output of this host, to which no earlier process can write from then on.
+    """Takes over the output of this host, so that no earlier process can write to it any more.
 
     Args:
         run: The run.
 
     Returns:
-        The same run. If another process has stored shards since `prepare`, the run has new batches,
-        without the samples that are stored by now.
+        The same run. If another process has stored shards since `prepare`, the batches of the run
+        are new ones. They leave out all samples that are stored by now.
 
     Raises:
-        InputError: Nothing may be added to the run that the output contains now.
-        RunError: Another process is writing to the output, or it cannot be written to.
+        InputError: If the output now contains a run that this one cannot continue.
+        RunError: If another process is writing to the output, or if the output is not writable.
     """
-    before = run.storage.plan
+    prepared_plan = run.storage.plan
     if run.config.storage.overwrite:
         run.folders.remove_totals()
     run.storage.open()
     plan = run.storage.plan
-    if (plan.commits, plan.until) == (before.commits, before.until):
+    if (plan.commits, plan.until) == (prepared_plan.commits, prepared_plan.until):
         return run
     log.info(
         "another process has written to %s in the meantime; stored there: %s",
@@ -258,49 +264,54 @@ def open_output(run: Run) -> Run:
 def take_steps(
     run: Run, step: Step, progress: Progress, clock: Clock, stopped: Callable[[], int]
 ) -> Lockstep:
-    """Runs the loop over batches. A step computes while the one before is copied and stored.
+    """Runs the loop over batches. A step computes while the previous one is copied and stored.
 
     Args:
         run: The run.
         step: The compiled step.
         progress: The progress, which is closed at the end.
         clock: The clock that measures the time of each activity.
-        stopped: A function that returns the number of the signal that asks to stop, 0 for none.
+        stopped: A function that returns the number of the signal that has asked the run to stop, or
+            0 without a signal.
 
     Returns:
-        The lockstep, whose attributes `complete` and `failure` say how the loop ended.
+        The lockstep, whose attributes `complete` and `failure` tell how the loop has ended.
     """
     batches = run.batches.until(stopped)
     steps = Lockstep(batches, stopped, partial(any_host, run.host), clock)
 
     def start(batch: Batch | None) -> tuple[Batch | None, Activations, jax.Array]:
+        """Starts a step, and returns its batch, its activations and the votes of all hosts."""
         with clock.measure("compute"):
             return batch, *step(batch, steps.votes)
 
-    storing = True
+    can_store = True
     try:
         for batch, activations, votes in one_step_behind(map(start, steps)):
             with clock.measure("compute"):
                 jax.block_until_ready(activations)
-            if batch is not None and storing:
+            if batch is not None and can_store:
                 with clock.measure("copy"):
-                    on_host = run.forward.receive(activations)
+                    host_activations = run.forward.receive(activations)
                 try:
                     with clock.measure("store"):
-                        run.storage.add_batch(batch, on_host)
-                    kept = sum(placed.sample.num_kept for placed in batch.samples)
+                        run.storage.add_batch(batch, host_activations)
+                    kept_tokens = sum(placed.sample.num_kept for placed in batch.samples)
                     flops = run.forward.flops(batch.lengths)
-                    progress.advance(len(batch.samples), batch.num_tokens, flops, kept)
+                    progress.advance(len(batch.samples), batch.num_tokens, flops, kept_tokens)
                     log.debug("step %d: %d samples", progress.steps, len(batch.samples))
-                except Exception as error:  # it is raised once all hosts have stopped
+                except Exception as error:
+                    # The error is raised once all hosts have stopped. Until then, no later batch is
+                    # stored, because this one is missing.
                     steps.fail(error)
-                    storing = False  # so that no batch is stored after the missing one
+                    can_store = False
             run.watchdog.reset()
             steps.learn(np.asarray(votes))
     finally:
         try:
             progress.close()
-        except Exception as error:  # the last metrics were not written, which all hosts must learn
+        except Exception as error:
+            # The last metrics were not written. The lockstep tells all hosts about this failure.
             steps.fail(error)
     return steps
 
@@ -311,21 +322,25 @@ def finish(run: Run, clock: Clock, complete: bool, failure: Exception | None = N
     Args:
         run: The run.
         clock: The clock that measures the time of each activity.
-        complete: Whether the run came to the end of its data or limits.
+        complete: Whether the run has reached the end of its data or of its limits (--max_samples,
+            --max_tokens).
         failure: The failure that ended the steps. None without a failure.
 
     Raises:
-        Exception: As `raise_together`.
+        Exception: If this host or another host has failed; see `raise_together` for the types.
     """
-    done = complete and failure is None
+    is_done = complete and failure is None
     try:
         with clock.measure("store"):
-            # The rows that were skipped or empty up to the end of the data are counted only if the
-            # run reached it.
-            end = run.batches.result if done else None
-            rows = () if end is None else (end.skipped_rows, end.empty_rows)
-            run.storage.finalize(done, *rows)
-    except Exception as error:  # the other hosts must not wait for this one
+            # Skipped and empty rows after the last sample are counted only at the end of the data.
+            end_of_data = run.batches.result if is_done else None
+            if end_of_data is None:
+                run.storage.finalize(is_done)
+            else:
+                skipped_rows, empty_rows = end_of_data.skipped_rows, end_of_data.empty_rows
+                run.storage.finalize(is_done, skipped_rows, empty_rows)
+    except Exception as error:
+        # It is raised below by all hosts together, so that no host waits for this one.
         failure = failure or error
     raise_together(run.host, failure)
 
@@ -333,8 +348,8 @@ def finish(run: Run, clock: Clock, complete: bool, failure: Exception | None = N
 def show_hooks(config: Config) -> int:
     """Prints the hooks of the model that the flags name, for --list_hooks.
 
-    Only config.json is read; tokenizer.json, if it exists; and the names of the tensors, if the
-    model is in a local folder.
+    It reads config.json, and tokenizer.json if this file exists. If the model is in a local folder,
+    it also reads the names of the tensors.
 
     Args:
         config: The configuration.
@@ -343,7 +358,7 @@ def show_hooks(config: Config) -> int:
         The exit status, 0.
 
     Raises:
-        InputError: The flags do not fit the model, or config.json cannot be read.
+        InputError: If the flags do not fit the model, or if config.json cannot be read.
     """
     tensor_names = None
     if config.demo:
@@ -356,19 +371,19 @@ def show_hooks(config: Config) -> int:
     request = step_request(config)
     _, activation_dtype = choose_dtypes(request, jax.default_backend())
     _, encoders = choose_hooks(request, model)
-    rule, length = config.text.positions, config.text.max_seq_length
     table = hook_table(model, config.hooks.top_logits)
-    special = known_special_tokens(config)
+    special_tokens = known_special_tokens(config)
     if tensor_names is not None and HEAD not in tensor_names and not model.tie_word_embeddings:
         table = table.without_predictions()
-    say(*list_hooks(table, model, activation_dtype, rule, length, encoders))
-    if special:
-        say(f"special tokens: {special.template}")
+    position_rule, length = config.text.positions, config.text.max_seq_length
+    say(*list_hooks(table, model, activation_dtype, position_rule, length, encoders))
+    if special_tokens:
+        say(f"special tokens: {special_tokens.template}")
     return 0
 
 
 def recompute_some(config: Config) -> int:
-    """Looks at a stored run, where --verify also recomputes some samples with the model.
+    """Verifies a stored run, and recomputes some of its samples with the model.
 
     Args:
         config: The configuration.
@@ -377,7 +392,7 @@ def recompute_some(config: Config) -> int:
         The exit status: 0 if there is no problem, otherwise 1.
 
     Raises:
-        InputError: There is no run, or the model is not the one of the run.
+        InputError: If there is no run, or if the run has used another model.
     """
     use_compilation_cache(
         config.computing.compilation_cache, Path(config.output.output_dir), several=False
@@ -386,17 +401,17 @@ def recompute_some(config: Config) -> int:
 
 
 def join_hosts(config: Config) -> Host:
-    """Joins the other hosts of the pod, with --multihost.
+    """Joins the other hosts of the pod, if --multihost is set.
 
     Args:
         config: The configuration.
 
     Returns:
-        This host; the only one without --multihost.
+        This host. Without --multihost, it is the only host.
 
     Raises:
-        InputError: There is no pod, or its hosts cannot work together.
-        RunError: The other hosts do not answer in time.
+        InputError: If there is no pod, or if its hosts cannot work together.
+        RunError: If the other hosts do not answer in time.
     """
     if not config.hosts.multihost:
         return Host()

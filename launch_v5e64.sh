@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Starts the extraction on one host of a pod of any kind, or on a single machine, with or without
-# Docker.
+# Starts an extraction on one host: a host of a pod of any kind, or a single one. It runs inside and
+# outside of Docker.
 set -euo pipefail
 
 usage() {
@@ -10,8 +10,8 @@ usage: [VARIABLE=value ...] launch_v5e64.sh [--dry-run] [flags of extract_activa
 Environment variables become flags. Flags on the command line take precedence over them.
 
   required        MODEL_PATH, and GCS_BUCKET or OUTPUT_DIR
-  hosts of a pod  COORDINATOR_ADDRESS=HOST_0:PORT HOST_ID NUM_HOSTS: set none of them on Cloud TPU,
-                  GKE and Slurm, and all three elsewhere; without a pod, set only NUM_HOSTS=1
+  hosts of a pod  COORDINATOR_ADDRESS=HOST_0:PORT HOST_ID NUM_HOSTS. Set none of these on Cloud TPU,
+                  GKE and Slurm, and all three elsewhere. Without a pod, set only NUM_HOSTS=1
   machines        MACHINE_ID TOTAL_MACHINES
   text            DATASET_NAME DATASET_CONFIG DATASET_SPLIT, or DATASET_PATH; TEXT_COLUMN MAX_SAMPLES
   extraction      LAYERS_TO_EXTRACT="12 18" ACTIVATION_TYPE, or HOOK_NAMES="GLOB ..."
@@ -31,7 +31,7 @@ fail() {
     exit 2
 }
 
-# has_flag NAME...: succeeds if the command line contains one of these flags.
+# has_flag NAME...: succeeds if the command line contains at least one of these flags.
 has_flag() {
     local argument flag
     for argument in "${arguments[@]}"; do
@@ -48,25 +48,26 @@ for argument in "$@"; do
     case $argument in
         --dry-run) dry_run=1 ;;
         --help | -h) usage && exit ;;
-        --) ;; # all arguments but the script's own are flags of the tool anyway
+        --) ;; # the arguments after it need no separator, because they are passed on anyway
         *) arguments+=("$argument") ;;
     esac
 done
 
-# Without a model and an output, the tool would use its defaults, which nobody wants on a pod. All
-# other flags are checked by the tool itself.
+# Without these flags, the tool would use its default model and output folder, which nobody wants on a
+# pod. The tool itself checks all other flags.
 [[ ${MODEL_PATH:-} ]] || has_flag model_path demo ||
     fail "MODEL_PATH: is not set; give a hub name such as Qwen/Qwen2.5-7B, or a folder on every host"
 [[ ${GCS_BUCKET:-}${OUTPUT_DIR:-} ]] || has_flag gcs_bucket output_dir ||
     fail "GCS_BUCKET: is not set; give a bucket, or set OUTPUT_DIR to keep the shards on this host"
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-python=${PYTHON:-$here/.venv/bin/python}
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+python=${PYTHON:-$repository/.venv/bin/python}
 [[ ${PYTHON:-} || -x $python ]] || python=python3
-command=("$python" "$here/extract_activations.py")
+command=("$python" "$repository/extract_activations.py")
 
-# flag NAME VARIABLE: adds --NAME with the variable as one value, if the variable is not empty.
-# flags NAME VARIABLE: adds --NAME with each word of the variable as a value.
+# Both functions add the flag --NAME to the command, unless the variable is empty.
+# flag NAME VARIABLE: the variable is one value of the flag.
+# flags NAME VARIABLE: each word of the variable is a value of the flag.
 flag() { [[ ! ${!2:-} ]] || command+=("--$1" "${!2}"); }
 flags() {
     local words
@@ -98,7 +99,7 @@ command+=("${arguments[@]}")
 
 # The tool's own parser checks the flags, if the tool's packages are installed here.
 status=0
-messages=$(PYTHONPATH=$here "$python" -m activation_extraction.cli.config "${command[@]:2}" 2>&1 >/dev/null) ||
+messages=$(PYTHONPATH=$repository "$python" -m activation_extraction.cli.config "${command[@]:2}" 2>&1 >/dev/null) ||
     status=$?
 case $status in
     0) ;;

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs an extraction in Docker on all hosts of a Cloud TPU, from a laptop. See --help.
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+script_folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 usage() {
     cat <<'END'
@@ -33,7 +33,7 @@ quote() { # prints $1 quoted, so that any shell reads it as one word, whatever i
     printf "'%s'" "${1//$quote/$escaped}"
 }
 
-on_all_hosts() { # SCRIPT WORD...: runs a bash script with these arguments on all hosts at once
+on_all_hosts() { # SCRIPT ARGUMENT...: runs a bash script with these arguments on all hosts at once
     local command word
     command="bash -euc $(quote "$1")"
     for word in "${@:2}"; do command+=" $(quote "$word")"; done
@@ -42,8 +42,8 @@ on_all_hosts() { # SCRIPT WORD...: runs a bash script with these arguments on al
         --ssh-flag="-oBatchMode=yes -oServerAliveInterval=30" --command="$command" </dev/null
 }
 
-# The scripts for the hosts. A script must not exit with status 255, after which gcloud would run it
-# again.
+# The scripts that run on the hosts. They must not exit with status 255, because gcloud would then run
+# them again.
 # shellcheck disable=SC2016  # the hosts expand the variables
 {
     pull='
@@ -51,7 +51,7 @@ on_all_hosts() { # SCRIPT WORD...: runs a bash script with these arguments on al
         sudo docker pull --quiet "$0"'
     start='
         mkdir -p ~/activation-extraction ~/.cache/huggingface ~/.cache/activation_extraction
-        sudo docker rm extraction >/dev/null 2>&1 || true # fails if the previous one still runs
+        sudo docker rm extraction >/dev/null 2>&1 || true # a container that still runs is not removed
         sudo docker run --detach --init --name extraction --privileged --net=host --shm-size=16g \
             --volume ~/activation-extraction:/data --workdir /data \
             --volume ~/.cache/huggingface:/cache/huggingface \
@@ -95,12 +95,12 @@ fi
 if [[ $verb == start ]]; then
     [[ $image ]] || fail "--image: is missing; start needs the name of the image to run"
     unset COORDINATOR_ADDRESS HOST_ID NUM_HOSTS # JAX finds the hosts of a Cloud TPU
-    command=$("$here/../launch_v5e64.sh" --dry-run "$@")
+    command=$("$script_folder/../launch_v5e64.sh" --dry-run "$@")
     # launch_v5e64.sh prints the interpreter, the script and the flags, quoted for the shell.
     words=() && eval "words=($command)"
     mounts=()
     for word in "${words[@]:2}"; do
-        path=${word#--*=} path=${path%%[*?[]*} # without the part from the first wildcard on
+        path=${word#--*=} path=${path%%[*?[]*} # removes everything from the first wildcard on
         [[ $path != /* ]] || mounts+=(--mount "type=bind,source=$path,target=$path")
     done
     on_all_hosts "$pull" "$image"
