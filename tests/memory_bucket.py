@@ -88,13 +88,13 @@ class MemoryFolder(Folder):
         return MemoryFolder(self.bucket, self.process, f"{self.url}/{name}")
 
     def _open(self, scheme: str) -> Any:
-        return _Files(self.bucket, self.process, self.given)
+        return _Files(self.bucket, self.process, self.full_url)
 
 
 class _Files:
     """The requests to one folder; store/local_files.py describes them."""
 
-    largest = None
+    max_file_bytes = None
 
     def __init__(self, bucket: MemoryBucket, process: Process, url: str) -> None:
         self.bucket, self.process, self.url = bucket, process, url

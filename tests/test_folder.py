@@ -564,7 +564,7 @@ def test_a_test_file_that_cannot_be_deleted_is_left_and_named(bucket, monkeypatc
     Folder(url, 600).check_conditions()
     ((_, failed), (_, left)) = lines
     assert "500 Internal Server Error" in failed
-    assert re.search(r"/\.write_test_\w+: may be left", left)
+    assert re.search(r"/\.write_test_\w+: this test file may not have been deleted", left)
 
 
 @pytest.mark.parametrize(

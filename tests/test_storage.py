@@ -192,7 +192,7 @@ def test_arrays_of_pytorch_and_jax(tmp_path, dtype, shard_format):
     "folder,hook,told",
     [
         ("s3://b/run?token=x", "h", "output_dir s3://b/run: is a URL, expected a local folder"),
-        ("own", "position", "hook position: a shard calls something else position"),
+        ("own", "position", "hook position: shards already have another tensor named position"),
     ],
 )
 def test_what_cannot_be_opened_is_refused(tmp_path, monkeypatch, folder, hook, told):

@@ -114,7 +114,9 @@ class ActivationDataset(Samples):
         }
         # --repair may leave shards without samples.
         with_samples = [(name, commit) for name, commit in commits if commit.count]
-        self.shards = OpenShards(root.given, root.local, with_samples, ByHook(hook_values, aliases))
+        self.shards = OpenShards(
+            root.full_url, root.local, with_samples, ByHook(hook_values, aliases)
+        )
 
     def __len__(self) -> int:
         return self.shards.firsts[-1]

@@ -133,7 +133,7 @@ def _finished_run(root: Folder, folders: dict[str, RunLog]) -> ActivationDataset
             where = f"{root.url}/{host.name}".rstrip("/")
             raise InputError(f"--export: {where} is {host.state}; expected a finished run")
     try:
-        return ActivationDataset(root.given)
+        return ActivationDataset(root.full_url)
     except ValueError as error:
         raise InputError(one_line(error)) from error
     except OSError as error:

@@ -43,7 +43,7 @@ def show_report(root: Folder, file: str) -> int:
     if file:
         target = Path(file)
     else:
-        target = Path(local_path(root.given) if root.local else "", "report.html")
+        target = Path(local_path(root.full_url) if root.local else "", "report.html")
     for library in ("matplotlib", "jinja2"):
         if find_spec(library) is None:
             raise InputError(f"--report: needs {library}; {install_extra('report')}")
@@ -73,7 +73,7 @@ def make_report(root: Folder, folders: dict[str, RunLog]) -> str:
     if not sum(commit.tokens for commit in commits):
         raise InputError(f"{root.url}: no {'token' if commits else 'shard'} is stored yet")
     try:
-        dataset = ActivationDataset(root.given)
+        dataset = ActivationDataset(root.full_url)
         identity = identity_of(dataset.metadata, METADATA)
         names = [name for name, hook in dataset.shards.hooks.items() if hook.are_activations]
         sample = report_numbers.read_sample(dataset, names)

@@ -68,7 +68,7 @@ class Bucket:
         scheme, _, path = url.partition("://")
         self._bucket, _, self._prefix = path.partition("/")
         self._kind, self._patience = BUCKET_KINDS[scheme], patience
-        self.largest = self._kind.largest
+        self.max_file_bytes = self._kind.max_request_bytes
         self._worked = False  # whether a request has ever succeeded
 
     def entries(self) -> dict[str, FileEntry | None]:

@@ -35,7 +35,7 @@ class BucketKind(NamedTuple):
         store: The obstore class that connects to a bucket.
         settings: Function that gets the bucket in a URL, and returns the arguments of `store` by
             name. It raises ValueError if an environment variable cannot be used.
-        largest: The largest number of bytes that one request may write.
+        max_request_bytes: Largest number of bytes that one request may write.
         permission: The permissions that a run needs, for a message.
         renew: The ways to provide credentials, for a message.
         address: The settings that determine the region and the address, for a message.
@@ -43,7 +43,7 @@ class BucketKind(NamedTuple):
 
     store: Callable[..., Any]
     settings: Callable[[str], dict[str, Any]]
-    largest: int
+    max_request_bytes: int
     permission: str
     renew: str
     address: str

@@ -1,8 +1,9 @@
-"""A folder of files: local, in a bucket, or at any other URL that fsspec knows.
+"""Folder: a folder of files on this machine, in a bucket, or at another URL that fsspec supports.
 
-It lists, reads, deletes and writes files, says which request failed and why, and repeats those that
-may be repeated. A write can be conditional: it creates a file, or replaces a certain version of it.
-This module does not know what the files mean.
+A `Folder` lists, reads, writes and deletes files, and repeats failed requests if that is safe. A
+write can be conditional: it creates a file or replaces a certain version of it, and otherwise
+fails. The requests themselves are sent by local_files.py, bucket.py, and `ForeignFolder` in this
+module. What the files contain is left to the callers.
 """
 
 import os
@@ -35,21 +36,23 @@ from activation_extraction.store.local_files import (
 from activation_extraction.store.sending import Patience, watched
 
 __all__ = ["ANY", "ChangedError", "FileEntry", "Folder", "FolderError"]
-PATIENCE = 300.0  # seconds
-FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0  # seconds between attempts
+PATIENCE = 300.0  # seconds for which a failing request is repeated by default
+FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0  # seconds between the attempts at a request
 UPLOAD_TIMEOUT = "--upload_timeout"  # the flag that sets the patience for a run's bucket
 T = TypeVar("T")
-# gcsfs would ask Google over gRPC for the type of every bucket, and wait minutes for an emulator.
+# Without this setting, gcsfs would ask Google over gRPC for the type of every bucket, and would
+# wait minutes for the answer of an emulator.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 
 class ForeignFolder:
-    """The folder at a URL that fsspec knows, which can be read but not written.
+    """A folder at a URL that fsspec supports, which can be read but not written.
 
-    `LocalFolder` describes the methods. They may raise any exception.
+    The methods do the same as the methods of `LocalFolder` (local_files.py), whose docstrings
+    describe them. They may raise any exception.
     """
 
-    largest = None
+    max_file_bytes = None
 
     def __init__(self, url: str) -> None:
         gcs_options: dict[str, Any] = {"requests_timeout": 120}  # seconds
@@ -57,7 +60,8 @@ class ForeignFolder:
             gcs_options["token"] = "anon"
         options = gcs_options if url.startswith(("gs://", "gcs://")) else {}
         self._fs, path = url_to_fs(url, **options)
-        self._url, self._path = plain_url(url), path.rstrip("/")
+        self._url = plain_url(url)
+        self._path = path.rstrip("/")
 
     def entries(self) -> dict[str, FileEntry | None]:
         self._fs.invalidate_cache()
@@ -66,9 +70,10 @@ class ForeignFolder:
         except (FileNotFoundError, NotADirectoryError):
             return {}
         entries: dict[str, FileEntry | None] = {}
-        for info in listing:
-            name = str(info["name"]).rstrip("/").rpartition("/")[2]
-            entries[name] = FileEntry(int(info["size"])) if info["type"] == "file" else None
+        for listed in listing:
+            file_name = str(listed["name"]).rstrip("/").rpartition("/")[2]
+            is_file = listed["type"] == "file"
+            entries[file_name] = FileEntry(int(listed["size"])) if is_file else None
         return entries
 
     def head(self, name: str) -> FileEntry | None:
@@ -82,7 +87,7 @@ class ForeignFolder:
         if most is not None and (entry := self.head(name)) is not None:
             check_size(entry.size, most)
         start, stop = span or (None, None)
-        # The hub's file system would read ahead, again for every range.
+        # The file system of the Hugging Face hub would read ahead, again for every range.
         no_cache = {"cache_type": "none"} if "hf" in self._fs.protocol else {}
         with suppress(FileNotFoundError):
             path = f"{self._path}/{name}"
@@ -90,68 +95,75 @@ class ForeignFolder:
         return None
 
     def write(self, name: str, *_: Any) -> NoReturn:
-        expected = "expected a local folder, gs://, s3:// or az://"
-        raise InputError(f"{self._url}: {name} cannot be written there; {expected}")
+        raise InputError(
+            f"{self._url}: {name} cannot be written there; expected a local folder, gs://, s3:// "
+            "or az://"
+        )
 
     remove = write
 
 
 class Folder:
-    """A folder. Its methods raise FolderError, and may be called from several threads.
+    """A folder of files on this machine, in a bucket, or at another URL that fsspec supports.
+
+    Methods may be called from several threads. Each of them raises FolderError if its request
+    fails, and repeats a request that fails for a reason that may pass, such as a lost connection.
 
     Args:
-        url: The URL or the path of the folder.
-        patience: Seconds for which a request is retried after its first failure, and for which a
+        url: URL or local path of the folder, which need not exist.
+        patience: Seconds for which a request is repeated after its first failure, and for which a
             write to a bucket may make no progress (sending.py).
-        flag: The flag that sets the patience, for messages.
+        flag: Name of the flag that sets the patience, for messages. "" if there is none.
 
     Attributes:
-        given: The URL as it was given.
-        url: The URL without its secrets, which is the one to print and to store.
+        full_url: URL or path of the folder with any secrets that it contains. It must not be
+            printed or stored.
+        url: URL or path of the folder without secrets, for messages and for files.
+        patience: Seconds for which a request is repeated after its first failure.
+        by_flag: Name of the flag in parentheses, after a space, for messages; "" without a flag.
         local: Whether the folder is on this machine.
-        retries: The number of failed attempts so far.
+        retries: Number of failed attempts so far, over all requests.
     """
 
     def __init__(self, url: str, patience: float = PATIENCE, flag: str = "") -> None:
-        self.given = url.rstrip("/")
-        self.url = plain_url(self.given)
-        self.patience, self._flag = patience, flag
+        self.full_url = url.rstrip("/")
+        self.url = plain_url(self.full_url)
+        self.patience = patience
+        self._flag = flag
         self.by_flag = f" ({flag})" if flag else ""
         self.retries = 0
         self._failing = False  # whether a request has failed since the last success
-        scheme, separator, _ = self.given.partition("://")
+        scheme, separator, _ = self.full_url.partition("://")
         self.local = not separator or scheme in ("file", "local")
         try:
             self._files = self._open(scheme)
-        except Exception as error:  # some file systems connect here, and raise any exception
+        except Exception as error:  # some file systems connect at once, and raise any exception
             raise FolderError(f"{self.url}: {one_line(error)}") from error
 
     def _open(self, scheme: str) -> LocalFolder | Bucket | ForeignFolder:
         if self.local:
-            return LocalFolder(Path(os.path.abspath(local_path(self.given) or "/")))
-        return (
-            Bucket(self.given, self.patience)
-            if scheme in BUCKET_KINDS
-            else ForeignFolder(self.given)
-        )
+            return LocalFolder(Path(os.path.abspath(local_path(self.full_url) or "/")))
+        if scheme in BUCKET_KINDS:
+            return Bucket(self.full_url, self.patience)
+        return ForeignFolder(self.full_url)
 
     def child(self, name: str) -> "Folder":
-        """Returns the folder `name` inside this one; "" means this one."""
+        """Returns the folder `name` inside this folder; this folder itself if `name` is ""."""
         if not name:
             return self
-        return type(self)(f"{self.given}/{name}", self.patience, self._flag)
+        return type(self)(f"{self.full_url}/{name}", self.patience, self._flag)
 
     @property
-    def largest(self) -> int | None:
-        """The largest size in bytes of a file that can be written; None if there is no limit."""
-        return self._files.largest
+    def max_file_bytes(self) -> int | None:
+        """The largest size of a file that can be written, in bytes; None if there is no limit."""
+        return self._files.max_file_bytes
 
     def listing(self) -> dict[str, FileEntry | None]:
         """Lists the folder, sorted by name.
 
         Returns:
-            The size and the version of each file by its name, and None for each folder in this one.
-            Empty if this folder does not exist.
+            A dict by name, with the size and version of each file, and None for each folder inside
+            this folder. It is empty if this folder does not exist.
 
         Raises:
             FolderError: The request failed.
@@ -163,7 +175,7 @@ class Folder:
         return {name: entry.size for name, entry in self.listing().items() if entry is not None}
 
     def head(self, name: str) -> FileEntry | None:
-        """Returns the size and the version of a file; None if there is no such file."""
+        """Returns the size and version of a file; None if there is no such file."""
         return self._retry(f"reading {name}", lambda: self._files.head(name))
 
     def read(
@@ -174,18 +186,18 @@ class Folder:
         Args:
             name: Name of the file.
             version: Version of the file to read. None for the current one.
-            most: Most bytes that the file may have. None for no limit.
+            most: Largest size of the file in bytes, which is checked before the file is read. None
+                for no limit.
 
         Returns:
-            The content; None if there is no such file.
+            The content of the file; None if there is no such file.
 
         Raises:
             ChangedError: The file has another version now.
-            FolderError: The request failed, or the file has more than `most` bytes, which is found
-                before it is read.
+            FolderError: The request failed, or the file has more than `most` bytes.
         """
-        answer = self.read_with_version(name, version, most)
-        return answer and answer[0]
+        content_and_version = self.read_with_version(name, version, most)
+        return content_and_version and content_and_version[0]
 
     def read_with_version(
         self, name: str, version: str | None = None, most: int | None = None
@@ -195,19 +207,22 @@ class Folder:
         Args:
             name: Name of the file.
             version: Version of the file to read. None for the current one.
-            most: Most bytes that the file may have. None for no limit.
+            most: Largest size of the file in bytes, which is checked before the file is read. None
+                for no limit.
 
         Returns:
-            The content, and the version or None if the store has no versions. None instead of both
-            if there is no such file.
+            A tuple of the content and the version of the file, or None if there is no such file.
+            The version is None if the store has no versions.
 
         Raises:
             ChangedError: The file has another version now.
-            FolderError: The request failed, or the file has more than `most` bytes, which is found
-                before it is read.
+            FolderError: The request failed, or the file has more than `most` bytes.
         """
-        answer = self._read(name, version, most, None)
-        return answer and (bytes(answer[0]), answer[1])
+        content_and_version = self._read(name, version, most, None)
+        if content_and_version is None:
+            return None
+        content, current_version = content_and_version
+        return bytes(content), current_version
 
     def read_range(
         self, name: str, start: int, stop: int, version: str | None = None
@@ -222,7 +237,7 @@ class Folder:
             version: Version of the file to read. None for the current one.
 
         Returns:
-            The bytes, which are not copied if a bucket sent them; None if there is no such file.
+            The bytes, as a buffer of obstore if a bucket sent them. None if there is no such file.
 
         Raises:
             ChangedError: The file has another version now.
@@ -230,17 +245,20 @@ class Folder:
         """
         if stop <= start:
             return b""
-        answer = self._read(name, version, None, (start, stop))
-        return answer and answer[0]
+        content_and_version = self._read(name, version, None, (start, stop))
+        return content_and_version and content_and_version[0]
 
-    def _read(self, name: str, *how: Any) -> tuple[Bytes | bytes, str | None] | None:
-        return self._retry(f"reading {name}", lambda: self._files.read(name, *how))
+    def _read(
+        self, name: str, version: str | None, most: int | None, span: tuple[int, int] | None
+    ) -> tuple[Bytes | bytes, str | None] | None:
+        """Does the same as `LocalFolder.read`, and repeats a request that fails."""
+        return self._retry(f"reading {name}", lambda: self._files.read(name, version, most, span))
 
     def patience_for(self, parts: bytes | Sequence[Any]) -> Patience:
         """Returns the time that a write may take from now on, including all retries.
 
         Args:
-            parts: Content of the file that is written.
+            parts: Content of the file that is written, as bytes or as consecutive buffers.
         """
         size = sum(view.nbytes for view in _views(parts))
         return Patience(self.patience, size / MIN_BYTES_PER_SECOND)
@@ -252,48 +270,57 @@ class Folder:
         expected: str | None,
         patience: Patience | None = None,
     ) -> str | None:
-        """Writes a whole file.
+        """Writes a whole file, which creates the file or replaces a version of it.
 
-        Without ANY there is one attempt.
+        A conditional write (`expected` is not ANY) is sent once only. After a lost answer, a second
+        attempt could not tell the first attempt from the write of another process.
 
         Args:
-            name: The name of the file.
-            parts: The content: bytes, or buffers, one after the other.
-            expected: The version to replace; None if there must be no file, so that it is created;
-                ANY to replace whatever is there.
-            patience: The time that is left for the write; None if this is the first attempt.
+            name: Name of the file.
+            parts: Content of the file, as bytes or as consecutive buffers.
+            expected: Version of the file that is replaced. None to create the file, which then must
+                not exist. ANY to create or replace it without a condition.
+            patience: Time that is left for the write. None if this is the first attempt.
 
         Returns:
-            The version of the file; None where the store has no versions.
+            The new version of the file; None if the store has no versions.
 
         Raises:
-            ChangedError: Something else is there, or it cannot be known whether the file was
-                written. Not raised with ANY.
+            ChangedError: `expected` is not ANY, and the file has another version, or it is unknown
+                whether the file was written.
+            FolderError: The write failed for another reason.
         """
-        views, files = _views(parts), self._files
-        left = patience or self.patience_for(parts)
+        views = _views(parts)
+        time_left = patience or self.patience_for(parts)
 
         def send() -> str | None:
-            return files.write(name, views, expected)
+            return self._files.write(name, views, expected)
 
-        def attempt() -> str | None:
-            return watched(send, left, f"{self.url}: writing {name}")
+        def send_watched() -> str | None:
+            return watched(send, time_left, f"{self.url}: writing {name}")
 
-        action = attempt if isinstance(files, Bucket) else send
-        return self._retry(f"writing {name}", action, once=expected != ANY, patience=left)
+        action = send_watched if isinstance(self._files, Bucket) else send
+        return self._retry(f"writing {name}", action, once=expected != ANY, patience=time_left)
 
     def remove(self, name: str) -> None:
-        """Deletes a file if it exists, and repeats the request until it is answered.
+        """Deletes a file if it exists, and repeats the request if it fails.
 
-        Only for a name that is never used again: a repeated request may arrive twice, and late.
+        A repeated request may arrive twice, and late. So the name must never be used again, because
+        the second request could delete a new file.
+
+        Raises:
+            FolderError: The request failed.
         """
         self._retry(f"deleting {name}", lambda: self._files.remove(name))
 
     def remove_once(self, name: str) -> bool:
-        """Deletes a file if it exists, by one request that is never sent again.
+        """Deletes a file if it exists, by one request that is not repeated if it fails.
 
         Returns:
-            Whether the file is gone. If not, it is unknown whether the store will still delete it.
+            Whether the file is gone. If False, the store may still delete the file later.
+
+        Raises:
+            FolderError: The store refused the request.
         """
         try:
             self._retry(f"deleting {name}", lambda: self._files.remove(name), once=True)
@@ -302,9 +329,10 @@ class Folder:
         return True
 
     def check_conditions(self) -> None:
-        """Checks that the store obeys conditions on writes, with a tiny file that it then deletes.
+        """Checks that the store obeys conditions on writes.
 
-        In a store that ignores the conditions, two processes could write the same file.
+        The check writes a tiny file several times, and then deletes it. In a store that ignores the
+        conditions, two processes could write the same file.
 
         Raises:
             InputError: The store ignores the conditions, or a read of a file returns another
@@ -312,31 +340,35 @@ class Folder:
             FolderError: A request failed.
         """
         name = f".write_test_{uuid.uuid4().hex[:8]}"
-        first = self.write(name, b"1", ANY)
+        first_version = self.write(name, b"1", ANY)
         try:
-            second = self.write(name, b"two", ANY)
-            content = self.read_with_version(name)
-            if content is not None and content[1] != second:
+            second_version = self.write(name, b"two", ANY)
+            content_and_version = self.read_with_version(name)
+            if content_and_version is not None and content_and_version[1] != second_version:
                 raise InputError(
                     f"{self.url}: {name} has one ETag where it is written and another one where "
                     "it is read; expected a store in which they are the same, as in Google Cloud "
                     "Storage, S3 and Azure"
                 )
-            for expected in (None, first):
+            for stale_version in (None, first_version):
                 with suppress(ChangedError):
-                    self._retry(f"writing {name}", partial(self._files.write, name, [], expected))
+                    write_again = partial(self._files.write, name, [], stale_version)
+                    self._retry(f"writing {name}", write_again)
                     raise InputError(
                         f"{self.url}: a second write of {name} was not refused: the store ignores "
                         "If-None-Match or If-Match; expected one that obeys them, as Google Cloud "
                         "Storage, S3 and Azure do"
                     )
         except (InputError, FolderError) as error:
-            if not isinstance(error, FolderError) or error.final:  # the store still answers
-                with suppress(Exception):  # the first failure is the one to report
+            # If the store does not answer anymore, a request to delete the file is useless.
+            if not isinstance(error, FolderError) or error.final:
+                with suppress(Exception):  # the failure of the check is the one to report
                     self._files.remove(name)
             raise
         if not self.remove_once(name):
-            log.warning("%s/%s: may be left; it was a test of the store; delete it", self.url, name)
+            log.warning(
+                "%s/%s: this test file may not have been deleted; delete it", self.url, name
+            )
 
     def _retry(
         self,
@@ -345,26 +377,27 @@ class Folder:
         once: bool = False,
         patience: Patience | None = None,
     ) -> T:
-        """Calls `action`, again after each failure that may pass, and returns its result.
+        """Sends a request, repeats it after failures that may pass, and returns its result.
 
-        The first failure since the last success is a warning in the log; later ones are debug
-        messages, so that an outage does not flood the log.
+        The first failure since the last success is logged as a warning. Later failures are logged
+        as debug messages, so that an outage does not flood the log.
 
         Args:
-            request: The name of the request, for messages.
-            action: One attempt.
-            once: Whether a failure that may pass raises ChangedError at once.
-            patience: The time for all attempts; None to let it begin with the first failure.
+            request: Name of the request, such as "reading metadata.json", for messages.
+            action: Function that sends the request once and returns its result.
+            once: Whether to send the request only once. A failure that may pass then raises
+                ChangedError.
+            patience: Time for all attempts. None to let the time begin with the first failure.
 
         Raises:
-            ChangedError: The file is not the version that the request is conditional on, or, with
-                `once`, the only attempt failed.
-            FolderError: A failure is final, or no time is left.
+            ChangedError: The file is not the version that the request is conditional on, or `once`
+                is True and the attempt failed.
+            FolderError: The failure is final, or no time is left for another attempt.
         """
         attempts = Attempts(self, request, patience)
         while True:
             try:
-                answer = action()
+                response = action()
             except (InputError, MemoryError):
                 raise
             except Exception as error:  # a file system or the network may raise any exception
@@ -372,30 +405,32 @@ class Folder:
                 message = f"{self.url}: {request}: {failure}"
                 if isinstance(failure, ChangedError):
                     raise ChangedError(message) from error
-                if failure.final or self.local:  # trying again is useless on this machine
+                if failure.final or self.local:  # a local disk would fail in the same way again
                     raise FolderError(message) from error
                 self.retries += 1
-                again = f"trying again for up to {self.patience:g} s{self.by_flag}"
-                next_step = "looking at what is there now" if once else again
-                level = log.debug if self._failing else log.warning
-                level("%s: %s failed (%s); %s", self.url, request, f"{failure!s:.200}", next_step)
+                next_step = f"trying again for up to {self.patience:g} s{self.by_flag}"
+                if once:
+                    next_step = "looking at what is there now"
+                log_failure = log.debug if self._failing else log.warning
+                shown_failure = f"{failure!s:.200}"
+                log_failure("%s: %s failed (%s); %s", self.url, request, shown_failure, next_step)
                 self._failing = True
                 if once:
                     raise ChangedError(message) from error
                 attempts.failed(failure)
             else:
                 self._failing = False
-                return answer
+                return response
 
 
 class Attempts:
-    """The attempts at one request to a folder.
+    """The attempts at one request to a folder: the pauses between them and the time that is left.
 
     Args:
-        folder: The folder.
-        request: The name of the request, for messages.
-        patience: The time that they may take; None to let the folder's patience begin with the
-            first failure, so that a long transfer which fails at its end is tried again.
+        folder: Folder to which the request is sent.
+        request: Name of the request, for messages.
+        patience: Time for all attempts. None to let the folder's patience begin with the first
+            failure, so that a long transfer that fails at its end is tried again.
     """
 
     def __init__(self, folder: Folder, request: str, patience: Patience | None = None) -> None:
@@ -405,19 +440,22 @@ class Attempts:
         self._pause = FIRST_PAUSE
 
     def failed(self, reason: object) -> None:
-        """Waits before the next attempt, longer each time.
+        """Waits before the next attempt, about twice as long as before the last one.
 
         Args:
-            reason: The reason why the last attempt failed, for the message.
+            reason: Reason why the last attempt failed, for the message.
 
         Raises:
             FolderError: No time is left for another attempt.
         """
-        folder, now = self._folder, time.monotonic()
-        self._patience = patience = self._patience or Patience(folder.patience)
-        if now + self._pause > patience.end:
+        folder = self._folder
+        failure_time = time.monotonic()
+        if self._patience is None:
+            self._patience = Patience(folder.patience)
+        if failure_time + self._pause > self._patience.end:
+            seconds = failure_time - self._patience.began
             raise FolderError(
-                f"{folder.url}: {self._request} kept failing for {now - patience.began:.0f} s"
+                f"{folder.url}: {self._request} kept failing for {seconds:.0f} s"
                 f"{folder.by_flag}: {reason}",
                 final=False,
             )
@@ -429,31 +467,38 @@ class SourceFolder(Folder):
     """A folder of input files, such as a model, which is read through fsspec even in a bucket."""
 
     def _open(self, scheme: str) -> LocalFolder | Bucket | ForeignFolder:
-        return ForeignFolder(self.given)
+        return ForeignFolder(self.full_url)
 
 
 def _views(parts: bytes | Sequence[Any]) -> list[memoryview]:
-    """Returns the bytes of buffers, without empty ones."""
+    """Returns the content of a file as views of its bytes, leaving out empty buffers.
+
+    Args:
+        parts: Content of the file, as bytes or as consecutive buffers.
+    """
     buffers: Sequence[Any] = [parts] if isinstance(parts, bytes) else parts
-    return [memoryview(part).cast("B") for part in buffers if memoryview(part).nbytes]
+    views = [memoryview(buffer) for buffer in buffers]
+    return [view.cast("B") for view in views if view.nbytes]
 
 
 def local_path(url: str) -> str:
-    """Returns the path of a folder on this machine, given as a URL or as a path."""
+    """Returns the local path in a `file://` or `local://` URL; other strings are returned as is."""
     return url.removeprefix("file://").removeprefix("local://")
 
 
 def failure_of(error: Exception) -> FolderError:
-    """Returns an exception of a file system as a FolderError.
+    """Returns a FolderError with the reason in an exception of a file system.
 
-    The error is final if a second attempt would fail in the same way.
+    The FolderError is final if a second attempt would fail in the same way.
     """
     code = str(getattr(error, "code", ""))
     status = int(code) if code.isdigit() else 0
-    reason = f"{one_line(error) if status else reason_of(error):.200}"
+    reason = one_line(error) if status else reason_of(error)
+    reason = f"{reason:.200}"
     if status == 401:
         reason = f"the credentials are missing, invalid or have expired ({reason})"
-    hopeless = FileNotFoundError | PermissionError | ValueError | TypeError | ImportError
-    forbidden = reason.startswith("Forbidden")  # how gcsfs reports status 403
-    refused = status != 0 and meaning_of(status) is not Meaning.MAY_PASS
-    return FolderError(reason, isinstance(error, hopeless) or forbidden or refused)
+    final_types = FileNotFoundError | PermissionError | ValueError | TypeError | ImportError
+    is_forbidden = reason.startswith("Forbidden")  # gcsfs reports HTTP status 403 in this way
+    is_refused = status != 0 and meaning_of(status) is not Meaning.MAY_PASS
+    final = isinstance(error, final_types) or is_forbidden or is_refused
+    return FolderError(reason, final)

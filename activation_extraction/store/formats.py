@@ -1,12 +1,14 @@
-"""The formats of shard files: their names, and how the bytes of a file are made.
+"""The formats of shard files: their names, and the conversion of a shard in memory to bytes.
 
-A compressed shard is cut into blocks of equal size (the last may be smaller). Threads compress each
-block to a gzip member, and the concatenated members are one gzip file. So the bytes depend on
-neither the number of threads nor their timing. They do depend on the version of isal, and may
-depend on the processor family, because isal has different code for some.
+pickle_file.py and safetensors_file.py make the uncompressed bytes of the two formats; this module
+compresses them and computes checksums. A compressed shard is cut into blocks of equal size, except
+for the last one. Threads compress each block to a gzip member, and the concatenated members are one
+gzip file. So the bytes depend on neither the number of threads nor their timing. They do depend on
+the version of isal, and may depend on the processor family, because isal has different code for
+some.
 
-Every file contains the id of the process that wrote it, where readers ignore it (run_log.py says
-why): a gzip file in the comment of its first header.
+Every file contains the id of the process that wrote it, at a place that readers ignore. In a gzip
+file, this is the comment in the first header. run_log.py explains why the id is needed.
 """
 
 import hashlib
@@ -28,18 +30,24 @@ from activation_extraction.store.pickle_file import NUMBER_TYPES, pickle_pieces
 from activation_extraction.store.safetensors_file import safetensors_pieces
 from activation_extraction.store.shard import Shard
 
-# A shard's number as this program writes it in file names; it never writes shard_00001.
+# Regular expression for the number of a shard in a file name: at least four digits, without more
+# leading zeros than needed.
 SHARD_NUMBER = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
-GZIP_BLOCK = 4 * 2**20  # bytes of a block before compression
+GZIP_BLOCK = 4 * 2**20  # size of a block before compression, in bytes
 MIB = 2**20
 COMPRESSION_LEVEL = 1
-GZIP = 31  # the `wbits` of zlib for a gzip header without a time, and a window of 32 KiB
-COMMENT = 16  # the flag of a gzip header that is followed by a comment
-GZIP_HEADER = 10  # bytes of a header, of which the fourth has the flags
+GZIP = 31  # zlib's `wbits` for a gzip header without a time, and a window of 32 KiB
+COMMENT = 16  # flag in a gzip header which says that a comment follows
+GZIP_HEADER = 10  # size of a gzip header in bytes; its fourth byte contains the flags
 
 
 def shard_name(number: int, suffix: str) -> str:
-    """Returns the name of a file of a shard."""
+    """Returns the name of a file of a shard, such as "shard_0007.json".
+
+    Args:
+        number: Number of the shard, from 1.
+        suffix: End of the name, with the dot.
+    """
     return f"shard_{number:04d}{suffix}"
 
 
@@ -53,12 +61,12 @@ class FileFacts:
     """The facts about a file of a shard that the shard's commit records.
 
     Attributes:
-        bytes: Size of the file.
-        sha256: SHA-256 of its content, in hexadecimal digits.
-        version: The version that the store gave to the file. It holds only in the folder at the
-            `url` of the commit. None if the store has no versions.
-        crc32c: CRC-32C of every MiB of the activations, 8 hexadecimal digits each, concatenated;
-            "" for the other files of a shard.
+        bytes: Size of the file in bytes.
+        sha256: SHA-256 of the file's content, in hexadecimal digits.
+        version: Version of the file in the folder at the `url` of the commit; a copy in another
+            folder has another version. None if the store has no versions.
+        crc32c: CRC-32C of every MiB of the file of activations, 8 hexadecimal digits each,
+            concatenated. "" for the other files of a shard.
     """
 
     bytes: int
@@ -68,25 +76,25 @@ class FileFacts:
 
 
 def blocks_of(pieces: Iterable[memoryview], size: int = GZIP_BLOCK) -> Iterator[list[memoryview]]:
-    """Regroups bytes into blocks of equal size.
+    """Divides consecutive bytes into blocks of equal size, without copying them.
 
     Args:
-        pieces: The bytes, piece by piece.
-        size: Bytes of a block.
+        pieces: Consecutive pieces of the bytes, of any sizes.
+        size: Size of a block in bytes.
 
     Yields:
-        The pieces of a block, which are not copied. The last block may be smaller.
+        The consecutive pieces of each block. The last block may be smaller than `size`.
     """
     block: list[memoryview] = []
-    room = size
+    missing_bytes = size
     for piece in pieces:
-        while piece.nbytes > room:
-            yield [*block, piece[:room]]
-            piece = piece[room:]
+        while piece.nbytes > missing_bytes:
+            yield [*block, piece[:missing_bytes]]
+            piece = piece[missing_bytes:]
             block = []
-            room = size
+            missing_bytes = size
         block.append(piece)
-        room -= piece.nbytes
+        missing_bytes -= piece.nbytes
     if block:
         yield block
 
@@ -94,39 +102,45 @@ def blocks_of(pieces: Iterable[memoryview], size: int = GZIP_BLOCK) -> Iterator[
 def gzip_member(block: Sequence[memoryview]) -> list[bytes]:
     """Compresses a block of bytes to a gzip member.
 
+    Args:
+        block: Consecutive pieces of the block.
+
     Returns:
-        The member in pieces, because joining them would hold the GIL.
+        Consecutive pieces of the member. They are not joined, because joining would hold the GIL.
     """
-    packer = isal_zlib.compressobj(COMPRESSION_LEVEL, isal_zlib.DEFLATED, GZIP)
-    return [*map(packer.compress, block), packer.flush()]
+    compressor = isal_zlib.compressobj(COMPRESSION_LEVEL, isal_zlib.DEFLATED, GZIP)
+    return [*map(compressor.compress, block), compressor.flush()]
 
 
 def with_comment(member: Sequence[bytes], comment: str) -> list[bytes]:
-    """Returns a gzip member with a comment in its header.
+    """Returns a gzip member, in pieces, with a comment in its header.
 
     Args:
-        member: The member, in pieces.
-        comment: The comment. Gzip stores it in Latin-1; other characters become question marks.
+        member: Consecutive pieces of the member. The first piece contains the whole header, which
+            has no optional field yet.
+        comment: Comment to insert. Gzip stores it in Latin-1, so characters that Latin-1 lacks
+            become question marks.
     """
-    first, *later = filter(None, member)
-    header = bytearray(first[:GZIP_HEADER])
+    first_piece, *later_pieces = filter(None, member)
+    header = bytearray(first_piece[:GZIP_HEADER])
     header[3] |= COMMENT
-    after_header = first[GZIP_HEADER:]
-    return [bytes(header), comment.encode("latin-1", "replace") + b"\0", after_header, *later]
+    comment_field = comment.encode("latin-1", "replace") + b"\0"
+    return [bytes(header), comment_field, first_piece[GZIP_HEADER:], *later_pieces]
 
 
-class Packed(NamedTuple):
-    """The file of a shard in memory.
+class PackedFile(NamedTuple):
+    """The content of a shard's file of activations, which is to be written.
 
     Attributes:
-        parts: Content of the file, in pieces.
-        facts: Facts about the file for the shard's commit, but for its version.
-        unpacked: Bytes of the content before compression.
+        parts: Consecutive parts of the content.
+        facts: Facts about the file for the shard's commit, without the version, which the file gets
+            when it is written.
+        uncompressed_bytes: Size of the content before compression, in bytes.
     """
 
     parts: list[bytes | memoryview]
     facts: FileFacts
-    unpacked: int
+    uncompressed_bytes: int
 
 
 @dataclass(frozen=True)
@@ -134,47 +148,47 @@ class ShardFormat:
     """A format of shard files.
 
     Attributes:
-        suffix: The end of a file's name.
-        pieces: Returns the uncompressed bytes of a shard, given the shard and the id of the process
-            that writes it ("" to leave the id out).
-        compressed: Whether the bytes are gzipped.
+        suffix: End of the names of files in this format, such as ".pkl.gz".
+        pieces: Function that takes a shard and the id of the process that writes the file, and
+            returns consecutive pieces of the uncompressed bytes. The id "" is left out.
+        compressed: Whether the bytes are compressed with gzip.
     """
 
     suffix: str
     pieces: Callable[[Shard, str], list[memoryview]]
     compressed: bool = False
 
-    def pack(self, shard: Shard, threads: Executor, writer: str = "") -> Packed:
-        """Returns the file of a shard.
+    def pack(self, shard: Shard, threads: Executor, writer: str = "") -> PackedFile:
+        """Returns the file of activations of a shard, in memory.
 
         Args:
-            shard: The shard, whose values are in the stored form.
-            threads: The threads that compress.
-            writer: The id of the process that writes the file; "" to leave it out.
+            shard: Shard, whose values are in the stored form (hook_values.py).
+            threads: Threads that compress blocks of the file.
+            writer: Id of the process that writes the file; "" to leave it out.
         """
         pieces = self.pieces(shard, "" if self.compressed else writer)
-        written: Iterable[bytes | memoryview] = pieces
+        file_parts: Iterable[bytes | memoryview] = pieces
         if self.compressed:
             members = iter(threads.map(gzip_member, blocks_of(pieces)))
             if writer:
                 members = chain([with_comment(next(members), writer)], members)
-            written = chain.from_iterable(members)
+            file_parts = chain.from_iterable(members)
         parts: list[bytes | memoryview] = []
         digest = hashlib.sha256()
-        for part in written:
+        for part in file_parts:
             digest.update(part)
             parts.append(part)
-        crcs = [
-            reduce(lambda crc, piece: crc32c(piece, crc), block, 0)
-            for block in blocks_of(map(memoryview, parts), MIB)
-        ]
-        size = sum(memoryview(part).nbytes for part in parts)
-        crc_digits = "".join(f"{crc:08x}" for crc in crcs)
-        facts = FileFacts(size, digest.hexdigest(), crc32c=crc_digits)
-        return Packed(parts, facts, unpacked=sum(piece.nbytes for piece in pieces))
+        crc_digits = ""
+        for mebibyte in blocks_of(map(memoryview, parts), MIB):
+            crc = reduce(lambda crc, piece: crc32c(piece, crc), mebibyte, 0)
+            crc_digits += f"{crc:08x}"
+        file_bytes = sum(memoryview(part).nbytes for part in parts)
+        facts = FileFacts(file_bytes, digest.hexdigest(), crc32c=crc_digits)
+        return PackedFile(parts, facts, sum(piece.nbytes for piece in pieces))
 
 
-DTYPES = {np.dtype(code).name for code in NUMBER_TYPES}  # of values that are stored as they are
+# Dtypes of values that shards can store without encoding them.
+DTYPES = {np.dtype(code).name for code in NUMBER_TYPES}
 PICKLE = ShardFormat(".pkl", pickle_pieces)
 GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, compressed=True)
 SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces)
@@ -187,9 +201,9 @@ def chosen_format(name: str, compress: bool) -> ShardFormat:
     """Returns the format in which a run stores its shards.
 
     Args:
-        name: Value of --shard_format.
+        name: Value of --shard_format, "pickle" or "safetensors".
         compress: Whether to compress pickles with gzip. Safetensors are never compressed, because
-            they are read by ranges.
+            readers read ranges of them.
 
     Raises:
         InputError: There is no format with this name.
@@ -201,7 +215,7 @@ def chosen_format(name: str, compress: bool) -> ShardFormat:
     return GZIP_PICKLE if compress else PICKLE
 
 
-def format_of(file: str) -> ShardFormat | None:
-    """Returns the format of a shard file, by its name; None for any other file."""
-    match = SHARD_FILE.fullmatch(file)
+def format_of(file_name: str) -> ShardFormat | None:
+    """Returns the format of a file of activations, from its name; None for any other file."""
+    match = SHARD_FILE.fullmatch(file_name)
     return BY_SUFFIX[match[1]] if match else None

@@ -1,27 +1,30 @@
-"""HookValues: the values of tokens at a hook, and how shards hold them.
+"""HookValues: the values of tokens at a hook, and their representation in shards.
 
-There are three kinds of values, with a class each: `DenseValues` are numbers that are stored as
-they are, `Float8Values` are activations in one byte per value, and `CodeValues` are the active
-features of an autoencoder. An object of such a class describes a hook and has the functions that
-writers, readers, statistics and --verify apply to its values; nothing else depends on the kind of a
-hook. `Identity.hook_values` chooses the class.
+There are three kinds of values, with a class each: `DenseValues` are numbers that are stored
+without encoding, `Float8Values` are activations in one byte per value, and `CodeValues` are the
+active features of an autoencoder. An object of such a class describes one hook. It has the
+functions that writers, readers, statistics and --verify apply to the values at the hook; no other
+module depends on the kind of a hook. `Identity.hook_values` chooses the class.
 
-The values of some tokens have up to three forms:
+The values of some tokens at a hook have up to three forms:
 
-  rows         an array with a row for each token. A step returns rows, and batches shuffle them.
-               Codes are records of int32 there (common/codes.py).
-  user's form  what users read: an array (tokens, width), or Codes.
-  stored form  what a shard in memory has: an array, a Float8Array, or Codes.
+  rows         An array with one row per token. A step of the model returns rows, and readers
+               shuffle rows into batches. For codes, a row is an int32 record (common/codes.py).
+  user's form  The values as users of `ActivationDataset` get them: an array (tokens, width), or
+               `Codes`.
+  stored form  The values in a shard in memory, ready to be written: an array (tokens, width), a
+               `Float8Array` or `Codes`.
 
-Shapes have the axes (tokens, width) unless a docstring gives others.
+`width` is the number of values of a token at the hook; for codes, the number of all features of the
+autoencoder.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import reduce
-from itertools import chain
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -44,38 +47,48 @@ from activation_extraction.store.statistics import (
     sums_of,
 )
 
-Key = int | str  # a hook's name in pickles: its layer number, or the name the user asked for
-Values = np.ndarray | Codes  # the values of some tokens at a hook, in the user's form
+Key = int | str  # name of a hook in pickles: its layer number, or the name the user asked for
+Values = np.ndarray | Codes  # values of some tokens at a hook, in the user's form
 Shape = tuple[int, ...]
-SCALE = ".scale"  # follows the name of a hook in the name of the tensor with its scales
+SCALE = ".scale"  # end of the name of the tensor with the scales of a hook
 FLOATS: np.dtype = np.dtype(np.float32)
-GROUP_BYTES = 32 * 2**20  # size of the values that a thread handles at a time
-MEASURED = 1024  # most tokens of each kind in a shard whose encoding errors are measured
-TIE = 2  # numbers that differ if two nearly equal ones change places, which is always allowed
+GROUP_BYTES = 32 * 2**20  # bytes of values at a hook that a thread processes at a time
+MAX_MEASURED = 1024  # limit per shard and kind of token: tokens whose encoding errors are measured
+# Integers or features of a sample that may always differ: as many as differ if two nearly equal
+# numbers change places in an order.
+TIE = 2
 
 
 class TensorFile(Protocol):
     """A file of named tensors whose rows can be read, such as SafetensorsFile."""
 
     def begin_rows(self, name: str, start: int, stop: int) -> Callable[[], np.ndarray]:
-        """Asks for consecutive rows of a tensor, and returns a function that waits for them.
+        """Begins to read consecutive rows of a tensor.
 
         Args:
             name: Name of the tensor.
-            start: Number of the first row.
-            stop: Number of the row after the last one.
+            start: Index of the first row.
+            stop: Index of the row after the last one.
+
+        Returns:
+            A function that waits for the rows and returns them, in an array with the dtype and the
+            other axes of the tensor.
         """
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How much recomputed values of a sample may differ from the stored ones.
+    """The largest differences between stored and recomputed values of a sample that are allowed.
+
+    Relative errors are the norm of the difference divided by the norm of the sample's values at a
+    hook.
 
     Attributes:
-        computed: Error of computing, relative to the norm of the sample's values.
-        rounded: Error of rounding activations to the dtype in which they are stored, relative to
-            the same norm.
-        share: Share of the sample's integers, or of its active features, that may differ.
+        computed: Largest relative error of computing the values again.
+        rounded: Largest relative error of rounding activations to the dtype in which they are
+            stored.
+        share: Largest share of a sample's integers, or of its active features, that may differ,
+            from 0 to 1.
     """
 
     computed: float
@@ -84,25 +97,28 @@ class Tolerance:
 
     @property
     def activations(self) -> float:
-        """Largest relative error of recomputed activations: those of computing and of rounding."""
+        """The largest relative error of activations, from both computing and rounding."""
         return self.computed + self.rounded
 
     def different_numbers(self, count: int) -> int:
-        """Returns how many of `count` integers or features may differ."""
+        """Returns the largest number of integers or features, out of `count`, that may differ."""
         return max(int(self.share * count), TIE)
 
 
 @dataclass(frozen=True)
 class HookValues(ABC):
-    """Describes the values at one hook of a run. The module's docstring defines their forms.
+    """The description of one hook of a run, with the functions for the values at this hook.
+
+    Values are passed as rows, in the user's form, or in the stored form, which the docstring of the
+    module defines.
 
     Attributes:
-        key: Name of the hook in pickles: its layer number, or the name that the user chose.
+        key: Name of the hook in pickles: its layer number, or the name that the user asked for.
         name: Full name of the hook.
-        width: Number of values of a token; of codes, the number of all features. 0 if it is not
-            known yet, because a program with a loop of its own has stored no sample.
-        stored_dtype: Dtype of the values in files; "" if the identity of a program with a loop of
-            its own leaves it to the samples.
+        width: Number of values of a token; for codes, number of all features. 0 if it is not known
+            yet, because a program with a loop of its own has not stored a sample.
+        stored_dtype: Name of the dtype of the values in files. "" if the first sample of a program
+            with a loop of its own determines the dtype.
     """
 
     key: Key
@@ -110,29 +126,29 @@ class HookValues(ABC):
     width: int
     stored_dtype: str
 
-    # Members that describe the values.
+    # These members describe the values.
 
     @property
     @abstractmethod
     def dtype(self) -> np.dtype:
-        """The dtype of the values in the user's form, unless the reader asks for another dtype."""
+        """The dtype of the values in the user's form. Readers may ask for another dtype."""
 
     @property
     @abstractmethod
     def are_activations(self) -> bool:
         """Whether the values are activations.
 
-        Only activations have norms that batches may limit, and can be read in another dtype than
-        `dtype`.
+        Readers convert only activations to another dtype, and leave out tokens with large norms
+        only by the norms of activations.
         """
 
     @property
     @abstractmethod
     def is_array(self) -> bool:
-        """Whether the user's form is an array.
+        """Whether the user's form is an array, not `Codes`.
 
-        Only arrays can be stored by a program with a loop of its own, and have sums in the
-        statistics file of a shard.
+        Programs with a loop of their own can only store arrays. The statistics file of a shard only
+        contains the sums of hooks with arrays.
         """
 
     @property
@@ -140,7 +156,7 @@ class HookValues(ABC):
     def most_values(self) -> int:
         """The largest number of values that are stored for a token."""
 
-    # Members with which shards are written.
+    # These members are used to write shards.
 
     @property
     @abstractmethod
@@ -149,109 +165,122 @@ class HookValues(ABC):
 
     @property
     def in_pickles(self) -> bool:
-        """Whether pickles can hold the values. Safetensors can hold the values of every kind."""
+        """Whether pickles can contain the values. Safetensors can contain every kind of values."""
         return True
 
     @property
     @abstractmethod
     def is_encoded(self) -> bool:
-        """Whether `encode` makes other arrays, so that values are in memory twice meanwhile."""
+        """Whether `encode` makes new arrays, so that both old and new arrays need memory."""
 
     def stored_as(self, dtype: str) -> str:
-        """Returns the dtype in which values of some dtype are stored."""
+        """Returns the name of the dtype in files for values of a dtype in memory.
+
+        Args:
+            dtype: Name of the dtype in memory.
+        """
         return dtype
 
     def for_shard(self, rows: np.ndarray) -> Any:
-        """Returns the values of a sample as they wait for their shard.
+        """Returns the values of a sample as they are kept in memory until their shard is full.
 
         Args:
-            rows: The rows of the sample's tokens.
+            rows: Rows of the sample's tokens.
 
         Returns:
-            The values in the stored form, but for those that `encode` still has to encode.
+            The values in the stored form. If `is_encoded`, the rows, which `encode` will convert to
+            the stored form.
         """
         return rows
 
     @abstractmethod
     def bytes_of(self, values: Any) -> int:
-        """Returns how many bytes a shard has, before compression, for the values of a sample.
+        """Returns the number of bytes that a sample adds to a shard at this hook.
+
+        It is the size before compression. If the values are arrays, a sample without tokens counts
+        as one token.
 
         Args:
-            values: The values, as `for_shard` returns them. A sample without tokens counts as one
-                token if values are arrays.
+            values: Values of the sample, as `for_shard` returns them.
         """
 
     def encode(
         self, samples: list[Any], positions: Sequence[np.ndarray], threads: Executor
     ) -> tuple[list[Any], Errors]:
-        """Encodes the values of the samples of a shard.
+        """Converts the values of the samples of a shard to the stored form.
 
         Args:
-            samples: The values of each sample, as `for_shard` returns them.
-            positions: The positions of each sample's tokens, int32 (tokens,).
-            threads: The threads that encode.
+            samples: Values of each sample, as `for_shard` returns them.
+            positions: Positions of each sample's tokens, int32 (tokens,).
+            threads: Threads that encode groups of samples.
 
         Returns:
-            The values of each sample in the stored form, and the errors of encoding some of the
-            tokens; no errors if nothing is encoded.
+            A tuple of the values of each sample in the stored form, and the encoding errors of some
+            of the tokens. The errors are an empty dict if nothing is encoded.
         """
         return samples, {}
 
     @abstractmethod
     def sums(self, samples: Sequence[Any], positions: Sequence[np.ndarray]) -> Sums | SumsOfCodes:
-        """Returns the sums over the tokens of some samples, at least one.
+        """Returns the sums of the values over all tokens of some samples.
 
         Args:
-            samples: The values of each sample in the stored form.
-            positions: The positions of each sample's tokens, int32 (tokens,).
+            samples: Values of each sample in the stored form; at least one sample.
+            positions: Positions of each sample's tokens, int32 (tokens,).
         """
 
     def to_json(self, values: Any) -> dict[str, Any]:
-        """Returns the entry of the hook in the JSON of a shard, without the statistics.
+        """Returns the description of the hook in the JSON of a shard, without the statistics.
 
         Args:
-            values: The values of a sample of the shard in the stored form.
+            values: Values of one sample of the shard in the stored form.
+
+        Returns:
+            A dict with "key", "name", "width", "dtype" and "scale". The scale is None if the values
+            have no scales, otherwise the number of values that share a scale.
         """
         width, dtype = values.shape[1], values.dtype.name
         return {"key": self.key, "name": self.name, "width": width, "dtype": dtype, "scale": None}
 
     @abstractmethod
     def tensors(self, samples: Sequence[Any]) -> dict[str, list[np.ndarray]]:
-        """Returns the tensors of a safetensors shard for the hook, by name.
+        """Returns the tensors of a safetensors shard at this hook.
 
         Args:
-            samples: The values of each sample in the stored form.
+            samples: Values of each sample in the stored form.
 
         Returns:
-            The parts of each tensor, which follow one another in the file.
+            The consecutive parts of each tensor, by the name of the tensor.
         """
 
     @abstractmethod
     def record(self, values: Any) -> dict[str, np.ndarray]:
-        """Returns the fields with values in a pickle's record of a sample.
+        """Returns the fields of a record in a pickle that contain the values of a sample, by name.
 
         Args:
-            values: The values of the sample in the stored form.
+            values: Values of the sample in the stored form.
         """
 
-    # Members with which shards are read.
+    # These members are used to read shards.
 
     @abstractmethod
     def from_record(self, record: Mapping[str, Any]) -> Any:
-        """Returns the values in a pickle's record, in the stored form.
+        """Returns the values in a record of a pickle, in the stored form.
 
         Args:
-            record: The record of a sample.
+            record: Record of a sample.
 
         Raises:
-            KeyError, TypeError, AttributeError, ValueError: The record lacks fields, or they are
-                inconsistent.
+            KeyError: The record lacks a field.
+            TypeError: A field has a value of another type.
+            AttributeError: A field has a value of another type.
+            ValueError: The fields are inconsistent.
         """
 
     @property
     @abstractmethod
     def row(self) -> np.dtype:
-        """The dtype and the shape of a token's row."""
+        """The NumPy dtype of a row, a subarray dtype with the shape of the row."""
 
     @property
     @abstractmethod
@@ -260,60 +289,73 @@ class HookValues(ABC):
 
     @abstractmethod
     def expected_tensors(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
-        """Returns the dtype and the shape of tensors of the hook, by name.
+        """Returns the tensors that a safetensors shard must have at this hook.
 
-        Only tensors whose shape follows from the number of tokens are contained.
+        Tensors whose shape does not follow from the number of tokens are left out.
 
         Args:
-            tokens: The number of tokens in the shard.
+            tokens: Number of tokens in the shard.
+
+        Returns:
+            A tuple of the dtype and the shape of each tensor, by the name of the tensor.
         """
 
     @abstractmethod
     def begin_rows(
         self, file: TensorFile, start: int, stop: int, dtype: Any = None
     ) -> Callable[[], np.ndarray]:
-        """Asks for the rows of consecutive tokens, and returns a function that waits for them.
+        """Begins to read the rows of consecutive tokens.
 
         Args:
-            file: The file of a shard.
-            start: Offset of the first token in the shard.
-            stop: Offset of the token after the last one. Nothing is read if there are no tokens.
+            file: File of a shard.
+            start: Index of the first token in the shard.
+            stop: Index of the token after the last one. If it equals `start`, nothing is read.
             dtype: Dtype to which encoded activations are decoded. None for the hook's `dtype`.
                 Values that are not encoded are returned in the stored dtype.
+
+        Returns:
+            A function that waits for the rows and returns them, an array with one row per token.
         """
 
     def for_user(self, rows: np.ndarray) -> Values:
-        """Returns rows in the user's form."""
+        """Returns values in the user's form.
+
+        Args:
+            rows: The values as rows.
+        """
         return rows
 
-    # The comparison of stored values with recomputed ones, for --verify.
+    # This member is used by --verify to compare stored values with recomputed values.
 
     @abstractmethod
     def differences(
         self, stored: Any, recomputed: Any, positions: np.ndarray, tolerance: Tolerance
     ) -> Iterator[str]:
-        """Yields a message on each difference of a sample's values that is not allowed.
+        """Yields a message for each difference between a sample's values that is not allowed.
 
         Args:
-            stored: The stored values in the user's form.
-            recomputed: The recomputed values in the user's form.
-            positions: The positions of the tokens, int32 (tokens,).
-            tolerance: The differences that are allowed.
+            stored: Stored values of the sample in the user's form.
+            recomputed: Recomputed values of the sample in the user's form.
+            positions: Positions of the sample's tokens, int32 (tokens,).
+            tolerance: Largest differences that are allowed.
         """
 
 
 @dataclass(frozen=True)
 class DenseValues(HookValues):
-    """Values that are stored as they are: one tensor, `NAME`, of the dtype of the hook.
+    """A hook whose values are stored without encoding.
+
+    A safetensors shard contains one tensor, which has the full name of the hook and the shape
+    (tokens, width).
 
     Attributes:
-        content: What the values are:
+        content: Meaning of the values:
 
-            activations: Activations in the dtype of the run.
-            integers: Numbers of experts or of tokens, int32. They have no statistics.
-            loss: The loss at each token, float32, width 1. The first token of a sample has no
-                loss, and its value is NaN.
-            numbers: Entropies, log-probabilities and the like, float32.
+            activations: Activations in the dtype in which the run stores them.
+            integers: Indices of experts, or token ids, int32. They have no statistics.
+            loss: Loss at each token, float32, width 1. The first token of a sample has no loss, so
+                its value is NaN.
+            numbers: Other float32 numbers, such as entropies and log-probabilities.
     """
 
     content: Literal["activations", "integers", "loss", "numbers"] = "activations"
@@ -342,18 +384,24 @@ class DenseValues(HookValues):
     def sums(self, samples: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> Sums:
         if self.content == "integers":
             return Sums.zeros(samples[0].shape[1])
-        values, all_positions = np.concatenate(samples), np.concatenate(positions)
+        values = np.concatenate(samples)
+        all_positions = np.concatenate(positions)
         if self.content == "loss":
-            defined = self._has_loss(values, all_positions)
-            values, all_positions = values[defined], all_positions[defined]
+            has_loss = self._has_loss(values, all_positions)
+            values = values[has_loss]
+            all_positions = all_positions[has_loss]
         return sums_of(values.__getitem__, values.shape[1], all_positions)
 
     @staticmethod
     def _has_loss(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Returns which tokens have a loss, bool (tokens,).
+        """Returns a mask of the tokens that have a loss, bool (tokens,).
 
-        The first token of a sample counts only if its loss is a number. Every other token counts,
-        because a NaN there is an error that must stay visible.
+        The first token of a sample has a loss only if its value is not NaN. Every other token has
+        one, because NaN there is an error, which statistics and --verify must show.
+
+        Args:
+            values: Value of each token, float32 (tokens, 1).
+            positions: Position of each token in its sample, int32 (tokens,).
         """
         return (positions != 0) | ~np.isnan(values).any(axis=1)
 
@@ -393,26 +441,28 @@ class DenseValues(HookValues):
         tolerance: Tolerance,
     ) -> Iterator[str]:
         if self.content == "integers":
-            different = int((recomputed != stored).sum())
+            difference_count = int((recomputed != stored).sum())
             allowed = tolerance.different_numbers(stored.size)
-            if different > allowed:
-                yield f"{different} of its {stored.size} numbers differ (allowed: {allowed})"
+            if difference_count > allowed:
+                yield f"{difference_count} of its {stored.size} numbers differ (allowed: {allowed})"
             return
-        before, now = stored.astype(np.float64), recomputed.astype(np.float64)
         if self.content == "loss":
-            defined = self._has_loss(before, positions) | self._has_loss(now, positions)
-            before, now = before[defined], now[defined]
-        # Values other than activations are stored in the dtype in which they are computed.
+            has_loss = self._has_loss(stored, positions) | self._has_loss(recomputed, positions)
+            stored = stored[has_loss]
+            recomputed = recomputed[has_loss]
+        # Values other than activations are stored in the dtype in which they are computed, so they
+        # have no error of rounding.
         limit = tolerance.activations if self.are_activations else tolerance.computed
-        yield from _different_norm(before, now, limit)
+        yield from _norm_difference(stored, recomputed, limit)
 
 
 @dataclass(frozen=True)
 class Float8Values(HookValues):
-    """Activations in one byte per value (common/encodings.py), which only safetensors can store.
+    """A hook with activations in one byte per value, which only safetensors shards can contain.
 
-    Two tensors hold them: `NAME` the values, e4m3 (tokens, width), and `NAME.scale` the scale of
-    each token, float32 (tokens, 1).
+    common/encodings.py defines the encoding. A shard contains two tensors: `NAME` contains the
+    values, e4m3 (tokens, width), and `NAME.scale` the scale of each token, float32 (tokens, 1).
+    NAME is the full name of the hook.
     """
 
     stored_dtype: str = VALUES.name
@@ -441,22 +491,27 @@ class Float8Values(HookValues):
     ) -> tuple[list[Float8Array], Errors]:
         offsets = np.cumsum([0, *map(len, samples)], dtype=np.int64)
         are_sinks = np.concatenate(positions) == 0
-        measured = _every_nth(are_sinks) | _every_nth(~are_sinks)
+        are_measured = _evenly_chosen(are_sinks) | _evenly_chosen(~are_sinks)
 
         def encode_group(group: slice) -> tuple[list[Float8Array], np.ndarray]:
-            first, *starts, stop = offsets[group.start : group.stop + 1]
-            x = np.concatenate(samples[group])
-            encoded = Float8Array.of(x)
-            chosen = measured[first:stop]
-            errors = relative_errors(x[chosen], encoded[chosen].decode())
-            return encoded.split(np.array(starts, np.int64) - first), errors
+            group_offsets = offsets[group.start : group.stop + 1]
+            group_start, group_stop = group_offsets[[0, -1]]
+            activations = np.concatenate(samples[group])
+            encoded = Float8Array.of(activations)
+            measured = are_measured[group_start:group_stop]
+            token_errors = relative_errors(activations[measured], encoded[measured].decode())
+            return encoded.split(group_offsets[1:-1] - group_start), token_errors
 
-        groups = list(threads.map(encode_group, groups_of(samples)))
-        errors = np.concatenate([errors for _, errors in groups])
-        of_sinks = are_sinks[measured]
-        return list(chain.from_iterable(encoded for encoded, _ in groups)), {
-            "sinks": EncodingError.of(errors[of_sinks]),
-            "others": EncodingError.of(errors[~of_sinks]),
+        encoded_samples: list[Float8Array] = []
+        errors_by_group: list[np.ndarray] = []
+        for group_samples, group_errors in threads.map(encode_group, groups_of(samples)):
+            encoded_samples += group_samples
+            errors_by_group.append(group_errors)
+        errors = np.concatenate(errors_by_group)
+        measured_sinks = are_sinks[are_measured]
+        return encoded_samples, {
+            "sinks": EncodingError.of(errors[measured_sinks]),
+            "others": EncodingError.of(errors[~measured_sinks]),
         }
 
     def sums(self, samples: Sequence[Float8Array], positions: Sequence[np.ndarray]) -> Sums:
@@ -512,19 +567,21 @@ class Float8Values(HookValues):
         positions: np.ndarray,
         tolerance: Tolerance,
     ) -> Iterator[str]:
-        before, now = stored.astype(np.float64), recomputed.astype(np.float64)
-        yield from _different_norm(before, now, tolerance.activations)
+        yield from _norm_difference(stored, recomputed, tolerance.activations)
 
 
 @dataclass(frozen=True)
 class CodeValues(HookValues):
-    """The codes of an autoencoder: `Codes`, of which only the active features are stored.
+    """A hook with the codes of an autoencoder: the active features of each token.
 
-    A safetensors shard has five tensors, `NAME.ids`, `.values`, `.offsets`, `.error` and `.norm`,
-    and the record of a pickle five fields of these names: the arrays of `Codes` by ARRAYS.
+    A safetensors shard contains five tensors, `NAME.ids`, `NAME.values`, `NAME.offsets`,
+    `NAME.error` and `NAME.norm`, where NAME is the full name of the hook. A record in a pickle
+    contains fields named "ids", "values" and so on. They are the arrays of `Codes`, which
+    common/codes.py describes.
 
     Attributes:
-        most: Largest number of features stored for a token. 0 if values are written but not read.
+        most: Largest number of features stored for a token. 0 in a process that writes codes, which
+            does not need this number.
     """
 
     most: int
@@ -548,8 +605,7 @@ class CodeValues(HookValues):
         return values.nbytes
 
     def sums(self, samples: Sequence[Codes], positions: Sequence[np.ndarray]) -> SumsOfCodes:
-        pairs = zip(samples, positions, strict=True)
-        return reduce(SumsOfCodes.merge, (self._sums_of_sample(*pair) for pair in pairs))
+        return reduce(SumsOfCodes.merge, map(self._sums_of_sample, samples, positions))
 
     @staticmethod
     def _sums_of_sample(codes: Codes, positions: np.ndarray) -> SumsOfCodes:
@@ -566,9 +622,10 @@ class CodeValues(HookValues):
     def from_record(self, record: Mapping[str, Any]) -> Codes:
         arrays = {field: np.asarray(record[array]) for array, field in ARRAYS.items()}
         codes = Codes(**arrays, features=record["shape"][1])
-        first, last = codes.indptr[[0, -1]].tolist()
-        lengths = {last, len(codes.indices), len(codes.data)}
-        if first != 0 or len(lengths) != 1 or (np.diff(codes.indptr) < 0).any():
+        first_offset, last_offset = codes.indptr[[0, -1]].tolist()
+        feature_counts = {last_offset, len(codes.indices), len(codes.data)}
+        is_ascending = (np.diff(codes.indptr) >= 0).all()
+        if first_offset != 0 or len(feature_counts) != 1 or not is_ascending:
             raise ValueError(f"sample {record['sample_idx']}: its codes do not fit their offsets")
         return codes
 
@@ -593,14 +650,15 @@ class CodeValues(HookValues):
         if start == stop:
             return lambda: np.empty(0, self.row)
         offsets = file.begin_rows(f"{self.name}.offsets", start, stop + 1)()
-        first, last = offsets[[0, -1]].tolist()
-        ids = file.begin_rows(f"{self.name}.ids", first, last)
-        values = file.begin_rows(f"{self.name}.values", first, last)
+        first_feature, end_feature = offsets[[0, -1]].tolist()
+        ids = file.begin_rows(f"{self.name}.ids", first_feature, end_feature)
+        values = file.begin_rows(f"{self.name}.values", first_feature, end_feature)
         errors = file.begin_rows(f"{self.name}.error", start, stop)
         norms = file.begin_rows(f"{self.name}.norm", start, stop)
 
         def wait() -> np.ndarray:
-            codes = Codes(offsets - first, ids(), values(), errors(), norms(), self.width)
+            local_offsets = offsets - first_feature
+            codes = Codes(local_offsets, ids(), values(), errors(), norms(), self.width)
             return codes.records(self.most)
 
         return wait
@@ -611,70 +669,88 @@ class CodeValues(HookValues):
     def differences(
         self, stored: Codes, recomputed: Codes, positions: np.ndarray, tolerance: Tolerance
     ) -> Iterator[str]:
-        """Compares the features, norms and errors of reconstruction.
+        """Compares active features, their values, norms, and errors of reconstruction.
 
-        Values are compared for the features that both codes contain.
+        Values are compared only for the features that are active in both codes.
         """
-        before, now = (
-            np.repeat(np.arange(len(codes)), np.diff(codes.indptr)) * self.width + codes.indices
-            for codes in (stored, recomputed)
+        stored_features = self._flat_features(stored)
+        recomputed_features = self._flat_features(recomputed)
+        common_features, stored_indices, recomputed_indices = np.intersect1d(
+            stored_features, recomputed_features, assume_unique=True, return_indices=True
         )
-        both, at_before, at_now = np.intersect1d(
-            before, now, assume_unique=True, return_indices=True
-        )
-        different = len(before) + len(now) - 2 * len(both)
-        allowed = tolerance.different_numbers(len(before))
-        if different > allowed:
-            yield f"{different} of its {len(before)} features differ (allowed: {allowed})"
-        pairs = {
-            "values": (stored.data[at_before], recomputed.data[at_now]),
+        stored_count = len(stored_features)
+        difference_count = stored_count + len(recomputed_features) - 2 * len(common_features)
+        allowed = tolerance.different_numbers(stored_count)
+        if difference_count > allowed:
+            yield f"{difference_count} of its {stored_count} features differ (allowed: {allowed})"
+        compared_arrays = {
+            "values": (stored.data[stored_indices], recomputed.data[recomputed_indices]),
             "norms": (stored.norm, recomputed.norm),
             "errors": (_root(stored.error), _root(recomputed.error)),
         }
-        # The product with the encoder and the difference from the reconstruction add to the error.
+        # Codes may differ twice as much as activations, because the product with the encoder and
+        # the difference from the reconstruction add to the error.
         limit = 2 * tolerance.activations
-        for name, (x, y) in pairs.items():
-            error = _relative_error(x.astype(np.float64), y.astype(np.float64))
+        for quantity, (stored_array, recomputed_array) in compared_arrays.items():
+            error = _relative_error(stored_array, recomputed_array)
             if not error <= limit:
-                yield f"its {name} differ by {error:.2g} of their norm (allowed: {limit:g})"
+                yield f"its {quantity} differ by {error:.2g} of their norm (allowed: {limit:g})"
+
+    def _flat_features(self, codes: Codes) -> np.ndarray:
+        """Returns a number for each active feature of each token, int64 (active features,).
+
+        It is the index of the feature in the flattened array (tokens, width) of all features.
+        """
+        tokens = np.repeat(np.arange(len(codes)), np.diff(codes.indptr))
+        return tokens * self.width + codes.indices
 
 
 def groups_of(samples: Iterable[Any]) -> Iterator[slice]:
-    """Yields groups of consecutive samples that have about GROUP_BYTES at a hook together.
-
-    A thread handles a group at a time.
+    """Divides the samples of a shard into groups, which threads process one at a time.
 
     Args:
-        samples: The values of each sample, in any form.
+        samples: Values of each sample at one hook, in any form.
+
+    Yields:
+        Slices of consecutive samples whose values have about GROUP_BYTES bytes together.
     """
-    begin = size = stop = 0
+    group_start = group_bytes = stop = 0
     for stop, values in enumerate(samples, 1):
-        size += values.nbytes
-        if size >= GROUP_BYTES:
-            yield slice(begin, stop)
-            begin, size = stop, 0
-    if begin < stop:
-        yield slice(begin, stop)
+        group_bytes += values.nbytes
+        if group_bytes >= GROUP_BYTES:
+            yield slice(group_start, stop)
+            group_start = stop
+            group_bytes = 0
+    if group_start < stop:
+        yield slice(group_start, stop)
 
 
-def _every_nth(mask: np.ndarray) -> np.ndarray:
-    """Returns a mask of every n-th element that is True, so that at most MEASURED are left."""
+def _evenly_chosen(mask: np.ndarray) -> np.ndarray:
+    """Returns a mask of at most MAX_MEASURED of the tokens in a mask, at equal intervals.
+
+    Args:
+        mask: Mask to choose tokens from, bool (tokens,).
+    """
     indices = np.flatnonzero(mask)
-    chosen = np.zeros(len(mask), bool)
-    chosen[indices[:: max(-(-len(indices) // MEASURED), 1)]] = True
-    return chosen
+    interval = max(math.ceil(len(indices) / MAX_MEASURED), 1)
+    chosen_mask = np.zeros(len(mask), bool)
+    chosen_mask[indices[::interval]] = True
+    return chosen_mask
 
 
 def _root(squares: np.ndarray) -> np.ndarray:
     return np.sqrt(squares.astype(np.float64))
 
 
-def _relative_error(before: np.ndarray, now: np.ndarray) -> float:
-    return float(np.linalg.norm(now - before)) / max(float(np.linalg.norm(before)), 1e-30)
+def _relative_error(stored: np.ndarray, recomputed: np.ndarray) -> float:
+    """Returns the norm of the difference of two arrays, divided by the norm of the stored one."""
+    stored = stored.astype(np.float64)
+    difference = recomputed.astype(np.float64) - stored
+    return float(np.linalg.norm(difference)) / max(float(np.linalg.norm(stored)), 1e-30)
 
 
-def _different_norm(before: np.ndarray, now: np.ndarray, limit: float) -> Iterator[str]:
-    """Yields a message with the relative error of the values, if that is above the limit or NaN."""
-    error = _relative_error(before, now)
-    if not error <= limit:  # also for NaN
+def _norm_difference(stored: np.ndarray, recomputed: np.ndarray, limit: float) -> Iterator[str]:
+    """Yields a message if the relative error of recomputed values exceeds a limit or is NaN."""
+    error = _relative_error(stored, recomputed)
+    if not error <= limit:  # true for NaN, too
         yield f"it differs by {error:.2g} of its norm (allowed: {limit:g})"

@@ -238,7 +238,7 @@ def unlock(descriptor: int | None) -> None:
 class LocalFolder:
     """The folder `path`, which need not exist. Methods raise OSError and FolderError."""
 
-    largest: int | None = None  # bytes of a file that can be written
+    max_file_bytes: int | None = None  # no limit on the size of a file
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -180,7 +180,7 @@ class ShardWriter:
         commit = replace(
             commit,
             file=shard_name(number, self.format.suffix),
-            unpacked=packed.unpacked,
+            unpacked=packed.uncompressed_bytes,
             first=shard.samples[0].facts.sample_idx,
             last=shard.samples[-1].facts.sample_idx,
             count=len(lengths),

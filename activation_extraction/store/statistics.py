@@ -1,9 +1,12 @@
-"""Statistics of activations, which can be merged: per sample, shard, host, machine or run.
+"""Statistics of the values at hooks: their declarations, their computation, and the file of sums.
 
-`Sums` are totals for every dimension; `Statistics` are the few numbers per hook that the JSON files
-record. `shard_0001.npz`, beside the shard, holds the sums of each hook, which are too long for its
-JSON, as arrays `HOOK/FIELD` that `numpy.load` reads. Its bytes depend on the sums and on the id of
-the process that wrote the file, the text in the array `writer`.
+`Sums` contain sums for every dimension of a hook. `Statistics` are a few numbers per hook, which
+the JSON files record. Both can be merged, so that the statistics of samples add up to those of
+shards, hosts and runs. statistics_in_words.py describes them for people.
+
+The file of sums of a shard, such as `shard_0001.npz`, contains the sums of each hook, because they
+are too long for JSON. It is a file of `numpy.savez` with arrays named `HOOK/FIELD`, where FIELD is
+a field of `Sums`. The array `writer` contains the id of the process that wrote the file.
 """
 
 import io
@@ -18,24 +21,25 @@ import numpy as np
 
 from activation_extraction.common.codes import Codes
 
-SUMMED_BYTES = 4 * 2**20  # size of a block of float64 values that fits into a core's caches
-SINK, OTHER = 0, 1  # kinds of tokens
+SUMMED_BYTES = 4 * 2**20  # size of a block of float64 values, which fits into a core's caches
+# Kinds of tokens: attention sinks and other tokens. These are the indices of axes of length 2.
+SINK, OTHER = 0, 1
 
 
 @dataclass(eq=False)
 class Sums:
-    """Sums over tokens at one hook, which can be merged.
+    """Sums over some tokens at one hook, which can be merged.
 
-    There are separate sums for attention sinks (index SINK) and for other tokens (index OTHER). The
-    first token of a sample (position 0) counts as a sink, and no other token does, so that the
-    kind of a token does not depend on other tokens.
+    There are separate sums for attention sinks (index SINK) and other tokens (index OTHER). The
+    first token of a sample (position 0) counts as a sink, and no other token does, so that the kind
+    of a token does not depend on other tokens. `width` is the number of values of a token.
 
     Attributes:
         counts: Number of tokens of each kind, int64 (2,).
-        norms: Sum of their Euclidean norms, float64 (2,).
-        sums: Sum of their values, float64 (2, width).
-        squares: Sum of the squares of their values, float64 (2, width).
-        largest: Largest norm of a token of any kind, float64 ().
+        norms: Sum of the Euclidean norms of the tokens of each kind, float64 (2,).
+        sums: Sum of the values in each dimension, by kind of token, float64 (2, width).
+        squares: Sum of the squared values in each dimension, by kind of token, float64 (2, width).
+        largest: Largest Euclidean norm of a token of either kind, float64 ().
     """
 
     counts: np.ndarray
@@ -46,12 +50,21 @@ class Sums:
 
     @classmethod
     def zeros(cls, width: int) -> "Sums":
-        """Returns the sums over no tokens."""
-        sums, squares = np.zeros((2, width)), np.zeros((2, width))
-        return cls(np.zeros(2, np.int64), np.zeros(2), sums, squares, np.zeros(()))
+        """Returns the sums over an empty set of tokens.
+
+        Args:
+            width: Number of values of a token.
+        """
+        return cls(
+            counts=np.zeros(2, np.int64),
+            norms=np.zeros(2),
+            sums=np.zeros((2, width)),
+            squares=np.zeros((2, width)),
+            largest=np.zeros(()),
+        )
 
     def merge(self, other: "Sums") -> "Sums":
-        """Returns the sums over the tokens of both."""
+        """Returns the sums over the tokens of `self` and of `other` together."""
         return Sums(
             self.counts + other.counts,
             self.norms + other.norms,
@@ -62,67 +75,82 @@ class Sums:
 
     @property
     def statistics(self) -> "Statistics":
-        """The statistics over all tokens and dimensions."""
-        tokens = int(self.counts.sum())
-        if not tokens:
+        """The statistics of the values over all tokens and dimensions."""
+        token_count = int(self.counts.sum())
+        if not token_count:
             return Statistics()
-        values = tokens * self.sums.shape[1]
-        with np.errstate(invalid="ignore"):  # see `Statistics.finite`
-            mean = float(self.sums.sum()) / values
+        value_count = token_count * self.sums.shape[1]
+        # NaN and infinity raise no warning here, because `Statistics.finite` reports them.
+        with np.errstate(invalid="ignore"):
+            mean = float(self.sums.sum()) / value_count
         return Statistics(
-            tokens=tokens,
-            values=values,
+            tokens=token_count,
+            values=value_count,
             overall_mean=mean,
-            overall_variance=max(0.0, float(self.squares.sum()) / values - mean * mean),
-            mean_norm=float(self.norms.sum()) / tokens,
+            overall_variance=max(0.0, float(self.squares.sum()) / value_count - mean * mean),
+            mean_norm=float(self.norms.sum()) / token_count,
             max_norm=float(self.largest),
         )
 
 
 def sums_of(decode: Callable[[slice], np.ndarray], width: int, positions: np.ndarray) -> Sums:
-    """Returns the sums over tokens at one hook. They do not depend on how tokens are grouped.
+    """Returns the sums over tokens at one hook, which are computed block by block in float64.
 
     Args:
-        decode: A function that returns the values of some of the tokens, (tokens, width), of any
-            floating-point dtype.
-        width: The number of values of a token.
-        positions: The positions of all tokens in their samples, int32 (tokens,).
+        decode: Function that takes a slice of the tokens, and returns their values,
+            (tokens in the slice, width), of any real dtype.
+        width: Number of values of a token.
+        positions: Positions of all tokens in their samples, int32 (tokens,).
     """
-    tokens = len(positions)
-    total, squares = Sums.zeros(width), np.empty(tokens)
-    step = max(1, SUMMED_BYTES // (8 * width))
-    buffer = np.empty((min(step, tokens), width))
-    with np.errstate(invalid="ignore"):  # see `Statistics.finite`
-        for start in range(0, tokens, step):
-            rows = slice(start, start + step)
-            values = decode(rows)
+    token_count = len(positions)
+    totals = Sums.zeros(width)
+    squared_norms = np.empty(token_count)
+    block_tokens = max(1, SUMMED_BYTES // (8 * width))
+    buffer = np.empty((min(block_tokens, token_count), width))
+    # NaN and infinity raise no warning here, because `Statistics.finite` reports them.
+    with np.errstate(invalid="ignore"):
+        for start in range(0, token_count, block_tokens):
+            tokens = slice(start, start + block_tokens)
+            values = decode(tokens)
             block = buffer[: len(values)]
             np.copyto(block, values)
-            sinks = np.flatnonzero(positions[rows] == 0)
-            for sums in (total.sums, total.squares):
-                of_sinks = np.add.reduce(block[sinks], 0)
-                sums[SINK] += of_sinks
-                sums[OTHER] += np.add.reduce(block, 0) - of_sinks
-                if sums is total.sums:
-                    np.multiply(block, block, out=block)
-            np.add.reduce(block, 1, out=squares[rows])
-    norms, kinds = np.sqrt(squares), np.where(positions == 0, SINK, OTHER)
-    total.counts += np.bincount(kinds, minlength=2)
-    total.norms += np.bincount(kinds, norms, minlength=2)
-    total.largest = np.maximum(total.largest, norms.max(initial=0.0))
-    return total
+            sinks = np.flatnonzero(positions[tokens] == 0)
+            _add_rows(totals.sums, block, sinks)
+            np.multiply(block, block, out=block)
+            _add_rows(totals.squares, block, sinks)
+            np.add.reduce(block, 1, out=squared_norms[tokens])
+    norms = np.sqrt(squared_norms)
+    kinds = np.where(positions == 0, SINK, OTHER)
+    totals.counts += np.bincount(kinds, minlength=2)
+    totals.norms += np.bincount(kinds, norms, minlength=2)
+    totals.largest = np.maximum(totals.largest, norms.max(initial=0.0))
+    return totals
+
+
+def _add_rows(sums: np.ndarray, block: np.ndarray, sinks: np.ndarray) -> None:
+    """Adds the rows of a block to sums by kind of token.
+
+    Args:
+        sums: Sums to which the rows are added, float64 (2, width).
+        block: Rows of the tokens, float64 (tokens, width).
+        sinks: Indices of the rows that are attention sinks.
+    """
+    sink_sum = np.add.reduce(block[sinks], 0)
+    sums[SINK] += sink_sum
+    sums[OTHER] += np.add.reduce(block, 0) - sink_sum
 
 
 @dataclass(frozen=True)
 class EncodingError:
-    """Relative errors of encoded tokens, which can be merged.
+    """Relative errors of encoding some tokens, which can be merged.
 
-    The error of a token x is the Euclidean norm of x - decoded x, divided by that of x.
+    The relative error of a token x is the Euclidean norm of x - decoded x, divided by the Euclidean
+    norm of x.
 
     Attributes:
-        tokens: Number of tokens that were measured.
-        mean: Mean of their errors.
-        worst: Largest of their errors.
+        tokens: Number of tokens whose error was measured.
+        mean: Mean error of these tokens.
+        worst: Largest error of these tokens.
     """
 
     tokens: int = 0
@@ -131,34 +159,39 @@ class EncodingError:
 
     @classmethod
     def of(cls, errors: np.ndarray) -> "EncodingError":
-        """Summarises the errors of some tokens, float64 (tokens,)."""
+        """Returns the mean and the largest of the errors of tokens.
+
+        Args:
+            errors: Relative error of each token, float64 (tokens,).
+        """
         if not len(errors):
             return cls()
         return cls(len(errors), float(np.mean(errors)), float(np.max(errors)))
 
     def merge(self, other: "EncodingError") -> "EncodingError":
-        """Returns the errors of both together."""
+        """Returns the errors over the tokens of `self` and of `other` together."""
         tokens = self.tokens + other.tokens
-        total = self.mean * self.tokens + other.mean * other.tokens
-        return EncodingError(tokens, total / max(tokens, 1), max(self.worst, other.worst))
+        error_sum = self.mean * self.tokens + other.mean * other.tokens
+        return EncodingError(tokens, error_sum / max(tokens, 1), max(self.worst, other.worst))
 
 
-# The errors at one hook by kind of token: "sinks" are those at position 0, which are often
-# attention sinks; "others" are all others.
+# The encoding errors at one hook, by kind of token. The keys are "sinks" for the first tokens of
+# samples (position 0), which are often attention sinks, and "others" for all other tokens.
 Errors = dict[str, EncodingError]
 
 
 @dataclass(frozen=True)
 class CodeSums:
-    """Sums over the codes of some tokens, which can be merged.
+    """Sums over the codes of some tokens at one hook, which can be merged.
 
     Attributes:
         tokens: Number of tokens.
-        features: Number of features that are stored.
-        cut: Number of features that were active too, but are not stored (--encode_most).
-        cut_tokens: Number of tokens with such features.
-        error: Sum of the squared norms of what the stored features do not reconstruct.
-        square: Sum of the squared norms of what is to be reconstructed.
+        features: Number of active features that are stored, over all tokens.
+        cut: Number of active features that are not stored because of --encode_most.
+        cut_tokens: Number of tokens with active features that are not stored.
+        error: Sum over tokens of the squared norm of the reconstruction error, which is the
+            difference between the activation and its reconstruction from the stored features.
+        square: Sum over tokens of the squared norm of the activation that is reconstructed.
     """
 
     tokens: int = 0
@@ -170,35 +203,42 @@ class CodeSums:
 
     @classmethod
     def of(cls, codes: Codes, chosen: np.ndarray) -> "CodeSums":
-        """Returns the sums over the tokens that a mask chooses, bool (tokens,)."""
-        kept = np.diff(codes.indptr)[chosen]
-        cut = np.zeros(1, np.int64) if codes.active is None else codes.active[chosen] - kept
+        """Returns the sums over some of the tokens of codes.
+
+        Args:
+            codes: Codes of the tokens.
+            chosen: Mask of the tokens to sum over, bool (tokens,).
+        """
+        stored_counts = np.diff(codes.indptr)[chosen]
+        cut_counts = np.zeros(1, np.int64)
+        if codes.active is not None:
+            cut_counts = codes.active[chosen] - stored_counts
         return cls(
-            tokens=len(kept),
-            features=int(kept.sum()),
-            cut=int(cut.sum()),
-            cut_tokens=int((cut > 0).sum()),
+            tokens=len(stored_counts),
+            features=int(stored_counts.sum()),
+            cut=int(cut_counts.sum()),
+            cut_tokens=int((cut_counts > 0).sum()),
             error=float(codes.error[chosen].astype(np.float64).sum()),
             square=float(np.square(codes.norm)[chosen].astype(np.float64).sum()),
         )
 
     def merge(self, other: "CodeSums") -> "CodeSums":
-        """Returns the sums over the tokens of both."""
+        """Returns the sums over the tokens of `self` and of `other` together."""
         return CodeSums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def explained(self) -> float:
         """The share of the squared norms that the stored features explain, 1 - error / square.
 
-        Zeros in place of the features' reconstruction give 0, and a reconstruction that is worse
-        than that gives less. NaN if all norms are 0.
+        It is 1 for a perfect reconstruction, 0 for a reconstruction that is as bad as zeros, and
+        negative for a worse one. It is NaN if all activations are zeros.
         """
         return 1 - self.error / self.square if self.square else float("nan")
 
 
 @dataclass(frozen=True)
 class SumsOfCodes:
-    """Sums over codes, which can be merged.
+    """Sums over the codes of some tokens at one hook by kind of token, which can be merged.
 
     Attributes:
         sinks: Sums over the first tokens of samples (position 0).
@@ -209,30 +249,32 @@ class SumsOfCodes:
     others: CodeSums
 
     def merge(self, other: "SumsOfCodes") -> "SumsOfCodes":
-        """Returns the sums over the tokens of both."""
+        """Returns the sums over the tokens of `self` and of `other` together."""
         return SumsOfCodes(self.sinks.merge(other.sinks), self.others.merge(other.others))
 
     @property
     def statistics(self) -> "Statistics":
-        """The statistics, which have nothing but these sums."""
+        """Statistics that contain these sums as `codes`."""
         return Statistics(codes={"sinks": self.sinks, "others": self.others})
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of the values at a hook, which can be merged.
+    """Statistics of the values of some tokens at a hook, which can be merged.
+
+    All numbers are 0 for integers and codes.
 
     Attributes:
-        tokens: Number of tokens. 0 for integers and codes.
-        values: Number of values of these tokens.
-        overall_mean: Mean of all values; `mean` in JSON files.
-        overall_variance: Variance of all values, which are the population; `variance` in JSON
-            files.
+        tokens: Number of tokens.
+        values: Number of values of these tokens, over all dimensions.
+        overall_mean: Mean of all values. Its key in JSON files is "mean".
+        overall_variance: Population variance of all values. Its key in JSON files is "variance".
         mean_norm: Mean Euclidean norm of the tokens.
         max_norm: Largest Euclidean norm of a token.
-        error: Errors of encoding, see `Errors`; empty for values that are not encoded.
-        codes: Sums over the tokens of codes, by the kinds of tokens that Errors has; empty for
-            other values.
+        error: Encoding errors by kind of token, "sinks" or "others". Empty if the values are not
+            encoded.
+        codes: Sums over codes by kind of token, "sinks" or "others". Empty if the values are not
+            codes.
     """
 
     tokens: int = 0
@@ -246,26 +288,34 @@ class Statistics:
 
     @property
     def finite(self) -> bool:
-        """Whether no value was NaN or infinite."""
-        of_codes = (sums.error + sums.square for sums in self.codes.values())
-        return all(map(math.isfinite, (self.max_norm, *of_codes)))
+        """Whether none of the values is NaN or infinite."""
+        totals = [self.max_norm]
+        for code_sums in self.codes.values():
+            totals.append(code_sums.error + code_sums.square)
+        return all(map(math.isfinite, totals))
 
     def merge(self, other: "Statistics") -> "Statistics":
-        """Merges two statistics by the pairwise update of Chan, Golub and LeVeque (1979)."""
-        if not (self.values or self.codes) or not (other.values or other.codes):
-            return self if self.values or self.codes else other
+        """Returns the statistics over the tokens of `self` and of `other` together.
+
+        Means and variances are merged by the pairwise update of Chan, Golub and LeVeque (1979).
+        """
+        if not (self.values or self.codes):
+            return other
+        if not (other.values or other.codes):
+            return self
         share = other.values / (self.values + other.values or 1)
-        delta = other.overall_mean - self.overall_mean
+        mean_difference = other.overall_mean - self.overall_mean
 
-        def weighted(a: float, b: float) -> float:
-            return a * (1 - share) + b * share
+        def weighted(own_number: float, other_number: float) -> float:
+            return own_number * (1 - share) + other_number * share
 
+        variance_between = mean_difference * mean_difference * share * (1 - share)
         return Statistics(
             tokens=self.tokens + other.tokens,
             values=self.values + other.values,
-            overall_mean=self.overall_mean + delta * share,
+            overall_mean=self.overall_mean + mean_difference * share,
             overall_variance=weighted(self.overall_variance, other.overall_variance)
-            + delta * delta * share * (1 - share),
+            + variance_between,
             mean_norm=weighted(self.mean_norm, other.mean_norm),
             max_norm=max(self.max_norm, other.max_norm),
             error={kind: error.merge(other.error[kind]) for kind, error in self.error.items()},
@@ -273,22 +323,23 @@ class Statistics:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the statistics as the JSON files contain them.
+        """Returns the statistics as JSON, with the keys that the JSON files use.
 
         `error` and `codes` are left out if they are empty.
         """
         content = {key: getattr(self, name) for key, name in STATISTICS.items()}
-        for name in ("error", "codes"):
-            if by_kind := getattr(self, name):
-                content[name] = {kind: asdict(sums) for kind, sums in by_kind.items()}
+        if self.error:
+            content["error"] = {kind: asdict(error) for kind, error in self.error.items()}
+        if self.codes:
+            content["codes"] = {kind: asdict(sums) for kind, sums in self.codes.items()}
         return content
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Statistics":
-        """Returns the statistics in a JSON.
+        """Returns the statistics in a JSON object.
 
         Args:
-            content: A result of `to_json`, perhaps with other items, which are ignored.
+            content: Result of `to_json`. Other keys in it are ignored.
         """
         error = {kind: EncodingError(**sums) for kind, sums in content.get("error", {}).items()}
         codes = {kind: CodeSums(**sums) for kind, sums in content.get("codes", {}).items()}
@@ -296,7 +347,8 @@ class Statistics:
         return cls(**numbers, error=error, codes=codes)
 
 
-STATISTICS = {  # key in the JSON files -> name of the field of Statistics
+# Names of the fields of Statistics, by their keys in the JSON files.
+STATISTICS = {
     attribute.name.removeprefix("overall_"): attribute.name
     for attribute in fields(Statistics)
     if attribute.name not in ("error", "codes")
@@ -305,13 +357,15 @@ STATISTICS = {  # key in the JSON files -> name of the field of Statistics
 
 @dataclass(frozen=True, eq=False)
 class DimensionStatistics:
-    """Statistics of every dimension of some tokens.
+    """Statistics of every dimension of the values of some tokens at a hook.
+
+    `width` is the number of values of a token. All numbers are NaN if there are no tokens.
 
     Attributes:
         tokens: Number of tokens.
-        mean: Mean of every dimension, float64 (width,); NaN without tokens.
-        variance: Population variance of every dimension, float64 (width,); NaN without tokens.
-        mean_norm: Mean Euclidean norm of the tokens; NaN without tokens.
+        mean: Mean of every dimension, float64 (width,).
+        variance: Population variance of every dimension, float64 (width,).
+        mean_norm: Mean Euclidean norm of the tokens.
     """
 
     tokens: int
@@ -321,29 +375,33 @@ class DimensionStatistics:
 
     @classmethod
     def of(cls, sums: Sums, kinds: slice) -> "DimensionStatistics":
-        """Returns the statistics of some kinds of tokens.
+        """Returns the statistics over the tokens of one or both kinds.
 
         Args:
             sums: Sums over tokens of both kinds.
-            kinds: Slice of the kinds SINK and OTHER.
+            kinds: Slice of the indices SINK and OTHER that selects the kinds.
         """
-        tokens = int(sums.counts[kinds].sum())
-        totals = sums.sums[kinds].sum(0), sums.squares[kinds].sum(0), sums.norms[kinds].sum()
+        token_count = int(sums.counts[kinds].sum())
         with np.errstate(invalid="ignore"):
-            mean, squares, norm = (total / tokens for total in totals)
-        return cls(tokens, mean, np.maximum(squares - mean * mean, 0), float(norm))
+            mean = sums.sums[kinds].sum(0) / token_count
+            mean_square = sums.squares[kinds].sum(0) / token_count
+            mean_norm = sums.norms[kinds].sum() / token_count
+        variance = np.maximum(mean_square - mean * mean, 0)
+        return cls(token_count, mean, variance, float(mean_norm))
 
 
 @dataclass(frozen=True, kw_only=True)
 class HookStatistics(Statistics):
-    """Statistics of a hook over all stored tokens, including those of every dimension.
+    """Statistics of a hook over all stored tokens of a run, including those of every dimension.
 
-    `mean`, `variance`, `all_tokens` and `without_first_token` are read from the statistics files
-    when they are first used, which raises OSError if a file is damaged. The first token of a
-    sample is often an attention sink, whose norm may be 100 times that of other tokens.
+    `mean`, `variance`, `all_tokens` and `without_first_token` need the files of sums, which are
+    read when one of these properties is first used. This raises OSError if a file is damaged.
+
+    The first token of a sample is often an attention sink, whose norm may be 100 times the norm of
+    other tokens. So `without_first_token` has statistics without these tokens.
 
     Attributes:
-        load: Function that reads the sums over all shards.
+        load: Function that reads the files of sums and returns the sums over all shards.
     """
 
     load: Callable[[], Sums] = field(repr=False, compare=False)
@@ -370,19 +428,22 @@ class HookStatistics(Statistics):
 
 
 FIELDS = [attribute.name for attribute in fields(Sums)]
-# NumPy parses the headers of arrays by `ast`, which fails in two threads at once
-# (python/cpython#106905).
+# Lock that lets one thread at a time read a file of sums. NumPy parses the headers of arrays with
+# `ast`, which fails in two threads at once (python/cpython#106905).
 PARSING = threading.Lock()
 
 
 def pack_sums(sums: Mapping[str, Sums], writer: str = "") -> bytes:
-    """Returns the content of the statistics file.
+    """Returns the content of the file of sums of a shard.
 
     Args:
-        sums: The sums by hook.
-        writer: The id of the process that writes the file; "" to leave it out.
+        sums: Sums by the full names of the hooks.
+        writer: Id of the process that writes the file; "" to leave it out.
     """
-    arrays = {f"{hook}/{name}": getattr(sums[hook], name) for hook in sums for name in FIELDS}
+    arrays: dict[str, np.ndarray] = {}
+    for hook_name, hook_sums in sums.items():
+        for field_name in FIELDS:
+            arrays[f"{hook_name}/{field_name}"] = getattr(hook_sums, field_name)
     if writer:
         arrays["writer"] = np.array(writer)
     file = io.BytesIO()
@@ -391,11 +452,15 @@ def pack_sums(sums: Mapping[str, Sums], writer: str = "") -> bytes:
 
 
 def unpack_sums(data: bytes, hooks: Iterable[str]) -> dict[str, Sums]:
-    """Returns the sums in a statistics file.
+    """Returns the sums in a file of sums, by the full names of the hooks.
 
     Args:
         data: Content of the file.
-        hooks: Names of the hooks whose sums are read.
+        hooks: Full names of the hooks whose sums are read.
     """
+    sums_by_hook = {}
     with PARSING, np.load(io.BytesIO(data)) as arrays:
-        return {hook: Sums(*(arrays[f"{hook}/{name}"] for name in FIELDS)) for hook in hooks}
+        for hook_name in hooks:
+            field_arrays = {name: arrays[f"{hook_name}/{name}"] for name in FIELDS}
+            sums_by_hook[hook_name] = Sums(**field_arrays)
+    return sums_by_hook

@@ -1,7 +1,7 @@
-"""Describes the statistics of a run in sentences for people, one line for each hook.
+"""Describes the statistics of a run for people, in one line of text for each hook.
 
---status, --report and the summary at the end of a run print these lines. statistics.py has the
-statistics themselves.
+--status, --report and the summary at the end of a run print these lines. statistics.py declares and
+computes the statistics.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from activation_extraction.common.visible import counted
 from activation_extraction.store.statistics import Statistics
 
-MOST_HOOKS = 8  # hooks whose encoding errors are listed
-# Key of Statistics.codes -> name of the kind of tokens in messages.
+MOST_HOOKS = 8  # the largest number of hooks whose encoding errors are listed
+# Names for people of the kinds of tokens, by their keys in Statistics.codes.
 KINDS_OF_TOKENS = {"sinks": "first tokens of samples", "others": "other tokens"}
 
 
@@ -18,40 +18,42 @@ def errors_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
     """Yields a line on the encoding errors of each hook that is stored as float8.
 
     Only the MOST_HOOKS hooks with the largest mean errors are listed. One more line counts the
-    others.
+    remaining hooks.
 
     Args:
-        statistics: Statistics by the hooks' names.
+        statistics: Statistics by the full names of the hooks.
     """
-    encoded = {name: hook.error for name, hook in statistics.items() if hook.error}
-    largest_first = sorted(encoded, key=lambda name: -encoded[name]["others"].mean)
-    for name in largest_first[:MOST_HOOKS]:
-        sinks, others = encoded[name]["sinks"], encoded[name]["others"]
+    errors = {name: hook.error for name, hook in statistics.items() if hook.error}
+    by_mean_error = sorted(errors, key=lambda name: -errors[name]["others"].mean)
+    for hook_name in by_mean_error[:MOST_HOOKS]:
+        sink_error = errors[hook_name]["sinks"]
+        other_error = errors[hook_name]["others"]
         yield (
-            f"{name}: relative error of a token {others.mean:.2%} on average, at most "
-            f"{others.worst:.2%}; first tokens of samples {sinks.mean:.2%}, {sinks.worst:.2%}"
+            f"{hook_name}: relative error of a token {other_error.mean:.2%} on average, at most "
+            f"{other_error.worst:.2%}; first tokens of samples {sink_error.mean:.2%}, "
+            f"{sink_error.worst:.2%}"
         )
-    if len(encoded) > MOST_HOOKS:
-        smaller = counted(len(encoded) - MOST_HOOKS, "other hook")
-        yield f"the errors of {smaller} are smaller (--json)"
+    if len(errors) > MOST_HOOKS:
+        unlisted_hooks = counted(len(errors) - MOST_HOOKS, "other hook")
+        yield f"the errors of {unlisted_hooks} are smaller (--json)"
 
 
 def codes_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
     """Yields a line on the codes at each hook that has codes.
 
-    A negative share of explained squared norms is left out of the line: `code_warnings` has a
-    warning for it instead.
+    It contains the mean number of features per token and the share of the squared norms that the
+    features explain. A negative share is left out, because `code_warnings` yields a warning for it.
 
     Args:
-        statistics: Statistics by the hooks' names.
+        statistics: Statistics by the full names of the hooks.
     """
-    for name, hook in statistics.items():
+    for hook_name, hook in statistics.items():
         if not hook.codes:
             continue
-        both = hook.codes["sinks"].merge(hook.codes["others"])
-        line = f"{name}: {both.features / max(both.tokens, 1):.1f} features per token"
-        if both.cut:
-            line += f", {both.cut:,} cut from {counted(both.cut_tokens, 'token')} (--encode_most)"
+        total = hook.codes["sinks"].merge(hook.codes["others"])
+        line = f"{hook_name}: {total.features / max(total.tokens, 1):.1f} features per token"
+        if total.cut:
+            line += f", {total.cut:,} cut from {counted(total.cut_tokens, 'token')} (--encode_most)"
         shares = [
             f"{sums.explained:.1%} of {KINDS_OF_TOKENS[kind]}"
             for kind, sums in hook.codes.items()
@@ -63,16 +65,16 @@ def codes_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
 
 
 def code_warnings(statistics: Mapping[str, Statistics]) -> Iterator[str]:
-    """Yields a warning for each hook and kind of tokens that features reconstruct worse than zeros.
+    """Yields a warning for each hook and kind of tokens with a reconstruction worse than zeros.
 
     Args:
-        statistics: Statistics by the hooks' names.
+        statistics: Statistics by the full names of the hooks.
     """
-    for name, hook in statistics.items():
+    for hook_name, hook in statistics.items():
         for kind, sums in hook.codes.items():
             if sums.explained < 0:
                 yield (
-                    f"{name}: the features explain nothing of {KINDS_OF_TOKENS[kind]}: what they "
-                    f"leave has {sums.error / sums.square:.3g} times the squared norm of the "
+                    f"{hook_name}: the features explain nothing of {KINDS_OF_TOKENS[kind]}: what "
+                    f"they leave has {sums.error / sums.square:.3g} times the squared norm of the "
                     "values; check that the autoencoder is for this model, hook and kind of tokens"
                 )

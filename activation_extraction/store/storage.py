@@ -1,7 +1,9 @@
 """ActivationStorage: stores activations that are added in samples or in batches.
 
-A planner (resume.py) finds out what is stored already; shard_writer.py gathers samples into shards
-and stores these; log_writer.py commits them, and keeps other processes out.
+This module checks what callers add, and opens and ends a run. Other modules do the work: a planner
+(resume.py, repair.py) determines which samples are already stored, shard_writer.py gathers samples
+into shards and writes the shards, and log_writer.py commits the shards and keeps other processes
+from writing to the folder.
 """
 
 import math
@@ -48,49 +50,61 @@ from activation_extraction.text.sample_facts import DocId, SampleFacts, StoredSa
 
 
 class ActivationStorage:
-    """Writes activations to shards in a folder. It is a context manager.
+    """Stores activations in a folder, in numbered files that are called shards.
 
-    A stored run with the same `identity` is continued. Its stored samples stay as they are, and are
-    skipped if a program adds them again.
+    A program calls `add_activation` for each sample and hook. Samples are written in the
+    background, and several of them share a shard. The shards are read with `ActivationDataset`. For
+    example, this stores 100 samples of 20 tokens at one hook of width 64:
 
-    The constructor only reads. Nothing is written before `open`, which is called on entering the
-    context, or by the first sample. Leaving the context commits the complete samples, even after an
-    exception or Ctrl-C; metadata.json then says "interrupted", or "failed" if a shard could not be
-    committed. Without an exception the run is complete, and takes no more samples.
+        hooks = {"third": "my.layers.3.output"}
+        with ActivationStorage("activations", hooks) as storage:
+            for sample_idx in range(storage.totals.samples, 100):
+                token_ids = np.arange(20, dtype=np.int32)
+                activation = np.random.rand(20, 64).astype(np.float32)  # (tokens, width)
+                storage.add_activation("third", activation, sample_idx, "a text", token_ids)
+
+    If `output_dir` contains an interrupted run with the same `identity`, this run is continued. Its
+    stored samples stay as they are, and are skipped if the program adds them again.
+
+    A storage is a context manager. The constructor only reads. Nothing is written before `open`,
+    which entering the context calls, and otherwise the first sample. Leaving the context commits
+    all complete samples, also after an exception or Ctrl-C. The `status` in metadata.json is then
+    "complete", and no more samples can be added. After an exception it is "interrupted", or
+    "failed" if a shard could not be committed.
 
     Args:
-        output_dir: The local folder. It need not exist.
-        hooks: Full names of the hooks by key (the layer number or hook name that the shards use). A
-            sample is complete when it has an activation for every key.
-        options: How the activations are stored; None for the defaults.
-        identity: Settings that decide the content of the shards, except for the hooks. None for the
-            defaults. A run continues only with the same settings.
-        remote: A folder in a bucket. Shards are then stored there, from memory, and locally only
-            without `delete_local_after_upload`; metadata.json and metrics.jsonl are in both
-            folders. None to store everything in `output_dir`.
+        output_dir: Local folder for all files of the run. It is created if it does not exist.
+        hooks: Full names of the hooks, by the keys that shards use for them: layer numbers or hook
+            names. A sample is complete when it has an activation for every key.
+        options: Options of the shards, such as their format and size. None for the defaults.
+        identity: Settings that decide the content of the shards, except for the hooks. A run can
+            only be continued with the same settings. None for the defaults.
+        remote: Folder in a bucket to which the shards are written from memory. metadata.json and
+            metrics.jsonl are written to both folders; shards are also written to `output_dir`
+            unless `options.delete_local_after_upload` is set. None to write all files to
+            `output_dir` only.
         facts: Further facts for metadata.json. None to add none.
-        repair: Whether to repair a stored run (repair.py). The constructor then reads every
-            shard to find damaged and missing ones, and `open` withdraws these. Give all samples
-            again, in the same order: those that are stored are skipped, and the lost ones are
-            stored.
-        on_wait: Function that is called again and again while adding samples waits for room in
-            memory.
+        repair: Whether to repair a stored run (repair.py). The constructor then reads every shard,
+            to find damaged and missing ones, and `open` withdraws these shards. The program must
+            add all samples again, in the same order. Stored samples are skipped, and the lost ones
+            are stored again.
+        on_wait: Function without arguments that is called repeatedly while adding a sample waits
+            for free memory.
 
     Attributes:
-        folder: The local folder.
-        options: How the activations are stored.
-        plan: What earlier processes have stored, and where the run goes on: `plan.mark` is the
-            place in the data.
+        folder: Path of the local folder.
+        options: Options of the shards.
+        plan: Shards that earlier processes have stored, and the place where the run goes on.
         made: Commits of the shards that this process has stored.
-        waited: Seconds for which the memory was full, by the phase of storing (packing, writing,
-            committing) that the oldest shard was in.
+        waited: Seconds for which adding samples waited for free memory, by the phase of the oldest
+            shard meanwhile: "packing", "writing" or "committing".
         format: Format of the shard files.
 
     Raises:
-        InputError: `output_dir` is not a local folder or holds another run, the shard format
-            is unknown, or activations in float8 are not to be stored in safetensors.
-        StorageError: A shard could not be stored. The next call after that raises this.
-        LostError: Another process has begun to write to the same folder; an InputError.
+        InputError: `output_dir` is not a local folder or contains another run, the shard format is
+            unknown, or `identity.activation_dtype` is "float8" and the format is not safetensors.
+        StorageError: A shard could not be stored. The first call after the failure raises this.
+        LostError: Another process has begun to write to the same folder. This is an InputError.
     """
 
     def __init__(
@@ -119,29 +133,32 @@ class ActivationStorage:
             key: self._identity.hook_values(key, name, facts.hooks.get(key, {}).get("width", 0))
             for key, name in hooks.items()
         }
-        taken = set(OF_TOKENS)
+        tensor_names = set(OF_TOKENS)
         for hook in self._hooks.values():
             if not hook.in_pickles and options.shard_format != "safetensors":
                 raise InputError(
                     f"activation_dtype {self._identity.activation_dtype}: needs shard_format "
                     f"safetensors, found {options.shard_format!r:.40}"
                 )
-            for clash in taken.intersection(hook.tensor_names):
-                raise InputError(f"hook {hook.name}: a shard calls something else {clash}")
-            taken.update(hook.tensor_names)
+            for tensor_name in tensor_names.intersection(hook.tensor_names):
+                raise InputError(
+                    f"hook {hook.name}: shards already have another tensor named {tensor_name}; "
+                    "give the hook another name"
+                )
+            tensor_names.update(hook.tensor_names)
         check_output_dir(self.folder, METRICS)
-        if remote is not None and options.shard_bytes > (remote.largest or math.inf):
+        if remote is not None and options.shard_bytes > (remote.max_file_bytes or math.inf):
             raise InputError(
                 f"--shard_size_gb {options.shard_size_gb:g}: {remote.url} takes at most "
-                f"{remote.largest:,} bytes in one request"
+                f"{remote.max_file_bytes:,} bytes in one request"
             )
-        local = Folder(str(self.folder))
+        local_folder = Folder(str(self.folder))
         description = RunDescription(self._identity, dict(hooks), options.limits, facts)
         if remote is None:
-            self._log = LogWriter(local, description)
+            self._log = LogWriter(local_folder, description)
         else:
             keeps_shards = not options.delete_local_after_upload
-            self._log = LogWriter(remote, description, local, keeps_shards)
+            self._log = LogWriter(remote, description, local_folder, keeps_shards)
         self._metrics = MetricsFile(self.folder, remote)
         self._writer = ShardWriter(
             self._log,
@@ -159,43 +176,51 @@ class ActivationStorage:
         if repair:
             self._planner = RepairPlanner(self.destination, self._identity, options.limits)
         if options.overwrite:
-            for folder in {local, self.destination}:
+            for folder in {local_folder, self.destination}:
                 check_own(folder)
             self._follow(StoragePlan())
         else:
             if remote is not None:
-                refuse_elsewhere(RunLog.read(local), remote.url)
+                refuse_elsewhere(RunLog.read(local_folder), remote.url)
             self._follow(self._planner(RunLog.read(self.destination)))
+        # Samples without an activation for every key, with their activations, by sample number.
         self._incomplete: dict[int, tuple[ShardSample, dict[Key, np.ndarray]]] = {}
-        self._last = -1  # the last sample that `add_activation` has completed
+        self._last_complete = -1  # number of the last sample that got all its activations
         self._lock: int | None = None
-        # planned: the stored shards are known, and nothing has been written; open: this process
-        # owns the folder; closed: it has given the folder up, and cannot open it again.
+        # "planned": the stored shards are known, and this storage has not written anything yet.
+        # "open": this process owns the folder.
+        # "closed": this process has released the folder, and the storage cannot be opened again.
         self._state: Literal["planned", "open", "closed"] = "planned"
 
     def _follow(self, plan: StoragePlan) -> None:
         self.plan = plan
         self._log.follow(plan)
         hooks = plan.commits[-1].hooks if plan.commits else []
-        # The width and dtype at each hook, as in the samples so far.
-        self._forms = {hook["key"]: (hook["width"], hook["dtype"]) for hook in hooks}
+        # The width and dtype of the stored samples at each hook; new samples must have the same.
+        self._widths_and_dtypes = {hook["key"]: (hook["width"], hook["dtype"]) for hook in hooks}
         self._after_mark: dict[int, StoredSample] | None = None
         self._stored_samples = sum(commit.count for commit in plan.commits)
-        # The number that `add_activation` expects next. A repair gets all samples again.
+        # The sample number that `add_activation` expects next. In a repair, the program adds all
+        # samples again, from number 0.
         self._next_sample = self._stored_samples if plan.repair is None else 0
         self._writer.follow(plan)
 
     @property
     def destination(self) -> Folder:
-        """The folder that the shards are committed to: the one in the bucket, if there is one."""
+        """The folder that contains the committed shards.
+
+        This is the folder in the bucket if there is one, otherwise the local folder.
+        """
         return self._log.folder
 
     @property
     def stored_after_mark(self) -> dict[int, StoredSample]:
-        """The stored samples after the mark, by `sample_idx`, and perhaps some before it.
+        """The stored samples after `plan.mark`, the place in the data where the run goes on.
+
+        They are a dict by `sample_idx`, which may contain some samples before the mark, too.
 
         Raises:
-            InputError: A sample before the mark is not stored, or the tables are damaged.
+            InputError: A sample before the mark is not stored, or a table of samples is damaged.
         """
         if self._after_mark is None:
             self._after_mark = stored_after(
@@ -205,28 +230,34 @@ class ActivationStorage:
 
     @property
     def totals(self) -> Totals:
-        """The totals of everything that is stored, also by earlier runs."""
+        """The totals over all stored shards of the run, including those of earlier processes."""
         return self._log.totals
 
     @property
     def complete(self) -> bool:
-        """Whether earlier runs have stored everything."""
+        """Whether earlier processes have completed the run, so that no sample can be added."""
         return self.plan.complete
 
     @property
     def limits(self) -> dict[str, int | None]:
-        """The most samples and tokens to store; in a repair, those of the run itself."""
-        limits = self.options.limits
-        return limits if self.plan.repair is None else self.plan.repair.limits(limits)
+        """The largest numbers of samples and tokens to store, by name; None for no limit.
+
+        A repair that fills gaps has the limits that the run recorded.
+        """
+        if self.plan.repair is None:
+            return self.options.limits
+        return self.plan.repair.limits(self.options.limits)
 
     def open(self) -> None:
-        """Takes ownership of the folder. If `options.overwrite` is set, a new run begins there.
+        """Makes this process the owner of the folder, the only process that may write to it.
 
-        Does nothing if the folder is open already, or if nothing is left to do. `plan` may change,
-        because another process may have written in the meantime.
+        A new run begins in the folder if it is empty or `options.overwrite` is set; otherwise the
+        stored run is continued. `plan` is made again, because another process may have written to
+        the folder since the constructor read it. Nothing is done if the storage is open already, or
+        if the stored run is complete and needs no repair.
 
         Raises:
-            InputError: Nothing may be added to what is stored there now.
+            InputError: The folder contains another run or a damaged one.
             RunError: Another process is writing to the folder.
             StorageError: A file cannot be written.
         """
@@ -266,9 +297,9 @@ class ActivationStorage:
                 raise
 
     def gauges(self) -> dict[str, Any]:
-        """Returns metrics about the shards of the run, stored or not, by name.
+        """Returns metrics about the stored and the waiting shards of the run, by name.
 
-        The names of counts of this process alone end in `since_start`.
+        A name that ends in `since_start` denotes a count of this process alone.
         """
         return {
             "shards_stored": self.totals.shards,
@@ -278,9 +309,9 @@ class ActivationStorage:
         }
 
     def record(self, metrics: Mapping[str, Any]) -> None:
-        """Appends a line to metrics.jsonl.
+        """Appends a line to metrics.jsonl, unless a repair fills gaps.
 
-        A repair that fills gaps adds nothing, because the file describes the run itself.
+        The file describes the speed of the run, to which such a repair does not belong.
 
         Args:
             metrics: Metrics by name, as JSON values.
@@ -292,32 +323,39 @@ class ActivationStorage:
             self._metrics.append(metrics)
 
     def add_batch(self, batch: Batch, activations: Mapping[Key, np.ndarray]) -> None:
-        """Adds the samples of a batch.
+        """Adds the samples of a batch, with their activations at all hooks.
+
+        `add_activation` is for programs with a loop of their own; this method is for batches of
+        B rows of T tokens, which the packing of a data set makes (text/packing.py). It may wait
+        until enough memory is free. An array is not copied, so the caller must not change it later.
 
         Args:
-            batch: The batch. Samples must come in the order of the batches, without those of
-                `stored_after_mark`.
-            activations: Arrays (B, T, width), or (tokens, width) for the batch's kept tokens, by
-                the key of the hook. They are kept without a copy until their shard is written,
-                except for codes (common/codes.py), which come as records and are kept as sparse
-                rows.
+            batch: Batch whose samples are added. The batches must come in the order in which they
+                were packed, without the samples in `stored_after_mark`.
+            activations: Activations of the batch, by the key of the hook: arrays (B, T, width), or
+                (tokens, width) for the kept tokens if `batch.kept` is set. At hooks with codes, the
+                arrays contain the records of the codes, int32 (common/codes.py).
 
         Raises:
-            StorageError: Something has failed in the background.
+            StorageError: A shard could not be stored.
+            LostError: Another process has begun to write to the folder.
+            ValueError: The run is already complete.
         """
         self.open()
-        self._writer.take(sum(values.nbytes for values in activations.values()))
-        for placed, (where, positions) in zip(batch.samples, batch.kept_tokens(), strict=True):
+        self._writer.take(sum(array.nbytes for array in activations.values()))
+        for placed, (token_index, positions) in zip(
+            batch.samples, batch.kept_tokens(), strict=True
+        ):
             sample = placed.sample
-            self._check_open(sample.facts.sample_idx)
+            self._check_takes_samples(sample.facts.sample_idx)
             labels = {name: values[positions] for name, values in sample.labels.items()}
-            stored = ShardSample(sample.facts, sample.token_ids[positions], positions, labels)
-            values = {
-                key: hook.for_shard(activations[key][where]) for key, hook in self._hooks.items()
-            }
-            self._writer.add(stored, values, placed.mark)
+            shard_sample = ShardSample(sample.facts, sample.token_ids[positions], positions, labels)
+            values_by_key = {}
+            for key, hook in self._hooks.items():
+                values_by_key[key] = hook.for_shard(activations[key][token_index])
+            self._writer.add(shard_sample, values_by_key, placed.mark)
 
-    def _check_open(self, sample_idx: int) -> None:
+    def _check_takes_samples(self, sample_idx: int) -> None:
         if self.complete:
             raise ValueError(
                 f"sample {sample_idx}: {self.folder} holds a complete run of "
@@ -336,33 +374,43 @@ class ActivationStorage:
         cut: int = 0,
         columns: Mapping[str, Any] | None = None,
     ) -> None:
-        """Adds one sample's activation at one hook.
+        """Adds the activation of one sample at one hook.
 
-        Samples are numbered 0, 1, 2, ... without gaps, and each has an activation at every hook. A
-        program that continues a run may give all samples again, or go on with the number of those
-        that are stored (`totals.samples`): a sample that is stored is skipped, by its number alone.
-        A repair needs all samples from 0 on. All arguments are copied. Arrays may be NumPy's, JAX's
-        or, on the CPU, PyTorch's. What follows `sample_idx` is taken from the sample's first hook.
+        Samples are numbered 0, 1, 2, ... without gaps. Call this once for every hook of a sample;
+        the sample is stored when it has all its activations. The parameters from `text_preview` on
+        describe the sample, so only the first call for a sample needs them, and later calls ignore
+        them. All arguments are copied. Arrays may belong to NumPy, to JAX or, on the CPU, to
+        PyTorch. The call may wait until enough memory is free.
+
+        A program that continues a run may start with sample number `totals.samples`, or add all
+        samples again: samples that are already stored are recognised by their number and skipped.
+        In a repair, the program must add all samples again, from number 0.
 
         Args:
-            layer_idx: The key of the hook.
-            activation: The activation, (tokens, width).
-            sample_idx: The number of the sample.
-            text_preview: The beginning of the text.
-            token_ids: The ids of the tokens, (tokens,), int32. Safetensors need them, and so does
-                ActivationDataset; None for pickles without them.
-            doc_id: The id of the document.
-            row: Where the sample comes from, as a JSON object.
-            cut: How many tokens of the document were left out at its end.
-            columns: Values to keep with the sample, by name, as a JSON object.
+            layer_idx: Key of the hook.
+            activation: Activation at the hook, (tokens, width). Its dtype is bfloat16 or a NumPy
+                dtype for real numbers of up to 64 bits.
+            sample_idx: Number of the sample.
+            text_preview: Beginning of the sample's text, for people who look at the table of
+                samples.
+            token_ids: Token ids of the sample, int32 (tokens,). None is possible in pickles only,
+                and `ActivationDataset` cannot read such a run.
+            doc_id: Id of the document in its data set. None if it has none.
+            row: Position of the document in its data set, as a JSON object. None to store none.
+            cut: Number of tokens that were cut off at the end of the document.
+            columns: Further values to store with the sample, by name, as a JSON object. None to
+                store none.
 
         Raises:
-            KeyError: The hook is unknown.
-            ValueError: The sample has another number than the next one, was given twice, or follows
-                a complete run; the activation is not two-dimensional, has another width or
-                dtype than those before it, or another number of tokens than at the sample's first
-                hook; or token ids are missing that safetensors need.
-            StorageError: Something has failed in the background.
+            KeyError: `hooks` has no such key.
+            ValueError: `sample_idx` is not the next number, or this activation was already added.
+            ValueError: The run is already complete.
+            ValueError: The activation is not two-dimensional, its width or dtype is not the same as
+                in the samples before, or its number of tokens not the same as at the sample's
+                first hook.
+            ValueError: Token ids are missing in safetensors, or are not integers that fit int32.
+            StorageError: A shard could not be stored.
+            LostError: Another process has begun to write to the folder.
         """
         self.open()
         if layer_idx not in self._hooks or not self._hooks[layer_idx].is_array:
@@ -371,15 +419,15 @@ class ActivationStorage:
         if self._is_stored(number):
             self._next_sample = max(self._next_sample, number + 1)
             return
-        self._check_open(number)
-        where = f"sample {number}, hook {layer_idx!r}"
+        self._check_takes_samples(number)
+        sample_and_hook = f"sample {number}, hook {layer_idx!r}"
         try:
             activation = copy_array(activation)
             ids = None if token_ids is None else copy_as_int32(token_ids)
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+            raise ValueError(f"{sample_and_hook}: {error}") from error
         for problem in self._problems(layer_idx, activation, ids, number):
-            raise ValueError(f"{where}: {problem}")
+            raise ValueError(f"{sample_and_hook}: {problem}")
         if number not in self._incomplete:
             positions = np.arange(len(activation), dtype=np.int32)
             facts = SampleFacts(
@@ -387,20 +435,20 @@ class ActivationStorage:
             )
             self._incomplete[number] = ShardSample(facts, ids, positions), {}
             self._next_sample += 1
-        sample, values = self._incomplete[number]
-        values[layer_idx] = activation
-        if len(values) == len(self._hooks):
+        sample, activations = self._incomplete[number]
+        activations[layer_idx] = activation
+        if len(activations) == len(self._hooks):
             del self._incomplete[number]
-            self._writer.take(sum(array.nbytes for array in values.values()))
-            self._last = number
-            self._writer.add(sample, values)
+            self._writer.take(sum(array.nbytes for array in activations.values()))
+            self._last_complete = number
+            self._writer.add(sample, activations)
 
     def _is_stored(self, number: int) -> bool:
-        """Returns whether an earlier process has stored a sample that `add_activation` gets.
+        """Returns whether an earlier process has stored the sample with this number.
 
-        A run without damage stores its samples without gaps, so the number of stored samples
-        decides, and no table is read. A repair reads the tables, because lost shards leave gaps,
-        which it fills in the order of the samples.
+        The number of stored samples decides, because a run without damage stores its samples
+        without gaps. In a repair, samples are missing in between, so the tables of the shards are
+        read instead.
         """
         if self.plan.repair is not None:
             return number <= self._next_sample and number in self.stored_after_mark
@@ -411,7 +459,14 @@ class ActivationStorage:
     ) -> Iterator[str]:
         """Yields the reasons why a sample's activation cannot be stored.
 
-        A reason is only meaningful if there is none before it.
+        Only the first reason is certain to be true, because each check assumes that the checks
+        before it passed.
+
+        Args:
+            key: Key of the hook.
+            activation: Activation that is added.
+            ids: Token ids of the sample; None if there are none.
+            number: Number of the sample.
         """
         shape, dtype = activation.shape, activation.dtype.name
         if len(shape) != 2 or not shape[1] or (ids is not None and ids.shape != shape[:1]):
@@ -423,8 +478,8 @@ class ActivationStorage:
             yield "has no token ids, and safetensors need them"
         if ids is not None and ids.dtype != np.int32:
             yield f"token ids of dtype {ids.dtype}, expected int32"
-        sample, values = self._incomplete.get(number, (None, {}))
-        if key in values or number <= self._last:
+        sample, activations = self._incomplete.get(number, (None, {}))
+        if key in activations or number <= self._last_complete:
             yield "given twice or out of order"
         if sample is None and number != self._next_sample:
             yield f"expected sample {self._next_sample} next: samples are 0, 1, 2, ..."
@@ -435,29 +490,34 @@ class ActivationStorage:
             yield f"dtype {dtype}, expected one of {', '.join(sorted(DTYPES))}"
         hook = self._hooks[key]
         dtype = hook.stored_as(dtype)
-        due = self._forms.get(key, (shape[1], hook.stored_dtype or dtype))
-        if (shape[1], dtype) != due:
+        default = (shape[1], hook.stored_dtype or dtype)
+        width_and_dtype = self._widths_and_dtypes.get(key, default)
+        if (shape[1], dtype) != width_and_dtype:
+            expected_width, expected_dtype = width_and_dtype
             yield (
-                f"width {shape[1]}, dtype {dtype}, expected width {due[0]}, dtype {due[1]}, as in "
-                "the rest of the run"
+                f"width {shape[1]}, dtype {dtype}, expected width {expected_width}, dtype "
+                f"{expected_dtype}, as in the rest of the run"
             )
-        self._forms[key] = due
+        self._widths_and_dtypes[key] = width_and_dtype
 
     def finalize(self, complete: bool = True, skipped_rows: int = 0, empty_rows: int = 0) -> None:
-        """Commits every complete sample and metadata.json, and waits until they are stored.
+        """Commits all complete samples, writes metadata.json, and closes the storage.
 
-        A second call does nothing.
+        Returns when everything is stored. A second call does nothing.
 
         Args:
-            complete: Whether no more samples are to come. False if the run ends before that.
-            skipped_rows: Number of rows of the data that were skipped, if larger than in the marks.
-            empty_rows: Number of rows of the data without text, if larger than in the marks.
+            complete: Whether the run is complete, so that no more samples can be added. False if
+                the run may be continued.
+            skipped_rows: Number of rows of the data set that were skipped. It counts only if it is
+                larger than in the marks of the shards.
+            empty_rows: Number of rows of the data set without text. It counts only if it is larger
+                than in the marks of the shards.
 
         Raises:
-            ValueError: A sample of a complete run lacks hooks, or a program with a loop of its own
-                has not given all samples again that a repair needs, so that the repair is not
-                finished. All other samples are committed before.
-            StorageError: Something could not be stored.
+            ValueError: `complete` is True, and a sample lacks an activation at a hook, or the
+                program has not added all samples that a repair needs. All complete samples are
+                committed nevertheless.
+            StorageError: A file could not be written.
         """
         if self._state == "planned":
             self.open()
@@ -469,23 +529,27 @@ class ActivationStorage:
         complete = (complete and not missing_samples) or self.plan.complete
         self.totals.count_rows(skipped_rows, empty_rows)
         self._state = "closed"
-        done = False
+        is_stored = False
         try:
             self._writer.finish(complete)
             self._log.finish(complete)
             self._metrics.upload()
-            done = True
+            is_stored = True
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)}") from error
         except RunError:
             with suppress(OSError, RunError, InputError):
                 self._log.write_metadata("failed", upload=False)
             raise
-        finally:  # after a second Ctrl-C or a failure, nothing waits for uploads
-            self.close(patient=done)
-        for number, (_, values) in self._incomplete.items() if complete else ():
-            missing = [key for key in self._hooks if key not in values]
-            raise ValueError(f"sample {number} has no activation for {missing}; it is not stored")
+        finally:
+            # After a second Ctrl-C or a failure, the program does not wait for uploads.
+            self.close(patient=is_stored)
+        if complete and self._incomplete:
+            number, (_, activations) = next(iter(self._incomplete.items()))
+            missing_keys = [key for key in self._hooks if key not in activations]
+            raise ValueError(
+                f"sample {number} has no activation for {missing_keys}; it is not stored"
+            )
         if missing_samples:
             raise ValueError(
                 f"{self.folder}: {counted(missing_samples, 'sample')} not given again; a repair "
@@ -493,10 +557,11 @@ class ActivationStorage:
             )
 
     def close(self, patient: bool = False) -> None:
-        """Releases the folder and ends the threads. Shards that are not committed are lost.
+        """Releases the folder and ends the threads.
 
         Args:
-            patient: Whether the threads finish their work first.
+            patient: Whether the threads finish their work first. Otherwise, shards that are not
+                committed yet are lost.
         """
         self._state = "closed"
         self._writer.close(patient)

@@ -1,7 +1,7 @@
-"""Totals: the sums over the committed shards of a run, which metadata.json records.
+"""Totals: numbers of samples, tokens and bytes, and statistics, over the committed shards of a run.
 
-They follow from the commits (run_log.py), so a writer counts them up, and --verify compares those
-in metadata.json with those of the commits.
+The totals can be computed from the commits (run_log.py) alone. A writer adds up the totals of its
+shards, and metadata.json records them. --verify compares the recorded totals with the commits.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,26 +12,27 @@ from activation_extraction.common.visible import counted
 from activation_extraction.store.run_log import Commit, RunLog
 from activation_extraction.store.statistics import Statistics
 
-# The totals that --verify compares with the shards of a complete run, and --status shows.
+# Names of the totals that --verify compares with the shards of a complete run, and --status shows.
 COUNTED = ("shards", "samples", "tokens", "bytes")
-CUT = ("cut_samples", "cut_tokens", "empty_samples")  # totals that follow from the shards, too
+# Names of the other totals that follow from the shards alone.
+CUT = ("cut_samples", "cut_tokens", "empty_samples")
 
 
 @dataclass
 class Totals:
-    """The sums over several shards.
+    """The totals over several shards.
 
     Attributes:
         shards: Number of shards.
         samples: Number of samples.
         tokens: Number of stored tokens.
-        bytes: Bytes of the files of activations.
-        skipped_rows: Number of rows of the data that could not be used and were skipped.
-        empty_rows: Number of rows without text.
+        bytes: Total size of the files of activations, in bytes.
+        skipped_rows: Number of rows of the data set that could not be used and were skipped.
+        empty_rows: Number of rows of the data set without text.
         cut_samples: Number of samples that were cut at their end.
-        cut_tokens: Number of tokens that these samples lack.
+        cut_tokens: Number of tokens that were cut off from these samples.
         empty_samples: Number of samples without a stored token.
-        statistics: Statistics by the names of the hooks.
+        statistics: Statistics by the full names of the hooks.
     """
 
     shards: int = 0
@@ -55,17 +56,25 @@ class Totals:
 
     @classmethod
     def of_log(cls, run_log: RunLog) -> "Totals":
-        """Returns the totals of a host.
+        """Returns the totals of one host's folder.
 
-        They are those of all its shards, and include the skipped and empty rows after the last
-        shard, which metadata.json counts.
+        metadata.json also counts the skipped and the empty rows after the last shard, so these are
+        included.
+
+        Args:
+            run_log: Log of the folder.
         """
-        totals, metadata = cls.of(run_log.in_order), run_log.metadata or {}
+        totals = cls.of(run_log.in_order)
+        metadata = run_log.metadata or {}
         totals.count_rows(metadata.get("skipped_rows", 0), metadata.get("empty_rows", 0))
         return totals
 
     def add(self, commit: Commit) -> None:
-        """Adds a shard of the same host, whose marks count rows from the beginning of its data."""
+        """Adds one more shard of the same host.
+
+        The marks of shards count rows from the beginning of the host's data, so the largest counts
+        of skipped and empty rows are kept, instead of their sums.
+        """
         self.shards += 1
         self.samples += commit.count
         for name in ("tokens", "bytes", "cut_samples", "cut_tokens", "empty_samples"):
@@ -73,22 +82,25 @@ class Totals:
         if commit.mark is not None:
             self.count_rows(commit.mark.skipped_rows, commit.mark.empty_rows)
         for hook in commit.hooks:
-            before = self.statistics.get(hook["name"], Statistics())
-            self.statistics[hook["name"]] = before.merge(Statistics.from_json(hook))
+            previous = self.statistics.get(hook["name"], Statistics())
+            self.statistics[hook["name"]] = previous.merge(Statistics.from_json(hook))
 
     def add_host(self, host: "Totals") -> None:
-        """Adds the totals of another host. No row belongs to two hosts, so all counts add up."""
-        for name, count in host.counts.items():
-            setattr(self, name, getattr(self, name) + count)
-        for name, statistics in host.statistics.items():
-            before = self.statistics.get(name, Statistics())
-            self.statistics[name] = before.merge(statistics)
+        """Adds the totals of another host.
+
+        No row of the data set belongs to two hosts, so the counts of rows are added, too.
+        """
+        for count_name, count in host.counts.items():
+            setattr(self, count_name, getattr(self, count_name) + count)
+        for hook_name, statistics in host.statistics.items():
+            previous = self.statistics.get(hook_name, Statistics())
+            self.statistics[hook_name] = previous.merge(statistics)
 
     def count_rows(self, skipped: int, empty: int) -> None:
-        """Raises the counts of rows, unless they are larger already.
+        """Sets the counts of skipped and empty rows, unless a count is already larger.
 
         Args:
-            skipped: Number of skipped rows from the beginning of the data up to a certain row.
+            skipped: Number of skipped rows from the beginning of the host's data up to some row.
             empty: Number of rows without text up to the same row.
         """
         self.skipped_rows = max(self.skipped_rows, skipped)
@@ -96,14 +108,18 @@ class Totals:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The counts that metadata.json records: all fields but statistics."""
-        return {
-            count.name: getattr(self, count.name) for count in fields(self) if count.type is int
-        }
+        """The counts that metadata.json records, by name: all fields except `statistics`."""
+        names = [attribute.name for attribute in fields(self) if attribute.type is int]
+        return {name: getattr(self, name) for name in names}
 
 
 def total_problems(commits: Iterable[Commit], metadata: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the totals in the metadata of a finished host that differ from those of its shards."""
+    """Yields a message for each recorded total that differs from the total over the shards.
+
+    Args:
+        commits: Commits of all shards in the folder of a host.
+        metadata: Content of metadata.json in the same folder.
+    """
     totals = Totals.of(commits)
     for name in COUNTED:
         if metadata[name] != (total := getattr(totals, name)):
