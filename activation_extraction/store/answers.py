@@ -1,9 +1,9 @@
-"""Determines the meaning of a failed request to a store.
+"""Determines the meaning of a failed request to a store: Google Cloud Storage, S3 or Azure.
 
-A store says why it refuses a request by an HTTP status and by a code in the body of its answer. The
-code decides where it is known, because stores use one status for different failures. Everything is
-read from the answer itself, never from the text around it: that text contains the URL, and so names
-that the user chose.
+A store gives the reason for a refusal as an HTTP status and as a code in the body of its answer.
+The code is used if it is known, because stores use one status for different failures. Only the
+answer itself is parsed, because the rest of an error message contains the URL, which the user
+chose. bucket.py turns the meanings into exceptions.
 """
 
 import http
@@ -19,10 +19,11 @@ from urllib.parse import urlsplit
 
 from obstore.exceptions import GenericError
 
-# Variables that may contain the address at which a machine provides credentials for S3. Without
-# them, the address lies in 169.254.0.0/16, which exists only in the machine's own network.
+# Environment variables that may contain the address at which a machine provides credentials for S3.
+# If they are not set, the address lies in 169.254.0.0/16, which is reachable only from the machine.
 CREDENTIAL_ADDRESSES = ("AWS_METADATA_ENDPOINT", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
-DETAILS = "\n\nDebug source:\n"  # in an obstore error, precedes the failure as a Rust structure
+# Heading in the message of an obstore error; the failure follows it, printed as a Rust structure.
+DETAILS = "\n\nDebug source:\n"
 
 
 class Meaning(Enum):
@@ -30,15 +31,17 @@ class Meaning(Enum):
 
     Attributes:
         MISSING: The object does not exist.
-        CHANGED: The object is not the version that the request was conditional on.
+        CHANGED: The object has another version than the request was conditional on.
         NO_BUCKET: The bucket does not exist.
         CREDENTIALS: The store does not accept the credentials.
         NO_CREDENTIALS: No credentials are set, and the machine provides none.
         FORBIDDEN: The credentials are valid, but do not permit the request.
         ELSEWHERE: The bucket is in another region, or at another address.
-        UNREACHABLE: No store answers at the address, unless a request has succeeded before.
-        UNUSABLE: A setting or an answer cannot be used, unless a request has succeeded before.
-        REFUSED: The same request would be refused again.
+        UNREACHABLE: No store answers at the address. The failure may pass if a request has
+            succeeded before.
+        UNUSABLE: A setting or an answer cannot be used. The failure may pass if a request has
+            succeeded before.
+        REFUSED: The store would refuse the same request again.
         MAY_PASS: The same request may succeed later.
     """
 
@@ -55,7 +58,8 @@ class Meaning(Enum):
     MAY_PASS = auto()
 
 
-# Codes of Google Cloud Storage, S3 and Azure that are more precise than the HTTP status.
+# Meanings by the code in the answer, for the codes of Google Cloud Storage, S3 and Azure that are
+# more precise than the HTTP status.
 CODES: Mapping[str, Meaning] = {
     code: meaning
     for meaning, codes in {
@@ -68,11 +72,12 @@ CODES: Mapping[str, Meaning] = {
         Meaning.FORBIDDEN: "AccessDenied AllAccessDisabled PublicAccessNotPermitted",
         Meaning.ELSEWHERE: "PermanentRedirect AuthorizationHeaderMalformed",
         Meaning.REFUSED: "BlobArchived BlobImmutableDueToPolicy SnapshotsPresent",
-        # An upload that stalled or broke on its way.
+        # These codes are returned if the body of an upload arrives late or incomplete.
         Meaning.MAY_PASS: "RequestTimeout IncompleteBody BadDigest XAmzContentSHA256Mismatch",
     }.items()
     for code in codes.split()
 }
+# Meanings by the HTTP status. `meaning_of` determines the meanings of all other statuses.
 STATUSES: Mapping[int, Meaning] = {
     401: Meaning.CREDENTIALS,
     403: Meaning.FORBIDDEN,
@@ -87,8 +92,8 @@ class Failure(NamedTuple):
 
     Attributes:
         meaning: The meaning of the failure.
-        reason: One line with the code and message of the answer, or the reason why there is none.
-            It contains no URL, and nothing else that may hold secrets.
+        reason: One line with the code and message of the answer, or the reason why there is no
+            answer. It contains no URL and nothing else that may contain secrets.
         status: The HTTP status of the answer; 0 if there is none.
     """
 
@@ -98,10 +103,10 @@ class Failure(NamedTuple):
 
 
 def meaning_of(status: int, code: str = "") -> Meaning:
-    """Returns the meaning of an answer by its code, or by its status if the code is unknown.
+    """Returns the meaning of an answer, from its code or, if the code is unknown, its HTTP status.
 
     Args:
-        status: HTTP status of the answer; 0 if the code alone is known.
+        status: HTTP status of the answer; 0 if only the code is available.
         code: Code in the body of the answer; "" if there is none.
     """
     if code in CODES:
@@ -116,10 +121,11 @@ def meaning_of(status: int, code: str = "") -> Meaning:
 
 
 def failure_of_obstore(error: Exception) -> Failure:
-    """Returns the meaning of an exception of obstore.
+    """Returns the failure that an exception of obstore describes.
 
-    obstore prints the answer twice: within a sentence, and as a Rust structure with one field per
-    line, whose strings are escaped. Only lines of the structure are read, each from its beginning.
+    The message of the exception contains the answer twice: within a sentence, and as a Rust
+    structure with one field per line, whose strings are escaped. Only lines of the structure are
+    parsed, because the sentence contains the URL.
     """
     _, separator, details = str(error).rpartition(DETAILS)
     if not separator:
@@ -129,7 +135,8 @@ def failure_of_obstore(error: Exception) -> Failure:
         details,
         re.MULTILINE,
     )
-    deletion = re.search(  # failed deletion of one object among several
+    # The answer to a request for several deletions contains a result for each object.
+    deletion = re.search(
         r'^ *(?:source: )?DeleteFailed {\n *path: .*\n *code: "(.*)",\n *\w+: "(.*)",$',
         details,
         re.MULTILINE,
@@ -146,9 +153,8 @@ def failure_of_obstore(error: Exception) -> Failure:
         failure = _of_connection(details)
     elif isinstance(error, FileNotFoundError):
         failure = Failure(Meaning.MISSING, "the object does not exist")
-    elif isinstance(
-        error, GenericError
-    ):  # an unusable credentials file or program, or an unusable answer
+    elif isinstance(error, GenericError):
+        # The file or program with the credentials cannot be used, or the answer cannot be parsed.
         failure = Failure(Meaning.UNUSABLE, setting_error(error))
     else:
         failure = Failure(Meaning.REFUSED, setting_error(error))
@@ -158,11 +164,17 @@ def failure_of_obstore(error: Exception) -> Failure:
 
 
 def setting_error(error: Exception) -> str:
-    """Returns the reason in an obstore error that is about settings, as one line."""
+    """Returns the reason in an obstore error about unusable settings, as one line."""
     return " ".join(str(error).partition(DETAILS)[0].rpartition(" error: ")[2].split())
 
 
 def _of_answer(status: int, body: str) -> Failure:
+    """Returns the failure that an answer describes.
+
+    Args:
+        status: HTTP status of the answer.
+        body: Body of the answer.
+    """
     code, message = _code_and_message(body)
     try:
         phrase = http.HTTPStatus(status).phrase
@@ -173,9 +185,10 @@ def _of_answer(status: int, body: str) -> Failure:
 
 
 def _code_and_message(body: str) -> tuple[str, str]:
-    """Returns the code and the message of an answer, "" for one that the answer lacks.
+    """Returns the code and the message in the body of an answer.
 
-    The answer is XML, or JSON if a server of credentials sent it.
+    The body is XML, or JSON if a server for credentials sent it. The code or the message is "" if
+    the body does not contain it.
     """
     with suppress(ValueError):
         content = json.loads(body)
@@ -186,16 +199,21 @@ def _code_and_message(body: str) -> tuple[str, str]:
 
 
 def _sentence(code: str, message: str) -> str:
-    """Returns a code and a message as one line.
+    """Returns the code and the message of an answer as one line, "CODE: MESSAGE".
 
-    Only the first line of the message counts, because Azure adds lines with an id and the time.
+    Only the first line of the message is used, because Azure adds lines with an id and the time.
     """
-    first = next(iter(message.strip().splitlines()), "")
-    return ": ".join(" ".join(part.split()) for part in (code, first) if part.strip())
+    first_line = next(iter(message.strip().splitlines()), "")
+    words = [" ".join(text.split()) for text in (code, first_line)]
+    return ": ".join(filter(None, words))
 
 
 def _of_connection(details: str) -> Failure:
-    """Returns why a request got no answer, or only a part of it."""
+    """Returns the failure of a request that got no answer, or an incomplete one.
+
+    Args:
+        details: Failure that obstore printed as a Rust structure.
+    """
     certificate = re.search(r"^ *error: InvalidCertificate\(\n *(\w+)", details, re.MULTILINE)
     if certificate:
         reason = f"the certificate of the server is not valid ({certificate[1]})"
@@ -208,19 +226,24 @@ def _of_connection(details: str) -> Failure:
         return Failure(Meaning.UNREACHABLE, "its address cannot be used")
     if _has(details, r"(?:kind|source): (?:Timeout|TimedOut),"):
         return Failure(Meaning.MAY_PASS, "no answer")
-    system = re.search(r'^ *(?:message|error): "(.*)",$', details, re.MULTILINE)
-    reason = _unescaped(system[1]) if system else "the connection broke"
+    system_message = re.search(r'^ *(?:message|error): "(.*)",$', details, re.MULTILINE)
+    reason = _unescaped(system_message[1]) if system_message else "the connection broke"
     if _has(details, '"dns error",') and "Temporary failure" not in reason:
         return Failure(Meaning.UNREACHABLE, reason)
     return Failure(Meaning.MAY_PASS, reason)
 
 
 def _asks_for_credentials(details: str) -> bool:
-    """Returns whether the failed request was for credentials, and not for an object."""
+    """Returns whether the failed request asked for credentials, and not for an object.
+
+    Args:
+        details: Failure that obstore printed as a Rust structure.
+    """
     if _has(details, "source: TokenRequest {"):
         return True
-    # obstore hides addresses that contain secrets. With S3, only the address of Amazon's token
-    # service does; with Azure, the address of an object may contain a SAS token.
+    # obstore hides addresses that contain secrets (`uri: None`). In requests to S3, only the
+    # address of Amazon's token service contains secrets. In requests to Azure, the address of an
+    # object may contain a SAS token, so a hidden address says nothing there.
     if _has(details, 'store: "S3",') and _has(details, "uri: None,"):
         return True
     address = re.search(r"^ *uri: Some\(\n *(\S+),$", details, re.MULTILINE)
@@ -228,20 +251,24 @@ def _asks_for_credentials(details: str) -> bool:
         return False
     server = urlsplit(address[1]).netloc
     credential_servers = {
-        urlsplit(os.environ.get(name, "")).netloc for name in CREDENTIAL_ADDRESSES
+        urlsplit(os.environ.get(variable, "")).netloc for variable in CREDENTIAL_ADDRESSES
     }
     return server.startswith("169.254.") or server in credential_servers
 
 
 def _has(details: str, line: str) -> bool:
+    """Returns whether a line of `details` begins with the regular expression `line`."""
     return re.search(f"^ *{line}", details, re.MULTILINE) is not None
 
 
 def _unescaped(text: str) -> str:
-    """Returns the string whose escaped form Rust has printed."""
-    plain = {"n": "\n", "r": "\r", "t": "\t", "0": "\0"}
+    r"""Replaces the escape sequences in a string that Rust has printed, such as \n and \u{7f}."""
+    control_characters = {"n": "\n", "r": "\r", "t": "\t", "0": "\0"}
 
-    def character(escape: re.Match[str]) -> str:
-        return chr(int(escape[1], 16)) if escape[1] else plain.get(escape[2], escape[2])
+    def character_of(escape: re.Match[str]) -> str:
+        hex_digits, letter = escape.groups()
+        if hex_digits:
+            return chr(int(hex_digits, 16))
+        return control_characters.get(letter, letter)
 
-    return re.sub(r"\\(?:u{([0-9a-f]+)}|(.))", character, text)
+    return re.sub(r"\\(?:u{([0-9a-f]+)}|(.))", character_of, text)

@@ -1,11 +1,13 @@
-"""A folder in a bucket of Google Cloud Storage, S3 or Azure, by obstore.
+"""Bucket: a folder in a bucket of Google Cloud Storage, S3 or Azure, which obstore accesses.
 
 obstore finds the credentials (Google's application default credentials or service account, the
-AWS_* and AZURE_* variables, or the machine's own), and repeats reads that fail. The version of an
-object is its ETag, which every answer and every listing has; a write to Google is conditional on
-the generation that the same answer had. A write or a deletion is sent once: a second attempt at a
-conditional write could not be told from somebody else's, and a second deletion may arrive late.
-What obstore raises becomes a FolderError with the store's own words.
+AWS_* and AZURE_* variables, or the machine's own), and repeats reads that fail. Writes and
+deletions are sent only once. After a lost answer, a second conditional write could not be told from
+the write of another process, and a second deletion may arrive late.
+
+The version of an object is its ETag, which all answers and listings contain. Writes to Google are
+conditional on the generation of the object instead (`GoogleVersion`). An exception of obstore
+becomes a FolderError with the reason that the store gave (answers.py).
 """
 
 import math
@@ -38,9 +40,9 @@ from activation_extraction.store.local_files import (
 if TYPE_CHECKING:
     from obstore import GetOptions
 
-RETRIES = 3  # by obstore, within a second or two; Folder goes on, and says so
-READ_TIMEOUT = 60.0  # seconds without a byte of an answer, after which it is asked for again
-MIN_BYTES_PER_SECOND = 0.125e6  # 16 uploads that share 16 Mbit/s
+RETRIES = 3  # attempts by obstore, within a second or two, before `Folder` logs and repeats
+READ_TIMEOUT = 60.0  # seconds without a byte of an answer, after which a read is sent again
+MIN_BYTES_PER_SECOND = 0.125e6  # speed of a slow line: a 16th of 16 Mbit/s, for 16 uploads at once
 GB = 10**9
 FORKED = (
     "this process was forked from one that had used a bucket, and lacks its threads; start it "
@@ -49,37 +51,56 @@ FORKED = (
 
 
 class GoogleVersion(str):
-    """The version of an object in a bucket of Google Cloud Storage: its ETag, as on other stores.
+    """The version of an object in Google Cloud Storage: its ETag, with its generation.
 
     Attributes:
-        generation: The generation of the object. Google's writes are conditional on it, but no
-            listing has it. Another one may have the same ETag, if it has the same content.
+        generation: Generation of the object, on which Google's writes are conditional. Listings do
+            not contain generations, so the ETag is used to compare versions. Two generations with
+            the same content may have the same ETag.
     """
 
     generation: str
 
 
 class Bucket:
-    """The folder at `url`. `LocalFolder` describes its methods; they raise FolderError."""
+    """A folder in a bucket.
 
-    _process: ClassVar[int | None] = None  # the first that asked; a fork of it would wait for ever
+    The methods do the same as the methods of `LocalFolder` (local_files.py), whose docstrings
+    describe them, but raise only FolderError.
+
+    Args:
+        url: URL of the folder, such as "gs://bucket/folder".
+        patience: Seconds for which obstore repeats failing reads, and which a request may take in
+            addition to the time for its bytes.
+
+    Attributes:
+        max_file_bytes: Largest size of a file that can be written, in bytes.
+    """
+
+    # The id of the process that sent the first request. A fork of it lacks obstore's threads, and
+    # would wait forever.
+    _process: ClassVar[int | None] = None
 
     def __init__(self, url: str, patience: float) -> None:
         scheme, _, path = url.partition("://")
         self._bucket, _, self._prefix = path.partition("/")
-        self._kind, self._patience = BUCKET_KINDS[scheme], patience
+        self._kind = BUCKET_KINDS[scheme]
+        self._patience = patience
         self.max_file_bytes = self._kind.max_request_bytes
         self._worked = False  # whether a request has ever succeeded
 
     def entries(self) -> dict[str, FileEntry | None]:
         prefix = self._prefix or None
         listing = self._ask(lambda: obstore.list_with_delimiter(self._store(0), prefix))
-        files = {
-            _last(entry["path"]): FileEntry(entry["size"], _tag(entry["e_tag"]))
-            for entry in listing["objects"]
-            if entry["path"] != self._prefix  # the object that consoles create for an empty folder
-        }
-        return {**dict.fromkeys(map(_last, listing["common_prefixes"])), **files}
+        entries: dict[str, FileEntry | None] = {}
+        for folder_path in listing["common_prefixes"]:
+            entries[_file_name(folder_path)] = None
+        for listed in listing["objects"]:
+            # The consoles of stores create an object with the folder's name for an empty folder.
+            if listed["path"] != self._prefix:
+                file_name = _file_name(listed["path"])
+                entries[file_name] = FileEntry(listed["size"], _quoted_tag(listed["e_tag"]))
+        return entries
 
     def head(self, name: str) -> FileEntry | None:
         with suppress(FileNotFoundError):
@@ -93,36 +114,43 @@ class Bucket:
         options: GetOptions = {} if version is None else {"if_match": version}
         if span is not None:
             options["range"] = span
-        size = most or GB if span is None else span[1] - span[0]
+        expected_bytes = most or GB if span is None else span[1] - span[0]
 
         def get() -> tuple[Bytes, str | None]:
             try:
-                answer = obstore.get(self._store(size), self._key(name), options=options)
+                answer = obstore.get(self._store(expected_bytes), self._key(name), options=options)
             except GenericError as error:
                 if failure_of_obstore(error).status == 416:  # the range begins past the end
                     return Bytes(b""), version
                 raise
-            current = self._version(answer.meta)
-            if version not in (None, current):  # S3 gateways ignore If-Match when they are read
+            current_version = self._version(answer.meta)
+            # Some gateways to S3 ignore the header If-Match of reads, so versions are compared.
+            if version not in (None, current_version):
                 raise ChangedError
             if span is None:
                 check_size(answer.meta["size"], most)
-            return answer.bytes(), current
+            return answer.bytes(), current_version
 
         with suppress(FileNotFoundError):
             return self._ask(get)
         return None
 
     def write(self, name: str, parts: Sequence[memoryview], expected: str | None) -> str | None:
-        size = sum(part.nbytes for part in parts)
+        file_bytes = sum(part.nbytes for part in parts)
+        mode: Any
+        if expected is None:
+            mode = "create"
+        elif expected == ANY:
+            mode = "overwrite"
+        elif isinstance(expected, GoogleVersion):
+            mode = {"e_tag": expected, "version": expected.generation}
+        else:
+            mode = {"e_tag": expected}
 
         def put() -> str | None:
-            store, key = self._store(size, may_retry=False), self._key(name)
-            mode: Any = {None: "create", ANY: "overwrite"}.get(expected, {"e_tag": expected})
-            if isinstance(expected, GoogleVersion):
-                mode["version"] = expected.generation
-            # put_async would often abort a process that ends soon after it.
-            answer = obstore.put(store, key, parts, mode=mode, use_multipart=False)
+            store = self._store(file_bytes, may_retry=False)
+            # `put` is used because `put_async` often aborts a process that ends soon afterwards.
+            answer = obstore.put(store, self._key(name), parts, mode=mode, use_multipart=False)
             return self._version(answer)
 
         try:
@@ -136,11 +164,16 @@ class Bucket:
             self._ask(lambda: obstore.delete(store, self._key(name)))
 
     def _version(self, answer: Mapping[str, Any]) -> str | None:
-        """Returns the version of an object, as in an answer about this object alone."""
-        tag = _tag(answer["e_tag"])
-        if self._kind is not GOOGLE or tag is None:
-            return tag
-        version = GoogleVersion(tag)
+        """Returns the version of an object; None if the store has no versions.
+
+        Args:
+            answer: Metadata of the object in the answer to a request for this object alone, which
+                contain the generation on Google.
+        """
+        e_tag = _quoted_tag(answer["e_tag"])
+        if self._kind is not GOOGLE or e_tag is None:
+            return e_tag
+        version = GoogleVersion(e_tag)
         version.generation = answer["version"]
         return version
 
@@ -148,33 +181,36 @@ class Bucket:
         return f"{self._prefix}/{name}" if self._prefix else name
 
     def _store(self, size: int, may_retry: bool = True) -> Any:
-        """Returns the bucket for requests that move `size` bytes.
+        """Returns the obstore client for requests of a certain size.
 
-        A timeout begins with the request and ignores how much of its body has been moved, so it
-        cannot tell a slow line from a silent server. So each request gets the patience and the time
-        that its bytes need on a slow line, in multiples of the patience, because each timeout needs
-        a client of its own. A write is given up before that (sending.py).
+        A timeout of obstore begins with the request, and cannot tell a slow line from a server that
+        does not answer. So it is the sum of the patience and the time that the bytes need on a slow
+        line. It is rounded up to a multiple of the patience, because each timeout needs another
+        client. sending.py gives up a write before its timeout.
+
+        Args:
+            size: Number of bytes that a request transfers.
+            may_retry: Whether obstore may repeat a request that fails.
+
+        Raises:
+            FolderError: The settings for the store cannot be used.
         """
-        seconds = self._patience * math.ceil(1 + size / MIN_BYTES_PER_SECOND / self._patience)
+        timeout = self._patience * math.ceil(1 + size / MIN_BYTES_PER_SECOND / self._patience)
         retries = RETRIES if may_retry else 0
         try:
             settings = tuple(sorted(self._kind.settings(self._bucket).items()))
         except ValueError as error:
             raise FolderError(str(error)) from error
         try:
-            return _connect(self._kind, settings, seconds, self._patience, retries)
-        except (
-            BaseError,
-            OSError,
-            ValueError,
-        ) as error:  # obstore cannot use the settings that it reads
+            return _connect(self._kind, settings, timeout, self._patience, retries)
+        except (BaseError, OSError, ValueError) as error:  # obstore cannot use the settings
             raise FolderError(f"{setting_error(error)}; {self._kind.renew}") from error
 
     def _ask(self, action: Callable[[], Any]) -> Any:
         """Sends a request and returns its answer.
 
         Args:
-            action: Function that sends the request with obstore.
+            action: Function that sends the request with obstore and returns its answer.
 
         Raises:
             FileNotFoundError: The object does not exist.
@@ -191,9 +227,10 @@ class Bucket:
             raise self._failure(failure_of_obstore(error)) from error
 
     def _failure(self, failure: Failure) -> FileNotFoundError | FolderError:
-        """Returns the exception for a failed request, in the terms of this kind of store."""
+        """Returns the exception for a failed request, with the remedies for this kind of store."""
         reason, kind = failure.reason, self._kind
-        # An address, a setting or a machine's credentials that have worked may work again.
+        # If a request has succeeded before, the address, the settings and the machine's credentials
+        # are valid, so a failure of theirs may pass.
         final = not self._worked
         match failure.meaning:
             case Meaning.MISSING:
@@ -227,27 +264,37 @@ class Bucket:
 def _connect(
     kind: BucketKind,
     settings: tuple[tuple[str, Any], ...],
-    seconds: float,
+    timeout: float,
     patience: float,
     retries: int,
 ) -> Any:
-    """Returns an obstore client, which keeps connections and credentials for all folders."""
-    client: dict[str, Any] = {"timeout": timedelta(seconds=seconds)}
-    if any(str(value).startswith("http://") for _, value in settings):
-        client["allow_http"] = True
-    if retries:  # it counts from the beginning of a request: no long upload could end within it
-        client["read_timeout"] = timedelta(seconds=min(READ_TIMEOUT, patience))
-    retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=patience)}
-    return kind.store(**dict(settings), client_options=client, retry_config=retry)
+    """Returns an obstore client, which is cached so that folders share connections and credentials.
 
-
-def _tag(tag: str | None) -> str | None:
-    """Returns an ETag in quotes, as in the headers of answers.
-
-    Azure's listings leave out the quotes.
+    Args:
+        kind: Kind of the store.
+        settings: Names and values of the arguments of `kind.store`.
+        timeout: Seconds that a request may take.
+        patience: Seconds for which obstore may repeat a request.
+        retries: Largest number of repetitions; 0 for a client that sends every request once.
     """
-    return f'"{tag}"' if tag and not tag.endswith('"') else tag
+    client_options: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
+    if any(str(setting).startswith("http://") for _, setting in settings):
+        client_options["allow_http"] = True
+    # The read timeout also counts from the beginning of a request, so a long upload would always
+    # exceed it. Clients for writes have no retries.
+    if retries:
+        client_options["read_timeout"] = timedelta(seconds=min(READ_TIMEOUT, patience))
+    retry_config = {"max_retries": retries, "retry_timeout": timedelta(seconds=patience)}
+    return kind.store(**dict(settings), client_options=client_options, retry_config=retry_config)
 
 
-def _last(path: str) -> str:
+def _quoted_tag(e_tag: str | None) -> str | None:
+    """Returns an ETag in quotes, as headers of answers contain it.
+
+    The listings of Azure leave out the quotes.
+    """
+    return f'"{e_tag}"' if e_tag and not e_tag.endswith('"') else e_tag
+
+
+def _file_name(path: str) -> str:
     return path.rsplit("/", 1)[-1]

@@ -1,8 +1,9 @@
-"""The kinds of buckets, which are Google Cloud Storage, S3 and Azure, and how each is reached.
+"""The kinds of buckets, Google Cloud Storage, S3 and Azure, with the settings to connect to each.
 
-obstore reads most settings from the environment by itself: keys, roles, regions and the credentials
-of a machine. This module adds the ones that obstore lacks, and finds the address of the store,
-because obstore needs a setting to allow addresses with http://.
+obstore reads most settings from the environment: keys, roles, regions and the credentials of a
+machine. This module reads the environment variables that obstore ignores. It also finds the address
+of the store, because obstore needs a setting to allow addresses with http://. bucket.py sends the
+requests.
 """
 
 import os
@@ -15,7 +16,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from activation_extraction.common.visible import plain_url
 
-# Environment variables with the same meaning, of which the first one that is set counts.
+# Environment variables with the same meaning; the first one that is set is used.
 S3_ADDRESS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 AZURE_ADDRESS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURE_STORAGE_SERVICE_ENDPOINT")
 AZURE_ACCOUNT = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
@@ -29,16 +30,16 @@ CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
 
 
 class BucketKind(NamedTuple):
-    """A kind of store.
+    """A kind of store: Google Cloud Storage, S3 or Azure.
 
     Attributes:
-        store: The obstore class that connects to a bucket.
-        settings: Function that gets the bucket in a URL, and returns the arguments of `store` by
-            name. It raises ValueError if an environment variable cannot be used.
+        store: Class of obstore whose objects connect to a bucket.
+        settings: Function that takes the name of the bucket in a URL, and returns the arguments of
+            `store` by name. It raises ValueError if an environment variable cannot be used.
         max_request_bytes: Largest number of bytes that one request may write.
-        permission: The permissions that a run needs, for a message.
-        renew: The ways to provide credentials, for a message.
-        address: The settings that determine the region and the address, for a message.
+        permission: Permissions that a run needs, for messages.
+        renew: Ways to provide credentials, for messages.
+        address: Settings that determine the region and the address, for messages.
     """
 
     store: Callable[..., Any]
@@ -64,7 +65,8 @@ def _no_token() -> dict[str, Any]:
 
 
 def _s3_settings(bucket: str) -> dict[str, Any]:
-    settings = {"bucket": bucket, "checksum_algorithm": "SHA256"}  # S3 compares the checksum
+    # S3 compares the checksum of an upload, and refuses the upload if it differs.
+    settings = {"bucket": bucket, "checksum_algorithm": "SHA256"}
     variable, address = _first_set(*S3_ADDRESS)
     if address:
         settings["endpoint"] = _checked_address(variable, address)
@@ -72,11 +74,12 @@ def _s3_settings(bucket: str) -> dict[str, Any]:
 
 
 def _azure_settings(bucket: str) -> dict[str, Any]:
-    """Returns the settings of a container.
+    """Returns the arguments of AzureStore for a container, by name.
 
     Args:
         bucket: "CONTAINER", or "CONTAINER@ACCOUNT.dfs.core.windows.net" as in an abfss:// URL. The
-            host determines the account and the cloud; without a host, the environment does.
+            part after the @ determines the account and the address. Without it, environment
+            variables determine them.
 
     Raises:
         ValueError: An environment variable cannot be used, or names another account than the host.
@@ -100,15 +103,27 @@ def _azure_settings(bucket: str) -> dict[str, Any]:
     variable, address = _first_set(*AZURE_ADDRESS)
     if address:
         settings["endpoint"] = _checked_address(variable, address)
-    # obstore finds by itself what is missing here, such as the account of an emulator.
-    return {"container_name": container} | {
-        name: value for name, value in settings.items() if value
-    }
+    # Empty settings are left out, because obstore has defaults for them, such as the account of an
+    # emulator.
+    used_settings = {name: setting for name, setting in settings.items() if setting}
+    return {"container_name": container, **used_settings}
 
 
-def _azure_connection(text: str) -> dict[str, str]:
-    """Returns the settings in a connection string, whose fields the Azure portal and `az` write."""
-    fields = dict(field.partition("=")[::2] for field in text.strip(" ;\n").split(";"))
+def _azure_connection(connection_string: str) -> dict[str, str]:
+    """Returns the arguments of AzureStore in a connection string, by name.
+
+    The Azure portal and the program `az` write such strings.
+
+    Args:
+        connection_string: Fields of the form NAME=SETTING, separated by semicolons.
+
+    Raises:
+        ValueError: Fields are missing, or the address is not a URL.
+    """
+    fields = {}
+    for field in connection_string.strip(" ;\n").split(";"):
+        field_name, _, setting = field.partition("=")
+        fields[field_name] = setting
     if fields.get("UseDevelopmentStorage", "").lower() == "true":
         return {"account_name": "devstoreaccount1", "use_emulator": "true"}
     address = fields.get("BlobEndpoint", "")
@@ -137,18 +152,29 @@ def _azure_connection(text: str) -> dict[str, str]:
 
 
 def _first_set(*variables: str) -> tuple[str, str]:
-    """Returns the first of these variables that is set, and its value; "" if none is set."""
+    """Returns the name and the content of the first environment variable that is set.
+
+    Both are "" if none of the variables is set.
+    """
     for variable in variables:
-        if value := os.environ.get(variable, ""):
-            return variable, value
+        if content := os.environ.get(variable, ""):
+            return variable, content
     return "", ""
 
 
 def _checked_address(variable: str, address: str) -> str:
-    """Returns an address without a slash at its end. Raises ValueError if it is not a URL."""
-    with suppress(ValueError):  # the port is no number
-        parts = urlsplit(address)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+    """Returns an address without a slash at its end.
+
+    Args:
+        variable: Name of the environment variable that contains the address, for the message.
+        address: Address of a store.
+
+    Raises:
+        ValueError: The address is not an http:// or https:// URL.
+    """
+    with suppress(ValueError):  # `url.port` raises ValueError if the port is not a number
+        url = urlsplit(address)
+        if url.scheme in ("http", "https") and url.hostname and url.port != 0:
             return address.rstrip("/")
     raise ValueError(f"{variable} is {plain_url(address)!r}, expected http://HOST or https://HOST")
 
@@ -182,6 +208,7 @@ AZURE = BucketKind(
     "AZURE_STORAGE_ACCOUNT_NAME, the host in the URL or AZURE_STORAGE_ENDPOINT must name the "
     "account",
 )
+# The kinds of buckets by the schemes of their URLs.
 BUCKET_KINDS = {
     **dict.fromkeys(("gs", "gcs"), GOOGLE),
     **dict.fromkeys(("s3", "s3a"), S3),

@@ -1,9 +1,9 @@
-"""Reads single stored samples, with all that is needed to compute or read them again.
+"""Reads single stored samples of a shard, so that they can be computed or tokenised again.
 
---verify chooses samples, compares them with what a `Recompute` returns, and so finds values that
-no longer follow from the model and the text. A `Reread` returns the token ids that a run did not
-store, and a `RunText` also decodes token ids. They need the model or the text of the run, which
-this room does not know: run/recompute.py and run/reread.py make them.
+--verify compares the stored values of some samples with the values that a `Recompute` returns. A
+`Reread` returns the token ids that a run did not store, and a `RunText` also decodes token ids.
+These three are only declared here, because they need the model or the data set of the run, which
+this package does not use. run/recompute.py and run/reread.py make them.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +23,15 @@ from activation_extraction.text.mark import Mark
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """The stored tokens of one sample, and the place in the data from which it can be read again.
+    """The stored tokens of one sample, and a mark from which the sample can be read again.
 
     Attributes:
-        worker: The host that stored the sample.
-        sample_idx: The number of the sample.
-        token_ids: The token ids that are stored, int32 (tokens,).
-        positions: The positions of these tokens in the sample, from 0, int32 (tokens,).
-        start: A mark in the host's data before the sample. None for the beginning of the data.
+        worker: Host that stored the sample.
+        sample_idx: Number of the sample, which is unique in the run.
+        token_ids: Token ids that are stored, int32 (tokens,).
+        positions: Positions of these tokens in the sample, from 0, int32 (tokens,).
+        start: Mark before the sample, from which the host's data can be read. None for the
+            beginning of the data.
     """
 
     worker: Worker
@@ -41,31 +42,31 @@ class StoredTokens:
 
 
 class Reread(Protocol):
-    """Reads the text of stored samples again."""
+    """A function that reads the text of stored samples again and tokenises it."""
 
     def __call__(self, stored: Sequence[StoredTokens]) -> list[np.ndarray | str]:
-        """Returns all token ids of samples, including those that are not stored.
+        """Returns all token ids of samples, including token ids that are not stored.
 
         Args:
-            stored: The stored tokens of each sample. Samples of one host are read together if they
-                have the same `start`.
+            stored: Stored tokens of each sample. Samples of one host that have the same `start` are
+                read together.
 
         Returns:
-            For each sample its token ids, int32 (tokens,), which `positions` indexes. They are
-            empty for a sample without stored tokens. If the data set now gives other tokens than
-            those that are stored, the item is a message that says so. A sample that --max_tokens
-            had cut is whole here.
+            A list with an item for each sample: all its token ids, int32 (tokens,), which
+            `positions` indexes, or a message if the data set no longer contains the stored tokens.
+            The array is empty for a sample without stored tokens. It contains the whole sample even
+            if --max_tokens cut the stored one.
         """
 
 
 @dataclass(frozen=True)
 class RunText:
-    """The text of a stored run.
+    """The functions that return the text of a stored run.
 
     Attributes:
-        decode: A function that returns the text of token ids, int32 (tokens,), without special
-            tokens.
-        reread: A function that reads samples again. None if the run stores all tokens.
+        decode: Function that takes token ids, int32 (tokens,), and returns their text without
+            special tokens.
+        reread: Function that reads samples again. None if the run stores all tokens.
     """
 
     decode: Callable[[np.ndarray], str]
@@ -77,10 +78,11 @@ class ChosenSample:
     """A stored sample that is to be recomputed.
 
     Attributes:
-        where: The path of the shard's file and the sample's number, for messages.
-        tokens: The tokens that are stored.
-        hooks: The hooks of the run.
-        values: The stored values at each of the hooks, in the user's form (hook_values.py).
+        where: Path of the shard's file and number of the sample, for messages.
+        tokens: Tokens of the sample that are stored.
+        hooks: Hooks of the run.
+        values: Stored values at each of the hooks, in the form in which users get them: an array
+            (tokens, width) or `Codes`.
     """
 
     where: str
@@ -90,13 +92,13 @@ class ChosenSample:
 
 
 class Recompute(NamedTuple):
-    """Recomputes stored samples with the model of their run.
+    """The recomputation of stored samples with the model of their run.
 
     Attributes:
-        platform: JAX's name of the platform that computes.
-        values: A function that takes samples and returns a result for each of them: the values of
-            the stored tokens in the user's form, by the name of the hook, or the reason why the
-            sample cannot be recomputed.
+        platform: JAX's name of the platform that computes the values, such as "tpu".
+        values: Function that takes samples and returns an item for each of them: a dict of the
+            values of the stored tokens by the full name of the hook, in the form of
+            `ChosenSample.values`, or the reason why the sample cannot be recomputed.
     """
 
     platform: str
@@ -104,81 +106,97 @@ class Recompute(NamedTuple):
 
 
 def read_tokens(
-    store: Folder, stored: RunLog, commit: Commit, wanted: Sequence[int]
+    folder: Folder, run_log: RunLog, commit: Commit, sample_indices: Sequence[int]
 ) -> list[StoredTokens]:
-    """Reads the stored tokens of some samples of a shard, without activations.
+    """Reads the stored tokens of some samples of a shard, without values at hooks.
 
     Args:
-        store: The host's folder.
-        stored: The content of the folder, which has metadata.
-        commit: The commit of the shard.
-        wanted: The positions of the samples in the shard.
+        folder: Folder of the host.
+        run_log: Log of the folder, which must contain metadata.
+        commit: Commit of the shard.
+        sample_indices: Indices of the samples in the shard.
 
     Returns:
-        The tokens of each sample, in the order of `wanted`.
+        The tokens of each sample, in the order of `sample_indices`.
 
     Raises:
         RunError: The file is damaged or missing, or was replaced.
         OSError: The file cannot be read.
     """
-    return _tokens_of(open_shard(store, commit, []), stored, commit, wanted)
+    return _tokens_of(open_shard(folder, commit, []), run_log, commit, sample_indices)
 
 
 def read_samples(
-    store: Folder, stored: RunLog, commit: Commit, wanted: Sequence[int], where: str
+    folder: Folder, run_log: RunLog, commit: Commit, sample_indices: Sequence[int], where: str
 ) -> list[ChosenSample]:
-    """Reads some samples of a shard.
+    """Reads the tokens and the values at all hooks of some samples of a shard.
 
     Args:
-        store: The host's folder.
-        stored: The content of the folder, which has metadata.
-        commit: The commit of the shard.
-        wanted: The positions of the samples in the shard.
-        where: The path of the shard's file, for messages.
+        folder: Folder of the host.
+        run_log: Log of the folder, which must contain metadata.
+        commit: Commit of the shard.
+        sample_indices: Indices of the samples in the shard.
+        where: Path of the shard's file, for messages.
 
     Returns:
-        The samples, in the order of `wanted`.
+        The samples, in the order of `sample_indices`.
 
     Raises:
         RunError: The file is damaged or missing, or was replaced.
         OSError: The file cannot be read.
         ValueError: The width or dtype of a hook is unknown.
     """
-    hooks = _hooks_of(stored, commit)
-    reader = open_shard(store, commit, hooks)
+    hooks = _hooks_of(run_log, commit)
+    reader = open_shard(folder, commit, hooks)
+    tokens_by_sample = _tokens_of(reader, run_log, commit, sample_indices)
     samples = []
-    all_tokens = _tokens_of(reader, stored, commit, wanted)
-    for i, tokens in zip(wanted, all_tokens, strict=True):
-        first, stop = reader.offsets[i : i + 2].tolist()
-        values = [hook.for_user(hook.begin_rows(reader, first, stop)()) for hook in hooks]
-        name = f"{where}: sample {tokens.sample_idx}"
-        samples.append(ChosenSample(name, tokens, hooks, values))
+    for sample_index, tokens in zip(sample_indices, tokens_by_sample, strict=True):
+        start, stop = reader.offsets[sample_index : sample_index + 2].tolist()
+        values = [hook.for_user(hook.begin_rows(reader, start, stop)()) for hook in hooks]
+        path_and_number = f"{where}: sample {tokens.sample_idx}"
+        samples.append(ChosenSample(path_and_number, tokens, hooks, values))
     return samples
 
 
 def _tokens_of(
-    reader: SafetensorsFile, stored: RunLog, commit: Commit, wanted: Sequence[int]
+    reader: SafetensorsFile, run_log: RunLog, commit: Commit, sample_indices: Sequence[int]
 ) -> list[StoredTokens]:
-    """Returns the stored tokens of some samples of an open shard."""
-    identity = stored.identity
+    """Returns the stored tokens of some samples of an open shard.
+
+    Args:
+        reader: Open shard.
+        run_log: Log of the host's folder, which must contain metadata.
+        commit: Commit of the shard.
+        sample_indices: Indices of the samples in the shard.
+    """
+    identity = run_log.identity
     assert identity is not None
     worker = identity.worker
-    start = furthest_mark(stored.in_order, worker.number_of(commit.first))
+    mark = furthest_mark(run_log.in_order, worker.number_of(commit.first))
     samples = []
-    for i in wanted:
-        tokens = reader.tokens(*reader.offsets[i : i + 2].tolist())
-        sample_idx = int(reader.sample_idx[i])
+    for sample_index in sample_indices:
+        start, stop = reader.offsets[sample_index : sample_index + 2].tolist()
+        tokens = reader.tokens(start, stop)
+        sample_idx = int(reader.sample_idx[sample_index])
         samples.append(
-            StoredTokens(worker, sample_idx, tokens["token_ids"], tokens["position"], start)
+            StoredTokens(worker, sample_idx, tokens["token_ids"], tokens["position"], mark)
         )
     return samples
 
 
-def _hooks_of(stored: RunLog, commit: Commit) -> list[HookValues]:
-    """Returns the hooks of a shard, as its JSON and metadata.json together describe them."""
-    identity = stored.identity
+def _hooks_of(run_log: RunLog, commit: Commit) -> list[HookValues]:
+    """Returns the hooks of a shard, from the descriptions in its JSON and in metadata.json.
+
+    Args:
+        run_log: Log of the host's folder, which must contain metadata.
+        commit: Commit of the shard.
+    """
+    identity = run_log.identity
     assert identity is not None
-    descriptions = {hook["name"]: hook for hook in (stored.metadata or {}).get("hooks", ())}
-    return [
-        identity.recorded_hook(hook | descriptions.get(hook["name"], {})) for hook in commit.hooks
-    ]
+    metadata = run_log.metadata or {}
+    descriptions = {hook["name"]: hook for hook in metadata.get("hooks", ())}
+    hooks = []
+    for shard_hook in commit.hooks:
+        description = descriptions.get(shard_hook["name"], {})
+        hooks.append(identity.recorded_hook(shard_hook | description))
+    return hooks

@@ -1,10 +1,13 @@
-"""The identity of a run: all that decides the content of its shards.
+"""The identity of a run: all settings that decide the content of its shards.
 
-A run that continues must have the same identity, but its batch size, mesh, devices and folders may
-change. The declaration of a flag (cli/flags.py) determines whether its value alone decides content;
-the identity contains these flags, and what the run derives from other flags, such as the digest of
-the model. metadata.json records the identity as one flat JSON object, and the JSON of every shard
-has its digest. `RunFacts` are further facts for metadata.json.
+A run can only be continued with the same identity, but its batch size, mesh, devices and folders
+may change. The declaration of each flag in cli/flags.py says whether the value of the flag is part
+of the identity. For other flags, the identity contains facts that the run derives from them, such
+as the digest of the model. metadata.json records the identity as one flat JSON object, and the JSON
+of every shard contains the digest of the identity.
+
+The module also declares `RunFacts`, further facts for metadata.json that do not decide content.
+resume.py refuses to continue a run with another identity.
 """
 
 import hashlib
@@ -27,10 +30,11 @@ from activation_extraction.store.hook_values import (
 )
 from activation_extraction.text.batch import Worker
 
-PER_HOST = {"num_hosts", "machine", "host"}  # fields that differ between the hosts of a run
-MAY_TURN_ON = {"skip_bad_rows"}  # fields that a run that continues may turn on
-# The fields that decide the samples of a row and their tokens. The tokenizer's files are not among
-# them: those of a base and a chat model differ, but may give the same ids.
+PER_HOST = {"num_hosts", "machine", "host"}  # fields that may differ between the hosts of a run
+MAY_TURN_ON = {"skip_bad_rows"}  # flags that may be turned on when a run is continued
+# Fields that decide which samples and tokens a row of the data set becomes. The digest of the
+# tokenizer is left out, because the tokenizers of a base model and a chat model have different
+# files, but may produce the same token ids.
 OF_SAMPLES = (
     "data",
     "data_revision",
@@ -43,56 +47,61 @@ OF_SAMPLES = (
     "long_documents",
     "overlap",
 )
-# The fields that decide which tokens of its samples a run stores.
+# Fields that decide which tokens of a sample are stored.
 OF_KEPT_TOKENS = ("positions", "drop_token_ids", "roles", "mask_column", "overlap")
 BLOCKS = "blocks "  # beginning of the fingerprint of a local file
-LOSS = "loss"
-NOT_RECORDED = 0  # `max_seq_length` of an identity that does not record it
-DataFiles = Mapping[str, tuple[int, str]]
+LOSS = "loss"  # full name of the hook with the loss at each token
+NOT_RECORDED = 0  # `max_seq_length` in the identity of a program with a loop of its own
+DataFiles = Mapping[str, tuple[int, str]]  # size in bytes and fingerprint of each file, by name
 
 
 class Difference(NamedTuple):
     """A field in which two identities differ.
 
     Attributes:
-        name: Name of the field in metadata.json.
-        before: Value in the stored identity, as JSON.
-        now: Value in the new identity, as JSON.
+        field_name: Name of the field in metadata.json.
+        first_value: Value in one identity, as JSON; in the stored one, if a run is continued.
+        second_value: Value in the other identity, as JSON.
     """
 
-    name: str
-    before: Any
-    now: Any
+    field_name: str
+    first_value: Any
+    second_value: Any
 
 
 @dataclass(frozen=True)
 class Identity:
-    """All that decides the content of a run's shards.
+    """All settings that decide the content of a run's shards.
 
     Attributes:
-        model_digest: SHA-256 of the model, "" if a program with a loop of its own computed
-            the activations.
-        lora_digest: SHA-256 of the adapter, "" for none.
-        autoencoder_digest: SHA-256 of the autoencoders, "" for none.
-        tokenizer_digest: SHA-256 of the tokenizer's files, "" for none.
-        data: Name of the data set, "files", or "" if the samples come from a program of its own.
-        data_revision: Commit of the data set on the hub, "" for files.
-        chat_template: Digest of the chat template and its arguments, "" for none.
-        special_tokens: Special tokens that each text gets, such as "text + <|endoftext|>", ""
-            for none.
-        text: Flags about text. Those that do not decide content have their default, and
-            drop_token_ids are ids.
-        storage: Flags about shards. Those that do not decide content have their default.
-        hooks: Full names of the hooks.
-        integer_hooks: Hooks with numbers of experts or tokens. They are stored as int32 and have no
-            statistics.
-        float32_hooks: Hooks whose values are no activations and are stored as float32.
-        code_hooks: Hooks with the codes of autoencoders.
-        encode_most: For each of `code_hooks`, the largest number of features kept for a token.
-        keyed_by: Keys of the hooks in shards: "layer", "hook name", or a list of requested names.
+        model_digest: SHA-256 of the model; "" if a program with a loop of its own computes the
+            activations.
+        lora_digest: SHA-256 of the LoRA adapter; "" for none.
+        autoencoder_digest: SHA-256 of the autoencoders; "" for none.
+        tokenizer_digest: SHA-256 of the tokenizer's files; "" for none.
+        data: Name of the data set; "files" for files; "" if a program with a loop of its own adds
+            the samples.
+        data_revision: Commit of the data set on the hub; "" for files.
+        chat_template: Digest of the chat template and its arguments; "" for none.
+        special_tokens: Special tokens that each text gets, such as "text + <|endoftext|>"; "" for
+            none.
+        text: Flags about text. Flags that do not decide content are set to their defaults. The
+            flag drop_token_ids contains ids, not names of tokens.
+        storage: Flags about shards. Flags that do not decide content are set to their defaults.
+        hooks: Full names of all hooks.
+        integer_hooks: Full names of the hooks with indices of experts or with token ids. Their
+            values are stored as int32 and have no statistics.
+        float32_hooks: Full names of the hooks whose values are no activations and are stored as
+            float32.
+        code_hooks: Full names of the hooks with codes of autoencoders.
+        encode_most: Largest number of features that are stored for a token, for each of
+            `code_hooks`.
+        keyed_by: Keys of the hooks in shards: "layer" for layer numbers, "hook name" for full
+            names, otherwise the list of the keys as strings.
         dtype: Dtype of the computation.
         activation_dtype: Dtype of stored activations, or "float8".
-        top_logits: How many of the most likely next tokens are stored; 0 if none are.
+        top_logits: Number of the most likely next tokens that are stored for each token; 0 for
+            none.
         worker: Machine and host whose samples are stored.
     """
 
@@ -118,23 +127,23 @@ class Identity:
     worker: Worker = Worker()
 
     def __post_init__(self) -> None:
-        """Resets flags that do not decide content to their default."""
+        """Sets flags that do not decide content to their defaults."""
         for name in ("text", "storage"):
             options = getattr(self, name)
             object.__setattr__(self, name, type(options)(**content_flags(options)))
 
     @property
     def from_dataset(self) -> bool:
-        """Whether the samples come from a data set.
+        """Whether the samples come from a data set or files.
 
-        Otherwise they come from a program with a loop of its own, which numbers its samples
-        0, 1, 2, ... and has no marks.
+        If False, a program with a loop of its own adds samples with the numbers 0, 1, 2, ..., and
+        the shards have no marks.
         """
         return bool(self.data)
 
     @property
     def repair_option(self) -> str:
-        """The option that asks for a repair, for messages."""
+        """The flag or argument with which the user can ask for a repair, for messages."""
         return "--repair" if self.from_dataset else "ActivationStorage(..., repair=True)"
 
     @property
@@ -148,16 +157,17 @@ class Identity:
     def hook_values(
         self, key: Key, name: str, width: int = 0, dtype: str = "", most: int = 0
     ) -> HookValues:
-        """Returns the values at a hook, of the kind that the settings give it.
+        """Returns the description of a hook, of the class for the hook's kind of values.
 
         Args:
-            key: What pickles call the hook.
+            key: Name of the hook in pickles.
             name: Full name of the hook.
-            width: Number of values of a token; of codes, the number of all features. 0 if it is not
+            width: Number of values of a token; for codes, number of all features. 0 if it is not
                 known yet.
-            dtype: Dtype of the values in files; "" for the one that follows from the settings.
-            most: The most features that are stored of a token; 0 for values other than codes, and
-                where codes are only written.
+            dtype: Name of the dtype of the values in files. "" for the dtype that follows from the
+                identity.
+            most: Largest number of features that are stored for a token. 0 for other values than
+                codes, and in a process that writes codes.
         """
         if name in self.code_hooks:
             return CodeValues(key, name, width, value_dtype(self.activation_dtype).name, most)
@@ -171,29 +181,33 @@ class Identity:
         return DenseValues(key, name, width, dtype or self.activation_dtype)
 
     def recorded_hook(self, recorded: Mapping[str, Any]) -> HookValues:
-        """Returns the values at a hook that a run has recorded.
+        """Returns the description of a hook from the JSON files of a run.
 
         Args:
-            recorded: What a shard's JSON or metadata.json says of the hook, or both.
+            recorded: Description of the hook in a shard's JSON or in metadata.json, or both merged.
 
         Raises:
             ValueError: The width is not recorded, or the dtype is unknown.
         """
-        name = recorded["name"]
+        hook_name = recorded["name"]
         width = recorded.get("width")
         if width is None:
-            raise ValueError(f"the metadata does not record how wide {name} is")
-        dtype, most = recorded.get("dtype", ""), recorded.get("most", 0)
-        hook = self.hook_values(recorded["key"], name, width, dtype, most)
+            raise ValueError(f"the metadata does not record how wide {hook_name} is")
+        dtype = recorded.get("dtype", "")
+        max_features = recorded.get("most", 0)
+        hook = self.hook_values(recorded["key"], hook_name, width, dtype, max_features)
         try:
             hook.dtype  # noqa: B018
         except TypeError as error:
-            raise ValueError(f"{name}: dtype {dtype!r}: {error}") from error
+            raise ValueError(f"{hook_name}: dtype {dtype!r}: {error}") from error
         return hook
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of all fields that must stay as they are, which every shard's JSON has."""
+        """The SHA-256 of all fields that must not change when a run is continued.
+
+        The JSON of every shard contains this digest.
+        """
         content = {name: value for name, value in self.to_json().items() if name not in MAY_TURN_ON}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -207,107 +221,133 @@ class Identity:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the identity as metadata.json records it, a flat JSON object."""
+        """Returns the identity as the flat JSON object that metadata.json contains."""
         content: dict[str, Any] = {}
         for attribute in fields(self):
-            value = getattr(self, attribute.name)
+            field_value = getattr(self, attribute.name)
             if attribute.name in ("text", "storage"):
-                for name, value_of_flag in content_flags(value).items():
-                    content[name] = _flag_to_json(name, value_of_flag)
+                for flag_name, flag_value in content_flags(field_value).items():
+                    content[flag_name] = _flag_to_json(flag_name, flag_value)
             elif attribute.name == "worker":
-                content["total_machines"] = value.machines
-                content["num_hosts"] = value.hosts
-                content["machine"] = value.machine
-                content["host"] = value.host
+                content["total_machines"] = self.worker.machines
+                content["num_hosts"] = self.worker.hosts
+                content["machine"] = self.worker.machine
+                content["host"] = self.worker.host
+            elif isinstance(field_value, tuple):
+                content[attribute.name] = list(field_value)
             else:
-                content[attribute.name] = [*value] if isinstance(value, tuple) else value
+                content[attribute.name] = field_value
         return content
 
     @classmethod
     def from_json(cls, content: Any) -> "Identity":
-        """Reads the result of `to_json`. Fields that are not recorded get their default.
+        """Returns the identity that `to_json` described. Missing fields get their defaults.
+
+        Args:
+            content: JSON object in metadata.json.
 
         Raises:
-            TypeError: There is a field that is unknown, which a later version may have added, or
-                the content is no JSON object.
-            ValueError: A value cannot be read.
+            TypeError: The content is not a JSON object, or contains an unknown field, which a later
+                version of this program may have added.
+            ValueError: The value of a flag cannot be parsed.
         """
-        default = cls()
-        recorded = {**default.to_json(), **content}
-        values: dict[str, Any] = {}
+        default_identity = cls()
+        recorded = {**default_identity.to_json(), **content}
+        field_values: dict[str, Any] = {}
         for attribute in fields(cls):
             if attribute.name in ("text", "storage"):
-                options = getattr(default, attribute.name)
+                options = getattr(default_identity, attribute.name)
                 flags = {
-                    name: _flag_from_json(name, recorded.pop(name))
-                    for name in content_flags(options)
+                    flag_name: _flag_from_json(flag_name, recorded.pop(flag_name))
+                    for flag_name in content_flags(options)
                 }
-                values[attribute.name] = type(options)(**flags)
+                field_values[attribute.name] = type(options)(**flags)
             elif attribute.name == "worker":
-                values["worker"] = Worker(
+                field_values["worker"] = Worker(
                     machine=recorded.pop("machine"),
                     machines=recorded.pop("total_machines"),
                     host=recorded.pop("host"),
                     hosts=recorded.pop("num_hosts"),
                 )
+            elif attribute.default == ():
+                field_values[attribute.name] = tuple(recorded.pop(attribute.name))
             else:
-                value = recorded.pop(attribute.name)
-                values[attribute.name] = tuple(value) if attribute.default == () else value
+                field_values[attribute.name] = recorded.pop(attribute.name)
         if recorded:
             raise TypeError(f"unknown fields: {', '.join(recorded)}")
-        return cls(**values)
+        return cls(**field_values)
 
     def compare(self, stored: "Identity", shared_only: bool = False) -> Difference | None:
-        """Returns the first field in which `stored` differs; None if this run may continue it.
+        """Returns the first field in which another identity differs from this identity.
+
+        A flag that may be turned on when a run is continued is no difference if this identity has
+        turned it on.
 
         Args:
-            stored: The identity of the stored run.
-            shared_only: Whether to ignore the fields that may differ between the hosts of a run.
+            stored: Identity of a stored run.
+            shared_only: Whether to compare only the fields that all hosts of a run share.
+
+        Returns:
+            The field, with the value in `stored` first; None if there is no difference, so that the
+            stored run may be continued.
         """
         stored_values = stored.to_json()
-        for name, value in self.to_json().items():
-            ignored = name in MAY_TURN_ON and (value or shared_only)
-            ignored = ignored or (shared_only and name in PER_HOST)
-            if value != stored_values[name] and not ignored:
-                return Difference(name, stored_values[name], value)
+        for field_name, field_value in self.to_json().items():
+            if shared_only:
+                is_ignored = field_name in PER_HOST | MAY_TURN_ON
+            else:
+                is_ignored = field_name in MAY_TURN_ON and bool(field_value)
+            if field_value != stored_values[field_name] and not is_ignored:
+                return Difference(field_name, stored_values[field_name], field_value)
         return None
 
     @property
     def kept_tokens(self) -> dict[str, Any]:
-        """The fields that decide which tokens of its samples a run stores, as JSON."""
+        """The fields that decide which tokens of a sample are stored, by name, as JSON."""
         content = self.to_json()
         return {name: content[name] for name in OF_KEPT_TOKENS}
 
     def other_samples(
         self, other: "Identity", files: DataFiles, other_files: DataFiles
     ) -> list[Difference]:
-        """Returns the differences that show that another run has other samples of the same row.
+        """Returns the differences because of which two runs have different samples.
+
+        Without a difference, the same row of the data set becomes the same samples in both runs.
 
         Args:
-            other: The identity of the other run.
-            files: Bytes and fingerprint of every file of this run's data, by its name.
-            other_files: Bytes and fingerprint of every file of the other run's data, by its name.
+            other: Identity of the other run.
+            files: Size in bytes and fingerprint of each file of this run's data, by the file's
+                name.
+            other_files: Size in bytes and fingerprint of each file of the other run's data, by the
+                file's name.
 
         Returns:
-            The differences. An empty list if one of the runs records no data, as a program with a
-            loop of its own.
+            The differences, each with the value of this run first. The list is empty if one of the
+            runs records no data, because a program with a loop of its own has stored it.
         """
         if not (self.data and other.data):
             return []
-        content, other_content = self.to_json(), other.to_json()
-        pairs = [(name, content[name], other_content[name]) for name in OF_SAMPLES]
-        for name in files.keys() & other_files.keys():
-            (size, fingerprint), (other_size, other_fingerprint) = files[name], other_files[name]
-            pairs.append((f"the size of data file {name}", size, other_size))
-            # The fingerprint of a file at a URL is its store's, and says nothing about a copy.
+        content = self.to_json()
+        other_content = other.to_json()
+        comparisons = [Difference(name, content[name], other_content[name]) for name in OF_SAMPLES]
+        for file_name in files.keys() & other_files.keys():
+            size, fingerprint = files[file_name]
+            other_size, other_fingerprint = other_files[file_name]
+            comparisons.append(Difference(f"the size of data file {file_name}", size, other_size))
+            # The fingerprint of a file at a URL comes from its store, so a copy of the same file in
+            # another place may have another fingerprint.
             if fingerprint.startswith(BLOCKS) and other_fingerprint.startswith(BLOCKS):
-                label = f"the content of data file {name}"
-                pairs.append((label, fingerprint, other_fingerprint))
-        return [Difference(*pair) for pair in pairs if pair[1] != pair[2]]
+                label = f"the content of data file {file_name}"
+                comparisons.append(Difference(label, fingerprint, other_fingerprint))
+        return [
+            comparison
+            for comparison in comparisons
+            if comparison.first_value != comparison.second_value
+        ]
 
 
 def _flag_to_json(name: str, value: Any) -> Any:
-    """Returns the value of a flag as the JSON of an identity contains it, "" for None."""
+    """Returns the value of a flag as the JSON of an identity contains it; "" stands for None."""
     if value is None:
         return ""
     if name in ("positions", "shuffle_documents"):
@@ -316,7 +356,7 @@ def _flag_to_json(name: str, value: Any) -> Any:
 
 
 def _flag_from_json(name: str, value: Any) -> Any:
-    """Reads the result of `_flag_to_json`."""
+    """Returns the value of a flag from the result of `_flag_to_json`."""
     if value == "":
         return None
     if name == "positions":
@@ -327,30 +367,30 @@ def _flag_from_json(name: str, value: Any) -> Any:
 
 
 class Sources(Protocol):
-    """The files that samples come from."""
+    """The files of the data set, from which the samples of a run come."""
 
     def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Checks the files of some rows.
+        """Checks the files from which some samples come.
 
         Args:
-            rows: Field `row` of the samples whose files are checked.
+            rows: Field `row` of the samples (`SampleFacts.row`), which names a file.
 
         Raises:
             RunError: One of these files has changed since the run began.
         """
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Returns the files as metadata.json records them."""
+        """Returns a description of each file, as metadata.json contains it."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Further facts about a run, which metadata.json records.
+    """Further facts about a run that metadata.json records, but that do not decide content.
 
     Attributes:
-        metadata: Fields of metadata.json, with JSON values.
-        hooks: Key of a hook -> facts about it, such as its aliases.
-        sources: Files that the samples come from; None if they come from no files.
+        metadata: Further fields of metadata.json by name, with values that JSON can represent.
+        hooks: Facts about each hook, such as its aliases, by the hook's key.
+        sources: Files of the data set. None if the samples do not come from files.
     """
 
     metadata: Mapping[str, Any] = field(default_factory=dict)

@@ -1,8 +1,11 @@
-"""Local files and folders, and what a folder of any kind answers: entries, versions and errors.
+"""Reads and writes files on this machine, and locks folders.
 
-Files are written atomically, and a folder is locked so that only one process writes to it. Nothing
-is written through a symbolic link, because somebody else may have put it into the folder, and it
-may point to a file elsewhere.
+A file is written atomically: it is absent or complete, whenever the process or the machine dies. A
+locked folder can be written by one process only. Nothing is written through a symbolic link,
+because it may point to a file elsewhere, and somebody else may have put it into the folder.
+
+The module also declares the types that folders of all kinds share: `FileEntry`, `FolderError`,
+`ChangedError` and ANY. folder.py repeats failed requests and chooses the kind of a folder.
 """
 
 import errno
@@ -18,14 +21,15 @@ from typing import IO, NamedTuple
 
 from activation_extraction.common.errors import InputError, RunError, reason_of
 
-ANY = "*"  # instead of a version: replaces any version, or creates the file
+ANY = "*"  # in place of an expected version: a write creates the file or replaces any version
 CHANGED = "is another version now"
 IS_A_LINK = "is a symbolic link; expected a file or folder of its own, or none"
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-# What file systems without hard links say, such as those of memory sticks and mounted buckets.
+# Error numbers of file systems without hard links, such as memory sticks and mounted buckets.
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-LOCK_ATTEMPTS, LOCK_PAUSE = 5, 0.05  # seconds
+LOCK_ATTEMPTS = 5
+LOCK_PAUSE = 0.05  # seconds between two attempts to lock a folder
 
 
 class FileEntry(NamedTuple):
@@ -45,8 +49,8 @@ class FolderError(RunError):
     """A request to a folder failed.
 
     Attributes:
-        final: Whether the folder refused the request, so that repeating it is useless. Otherwise
-            the request kept failing until its time ran out.
+        final: Whether the same request would fail again. If False, the request failed for a reason
+            that may pass, such as a lost connection.
     """
 
     def __init__(self, message: str, final: bool = True) -> None:
@@ -55,10 +59,10 @@ class FolderError(RunError):
 
 
 class ChangedError(FolderError):
-    """A file is not the version that a request was conditional on.
+    """A file has another version than the request was conditional on.
 
-    After a failed write it may also be unknown whether the file was written. The caller then reads
-    the file and decides.
+    A conditional write also raises this if its answer was lost, so that it is unknown whether the
+    file was written. The caller then reads the file to find out.
     """
 
     def __init__(self, message: str = CHANGED) -> None:
@@ -66,42 +70,50 @@ class ChangedError(FolderError):
 
 
 def check_size(size: int, most: int | None) -> None:
-    """Raises FolderError if a file has more than `most` bytes. None allows any size."""
+    """Checks the size of a file.
+
+    Args:
+        size: Size of the file in bytes.
+        most: Largest allowed size in bytes; None to allow any size.
+
+    Raises:
+        FolderError: The file is larger.
+    """
     if most is not None and size > most:
         raise FolderError(f"has {size:,} bytes, expected at most {most:,}")
 
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview], expected: str | None = ANY) -> str:
-    """Writes a whole file.
+    """Writes a whole file, which creates the file or replaces a version of it.
 
     The file has a temporary name until it is synced to the disk. So whenever the process or the
     machine dies, the file is absent or complete.
 
     Args:
         path: Path of the file.
-        parts: Content of the file, in pieces.
-        expected: Version of the file that it replaces; None if there must be no file; ANY to
-            replace whatever is there.
+        parts: Content of the file, as consecutive buffers.
+        expected: Version of the file that is replaced. None to create the file, which then must not
+            exist. ANY to create or replace it without a condition.
 
     Returns:
         The version of the new file.
 
     Raises:
-        ChangedError: Something else than `expected` is there.
-        FolderError: A link or a pipe is there.
+        ChangedError: The file has another version than `expected`.
+        FolderError: The path is a symbolic link, a folder, a pipe or a device.
         OSError: The file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # a killed process may have left one
+    temporary.unlink(missing_ok=True)  # a killed process may have left a temporary file
     with os.fdopen(os.open(temporary, NEW, 0o666), "wb") as file:
         try:
             write_synced(file, parts)
-            standing = None
+            current_version = None
             with suppress(FileNotFoundError):
                 status = os.lstat(path)
                 _check_regular(status)
-                standing = version_of(status)
-            if expected not in (ANY, standing):
+                current_version = version_of(status)
+            if expected not in (ANY, current_version):
                 raise ChangedError
             if not _is_at(temporary, file):
                 raise OSError(errno.ESTALE, "another process has replaced what was being written")
@@ -115,16 +127,16 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], expected: str | 
 
 
 def write_synced(file: IO[bytes], parts: Sequence[bytes | memoryview]) -> None:
-    """Writes buffers to a file, one after the other, and syncs it to the disk."""
+    """Writes consecutive buffers to an open file, and syncs the file to the disk."""
     file.writelines(parts)
     file.flush()
     os.fsync(file.fileno())
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Returns whether an open file still has the name `path`.
+    """Returns whether an open file still has the path `path`.
 
-    On a disk without locks, another process may have begun to write a file of the same name.
+    On a file system without locks, another process may have begun to write a file of the same name.
     """
     try:
         return os.path.samestat(os.lstat(path), os.fstat(file.fileno()))
@@ -133,34 +145,42 @@ def _is_at(path: Path, file: IO[bytes]) -> bool:
 
 
 def _give_name(temporary: Path, path: Path, create: bool) -> None:
-    """Gives a file its final name, and syncs the folder.
+    """Gives a file its final name, and syncs the folder to the disk.
 
     Args:
-        temporary: Path of the file.
-        path: Its final path.
-        create: Whether to raise FileExistsError if the final path exists, instead of replacing it.
+        temporary: Current path of the file, in the same folder.
+        path: Final path of the file.
+        create: Whether the final path must not exist. Otherwise, a file at this path is replaced.
+
+    Raises:
+        FileExistsError: `create` is True, and the final path exists.
     """
     try:
-        (os.link if create else os.replace)(temporary, path)
+        if create:
+            os.link(temporary, path)
+        else:
+            os.replace(temporary, path)
     except OSError as error:
         if not create or error.errno not in NO_LINKS:
             raise
         if os.path.lexists(path):
             raise FileExistsError from error
-        os.rename(temporary, path)  # the folder's lock keeps others away
-    folder = os.open(path.parent, os.O_RDONLY)
+        # Without hard links, another process could create the file at this moment. The lock of the
+        # folder prevents that.
+        os.rename(temporary, path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def append_line(path: Path, line: str) -> None:
-    """Appends a line to a file, which is created if necessary.
+    """Appends a line to a file, which is created if it does not exist.
 
     Args:
         path: Path of the file.
-        line: The line, without its end.
+        line: Line without a line break at its end.
 
     Raises:
         OSError: The line cannot be written, or `path` is a symbolic link.
@@ -170,7 +190,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def nearest(folder: Path) -> Path:
-    """Returns the folder if it exists, otherwise its nearest parent that exists."""
+    """Returns a folder if it exists, otherwise its nearest parent that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
@@ -178,42 +198,43 @@ def check_output_dir(folder: Path, appended: str) -> None:
     """Checks that files can be written to a folder.
 
     Args:
-        folder: The folder, which need not exist.
-        appended: Name of the file to which lines will be appended. It may not be a symbolic link.
+        folder: Folder, which need not exist.
+        appended: Name of the file in the folder to which lines will be appended. It must not be a
+            symbolic link.
 
     Raises:
-        InputError: Files cannot be written there.
-        RunError: Another process is writing there.
+        InputError: Files cannot be written to the folder.
+        RunError: Another process has locked the folder.
     """
-    name = f"--output_dir {folder}"
+    flag_and_folder = f"--output_dir {folder}"
     try:
         str(folder).encode()
         if folder.exists() and not folder.is_dir():
-            raise InputError(f"{name}: is a file, expected a folder")
+            raise InputError(f"{flag_and_folder}: is a file, expected a folder")
         tempfile.TemporaryFile(dir=nearest(folder)).close()
         if (folder / appended).is_symlink():
-            raise InputError(f"{name}: {appended} {IS_A_LINK}")
+            raise InputError(f"{flag_and_folder}: {appended} {IS_A_LINK}")
         if folder.exists():
             unlock(lock_folder(folder))
     except (OSError, ValueError) as error:
-        raise InputError(f"{name}: cannot be written to: {reason_of(error)}") from error
+        raise InputError(f"{flag_and_folder}: cannot be written to: {reason_of(error)}") from error
 
 
 def lock_folder(folder: Path) -> int | None:
-    """Locks the folder until this process ends in any way, or the descriptor is closed.
+    """Locks a folder until the returned descriptor is closed or this process ends.
 
-    There are several attempts, because `check_output_dir` of another process holds the lock for a
-    moment.
+    The lock is tried several times, because `check_output_dir` of another process holds the lock
+    for a moment.
 
     Args:
-        folder: The folder, which must exist.
+        folder: Folder, which must exist.
 
     Returns:
-        The descriptor that holds the lock; None if the file system has no locks.
+        The file descriptor that holds the lock; None if the file system has no locks.
 
     Raises:
-        RunError: Another process keeps its lock. That process may be an earlier start of this run
-            that is about to end, so a restart may succeed.
+        RunError: Another process holds the lock. It may be an earlier process of this run that is
+            about to end, so a restart may succeed.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -236,7 +257,13 @@ def unlock(descriptor: int | None) -> None:
 
 
 class LocalFolder:
-    """The folder `path`, which need not exist. Methods raise OSError and FolderError."""
+    """A folder on this machine. Its methods raise OSError and FolderError.
+
+    `Bucket` (bucket.py) and `ForeignFolder` (folder.py) have the same methods.
+
+    Args:
+        path: Path of the folder, which need not exist.
+    """
 
     max_file_bytes: int | None = None  # no limit on the size of a file
 
@@ -244,20 +271,26 @@ class LocalFolder:
         self._path = path
 
     def entries(self) -> dict[str, FileEntry | None]:
-        """Returns the size and the version of each file by its name, and None for each folder."""
-        content: dict[str, FileEntry | None] = {}
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._path) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):  # it was renamed or deleted in this moment
-                    status = entry.stat()
+        """Lists the folder.
+
+        Returns:
+            A dict by name, with the size and version of each file, and None for each folder inside
+            this folder. It is empty if this folder does not exist.
+        """
+        entries: dict[str, FileEntry | None] = {}
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._path) as listing:
+            for listed in listing:
+                # The file may have been renamed or deleted since the folder was listed.
+                with suppress(FileNotFoundError):
+                    status = listed.stat()
                     if stat.S_ISREG(status.st_mode):
-                        content[entry.name] = FileEntry(status.st_size, version_of(status))
+                        entries[listed.name] = FileEntry(status.st_size, version_of(status))
                     elif stat.S_ISDIR(status.st_mode):
-                        content[entry.name] = None
-        return content
+                        entries[listed.name] = None
+        return entries
 
     def head(self, name: str) -> FileEntry | None:
-        """Returns the size and the version of a file; None if there is no such file."""
+        """Returns the size and version of a file; None if there is no such file."""
         with suppress(FileNotFoundError, NotADirectoryError):
             status = os.stat(self._path / name)
             return FileEntry(status.st_size, version_of(status))
@@ -266,21 +299,22 @@ class LocalFolder:
     def read(
         self, name: str, version: str | None, most: int | None, span: tuple[int, int] | None
     ) -> tuple[bytes, str | None] | None:
-        """Reads a file.
+        """Reads a whole file or a range of its bytes.
 
         Args:
             name: Name of the file.
-            version: Version that the file must have. None for any.
-            most: Most bytes that a file may have that is read whole. None for no limit.
+            version: Version that the file must have. None for any version.
+            most: Largest allowed size of the file in bytes, which is checked if the whole file is
+                read. None for no limit.
             span: Offsets of the first byte to read and of the byte after the last one, which may
-                lie behind the end of the file. None for the whole file.
+                lie behind the end of the file. None to read the whole file.
 
         Returns:
-            The bytes and the version of the file; None if there is no such file.
+            A tuple of the bytes and the version of the file, or None if there is no such file.
 
         Raises:
             ChangedError: The file has another version.
-            FolderError: The file is too large, or is a link or a pipe.
+            FolderError: The file is too large, or is a folder, a pipe or a device.
         """
         with suppress(FileNotFoundError, NotADirectoryError):
             _check_regular(os.stat(self._path / name))  # opening a pipe would wait
@@ -296,7 +330,20 @@ class LocalFolder:
         return None
 
     def write(self, name: str, parts: Sequence[memoryview], expected: str | None) -> str | None:
-        """Writes a file, and returns its new version; see `write_file`."""
+        """Writes a whole file.
+
+        Args:
+            name: Name of the file.
+            parts: Content of the file, as consecutive buffers.
+            expected: Version of the file that is replaced. None to create the file, which then must
+                not exist. ANY to create or replace it without a condition.
+
+        Returns:
+            The new version of the file; None if the kind of folder has no versions.
+
+        Raises:
+            ChangedError: The file has another version than `expected`.
+        """
         path = self._path / name
         os.makedirs(path.parent, exist_ok=True)
         return write_file(path, parts, expected)
@@ -307,14 +354,15 @@ class LocalFolder:
 
 
 def version_of(status: os.stat_result) -> str:
-    """Returns the version of a local file: its time of modification, inode and size.
+    """Returns the version of a local file: its modification time in ns, inode and size in bytes.
 
-    Two writes give two versions, because each makes a new file at another time.
+    Every write results in another version, because it makes a new file at another time.
     """
     return f"{status.st_mtime_ns}-{status.st_ino}-{status.st_size}"
 
 
 def _check_regular(status: os.stat_result) -> None:
+    """Raises FolderError unless a status belongs to a regular file."""
     if stat.S_ISLNK(status.st_mode):
         raise FolderError(IS_A_LINK)
     if not stat.S_ISREG(status.st_mode):

@@ -1,7 +1,8 @@
-"""LogWriter: this process as the only one that may write to the log of a folder.
+"""LogWriter: writes the files and the log of a run to a folder.
 
-run_log.py describes the protocol that it follows. Of several processes that write to one folder,
-only the last one to begin may go on.
+It follows the protocol in the docstring of run_log.py, which makes sure that only one process
+writes to a folder: if several processes write to it, all but the last one to begin stop with
+LostError. shard_writer.py makes the shards, and run_log.py reads the log.
 """
 
 import os
@@ -39,7 +40,7 @@ from activation_extraction.store.totals import Totals
 
 
 class LostError(InputError):
-    """Another process has taken over the folder."""
+    """Another process has become the owner of the folder, so this process must stop."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class RunDescription:
 
     Attributes:
         identity: Identity of the run.
-        hooks: Full names of the hooks by key.
-        limits: Most samples and most tokens to store, by the names in metadata.json; None for no
-            limit.
+        hooks: Full names of the hooks, by the keys of the hooks in pickles.
+        limits: Largest numbers of samples and of tokens to store, by the names "max_samples" and
+            "max_tokens"; None for no limit.
         facts: Further facts about the run and its hooks.
     """
 
@@ -60,12 +61,16 @@ class RunDescription:
     facts: RunFacts = field(default_factory=RunFacts)
 
     def to_json(self, totals: Totals) -> dict[str, Any]:
-        """Returns this content together with the totals of what is stored."""
+        """Returns the fields of metadata.json that describe the run and the stored shards.
+
+        Args:
+            totals: Totals over the stored shards.
+        """
         hooks = []
-        for key, name in self.hooks.items():
-            statistics = totals.statistics.get(name, Statistics())
+        for key, hook_name in self.hooks.items():
+            statistics = totals.statistics.get(hook_name, Statistics())
             facts = self.facts.hooks.get(key, {})
-            hooks.append({"key": key, "name": name, **facts, **statistics.to_json()})
+            hooks.append({"key": key, "name": hook_name, **facts, **statistics.to_json()})
         sources = self.facts.sources
         return {
             **totals.counts,
@@ -78,25 +83,25 @@ class RunDescription:
 
 
 class LogWriter:
-    """This process as the writer of one folder.
+    """The writer of one folder: all files of a run are written by its methods.
 
-    Its methods raise LostError once another process has begun there, and FolderError for a request
-    that fails.
+    Methods raise LostError if another process has become the owner of the folder, and FolderError
+    if a request fails.
 
     Args:
-        folder: The folder, local or in a bucket.
-        description: The description of the run.
-        local: The local folder with a copy of metadata.json, to which files are written without
-            conditions. None if `folder` is local itself.
-        keeps_shards: Whether the local folder has a copy of the shards, too.
+        folder: Folder of the host, local or in a bucket.
+        description: Description of the run.
+        local: Local folder for a copy of metadata.json, which is written without conditions. None
+            if `folder` is local.
+        keeps_shards: Whether the local folder gets a copy of the shards as well.
 
     Attributes:
-        folder: The folder.
+        folder: Folder of the host.
         id: Id of this process.
-        run: Id of the run; "" until this process has begun.
+        run: Id of the run; "" until `begin` has written it.
         began: Unix time at which this process began.
-        made: Commits of this process, in order.
-        totals: Totals of everything that is stored, also by earlier processes.
+        made: Commits that this process has written, in order.
+        totals: Totals over all stored shards, including those of earlier processes.
     """
 
     def __init__(
@@ -118,57 +123,69 @@ class LogWriter:
         self.follow(StoragePlan())
 
     def follow(self, plan: StoragePlan) -> None:
-        """Resets the totals to what earlier processes have stored."""
+        """Sets the plan of this process, and the totals to those of the plan.
+
+        Args:
+            plan: Plan, which lists the shards that earlier processes have stored.
+        """
         self._plan = plan
         self.totals = plan.totals
 
     def take_over(self, planner: Planner, overwrite: bool) -> StoragePlan:
-        """Makes this process the owner of the folder, and reserves the first shard to store.
+        """Makes this process the owner of the folder, and reserves the number of its first shard.
 
-        All steps begin again whenever another process has written in between.
+        If another process writes to the folder at the same time, all steps begin again.
 
         Args:
-            planner: Function that plans what to store, given the log of the folder.
-            overwrite: Whether a new run begins, whatever is stored.
+            planner: Function that takes the log of the folder and returns the plan of this process.
+            overwrite: Whether to begin a new run even if another run is stored.
 
         Returns:
             The plan to follow. If it is up to date, nothing was written.
 
         Raises:
-            InputError: Nothing may be added to what is stored there.
+            InputError: The stored run cannot be continued.
         """
         new_run = uuid.uuid4().hex
         while True:
-            stored = RunLog.read(self.folder)
+            run_log = RunLog.read(self.folder)
             begins_anew = overwrite and self.run != new_run
-            self.follow(StoragePlan() if begins_anew else planner(stored))
+            self.follow(StoragePlan() if begins_anew else planner(run_log))
             if self._plan.up_to_date:
                 return self._plan
-            if not self.begin(self._plan.run or new_run, stored.version):
+            if not self.begin(self._plan.run or new_run, run_log.version):
                 continue
-            stored = RunLog.read(self.folder)
+            run_log = RunLog.read(self.folder)
+            # The versions of the entries that become reservations, by the number of the shard.
             bad_entries: dict[int, str | None] = {}
-            if overwrite:  # unreadable entries cannot belong to the new run
-                names = [name for name in stored.damaged if name != METADATA]
-                bad_entries = {number_of(name): stored.versions[name] for name in names}
-                stored = replace(stored, damaged={})
-            self.follow(planner(stored))
+            if overwrite:
+                # Damaged entries cannot belong to the new run, so the planner does not see them.
+                for name in run_log.damaged:
+                    if name != METADATA:
+                        bad_entries[number_of(name)] = run_log.versions[name]
+                run_log = replace(run_log, damaged={})
+            self.follow(planner(run_log))
             if self._plan.repair is not None:
                 bad_entries |= self._plan.repair.withdrawn
-            if not all(self.withdraw(*entry) for entry in bad_entries.items()):
-                continue  # something else stands there now: it is read and checked, too
+            if not self._withdraw_all(bad_entries):
+                continue  # an entry has changed, so the log is read and checked again
             if self._plan.complete or self.reserve(self._plan.next):
                 return self._plan
 
+    def _withdraw_all(self, bad_entries: Mapping[int, str | None]) -> bool:
+        """Withdraws entries until one has changed, and returns whether all were withdrawn."""
+        return all(self.withdraw(number, version) for number, version in bad_entries.items())
+
     def begin(self, run: str, version: str | None) -> bool:
-        """Writes the first metadata.json of this process.
+        """Writes the first metadata.json of this process, which makes it the owner of the folder.
 
         Args:
             run: Id of the run.
-            version: Version of the metadata.json that the process has read; None if there was none.
+            version: Version of metadata.json that this process has read; None if there was no file.
 
         Returns:
-            False if another process has written or deleted it since.
+            Whether the file was written. False if another process has written or deleted it since
+            this process read it.
         """
         self.began = round(time.time(), 3)
         data = self._metadata(run, "running")
@@ -179,10 +196,10 @@ class LogWriter:
                 self.folder.write(METADATA, data, version, patience)
                 break
             except ChangedError as error:
-                standing = self.folder.read_with_version(METADATA, most=MOST_BYTES)
-                if standing is not None and standing[0] == data:
+                current_data, current_version = self._read(METADATA)
+                if current_data == data:
                     break
-                if (standing and standing[1]) != version:
+                if current_version != version:
                     return False
                 attempts.failed(error)
         self.run = run
@@ -191,20 +208,25 @@ class LogWriter:
         return True
 
     def write_metadata(self, status: str, upload: bool = True) -> None:
-        """Replaces metadata.json.
+        """Writes metadata.json with the current totals.
 
         Args:
             status: Status of the run: "complete", "interrupted" or "failed".
-            upload: Whether to write it to a bucket as well.
+            upload: Whether to write the file to the bucket, too, if there is one.
         """
         data = self._metadata(self.run, status)
         if self._local is not None:
             self._local.write(METADATA, data, ANY)
         if upload or self._local is None:
-            self._write(METADATA, data, lambda standing: standing == data)
+            self._write(METADATA, data, lambda current_data: current_data == data)
 
     def _metadata(self, run: str, status: str) -> bytes:
-        """Returns the content of metadata.json."""
+        """Returns the content of metadata.json as this process writes it now.
+
+        Args:
+            run: Id of the run.
+            status: Status of the run.
+        """
         content = {
             "format_version": FORMAT_VERSION,
             "status": status,
@@ -217,10 +239,13 @@ class LogWriter:
         return seal({**content, "run": run, "owner": self.id})
 
     def check(self, owner: str | None = None) -> None:
-        """Raises LostError unless this process is the owner.
+        """Checks that this process is the owner of the folder.
 
         Args:
-            owner: Owner that a commit names. None for the owner that metadata.json names now.
+            owner: Id of the owner, from a commit. None to read the id from metadata.json.
+
+        Raises:
+            LostError: Another process is the owner.
         """
         if owner is None:
             owner = self._owner_in_metadata()
@@ -232,10 +257,10 @@ class LogWriter:
             )
 
     def _owner_in_metadata(self) -> str:
-        """Returns the id of the process that metadata.json names.
+        """Returns the id of the owner that metadata.json names now.
 
         Raises:
-            LostError: metadata.json is gone or damaged, or names no process.
+            LostError: metadata.json is missing or damaged, or names no owner.
         """
         where = f"{self.folder.url}/{METADATA}"
         data = self.folder.read(METADATA, most=MOST_BYTES)
@@ -251,7 +276,7 @@ class LogWriter:
                     return owner
                 state = f"{where}: names no owner"
         raise LostError(
-            f"{state}; so this process cannot know whether the folder is still its own, and stops; "
+            f"{state}; so this process cannot know whether it is still the owner, and stops; "
             "find out who changed or deleted the file; --repair writes it again"
         )
 
@@ -260,60 +285,66 @@ class LogWriter:
 
         Args:
             name: Name of the file.
-            parts: Content of the file, in pieces.
+            parts: Content of the file, as consecutive buffers.
 
         Returns:
             The version of the file; None if the store has no versions.
         """
         if self._local is not None and self._keeps_shards:
             self._local.write(name, parts, ANY)
-        return self._write(name, parts)[1]
+        _, version = self._write(name, parts)
+        return version
 
     def reserve(self, number: int) -> bool:
-        """Reserves the number of the first shard to store.
+        """Reserves the number of the first shard to store, so that no other process can commit it.
 
         Args:
             number: Number of the shard.
 
         Returns:
-            False if the run has committed that shard in the meantime.
+            Whether the number was reserved. False if another process of the run has committed the
+            shard in the meantime.
         """
         self._reserved = commit_name(number)
         return self._write_json(self._reserved, reservation(self.run, self.id)) is None
 
     def withdraw(self, number: int, version: str | None) -> bool:
-        """Replaces the entry of a bad shard by a reservation.
+        """Replaces the log's entry of a bad shard by a reservation.
 
         Args:
             number: Number of the shard.
-            version: Version of the entry that was checked; None if there was none.
+            version: Version of the entry that was checked; None if there was no entry.
 
         Returns:
-            False if something else stands there now, such as a commit that has landed since. It has
-            to be checked, too, before it may be withdrawn.
+            Whether the entry was replaced. False if it has another version now, such as a commit
+            that has arrived since, which must be checked before it may be withdrawn.
         """
         name = commit_name(number)
         data = seal(reservation(self.run, self.id))
         patience = self.folder.patience_for(data)
         attempts = Attempts(self.folder, f"writing {name}", patience)
         while True:
-            standing = self.folder.read_with_version(name, most=MOST_BYTES)
-            if standing is not None and standing[0] == data:
+            current_data, current_version = self._read(name)
+            if current_data == data:
                 return True
             self.check()
-            if (standing and standing[1]) != version:
+            if current_version != version:
                 return False
             try:
                 self.folder.write(name, data, version, patience)
                 return True
-            except ChangedError as error:  # or nobody knows whether it was written
+            except ChangedError as error:  # the write failed, or its answer was lost
                 attempts.failed(error)
 
+    def _read(self, name: str) -> tuple[bytes | None, str | None]:
+        """Returns the content and the version of a JSON file; None for both if it is missing."""
+        return self.folder.read_with_version(name, most=MOST_BYTES) or (None, None)
+
     def commit(self, commit: Commit) -> Commit:
-        """Writes the entry of a shard, after all of its files, and counts the shard.
+        """Commits a shard whose files are all written, and adds it to the totals.
 
         Args:
-            commit: The commit, without `run`, `owner` and `url`.
+            commit: Commit of the shard, whose `run`, `owner` and `url` are set here.
 
         Returns:
             The commit that was written.
@@ -321,29 +352,34 @@ class LogWriter:
         commit = replace(commit, run=self.run, owner=self.id, url=self.folder.url)
         if self._local is not None and self._keeps_shards:
             self._local.write(commit.name, seal(commit.to_json()), ANY)
-        standing = self._write_json(commit.name, commit.to_json())
-        if standing is not None:
-            self.check(standing.owner)
+        current_commit = self._write_json(commit.name, commit.to_json())
+        if current_commit is not None:
+            self.check(current_commit.owner)
         self.made.append(commit)
         self.totals.add(commit)
         return commit
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> Commit | None:
-        """Writes an entry, unless a commit of this run stands there, which may not be replaced.
+        """Writes an entry of the log, but never replaces a commit of this run.
+
+        Args:
+            name: Name of the entry's file.
+            content: Content of the entry.
 
         Returns:
-            The commit that stands there; None if the entry was written.
+            The commit of this run that the file already contained; None if the entry was written.
+            It is the process's own commit if the answer to the write was lost.
         """
         data = seal(content)
 
-        def is_settled(standing: bytes) -> bool:
-            return standing == data or self._commit_in(standing) is not None
+        def is_final(current_data: bytes) -> bool:
+            return current_data == data or self._commit_in(current_data) is not None
 
-        standing, _ = self._write(name, data, is_settled)
-        return None if standing is None else self._commit_in(standing)
+        current_data, _ = self._write(name, data, is_final)
+        return None if current_data is None else self._commit_in(current_data)
 
     def _commit_in(self, data: bytes) -> Commit | None:
-        """Returns the commit in an entry; None if the entry is not a commit of this run."""
+        """Returns the commit in an entry of the log; None if it is not a commit of this run."""
         with suppress(DamagedError):
             commit = parse_commit(data, "")
             return commit if commit is not None and commit.run == self.run else None
@@ -353,30 +389,32 @@ class LogWriter:
         self,
         name: str,
         parts: bytes | Sequence[bytes | memoryview],
-        is_settled: Callable[[bytes], bool] | None = None,
+        is_final: Callable[[bytes], bool] | None = None,
     ) -> tuple[bytes | None, str | None]:
-        """Writes a file in the one order of every write (run_log.py), until it succeeds.
+        """Writes a file in the order of steps that run_log.py requires of every write.
+
+        The steps are repeated until the file is written or has content that must stay.
 
         Args:
             name: Name of the file.
-            parts: Content of the file, or its pieces.
-            is_settled: Function that gets the current content of the file, and returns whether that
-                must stay. None for a file of a shard, which is replaced whatever it contains.
+            parts: Content of the file, as bytes or as consecutive buffers.
+            is_final: Function that takes the current content of the file, and returns whether it
+                must stay. None to replace any content.
 
         Returns:
-            The content that stays, or None if the file was written; and the version of the file.
+            A tuple of the current content if it must stay, otherwise None, and the version of the
+            file.
         """
-        patience = self.folder.patience_for(parts)  # one for all attempts
+        patience = self.folder.patience_for(parts)  # for all attempts together
         attempts = Attempts(self.folder, f"writing {name}", patience)
         while True:
-            if is_settled is None:
+            if is_final is None:
                 entry = self.folder.head(name)
                 version = entry and entry.version
             else:
-                standing = self.folder.read_with_version(name, most=MOST_BYTES)
-                if standing is not None and is_settled(standing[0]):
-                    return standing
-                version = standing and standing[1]
+                current_data, version = self._read(name)
+                if current_data is not None and is_final(current_data):
+                    return current_data, version
             self.check()
             try:
                 return None, self.folder.write(name, parts, version, patience)
@@ -387,7 +425,8 @@ class LogWriter:
         """Writes the last metadata.json of this process, after all commits.
 
         Args:
-            complete: Whether the run is complete. Files that belong to no commit are deleted then.
+            complete: Whether the run is complete, so that files that belong to no commit are
+                deleted.
 
         Raises:
             FolderError: A committed file of a complete run is missing or has changed.
@@ -399,43 +438,48 @@ class LogWriter:
     def _remove_uncommitted(self) -> None:
         """Deletes the files of shards that belong to no commit of the run.
 
-        It warns of files that the store may not have deleted, then checks the committed files.
+        A warning names files that the store may not have deleted. Then all committed files are
+        compared with a new listing of the folder.
 
         Raises:
             FolderError: A committed file is missing or has changed.
         """
         commits = [*self._plan.commits, *self.made]
-        kept = {name for commit in commits for name in (commit.name, *commit.files)}
-        kept.add(self._reserved)  # as long as it is there, no earlier process can commit
-        left = []
+        committed_names = {name for commit in commits for name in (commit.name, *commit.files)}
+        # As long as the reservation exists, no earlier process can commit a shard.
+        committed_names.add(self._reserved)
+        undeleted_names = []
         for name in own_files(self.folder.files(), temporary=True):
-            if name.startswith(("shard_", ".shard_")) and name not in kept:
+            if name.startswith(("shard_", ".shard_")) and name not in committed_names:
                 self.check()
                 if not self.folder.remove_once(name):
-                    left.append(name)
-        if left:
+                    undeleted_names.append(name)
+        if undeleted_names:
             log.warning(
                 "%s: %s: it is not known whether the store has deleted this, which belongs to no "
                 "shard of the run and harms nothing; delete it once nobody writes to the folder",
                 self.folder.url,
-                ", ".join(left),
+                ", ".join(undeleted_names),
             )
         listing = self.folder.listing()
         for commit in commits:
             for name, facts in commit.files.items():
                 entry = listing.get(name)
-                if entry is None or entry.size != facts.bytes:
-                    why = "is missing" if entry is None else f"has {entry.size} bytes"
+                if entry is None:
+                    problem = "is missing"
+                elif entry.size != facts.bytes:
+                    problem = f"has {entry.size} bytes"
                 elif commit.owner == self.id and entry.version != facts.version:
-                    why = "was replaced"
+                    problem = "was replaced"
                 else:
                     continue
-                self.check()  # a process that has taken over may have changed the file
+                self.check()  # the file may have been changed by another process, the owner now
                 raise FolderError(
-                    f"{self.folder.url}/{name}: {why} although shard {commit.number} is committed"
+                    f"{self.folder.url}/{name}: {problem} although shard {commit.number} is "
+                    "committed"
                 )
 
 
 def _new_id() -> str:
-    """Returns an id of this process, which says on which machine it runs."""
+    """Returns an id of this process, which contains the name of its machine."""
     return f"{platform.node() or 'host'}:{os.getpid()}:{uuid.uuid4().hex[:12]}"

@@ -1,8 +1,8 @@
-"""metrics.jsonl: the speed of a run over time, a line for each report of its progress.
+"""metrics.jsonl: a file with the speed of a run over time, one line for each report of progress.
 
-Nothing depends on this file, and it is not part of the log (run_log.py): a killed process may leave
-an incomplete last line, and the file in a bucket is a few minutes behind the local one. The
-package's docstring names the fields.
+Nothing depends on this file, and it is not part of the log (run_log.py). A killed process may leave
+an incomplete last line, and the copy in a bucket is a few minutes old. The docstring of the package
+`store` describes the fields of a line.
 """
 
 import json
@@ -17,35 +17,37 @@ from activation_extraction.store.folder import ANY, Folder
 from activation_extraction.store.local_files import append_line, write_file
 
 METRICS = "metrics.jsonl"
-UPLOAD_SECONDS = 300  # between uploads
-TAIL = 4096  # bytes at the end of metrics.jsonl, more than a line has
+UPLOAD_SECONDS = 300  # seconds between two uploads to a bucket
+TAIL = 4096  # bytes at the end of metrics.jsonl that contain at least one whole line
 
 
 class MetricsFile:
-    """The metrics.jsonl of one host, in its local folder and, as a copy, in a bucket.
+    """The file metrics.jsonl of one host: in its local folder, with a copy in a bucket.
 
     Args:
         folder: Local folder of the host.
-        bucket: Folder of the host in a bucket; None if there is none.
+        bucket: Folder of the host in a bucket; None if there is no bucket.
     """
 
     def __init__(self, folder: Path, bucket: Folder | None) -> None:
         self._path = folder / METRICS
         self._bucket = bucket
-        self._uploaded = time.monotonic()
+        self._last_upload = time.monotonic()
 
     def begin(self, anew: bool) -> None:
         """Prepares the file before lines are appended.
 
+        If the run is continued on another machine, the local file is missing, and is downloaded
+        from the bucket.
+
         Args:
-            anew: Whether the run begins anew, so that earlier metrics are deleted. Otherwise they
-                are made the same in both folders, since the local one may be on another disk than
-                before.
+            anew: Whether a new run begins, so that earlier metrics are deleted.
         """
         if anew:
             self._path.unlink(missing_ok=True)
             if self._bucket is not None:
-                self._bucket.remove_once(METRICS)  # if it is left, the next upload replaces it
+                # If the file is not deleted, the next upload replaces it.
+                self._bucket.remove_once(METRICS)
         elif self._bucket is not None and not self._path.exists():
             content = self._bucket.read(METRICS)
             if content is not None:
@@ -53,32 +55,39 @@ class MetricsFile:
         self.upload()
 
     def append(self, metrics: Mapping[str, Any]) -> None:
-        """Appends a line. Raises StorageError if it cannot be written."""
+        """Appends a line to the local file.
+
+        Args:
+            metrics: Metrics by name, with values that JSON can represent.
+
+        Raises:
+            StorageError: The line cannot be written.
+        """
         try:
             append_line(self._path, json.dumps(metrics))
         except OSError as error:
             raise StorageError(f"{self._path}: {reason_of(error)}") from error
 
     def upload(self) -> None:
-        """Uploads the current content."""
-        self._uploaded = time.monotonic()
+        """Uploads the file to the bucket if there is one."""
+        self._last_upload = time.monotonic()
         if self._bucket is not None and self._path.exists():
             self._bucket.write(METRICS, self._path.read_bytes(), ANY)
 
     def upload_if_due(self) -> None:
-        """Uploads the current content unless that was done in the last UPLOAD_SECONDS."""
-        if time.monotonic() - self._uploaded > UPLOAD_SECONDS:
+        """Uploads the file to the bucket if the last upload was more than UPLOAD_SECONDS ago."""
+        if time.monotonic() - self._last_upload > UPLOAD_SECONDS:
             self.upload()
 
 
 def last_metrics(folder: Folder, size: int) -> dict[str, Any]:
     """Returns the numbers in the last complete line of metrics.jsonl, by name.
 
-    They are only shown to the user. There are none if the file has no such line.
+    The dict is empty if the file has no complete line. The numbers are only shown to the user.
 
     Args:
-        folder: The folder of the host.
-        size: Size of the file in bytes; 0 if there is none.
+        folder: Folder of the host.
+        size: Size of the file in bytes; 0 if there is no file.
     """
     tail = folder.read_range(METRICS, max(0, size - TAIL), size)
     for line in reversed(bytes(tail or b"").splitlines()):
@@ -86,6 +95,6 @@ def last_metrics(folder: Folder, size: int) -> dict[str, Any]:
             metrics = json.loads(line)
             if isinstance(metrics, dict):
                 return {
-                    name: value for name, value in metrics.items() if type(value) in (int, float)
+                    name: metric for name, metric in metrics.items() if type(metric) in (int, float)
                 }
     return {}

@@ -1,29 +1,32 @@
-"""A repair: finds bad and missing shards of a run, whose samples are then stored again.
+"""A repair of a run: finds bad and missing shards, whose samples are then stored again.
 
-A repair begins as any process does (run_log.py): it writes its id into metadata.json and reads the
-log. `RepairPlanner` then decides what is to be done, and passes it to the storage as a `Repair`.
+`RepairPlanner` checks the shards and plans the repair, and `Repair` is the part of the plan that
+only a repair needs. log_writer.py and shard_writer.py carry the plan out. A repair begins like
+every process (run_log.py): it writes its id into metadata.json and reads the log.
 
 - *Bad shards.* A shard is bad if its content was read and differs from its commit, or if one of its
-  files is definitely absent. It is also bad if it lists a sample that an earlier good shard lists,
-  because somebody has put a lost JSON back. If a request fails, nobody knows whether the shard is
-  bad: the repair ends, and has withdrawn nothing.
-- *Withdrawing.* The entry of every bad or missing shard is replaced by a reservation, on condition
-  of exactly the version, or absence, that was checked. Those at the end of the log come first, the
-  last one before the others, so that a repair that is killed among them leaves no new gap. Where
-  something else stands now (a commit that an earlier process had sent and that has landed since, or
-  the work of another repair), the log is read and planned again, and only the new commits are
-  checked.
-- *Bad shards at the end of the log* are then gone, and the run simply goes on after the others.
-- *Gaps* are the numbers of the bad shards that lie before a good one. The text is read again, from
-  the furthest mark before which no sample is missing, up to the largest sample that is stored or
-  lies before a mark. Every sample in between that no good shard lists is stored under the numbers
-  of the gaps, in order. The last gap is kept for the last shard, and samples that do not fit get
-  new numbers before that. As long as a gap is open, no other run goes on, so a repair that was
-  killed is repaired by the next one. All these shards get the mark that the repair began from: a
-  mark may not pass a sample whose shard is still open. The samples after the largest one are left
-  to the run that continues; if the run was complete, the repair reads on up to its last sample.
-- *Limits.* Up to the largest stored sample, no limit ends or cuts the stream, because samples after
-  the gap are stored. So a lost sample that a limit had cut is stored whole.
+  files certainly does not exist. A shard is also bad if it contains a sample that an earlier good
+  shard contains. This happens if somebody puts a lost JSON file back after a repair. If a request
+  fails, it is unknown whether a shard is bad, so the repair ends without changing anything.
+- *Withdrawing.* The log's entry of every bad or missing shard is replaced by a reservation. The
+  write is conditional: the entry must still have the version that was checked, or must still be
+  missing. If it has changed, the log is read and planned again, and only new commits are checked.
+  The change may be a commit that an earlier process had sent and that has arrived since, or the
+  work of another repair. Entries at the end of the log are replaced first, the last entry before
+  the others, so that a repair that is killed meanwhile leaves no new gap.
+- *Bad shards at the end of the log* are gone then, and the run continues after the good shards.
+- *Gaps* are the numbers of bad and missing shards that come before a good one. The data is read
+  again from the furthest mark before which no sample is missing. It is read up to the largest
+  sample that is stored or lies before a mark; if the run was complete, up to its last sample. Every
+  sample in between that no good shard contains is stored under the numbers of the gaps, in order.
+  The last gap is kept for the last shard, and samples that do not fit in the gaps get new numbers
+  before that. Later samples are left to the run that continues.
+- *Open gaps.* As long as a gap is open, no process can continue the run. A repair that was killed
+  is finished by the next repair. All shards of a repair get the mark at which the repair began,
+  because all samples before a mark must be stored.
+- *Limits.* Up to the largest stored sample, --max_samples and --max_tokens neither end the data nor
+  cut a sample, because later samples are stored already. So a lost sample that a limit had cut is
+  stored whole.
 
 For example, shards 3 and 5 of the seven of a complete run are damaged:
 
@@ -32,19 +35,20 @@ For example, shards 3 and 5 of the seven of a complete run are damaged:
    at the end of the log is bad.
 2. `LogWriter.take_over` writes the id of this process into metadata.json, plans again, replaces the
    entries 3 and 5 by reservations (`withdraw`), and reserves 8. From now on writers and readers
-   refuse the run as one with gaps.
-3. `StoragePlan.mark` is the furthest mark before which no sample is missing, such as the one of
-   shard 2, and `Repair.until` the number of samples of the complete run. The text is read from this
-   mark up to that sample, and `ActivationStorage.stored_after_mark` tells which samples the good
-   shards list; these are left out.
-4. `ShardWriter` stores the others. `ShardNumbers` gives a full shard the number 3, more full shards
-   8, 9 and so on, and the last shard the number 5. If one shard holds all samples, it gets the
-   number 5, and 3 is committed without samples.
-5. `LogWriter.finish` writes metadata.json, whose status `Repair.status` decides.
+   refuse the run because of its gaps.
+3. `StoragePlan.mark` is the furthest mark before which no sample is missing, such as the mark of
+   shard 2, and `Repair.until` is the number of samples of the complete run. The data is read from
+   this mark up to this number. `ActivationStorage.stored_after_mark` contains the samples in good
+   shards, which are left out.
+4. `ShardWriter` stores the other samples. `ShardNumbers` gives the first full shard the number 3,
+   more full shards the numbers 8, 9 and so on, and the last shard the number 5. If one shard is
+   enough for all samples, it gets the number 5, and shard 3 is committed without samples.
+5. `LogWriter.finish` writes metadata.json with the status that `Repair.status` returns.
 
-A program with a loop of its own has no text that could be read again: it adds all its samples, and
-those that are stored are skipped. If it ends before it has added as many as there were, the last
-gap stays open, so that the repair is not finished, and a message says so.
+A program with a loop of its own has no data set that could be read again. It must add all its
+samples again, and samples in good shards are skipped. If it ends before it has added as many
+samples as the run had, the last gap stays open, so that the repair is not finished, and a message
+says so.
 """
 
 from collections.abc import Mapping
@@ -84,19 +88,20 @@ from activation_extraction.store.totals import COUNTED, CUT, total_problems
 
 @dataclass(frozen=True)
 class Repair:
-    """The work of a repair in the folder of one host, as the storage asks for it.
+    """The part of a plan that only a repair needs.
 
     Attributes:
-        withdrawn: Version of the entry that was checked, by the number of each bad or missing
-            shard, in the order in which reservations replace the entries. None for no entry.
-        gaps: Numbers of the bad shards that lie before a good one, in ascending order. If there are
-            none, the repair withdraws shards and then continues the run as any process does.
-        until: Number of samples of the host that are read. None to read to the end of the data, and
-            for a program with a loop of its own.
-        due: Number of samples that a program with a loop of its own must add: all up to the last
-            one that is, or was, stored. 0 for a run on a data set, which is read again.
-        metadata: Content of the run's metadata.json before the repair. It is kept if there are
-            gaps.
+        withdrawn: Versions of the entries of bad and missing shards in the log, by the numbers of
+            the shards. The order is the one in which reservations replace the entries. A version is
+            None if there is no entry.
+        gaps: Numbers of the bad and missing shards before a good one, in ascending order. If there
+            are no gaps, the repair only withdraws shards, and then continues the run.
+        until: Number of samples of the host up to which the data is read. None to read all the
+            data, and for a program with a loop of its own.
+        due: Number of samples that a program with a loop of its own must add again: all up to the
+            last one that is or was stored. 0 for a run on a data set.
+        metadata: Content of metadata.json before the repair. If there are gaps, a repair changes
+            only some fields of it.
     """
 
     withdrawn: Mapping[int, str | None]
@@ -106,37 +111,42 @@ class Repair:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def limits(self, limits: Mapping[str, int | None]) -> dict[str, int | None]:
-        """Returns the most samples and tokens of the stream, by name.
+        """Returns the largest numbers of samples and of tokens to store, by name.
+
+        If there are gaps, they are the limits that metadata.json records, so far as it records
+        them; otherwise they are the limits of this process.
 
         Args:
-            limits: Limits that the flags of the repair ask for. They count only if there are no
-                gaps; otherwise the limits of the run do, which metadata.json records.
+            limits: Limits of this process, by the names "max_samples" and "max_tokens"; None for no
+                limit.
         """
         recorded = self.metadata if self.gaps else {}
-        return {name: recorded.get(name, most) for name, most in limits.items()}
+        return {name: recorded.get(name, limit) for name, limit in limits.items()}
 
     def samples_missing(self, count: int) -> int:
-        """Returns how many samples a program with a loop of its own still has to add.
+        """Returns the number of samples that a program with a loop of its own still has to add.
 
         Args:
-            count: Number of samples that it has added, including those that were skipped.
+            count: Number of samples that the program has added, including skipped ones.
         """
         return max(self.due - count, 0)
 
     def status(self, samples: int) -> str:
-        """Returns the status of the run once all gaps are filled: "complete" or "interrupted".
+        """Returns the status of the run after all gaps are filled: "complete" or "interrupted".
 
-        A run is complete again if it was complete and has as many samples as before. Otherwise, the
-        samples after the largest stored one are left to the run that continues. A program with a
-        loop of its own has added all its samples by then, so its run is complete, too.
+        A run on a data set is complete again if it was complete before and has as many samples as
+        before. Otherwise it can be continued. The run of a program with a loop of its own is
+        complete, because the program has added all its samples.
 
         Args:
             samples: Number of samples that are stored now.
         """
-        before = self.metadata.get("samples", 0)
+        previous_samples = self.metadata.get("samples", 0)
         if self.until is None:
-            return "complete" if samples >= before else "interrupted"
-        return "complete" if self._was_complete and samples == before else "interrupted"
+            is_complete = samples >= previous_samples
+        else:
+            is_complete = self._was_complete and samples == previous_samples
+        return "complete" if is_complete else "interrupted"
 
     @property
     def _was_complete(self) -> bool:
@@ -145,61 +155,72 @@ class Repair:
     def revised(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the content of metadata.json during this repair.
 
-        If gaps are filled, it is the metadata of the run, of which only the totals and the status
-        change, and these only at the end. Otherwise it is `content`.
+        Without gaps, it is `content`. Otherwise, it is the content before the repair, and only the
+        totals, the hooks and the status change, when all gaps are filled.
 
         Args:
-            content: The content that a run with the flags of the repair would write. Its status
-                "complete" means that all gaps are filled.
+            content: Content that a run with the flags of this process would write. The status
+                "complete" in it means that all gaps are filled.
         """
         if not self.gaps:
             return dict(content)
         status = "complete" if self._was_complete else "interrupted"
-        updated = ["written", "remote"]
+        changed_keys = ["written", "remote"]
         if content["status"] == "complete":
             status = self.status(content["samples"])
-            updated += [*COUNTED, *CUT, "hooks"]
-        changes = {name: content[name] for name in updated}
+            changed_keys += [*COUNTED, *CUT, "hooks"]
+        changes = {key: content[key] for key in changed_keys}
         return {**content, **self.metadata, **changes, "status": status}
 
 
 @dataclass
 class RepairPlanner:
-    """Plans the repair of one host's folder.
+    """A function that checks the shards in the folder of one host, and plans their repair.
 
-    It is called before the repair begins, and again whenever somebody may have written to the
-    folder since. It then checks only the shards whose commits it has not seen yet.
+    It is called before the repair begins, and again if another process may have written to the
+    folder. A later call only checks shards with new commits.
 
     Attributes:
-        target: The folder that has the shards.
-        identity: The identity of the run, as the flags or arguments of the repair ask.
-        limits: The most samples and tokens that the flags ask for, by name.
+        target: Folder that contains the shards.
+        identity: Identity that follows from the flags or arguments of this process.
+        limits: Largest numbers of samples and of tokens to store, by the names "max_samples" and
+            "max_tokens"; None for no limit.
     """
 
     target: Folder
     identity: Identity
     limits: Mapping[str, int | None]
-    _checked: dict[int, CheckedShard] = field(default_factory=dict)  # by the numbers of the shards
+    # Results of the checks, by the number of the shard.
+    _checked: dict[int, CheckedShard] = field(default_factory=dict)
     _warned: bool = False
 
-    def __call__(self, stored: RunLog) -> StoragePlan:
-        """Returns the plan for a folder.
+    def __call__(self, run_log: RunLog) -> StoragePlan:
+        """Returns the plan of the repair.
+
+        Args:
+            run_log: Log of the folder.
 
         Raises:
-            InputError: The folder holds nothing, or another run.
-            FolderError: A request failed, so it is not known which shards are bad.
+            InputError: The folder contains no run, or another run.
+            FolderError: A request failed, so it is unknown which shards are bad.
         """
-        run = stored.run or self._newest_run(stored)
-        self._refuse_others(stored, run)
-        commits = {number: commit for number, commit in stored.commits.items() if commit.run == run}
-        good = self._good_shards(replace(stored, commits=commits))
-        return self._plan(stored, run, good)
+        run = run_log.run or self._newest_run(run_log)
+        self._refuse_others(run_log, run)
+        good_shards = self._good_shards(replace(run_log, commits=_commits_of(run_log, run)))
+        return self._plan(run_log, run, good_shards)
 
-    def _newest_run(self, stored: RunLog) -> str:
-        """Returns the run that the newest shard belongs to, for a folder that lacks metadata."""
-        if not stored.commits:
+    def _newest_run(self, run_log: RunLog) -> str:
+        """Returns the id of the run in a folder without metadata.json, from its newest commit.
+
+        Args:
+            run_log: Log of the folder.
+
+        Raises:
+            InputError: The folder contains no commit, or the newest shard has other hooks.
+        """
+        if not run_log.commits:
             raise InputError(f"{self.target.url}: holds no run that could be repaired")
-        newest = max(stored.commits.values(), key=lambda commit: commit.committed)
+        newest = max(run_log.commits.values(), key=lambda commit: commit.committed)
         hooks = tuple(newest.names.values())
         if hooks and hooks != self.identity.hooks:
             raise InputError(
@@ -208,33 +229,41 @@ class RepairPlanner:
             )
         return newest.run
 
-    def _refuse_others(self, stored: RunLog, run: str) -> None:
+    def _refuse_others(self, run_log: RunLog, run: str) -> None:
         """Refuses a folder that this repair must not change.
 
+        Args:
+            run_log: Log of the folder.
+            run: Id of the run that is repaired.
+
         Raises:
-            InputError: The folder holds another run, or files of another version of this program,
-                which are not damaged.
+            InputError: The folder contains another run, or files of another version of this
+                program, which are not damaged.
         """
-        for why in stored.damaged.values():
-            if OTHER_VERSION in why:
-                raise InputError(f"{why}; {VERSION_REMEDY}")
-        if stored.identity is not None:
-            refuse_difference(stored.url, self.identity.compare(stored.identity))
+        for damage in run_log.damaged.values():
+            if OTHER_VERSION in damage:
+                raise InputError(f"{damage}; {VERSION_REMEDY}")
+        if run_log.identity is not None:
+            refuse_difference(run_log.url, self.identity.compare(run_log.identity))
         else:
-            self._refuse_other_shards(stored, run)
-        refuse_elsewhere(stored)
+            self._refuse_other_shards(run_log, run)
+        refuse_elsewhere(run_log)
 
-    def _refuse_other_shards(self, stored: RunLog, run: str) -> None:
-        """Compares this repair with the shards of a folder that lacks metadata.json.
+    def _refuse_other_shards(self, run_log: RunLog, run: str) -> None:
+        """Refuses a folder without metadata.json if its shards were stored with other settings.
 
-        They record only the digest of their run's identity, so the message cannot name the setting
-        that differs.
+        The JSON of a shard contains only the digest of the run's identity, so the message cannot
+        name the setting that differs.
+
+        Args:
+            run_log: Log of the folder.
+            run: Id of the run that is repaired.
 
         Raises:
             InputError: A shard was stored with other settings.
         """
         where = f"{self.target.url}/{METADATA}"
-        digests = {commit.identity for commit in stored.commits.values() if commit.run == run}
+        digests = {commit.identity for commit in _commits_of(run_log, run).values()}
         if digests - {self.identity.digest, ""}:
             raise InputError(
                 f"{where}: is damaged or missing, and the shards were stored with other settings "
@@ -242,11 +271,14 @@ class RepairPlanner:
             )
         if not self._warned:
             self._warned = True
-            compared = "nothing compares them with the run" if "" in digests else "as before"
-            log.warning("%s is written again with the settings of this repair: %s", where, compared)
+            note = "nothing compares them with the run" if "" in digests else "as before"
+            log.warning("%s is written again with the settings of this repair: %s", where, note)
 
-    def _good_shards(self, stored: RunLog) -> list[CheckedShard]:
+    def _good_shards(self, run_log: RunLog) -> list[CheckedShard]:
         """Checks every shard whose commit was not checked before.
+
+        Args:
+            run_log: Log of the folder, with the commits of the run that is repaired.
 
         Returns:
             All good shards, in the order of their numbers.
@@ -254,10 +286,10 @@ class RepairPlanner:
         Raises:
             FolderError: A shard could not be checked.
         """
-        new = [commit for commit in stored.in_order if not self._has_checked(commit)]
-        if new:
+        new_commits = [commit for commit in run_log.in_order if not self._has_checked(commit)]
+        if new_commits:
             log.info("looking for damaged shards")
-        arguments = [(commit, (self.target, "", stored, commit)) for commit in new]
+        arguments = [(commit, (self.target, "", run_log, commit)) for commit in new_commits]
         for shard in for_each_shard(check_shard, arguments):
             if (failure := shard.failure) is not None:
                 raise FolderError(
@@ -268,50 +300,65 @@ class RepairPlanner:
             if shard.problem:
                 log.warning("%s/%s", self.target.url, shard.problem)
             self._checked[shard.commit.number] = shard
-        shards = [self._checked[commit.number] for commit in stored.in_order]
-        return self._without_doubles([shard for shard in shards if not shard.problem])
+        shards = [self._checked[commit.number] for commit in run_log.in_order]
+        return self._without_duplicates([shard for shard in shards if not shard.problem])
 
     def _has_checked(self, commit: Commit) -> bool:
         checked = self._checked.get(commit.number)
         return checked is not None and checked.commit == commit
 
-    def _without_doubles(self, shards: list[CheckedShard]) -> list[CheckedShard]:
-        """Leaves out every shard that lists a sample which a shard before it lists as well."""
-        numbers, times = np.unique(_numbers_of(shards), return_counts=True)
-        doubled = {*numbers[times > 1].tolist()}
-        if not doubled:
-            return shards
-        good, listed = [], set[int]()
-        for shard in shards:
-            shared = doubled.intersection(_numbers_of([shard]).tolist())
-            if again := shared & listed:
-                name = f"{self.target.url}/{shard.commit.name}"
-                log.warning("%s: sample %d is also in a shard before it", name, min(again))
-            else:
-                listed |= shared
-                good.append(shard)
-        return good
+    def _without_duplicates(self, shards: list[CheckedShard]) -> list[CheckedShard]:
+        """Leaves out shards that contain a sample which an earlier shard contains as well.
 
-    def _plan(self, stored: RunLog, run: str, good: list[CheckedShard]) -> StoragePlan:
-        """Returns the plan that keeps the good shards, and withdraws all others."""
-        kept = {shard.commit.number: shard.commit for shard in good}
-        last = max(kept, default=0)
-        damaged = {number_of(name) for name in stored.damaged if name != METADATA}
-        committed = {number for number, commit in stored.commits.items() if commit.run == run}
-        at_the_end = sorted((n for n in damaged | committed if n > last), reverse=True)
-        gaps = tuple(number for number in range(1, last) if number not in kept)
-        withdrawn = {n: stored.versions.get(commit_name(n)) for n in (*at_the_end, *gaps)}
-        mark = furthest_mark(kept.values(), self._first_missing(good))
+        Args:
+            shards: Shards without damage, in the order of their numbers.
+        """
+        numbers, counts = np.unique(_sample_numbers(shards), return_counts=True)
+        duplicates = set(numbers[counts > 1].tolist())
+        if not duplicates:
+            return shards
+        good_shards = []
+        seen_duplicates = set[int]()
+        for shard in shards:
+            shard_duplicates = duplicates.intersection(_sample_numbers([shard]).tolist())
+            repeated = shard_duplicates & seen_duplicates
+            if repeated:
+                path = f"{self.target.url}/{shard.commit.name}"
+                log.warning("%s: sample %d is also in a shard before it", path, min(repeated))
+            else:
+                seen_duplicates |= shard_duplicates
+                good_shards.append(shard)
+        return good_shards
+
+    def _plan(self, run_log: RunLog, run: str, good_shards: list[CheckedShard]) -> StoragePlan:
+        """Returns the plan that keeps the good shards, and withdraws all other shards.
+
+        Args:
+            run_log: Log of the folder.
+            run: Id of the run that is repaired.
+            good_shards: Good shards, in the order of their numbers.
+        """
+        metadata = run_log.metadata or {}
+        good_commits = {shard.commit.number: shard.commit for shard in good_shards}
+        last_good = max(good_commits, default=0)
+        damaged_numbers = {number_of(name) for name in run_log.damaged if name != METADATA}
+        all_numbers = damaged_numbers | set(_commits_of(run_log, run))
+        numbers_after = sorted((n for n in all_numbers if n > last_good), reverse=True)
+        gaps = tuple(number for number in range(1, last_good) if number not in good_commits)
+        withdrawn = {
+            number: run_log.versions.get(commit_name(number)) for number in (*numbers_after, *gaps)
+        }
+        mark = furthest_mark(good_commits.values(), self._first_missing(good_shards))
         if gaps:
-            plan = StoragePlan([*kept.values()], run=run, next=last + 1, mark=mark)
-            return replace(plan, repair=self._filling(gaps, withdrawn, plan, stored.metadata or {}))
-        plan = plan_rest(replace(stored, commits=kept), self.limits)
-        miscounted = plan.complete and any(total_problems(kept.values(), stored.metadata or {}))
+            plan = StoragePlan([*good_commits.values()], run=run, next=last_good + 1, mark=mark)
+            return replace(plan, repair=self._filling(gaps, withdrawn, plan, metadata))
+        plan = plan_rest(replace(run_log, commits=good_commits), self.limits)
+        has_wrong_totals = plan.complete and any(total_problems(good_commits.values(), metadata))
         return replace(
             plan,
             run=run,
             mark=mark,
-            up_to_date=plan.up_to_date and not (withdrawn or miscounted),
+            up_to_date=plan.up_to_date and not (withdrawn or has_wrong_totals),
             repair=Repair(withdrawn, due=self._due(plan)),
         )
 
@@ -322,7 +369,14 @@ class RepairPlanner:
         plan: StoragePlan,
         metadata: Mapping[str, Any],
     ) -> Repair:
-        """Returns the repair that fills gaps between the commits of a plan."""
+        """Returns the repair that fills gaps between good shards.
+
+        Args:
+            gaps: Numbers of the gaps, in ascending order.
+            withdrawn: Versions of the entries that are withdrawn, by the numbers of the shards.
+            plan: Plan without the repair, whose commits are the good shards.
+            metadata: Content of metadata.json; empty if it is missing.
+        """
         repair = Repair(withdrawn, gaps, metadata=metadata)
         if not self.identity.from_dataset:
             return replace(repair, due=max(metadata.get("samples", 0), self._due(plan)))
@@ -331,22 +385,38 @@ class RepairPlanner:
         return replace(repair, until=plan.end_of_stored(self.identity.worker))
 
     def _due(self, plan: StoragePlan) -> int:
-        """Returns the number of samples, from the first, that must be added to the repaired run.
+        """Returns the number of samples that a program with a loop of its own must add again.
 
-        A program with a loop of its own adds them, as far as the good shards show how many there
-        were. 0 for a run on a data set, which the program reads again by itself.
+        The good shards determine this number, so it may be too small if the last shards are lost.
+        It is 0 for a run on a data set, which is read again.
+
+        Args:
+            plan: Plan whose commits are the good shards.
         """
         return 0 if self.identity.from_dataset else plan.end_of_stored(self.identity.worker)
 
-    def _first_missing(self, good: list[CheckedShard]) -> int:
-        """Returns how many samples of this host come before the first one that is not stored."""
-        numbers = np.sort(_numbers_of(good))
+    def _first_missing(self, good_shards: list[CheckedShard]) -> int:
+        """Returns the number of samples of this host before the first one that is not stored.
+
+        Args:
+            good_shards: Good shards, which contain all stored samples.
+        """
+        stored_numbers = np.sort(_sample_numbers(good_shards))
         worker = self.identity.worker
-        expected = worker.sample_idx(0) + worker.stride * np.arange(len(numbers))
-        return int(np.argmax(np.append(numbers != expected, True)))
+        first_numbers = worker.sample_idx(0) + worker.stride * np.arange(len(stored_numbers))
+        return int(np.argmax(np.append(stored_numbers != first_numbers, True)))
 
 
-def _numbers_of(shards: list[CheckedShard]) -> np.ndarray:
-    """Returns the numbers of all samples of good shards, in the order of the shards."""
+def _commits_of(run_log: RunLog, run: str) -> dict[int, Commit]:
+    """Returns the commits of one run in a log, by the numbers of the shards."""
+    return {number: commit for number, commit in run_log.commits.items() if commit.run == run}
+
+
+def _sample_numbers(shards: list[CheckedShard]) -> np.ndarray:
+    """Returns the numbers (`sample_idx`) of all samples of good shards, in the order of the shards.
+
+    Args:
+        shards: Shards whose samples were read.
+    """
     numbers = [shard.sample_idx for shard in shards if shard.sample_idx is not None]
     return np.concatenate([NO_NUMBERS, *numbers])

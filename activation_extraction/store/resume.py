@@ -1,10 +1,12 @@
-"""Plans what a process stores in the folder of one host, from what is stored there already.
+"""Plans how a process continues the stored run in the folder of one host.
 
-Planning only reads. It refuses folders that cannot be continued, before anything expensive begins:
-another run, damaged files, gaps in the log, or more samples than the limits allow. `plan_run` plans
-a run that begins or continues; repair.py plans a repair, with the help of this module. A run
-continues at the furthest mark of its shards, and leaves out the samples after it that
-`stored_after` finds in their tables.
+`plan_run` plans a run that begins or is continued; repair.py plans a repair with functions of this
+module. A run continues at the furthest mark of its shards. `stored_after` finds the samples after
+this mark that are already stored, which are left out.
+
+Planning only reads. It refuses a folder before anything expensive begins if the folder contains
+another run, damaged files, gaps in the log, or more samples than the limits allow. log_writer.py
+carries the plan out.
 """
 
 import re
@@ -41,21 +43,20 @@ FLAGS_REMEDY = "give the same flags as before, another folder, or --overwrite to
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """The plan of a process for the folder of one host: what is stored, and where the run goes on.
+    """The plan of a process for the folder of one host: the stored shards and how the run goes on.
 
     Attributes:
-        commits: Commits of the shards that are kept, in the order of their numbers.
-        run: Id of the run that goes on. None for the one that metadata.json names, or for a new run
-            without metadata.
+        commits: Commits of the stored shards that are kept, in the order of their numbers.
+        run: Id of the run. None if a new run begins.
         next: Number of the next new shard.
-        mark: Place in the data where the run continues; None for the beginning.
-        complete: Whether nothing is left to compute.
+        mark: Place in the data where the run continues. None for the beginning.
+        complete: Whether no sample is left to store.
         up_to_date: Whether nothing is left to do, not even an update of metadata.json.
-        skipped_rows: Number of skipped rows that metadata.json records if the run is complete,
-            including rows after the last sample. Otherwise 0, and only the marks of the commits
-            count skipped rows.
-        empty_rows: Number of rows without text, with the same meaning as `skipped_rows`.
-        repair: Further work of a repair; None for a run that begins or continues.
+        skipped_rows: Number of skipped rows in metadata.json if the run is complete, which includes
+            rows after the last sample. Otherwise 0, and the marks of the commits count the rows.
+        empty_rows: Number of rows without text in metadata.json if the run is complete, otherwise
+            0.
+        repair: Further work of a repair. None for a run that begins or is continued.
     """
 
     commits: list[Commit] = field(default_factory=list)
@@ -70,50 +71,55 @@ class StoragePlan:
 
     @property
     def totals(self) -> Totals:
-        """The totals of the kept shards."""
+        """The totals over the kept shards."""
         totals = Totals.of(self.commits)
         totals.count_rows(self.skipped_rows, self.empty_rows)
         return totals
 
     def end_of_stored(self, worker: Worker) -> int:
-        """Returns the number of samples of a worker up to the last one that is, or was, stored.
+        """Returns the number of a worker's samples up to the last one that is or was stored.
 
-        Samples before a mark were stored when the mark was made. Some of these samples may not be
-        stored now: samples are packed in another order than they are read, and shards may be lost.
+        It counts all samples before the furthest mark, because they were stored when the mark was
+        made. Not all samples up to the last one need to be stored now: samples are packed in
+        another order than they are read, and shards may be lost.
+
+        Args:
+            worker: Worker that writes to the folder.
         """
         mark = furthest_mark(self.commits)
-        ends = [worker.number_of(commit.last) + 1 for commit in self.commits if commit.count]
-        return max([0 if mark is None else mark.samples, *ends])
+        counts = [worker.number_of(commit.last) + 1 for commit in self.commits if commit.count]
+        counts.append(0 if mark is None else mark.samples)
+        return max(counts)
 
     @property
     def gaps(self) -> tuple[int, ...]:
-        """The numbers of the gaps in the log, which a repair fills."""
+        """The numbers of the missing or bad shards before a good one, which a repair fills."""
         return () if self.repair is None else self.repair.gaps
 
     @property
     def until(self) -> int | None:
-        """The number of samples of the host that are read; None for the whole stream."""
+        """The number of samples of the host that a repair reads; None to read all the data."""
         return None if self.repair is None else self.repair.until
 
     def mark_after(self, mark: Mark | None) -> Mark | None:
-        """Returns the mark of a shard.
+        """Returns the mark for the commit of a new shard.
 
         Args:
-            mark: Mark of the stream after the last sample of the shard.
+            mark: Mark from which the run could continue after the last sample of the shard.
 
         Returns:
-            This mark; while a repair fills gaps, the mark that it began from.
+            The same mark. If a repair fills gaps, the mark at which the repair began instead.
         """
         return self.mark if self.gaps else mark
 
 
 class ShardNumbers:
-    """Hands out the numbers of the shards that a plan stores.
+    """The numbers of the shards that are still to be stored, in the order of their use.
 
-    Gaps come first, but the last gap is kept for the last shard.
+    The numbers of gaps are used first, then new numbers. The last gap is kept for the last shard.
 
     Args:
-        plan: The plan.
+        plan: Plan of the process.
     """
 
     def __init__(self, plan: StoragePlan) -> None:
@@ -121,163 +127,188 @@ class ShardNumbers:
         self._next = plan.next
 
     def take(self) -> int:
-        """Returns the number of the next shard, which is not the last one."""
+        """Returns the number for the next shard, which must not be the last one."""
         if len(self._gaps) > 1:
             return self._gaps.pop(0)
         self._next += 1
         return self._next - 1
 
     def take_gaps(self) -> list[int]:
-        """Returns the gaps that are still open.
+        """Returns the numbers of all gaps that are still open, and uses them up.
 
-        It is called once the samples that are left fit into one shard.
+        It must be called when the samples that are left fit into one shard.
         """
-        gaps, self._gaps = self._gaps, []
-        return gaps
+        open_gaps = self._gaps
+        self._gaps = []
+        return open_gaps
 
 
-# Returns the plan for a folder, from its log. It is called when the process starts, and again once
-# the process owns the folder. Raises InputError if nothing may be added.
+# A function that takes the log of a folder and returns the plan of this process. It is called when
+# the process starts, and again when the process has become the owner of the folder. It raises
+# InputError if the stored run cannot be continued.
 Planner = Callable[[RunLog], StoragePlan]
 
 
-def plan_run(identity: Identity, limits: Mapping[str, int | None], stored: RunLog) -> StoragePlan:
-    """Plans a run that begins or continues.
+def plan_run(identity: Identity, limits: Mapping[str, int | None], run_log: RunLog) -> StoragePlan:
+    """Plans a run that begins or is continued.
 
     Args:
         identity: Identity of the run.
-        limits: Most samples and most tokens to store, by name; None for no limit.
-        stored: Log of the folder.
+        limits: Largest numbers of samples and of tokens to store, by the names "max_samples" and
+            "max_tokens"; None for no limit.
+        run_log: Log of the folder.
 
     Raises:
-        InputError: Another run is stored there, files are damaged or missing, or the shards have
-            more samples or tokens than the limits allow.
+        InputError: The folder contains another run, files are damaged or missing, or the shards
+            contain more samples or tokens than the limits allow.
     """
-    repairs = f"{identity.repair_option} repairs it"
-    for why in stored.damaged.values():
-        raise InputError(f"{why}; {VERSION_REMEDY if OTHER_VERSION in why else repairs}")
-    if stored.identity is not None:
-        refuse_difference(stored.url, identity.compare(stored.identity))
-    elif any(name.startswith("shard_") for name in own_files(stored.files)):
+    repair_remedy = f"{identity.repair_option} repairs it"
+    for damage in run_log.damaged.values():
+        remedy = VERSION_REMEDY if OTHER_VERSION in damage else repair_remedy
+        raise InputError(f"{damage}; {remedy}")
+    if run_log.identity is not None:
+        refuse_difference(run_log.url, identity.compare(run_log.identity))
+    elif any(name.startswith("shard_") for name in own_files(run_log.files)):
         raise InputError(
-            f"{stored.url}: already holds shards, but no {METADATA}; {identity.repair_option} "
+            f"{run_log.url}: already holds shards, but no {METADATA}; {identity.repair_option} "
             "writes it again; or give another folder"
         )
-    refuse_elsewhere(stored)
-    for problem in stored.problems if stored.metadata is not None else ():
-        raise InputError(f"{problem}; {repairs}")
-    return plan_rest(stored, limits)
+    refuse_elsewhere(run_log)
+    for problem in run_log.problems if run_log.metadata is not None else ():
+        raise InputError(f"{problem}; {repair_remedy}")
+    return plan_rest(run_log, limits)
 
 
-def plan_rest(stored: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
-    """Plans what is to be stored after shards without gaps.
+def plan_rest(run_log: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
+    """Plans how a run goes on after stored shards without gaps.
 
     Args:
-        stored: Log of the folder.
-        limits: Most samples and most tokens to store, by name; None for no limit.
+        run_log: Log of the folder.
+        limits: Largest numbers of samples and of tokens to store, by the names "max_samples" and
+            "max_tokens"; None for no limit.
 
     Raises:
-        InputError: The shards have more samples or tokens than the limits allow. Limits that
-            metadata.json records are not compared: under the same limits, a repair may have stored
-            whole samples that smaller limits had cut.
+        InputError: The shards contain more samples or tokens than the limits allow. A limit is not
+            checked if metadata.json records the same limit. With this limit, a repair may have
+            stored whole samples that a smaller limit had cut.
     """
-    commits = stored.in_order
-    totals = Totals.of_log(stored)
-    metadata = stored.metadata or {}
-    plan = StoragePlan(commits, stored.run, len(commits) + 1, furthest_mark(commits))
+    commits = run_log.in_order
+    totals = Totals.of_log(run_log)
+    metadata = run_log.metadata or {}
+    plan = StoragePlan(commits, run_log.run, len(commits) + 1, furthest_mark(commits))
     counts = {"max_samples": totals.samples, "max_tokens": totals.tokens}
-    for name, limit in limits.items():
-        if limit is not None and counts[name] > limit and limit != metadata.get(name):
-            unit = name.removeprefix("max_").removesuffix("s")
+    for limit_name, limit in limits.items():
+        is_exceeded = limit is not None and counts[limit_name] > limit
+        if is_exceeded and limit != metadata.get(limit_name):
+            unit = limit_name.removeprefix("max_").removesuffix("s")
             raise InputError(
-                f"--{name}: {stored.url} already holds {counted(counts[name], unit)}, more than "
-                f"the {limit} that this host may store; {FLAGS_REMEDY}"
+                f"--{limit_name}: {run_log.url} already holds {counted(counts[limit_name], unit)}, "
+                f"more than the {limit} that this host may store; {FLAGS_REMEDY}"
             )
-    finished = {"status": "complete", **limits, "samples": totals.samples}
-    if all(metadata.get(name) == value for name, value in finished.items()):
-        rows = {name: metadata.get(name, 0) for name in ("skipped_rows", "empty_rows")}
-        return replace(plan, complete=True, up_to_date=True, **rows)
+    metadata_if_complete = {"status": "complete", **limits, "samples": totals.samples}
+    if all(metadata.get(key) == field for key, field in metadata_if_complete.items()):
+        row_counts = {name: metadata.get(name, 0) for name in ("skipped_rows", "empty_rows")}
+        return replace(plan, complete=True, up_to_date=True, **row_counts)
     return plan
 
 
 def stored_after(
     folder: Folder, commits: list[Commit], mark: Mark | None, identity: Identity
 ) -> dict[int, StoredSample]:
-    """Returns the stored samples after a mark, by `sample_idx`, and perhaps some before it.
+    """Returns the stored samples after a mark, by `sample_idx`, and perhaps some before the mark.
 
     Args:
-        folder: Folder with the shards.
+        folder: Folder that contains the shards.
         commits: Commits of all shards.
         mark: Place in the data before which all samples are stored; None for the beginning.
         identity: Identity of the run.
 
     Raises:
-        InputError: A sample before the mark is not stored, a sample is stored twice, or a table is
-            damaged. The message names the repair.
+        InputError: A sample before the mark is not stored, a sample is stored twice, or a table of
+            samples is damaged.
     """
     count_before_mark = 0 if mark is None else mark.samples
-    first = identity.worker.sample_idx(count_before_mark)
+    first_after_mark = identity.worker.sample_idx(count_before_mark)
     samples: dict[int, StoredSample] = {}
-    repairs = f"{identity.repair_option} repairs it"
+    repair_remedy = f"{identity.repair_option} repairs it"
     for commit in commits:
-        if commit.count and commit.last >= first:
+        if commit.count and commit.last >= first_after_mark:
             try:
                 samples |= samples_to_continue(read_table(folder, commit))
             except RunError as error:
-                raise InputError(f"{error}; {repairs}") from error
-    count_after_mark = sum(number >= first for number in samples)
-    count_stored = sum(commit.count for commit in commits)
-    lost = count_before_mark + count_after_mark - count_stored
-    if lost > 0:  # a shard of an earlier repair, which was the last one, has been deleted
+                raise InputError(f"{error}; {repair_remedy}") from error
+    count_after_mark = sum(sample_idx >= first_after_mark for sample_idx in samples)
+    stored_count = sum(commit.count for commit in commits)
+    missing_count = count_before_mark + count_after_mark - stored_count
+    if missing_count > 0:  # the last shard was stored by a repair, and has been deleted since
         raise InputError(
-            f"{folder.url}: {counted(lost, 'sample')} before the mark of its shards not stored; "
-            f"{repairs}"
+            f"{folder.url}: {counted(missing_count, 'sample')} before the mark of its shards not "
+            f"stored; {repair_remedy}"
         )
-    if lost < 0:  # somebody has put a JSON back whose samples a repair had stored again
+    if missing_count < 0:  # a repair stored samples again, and their lost JSON was put back later
         raise InputError(
-            f"{folder.url}: {counted(-lost, 'sample')} stored more than once; {repairs}"
+            f"{folder.url}: {counted(-missing_count, 'sample')} stored more than once; "
+            f"{repair_remedy}"
         )
     return samples
 
 
-def refuse_elsewhere(stored: RunLog, remote: str | None = None) -> None:
-    """Raises InputError if the shards of a local run are not where they would be continued.
+def refuse_elsewhere(run_log: RunLog, remote: str | None = None) -> None:
+    """Refuses a local folder if its run stores the shards in another place than this process would.
 
     Args:
-        stored: Log of the local folder.
-        remote: URL of the folder in a bucket that the run would use; None if it would store its
-            shards in the local folder.
+        run_log: Log of the local folder.
+        remote: URL of the folder in a bucket in which this process would store shards. None if it
+            would store them in the local folder.
+
+    Raises:
+        InputError: The shards are in another folder.
     """
-    if stored.moved_to != remote and (stored.moved_to or stored.commits):
-        place = "are here" if stored.moved_to is None else f"were uploaded to {stored.moved_to}"
-        wanted = f", not in {remote}" if remote else ""
+    moved_to = run_log.moved_to
+    if moved_to != remote and (moved_to or run_log.commits):
+        place = "are here" if moved_to is None else f"were uploaded to {moved_to}"
+        not_in_remote = f", not in {remote}" if remote else ""
         raise InputError(
-            f"{stored.url}: its shards {place}{wanted}; give --upload_to_gcs, --gcs_bucket and "
-            "--gcs_prefix or leave them out, as before, or another --output_dir"
+            f"{run_log.url}: its shards {place}{not_in_remote}; give --upload_to_gcs, --gcs_bucket "
+            "and --gcs_prefix or leave them out, as before, or another --output_dir"
         )
 
 
 def refuse_difference(where: str, difference: Difference | None) -> None:
-    """Raises InputError if there is a difference between two identities."""
+    """Refuses a folder with another run.
+
+    Args:
+        where: URL of the folder, for the message.
+        difference: Field in which this run differs from the stored run, with the stored value
+            first. None if the runs are the same.
+
+    Raises:
+        InputError: There is a difference.
+    """
     if difference is not None:
-        name, before, now = difference
+        field_name, stored_value, new_value = difference
         raise InputError(
-            f"{where}: already holds a run that differs in {name}: "
-            f"{shown(before, now)}, now {shown(now, before)}; {FLAGS_REMEDY}"
+            f"{where}: already holds a run that differs in {field_name}: "
+            f"{shown(stored_value, new_value)}, now {shown(new_value, stored_value)}; "
+            f"{FLAGS_REMEDY}"
         )
 
 
 def shown(value: Any, other: Any) -> str:
-    """Returns a field of an identity for messages.
+    """Returns the value of an identity's field as text for messages.
+
+    A list is shown without the items that `other` contains, too. A digest and a long text are
+    shortened.
 
     Args:
-        value: Value of the field. Of several values, only those that `other` lacks are shown.
-        other: Value of the same field in another identity.
+        value: Value of the field, as JSON.
+        other: Value of the same field in another identity, as JSON.
     """
     if isinstance(value, list):
-        lacking = [item for item in value if item not in other]
-        value = " ".join(map(str, lacking if {*value} != {*other} else value))
-    text = str(value) or "nothing"
-    if re.fullmatch("[0-9a-f]{64}", text):
-        return f"digest {text[:12]}"
-    return text if len(text) <= 100 else f"{text[:100].rstrip()} ..."
+        missing_in_other = [item for item in value if item not in other]
+        shown_items = value if {*value} == {*other} else missing_in_other
+        value = " ".join(map(str, shown_items))
+    shown_value = str(value) or "nothing"
+    if re.fullmatch("[0-9a-f]{64}", shown_value):
+        return f"digest {shown_value[:12]}"
+    return shown_value if len(shown_value) <= 100 else f"{shown_value[:100].rstrip()} ..."

@@ -440,7 +440,7 @@ def pack_sums(sums: Mapping[str, Sums], writer: str = "") -> bytes:
         sums: Sums by the full names of the hooks.
         writer: Id of the process that writes the file; "" to leave it out.
     """
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     for hook_name, hook_sums in sums.items():
         for field_name in FIELDS:
             arrays[f"{hook_name}/{field_name}"] = getattr(hook_sums, field_name)
