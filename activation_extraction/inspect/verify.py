@@ -21,9 +21,9 @@ from activation_extraction.store.hook_values import Tolerance
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.run_folders import (
     expected_names,
+    foreign_folders,
     read_folders,
     shown_name,
-    strangers,
 )
 from activation_extraction.store.run_log import METADATA, Commit, RunLog, furthest_mark, identity_of
 from activation_extraction.store.shard_check import (
@@ -260,7 +260,7 @@ def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
         folders: The content of each folder, by the folder's name.
     """
     yield from (f"{name}: is missing" for name in expected_names(folders) if name not in folders)
-    yield from strangers(folders)
+    yield from foreign_folders(folders)
     # The fingerprint of each file of the data set, by its name and size.
     fingerprints: dict[tuple[str, int], str] = {}
     for name, stored in folders.items():

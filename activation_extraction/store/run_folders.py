@@ -1,12 +1,13 @@
-"""The folders of a run: their names, which ones there are, and which ones there should be.
+"""The folders of a run: how they are named, found and compared.
 
-`machine_003` belongs to a machine with one host, `machine_003_host_01` to one of several hosts. A
-single machine with one host writes to the output itself, unless the output is in a bucket. This
-module alone forms and parses these names.
+Each host of a run has a folder. The folders are in the output of the run: --output_dir, or a folder
+in a bucket. The folder `machine_003` belongs to a machine with one host, and `machine_003_host_01`
+to one of several hosts. If there is only one machine with one host, its files are in the output
+itself, unless the output is in a bucket. No other module forms or parses these names.
 
-`read_folders` reads all folders of a run in whatever state they are, and `read_run` requires that
-they are in order. A process that stores a run begins with `RunFolders`, which has the process's own
-folders and refuses folders of other runs. What lies in one folder is the subject of run_log.py.
+`read_folders` reads all folders of a run in any state, and `read_run` raises an exception unless
+they are complete and belong together. A process that stores a run begins with `RunFolders`, which
+refuses outputs with folders of other runs. run_log.py reads the files in one folder.
 """
 
 import re
@@ -34,16 +35,16 @@ from activation_extraction.store.run_log import (
 from activation_extraction.text.batch import Worker
 
 NAME = re.compile(r"machine_([0-9]{3}|[1-9][0-9]{3,})(?:_host_([0-9]{2}|[1-9][0-9]{2,}))?")
-AGGREGATE = "aggregated_metadata.json"  # totals over all folders, as --status writes them
-FOLDERS_AT_ONCE = 16  # folders that are read at the same time
+AGGREGATE = "aggregated_metadata.json"  # file with totals over all folders, which --status writes
+FOLDERS_AT_ONCE = 16  # number of folders that are read at the same time
 
 
 class HostFolder(NamedTuple):
-    """The folder of one host.
+    """The folder of one host, as its name describes it.
 
     Attributes:
-        machine: The number of the machine.
-        host: The number of the host; None if the machine has a single host.
+        machine: Number of the machine, from 0.
+        host: Number of the host in its machine, from 0. None if the machine has a single host.
     """
 
     machine: int
@@ -51,12 +52,18 @@ class HostFolder(NamedTuple):
 
     @classmethod
     def of(cls, machine: int, host: int, hosts: int) -> "HostFolder":
-        """Returns the folder of host `host` of a machine with `hosts` hosts."""
+        """Returns the folder of a host.
+
+        Args:
+            machine: Number of the machine.
+            host: Number of the host in its machine.
+            hosts: Number of hosts of the machine.
+        """
         return cls(machine, host if hosts > 1 else None)
 
     @classmethod
     def parse(cls, name: str) -> "HostFolder | None":
-        """Returns the folder with this name; None if the name is not that of a host's folder."""
+        """Returns the folder with a name; None if no folder of a host has such a name."""
         match = NAME.fullmatch(name)
         if match is None:
             return None
@@ -71,58 +78,69 @@ class HostFolder(NamedTuple):
 
 
 def host_folders(names: Iterable[str]) -> dict[str, HostFolder]:
-    """Returns the folders of hosts among `names`, by name, in the same order."""
+    """Returns the folders of hosts by name, leaving out names of other files and folders.
+
+    Args:
+        names: Names of files and folders, whose order is kept.
+    """
     folders = {name: HostFolder.parse(name) for name in names}
     return {name: folder for name, folder in folders.items() if folder is not None}
 
 
 def folder_name(worker: Worker, in_bucket: bool) -> str:
-    """Returns the name of a worker's folder; "" if its files are in the output itself."""
+    """Returns the name of a worker's folder; "" if its files are in the output itself.
+
+    Args:
+        worker: Worker.
+        in_bucket: Whether the output is in a bucket.
+    """
     if worker.hosts > 1 or in_bucket or worker.machines > 1:
         return HostFolder.of(worker.machine, worker.host, worker.hosts).name
     return ""
 
 
 def shown_name(name: str) -> str:
-    """Returns the name of a folder for messages. "" stands for the output itself."""
+    """Returns a folder's name for messages, which also names the output itself ("")."""
     return name or "the output itself"
 
 
 def read_folders(root: Folder) -> dict[str, RunLog]:
-    """Reads the JSON files of all folders of a run, whatever state they are in.
+    """Reads the logs of all folders of a run, even if folders are damaged or missing.
 
     Args:
-        root: The output of the run.
+        root: Output of the run.
 
     Returns:
-        The content of each folder that holds files of a run, by the folder's name; "" is
-        the output itself.
+        The log of each folder that contains files of a run, by the name of the folder; the name of
+        the output itself is "".
 
     Raises:
-        InputError: There is no run at all.
+        InputError: The output contains no files of a run.
     """
     listing = root.listing()
     names = list(host_folders(listing))
     if own_files(listing):
         names.insert(0, "")
     with ThreadPoolExecutor(FOLDERS_AT_ONCE) as pool:
-        contents = list(pool.map(lambda name: RunLog.read(root.child(name)), names))
-    by_name = dict(zip(names, contents, strict=True))
-    folders = {name: stored for name, stored in by_name.items() if own_files(stored.files)}
-    if not folders:
+        logs = list(pool.map(lambda name: RunLog.read(root.child(name)), names))
+    logs_by_name = {}
+    for name, run_log in zip(names, logs, strict=True):
+        if own_files(run_log.files):
+            logs_by_name[name] = run_log
+    if not logs_by_name:
         raise InputError(f"{root.url}: holds no run")
-    return folders
+    return logs_by_name
 
 
 def read_run(url: str) -> tuple[Folder, dict[str, RunLog]]:
-    """Reads the JSON files of a run whose folders are in order.
+    """Reads the logs of a run, and checks that its folders are complete and belong together.
 
     Args:
-        url: The output of the run: a local folder or a URL.
+        url: Output of the run: a local path or a URL.
 
     Returns:
-        The output, and the content of each folder by the folder's name. The folders contain all
-        files that their JSON files list.
+        A tuple of the output and the log of each folder, by the name of the folder. All files that
+        the logs list exist.
 
     Raises:
         ValueError: There is no run, or its folders do not belong together.
@@ -130,95 +148,110 @@ def read_run(url: str) -> tuple[Folder, dict[str, RunLog]]:
     """
     try:
         root = Folder(url)
-        folders = read_folders(root)
+        logs_by_name = read_folders(root)
     except InputError as error:
         raise ValueError(str(error)) from error
     except RunError as error:
         raise OSError(str(error)) from error
-    for stored in folders.values():
-        for problem in stored.problems:
-            option = "--repair" if stored.identity is None else stored.identity.repair_option
+    for run_log in logs_by_name.values():
+        for problem in run_log.problems:
+            option = "--repair" if run_log.identity is None else run_log.identity.repair_option
             remedy = "" if OTHER_VERSION in problem else f"; {option} repairs it"
             raise OSError(f"{problem}{remedy}")
-        if stored.moved_to and stored.missing_files:
-            raise OSError(f"{stored.url}: the shards were uploaded to {stored.moved_to}")
-    for stranger in strangers(folders):
-        raise ValueError(f"{root.url}: {stranger}")
-    return root, folders
+        if run_log.moved_to and run_log.missing_files:
+            raise OSError(f"{run_log.url}: the shards were uploaded to {run_log.moved_to}")
+    for problem in foreign_folders(logs_by_name):
+        raise ValueError(f"{root.url}: {problem}")
+    return root, logs_by_name
 
 
-def strangers(folders: Mapping[str, RunLog]) -> Iterator[str]:
-    """Yields a message on each folder that is not part of the run of the first readable folder.
+def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
+    """Yields a message for each folder that does not belong to the same run as the other folders.
+
+    The first folder whose metadata can be read determines the run.
 
     Args:
-        folders: The content of each folder, by the folder's name.
+        logs_by_name: Log of each folder in an output, by the name of the folder.
     """
-    expected = expected_names(folders)
-    hosts: dict[int, int] = {}  # number of hosts of each machine
-    readable = [(name, stored.identity) for name, stored in folders.items() if stored.identity]
-    for name, stored in folders.items():
+    expected = expected_names(logs_by_name)
+    hosts_of_machines: dict[int, int] = {}  # number of hosts by the number of the machine
+    readable = [(name, log.identity) for name, log in logs_by_name.items() if log.identity]
+    for name, run_log in logs_by_name.items():
         where = shown_name(name)
         if name not in expected:
             yield f"{where}: holds shards that are not part of this run"
-        if (identity := stored.identity) is None:
+        identity = run_log.identity
+        if identity is None:
             continue
         worker = identity.worker
-        written_as = HostFolder.of(worker.machine, worker.host, worker.hosts).name
-        first_name, first = readable[0]
-        if difference := first.compare(identity, shared_only=True):
-            field, value, first_value = difference
-            elsewhere = f"{shown(first_value, value)} in {shown_name(first_name)}"
-            other = f"its {field} is {shown(value, first_value)}, but {elsewhere}"
-            yield f"{where}: belongs to another run: {other}"
-        elif hosts.setdefault(worker.machine, worker.hosts) != worker.hosts:
+        expected_name = HostFolder.of(worker.machine, worker.host, worker.hosts).name
+        first_name, first_identity = readable[0]
+        difference = first_identity.compare(identity, shared_only=True)
+        hosts = hosts_of_machines.get(worker.machine, worker.hosts)
+        if difference is not None:
+            field_name, folder_value, first_value = difference
+            yield (
+                f"{where}: belongs to another run: its {field_name} is "
+                f"{shown(folder_value, first_value)}, but {shown(first_value, folder_value)} in "
+                f"{shown_name(first_name)}"
+            )
+            continue
+        hosts_of_machines[worker.machine] = hosts
+        if worker.hosts != hosts:
             yield f"{where}: belongs to another run: its num_hosts differs"
-        elif name not in ("", written_as):
-            yield f"{where}: holds the shards of {written_as}"
+        elif name not in ("", expected_name):
+            yield f"{where}: holds the shards of {expected_name}"
 
 
-def expected_names(folders: Mapping[str, RunLog]) -> list[str]:
-    """Returns the names of the folders that the run has once it is finished.
+def expected_names(logs_by_name: Mapping[str, RunLog]) -> list[str]:
+    """Returns the names of the folders that a run has when it is complete.
 
     Machines may have different numbers of hosts, which their metadata records. If no metadata of a
     machine can be read, its number of hosts is inferred from the names of its folders, and is too
-    small if the folders of the last hosts are missing. Without any readable metadata, the names are
-    those of the existing folders.
+    small if the folders of the last hosts are missing. If no metadata at all can be read, the names
+    of the existing folders are returned.
 
     Args:
-        folders: The content of each existing folder, by the folder's name.
+        logs_by_name: Log of each existing folder, by the name of the folder.
     """
-    identities = {name: s.identity for name, s in folders.items() if s.identity is not None}
+    identities: dict[str, Identity] = {}
+    for name, run_log in logs_by_name.items():
+        if run_log.identity is not None:
+            identities[name] = run_log.identity
     if not identities:
-        return list(folders)
+        return list(logs_by_name)
     if "" in identities:
         return [""]
-    first = next(iter(identities.values()))
-    hosts = dict.fromkeys(range(first.worker.machines), 1)
-    for folder in host_folders(folders).values():
+    first_identity = next(iter(identities.values()))
+    machine_count = first_identity.worker.machines
+    hosts_of_machines = dict.fromkeys(range(machine_count), 1)
+    for folder in host_folders(logs_by_name).values():
         if folder.host is not None:
-            hosts[folder.machine] = max(hosts.get(folder.machine, 1), folder.host + 1, 2)
+            hosts = hosts_of_machines.get(folder.machine, 1)
+            hosts_of_machines[folder.machine] = max(hosts, folder.host + 1, 2)
     for identity in reversed(identities.values()):
-        hosts[identity.worker.machine] = identity.worker.hosts
-    return [
-        HostFolder.of(machine, host, hosts[machine]).name
-        for machine in range(first.worker.machines)
-        for host in range(hosts[machine])
-    ]
+        hosts_of_machines[identity.worker.machine] = identity.worker.hosts
+    names = []
+    for machine in range(machine_count):
+        hosts = hosts_of_machines[machine]
+        names += [HostFolder.of(machine, host, hosts).name for host in range(hosts)]
+    return names
 
 
 @dataclass(frozen=True)
 class RunFolders:
-    """The folders of a run, local and in a bucket, as one worker sees them when it starts.
+    """The folders of a run that a worker stores, local and in a bucket, when it starts.
 
-    The worker stores its shards in a folder inside `local`, and in one inside `bucket_url` if there
-    is a bucket. The other workers of the run have folders beside these, its siblings. An earlier
-    run with other numbers of machines or hosts may have left more folders.
+    The worker writes to its folder inside the local output and, if there is a bucket, to its folder
+    inside the output in the bucket. The folders of the run's other workers, its siblings, are in
+    the same outputs. Earlier runs with other numbers of machines or hosts may have left folders,
+    too, which this class finds.
 
     Attributes:
-        worker: The machine and host of this process.
-        local: The local output, which holds the folders of machines and hosts.
-        bucket_url: The URL that holds these folders in a bucket; None without a bucket.
-        upload_timeout: The number of seconds for which a failing request to the bucket is retried.
+        worker: Machine and host of this process.
+        local: Path of the local output.
+        bucket_url: URL of the output in a bucket. None if there is no bucket.
+        upload_timeout: Seconds for which a failing request to the bucket is repeated.
     """
 
     worker: Worker
@@ -228,15 +261,12 @@ class RunFolders:
 
     @property
     def folder(self) -> Path:
-        """The worker's local folder."""
+        """The path of the worker's local folder."""
         return self.local / folder_name(self.worker, in_bucket=False)
 
     @cached_property
     def roots(self) -> list[Folder]:
-        """The outputs that hold the folders of machines and hosts.
-
-        The local output comes first, then the one in the bucket if there is a bucket.
-        """
+        """The outputs of the run: the local one, then the one in the bucket if there is one."""
         roots = [Folder(str(self.local))]
         if self.bucket_url is not None:
             roots.append(Folder(self.bucket_url, self.upload_timeout, UPLOAD_TIMEOUT))
@@ -244,7 +274,7 @@ class RunFolders:
 
     @cached_property
     def remote(self) -> Folder | None:
-        """The worker's folder in the bucket; None without a bucket."""
+        """The worker's folder in the bucket; None if there is no bucket."""
         if self.bucket_url is None:
             return None
         return self.roots[1].child(folder_name(self.worker, in_bucket=True))
@@ -265,72 +295,77 @@ class RunFolders:
             raise
 
     def check_stale_folders(self, overwrite: bool) -> None:
-        """Refuses folders that a run with other numbers of hosts or machines has left.
+        """Refuses outputs with stale folders, of a run with other numbers of hosts or machines.
 
-        Samples in such a folder would count twice, beside those in this run's folders. A folder of
-        another machine is stale only if this run has no such machine.
+        Readers would read the samples in a stale folder together with the samples of this run. A
+        folder of this worker's machine is stale if this run has no host for it. A folder of another
+        machine is stale if this run has no such machine.
 
         Args:
-            overwrite: Whether --overwrite was given, which replaces only this run's own folders.
+            overwrite: Whether --overwrite was given. It replaces only the folders of this run.
 
         Raises:
-            InputError: There is such a folder.
+            InputError: There is a stale folder.
         """
         worker = self.worker
         siblings = [replace(worker, host=host) for host in range(worker.hosts)]
         for in_bucket, root in enumerate(self.roots):
-            current = {folder_name(sibling, bool(in_bucket)) for sibling in siblings}
-            candidates = [""]  # the output itself
-            for name, folder in host_folders(root.listing()).items():
-                if folder.machine == worker.machine or folder.machine >= worker.machines:
+            current_names = {folder_name(sibling, bool(in_bucket)) for sibling in siblings}
+            candidates = [""]  # "" is the name of the output itself
+            for name, host_folder in host_folders(root.listing()).items():
+                machine = host_folder.machine
+                if machine == worker.machine or machine >= worker.machines:
                     candidates.append(name)
             for name in candidates:
-                stale = root.child(name)
-                if name not in current and own_files(stale.files()):
+                folder = root.child(name)
+                if name not in current_names and own_files(folder.files()):
                     remedy = "delete it" if overwrite else "give the same number, or delete it"
                     raise InputError(
-                        f"{stale.url}: holds a run with another number of hosts or "
+                        f"{folder.url}: holds a run with another number of hosts or "
                         f"machines; {remedy}"
                     )
 
     def earlier(self) -> list[tuple[str, dict[str, Any]]]:
-        """Returns the metadata of the run that is stored in the outputs already.
+        """Returns the metadata of the run that is already stored in the outputs.
+
+        The metadata of each output are read from this worker's folder or, if it has no metadata,
+        from any other folder.
 
         Returns:
-            For each output that has metadata, the local one first, the URL of a folder and its
-            metadata. The folder is this worker's if that has metadata, otherwise any other.
+            A tuple of the folder's URL and the content of metadata.json, for each output that
+            contains metadata, the local one first.
 
         Raises:
             InputError: Another version of this program has written the metadata.
         """
-        stored = []
+        urls_and_metadata = []
         for in_bucket, root in enumerate(self.roots):
-            preferred = root.child(folder_name(self.worker, bool(in_bucket)))
-            metadata = _find_metadata(root, preferred)
-            if metadata is not None:
-                stored.append(metadata)
-        return stored
+            worker_folder = root.child(folder_name(self.worker, bool(in_bucket)))
+            url_and_metadata = _find_metadata(root, worker_folder)
+            if url_and_metadata is not None:
+                urls_and_metadata.append(url_and_metadata)
+        return urls_and_metadata
 
     def check_siblings(self, identity: Identity) -> None:
         """Refuses outputs in which other machines or hosts have stored another run.
 
         Args:
-            identity: The identity of this worker's run.
+            identity: Identity of this worker's run.
 
         Raises:
-            InputError: There is such an output.
+            InputError: An output contains another run.
         """
         for root in self.roots:
-            stored = _find_metadata(root)
-            if stored is not None:
-                where, metadata = stored
-                difference = identity.compare(identity_of(metadata, where), shared_only=True)
-                refuse_difference(where, difference)
+            url_and_metadata = _find_metadata(root)
+            if url_and_metadata is not None:
+                url, metadata = url_and_metadata
+                difference = identity.compare(identity_of(metadata, url), shared_only=True)
+                refuse_difference(url, difference)
 
     def remove_totals(self) -> None:
-        """Deletes the totals over all folders, which --overwrite makes wrong.
+        """Deletes the file with totals over all folders, which --overwrite makes wrong.
 
-        Every host does this on its own disk, and only the first one in the bucket.
+        Every host deletes the file in its local output, and host 0 deletes the one in the bucket.
         """
         for root in self.roots:
             if root.local or self.worker.host == 0:
@@ -340,14 +375,15 @@ class RunFolders:
 def _find_metadata(
     root: Folder, preferred: Folder | None = None
 ) -> tuple[str, dict[str, Any]] | None:
-    """Returns the URL and the metadata of the first folder of an output that has metadata.
+    """Reads metadata.json of the first folder in an output that contains it.
 
     Args:
-        root: The output.
-        preferred: The folder to look into first; None for the output itself.
+        root: Output of a run.
+        preferred: Folder that is searched first. None to begin with the output itself.
 
     Returns:
-        The URL of the folder and its metadata; None if no folder has any.
+        A tuple of the folder's URL and the content of metadata.json; None if no folder contains
+        undamaged metadata.
 
     Raises:
         InputError: Another version of this program has written the metadata.

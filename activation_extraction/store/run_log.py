@@ -1,65 +1,73 @@
-"""The log of a run in one folder: its entries, the protocol by which they are written, and reading.
+"""The log of a run in one folder: its entries, and the protocol by which they are written and read.
 
-The log says which shards exist. As in Delta Lake (Armbrust et al., VLDB 2020), it is a sequence of
-small JSON files whose entries are written strictly one after the other:
+This module reads the log; log_writer.py writes it. The log determines which shards exist. As in
+Delta Lake (Armbrust et al., VLDB 2020), it is a sequence of small JSON files, which are written
+strictly one after the other:
 
-  metadata.json     the head. It names the run (`run`) and the one process that may write
-                    (`owner`), and describes the run. It is replaced when one of these changes.
-  shard_0001.json   entry 1, then shard_0002.json and so on, without gaps. An entry is either a
-                    commit, which lists the files of a shard with their sizes, digests and
-                    versions, or a reservation: a run and an owner, and the field `reserved`.
+  metadata.json     The head of the log. It names the run (`run`) and the only process that may
+                    write to the folder (`owner`), and describes the run. It is replaced if one of
+                    these changes.
+  shard_0001.json   Entry 1, then shard_0002.json and so on, without gaps. An entry is either a
+                    commit or a reservation. A commit lists the files of a shard with their sizes,
+                    digests and versions. A reservation contains a run, an owner, and the field
+                    `reserved`.
 
-A shard without a commit does not exist. No commit is replaced by its own run, except by a repair.
+A shard without a commit does not exist. A run never replaces its own commits, except in a repair.
 Metrics are not part of the log (metrics.py).
 
-*Every write* of the owner follows one order. Delta Lake creates the next entry on condition that
-there is none. Here, an overwritten run may have left one, so the writer (1) reads the version of
-the file that stands there, if any, (2) reads metadata.json and stops with LostError unless it still
-names this process as the owner, and (3) writes on condition that exactly this version, or no file,
-is still there. If the condition does not hold, or the answer is lost, the same order begins again:
-a JSON with the writer's own content is a success, and a commit of the same run is never replaced.
-Where the version of an object is a digest of its content (on S3), it must still name one write, so
-every file contains the id of its writer, in the files of a shard where readers ignore it.
+*Every write* of the owner follows the same three steps. Delta Lake creates the next entry on
+condition that there is no such file. Here, an overwritten run may have left a file, so the writer
+(1) reads the version of the current file, if there is one, (2) reads metadata.json, and stops with
+LostError unless it still names this process as the owner, and (3) writes the file on condition that
+it still has this version, or still does not exist. If the condition does not hold, or the answer is
+lost, the steps are repeated. If the current JSON file then has the content that was to be written,
+the write has succeeded. A commit of the same run is never replaced.
 
-A process that writes (log_writer.py) goes through these steps:
+On S3, the version of an object is a digest of its content, so two processes that write the same
+content would get the same version. Therefore every file contains the id of its writer. In the files
+of a shard, the id is at a place that readers ignore.
 
-- *Begin.* It writes its id into metadata.json, on condition that nobody has changed the file since
-  it read it. Only then it reads the entries. A new run gets its id here.
-- *Reserve.* It writes a reservation as the next entry. An earlier process may have had a request
-  on its way that arrives only now, so if a commit of this run stands there, that shard counts as
-  stored, and the process begins again. Once the reservation is there, no earlier process can commit
-  anything. It writes its entries one after the other, so its next one is at most this one. If it is
-  a lower one, a commit stands there, which is never replaced. If it is this one and the earlier
-  process read its version before the reservation, the condition fails. If it read the version
-  after that, it then finds another owner in metadata.json.
-- *Commit.* It writes the files of a shard, then its entry with their versions, and only then the
-  next entry.
-- *Withdraw.* A repair replaces the entry of each bad shard by a reservation, on condition of the
-  version that it has checked (repair.py).
-- *Finish.* If the run is complete, it deletes the files of shards that belong to no commit, such as
-  those of an overwritten run. Then it compares the size of every committed file with a new listing,
-  and the version, too, if this process wrote the file. In any case it writes the totals and
-  `status` into metadata.json. A deletion cannot be conditional (obstore has no such request). So
-  each file is deleted by one request, which is never sent again and whose answer is waited for; a
-  file whose deletion stays unknown is left, and a warning names it. A DELETE that is still on its
-  way when its sender is killed may remove a file that a later process has committed under that
-  name. Readers then refuse the shard, because a file that its commit lists is missing, and --repair
-  computes it again.
+A process that writes to the folder goes through these phases:
 
-*Continuing* a run stores nothing twice, because what is stored is a set: the samples that the
-tables of the committed shards list. Every commit has a mark, a place in the data before which all
-samples are stored. The data is read again from the furthest mark, and samples that a table lists
+- *Begin.* The process writes its id into metadata.json, on condition that the file has not changed
+  since it read the file. It reads the entries only after that. A new run gets its id here.
+- *Reserve.* The process writes a reservation as the next entry. If the entry is already a commit of
+  this run, whose request an earlier process had sent and which has arrived only now, the shard
+  counts as stored, and the process begins again. Once the reservation is written, no earlier
+  process can commit a shard. An earlier process writes its entries one after the other, so its next
+  entry is at most the reserved one. If it is a lower entry, it is a commit already, which is never
+  replaced. If it is the reserved entry, and the earlier process read its version before the
+  reservation was written, the condition of its write fails. If it read the version afterwards, it
+  then finds another owner in metadata.json.
+- *Commit.* The process writes the files of a shard, then the entry with the versions of the files,
+  and only then the next entry.
+- *Withdraw.* A repair replaces the entry of each bad shard by a reservation, on condition that the
+  entry still has the version that was checked (repair.py).
+- *Finish.* If the run is complete, the process deletes the files of shards that belong to no
+  commit, such as the files of an overwritten run. Then it compares the size of every committed file
+  with a new listing, and also the version if it wrote the file itself. In any case it writes the
+  totals and `status` into metadata.json.
+
+A deletion cannot be conditional, because obstore has no such request. So each file is deleted by
+one request, which is never sent again and whose answer is awaited. If the answer is lost, a warning
+names the file. If the sender is killed, its request may arrive late, and delete a file that a later
+process has committed under the same name. Readers then refuse the shard, because a file in its
+commit is missing, and --repair computes the shard again.
+
+*Continuing* a run stores no sample twice, because the stored samples are a set: the samples in the
+tables of all committed shards. Every commit has a mark, a place in the data before which all
+samples are stored. The data is read again from the furthest mark, and samples that a table contains
 are left out (resume.py).
 
-*A reader* (`RunLog.read`) believes the commits of the run that metadata.json names, and nothing
-else: no reservation, no commit of another run, and no file that no commit lists. It reads
-metadata.json again after the entries, and begins anew if the run has changed. A listing that comes
-in pages is no snapshot, so an entry that it lacks is asked for by its name. An entry that is then
-still missing before a later commit, or before the last one that metadata.json of a complete run
-counts, is a gap: writers and readers refuse it, and --repair fills it. A file is read in the
-version that its commit names (shard_reader.py).
+*A reader* (`RunLog.read`) uses only the commits of the run that metadata.json names. It ignores
+reservations, commits of other runs, and files that are in no commit. It reads metadata.json again
+after the entries, and starts again if the run has changed. A listing of several pages is not a
+snapshot, so missing entries are requested by name. If an entry is still missing before a later
+commit, or before the last entry that metadata.json of a complete run counts, the log has a gap.
+Writers and readers refuse it, and --repair fills it. A file is read in the version that is recorded
+in its commit (shard_reader.py).
 
-In a local folder there is a lock, too (local_files.py), which a writer keeps until it ends.
+A local folder also has a lock (local_files.py), which a writer keeps until it ends.
 """
 
 import hashlib
@@ -92,32 +100,35 @@ METADATA = "metadata.json"
 FORMAT_VERSION = 5
 OTHER_VERSION = "was written by another version of this program"
 REPAIRS = "--repair repairs it"
-MOST_BYTES = 256 * 2**20  # limit for a JSON file; this program writes no larger one
-RESERVED = "reserved"  # the field of a reservation that a commit lacks
+MOST_BYTES = 256 * 2**20  # largest size of a JSON file in bytes; this program writes smaller files
+RESERVED = "reserved"  # name of the field that distinguishes a reservation from a commit
 COMMIT = re.compile(rf"shard_{SHARD_NUMBER}\.json")
 OWN_FILES = re.compile(
     r"\.?(metadata\.json|metrics\.jsonl"
     rf"|shard_{SHARD_NUMBER}(\.json|\.npz|\.samples\.parquet|{SUFFIXES}))(\.tmp)?"
 )
-JSONS_AT_ONCE = 64  # most small files that are read at the same time
-MOST_ABSENT = 1000  # most JSON files that are requested although a listing lacks them
+JSONS_AT_ONCE = 64  # number of JSON files that are read at the same time
+MOST_ABSENT = 1000  # largest number of JSON files that are requested although no listing has them
 T = TypeVar("T")
 
 
 class DamagedError(RunError):
-    """A JSON file does not have the content that was written to it."""
+    """A JSON file of a run is damaged, or was written by another version of this program."""
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of a JSON file with the SHA-256 of its content.
+    """Returns the bytes of a JSON file that contains the SHA-256 of its content.
 
     The order of the keys does not matter for the checksum.
 
+    Args:
+        content: Content of the file, without the field `checksum`.
+
     Raises:
-        ValueError: The content has NaN or an infinite number.
+        ValueError: The content contains NaN or an infinite number.
     """
-    text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    sealed = {**content, "checksum": hashlib.sha256(text.encode()).hexdigest()}
+    sorted_json = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    sealed = {**content, "checksum": hashlib.sha256(sorted_json.encode()).hexdigest()}
     return (json.dumps(sealed, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
@@ -125,20 +136,20 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
     """Returns the content of a file that `seal` made, without the checksum.
 
     Args:
-        data: The bytes of the file.
+        data: Content of the file as bytes.
         where: Path of the file, for messages.
 
     Raises:
-        DamagedError: Even a single byte was changed.
+        DamagedError: The bytes are not exactly those that `seal` made.
     """
     try:
         content = json.loads(data)
         del content["checksum"]
-        intact = data == seal(content)
+        is_intact = data == seal(content)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         message = f"{where}: is damaged, or was not written by this program"
         raise DamagedError(message, remedy=REPAIRS) from error
-    if not intact:
+    if not is_intact:
         message = f"{where}: is damaged: its checksum does not match its content"
         raise DamagedError(message, remedy=REPAIRS)
     return content
@@ -146,10 +157,10 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
 
 @contextmanager
 def _reading(where: str) -> Iterator[None]:
-    """Turns exceptions of a `with` block, which parses JSON, into DamagedError.
+    """Turns exceptions of a `with` block that parses JSON into DamagedError.
 
     Args:
-        where: The beginning of the message, which names the file.
+        where: Beginning of the message, which names the file.
 
     Raises:
         DamagedError: The block raises KeyError, as for a missing field, or TypeError, ValueError or
@@ -164,38 +175,39 @@ def _reading(where: str) -> Iterator[None]:
 
 
 def commit_name(number: int) -> str:
-    """Returns the name of the entry with this number."""
+    """Returns the name of the JSON file of an entry, such as "shard_0007.json"."""
     return shard_name(number, ".json")
 
 
 @dataclass(frozen=True)
 class Commit:
-    """The entry of the log that commits a shard.
+    """An entry of the log that commits a shard.
 
-    The fields are those of the JSON, which the package's docstring explains, except for `first`,
-    `last` and `count`, which the JSON has in `samples`.
+    The fields have the same names in the JSON file, except that `first`, `last` and `count` are in
+    the object `samples` there.
 
     Attributes:
         number: Number of the entry and of the shard, from 1.
         began: Unix time at which the process that stored the shard began.
-        mark: Place in the data before which all samples are stored once this shard and those before
-            it are committed. None at the beginning of the data, and for a program with a loop of
-            its own.
-        run: Id of the run; "" until the shard is committed, as are `owner` and `url`.
-        owner: Id of the process that committed the shard.
-        url: URL of the folder that it was written to. A copy in another folder has other versions.
-        identity: Digest of the run's identity; "" in shards that do not record it.
+        mark: Place in the data before which all samples are stored when this shard and all shards
+            before it are committed. None for the beginning of the data, and for a program with a
+            loop of its own.
+        run: Id of the run; "" until the shard is committed.
+        owner: Id of the process that committed the shard; "" until the shard is committed.
+        url: URL of the folder to which the shard was written; "" until the shard is committed. The
+            versions in `files` only hold in this folder.
+        identity: Digest of the run's identity; "" in older shards, which do not record it.
         file: Name of the file of activations; "" for a shard without samples, which has no files.
-        files: Facts about every file of the shard, by its name.
-        unpacked: Bytes of the file of activations before compression.
+        files: Facts about each file of the shard, by the name of the file.
+        unpacked: Size of the file of activations before compression, in bytes.
         first: Smallest number (`sample_idx`) of a sample in the shard.
-        last: Largest number of a sample in the shard.
+        last: Largest number (`sample_idx`) of a sample in the shard.
         count: Number of samples.
         tokens: Number of stored tokens.
-        hooks: Key, name, width, dtype, scale and statistics of each hook.
+        hooks: Key, name, width, dtype, scale and statistics of each hook, as JSON objects.
         committed: Unix time of the commit.
         cut_samples: Number of samples that were cut at their end.
-        cut_tokens: Number of tokens that these samples lack.
+        cut_tokens: Number of tokens that were cut off from these samples.
         empty_samples: Number of samples without a stored token.
     """
 
@@ -226,17 +238,17 @@ class Commit:
 
     @property
     def bytes(self) -> int:
-        """The size of the activations' file."""
+        """The size of the file of activations in bytes; 0 if there is no such file."""
         return self.files[self.file].bytes if self.file else 0
 
     @property
     def sha256(self) -> str:
-        """The SHA-256 of the activations' file."""
+        """The SHA-256 of the file of activations; "" if there is no such file."""
         return self.files[self.file].sha256 if self.file else ""
 
     @property
     def statistics_file(self) -> str:
-        """The name of the file with the statistics of every dimension."""
+        """The name of the file with the sums for the statistics of every dimension."""
         return shard_name(self.number, ".npz")
 
     @property
@@ -246,21 +258,21 @@ class Commit:
 
     @property
     def names(self) -> dict[Key, str]:
-        """Maps the key of each hook in the shard to the hook's full name."""
+        """The full names of the hooks in the shard, by the keys of the hooks in pickles."""
         return {hook["key"]: hook["name"] for hook in self.hooks}
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the content of the JSON file."""
+        """Returns the content of the JSON file, without its checksum."""
         content = asdict(self)
         samples = {key: content.pop(key) for key in ("first", "last", "count")}
         return {"format_version": FORMAT_VERSION, **content, "samples": samples}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> "Commit":
-        """Returns the commit that `to_json` described. Unknown fields are ignored.
+        """Returns the commit in a JSON file, ignoring unknown fields.
 
         Args:
-            content: The content of the JSON file.
+            content: Content of the JSON file, as `to_json` returns it.
             where: Path of the file, for messages.
 
         Raises:
@@ -273,63 +285,73 @@ class Commit:
                 name: _from_fields(FileFacts, facts) for name, facts in content["files"].items()
             }
             mark = content["mark"]
-            parsed = {
+            parsed_fields = {
                 "files": files,
                 "mark": None if mark is None else Mark.from_json(mark),
                 "identity": content.get("identity", ""),  # older files lack the field
             }
-            return _from_fields(cls, {**content, **content["samples"], **parsed})
+            return _from_fields(cls, {**content, **content["samples"], **parsed_fields})
 
 
-def _from_fields(kind: type[T], content: Mapping[str, Any]) -> T:
-    """Returns a dataclass made from the items of `content` that are its fields."""
-    names = [attribute.name for attribute in fields(kind)]  # type: ignore[arg-type]
-    return kind(**{name: content[name] for name in names})
+def _from_fields(dataclass_type: type[T], content: Mapping[str, Any]) -> T:
+    """Returns an object of a dataclass, made from a JSON object with at least its fields.
+
+    Args:
+        dataclass_type: Dataclass.
+        content: Values of the fields by name. Other keys are ignored.
+    """
+    names = [attribute.name for attribute in fields(dataclass_type)]  # type: ignore[arg-type]
+    return dataclass_type(**{name: content[name] for name in names})
 
 
 def furthest_mark(commits: Iterable[Commit], most: float = math.inf) -> Mark | None:
-    """Returns the mark that lies furthest in the data.
+    """Returns the mark of some commits that lies furthest in the data.
 
     Args:
-        commits: Commits without gaps, so that all samples before each of their marks are stored.
-        most: Most samples that may lie before the mark.
+        commits: Commits whose marks are compared.
+        most: Largest number of samples before the mark; marks with more samples are ignored.
 
     Returns:
         The mark; None for the beginning of the data.
     """
     marks = [commit.mark for commit in commits if commit.mark is not None]
-    within = [mark for mark in marks if mark.samples <= most]
-    return max(within, key=lambda mark: mark.samples, default=None)
+    allowed_marks = [mark for mark in marks if mark.samples <= most]
+    return max(allowed_marks, key=lambda mark: mark.samples, default=None)
 
 
 def reservation(run: str, owner: str) -> dict[str, Any]:
-    """Returns the content of an entry that reserves its number for the process `owner`."""
+    """Returns the content of a reservation, an entry that reserves its number for a process.
+
+    Args:
+        run: Id of the run.
+        owner: Id of the process.
+    """
     return {"format_version": FORMAT_VERSION, "run": run, "owner": owner, RESERVED: True}
 
 
 def parse_commit(data: bytes, where: str) -> Commit | None:
-    """Returns the commit in an entry; None for a reservation.
+    """Returns the commit in an entry of the log; None if the entry is a reservation.
 
     Args:
-        data: The bytes of the JSON file.
+        data: Content of the JSON file as bytes.
         where: Path of the file, for messages.
 
     Raises:
-        DamagedError: The entry cannot be used.
+        DamagedError: The entry is damaged, or was written by another version of this program.
     """
     content = unseal(data, where)
     return None if RESERVED in content else Commit.from_json(content, where)
 
 
 def parse_metadata(data: bytes, where: str) -> dict[str, Any]:
-    """Returns the content of a metadata.json.
+    """Returns the content of metadata.json as a JSON object.
 
     Args:
-        data: The bytes of the file.
+        data: Content of the file as bytes.
         where: Path of the file, for messages.
 
     Raises:
-        DamagedError: The file cannot be used.
+        DamagedError: The file is damaged, or was written by another version of this program.
     """
     content = unseal(data, where)
     if content.get("format_version") != FORMAT_VERSION:
@@ -339,16 +361,21 @@ def parse_metadata(data: bytes, where: str) -> dict[str, Any]:
 
 
 def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
-    """Returns the identity that metadata.json records. Raises DamagedError if it cannot be read."""
+    """Returns the identity in the content of metadata.json.
+
+    Args:
+        metadata: Content of metadata.json.
+        where: Path of the file, for messages.
+
+    Raises:
+        DamagedError: The identity cannot be read.
+    """
     with _reading(f"{where}: its identity"):
         return Identity.from_json(metadata.get("identity"))
 
 
 def read_metadata(folder: Folder) -> dict[str, Any] | None:
-    """Returns the content of metadata.json; None if it is missing or damaged.
-
-    --verify reports a damaged one.
-    """
+    """Reads metadata.json in a folder, and returns None if the file is missing or damaged."""
     data = folder.read(METADATA, most=MOST_BYTES)
     with suppress(DamagedError):
         return None if data is None else parse_metadata(data, METADATA)
@@ -357,18 +384,18 @@ def read_metadata(folder: Folder) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class RunLog:
-    """The log of one host's folder as it was read, and the names of the files beside it.
+    """The log in the folder of one host when it was read, with a listing of the folder's files.
 
     Attributes:
-        metadata: Content of metadata.json; None if there is none, or it is damaged.
-        version: Version of metadata.json.
-        commits: Commits of the run that metadata.json names, by their numbers; of any run without
-            metadata.
-        versions: Version of each entry that was read, by the name of its file. A name that is
-            missing stands for a file that does not exist.
-        files: Sizes of the files in bytes, by name.
-        damaged: Reason why a JSON cannot be read, by the name of the file.
-        metrics: Last metrics of the run.
+        metadata: Content of metadata.json. None if the file is missing or damaged.
+        version: Version of metadata.json. None if the file is missing.
+        commits: Commits of the run that metadata.json names, by their numbers. Without metadata,
+            the commits of all runs.
+        versions: Version of each entry that was read, by the name of its file. Missing files have
+            no key.
+        files: Sizes of all files in the folder in bytes, by name.
+        damaged: Message on each JSON file that cannot be read, by the name of the file.
+        metrics: Numbers in the last line of metrics.jsonl, by name.
         url: URL of the folder, without secrets.
         local: Whether the folder is on this machine.
     """
@@ -385,25 +412,31 @@ class RunLog:
 
     @classmethod
     def read(cls, folder: Folder) -> "RunLog":
-        """Reads the JSON files of a folder, many at a time; `damaged` names unreadable ones.
+        """Reads the log in a folder.
 
-        metadata.json is read before and after the entries: if another run has begun in between, all
-        of them are read again.
+        metadata.json is read before and after the entries. If another run has begun in between, all
+        files are read again. JSON files that cannot be read are listed in `damaged`.
+
+        Args:
+            folder: Folder of a host.
+
+        Raises:
+            FolderError: A request failed.
         """
         while True:
             run_log = _read_once(folder)
-            after = read_metadata(folder)
-            if after is None or after["run"] == run_log.run:
+            latest_metadata = read_metadata(folder)
+            if latest_metadata is None or latest_metadata["run"] == run_log.run:
                 return run_log
 
     @cached_property
     def identity(self) -> Identity | None:
-        """The identity of the run; None without metadata."""
+        """The identity of the run; None if there is no metadata."""
         return None if self.metadata is None else identity_of(self.metadata, self.url)
 
     @property
     def run(self) -> str | None:
-        """The id of the run; None without metadata."""
+        """The id of the run; None if there is no metadata."""
         return None if self.metadata is None else self.metadata["run"]
 
     @property
@@ -413,7 +446,7 @@ class RunLog:
 
     @property
     def moved_to(self) -> str | None:
-        """The URL of the bucket folder that holds the shards; None if the shards are here."""
+        """The URL of the folder that contains the shards; None if it is this folder."""
         remote = (self.metadata or {}).get("remote")
         is_here = not self.local or local_path(remote or "") == local_path(self.url)
         return None if is_here else remote
@@ -421,57 +454,67 @@ class RunLog:
     @property
     def missing_files(self) -> list[str]:
         """The names of committed files that are missing, or whose size differs from the commit."""
-        files = chain.from_iterable(commit.files.items() for commit in self.in_order)
-        return [name for name, facts in files if self.files.get(name) != facts.bytes]
+        names_and_facts = chain.from_iterable(commit.files.items() for commit in self.in_order)
+        return [name for name, facts in names_and_facts if self.files.get(name) != facts.bytes]
 
     @property
     def missing_jsons(self) -> list[str]:
-        """Messages on missing JSON files: metadata.json, and entries in gaps of the log."""
+        """Messages on missing JSON files: metadata.json, and missing entries of the log."""
         has_metadata = self.metadata or METADATA in self.damaged
         messages = [] if has_metadata else [f"{METADATA}: is missing"]
         if self.moved_to is not None:
             return messages
         metadata = self.metadata or {}
-        # A complete run records how many entries it has, so a missing last one is noticed, too.
-        recorded = metadata["shards"] if metadata.get("status") == "complete" else 0
-        end = max([recorded, *self.commits]) + 1
-        damaged = {number_of(name) for name in self.damaged if name != METADATA}
-        present = {number for number in {*self.commits, *damaged} if number < end}
-        for gap in _gaps([0, *sorted(present), end]):
-            first, last = commit_name(gap.start), commit_name(gap.stop - 1)
-            one = first == last
-            messages.append(f"{first}: is missing" if one else f"{first} to {last}: are missing")
+        # metadata.json of a complete run records the number of entries, so that a missing last
+        # entry is noticed, too.
+        recorded_count = metadata["shards"] if metadata.get("status") == "complete" else 0
+        end = max([recorded_count, *self.commits]) + 1
+        damaged_numbers = {number_of(name) for name in self.damaged if name != METADATA}
+        numbers = {number for number in {*self.commits, *damaged_numbers} if number < end}
+        for gap in _gaps([0, *sorted(numbers), end]):
+            first_name = commit_name(gap.start)
+            last_name = commit_name(gap.stop - 1)
+            if first_name == last_name:
+                messages.append(f"{first_name}: is missing")
+            else:
+                messages.append(f"{first_name} to {last_name}: are missing")
         return messages
 
     @property
     def problems(self) -> list[str]:
-        """Messages on damaged and missing files, as far as JSON files and the listing show them."""
-        jsons = [f"{self.url}/{message}" for message in self.missing_jsons]
-        missing = self.missing_files if self.moved_to is None else []
-        files = [f"{self.url}/{name}: is missing or cut short" for name in missing]
-        return [*self.damaged.values(), *jsons, *files]
+        """Messages on all problems of the folder: damaged and missing files.
+
+        Only JSON files and the listing are checked, not the content of other files.
+        """
+        json_problems = [f"{self.url}/{message}" for message in self.missing_jsons]
+        missing_names = self.missing_files if self.moved_to is None else []
+        file_problems = [f"{self.url}/{name}: is missing or cut short" for name in missing_names]
+        return [*self.damaged.values(), *json_problems, *file_problems]
 
 
 def _read_once(folder: Folder) -> RunLog:
-    answer = folder.read_with_version(METADATA, most=MOST_BYTES)
+    """Returns the log in a folder, which may mix the files of two runs if a new run begins now."""
+    metadata_file = folder.read_with_version(METADATA, most=MOST_BYTES)
+    metadata_data, version = metadata_file or (None, None)
     damaged: dict[str, str] = {}
     versions: dict[str, str | None] = {}
     metadata = None
-    if answer is not None:
+    if metadata_data is not None:
         try:
-            metadata = parse_metadata(answer[0], f"{folder.url}/{METADATA}")
+            metadata = parse_metadata(metadata_data, f"{folder.url}/{METADATA}")
         except DamagedError as error:
             damaged[METADATA] = str(error)
     files = folder.files()
-    listed = {name for name in files if COMMIT.fullmatch(name)}
-    commits = _read_commits(folder, listed, metadata, versions, damaged)
-    # A listing that comes in pages is no snapshot: an entry that it lacks is asked for by its name.
-    missing = chain.from_iterable(_gaps([0, *sorted(commits)]))
-    absent = {commit_name(number) for number in islice(missing, MOST_ABSENT)} - listed
-    commits |= _read_commits(folder, absent, metadata, versions, damaged)
+    listed_names = {name for name in files if COMMIT.fullmatch(name)}
+    commits = _read_commits(folder, listed_names, metadata, versions, damaged)
+    # A listing of several pages is not a snapshot, so missing entries are requested by name.
+    missing_numbers = chain.from_iterable(_gaps([0, *sorted(commits)]))
+    missing_names = {commit_name(number) for number in islice(missing_numbers, MOST_ABSENT)}
+    unlisted_names = missing_names - listed_names
+    commits |= _read_commits(folder, unlisted_names, metadata, versions, damaged)
     run_log = RunLog(
         metadata=metadata,
-        version=answer and answer[1],
+        version=version,
         commits=commits,
         versions=versions,
         files=files,
@@ -480,8 +523,10 @@ def _read_once(folder: Folder) -> RunLog:
         url=folder.url,
         local=folder.local,
     )
-    # A commit may be younger than the listing, and then its files may be, too.
-    return replace(run_log, files=folder.files()) if run_log.missing_files else run_log
+    if run_log.missing_files:
+        # These files may be younger than the listing, like the commit that lists them.
+        return replace(run_log, files=folder.files())
+    return run_log
 
 
 def _read_commits(
@@ -491,19 +536,28 @@ def _read_commits(
     versions: dict[str, str | None],
     damaged: dict[str, str],
 ) -> dict[int, Commit]:
-    """Returns the commits in the entries of these names, by their numbers.
+    """Reads entries of the log, and returns the commits among them by number.
 
-    Leaves out reservations, and commits of another run than that of the metadata. Adds the version
-    of each entry to `versions`, and the reason why an entry cannot be read to `damaged`.
+    Args:
+        folder: Folder that contains the log.
+        names: Names of the entries' files, of which some may not exist.
+        metadata: Content of metadata.json. Commits of other runs are left out. None to return the
+            commits of all runs.
+        versions: Dict to which the version of each entry is added, by the name of the file.
+        damaged: Dict to which a message on each entry that cannot be read is added, by the name of
+            the file.
     """
     commits: dict[int, Commit] = {}
-    ordered = sorted(names)
+    sorted_names = sorted(names)
+
+    def read(name: str) -> tuple[bytes, str | None] | None:
+        return folder.read_with_version(name, most=MOST_BYTES)
+
     with ThreadPoolExecutor(JSONS_AT_ONCE) as pool:
-        answers = pool.map(lambda name: folder.read_with_version(name, most=MOST_BYTES), ordered)
-        for name, answer in zip(ordered, answers, strict=True):
-            if answer is None:
+        for name, entry in zip(sorted_names, pool.map(read, sorted_names), strict=True):
+            if entry is None:
                 continue
-            data, versions[name] = answer
+            data, versions[name] = entry
             try:
                 commit = parse_commit(data, f"{folder.url}/{name}")
             except DamagedError as error:
@@ -515,27 +569,32 @@ def _read_commits(
 
 
 def _gaps(numbers: Iterable[int]) -> list[range]:
-    """Returns the ranges of missing numbers between ascending numbers."""
+    """Returns the ranges of missing numbers between consecutive numbers of an ascending series."""
     return [range(a + 1, b) for a, b in pairwise(numbers) if b > a + 1]
 
 
 def own_files(names: Iterable[str], temporary: bool = False) -> list[str]:
-    """Returns the names of files that belong to a run, sorted.
+    """Returns the names of files that a run writes, in sorted order.
 
     Args:
         names: Names of any files.
-        temporary: Whether to include temporary files, which a killed process may have left and
-            which are not complete.
+        temporary: Whether to include incomplete temporary files, which a killed process may have
+            left.
     """
-    matching = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
-    return matching if temporary else [name for name in matching if not name.startswith(".")]
+    run_files = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
+    if temporary:
+        return run_files
+    return [name for name in run_files if not name.startswith(".")]
 
 
 def check_own(folder: Folder) -> None:
-    """Checks that --overwrite deletes and replaces no files of somebody else.
+    """Checks that the files that --overwrite would delete or replace belong to a run.
+
+    Args:
+        folder: Folder that is overwritten.
 
     Raises:
-        InputError: Files with names like those of a run are there, but no JSON that
+        InputError: The folder contains files with names like those of a run, but no JSON file that
             a run of any version has written.
     """
     names = own_files(folder.files())

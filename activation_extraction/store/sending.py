@@ -1,11 +1,11 @@
-"""Waits for a write to a bucket, and gives it up if it makes no progress.
+"""Waits for a write to a bucket, and gives the write up if it makes no progress.
 
 obstore 0.12 sends the whole body of a write in one request, and does not report how much of it was
-sent. Its timeouts, which are those of reqwest 0.13, count from the beginning of the request. So
-they cannot tell a slow line from a store that has taken the body and never answers. The kernel can:
-while a body is on its way, a TCP connection of this process holds bytes that the other side has not
-acknowledged. On Linux this module asks the kernel. Elsewhere the only bound is the time that a slow
-line needs.
+sent. Its timeouts (those of reqwest 0.13) count from the beginning of the request. So they cannot
+distinguish a slow line from a store that has received the body and never answers. The kernel can:
+while a body is being sent, a TCP connection of this process has bytes that the other side has not
+acknowledged. On Linux this module reads the number of these bytes. On other systems, a write is
+given up after the time that a slow line needs. bucket.py sends the requests.
 """
 
 import logging
@@ -25,11 +25,14 @@ from activation_extraction.store.local_files import FolderError
 
 STEP = 1.0  # seconds between two checks of a write
 SAMPLE = 0.2  # seconds for which all writes share one check of the connections
-LOGGED_AFTER = 60.0  # seconds for which a write has waited; the next time after twice as many
-CONNECTED = "01"  # the state of a connection in TCP_TABLES
+# Seconds after which a message about a waiting write is logged. More messages follow after twice
+# as many seconds, four times as many, and so on.
+LOGGED_AFTER = 60.0
+CONNECTED = "01"  # state of an established connection in TCP_TABLES
 TCP_TABLES = Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")
 OPEN_FILES = Path("/proc/self/fd")
-STATES = {  # level and message of the log for a waiting write, by whether bytes are being sent
+# Log level and message about a waiting write, by the result of `is_sending`.
+STATES = {
     True: (logging.INFO, "bytes are being sent"),
     False: (logging.WARNING, "everything is sent, and the store has not answered yet"),
     None: (logging.INFO, "there is no answer yet"),
@@ -38,50 +41,50 @@ T = TypeVar("T")
 
 
 class Patience:
-    """The time that one write may take, with all of its attempts.
+    """The time that one write may take, including all of its attempts.
 
-    The write has `seconds` in which nothing is sent because it fails, pauses, or waits for an
-    answer. The time in which its body is sent is added, but no more than a slow line needs.
+    The time begins when the object is made. It does not include the time in which the body of the
+    write is being sent, as long as this does not take longer than on a slow line.
+
+    Args:
+        seconds: Seconds for the write, without the time in which its body is being sent.
+        sending: Seconds in which a slow line can send the body.
 
     Attributes:
-        began: When the write began, in seconds of `time.monotonic`.
-        end: When the write is given up, in seconds of `time.monotonic`.
-        silence: The most seconds for which one attempt may wait for an answer after the last byte
-            of its body: half of `seconds`, so that there is time for a second attempt.
+        began: Time of `time.monotonic` at which the write began, in seconds.
+        end: Time of `time.monotonic` at which the write is given up, in seconds.
+        silence: Largest number of seconds for which one attempt may wait for an answer after the
+            last byte of its body. It is half of `seconds`, so that there is time for a second
+            attempt.
     """
 
     def __init__(self, seconds: float, sending: float = 0.0) -> None:
-        """Begins now.
-
-        Args:
-            seconds: Time for the write, without the time in which the body is being sent.
-            sending: Seconds that sending the body takes on a slow line, which may be added at most.
-        """
         self.began = time.monotonic()
         self.end = self.began + seconds
         self.silence = seconds / 2
-        self._latest = self.end + sending
+        self._latest_end = self.end + sending
 
     def add(self, seconds: float) -> None:
-        """Adds seconds in which the body was being sent."""
-        self.end = min(self.end + seconds, self._latest)
+        """Extends the time by seconds in which the body of the write was being sent."""
+        self.end = min(self.end + seconds, self._latest_end)
 
 
 def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
-    """Returns the result of one attempt at a write, and logs when that takes minutes.
+    """Makes one attempt at a write, and returns its result.
 
-    The attempt runs in a thread of its own. If it is given up, that thread goes on until the client
-    has an answer or reaches its timeout, and the result is dropped.
+    A message is logged if the attempt takes minutes. The attempt runs in a new thread. If it is
+    given up, the thread goes on until the client has an answer or reaches its timeout, and its
+    result is ignored.
 
     Args:
-        write: The attempt.
-        patience: The time that is left for the write, which grows while bytes are leaving.
+        write: Function that sends the write and returns its result.
+        patience: Time that is left for the write, which is extended while bytes are being sent.
         name: Folder and name of the file that is written, for the log.
 
     Raises:
-        FolderError: Nothing was sent and no answer came for too long, or no time is left. It is
+        FolderError: No byte was sent and no answer came for too long, or no time is left. It is
             unknown whether the file was written.
-        Exception: Whatever `write` raises.
+        Exception: `write` has raised this exception.
     """
     answer: Future[T] = Future()
 
@@ -92,41 +95,45 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
             answer.set_exception(error)
 
     Thread(target=run, name=f"write {name}", daemon=True).start()
-    began = before = time.monotonic()
-    silent, logged_after = 0.0, LOGGED_AFTER
+    start_time = time.monotonic()
+    last_check_time = start_time
+    silent_seconds = 0.0
+    logged_after = LOGGED_AFTER
     while not wait([answer], min(STEP, patience.silence / 4)).done:
-        now = time.monotonic()
+        check_time = time.monotonic()
         sending = is_sending()
         if sending is False:
-            silent += now - before
+            silent_seconds += check_time - last_check_time
         else:
-            silent = 0.0
-            patience.add(now - before)
-        before = now
-        if silent >= patience.silence or now >= patience.end:
-            period = f"within {now - began:.0f} s"
-            if silent:
-                period = f"for {silent:.0f} s after the last byte"
+            silent_seconds = 0.0
+            patience.add(check_time - last_check_time)
+        last_check_time = check_time
+        waited_seconds = check_time - start_time
+        if silent_seconds >= patience.silence or check_time >= patience.end:
+            period = f"within {waited_seconds:.0f} s"
+            if silent_seconds:
+                period = f"for {silent_seconds:.0f} s after the last byte"
             raise FolderError(f"no answer {period}", final=False)
-        if now - began >= logged_after:
+        if waited_seconds >= logged_after:
             logged_after *= 2
             level, state = STATES[sending]
-            log.log(level, "%s has been waiting for %.0f s: %s", name, now - began, state)
+            log.log(level, "%s has been waiting for %.0f s: %s", name, waited_seconds, state)
     return answer.result()
 
 
 def is_sending() -> bool | None:
-    """Returns whether this process has sent bytes that are not acknowledged yet.
+    """Returns whether a TCP connection of this process has bytes that are not acknowledged yet.
 
-    This concerns all of its TCP connections. None if the system does not show such bytes.
+    Returns None if the system does not show such bytes.
     """
     if not _shows_unsent_bytes():
         return None
-    return _sampled(int(time.monotonic() / SAMPLE))
+    return _is_sending_at(int(time.monotonic() / SAMPLE))
 
 
 @lru_cache(1)
-def _sampled(_tick: int) -> bool | None:
+def _is_sending_at(_tick: int) -> bool | None:
+    """Does the same as `is_sending`, once per tick of SAMPLE seconds."""
     with suppress(OSError):
         return bool(_sockets_with_unsent_bytes() & _own_sockets())
     return None
@@ -136,7 +143,7 @@ def _own_sockets() -> set[str]:
     """Returns the inodes of the sockets that this process has open."""
     inodes = set()
     for name in os.listdir(OPEN_FILES):
-        with suppress(OSError):  # it was closed in this moment
+        with suppress(OSError):  # the file may have been closed since the folder was listed
             kind, _, inode = os.readlink(OPEN_FILES / name).partition(":")
             if kind == "socket":
                 inodes.add(inode.strip("[]"))
@@ -148,9 +155,13 @@ def _sockets_with_unsent_bytes() -> set[str]:
     inodes = set()
     for table in TCP_TABLES:
         for line in table.read_text().splitlines()[1:] if table.exists() else ():
-            # Number, local and remote address, state, bytes to be sent and to be read, ...
-            _, _, _, state, queues, _, _, _, _, inode, *_ = line.split()
-            if state == CONNECTED and int(queues.split(":")[0], 16):
+            # The columns are: number, local address, remote address, state, bytes to send and bytes
+            # to read (in hexadecimal digits, "SEND:READ"), four other columns, inode, ...
+            columns = line.split()
+            state = columns[3]
+            unacknowledged_bytes = int(columns[4].split(":")[0], 16)
+            inode = columns[9]
+            if state == CONNECTED and unacknowledged_bytes:
                 inodes.add(inode)
     return inodes
 
@@ -159,8 +170,8 @@ def _sockets_with_unsent_bytes() -> set[str]:
 def _shows_unsent_bytes() -> bool:
     """Returns whether the system shows bytes that are not acknowledged.
 
-    It is tried with a connection that nobody reads, because sandboxes such as gVisor have the
-    table, but always with zero bytes.
+    This is tested with a connection from which nobody reads. The existence of the table is not
+    enough, because in sandboxes such as gVisor it always contains zero bytes.
     """
     try:
         with (
