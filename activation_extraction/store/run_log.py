@@ -391,8 +391,8 @@ class RunLog:
         version: Version of metadata.json. None if the file is missing.
         commits: Commits of the run that metadata.json names, by their numbers. Without metadata,
             the commits of all runs.
-        versions: Version of each entry that was read, by the name of its file. Missing files have
-            no key.
+        versions: Version of each entry that was read, by the name of its file. Missing
+            files have no key.
         files: Sizes of all files in the folder in bytes, by name.
         damaged: Message on each JSON file that cannot be read, by the name of the file.
         metrics: Numbers in the last line of metrics.jsonl, by name.

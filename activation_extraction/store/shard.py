@@ -1,7 +1,8 @@
-"""A shard in memory: a list of samples, and the values of each sample at every hook.
+"""Shard: a shard in memory, which is a list of samples with the values of each at every hook.
 
-The threads of a writer encode and measure a shard; then a shard format makes a file of it. The
-facts of its samples are stored in the table of samples (sample_table.py).
+shard_writer.py gathers samples to shards. A shard is then encoded and measured with the methods
+here, and formats.py converts it to a file. sample_table.py makes a separate file with the facts of
+its samples.
 """
 
 from collections.abc import Mapping
@@ -16,8 +17,9 @@ from activation_extraction.store.hook_values import HookValues, Key, groups_of
 from activation_extraction.store.statistics import Errors, Sums, SumsOfCodes
 from activation_extraction.text.sample_facts import SampleFacts
 
-LABELS = ("role", "turn")  # of every token; all samples of a run have the same ones, or none
-MAX_GZIP_RATIO = 1032  # the most bytes that gzip can unpack from one byte
+# Names of the labels of tokens in conversations. All samples of a run have both labels, or none.
+LABELS = ("role", "turn")
+MAX_GZIP_RATIO = 1032  # largest number of bytes to which gzip can decompress one byte
 OVERFLOW = (
     "float16 ends at 65504; start anew with --activation_dtype bfloat16 or float32 and --overwrite"
 )
@@ -29,16 +31,16 @@ NOT_FINITE = (
 
 @dataclass(frozen=True)
 class ShardSample:
-    """A sample of a shard, without its activations.
+    """A sample of a shard, without its values at hooks.
 
     Attributes:
-        facts: Facts of the sample. Those that only the table of samples has are their defaults in a
-            shard that was read.
-        token_ids: Ids of the stored tokens, int32 (tokens,). None if the caller gave none.
-        positions: Positions of the stored tokens, int32 (tokens,), counted from 0 at the start of
-            the sample.
-        labels: Labels of the stored tokens, int32 (tokens,) each, by names in LABELS. Empty if the
-            run has none.
+        facts: Facts of the sample. In a shard that was read from a file, facts that only the table
+            of samples contains have their defaults.
+        token_ids: Ids of the stored tokens, int32 (tokens,). None if a program with a loop of its
+            own added the sample without ids.
+        positions: Positions of the stored tokens in the sample, from 0, int32 (tokens,).
+        labels: Labels of the stored tokens, int32 (tokens,) each, by the names in LABELS. Empty if
+            the run stores no conversations.
     """
 
     facts: SampleFacts
@@ -49,13 +51,13 @@ class ShardSample:
 
 @dataclass(frozen=True)
 class Shard:
-    """Samples in ascending order, and their values at every hook.
+    """A shard in memory: samples in ascending order, with their values at every hook.
 
     Attributes:
-        samples: The samples.
-        hooks: The hooks by key.
-        values: The values of each sample by the key of the hook, in the order of the samples. They
-            are in the stored form, except before `encode` (see hook_values.py).
+        samples: Samples of the shard, by ascending `sample_idx`.
+        hooks: Descriptions of the hooks, by the keys of the hooks in pickles.
+        values: Values of each sample by the key of the hook, in the order of `samples`. After
+            `encode` they are ready to be written (in the stored form, see hook_values.py).
     """
 
     samples: list[ShardSample]
@@ -64,26 +66,27 @@ class Shard:
 
     @property
     def positions(self) -> list[np.ndarray]:
-        """The positions of the tokens of each sample."""
+        """The positions of each sample's tokens in the sample, int32 (tokens,)."""
         return [sample.positions for sample in self.samples]
 
     @property
     def offsets(self) -> np.ndarray:
-        """The offset of the first token of each sample, then the number of tokens in the shard.
+        """The index in the shard of each sample's first token, int64 (samples + 1,).
 
-        int64 (samples + 1,). Sample i has the tokens from offsets[i] up to offsets[i + 1] - 1.
+        The last element is the number of tokens in the shard, so sample i has the tokens from
+        offsets[i] to offsets[i + 1] - 1.
         """
         return np.cumsum([0, *map(len, self.positions)], dtype=np.int64)
 
     def encode(self, threads: Executor) -> tuple["Shard", dict[Key, Errors]]:
-        """Encodes the values at the hooks whose stored form differs from what a step returns.
+        """Encodes the values at all hooks, which changes only the hooks with encoded values.
 
         Args:
-            threads: The threads that encode.
+            threads: Threads that encode.
 
         Returns:
-            The shard with all values in the stored form, and the errors of encoding by key; a hook
-            that is not encoded has none.
+            A tuple of the shard with all values in the stored form, and the encoding errors by the
+            key of the hook, which are empty for a hook without encoded values.
         """
         values, errors = dict[Key, list[Any]](), dict[Key, Errors]()
         for key, hook in self.hooks.items():
@@ -93,44 +96,57 @@ class Shard:
     def measure(
         self, errors: Mapping[Key, Errors], threads: Executor
     ) -> tuple[list[dict[str, Any]], dict[str, Sums]]:
-        """Measures the values at all hooks.
+        """Computes the statistics of the values at all hooks.
 
         Args:
-            errors: The errors of encoding by key.
-            threads: The threads that compute sums.
+            errors: Encoding errors by the key of the hook.
+            threads: Threads that compute sums.
 
         Returns:
-            The entries of the hooks in the shard's JSON, with their statistics, and the sums for
-            the statistics file by the hook's name.
+            A tuple of the descriptions of the hooks in the shard's JSON, with their statistics, and
+            the sums for the file of sums, by the full name of the hook.
 
         Raises:
             StorageError: A value is NaN or infinite. The message names the sample.
         """
-        groups = [(key, group) for key in self.hooks for group in groups_of(self.values[key])]
+        keys: list[Key] = []
+        groups: list[slice] = []
+        for key in self.hooks:
+            for group in groups_of(self.values[key]):
+                keys.append(key)
+                groups.append(group)
         totals: dict[Key, Any] = {}
-        of_groups = threads.map(lambda group: self._sums(*group), groups)
-        for (key, _), part in zip(groups, of_groups, strict=True):
-            totals[key] = totals[key].merge(part) if key in totals else part
-        entries = []
+        for key, group_sums in zip(keys, threads.map(self._sums, keys, groups), strict=True):
+            totals[key] = totals[key].merge(group_sums) if key in totals else group_sums
+        descriptions = []
         for key, total in totals.items():
             statistics = replace(total.statistics, error=errors[key])
             if not statistics.finite:
                 self._refuse_not_finite(key)
-            entry = self.hooks[key].to_json(self.values[key][0])
-            entries.append(entry | statistics.to_json())
+            description = self.hooks[key].to_json(self.values[key][0])
+            descriptions.append(description | statistics.to_json())
         sums = {hook.name: totals[key] for key, hook in self.hooks.items() if hook.is_array}
-        return entries, sums
+        return descriptions, sums
 
     def _sums(self, key: Key, samples: slice) -> Sums | SumsOfCodes:
-        """Returns the sums over some of the samples at a hook."""
+        """Returns the sums over some samples at one hook.
+
+        Args:
+            key: Key of the hook.
+            samples: Slice of the samples of the shard.
+        """
         positions = [sample.positions for sample in self.samples[samples]]
         return self.hooks[key].sums(self.values[key][samples], positions)
 
     def _refuse_not_finite(self, key: Key) -> None:
-        """Raises StorageError for the first sample with NaN or infinity at a hook."""
-        for number, sample in enumerate(self.samples):
-            if not self._sums(key, slice(number, number + 1)).statistics.finite:
-                dtype = self.values[key][number].dtype.name
+        """Raises StorageError for the first sample with a value that is NaN or infinite.
+
+        Args:
+            key: Key of the hook with this value.
+        """
+        for index, sample in enumerate(self.samples):
+            if not self._sums(key, slice(index, index + 1)).statistics.finite:
+                dtype = self.values[key][index].dtype.name
                 raise StorageError(
                     f"sample {sample.facts.sample_idx}, hook {key}: NaN or infinite {dtype} values",
                     remedy=OVERFLOW if dtype == "float16" else NOT_FINITE,

@@ -1,8 +1,9 @@
-"""ShardQueue: the shards on their way from memory to the log.
+"""ShardQueue: stores shards with threads in the background, and commits them in order.
 
 Several shards are packed and written at the same time, but one thread commits them, in the order in
-which they were submitted. After a failure no later shard is committed. The caller waits while too
-many bytes of activations are in memory.
+which they were submitted. After a failure, no later shard is committed. The queue also limits the
+memory: its caller waits while too many bytes of activations wait to be stored. shard_writer.py
+provides the functions that pack, write and commit a shard.
 """
 
 import threading
@@ -16,9 +17,11 @@ from typing import Any, Generic, TypeVar
 from activation_extraction.common.errors import StorageError, for_the_user, one_line, reworded
 from activation_extraction.store.log_writer import LostError
 
-SHARDS_AT_ONCE = 16  # most of them are being uploaded
-# What a shard does or waits for: threads pack it, its files are written, and all shards before it
-# are committed.
+# Number of shards that are stored at the same time. Packing needs processors, of which there may be
+# fewer, but most of these shards are being uploaded.
+SHARDS_AT_ONCE = 16
+# Phases of a shard in the queue. "packing": it waits to be packed, or is packed by threads.
+# "writing": its files are written. "committing": it waits for the commits of all shards before it.
 PHASES = ("packing", "writing", "committing")
 T = TypeVar("T")
 
@@ -28,9 +31,10 @@ class QueuedShard(Generic[T]):
     """A shard in the queue.
 
     Attributes:
-        bytes_held: Bytes of memory that are free once the shard is committed.
+        bytes_held: Number of bytes of memory that become free when the shard is committed.
         phase: Current phase of the shard, one of PHASES.
-        stored: Future result of storing the shard's files, which the commit needs.
+        stored: Future of storing the shard's files. The function that commits the shard gets its
+            result.
     """
 
     bytes_held: int
@@ -41,18 +45,19 @@ class QueuedShard(Generic[T]):
 class ShardQueue(Generic[T]):
     """Stores shards in the background, and commits them in order.
 
-    Methods raise StorageError, or LostError if another process has taken over, as soon as a shard
-    could not be stored.
+    After a shard could not be stored, methods raise StorageError. If the reason is that another
+    process has become the owner of the folder, they raise LostError.
 
     Args:
-        commit: Function that commits a shard, given the result of storing its files. It is called
-            in one thread, in the order in which the shards were submitted.
-        most_bytes: Most bytes of activations in memory before `take` waits.
-        on_wait: Function that is called again and again while `take` waits.
+        commit: Function that takes the result of storing a shard's files, and commits the shard. It
+            is called in one thread, in the order in which the shards were submitted.
+        most_bytes: Largest number of bytes of activations in memory; `take` waits if there are
+            more.
+        on_wait: Function without arguments that is called repeatedly while `take` waits.
 
     Attributes:
         bytes_waiting: Number of bytes in memory that wait to be stored.
-        waited: Seconds for which `take` waited, by the phase that the oldest shard was in.
+        waited: Seconds for which `take` waited, by the phase of the oldest shard meanwhile.
     """
 
     def __init__(
@@ -63,51 +68,66 @@ class ShardQueue(Generic[T]):
         self._commit = commit
         self._most_bytes = most_bytes
         self._on_wait = on_wait
-        self._failure: Exception | None = None  # the failure of the first shard that has failed
-        self._stopped = False
+        self._failure: Exception | None = None  # exception of the first shard that failed
+        self._stopped = False  # whether `close` was called without waiting for the threads
         self._storing = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
         self._committing = ThreadPoolExecutor(1, thread_name_prefix="commit")
-        self._taken: list[int] = []  # bytes of each batch that no shard is charged with yet
+        self._batch_bytes: list[int] = []  # bytes of each batch that belongs to no shard yet
         self._shards: deque[QueuedShard[T]] = deque()
-        self._changed = threading.Condition()  # a shard was committed, or has failed
+        # Condition that is notified when a shard was committed or has failed.
+        self._changed = threading.Condition()
 
     def take(self, size: int) -> None:
-        """Counts a batch as waiting to be stored, and waits while too many bytes are waiting.
+        """Counts the memory of a batch, and waits while too many bytes wait to be stored.
 
         Args:
-            size: Bytes of memory that the batch needs until it is stored.
+            size: Number of bytes of memory that the batch needs until it is stored.
+
+        Raises:
+            StorageError: A shard could not be stored.
         """
         with self._changed:
-            self._taken.append(size)
+            self._batch_bytes.append(size)
             self.bytes_waiting += size
             while self.bytes_waiting > self._most_bytes and self._shards:
                 self.check()
                 self._on_wait()
-                began, phase = time.perf_counter(), self._shards[0].phase
-                self._changed.wait(0.2)  # briefly, to notice Ctrl-C
-                self.waited[phase] += time.perf_counter() - began
+                start_time = time.perf_counter()
+                phase = self._shards[0].phase
+                self._changed.wait(0.2)  # a short wait in seconds, so that Ctrl-C is noticed
+                self.waited[phase] += time.perf_counter() - start_time
         self.check()
 
     def submit(self, store: Callable[[QueuedShard[T]], T]) -> None:
-        """Stores a shard in the background, then commits it.
+        """Adds a shard to the queue, which stores and then commits it in the background.
 
-        The shard is charged with the memory of all batches before the last, which may have samples
-        for later shards.
+        When the shard is committed, the memory of all batches before the last one is counted as
+        free. The last batch may contain samples of the next shard.
 
         Args:
-            store: Function that stores the files of the shard, and sets the phase of the queued
-                shard that it gets.
+            store: Function that takes the queued shard, stores its files, sets its phase meanwhile,
+                and returns the argument for `commit`.
+
+        Raises:
+            StorageError: An earlier shard could not be stored.
         """
         self.check()
-        shard = QueuedShard[T](sum(self._taken[:-1]))
-        del self._taken[:-1]
+        shard = QueuedShard[T](sum(self._batch_bytes[:-1]))
+        del self._batch_bytes[:-1]
         shard.stored = self._storing.submit(store, shard)
         with self._changed:
-            self._committing.submit(self._finish, shard)  # `_finish` will wait for this lock
+            # `_finish` removes the shard from the queue, but needs the lock held here to do so.
+            self._committing.submit(self._finish, shard)
             self._shards.append(shard)
 
     def check(self) -> None:
-        """Raises the error of a shard that has failed. Shards before it may still be stored."""
+        """Raises the error of a shard that could not be stored, if there is one.
+
+        Shards that were submitted before it may still be stored.
+
+        Raises:
+            StorageError: A shard could not be stored.
+        """
         if self._failure is not None:
             raise self._failure
         for shard in list(self._shards):
@@ -117,43 +137,47 @@ class ShardQueue(Generic[T]):
     def wait(self) -> None:
         """Waits until all shards are committed.
 
-        If a shard has failed, waits for the shards before it and raises its error.
+        Raises:
+            StorageError: A shard could not be stored. All shards before it are committed.
         """
         with self._changed:
             while self._shards and self._failure is None:
-                self._changed.wait(0.2)  # briefly, to notice Ctrl-C
+                self._changed.wait(0.2)  # a short wait in seconds, so that Ctrl-C is noticed
         self.check()
 
     def gauges(self) -> dict[str, Any]:
         """Returns metrics about the shards that are not committed yet, by name.
 
-        They are the bytes in memory, the number of shards in each phase, and for each phase the
-        seconds that `take` waited.
+        They are the number of bytes in memory, the number of shards in each phase, and the seconds
+        for which `take` waited, by the phase of the oldest shard meanwhile.
         """
         phases = [shard.phase for shard in list(self._shards)]
-        seconds = {phase: round(seconds, 3) for phase, seconds in self.waited.items()}
-        return {
-            "bytes_waiting": self.bytes_waiting,
-            **{f"shards_{phase}": phases.count(phase) for phase in PHASES},
-            **{f"waited_{phase}_seconds_since_start": seconds[phase] for phase in PHASES},
-        }
+        gauges: dict[str, Any] = {"bytes_waiting": self.bytes_waiting}
+        for phase in PHASES:
+            gauges[f"shards_{phase}"] = phases.count(phase)
+        for phase in PHASES:
+            gauges[f"waited_{phase}_seconds_since_start"] = round(self.waited[phase], 3)
+        return gauges
 
     def close(self, patient: bool) -> None:
         """Ends the threads.
 
         Args:
-            patient: Whether they finish their work first.
+            patient: Whether the threads finish their work first.
         """
         self._stopped = self._stopped or not patient
         for pool in (self._storing, self._committing):
             pool.shutdown(wait=patient, cancel_futures=True)
 
     def _finish(self, shard: QueuedShard[T]) -> None:
-        """Commits a shard once it is stored; keeps the first failure, and commits none after it."""
+        """Waits until a shard is stored and commits it, unless an earlier shard has failed.
+
+        The first failure is kept in `_failure`.
+        """
         try:
             if self._failure is None:
                 self._commit(shard.stored.result())
-        except BaseException as error:  # whatever it is, no later shard may be committed
+        except BaseException as error:  # after any failure, no later shard may be committed
             self._failure = self._error_of(error)
         finally:
             with self._changed:
@@ -162,8 +186,8 @@ class ShardQueue(Generic[T]):
                 self._changed.notify_all()
 
     def _error_of(self, error: BaseException) -> Exception:
-        """Returns the error that the caller gets for an exception in one of the threads."""
-        if self._stopped:  # `close` did not wait for this shard
+        """Returns the error that is raised to the caller for an exception in a thread."""
+        if self._stopped:  # the exception only means that `close` has cancelled the work
             return StorageError("storing was stopped")
         user_error = for_the_user(error)
         if isinstance(user_error, LostError):

@@ -1,8 +1,8 @@
-"""ShardWriter: gathers samples into shards, packs these, and commits them.
+"""ShardWriter: gathers samples into shards, makes the files of each shard, and commits it.
 
-A shard goes from memory to its files, which are complete under their final names before its commit
-appears. shard_queue.py has the threads that do this in the background, the order of the commits,
-and the limit of memory; log_writer.py writes the files and the commits.
+All files of a shard are complete under their final names before its commit is written.
+shard_queue.py does this work in background threads, keeps the commits in order, and limits the
+memory. log_writer.py writes the files and the commits to the folder.
 """
 
 import hashlib
@@ -31,35 +31,36 @@ from activation_extraction.store.source_check import SourceCheck
 from activation_extraction.store.statistics import pack_sums
 from activation_extraction.text.mark import Mark
 
-# A shard whose files are stored: its commit, and its samples.
+# A shard whose files are stored, as a tuple of its commit and its samples.
 StoredShard = tuple[Commit, list[ShardSample]]
 
 
 class ShardWriter:
-    """Gathers samples into shards, and stores the shards in the folder that this process owns.
+    """Gathers samples into shards, and stores the shards in a folder.
 
-    Samples are taken in the order in which they come. A shard has at most `shard_bytes` bytes of
-    activations, but at least one sample.
-
-    Methods raise the errors of ShardQueue as soon as a shard could not be committed.
+    Samples become shards in the order in which they are added. A shard contains at most
+    `options.shard_bytes` bytes of values at hooks, but at least one sample. After a shard could not
+    be stored, methods raise StorageError or LostError, as those of ShardQueue do.
 
     Args:
-        run_log: The log of the folder, in which this process is the writer.
-        hooks: Hooks by key. Their values are encoded in the background.
+        log_writer: Writer of the folder, which this process must own.
+        hooks: Descriptions of the hooks, by the keys of the hooks in pickles.
         identity: Identity of the run.
-        options: Options of the storage.
-        sources: The files that samples come from; None if they are not checked.
-        on_wait: Function that is called again and again while `take` waits.
-        on_commit: Function that is called after each commit, in the thread that commits.
+        options: Options of the shards, such as their size.
+        sources: Files from which the samples come, to check that they do not change. None for no
+            check.
+        on_wait: Function without arguments that is called repeatedly while `take` waits.
+        on_commit: Function without arguments that is called after each commit, in the thread that
+            commits.
 
     Attributes:
-        queue: The shards that are not committed yet.
+        queue: Queue with the shards that are not committed yet.
         format: Format of the shard files.
     """
 
     def __init__(
         self,
-        run_log: LogWriter,
+        log_writer: LogWriter,
         hooks: Mapping[Key, HookValues],
         identity: Identity,
         options: StorageOptions,
@@ -68,10 +69,10 @@ class ShardWriter:
         on_commit: Callable[[], None],
     ) -> None:
         self.format = chosen_format(options.shard_format, options.compress_shards)
-        self._log = run_log
+        self._log = log_writer
         self._hooks = hooks
         self._identity = identity
-        self._source_check = SourceCheck(sources, run_log.made)
+        self._source_check = SourceCheck(sources, log_writer.made)
         self._on_commit = on_commit
         self._shard_bytes = options.shard_bytes
         self._threads = ThreadPoolExecutor(options.threads, thread_name_prefix="store")
@@ -79,7 +80,11 @@ class ShardWriter:
         self.queue = ShardQueue[StoredShard](self._commit, options.waiting_bytes, on_wait)
 
     def follow(self, plan: StoragePlan) -> None:
-        """Begins with the next shard of a plan. No samples may have been added."""
+        """Begins with the first shard of a plan. No sample must have been added before.
+
+        Args:
+            plan: Plan of this process, with the numbers of the shards to store.
+        """
         self._plan = plan
         self._numbers = ShardNumbers(plan)
         self._mark = plan.mark
@@ -90,60 +95,66 @@ class ShardWriter:
         self._bytes = 0
 
     def take(self, size: int) -> None:
-        """Counts a batch as waiting to be stored, and waits while too many bytes are waiting.
+        """Counts the memory of a batch, and waits while too many bytes wait to be stored.
 
         Args:
-            size: Bytes of the batch's activations.
+            size: Number of bytes of the batch's values at hooks.
         """
-        # A compressed shard is in memory beside its uncompressed arrays, and so are encoded values
-        # beside those that they were made from.
+        # While a shard is stored, memory contains its arrays, the compressed file, and the encoded
+        # values, if there are any.
         is_encoded = any(hook.is_encoded for hook in self._hooks.values())
         copies = 1 + self.format.compressed + is_encoded
         self.queue.take(size * copies)
 
     def add(self, sample: ShardSample, values: Mapping[Key, Any], mark: Mark | None = None) -> None:
-        """Adds a sample.
-
-        A sample without tokens counts as one token, so that a shard of such samples is cut, too.
+        """Adds a sample, and submits a shard before if the sample does not fit in it.
 
         Args:
-            sample: The sample.
-            values: Its values by the key of the hook, as `HookValues.for_shard` returns them.
-            mark: Where a run continues once this sample and those before it are stored. None if the
-                samples come from no stream.
+            sample: Sample without its values.
+            values: Values of the sample by the key of the hook, as `HookValues.for_shard` returns
+                them.
+            mark: Place in the data from which the run continues when this sample and all samples
+                before it are stored. None if a program with a loop of its own adds the sample.
         """
-        size = sum(self._hooks[key].bytes_of(values[key]) for key in values)
-        if self._pending and self._bytes + size > self._shard_bytes:
-            self._cut(self._numbers.take())
+        sample_bytes = sum(self._hooks[key].bytes_of(values[key]) for key in values)
+        if self._pending and self._bytes + sample_bytes > self._shard_bytes:
+            self._submit_pending(self._numbers.take())
         self._pending.append((sample, values))
-        self._bytes += size
+        self._bytes += sample_bytes
         self._mark = self._plan.mark_after(mark)
 
     def finish(self, complete: bool) -> None:
-        """Cuts the last shard, and waits until all are committed.
-
-        If a shard has failed, waits for the shards before it and raises its error.
+        """Stores the last samples as a shard, and waits until all shards are committed.
 
         Args:
             complete: Whether there are no more samples. All gaps of a repair are filled then, with
-                empty shards if nothing is left for them.
+                empty shards if no samples are left for them.
+
+        Raises:
+            StorageError: A shard could not be stored. All shards before it are committed.
         """
-        with suppress(StorageError):  # the queue raises it below
+        with suppress(StorageError):  # `queue.wait` raises the same error below
             gaps = self._numbers.take_gaps() if complete else []
             for number in gaps[:-1]:
                 self._submit(Shard([], {}, {}), number)
             if gaps:
-                self._cut(gaps[-1])
+                self._submit_pending(gaps[-1])
             elif self._pending:
-                self._cut(self._numbers.take())
+                self._submit_pending(self._numbers.take())
         self.queue.wait()
 
-    def _cut(self, number: int) -> None:
+    def _submit_pending(self, number: int) -> None:
+        """Makes a shard with a number of the samples that were added since the last shard."""
         self._pending.sort(key=lambda pending: pending[0].facts.sample_idx)
         samples = [sample for sample, _ in self._pending]
-        values = {key: [values[key] for _, values in self._pending] for key in self._hooks}
-        shard = Shard(samples, self._hooks, values)
-        self._empty()  # before Ctrl-C may interrupt `_submit`: no sample may be in two shards
+        values_by_key: dict[Key, list[Any]] = {key: [] for key in self._hooks}
+        for _, sample_values in self._pending:
+            for key in self._hooks:
+                values_by_key[key].append(sample_values[key])
+        shard = Shard(samples, self._hooks, values_by_key)
+        # The samples are removed before `_submit`, which Ctrl-C may interrupt, so that no sample
+        # can be in two shards.
+        self._empty()
         self._submit(shard, number)
 
     def _submit(self, shard: Shard, number: int) -> None:
@@ -153,7 +164,7 @@ class ShardWriter:
         """Ends the threads.
 
         Args:
-            patient: Whether they finish their work first.
+            patient: Whether the threads finish their work first.
         """
         self.queue.close(patient)
         self._threads.shutdown(wait=patient, cancel_futures=True)
@@ -161,21 +172,26 @@ class ShardWriter:
     def _store(
         self, shard: Shard, mark: Mark | None, number: int, queued: QueuedShard[StoredShard]
     ) -> StoredShard:
-        """Packs a shard and writes its files; returns its commit and its samples."""
+        """Encodes and packs a shard, and writes its files.
+
+        Args:
+            shard: Shard, whose values may not be encoded yet.
+            mark: Mark for the commit.
+            number: Number of the shard.
+            queued: Shard in the queue, whose phase is set.
+
+        Returns:
+            A tuple of the commit, which is not written yet, and the samples of the shard.
+        """
         writer = self._log.id
-        commit = Commit(
-            number,
-            self._log.began,
-            mark,
-            identity=self._identity.digest,
-        )
+        commit = Commit(number, self._log.began, mark, identity=self._identity.digest)
         if not shard.samples:
             return commit, []
         with self._packing:
             shard, errors = shard.encode(self._threads)
             hooks, sums = shard.measure(errors, self._threads)
             packed = self.format.pack(shard, self._threads, writer)
-        cuts = [sample.facts.cut for sample in shard.samples if sample.facts.cut > 0]
+        cut_counts = [sample.facts.cut for sample in shard.samples if sample.facts.cut > 0]
         lengths = [len(sample.positions) for sample in shard.samples]
         commit = replace(
             commit,
@@ -186,31 +202,35 @@ class ShardWriter:
             count=len(lengths),
             tokens=sum(lengths),
             hooks=hooks,
-            cut_samples=len(cuts),
-            cut_tokens=sum(cuts),
+            cut_samples=len(cut_counts),
+            cut_tokens=sum(cut_counts),
             empty_samples=lengths.count(0),
         )
-        small = {
+        small_files = {
             commit.statistics_file: pack_sums(sums, writer),
             commit.table_file: pack_table(shard.samples, writer),
         }
         queued.phase = "writing"
-        write = self._log.write_file
-        files = {commit.file: replace(packed.facts, version=write(commit.file, packed.parts))}
-        for name, data in small.items():
+        version = self._log.write_file(commit.file, packed.parts)
+        files = {commit.file: replace(packed.facts, version=version)}
+        for name, data in small_files.items():
             digest = hashlib.sha256(data).hexdigest()
-            files[name] = FileFacts(len(data), digest, write(name, [data]))
+            version = self._log.write_file(name, [data])
+            files[name] = FileFacts(len(data), digest, version)
         queued.phase = "committing"
         return replace(commit, files=files), shard.samples
 
     def _commit(self, stored: StoredShard) -> None:
-        """Commits a shard, once all shards before it are committed.
+        """Commits a shard whose files are stored.
+
+        Args:
+            stored: Commit of the shard, which is not written yet, and its samples.
 
         Raises:
-            StorageError: A file that samples come from has changed.
+            StorageError: A file from which samples come has changed.
         """
         commit, samples = stored
         self._source_check.check(samples)
-        made = self._log.commit(replace(commit, committed=round(time.time(), 3)))
-        log.debug("shard %d: %d samples, %d bytes", made.number, made.count, made.bytes)
+        commit = self._log.commit(replace(commit, committed=round(time.time(), 3)))
+        log.debug("shard %d: %d samples, %d bytes", commit.number, commit.count, commit.bytes)
         self._on_commit()
