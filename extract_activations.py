@@ -251,7 +251,8 @@ def open_output(run: Run) -> Run:
         run.folders.remove_totals()
     run.storage.open()
     plan = run.storage.plan
-    if (plan.commits, plan.until) == (prepared_plan.commits, prepared_plan.until):
+    commits_and_end = (plan.commits, plan.samples_to_read)
+    if commits_and_end == (prepared_plan.commits, prepared_plan.samples_to_read):
         return run
     log.info(
         "another process has written to %s in the meantime; stored there: %s",

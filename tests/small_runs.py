@@ -92,7 +92,7 @@ def run_over(documents, tokenizer, folder, form=None, rows=2, stop_after=None, *
         try:
             if not complete:
                 marks = {"start": storage.plan.mark, "stored": storage.stored_after_mark}
-                marks |= {"until": storage.plan.until, **storage.limits}
+                marks |= {"until": storage.plan.samples_to_read, **storage.limits}
                 marks["limits_from"] = storage.plan.end_of_stored(documents.worker)
                 stream = samples(documents, tokenizer, form or SampleForm(LENGTH), **marks)
                 for batch in islice(pack(stream, rows, LENGTH), stop_after):

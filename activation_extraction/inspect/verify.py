@@ -264,7 +264,7 @@ def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
     # The fingerprint of each file of the data set, by its name and size.
     fingerprints: dict[tuple[str, int], str] = {}
     for name, stored in folders.items():
-        yield from stored.damaged.values()
+        yield from stored.damaged_files.values()
         yield from (file_path(name, message) for message in stored.missing_jsons)
         metadata = stored.metadata or {}
         where = file_path(name, METADATA)

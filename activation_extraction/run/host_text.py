@@ -215,7 +215,7 @@ class Text:
             self.sample_form,
             start=storage.plan.mark,
             stored=storage.stored_after_mark,
-            until=storage.plan.until,
+            until=storage.plan.samples_to_read,
             limits_from=storage.plan.end_of_stored(worker),
             on_stored=on_stored,
             **storage.limits,

@@ -135,7 +135,8 @@ def failure_of_obstore(error: Exception) -> Failure:
         details,
         re.MULTILINE,
     )
-    # The answer to a request for several deletions contains a result for each object.
+    # obstore may delete an object by a request for a list of deletions. The answer to it contains a
+    # result for each object of the list.
     deletion = re.search(
         r'^ *(?:source: )?DeleteFailed {\n *path: .*\n *code: "(.*)",\n *\w+: "(.*)",$',
         details,
@@ -144,7 +145,8 @@ def failure_of_obstore(error: Exception) -> Failure:
     if answer:
         failure = _of_answer(int(answer[1]), _unescaped(answer[2] or ""))
     elif deletion:
-        code, message = _unescaped(deletion[1]), _unescaped(deletion[2])
+        code = _unescaped(deletion[1])
+        message = _unescaped(deletion[2])
         status = int(code) if code.isdigit() else 0
         failure = Failure(meaning_of(status, code), _sentence(code, message), status)
     elif _has(details, "inner: BareRedirect,"):
@@ -194,8 +196,13 @@ def _code_and_message(body: str) -> tuple[str, str]:
         content = json.loads(body)
         if isinstance(content, dict):
             return str(content.get("error", "")), str(content.get("error_description", ""))
-    code, message = (re.search(f"<{tag}>([^<]*)</", body) for tag in ("Code", "Message"))
-    return unescape(code[1]) if code else "", unescape(message[1]) if message else ""
+    return _xml_field(body, "Code"), _xml_field(body, "Message")
+
+
+def _xml_field(body: str, tag: str) -> str:
+    """Returns the text of the first XML element with a tag; "" if there is none."""
+    element = re.search(f"<{tag}>([^<]*)</", body)
+    return unescape(element[1]) if element else ""
 
 
 def _sentence(code: str, message: str) -> str:

@@ -40,9 +40,11 @@ from activation_extraction.store.local_files import (
 if TYPE_CHECKING:
     from obstore import GetOptions
 
-RETRIES = 3  # attempts by obstore, within a second or two, before `Folder` logs and repeats
-READ_TIMEOUT = 60.0  # seconds without a byte of an answer, after which a read is sent again
-MIN_BYTES_PER_SECOND = 0.125e6  # speed of a slow line: a 16th of 16 Mbit/s, for 16 uploads at once
+# Repetitions of a failed read by obstore, within a second or two, before `Folder` repeats the read.
+RETRIES = 3
+READ_TIMEOUT = 60.0  # seconds without a byte of an answer after which a read is sent again
+# Speed of an upload on a slow line: a line of 16 Mbit/s that 16 uploads share.
+MIN_BYTES_PER_SECOND = 0.125e6
 GB = 10**9
 FORKED = (
     "this process was forked from one that had used a bucket, and lacks its threads; start it "
@@ -95,11 +97,12 @@ class Bucket:
         entries: dict[str, FileEntry | None] = {}
         for folder_path in listing["common_prefixes"]:
             entries[_file_name(folder_path)] = None
-        for listed in listing["objects"]:
+        for object_meta in listing["objects"]:
             # The consoles of stores create an object with the folder's name for an empty folder.
-            if listed["path"] != self._prefix:
-                file_name = _file_name(listed["path"])
-                entries[file_name] = FileEntry(listed["size"], _quoted_tag(listed["e_tag"]))
+            if object_meta["path"] != self._prefix:
+                file_name = _file_name(object_meta["path"])
+                e_tag = _quoted_tag(object_meta["e_tag"])
+                entries[file_name] = FileEntry(object_meta["size"], e_tag)
         return entries
 
     def head(self, name: str) -> FileEntry | None:
@@ -136,7 +139,7 @@ class Bucket:
         return None
 
     def write(self, name: str, parts: Sequence[memoryview], expected: str | None) -> str | None:
-        file_bytes = sum(part.nbytes for part in parts)
+        file_bytes = sum(buffer.nbytes for buffer in parts)
         mode: Any
         if expected is None:
             mode = "create"
@@ -228,10 +231,11 @@ class Bucket:
 
     def _failure(self, failure: Failure) -> FileNotFoundError | FolderError:
         """Returns the exception for a failed request, with the remedies for this kind of store."""
-        reason, kind = failure.reason, self._kind
+        reason = failure.reason
+        kind = self._kind
         # If a request has succeeded before, the address, the settings and the machine's credentials
-        # are valid, so a failure of theirs may pass.
-        final = not self._worked
+        # are valid, so the same request may succeed later.
+        is_final = not self._worked
         match failure.meaning:
             case Meaning.MISSING:
                 return FileNotFoundError(reason)
@@ -240,20 +244,20 @@ class Bucket:
             case Meaning.NO_BUCKET:
                 return FolderError(f"no such bucket: {self._bucket}")
             case Meaning.CREDENTIALS:
-                state = "the credentials are missing, invalid or have expired"
-                return FolderError(f"{state} ({reason}); {kind.renew}")
+                problem = "the credentials are missing, invalid or have expired"
+                return FolderError(f"{problem} ({reason}); {kind.renew}")
             case Meaning.NO_CREDENTIALS:
-                state = "no credentials were found, nor given by the machine"
-                return FolderError(f"{state} ({reason}); {kind.renew}", final)
+                problem = "no credentials were found, nor given by the machine"
+                return FolderError(f"{problem} ({reason}); {kind.renew}", is_final)
             case Meaning.FORBIDDEN:
                 return FolderError(f"permission denied ({reason}); needed: {kind.permission}")
             case Meaning.ELSEWHERE:
-                state = "the bucket is in another region or at another address"
-                return FolderError(f"{state} ({reason}); {kind.address}")
+                problem = "the bucket is in another region or at another address"
+                return FolderError(f"{problem} ({reason}); {kind.address}")
             case Meaning.UNREACHABLE:
-                return FolderError(f"{reason}; {kind.address}", final)
+                return FolderError(f"{reason}; {kind.address}", is_final)
             case Meaning.UNUSABLE:
-                return FolderError(reason, final)
+                return FolderError(reason, is_final)
             case Meaning.REFUSED:
                 return FolderError(reason)
             case Meaning.MAY_PASS:

@@ -85,15 +85,16 @@ def _azure_settings(bucket: str) -> dict[str, Any]:
         ValueError: An environment variable cannot be used, or names another account than the host.
     """
     container, _, host = bucket.partition("@")
-    connection = os.environ.get(CONNECTION_STRING, "")
-    if connection:
-        settings = _azure_connection(connection)
+    connection_string = os.environ.get(CONNECTION_STRING, "")
+    if connection_string:
+        settings = _azure_connection(connection_string)
     else:
-        account, key = _first_set(*AZURE_ACCOUNT)[1], _first_set(*AZURE_KEY)[1]
+        _, account = _first_set(*AZURE_ACCOUNT)
+        _, key = _first_set(*AZURE_KEY)
         settings = {"account_name": account, "account_key": key}
     if host:
         account = host.partition(".")[0]
-        if connection and settings["account_name"] != account:
+        if connection_string and settings["account_name"] != account:
             raise ValueError(
                 f"{CONNECTION_STRING} is for the account {settings['account_name']}, expected "
                 f"{account} as in the URL"

@@ -37,8 +37,9 @@ from activation_extraction.store.sending import Patience, watched
 
 __all__ = ["ANY", "ChangedError", "FileEntry", "Folder", "FolderError"]
 PATIENCE = 300.0  # seconds for which a failing request is repeated by default
-FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0  # seconds between the attempts at a request
-UPLOAD_TIMEOUT = "--upload_timeout"  # the flag that sets the patience for a run's bucket
+FIRST_PAUSE = 0.5  # seconds between the first two attempts at a request
+MAX_PAUSE = 30.0  # largest number of seconds between two attempts at a request
+UPLOAD_TIMEOUT = "--upload_timeout"  # flag that sets the patience of the folders in a run's bucket
 T = TypeVar("T")
 # Without this setting, gcsfs would ask Google over gRPC for the type of every bucket, and would
 # wait minutes for the answer of an emulator.
@@ -55,7 +56,7 @@ class ForeignFolder:
     max_file_bytes = None
 
     def __init__(self, url: str) -> None:
-        gcs_options: dict[str, Any] = {"requests_timeout": 120}  # seconds
+        gcs_options: dict[str, Any] = {"requests_timeout": 120}  # the timeout is in seconds
         if "STORAGE_EMULATOR_HOST" in os.environ:
             gcs_options["token"] = "anon"
         options = gcs_options if url.startswith(("gs://", "gcs://")) else {}
@@ -70,10 +71,10 @@ class ForeignFolder:
         except (FileNotFoundError, NotADirectoryError):
             return {}
         entries: dict[str, FileEntry | None] = {}
-        for listed in listing:
-            file_name = str(listed["name"]).rstrip("/").rpartition("/")[2]
-            is_file = listed["type"] == "file"
-            entries[file_name] = FileEntry(int(listed["size"])) if is_file else None
+        for file_info in listing:
+            file_name = str(file_info["name"]).rstrip("/").rpartition("/")[2]
+            is_file = file_info["type"] == "file"
+            entries[file_name] = FileEntry(int(file_info["size"])) if is_file else None
         return entries
 
     def head(self, name: str) -> FileEntry | None:
@@ -500,5 +501,5 @@ def failure_of(error: Exception) -> FolderError:
     final_types = FileNotFoundError | PermissionError | ValueError | TypeError | ImportError
     is_forbidden = reason.startswith("Forbidden")  # gcsfs reports HTTP status 403 in this way
     is_refused = status != 0 and meaning_of(status) is not Meaning.MAY_PASS
-    final = isinstance(error, final_types) or is_forbidden or is_refused
-    return FolderError(reason, final)
+    is_final = isinstance(error, final_types) or is_forbidden or is_refused
+    return FolderError(reason, is_final)

@@ -53,7 +53,9 @@ Shape = tuple[int, ...]
 SCALE = ".scale"  # end of the name of the tensor with the scales of a hook
 FLOATS: np.dtype = np.dtype(np.float32)
 GROUP_BYTES = 32 * 2**20  # bytes of values at a hook that a thread processes at a time
-MAX_MEASURED = 1024  # limit per shard and kind of token: tokens whose encoding errors are measured
+# Largest number of tokens of a shard, attention sinks and other tokens each, whose encoding errors
+# are measured.
+MAX_MEASURED = 1024
 # Integers or features of a sample that may always differ: as many as differ if two nearly equal
 # numbers change places in an order.
 TIE = 2
@@ -84,25 +86,25 @@ class Tolerance:
     hook.
 
     Attributes:
-        computed: Largest relative error of computing the values again.
-        rounded: Largest relative error of rounding activations to the dtype in which they are
-            stored.
-        share: Largest share of a sample's integers, or of its active features, that may differ,
-            from 0 to 1.
+        computing_error: Largest relative error of computing the values again.
+        rounding_error: Largest relative error of rounding activations to the dtype in which they
+            are stored.
+        different_share: Largest share of a sample's integers, or of its active features, that may
+            differ, from 0 to 1.
     """
 
-    computed: float
-    rounded: float
-    share: float
+    computing_error: float
+    rounding_error: float
+    different_share: float
 
     @property
     def activations(self) -> float:
         """The largest relative error of activations, from both computing and rounding."""
-        return self.computed + self.rounded
+        return self.computing_error + self.rounding_error
 
     def different_numbers(self, count: int) -> int:
         """Returns the largest number of integers or features, out of `count`, that may differ."""
-        return max(int(self.share * count), TIE)
+        return max(int(self.different_share * count), TIE)
 
 
 @dataclass(frozen=True)
@@ -239,8 +241,13 @@ class HookValues(ABC):
             A dict with "key", "name", "width", "dtype" and "scale". The scale is None if the values
             have no scales, otherwise the number of values that share a scale.
         """
-        width, dtype = values.shape[1], values.dtype.name
-        return {"key": self.key, "name": self.name, "width": width, "dtype": dtype, "scale": None}
+        return {
+            "key": self.key,
+            "name": self.name,
+            "width": values.shape[1],
+            "dtype": values.dtype.name,
+            "scale": None,
+        }
 
     @abstractmethod
     def tensors(self, samples: Sequence[Any]) -> dict[str, list[np.ndarray]]:
@@ -441,19 +448,20 @@ class DenseValues(HookValues):
         tolerance: Tolerance,
     ) -> Iterator[str]:
         if self.content == "integers":
-            difference_count = int((recomputed != stored).sum())
-            allowed = tolerance.different_numbers(stored.size)
-            if difference_count > allowed:
-                yield f"{difference_count} of its {stored.size} numbers differ (allowed: {allowed})"
-            return
-        if self.content == "loss":
+            count = int((recomputed != stored).sum())
+            max_count = tolerance.different_numbers(stored.size)
+            if count > max_count:
+                yield f"{count} of its {stored.size} numbers differ (allowed: {max_count})"
+        elif self.content == "loss":
             has_loss = self._has_loss(stored, positions) | self._has_loss(recomputed, positions)
-            stored = stored[has_loss]
-            recomputed = recomputed[has_loss]
-        # Values other than activations are stored in the dtype in which they are computed, so they
-        # have no error of rounding.
-        limit = tolerance.activations if self.are_activations else tolerance.computed
-        yield from _norm_difference(stored, recomputed, limit)
+            max_error = tolerance.computing_error
+            yield from _norm_difference(stored[has_loss], recomputed[has_loss], max_error)
+        elif self.content == "numbers":
+            # These numbers are stored in the dtype in which they are computed, so they have no
+            # error of rounding.
+            yield from _norm_difference(stored, recomputed, tolerance.computing_error)
+        else:
+            yield from _norm_difference(stored, recomputed, tolerance.activations)
 
 
 @dataclass(frozen=True)
@@ -498,8 +506,9 @@ class Float8Values(HookValues):
             group_start, group_stop = group_offsets[[0, -1]]
             activations = np.concatenate(samples[group])
             encoded = Float8Array.of(activations)
-            measured = are_measured[group_start:group_stop]
-            token_errors = relative_errors(activations[measured], encoded[measured].decode())
+            group_mask = are_measured[group_start:group_stop]
+            decoded = encoded[group_mask].decode()
+            token_errors = relative_errors(activations[group_mask], decoded)
             return encoded.split(group_offsets[1:-1] - group_start), token_errors
 
         encoded_samples: list[Float8Array] = []
@@ -680,9 +689,9 @@ class CodeValues(HookValues):
         )
         stored_count = len(stored_features)
         difference_count = stored_count + len(recomputed_features) - 2 * len(common_features)
-        allowed = tolerance.different_numbers(stored_count)
-        if difference_count > allowed:
-            yield f"{difference_count} of its {stored_count} features differ (allowed: {allowed})"
+        max_count = tolerance.different_numbers(stored_count)
+        if difference_count > max_count:
+            yield f"{difference_count} of its {stored_count} features differ (allowed: {max_count})"
         compared_arrays = {
             "values": (stored.data[stored_indices], recomputed.data[recomputed_indices]),
             "norms": (stored.norm, recomputed.norm),
@@ -690,11 +699,11 @@ class CodeValues(HookValues):
         }
         # Codes may differ twice as much as activations, because the product with the encoder and
         # the difference from the reconstruction add to the error.
-        limit = 2 * tolerance.activations
+        max_error = 2 * tolerance.activations
         for quantity, (stored_array, recomputed_array) in compared_arrays.items():
             error = _relative_error(stored_array, recomputed_array)
-            if not error <= limit:
-                yield f"its {quantity} differ by {error:.2g} of their norm (allowed: {limit:g})"
+            if not error <= max_error:
+                yield f"its {quantity} differ by {error:.2g} of their norm (allowed: {max_error:g})"
 
     def _flat_features(self, codes: Codes) -> np.ndarray:
         """Returns a number for each active feature of each token, int64 (active features,).
@@ -714,7 +723,9 @@ def groups_of(samples: Iterable[Any]) -> Iterator[slice]:
     Yields:
         Slices of consecutive samples whose values have about GROUP_BYTES bytes together.
     """
-    group_start = group_bytes = stop = 0
+    group_start = 0
+    group_bytes = 0
+    stop = 0
     for stop, values in enumerate(samples, 1):
         group_bytes += values.nbytes
         if group_bytes >= GROUP_BYTES:
@@ -744,9 +755,10 @@ def _root(squares: np.ndarray) -> np.ndarray:
 
 def _relative_error(stored: np.ndarray, recomputed: np.ndarray) -> float:
     """Returns the norm of the difference of two arrays, divided by the norm of the stored one."""
-    stored = stored.astype(np.float64)
-    difference = recomputed.astype(np.float64) - stored
-    return float(np.linalg.norm(difference)) / max(float(np.linalg.norm(stored)), 1e-30)
+    float64_stored = stored.astype(np.float64)
+    difference = recomputed.astype(np.float64) - float64_stored
+    stored_norm = float(np.linalg.norm(float64_stored))
+    return float(np.linalg.norm(difference)) / max(stored_norm, 1e-30)
 
 
 def _norm_difference(stored: np.ndarray, recomputed: np.ndarray, limit: float) -> Iterator[str]:

@@ -150,9 +150,9 @@ class Identity:
     def every_token(self) -> bool:
         """Whether the run keeps all tokens of its samples."""
         text = self.text
-        masked = text.mask_column not in (None, ATTENTION_MASK)
-        selects = text.drop_token_ids or text.roles or masked or text.overlap
-        return text.positions == Positions() and not selects
+        has_mask = text.mask_column not in (None, ATTENTION_MASK)
+        drops_tokens = text.drop_token_ids or text.roles or has_mask or text.overlap
+        return text.positions == Positions() and not drops_tokens
 
     def hook_values(
         self, key: Key, name: str, width: int = 0, dtype: str = "", most: int = 0
@@ -197,6 +197,7 @@ class Identity:
         max_features = recorded.get("most", 0)
         hook = self.hook_values(recorded["key"], hook_name, width, dtype, max_features)
         try:
+            # This property raises TypeError if NumPy does not have the recorded dtype.
             hook.dtype  # noqa: B018
         except TypeError as error:
             raise ValueError(f"{hook_name}: dtype {dtype!r}: {error}") from error
@@ -208,17 +209,18 @@ class Identity:
 
         The JSON of every shard contains this digest.
         """
-        content = {name: value for name, value in self.to_json().items() if name not in MAY_TURN_ON}
+        content = self.to_json()
+        for field_name in MAY_TURN_ON:
+            del content[field_name]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
     def shared(self) -> dict[str, Any]:
         """The fields that are the same on all hosts of a run, as JSON."""
-        return {
-            name: value
-            for name, value in self.to_json().items()
-            if name not in PER_HOST | MAY_TURN_ON
-        }
+        content = self.to_json()
+        for field_name in PER_HOST | MAY_TURN_ON:
+            del content[field_name]
+        return content
 
     def to_json(self) -> dict[str, Any]:
         """Returns the identity as the flat JSON object that metadata.json contains."""

@@ -279,14 +279,14 @@ class LocalFolder:
         """
         entries: dict[str, FileEntry | None] = {}
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._path) as listing:
-            for listed in listing:
+            for dir_entry in listing:
                 # The file may have been renamed or deleted since the folder was listed.
                 with suppress(FileNotFoundError):
-                    status = listed.stat()
+                    status = dir_entry.stat()
                     if stat.S_ISREG(status.st_mode):
-                        entries[listed.name] = FileEntry(status.st_size, version_of(status))
+                        entries[dir_entry.name] = FileEntry(status.st_size, version_of(status))
                     elif stat.S_ISDIR(status.st_mode):
-                        entries[listed.name] = None
+                        entries[dir_entry.name] = None
         return entries
 
     def head(self, name: str) -> FileEntry | None:

@@ -160,16 +160,16 @@ class LogWriter:
             bad_entries: dict[int, str | None] = {}
             if overwrite:
                 # Damaged entries cannot belong to the new run, so the planner does not see them.
-                for name in run_log.damaged:
+                for name in run_log.damaged_files:
                     if name != METADATA:
                         bad_entries[number_of(name)] = run_log.versions[name]
-                run_log = replace(run_log, damaged={})
+                run_log = replace(run_log, damaged_files={})
             self.follow(planner(run_log))
             if self._plan.repair is not None:
-                bad_entries |= self._plan.repair.withdrawn
+                bad_entries |= self._plan.repair.withdrawn_versions
             if not self._withdraw_all(bad_entries):
                 continue  # an entry has changed, so the log is read and checked again
-            if self._plan.complete or self.reserve(self._plan.next):
+            if self._plan.complete or self.reserve(self._plan.next_number):
                 return self._plan
 
     def _withdraw_all(self, bad_entries: Mapping[int, str | None]) -> bool:

@@ -37,9 +37,9 @@ For example, shards 3 and 5 of the seven of a complete run are damaged:
    entries 3 and 5 by reservations (`withdraw`), and reserves 8. From now on writers and readers
    refuse the run because of its gaps.
 3. `StoragePlan.mark` is the furthest mark before which no sample is missing, such as the mark of
-   shard 2, and `Repair.until` is the number of samples of the complete run. The data is read from
-   this mark up to this number. `ActivationStorage.stored_after_mark` contains the samples in good
-   shards, which are left out.
+   shard 2, and `Repair.samples_to_read` is the number of samples of the complete run. The data is
+   read from this mark up to this number. `ActivationStorage.stored_after_mark` contains the samples
+   in good shards, which are left out.
 4. `ShardWriter` stores the other samples. `ShardNumbers` gives the first full shard the number 3,
    more full shards the numbers 8, 9 and so on, and the last shard the number 5. If one shard is
    enough for all samples, it gets the number 5, and shard 3 is committed without samples.
@@ -91,23 +91,23 @@ class Repair:
     """The part of a plan that only a repair needs.
 
     Attributes:
-        withdrawn: Versions of the entries of bad and missing shards in the log, by the numbers of
-            the shards. The order is the one in which reservations replace the entries. A version is
-            None if there is no entry.
+        withdrawn_versions: Versions of the entries of bad and missing shards in the log, by the
+            numbers of the shards. The order is the one in which reservations replace the entries. A
+            version is None if there is no entry.
         gaps: Numbers of the bad and missing shards before a good one, in ascending order. If there
             are no gaps, the repair only withdraws shards, and then continues the run.
-        until: Number of samples of the host up to which the data is read. None to read all the
-            data, and for a program with a loop of its own.
-        due: Number of samples that a program with a loop of its own must add again: all up to the
-            last one that is or was stored. 0 for a run on a data set.
+        samples_to_read: Number of samples of the host up to which the data is read. None to read
+            all the data, and for a program with a loop of its own.
+        samples_to_add: Number of samples that a program with a loop of its own must add again: all
+            up to the last one that is or was stored. 0 for a run on a data set.
         metadata: Content of metadata.json before the repair. If there are gaps, a repair changes
             only some fields of it.
     """
 
-    withdrawn: Mapping[int, str | None]
+    withdrawn_versions: Mapping[int, str | None]
     gaps: tuple[int, ...] = ()
-    until: int | None = None
-    due: int = 0
+    samples_to_read: int | None = None
+    samples_to_add: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def limits(self, limits: Mapping[str, int | None]) -> dict[str, int | None]:
@@ -129,7 +129,7 @@ class Repair:
         Args:
             count: Number of samples that the program has added, including skipped ones.
         """
-        return max(self.due - count, 0)
+        return max(self.samples_to_add - count, 0)
 
     def status(self, samples: int) -> str:
         """Returns the status of the run after all gaps are filled: "complete" or "interrupted".
@@ -142,7 +142,7 @@ class Repair:
             samples: Number of samples that are stored now.
         """
         previous_samples = self.metadata.get("samples", 0)
-        if self.until is None:
+        if self.samples_to_read is None:
             is_complete = samples >= previous_samples
         else:
             is_complete = self._was_complete and samples == previous_samples
@@ -240,7 +240,7 @@ class RepairPlanner:
             InputError: The folder contains another run, or files of another version of this
                 program, which are not damaged.
         """
-        for damage in run_log.damaged.values():
+        for damage in run_log.damaged_files.values():
             if OTHER_VERSION in damage:
                 raise InputError(f"{damage}; {VERSION_REMEDY}")
         if run_log.identity is not None:
@@ -341,31 +341,33 @@ class RepairPlanner:
         metadata = run_log.metadata or {}
         good_commits = {shard.commit.number: shard.commit for shard in good_shards}
         last_good = max(good_commits, default=0)
-        damaged_numbers = {number_of(name) for name in run_log.damaged if name != METADATA}
+        damaged_numbers = {number_of(name) for name in run_log.damaged_files if name != METADATA}
         all_numbers = damaged_numbers | set(_commits_of(run_log, run))
         numbers_after = sorted((n for n in all_numbers if n > last_good), reverse=True)
         gaps = tuple(number for number in range(1, last_good) if number not in good_commits)
-        withdrawn = {
+        withdrawn_versions = {
             number: run_log.versions.get(commit_name(number)) for number in (*numbers_after, *gaps)
         }
         mark = furthest_mark(good_commits.values(), self._first_missing(good_shards))
         if gaps:
-            plan = StoragePlan([*good_commits.values()], run=run, next=last_good + 1, mark=mark)
-            return replace(plan, repair=self._filling(gaps, withdrawn, plan, metadata))
+            plan = StoragePlan(
+                [*good_commits.values()], run=run, next_number=last_good + 1, mark=mark
+            )
+            return replace(plan, repair=self._filling(gaps, withdrawn_versions, plan, metadata))
         plan = plan_rest(replace(run_log, commits=good_commits), self.limits)
         has_wrong_totals = plan.complete and any(total_problems(good_commits.values(), metadata))
         return replace(
             plan,
             run=run,
             mark=mark,
-            up_to_date=plan.up_to_date and not (withdrawn or has_wrong_totals),
-            repair=Repair(withdrawn, due=self._due(plan)),
+            up_to_date=plan.up_to_date and not (withdrawn_versions or has_wrong_totals),
+            repair=Repair(withdrawn_versions, samples_to_add=self._samples_to_add(plan)),
         )
 
     def _filling(
         self,
         gaps: tuple[int, ...],
-        withdrawn: Mapping[int, str | None],
+        withdrawn_versions: Mapping[int, str | None],
         plan: StoragePlan,
         metadata: Mapping[str, Any],
     ) -> Repair:
@@ -373,18 +375,21 @@ class RepairPlanner:
 
         Args:
             gaps: Numbers of the gaps, in ascending order.
-            withdrawn: Versions of the entries that are withdrawn, by the numbers of the shards.
+            withdrawn_versions: Versions of the entries that are withdrawn, by the numbers of the
+                shards.
             plan: Plan without the repair, whose commits are the good shards.
             metadata: Content of metadata.json; empty if it is missing.
         """
-        repair = Repair(withdrawn, gaps, metadata=metadata)
+        repair = Repair(withdrawn_versions, gaps, metadata=metadata)
         if not self.identity.from_dataset:
-            return replace(repair, due=max(metadata.get("samples", 0), self._due(plan)))
+            return replace(
+                repair, samples_to_add=max(metadata.get("samples", 0), self._samples_to_add(plan))
+            )
         if metadata.get("status") == "complete":
-            return replace(repair, until=metadata["samples"])
-        return replace(repair, until=plan.end_of_stored(self.identity.worker))
+            return replace(repair, samples_to_read=metadata["samples"])
+        return replace(repair, samples_to_read=plan.end_of_stored(self.identity.worker))
 
-    def _due(self, plan: StoragePlan) -> int:
+    def _samples_to_add(self, plan: StoragePlan) -> int:
         """Returns the number of samples that a program with a loop of its own must add again.
 
         The good shards determine this number, so it may be too small if the last shards are lost.

@@ -32,7 +32,7 @@ from activation_extraction.text.batch import Worker
 from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import StoredSample
 
-if TYPE_CHECKING:  # repair.py imports this module
+if TYPE_CHECKING:  # repair.py imports this module, so another import would be circular
     from activation_extraction.store.repair import Repair
 
 VERSION_REMEDY = (
@@ -48,7 +48,7 @@ class StoragePlan:
     Attributes:
         commits: Commits of the stored shards that are kept, in the order of their numbers.
         run: Id of the run. None if a new run begins.
-        next: Number of the next new shard.
+        next_number: Number of the next new shard.
         mark: Place in the data where the run continues. None for the beginning.
         complete: Whether no sample is left to store.
         up_to_date: Whether nothing is left to do, not even an update of metadata.json.
@@ -61,7 +61,7 @@ class StoragePlan:
 
     commits: list[Commit] = field(default_factory=list)
     run: str | None = None
-    next: int = 1
+    next_number: int = 1
     mark: Mark | None = None
     complete: bool = False
     up_to_date: bool = False
@@ -97,9 +97,9 @@ class StoragePlan:
         return () if self.repair is None else self.repair.gaps
 
     @property
-    def until(self) -> int | None:
+    def samples_to_read(self) -> int | None:
         """The number of samples of the host that a repair reads; None to read all the data."""
-        return None if self.repair is None else self.repair.until
+        return None if self.repair is None else self.repair.samples_to_read
 
     def mark_after(self, mark: Mark | None) -> Mark | None:
         """Returns the mark for the commit of a new shard.
@@ -124,7 +124,7 @@ class ShardNumbers:
 
     def __init__(self, plan: StoragePlan) -> None:
         self._gaps = [*plan.gaps]
-        self._next = plan.next
+        self._next = plan.next_number
 
     def take(self) -> int:
         """Returns the number for the next shard, which must not be the last one."""
@@ -163,7 +163,7 @@ def plan_run(identity: Identity, limits: Mapping[str, int | None], run_log: RunL
             contain more samples or tokens than the limits allow.
     """
     repair_remedy = f"{identity.repair_option} repairs it"
-    for damage in run_log.damaged.values():
+    for damage in run_log.damaged_files.values():
         remedy = VERSION_REMEDY if OTHER_VERSION in damage else repair_remedy
         raise InputError(f"{damage}; {remedy}")
     if run_log.identity is not None:
@@ -206,7 +206,7 @@ def plan_rest(run_log: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
                 f"more than the {limit} that this host may store; {FLAGS_REMEDY}"
             )
     metadata_if_complete = {"status": "complete", **limits, "samples": totals.samples}
-    if all(metadata.get(key) == field for key, field in metadata_if_complete.items()):
+    if all(metadata.get(key) == expected for key, expected in metadata_if_complete.items()):
         row_counts = {name: metadata.get(name, 0) for name in ("skipped_rows", "empty_rows")}
         return replace(plan, complete=True, up_to_date=True, **row_counts)
     return plan

@@ -394,7 +394,7 @@ class RunLog:
         versions: Version of each entry that was read, by the name of its file. Missing
             files have no key.
         files: Sizes of all files in the folder in bytes, by name.
-        damaged: Message on each JSON file that cannot be read, by the name of the file.
+        damaged_files: Message on each JSON file that cannot be read, by the name of the file.
         metrics: Numbers in the last line of metrics.jsonl, by name.
         url: URL of the folder, without secrets.
         local: Whether the folder is on this machine.
@@ -405,7 +405,7 @@ class RunLog:
     commits: dict[int, Commit] = field(default_factory=dict)
     versions: dict[str, str | None] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
-    damaged: dict[str, str] = field(default_factory=dict)
+    damaged_files: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     url: str = ""
     local: bool = True
@@ -415,7 +415,7 @@ class RunLog:
         """Reads the log in a folder.
 
         metadata.json is read before and after the entries. If another run has begun in between, all
-        files are read again. JSON files that cannot be read are listed in `damaged`.
+        files are read again. JSON files that cannot be read are listed in `damaged_files`.
 
         Args:
             folder: Folder of a host.
@@ -460,7 +460,7 @@ class RunLog:
     @property
     def missing_jsons(self) -> list[str]:
         """Messages on missing JSON files: metadata.json, and missing entries of the log."""
-        has_metadata = self.metadata or METADATA in self.damaged
+        has_metadata = self.metadata or METADATA in self.damaged_files
         messages = [] if has_metadata else [f"{METADATA}: is missing"]
         if self.moved_to is not None:
             return messages
@@ -469,7 +469,7 @@ class RunLog:
         # entry is noticed, too.
         recorded_count = metadata["shards"] if metadata.get("status") == "complete" else 0
         end = max([recorded_count, *self.commits]) + 1
-        damaged_numbers = {number_of(name) for name in self.damaged if name != METADATA}
+        damaged_numbers = {number_of(name) for name in self.damaged_files if name != METADATA}
         numbers = {number for number in {*self.commits, *damaged_numbers} if number < end}
         for gap in _gaps([0, *sorted(numbers), end]):
             first_name = commit_name(gap.start)
@@ -489,36 +489,36 @@ class RunLog:
         json_problems = [f"{self.url}/{message}" for message in self.missing_jsons]
         missing_names = self.missing_files if self.moved_to is None else []
         file_problems = [f"{self.url}/{name}: is missing or cut short" for name in missing_names]
-        return [*self.damaged.values(), *json_problems, *file_problems]
+        return [*self.damaged_files.values(), *json_problems, *file_problems]
 
 
 def _read_once(folder: Folder) -> RunLog:
     """Returns the log in a folder, which may mix the files of two runs if a new run begins now."""
     metadata_file = folder.read_with_version(METADATA, most=MOST_BYTES)
     metadata_data, version = metadata_file or (None, None)
-    damaged: dict[str, str] = {}
+    damaged_files: dict[str, str] = {}
     versions: dict[str, str | None] = {}
     metadata = None
     if metadata_data is not None:
         try:
             metadata = parse_metadata(metadata_data, f"{folder.url}/{METADATA}")
         except DamagedError as error:
-            damaged[METADATA] = str(error)
+            damaged_files[METADATA] = str(error)
     files = folder.files()
     listed_names = {name for name in files if COMMIT.fullmatch(name)}
-    commits = _read_commits(folder, listed_names, metadata, versions, damaged)
+    commits = _read_commits(folder, listed_names, metadata, versions, damaged_files)
     # A listing of several pages is not a snapshot, so missing entries are requested by name.
     missing_numbers = chain.from_iterable(_gaps([0, *sorted(commits)]))
     missing_names = {commit_name(number) for number in islice(missing_numbers, MOST_ABSENT)}
     unlisted_names = missing_names - listed_names
-    commits |= _read_commits(folder, unlisted_names, metadata, versions, damaged)
+    commits |= _read_commits(folder, unlisted_names, metadata, versions, damaged_files)
     run_log = RunLog(
         metadata=metadata,
         version=version,
         commits=commits,
         versions=versions,
         files=files,
-        damaged=damaged,
+        damaged_files=damaged_files,
         metrics=last_metrics(folder, files.get(METRICS, 0)),
         url=folder.url,
         local=folder.local,
@@ -534,7 +534,7 @@ def _read_commits(
     names: Iterable[str],
     metadata: Mapping[str, Any] | None,
     versions: dict[str, str | None],
-    damaged: dict[str, str],
+    damaged_files: dict[str, str],
 ) -> dict[int, Commit]:
     """Reads entries of the log, and returns the commits among them by number.
 
@@ -544,8 +544,8 @@ def _read_commits(
         metadata: Content of metadata.json. Commits of other runs are left out. None to return the
             commits of all runs.
         versions: Dict to which the version of each entry is added, by the name of the file.
-        damaged: Dict to which a message on each entry that cannot be read is added, by the name of
-            the file.
+        damaged_files: Dict to which a message on each entry that cannot be read is added, by the
+            name of the file.
     """
     commits: dict[int, Commit] = {}
     sorted_names = sorted(names)
@@ -561,7 +561,7 @@ def _read_commits(
             try:
                 commit = parse_commit(data, f"{folder.url}/{name}")
             except DamagedError as error:
-                damaged[name] = str(error)
+                damaged_files[name] = str(error)
                 continue
             if commit is not None and (metadata is None or commit.run == metadata["run"]):
                 commits[commit.number] = commit

@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 from activation_extraction.common.errors import StorageError, for_the_user, one_line, reworded
 from activation_extraction.store.log_writer import LostError
 
-# Number of shards that are stored at the same time. Packing needs processors, of which there may be
-# fewer, but most of these shards are being uploaded.
+# Number of shards that are stored at the same time. It may exceed the number of processors, because
+# most of these shards are being uploaded.
 SHARDS_AT_ONCE = 16
 # Phases of a shard in the queue. "packing": it waits to be packed, or is packed by threads.
 # "writing": its files are written. "committing": it waits for the commits of all shards before it.
@@ -116,7 +116,8 @@ class ShardQueue(Generic[T]):
         del self._batch_bytes[:-1]
         shard.stored = self._storing.submit(store, shard)
         with self._changed:
-            # `_finish` removes the shard from the queue, but needs the lock held here to do so.
+            # `_finish` may begin at once, but waits for the lock held here before it removes the
+            # shard from `_shards`.
             self._committing.submit(self._finish, shard)
             self._shards.append(shard)
 
