@@ -3,7 +3,7 @@
 A `Folder` lists, reads, writes and deletes files, and repeats failed requests if that is safe. A
 write can be conditional: it creates a file or replaces a certain version of it, and otherwise
 fails. The requests themselves are sent by local_files.py, bucket.py, and `ForeignFolder` in this
-module. What the files contain is left to the callers.
+module. The content of the files is left to the callers.
 """
 
 import os

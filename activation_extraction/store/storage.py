@@ -67,10 +67,11 @@ class ActivationStorage:
     stored samples stay as they are, and are skipped if the program adds them again.
 
     A storage is a context manager. The constructor only reads. Nothing is written before `open`,
-    which entering the context calls, and otherwise the first sample. Leaving the context commits
-    all complete samples, also after an exception or Ctrl-C. The `status` in metadata.json is then
-    "complete", and no more samples can be added. After an exception it is "interrupted", or
-    "failed" if a shard could not be committed.
+    which is called on entering the context, or by the first sample without a context. Leaving the
+    context commits all complete samples, also after an exception or Ctrl-C. Without an exception,
+    the `status` in metadata.json is then "complete", and no more samples can be added. After an
+    exception it is "interrupted", or "failed" if a shard could not be committed, and the run can be
+    continued.
 
     Args:
         output_dir: Local folder for all files of the run. It is created if it does not exist.
@@ -447,8 +448,8 @@ class ActivationStorage:
         """Returns whether an earlier process has stored the sample with this number.
 
         The number of stored samples decides, because a run without damage stores its samples
-        without gaps. In a repair, samples are missing in between, so the tables of the shards are
-        read instead.
+        without gaps. In a repair, samples between the stored ones are missing, so the tables of
+        samples are read instead.
         """
         if self.plan.repair is not None:
             return number <= self._next_sample and number in self.stored_after_mark
