@@ -133,7 +133,7 @@ class HookValues(ABC):
     @property
     @abstractmethod
     def dtype(self) -> np.dtype:
-        """The dtype of the values in the user's form. Readers may ask for another dtype."""
+        """The dtype of the values that users get, unless they ask for another dtype."""
 
     @property
     @abstractmethod
@@ -147,7 +147,7 @@ class HookValues(ABC):
     @property
     @abstractmethod
     def is_array(self) -> bool:
-        """Whether the user's form is an array, not `Codes`.
+        """Whether users get the values as an array, and not as `Codes`.
 
         Programs with a loop of their own can only store arrays. The statistics file of a shard only
         contains the sums of hooks with arrays.
@@ -190,8 +190,8 @@ class HookValues(ABC):
             rows: Rows of the sample's tokens.
 
         Returns:
-            The values in the stored form. If `is_encoded`, the rows, which `encode` will convert to
-            the stored form.
+            The values as a shard stores them (in the stored form). If `is_encoded`, the rows, which
+            `encode` will convert.
         """
         return rows
 
@@ -209,7 +209,7 @@ class HookValues(ABC):
     def encode(
         self, samples: list[Any], positions: Sequence[np.ndarray], threads: Executor
     ) -> tuple[list[Any], Errors]:
-        """Converts the values of the samples of a shard to the stored form.
+        """Converts the values of samples to the form in which a shard stores them.
 
         Args:
             samples: Values of each sample, as `for_shard` returns them.
@@ -217,8 +217,8 @@ class HookValues(ABC):
             threads: Threads that encode groups of samples.
 
         Returns:
-            A tuple of the values of each sample in the stored form, and the encoding errors of some
-            of the tokens. The errors are an empty dict if nothing is encoded.
+            A tuple of the encoded values of each sample (in the stored form), and the encoding
+            errors of some of the tokens. The errors are an empty dict if nothing is encoded.
         """
         return samples, {}
 
@@ -227,7 +227,7 @@ class HookValues(ABC):
         """Returns the sums of the values over all tokens of some samples.
 
         Args:
-            samples: Values of each sample in the stored form; at least one sample.
+            samples: Values of each sample, as `encode` returns them; at least one sample.
             positions: Positions of each sample's tokens, int32 (tokens,).
         """
 
@@ -235,7 +235,7 @@ class HookValues(ABC):
         """Returns the description of the hook in the JSON of a shard, without the statistics.
 
         Args:
-            values: Values of one sample of the shard in the stored form.
+            values: Values of one sample of the shard, as `encode` returns them.
 
         Returns:
             A dict with "key", "name", "width", "dtype" and "scale". The scale is None if the values
@@ -254,7 +254,7 @@ class HookValues(ABC):
         """Returns the tensors of a safetensors shard at this hook.
 
         Args:
-            samples: Values of each sample in the stored form.
+            samples: Values of each sample, as `encode` returns them.
 
         Returns:
             The consecutive parts of each tensor, by the name of the tensor.
@@ -265,14 +265,14 @@ class HookValues(ABC):
         """Returns the fields of a record in a pickle that contain the values of a sample, by name.
 
         Args:
-            values: Values of the sample in the stored form.
+            values: Values of the sample, as `encode` returns them.
         """
 
     # These members are used to read shards.
 
     @abstractmethod
     def from_record(self, record: Mapping[str, Any]) -> Any:
-        """Returns the values in a record of a pickle, in the stored form.
+        """Returns the values in a record of a pickle, in the form that `encode` returns.
 
         Args:
             record: Record of a sample.
@@ -287,7 +287,7 @@ class HookValues(ABC):
     @property
     @abstractmethod
     def row(self) -> np.dtype:
-        """The NumPy dtype of a row, a subarray dtype with the shape of the row."""
+        """The NumPy dtype of a token's row, a subarray dtype with the shape of the row."""
 
     @property
     @abstractmethod
@@ -325,10 +325,10 @@ class HookValues(ABC):
         """
 
     def for_user(self, rows: np.ndarray) -> Values:
-        """Returns values in the user's form.
+        """Converts values to the form that users get: an array (tokens, width), or `Codes`.
 
         Args:
-            rows: The values as rows.
+            rows: Values as an array with one row per token.
         """
         return rows
 
@@ -341,8 +341,8 @@ class HookValues(ABC):
         """Yields a message for each difference between a sample's values that is not allowed.
 
         Args:
-            stored: Stored values of the sample in the user's form.
-            recomputed: Recomputed values of the sample in the user's form.
+            stored: Stored values of the sample, as `for_user` returns them.
+            recomputed: Recomputed values of the sample, as `for_user` returns them.
             positions: Positions of the sample's tokens, int32 (tokens,).
             tolerance: Largest differences that are allowed.
         """

@@ -1,6 +1,6 @@
-"""Shard: a shard in memory, which is a list of samples with the values of each at every hook.
+"""Shard: a shard in memory, which is a list of samples with their values at every hook.
 
-shard_writer.py gathers samples to shards. A shard is then encoded and measured with the methods
+shard_writer.py gathers samples into shards. A shard is then encoded and measured with the methods
 here, and formats.py converts it to a file. sample_table.py makes a separate file with the facts of
 its samples.
 """
@@ -79,14 +79,15 @@ class Shard:
         return np.cumsum([0, *map(len, self.positions)], dtype=np.int64)
 
     def encode(self, threads: Executor) -> tuple["Shard", dict[Key, Errors]]:
-        """Encodes the values at all hooks, which changes only the hooks with encoded values.
+        """Encodes the values at the hooks whose values are stored encoded.
 
         Args:
             threads: Threads that encode.
 
         Returns:
-            A tuple of the shard with all values in the stored form, and the encoding errors by the
-            key of the hook, which are empty for a hook without encoded values.
+            A tuple of the shard, whose values are ready to be written (in the stored form), and the
+            encoding errors by the key of the hook, which are empty for a hook without encoded
+            values.
         """
         values, errors = dict[Key, list[Any]](), dict[Key, Errors]()
         for key, hook in self.hooks.items():
