@@ -83,7 +83,7 @@ class RunDescription:
 
 
 class LogWriter:
-    """The writer of one folder: all files of a run are written by its methods.
+    """The writer of one folder: it writes the files of shards, their commits, and metadata.json.
 
     Methods raise LostError if another process has become the owner of the folder, and FolderError
     if a request fails.

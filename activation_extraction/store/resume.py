@@ -297,8 +297,8 @@ def refuse_difference(where: str, difference: Difference | None) -> None:
 def shown(value: Any, other: Any) -> str:
     """Returns the value of an identity's field as text for messages.
 
-    A list is shown without the items that `other` contains, too. A digest and a long text are
-    shortened.
+    Of a list, only the items that `other` lacks are shown, unless both have the same items. A
+    digest and a long text are shortened.
 
     Args:
         value: Value of the field, as JSON.
