@@ -196,7 +196,7 @@ class Bucket:
             may_retry: Whether obstore may repeat a request that fails.
 
         Raises:
-            FolderError: The settings for the store cannot be used.
+            FolderError: If the settings for the store cannot be used.
         """
         timeout = self._patience * math.ceil(1 + size / MIN_BYTES_PER_SECOND / self._patience)
         retries = RETRIES if may_retry else 0
@@ -216,8 +216,8 @@ class Bucket:
             action: Function that sends the request with obstore and returns its answer.
 
         Raises:
-            FileNotFoundError: The object does not exist.
-            FolderError: The request failed for another reason.
+            FileNotFoundError: If the object does not exist.
+            FolderError: If the request failed for another reason.
         """
         Bucket._process = Bucket._process or os.getpid()
         if Bucket._process != os.getpid():

@@ -82,7 +82,8 @@ def _azure_settings(bucket: str) -> dict[str, Any]:
             variables determine them.
 
     Raises:
-        ValueError: An environment variable cannot be used, or names another account than the host.
+        ValueError: If an environment variable cannot be used, or names another account than the
+            host.
     """
     container, _, host = bucket.partition("@")
     connection_string = os.environ.get(CONNECTION_STRING, "")
@@ -119,7 +120,7 @@ def _azure_connection(connection_string: str) -> dict[str, str]:
         connection_string: Fields of the form NAME=SETTING, separated by semicolons.
 
     Raises:
-        ValueError: Fields are missing, or the address is not a URL.
+        ValueError: If fields are missing, or the address is not a URL.
     """
     fields = {}
     for field in connection_string.strip(" ;\n").split(";"):
@@ -171,7 +172,7 @@ def _checked_address(variable: str, address: str) -> str:
         address: Address of a store.
 
     Raises:
-        ValueError: The address is not an http:// or https:// URL.
+        ValueError: If the address is not an http:// or https:// URL.
     """
     with suppress(ValueError):  # `url.port` raises ValueError if the port is not a number
         url = urlsplit(address)

@@ -20,8 +20,8 @@ def copy_array(values: Any) -> np.ndarray:
         values: Array of NumPy, JAX or PyTorch, or nested lists of numbers.
 
     Raises:
-        ValueError: The values are a PyTorch tensor that requires grad or is not in CPU memory, or
-            NumPy cannot convert the values.
+        ValueError: If the values are a PyTorch tensor that requires grad or is not in CPU memory,
+            or NumPy cannot convert the values.
     """
     try:
         array = np.asarray(_without_torch(values))
@@ -37,7 +37,7 @@ def _without_torch(values: Any) -> Any:
     """Returns a PyTorch tensor as a NumPy array in the same memory, and other values unchanged.
 
     Raises:
-        ValueError: The tensor requires grad or is not in CPU memory.
+        ValueError: If the tensor requires grad or is not in CPU memory.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(values, torch.Tensor):
@@ -60,7 +60,7 @@ def copy_as_int32(values: Any) -> np.ndarray:
         values: Token ids, in any form that `copy_array` accepts.
 
     Raises:
-        ValueError: `copy_array` cannot convert the ids.
+        ValueError: If `copy_array` cannot convert the ids.
     """
     array = copy_array(values)
     are_integers = array.dtype.kind in "iu"

@@ -120,8 +120,8 @@ def read_tokens(
         The tokens of each sample, in the order of `sample_indices`.
 
     Raises:
-        RunError: The file is damaged or missing, or was replaced.
-        OSError: The file cannot be read.
+        RunError: If the file is damaged or missing, or was replaced.
+        OSError: If the file cannot be read.
     """
     return _tokens_of(open_shard(folder, commit, []), run_log, commit, sample_indices)
 
@@ -142,9 +142,9 @@ def read_samples(
         The samples, in the order of `sample_indices`.
 
     Raises:
-        RunError: The file is damaged or missing, or was replaced.
-        OSError: The file cannot be read.
-        ValueError: The width or dtype of a hook is unknown.
+        RunError: If the file is damaged or missing, or was replaced.
+        OSError: If the file cannot be read.
+        ValueError: If the width or dtype of a hook is unknown.
     """
     hooks = _hooks_of(run_log, commit)
     reader = open_shard(folder, commit, hooks)

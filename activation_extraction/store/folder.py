@@ -167,7 +167,7 @@ class Folder:
             this folder. It is empty if this folder does not exist.
 
         Raises:
-            FolderError: The request failed.
+            FolderError: If the request failed.
         """
         return dict(sorted(self._retry("listing", self._files.entries).items()))
 
@@ -194,8 +194,8 @@ class Folder:
             The content of the file; None if there is no such file.
 
         Raises:
-            ChangedError: The file has another version now.
-            FolderError: The request failed, or the file has more than `most` bytes.
+            ChangedError: If the file has another version now.
+            FolderError: If the request failed, or the file has more than `most` bytes.
         """
         content_and_version = self.read_with_version(name, version, most)
         return content_and_version and content_and_version[0]
@@ -216,8 +216,8 @@ class Folder:
             The version is None if the store has no versions.
 
         Raises:
-            ChangedError: The file has another version now.
-            FolderError: The request failed, or the file has more than `most` bytes.
+            ChangedError: If the file has another version now.
+            FolderError: If the request failed, or the file has more than `most` bytes.
         """
         content_and_version = self._read(name, version, most, None)
         if content_and_version is None:
@@ -241,8 +241,8 @@ class Folder:
             The bytes, as a buffer of obstore if a bucket sent them. None if there is no such file.
 
         Raises:
-            ChangedError: The file has another version now.
-            FolderError: The request failed.
+            ChangedError: If the file has another version now.
+            FolderError: If the request failed.
         """
         if stop <= start:
             return b""
@@ -287,9 +287,9 @@ class Folder:
             The new version of the file; None if the store has no versions.
 
         Raises:
-            ChangedError: `expected` is not ANY, and the file has another version, or it is unknown
-                whether the file was written.
-            FolderError: The write failed for another reason.
+            ChangedError: If `expected` is not ANY, and the file has another version, or it is
+                unknown whether the file was written.
+            FolderError: If the write failed for another reason.
         """
         views = _views(parts)
         time_left = patience or self.patience_for(parts)
@@ -310,7 +310,7 @@ class Folder:
         the second request could delete a new file.
 
         Raises:
-            FolderError: The request failed.
+            FolderError: If the request failed.
         """
         self._retry(f"deleting {name}", lambda: self._files.remove(name))
 
@@ -321,7 +321,7 @@ class Folder:
             Whether the file is gone. If False, the store may still delete the file later.
 
         Raises:
-            FolderError: The store refused the request.
+            FolderError: If the store refused the request.
         """
         try:
             self._retry(f"deleting {name}", lambda: self._files.remove(name), once=True)
@@ -336,9 +336,9 @@ class Folder:
         conditions, two processes could write the same file.
 
         Raises:
-            InputError: The store ignores the conditions, or a read of a file returns another
+            InputError: If the store ignores the conditions, or a read of a file returns another
                 version than its write did, so that a condition on the version would always fail.
-            FolderError: A request failed.
+            FolderError: If a request failed.
         """
         name = f".write_test_{uuid.uuid4().hex[:8]}"
         first_version = self.write(name, b"1", ANY)
@@ -391,9 +391,9 @@ class Folder:
             patience: Time for all attempts. None to let the time begin with the first failure.
 
         Raises:
-            ChangedError: The file is not the version that the request is conditional on, or `once`
-                is True and the attempt failed.
-            FolderError: The failure is final, or no time is left for another attempt.
+            ChangedError: If the file is not the version that the request is conditional on, or
+                `once` is True and the attempt failed.
+            FolderError: If the failure is final, or no time is left for another attempt.
         """
         attempts = Attempts(self, request, patience)
         while True:
@@ -447,7 +447,7 @@ class Attempts:
             reason: Reason why the last attempt failed, for the message.
 
         Raises:
-            FolderError: No time is left for another attempt.
+            FolderError: If no time is left for another attempt.
         """
         folder = self._folder
         failure_time = time.monotonic()

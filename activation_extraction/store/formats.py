@@ -206,7 +206,7 @@ def chosen_format(name: str, compress: bool) -> ShardFormat:
             readers read ranges of them.
 
     Raises:
-        InputError: There is no format with this name.
+        InputError: If there is no format with this name.
     """
     if name not in SHARD_FORMATS:
         raise InputError(f"shard_format {name!r:.40}: expected {' or '.join(SHARD_FORMATS)}")

@@ -278,10 +278,10 @@ class HookValues(ABC):
             record: Record of a sample.
 
         Raises:
-            KeyError: The record lacks a field.
-            TypeError: A field has a value of another type.
-            AttributeError: A field has a value of another type.
-            ValueError: The fields are inconsistent.
+            KeyError: If the record lacks a field.
+            TypeError: If a field has a value of another type.
+            AttributeError: If a field has a value of another type.
+            ValueError: If the fields are inconsistent.
         """
 
     @property

@@ -187,7 +187,7 @@ class Identity:
             recorded: Description of the hook in a shard's JSON or in metadata.json, or both merged.
 
         Raises:
-            ValueError: The width is not recorded, or the dtype is unknown.
+            ValueError: If the width is not recorded, or the dtype is unknown.
         """
         hook_name = recorded["name"]
         width = recorded.get("width")
@@ -249,9 +249,9 @@ class Identity:
             content: JSON object in metadata.json.
 
         Raises:
-            TypeError: The content is not a JSON object, or contains an unknown field, which a later
-                version of this program may have added.
-            ValueError: The value of a flag cannot be parsed.
+            TypeError: If the content is not a JSON object, or contains an unknown field, which a
+                later version of this program may have added.
+            ValueError: If the value of a flag cannot be parsed.
         """
         default_identity = cls()
         recorded = {**default_identity.to_json(), **content}
@@ -378,7 +378,7 @@ class Sources(Protocol):
             rows: Field `row` of the samples (`SampleFacts.row`), which names a file.
 
         Raises:
-            RunError: One of these files has changed since the run began.
+            RunError: If one of these files has changed since the run began.
         """
 
     def to_json(self) -> list[dict[str, Any]]:

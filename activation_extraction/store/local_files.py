@@ -77,7 +77,7 @@ def check_size(size: int, most: int | None) -> None:
         most: Largest allowed size in bytes; None to allow any size.
 
     Raises:
-        FolderError: The file is larger.
+        FolderError: If the file is larger.
     """
     if most is not None and size > most:
         raise FolderError(f"has {size:,} bytes, expected at most {most:,}")
@@ -99,9 +99,9 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], expected: str | 
         The version of the new file.
 
     Raises:
-        ChangedError: The file has another version than `expected`.
-        FolderError: The path is a symbolic link, a folder, a pipe or a device.
-        OSError: The file cannot be written.
+        ChangedError: If the file has another version than `expected`.
+        FolderError: If the path is a symbolic link, a folder, a pipe or a device.
+        OSError: If the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # a killed process may have left a temporary file
@@ -153,7 +153,7 @@ def _give_name(temporary: Path, path: Path, create: bool) -> None:
         create: Whether the final path must not exist. Otherwise, a file at this path is replaced.
 
     Raises:
-        FileExistsError: `create` is True, and the final path exists.
+        FileExistsError: If `create` is True, and the final path exists.
     """
     try:
         if create:
@@ -183,7 +183,7 @@ def append_line(path: Path, line: str) -> None:
         line: Line without a line break at its end.
 
     Raises:
-        OSError: The line cannot be written, or `path` is a symbolic link.
+        OSError: If the line cannot be written, or `path` is a symbolic link.
     """
     with os.fdopen(os.open(path, APPEND, 0o666), "a") as file:
         file.write(line + "\n")
@@ -203,8 +203,8 @@ def check_output_dir(folder: Path, appended: str) -> None:
             symbolic link.
 
     Raises:
-        InputError: Files cannot be written to the folder.
-        RunError: Another process has locked the folder.
+        InputError: If files cannot be written to the folder.
+        RunError: If another process has locked the folder.
     """
     flag_and_folder = f"--output_dir {folder}"
     try:
@@ -233,8 +233,8 @@ def lock_folder(folder: Path) -> int | None:
         The file descriptor that holds the lock; None if the file system has no locks.
 
     Raises:
-        RunError: Another process holds the lock. It may be an earlier process of this run that is
-            about to end, so a restart may succeed.
+        RunError: If another process holds the lock. It may be an earlier process of this run that
+            is about to end, so a restart may succeed.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -313,8 +313,8 @@ class LocalFolder:
             A tuple of the bytes and the version of the file, or None if there is no such file.
 
         Raises:
-            ChangedError: The file has another version.
-            FolderError: The file is too large, or is a folder, a pipe or a device.
+            ChangedError: If the file has another version.
+            FolderError: If the file is too large, or is a folder, a pipe or a device.
         """
         with suppress(FileNotFoundError, NotADirectoryError):
             _check_regular(os.stat(self._path / name))  # opening a pipe would wait
@@ -342,7 +342,7 @@ class LocalFolder:
             The new version of the file; None if the kind of folder has no versions.
 
         Raises:
-            ChangedError: The file has another version than `expected`.
+            ChangedError: If the file has another version than `expected`.
         """
         path = self._path / name
         os.makedirs(path.parent, exist_ok=True)

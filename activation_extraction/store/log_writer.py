@@ -144,7 +144,7 @@ class LogWriter:
             The plan to follow. If it is up to date, nothing was written.
 
         Raises:
-            InputError: The stored run cannot be continued.
+            InputError: If the stored run cannot be continued.
         """
         new_run = uuid.uuid4().hex
         while True:
@@ -245,7 +245,7 @@ class LogWriter:
             owner: Id of the owner, from a commit. None to read the id from metadata.json.
 
         Raises:
-            LostError: Another process is the owner.
+            LostError: If another process is the owner.
         """
         if owner is None:
             owner = self._owner_in_metadata()
@@ -260,7 +260,7 @@ class LogWriter:
         """Returns the id of the owner that metadata.json names now.
 
         Raises:
-            LostError: metadata.json is missing or damaged, or names no owner.
+            LostError: If metadata.json is missing or damaged, or names no owner.
         """
         where = f"{self.folder.url}/{METADATA}"
         data = self.folder.read(METADATA, most=MOST_BYTES)
@@ -429,7 +429,7 @@ class LogWriter:
                 deleted.
 
         Raises:
-            FolderError: A committed file of a complete run is missing or has changed.
+            FolderError: If a committed file of a complete run is missing or has changed.
         """
         if complete:
             self._remove_uncommitted()
@@ -442,7 +442,7 @@ class LogWriter:
         compared with a new listing of the folder.
 
         Raises:
-            FolderError: A committed file is missing or has changed.
+            FolderError: If a committed file is missing or has changed.
         """
         commits = [*self._plan.commits, *self.made]
         committed_names = {name for commit in commits for name in (commit.name, *commit.files)}

@@ -61,7 +61,7 @@ class MetricsFile:
             metrics: Metrics by name, with values that JSON can represent.
 
         Raises:
-            StorageError: The line cannot be written.
+            StorageError: If the line cannot be written.
         """
         try:
             append_line(self._path, json.dumps(metrics))

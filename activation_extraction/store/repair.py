@@ -201,8 +201,8 @@ class RepairPlanner:
             run_log: Log of the folder.
 
         Raises:
-            InputError: The folder contains no run, or another run.
-            FolderError: A request failed, so it is unknown which shards are bad.
+            InputError: If the folder contains no run, or another run.
+            FolderError: If a request failed, so it is unknown which shards are bad.
         """
         run = run_log.run or self._newest_run(run_log)
         self._refuse_others(run_log, run)
@@ -216,7 +216,7 @@ class RepairPlanner:
             run_log: Log of the folder.
 
         Raises:
-            InputError: The folder contains no commit, or the newest shard has other hooks.
+            InputError: If the folder contains no commit, or the newest shard has other hooks.
         """
         if not run_log.commits:
             raise InputError(f"{self.target.url}: holds no run that could be repaired")
@@ -237,7 +237,7 @@ class RepairPlanner:
             run: Id of the run that is repaired.
 
         Raises:
-            InputError: The folder contains another run, or files of another version of this
+            InputError: If the folder contains another run, or files of another version of this
                 program, which are not damaged.
         """
         for damage in run_log.damaged_files.values():
@@ -260,7 +260,7 @@ class RepairPlanner:
             run: Id of the run that is repaired.
 
         Raises:
-            InputError: A shard was stored with other settings.
+            InputError: If a shard was stored with other settings.
         """
         where = f"{self.target.url}/{METADATA}"
         digests = {commit.identity for commit in _commits_of(run_log, run).values()}
@@ -284,7 +284,7 @@ class RepairPlanner:
             All good shards, in the order of their numbers.
 
         Raises:
-            FolderError: A shard could not be checked.
+            FolderError: If a shard could not be checked.
         """
         new_commits = [commit for commit in run_log.in_order if not self._has_checked(commit)]
         if new_commits:

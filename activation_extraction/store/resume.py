@@ -159,7 +159,7 @@ def plan_run(identity: Identity, limits: Mapping[str, int | None], run_log: RunL
         run_log: Log of the folder.
 
     Raises:
-        InputError: The folder contains another run, files are damaged or missing, or the shards
+        InputError: If the folder contains another run, files are damaged or missing, or the shards
             contain more samples or tokens than the limits allow.
     """
     repair_remedy = f"{identity.repair_option} repairs it"
@@ -188,8 +188,8 @@ def plan_rest(run_log: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
             "max_tokens"; None for no limit.
 
     Raises:
-        InputError: The shards contain more samples or tokens than the limits allow. A limit is not
-            checked if metadata.json records the same limit. With this limit, a repair may have
+        InputError: If the shards contain more samples or tokens than the limits allow. A limit is
+            not checked if metadata.json records the same limit. With this limit, a repair may have
             stored whole samples that a smaller limit had cut.
     """
     commits = run_log.in_order
@@ -224,8 +224,8 @@ def stored_after(
         identity: Identity of the run.
 
     Raises:
-        InputError: A sample before the mark is not stored, a sample is stored twice, or a table of
-            samples is damaged.
+        InputError: If a sample before the mark is not stored, a sample is stored twice, or a table
+            of samples is damaged.
     """
     count_before_mark = 0 if mark is None else mark.samples
     first_after_mark = identity.worker.sample_idx(count_before_mark)
@@ -262,7 +262,7 @@ def refuse_elsewhere(run_log: RunLog, remote: str | None = None) -> None:
             would store them in the local folder.
 
     Raises:
-        InputError: The shards are in another folder.
+        InputError: If the shards are in another folder.
     """
     moved_to = run_log.moved_to
     if moved_to != remote and (moved_to or run_log.commits):
@@ -283,7 +283,7 @@ def refuse_difference(where: str, difference: Difference | None) -> None:
             first. None if the runs are the same.
 
     Raises:
-        InputError: There is a difference.
+        InputError: If there is a difference.
     """
     if difference is not None:
         field_name, stored_value, new_value = difference

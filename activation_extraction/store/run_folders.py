@@ -115,7 +115,7 @@ def read_folders(root: Folder) -> dict[str, RunLog]:
         the output itself is "".
 
     Raises:
-        InputError: The output contains no files of a run.
+        InputError: If the output contains no files of a run.
     """
     listing = root.listing()
     names = list(host_folders(listing))
@@ -143,8 +143,8 @@ def read_run(url: str) -> tuple[Folder, dict[str, RunLog]]:
         the logs list exist.
 
     Raises:
-        ValueError: There is no run, or its folders do not belong together.
-        OSError: Files are missing, cut short or damaged.
+        ValueError: If there is no run, or its folders do not belong together.
+        OSError: If files are missing, cut short or damaged.
     """
     try:
         root = Folder(url)
@@ -283,8 +283,8 @@ class RunFolders:
         """Checks that the bucket can be written to and obeys conditions on writes.
 
         Raises:
-            InputError: The check fails, and trying again would not help.
-            FolderError: The request failed for another reason.
+            InputError: If the check fails, and trying again would not help.
+            FolderError: If the request failed for another reason.
         """
         try:
             if self.remote is not None:
@@ -305,7 +305,7 @@ class RunFolders:
             overwrite: Whether --overwrite was given. It replaces only the folders of this run.
 
         Raises:
-            InputError: There is a stale folder.
+            InputError: If there is a stale folder.
         """
         worker = self.worker
         siblings = [replace(worker, host=host) for host in range(worker.hosts)]
@@ -336,7 +336,7 @@ class RunFolders:
             contains metadata, the local one first.
 
         Raises:
-            InputError: Another version of this program has written the metadata.
+            InputError: If another version of this program has written the metadata.
         """
         urls_and_metadata = []
         for in_bucket, root in enumerate(self.roots):
@@ -353,7 +353,7 @@ class RunFolders:
             identity: Identity of this worker's run.
 
         Raises:
-            InputError: An output contains another run.
+            InputError: If an output contains another run.
         """
         for root in self.roots:
             url_and_metadata = _find_metadata(root)
@@ -386,7 +386,7 @@ def _find_metadata(
         undamaged metadata.
 
     Raises:
-        InputError: Another version of this program has written the metadata.
+        InputError: If another version of this program has written the metadata.
     """
     folders = [root, *map(root.child, host_folders(root.listing()))]
     if preferred is not None:

@@ -125,7 +125,7 @@ def seal(content: Mapping[str, Any]) -> bytes:
         content: Content of the file, without the field `checksum`.
 
     Raises:
-        ValueError: The content contains NaN or an infinite number.
+        ValueError: If the content contains NaN or an infinite number.
     """
     sorted_json = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
     sealed = {**content, "checksum": hashlib.sha256(sorted_json.encode()).hexdigest()}
@@ -140,7 +140,7 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
         where: Path of the file, for messages.
 
     Raises:
-        DamagedError: The bytes are not exactly those that `seal` made.
+        DamagedError: If the bytes are not exactly those that `seal` made.
     """
     try:
         content = json.loads(data)
@@ -163,8 +163,8 @@ def _reading(where: str) -> Iterator[None]:
         where: Beginning of the message, which names the file.
 
     Raises:
-        DamagedError: The block raises KeyError, as for a missing field, or TypeError, ValueError or
-            AttributeError, as for an unusable value. Other exceptions are not changed.
+        DamagedError: If the block raises KeyError, as for a missing field, or TypeError, ValueError
+            or AttributeError, as for an unusable value. Other exceptions are not changed.
     """
     try:
         yield
@@ -276,7 +276,7 @@ class Commit:
             where: Path of the file, for messages.
 
         Raises:
-            DamagedError: Fields are missing, or the file has another format version.
+            DamagedError: If fields are missing, or the file has another format version.
         """
         with _reading(where):
             if content["format_version"] != FORMAT_VERSION:
@@ -337,7 +337,7 @@ def parse_commit(data: bytes, where: str) -> Commit | None:
         where: Path of the file, for messages.
 
     Raises:
-        DamagedError: The entry is damaged, or was written by another version of this program.
+        DamagedError: If the entry is damaged, or was written by another version of this program.
     """
     content = unseal(data, where)
     return None if RESERVED in content else Commit.from_json(content, where)
@@ -351,7 +351,7 @@ def parse_metadata(data: bytes, where: str) -> dict[str, Any]:
         where: Path of the file, for messages.
 
     Raises:
-        DamagedError: The file is damaged, or was written by another version of this program.
+        DamagedError: If the file is damaged, or was written by another version of this program.
     """
     content = unseal(data, where)
     if content.get("format_version") != FORMAT_VERSION:
@@ -368,7 +368,7 @@ def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
         where: Path of the file, for messages.
 
     Raises:
-        DamagedError: The identity cannot be read.
+        DamagedError: If the identity cannot be read.
     """
     with _reading(f"{where}: its identity"):
         return Identity.from_json(metadata.get("identity"))
@@ -421,7 +421,7 @@ class RunLog:
             folder: Folder of a host.
 
         Raises:
-            FolderError: A request failed.
+            FolderError: If a request failed.
         """
         while True:
             run_log = _read_once(folder)
@@ -594,8 +594,8 @@ def check_own(folder: Folder) -> None:
         folder: Folder that is overwritten.
 
     Raises:
-        InputError: The folder contains files with names like those of a run, but no JSON file that
-            a run of any version has written.
+        InputError: If the folder contains files with names like those of a run, but no JSON file
+            that a run of any version has written.
     """
     names = own_files(folder.files())
     for name in names:

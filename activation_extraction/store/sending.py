@@ -82,9 +82,9 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
         name: Folder and name of the file that is written, for the log.
 
     Raises:
-        FolderError: No byte was sent and no answer came for too long, or no time is left. It is
+        FolderError: If no byte was sent and no answer came for too long, or no time is left. It is
             unknown whether the file was written.
-        Exception: `write` has raised this exception.
+        Exception: If `write` raises an exception, which is raised again.
     """
     answer: Future[T] = Future()
 

@@ -108,7 +108,7 @@ class Shard:
             the sums for the file of sums, by the full name of the hook.
 
         Raises:
-            StorageError: A value is NaN or infinite. The message names the sample.
+            StorageError: If a value is NaN or infinite. The message names the sample.
         """
         keys: list[Key] = []
         groups: list[slice] = []

@@ -84,7 +84,7 @@ class ShardQueue(Generic[T]):
             size: Number of bytes of memory that the batch needs until it is stored.
 
         Raises:
-            StorageError: A shard could not be stored.
+            StorageError: If a shard could not be stored.
         """
         with self._changed:
             self._batch_bytes.append(size)
@@ -109,7 +109,7 @@ class ShardQueue(Generic[T]):
                 and returns the argument for `commit`.
 
         Raises:
-            StorageError: An earlier shard could not be stored.
+            StorageError: If an earlier shard could not be stored.
         """
         self.check()
         shard = QueuedShard[T](sum(self._batch_bytes[:-1]))
@@ -127,7 +127,7 @@ class ShardQueue(Generic[T]):
         Shards that were submitted before it may still be stored.
 
         Raises:
-            StorageError: A shard could not be stored.
+            StorageError: If a shard could not be stored.
         """
         if self._failure is not None:
             raise self._failure
@@ -139,7 +139,7 @@ class ShardQueue(Generic[T]):
         """Waits until all shards are committed.
 
         Raises:
-            StorageError: A shard could not be stored. All shards before it are committed.
+            StorageError: If a shard could not be stored. All shards before it are committed.
         """
         with self._changed:
             while self._shards and self._failure is None:

@@ -131,7 +131,7 @@ class ShardWriter:
                 empty shards if no samples are left for them.
 
         Raises:
-            StorageError: A shard could not be stored. All shards before it are committed.
+            StorageError: If a shard could not be stored. All shards before it are committed.
         """
         with suppress(StorageError):  # `queue.wait` raises the same error below
             gaps = self._numbers.take_gaps() if complete else []
@@ -227,7 +227,7 @@ class ShardWriter:
             stored: Commit of the shard, which is not written yet, and its samples.
 
         Raises:
-            StorageError: A file from which samples come has changed.
+            StorageError: If a file from which samples come has changed.
         """
         commit, samples = stored
         self._source_check.check(samples)

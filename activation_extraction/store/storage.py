@@ -102,10 +102,11 @@ class ActivationStorage:
         format: Format of the shard files.
 
     Raises:
-        InputError: `output_dir` is not a local folder or contains another run, the shard format is
-            unknown, or `identity.activation_dtype` is "float8" and the format is not safetensors.
-        StorageError: A shard could not be stored. The first call after the failure raises this.
-        LostError: Another process has begun to write to the same folder. This is an InputError.
+        InputError: If `output_dir` is not a local folder or contains another run, the shard format
+            is unknown, or `identity.activation_dtype` is "float8" and the format is not
+            safetensors.
+        StorageError: If a shard could not be stored. The first call after the failure raises this.
+        LostError: If another process has begun to write to the same folder. This is an InputError.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class ActivationStorage:
         They are a dict by `sample_idx`, which may contain some samples before the mark, too.
 
         Raises:
-            InputError: A sample before the mark is not stored, or a table of samples is damaged.
+            InputError: If a sample before the mark is not stored, or a table of samples is damaged.
         """
         if self._after_mark is None:
             self._after_mark = stored_after(
@@ -258,9 +259,9 @@ class ActivationStorage:
         if the stored run is complete and needs no repair.
 
         Raises:
-            InputError: The folder contains another run or a damaged one.
-            RunError: Another process is writing to the folder.
-            StorageError: A file cannot be written.
+            InputError: If the folder contains another run or a damaged one.
+            RunError: If another process is writing to the folder.
+            StorageError: If a file cannot be written.
         """
         if self._state != "planned" or self.plan.up_to_date:
             return
@@ -318,7 +319,7 @@ class ActivationStorage:
             metrics: Metrics by name, as JSON values.
 
         Raises:
-            StorageError: The file cannot be written.
+            StorageError: If the file cannot be written.
         """
         if not self.plan.gaps:
             self._metrics.append(metrics)
@@ -338,9 +339,9 @@ class ActivationStorage:
                 arrays contain the records of the codes, int32 (common/codes.py).
 
         Raises:
-            StorageError: A shard could not be stored.
-            LostError: Another process has begun to write to the folder.
-            ValueError: The run is already complete.
+            StorageError: If a shard could not be stored.
+            LostError: If another process has begun to write to the folder.
+            ValueError: If the run is already complete.
         """
         self.open()
         self._writer.take(sum(array.nbytes for array in activations.values()))
@@ -403,15 +404,16 @@ class ActivationStorage:
                 store none.
 
         Raises:
-            KeyError: `hooks` has no such key.
-            ValueError: `sample_idx` is not the next number, or this activation was already added.
-            ValueError: The run is already complete.
-            ValueError: The activation is not two-dimensional, its width or dtype is not the same as
-                in the samples before, or its number of tokens not the same as at the sample's
+            KeyError: If `hooks` has no such key.
+            ValueError: If `sample_idx` is not the next number, or this activation was already
+                added.
+            ValueError: If the run is already complete.
+            ValueError: If the activation is not two-dimensional, its width or dtype is not the same
+                as in the samples before, or its number of tokens not the same as at the sample's
                 first hook.
-            ValueError: Token ids are missing in safetensors, or are not integers that fit int32.
-            StorageError: A shard could not be stored.
-            LostError: Another process has begun to write to the folder.
+            ValueError: If token ids are missing in safetensors, or are not integers that fit int32.
+            StorageError: If a shard could not be stored.
+            LostError: If another process has begun to write to the folder.
         """
         self.open()
         if layer_idx not in self._hooks or not self._hooks[layer_idx].is_array:
@@ -515,10 +517,10 @@ class ActivationStorage:
                 than in the marks of the shards.
 
         Raises:
-            ValueError: `complete` is True, and a sample lacks an activation at a hook, or the
+            ValueError: If `complete` is True, and a sample lacks an activation at a hook, or the
                 program has not added all samples that a repair needs. All complete samples are
                 committed nevertheless.
-            StorageError: A file could not be written.
+            StorageError: If a file could not be written.
         """
         if self._state == "planned":
             self.open()
