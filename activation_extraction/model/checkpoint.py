@@ -84,7 +84,7 @@ class Checkpoint(Repository):
         Raises:
             InputError: The weights are missing, or the repository contains an adapter.
         """
-        if ADAPTER.config in self.names:
+        if ADAPTER.config_file in self.file_names:
             raise self.adapter_error()
         names_in_files = self._file_of_tensor or self.open_weights(SINGLE_FILE).tensors
         return text_names(names_in_files, self.where)
@@ -110,7 +110,7 @@ class Checkpoint(Repository):
         index_path = self.find(INDEX_FILE)
         if index_path is None:
             return None
-        if SINGLE_FILE in self.names:
+        if SINGLE_FILE in self.file_names:
             log.info("%s: %s is read, and %s is not", self.where, SINGLE_FILE, INDEX_FILE)
             return None
         return read_index(index_path)
@@ -179,7 +179,7 @@ class Checkpoint(Repository):
     @functools.cached_property
     def _float8(self) -> Float8Format:
         """The format of float8 weights according to config.json, or else the default format."""
-        config_path = self.find(MODEL.config)
+        config_path = self.find(MODEL.config_file)
         if config_path is None:
             return Float8Format()
         return float8_format(read_json(config_path), str(config_path)) or Float8Format()

@@ -29,16 +29,21 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.common.log import log
 from activation_extraction.common.retries import hub_requests, hub_unreachable, unwritable_cache
 from activation_extraction.model import not_read
-from activation_extraction.model.repository_files import AUTOENCODER, MODEL, Kind, RemoteFiles
+from activation_extraction.model.repository_files import (
+    AUTOENCODER,
+    MODEL,
+    RemoteFiles,
+    RepositoryKind,
+)
 from activation_extraction.model.weight_files import INDEX_FILE, LocalFile, WeightFile, read_index
 
 AUTOENCODER_WEIGHTS = (".safetensors", ".npz", ".pt")  # extensions of autoencoders' weight files
 
 
 class HubFiles:
-    """The files of a repository on the hub. `Files` documents the methods."""
+    """The files of a repository on the hub. `RepositoryFiles` documents the methods."""
 
-    def __init__(self, name: str, revision: str | None, keep: bool, kind: Kind) -> None:
+    def __init__(self, name: str, revision: str | None, keep: bool, kind: RepositoryKind) -> None:
         """Stores the name of the repository, without sending a request.
 
         Args:
@@ -73,8 +78,8 @@ class HubFiles:
         )
 
     @functools.cached_property
-    def names(self) -> Collection[str]:
-        return os.listdir(self._config().parent) if self.offline else self._remote.names
+    def file_names(self) -> Collection[str]:
+        return os.listdir(self._config().parent) if self.offline else self._remote.file_names
 
     def find(self, name: str) -> Path | None:
         if name not in self._paths:
@@ -93,9 +98,9 @@ class HubFiles:
         Raises:
             InputError: The repository has no configuration.
         """
-        path = self.find(self._kind.config)
+        path = self.find(self._kind.config_file)
         if path is None:
-            raise not_read.lacks_file(self._where, self._kind.config, self.offline)
+            raise not_read.lacks_file(self._where, self._kind.config_file, self.offline)
         return path
 
     @functools.cached_property
@@ -187,9 +192,9 @@ class HubFiles:
             return folder.is_dir() and any(
                 path.name.endswith(AUTOENCODER_WEIGHTS) for path in folder.iterdir()
             )
-        if not (snapshot / self._kind.config).is_file():
+        if not (snapshot / self._kind.config_file).is_file():
             return False
-        if (snapshot / self._kind.weights).is_file():
+        if (snapshot / self._kind.weights_file).is_file():
             return True
         if self._kind is not MODEL or not (snapshot / INDEX_FILE).is_file():
             return False

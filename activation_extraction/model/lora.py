@@ -105,22 +105,19 @@ class LoraAdapter:
         """
         self.files = Repository(folder, kind=ADAPTER)
         self._base = base
-        self._config = read_json(self.files.file(ADAPTER.config))
+        self._config = read_json(self.files.file(ADAPTER.config_file))
+        config_name = f"{self.files.where}: {ADAPTER.config_file}"
         for name, supported_values in SUPPORTED_SETTINGS.items():
             setting = self._config.get(name)
             if setting not in supported_values:
                 raise InputError(
-                    f"{self.files.where}: {ADAPTER.config}: {name} {setting!r} is not supported; "
-                    "merge it with PEFT"
+                    f"{config_name}: {name} {setting!r} is not supported; merge it with PEFT"
                 )
         for name in BOOLEAN_SETTINGS:
             setting = self._config.get(name)
             if type(setting) not in (bool, type(None)):
-                raise InputError(
-                    f"{self.files.where}: {ADAPTER.config}: {name} is {setting!r}, expected true "
-                    "or false"
-                )
-        self._file = self.files.open_weights(ADAPTER.weights)
+                raise InputError(f"{config_name}: {name} is {setting!r}, expected true or false")
+        self._file = self.files.open_weights(ADAPTER.weights_file)
         self._shapes = {key: tensor.shape for key, tensor in self._file.tensors.items()}
         for key, tensor in self._file.tensors.items():
             dtype_name = DTYPE_NAMES[tensor.dtype]
@@ -426,7 +423,9 @@ class LoraAdapter:
         configured_rank = self._module_setting("r", "rank_pattern", path)
         alpha = self._module_setting("lora_alpha", "alpha_pattern", path)
         if configured_rank != rank:
-            raise self._error(key, f"has rank {rank:g}, {ADAPTER.config} says {configured_rank:g}")
+            raise self._error(
+                key, f"has rank {rank:g}, {ADAPTER.config_file} says {configured_rank:g}"
+            )
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _module_setting(self, name: str, patterns_name: str, path: str) -> float:
@@ -441,7 +440,7 @@ class LoraAdapter:
         Raises:
             InputError: The number or a pattern is unusable.
         """
-        config_name = f"{self.files.where}: {ADAPTER.config}"
+        config_name = f"{self.files.where}: {ADAPTER.config_file}"
         setting: Any = self._config.get(name)
         try:
             for pattern, pattern_setting in (self._config.get(patterns_name) or {}).items():

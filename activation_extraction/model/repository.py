@@ -22,10 +22,10 @@ from activation_extraction.model.hub_files import HubFiles
 from activation_extraction.model.repository_files import (
     ADAPTER,
     MODEL,
-    Files,
-    Kind,
     LocalFiles,
     RemoteFiles,
+    RepositoryFiles,
+    RepositoryKind,
 )
 from activation_extraction.model.weight_files import WeightFile
 
@@ -46,7 +46,11 @@ class Repository:
     """
 
     def __init__(
-        self, path: str, revision: str | None = None, keep: bool = True, kind: Kind = MODEL
+        self,
+        path: str,
+        revision: str | None = None,
+        keep: bool = True,
+        kind: RepositoryKind = MODEL,
     ) -> None:
         """Determines where the repository is, without reading a file.
 
@@ -73,7 +77,7 @@ class Repository:
             raise not_read.no_folder_and_no_hub_name(self.where)
         if (self.local or has_url) and revision is not None:
             raise not_read.revision_of_a_folder(self.where, revision)
-        self._files: Files
+        self._files: RepositoryFiles
         if self.local:
             self._files = LocalFiles(folder)
         elif has_url:
@@ -90,13 +94,13 @@ class Repository:
             InputError: The configuration file of this kind of repository is missing, for example
                 because the repository of a model contains an adapter.
         """
-        self.file(self.kind.config)
+        self.file(self.kind.config_file)
         return self._files.commit
 
     @property
-    def names(self) -> Collection[str]:
+    def file_names(self) -> Collection[str]:
         """The names of the files; only those in the hub's cache if the hub cannot be reached."""
-        return self._files.names
+        return self._files.file_names
 
     @property
     def weight_files(self) -> list[WeightFile]:
@@ -118,7 +122,7 @@ class Repository:
         """
         if (path := self.find(name)) is not None:
             return path
-        if name == MODEL.config and self.find(ADAPTER.config):
+        if name == MODEL.config_file and self.find(ADAPTER.config_file):
             raise self.adapter_error()
         raise not_read.lacks_file(self.where, name, self._files.offline)
 
@@ -137,8 +141,12 @@ class Repository:
         """
         if name not in self._weight_files:
             files = self._files
-            if name == self.kind.weights and name not in files.names and not files.offline:
-                raise not_read.no_weights(self.where, name, self.kind.description, files.names)
+            if (
+                name == self.kind.weights_file
+                and name not in files.file_names
+                and not files.offline
+            ):
+                raise not_read.no_weights(self.where, name, self.kind.description, files.file_names)
             file = files.open_weights(name)
             if file is None:
                 raise not_read.lacks_file(self.where, name, files.offline)
@@ -147,8 +155,8 @@ class Repository:
 
     def adapter_error(self) -> InputError:
         """Returns the error about an adapter in a repository that the user gave as a model."""
-        base_model = read_json(self.file(ADAPTER.config)).get("base_model_name_or_path")
-        return not_read.adapter_in_model(self.where, ADAPTER.config, base_model)
+        base_model = read_json(self.file(ADAPTER.config_file)).get("base_model_name_or_path")
+        return not_read.adapter_in_model(self.where, ADAPTER.config_file, base_model)
 
 
 def check_adapter(lora: str | None) -> None:
@@ -161,7 +169,7 @@ def check_adapter(lora: str | None) -> None:
         InputError: The repository has no adapter_config.json.
     """
     if lora is not None:
-        Repository(lora, kind=ADAPTER).file(ADAPTER.config)
+        Repository(lora, kind=ADAPTER).file(ADAPTER.config_file)
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

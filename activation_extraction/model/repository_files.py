@@ -2,7 +2,7 @@
 
 A repository contains a model, an adapter or an autoencoder. It is in a local folder (`LocalFiles`),
 at a URL (`RemoteFiles`), or on the Hugging Face hub (`HubFiles` in hub_files.py). All three have
-the interface `Files`. `Repository` in repository.py chooses one of them.
+the interface `RepositoryFiles`. `Repository` in repository.py chooses one of them.
 """
 
 import functools
@@ -24,36 +24,38 @@ from activation_extraction.model.weight_files import (
 from activation_extraction.store.folder import FolderError, SourceFolder
 
 
-class Kind(NamedTuple):
+class RepositoryKind(NamedTuple):
     """A kind of repository: of a model, an adapter or an autoencoder.
 
     Attributes:
         flag: The flag whose value is such a repository.
-        config: The name of the configuration file.
-        weights: The name of the file with the weights, if a single file contains all of them; "" if
-            this name varies.
+        config_file: The name of the configuration file.
+        weights_file: The name of the file with the weights, if a single file contains all of them;
+            "" if this name varies.
         description: The kind and the library that stores it, for messages.
     """
 
     flag: str
-    config: str
-    weights: str
+    config_file: str
+    weights_file: str
     description: str
 
 
-MODEL = Kind("--model_path", "config.json", SINGLE_FILE, "model with transformers")
-ADAPTER = Kind("--lora", "adapter_config.json", "adapter_model.safetensors", "adapter with PEFT")
-AUTOENCODER = Kind("--encode", "cfg.json", "", "autoencoder")
+MODEL = RepositoryKind("--model_path", "config.json", SINGLE_FILE, "model with transformers")
+ADAPTER = RepositoryKind(
+    "--lora", "adapter_config.json", "adapter_model.safetensors", "adapter with PEFT"
+)
+AUTOENCODER = RepositoryKind("--encode", "cfg.json", "", "autoencoder")
 
 
-class Files(Protocol):
+class RepositoryFiles(Protocol):
     """The files of a repository.
 
     `LocalFiles`, `RemoteFiles` and `HubFiles` implement this protocol.
 
     Attributes:
         commit: Commit of the files on the hub; None if they are not on the hub.
-        names: Names of all files.
+        file_names: Names of all files.
         offline: Whether the repository is on the hub, but the hub cannot be reached.
     """
 
@@ -61,7 +63,7 @@ class Files(Protocol):
     def commit(self) -> str | None: ...
 
     @property
-    def names(self) -> Collection[str]: ...
+    def file_names(self) -> Collection[str]: ...
 
     @property
     def offline(self) -> bool: ...
@@ -74,7 +76,7 @@ class Files(Protocol):
 
 
 class LocalFiles:
-    """The files of a repository in a local folder. `Files` documents the methods."""
+    """The files of a repository in a local folder. `RepositoryFiles` documents the methods."""
 
     commit = None
     offline = False
@@ -83,7 +85,7 @@ class LocalFiles:
         self._folder = folder
 
     @functools.cached_property
-    def names(self) -> Collection[str]:
+    def file_names(self) -> Collection[str]:
         return os.listdir(self._folder)
 
     def find(self, name: str) -> Path | None:
@@ -96,7 +98,7 @@ class LocalFiles:
 
 
 class RemoteFiles:
-    """The files of a repository at a URL. `Files` documents the methods.
+    """The files of a repository at a URL. `RepositoryFiles` documents the methods.
 
     Small files are copied to a temporary folder.
     """
@@ -118,7 +120,7 @@ class RemoteFiles:
         self._copies: dict[str, Path | None] = {}
 
     @property
-    def names(self) -> Collection[str]:
+    def file_names(self) -> Collection[str]:
         return self._sizes
 
     def size(self, name: str) -> int:

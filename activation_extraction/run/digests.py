@@ -50,7 +50,7 @@ def content_digest(repository: Repository) -> str:
     """
     with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-weights") as pool:
         weights = sorted(_weight_fingerprint(file, pool) for file in repository.weight_files)
-    lines = [digest_files([repository.file(repository.kind.config)]), *weights]
+    lines = [digest_files([repository.file(repository.kind.config_file)]), *weights]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
