@@ -2,12 +2,12 @@
 
 Each function returns an InputError, which the caller raises. The rules behind these errors are:
 
-Weights are only read from safetensors files. Such files can be read by ranges, and reading a pickle
-might run any code. Other formats, such as .bin and .gguf, must be converted first. Several weight
-files need an index, because only the index tells which file contains a tensor. A model with an
-adapter beside it is rejected, because it is unclear whether to merge the adapter; users merge it
-with --lora. If the hub cannot be reached, its cache is only read if the cache shows which files the
-repository has.
+The weights of models and adapters are only read from safetensors files. Such files can be read by
+ranges, and reading a pickle might run any code. Other formats, such as .bin and .gguf, must be
+converted first. Several weight files need an index, because only the index tells which file
+contains a tensor. A model with an adapter in the same folder is rejected, because it is unclear
+whether to merge the adapter; users merge it with --lora. If the hub cannot be reached, its cache is
+only read if the cache shows which files the repository has.
 
 float8.py, lora.py and weights.py have the errors about tensors.
 """
@@ -40,7 +40,7 @@ def no_folder_and_no_hub_name(where: str) -> InputError:
     Args:
         where: The flag and its value, such as `--model_path org/x`.
     """
-    return InputError(f"{where}: no such folder, and not a hub name")
+    return InputError(f"{where}: no such folder, and no possible name on the hub, such as ORG/NAME")
 
 
 def revision_of_a_folder(where: str, revision: str) -> InputError:
@@ -137,7 +137,7 @@ def hub_not_reached(
     if constants.HF_HUB_OFFLINE:
         return InputError(
             f"{where}: no such local folder, and the hub's cache {constants.HF_HUB_CACHE} has "
-            "nothing of it; HF_HUB_OFFLINE=1 forbids to ask the hub"
+            "nothing of it; HF_HUB_OFFLINE=1 forbids requests to the hub"
         )
     reason = f"the hub cannot be reached for {name}"
     if name_unknown(hub_unreachable(constants.ENDPOINT) or error):
