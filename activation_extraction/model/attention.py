@@ -1,8 +1,9 @@
-"""Attention over packed rows is causal, grouped-query and isolated by segments.
+"""Causal grouped-query attention over packed rows, in which tokens see only their own sample.
 
-All forms of attention have one signature, `Attention`, so that the model takes any of them.
-`dense_attention` is the definition and materialises all scores; `blocked_attention` is for CPUs;
-kernels.py and flash_kernel.py have the kernels of TPUs and GPUs.
+A row holds several samples, one segment each. All implementations of attention have the signature
+`Attention`, so the model can use any of them. `dense_attention` is the reference implementation,
+which materialises all scores, and `blocked_attention` is for CPUs. kernels.py and flash_kernel.py
+contain the kernels for TPUs and GPUs.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, G = N / K, H head size.
 """
@@ -19,193 +20,247 @@ from activation_extraction.model.numerics import einsum, from_bits, to_bits
 
 
 class Segments(NamedTuple):
-    """The segments of a row, which follow one another; padding, segment 0, comes last.
+    """The segment numbers of queries and keys.
+
+    Tokens of the same sample in a row have the same number, and the samples of a row follow one
+    another. Padding comes after them, with the number 0.
 
     Attributes:
-        q: The segment of every query, (B, T) int32.
-        k: The segment of every key, (B, S) int32.
+        q: The segment number of every query, (B, T) int32.
+        k: The segment number of every key, (B, S) int32.
     """
 
     q: Array
     k: Array
 
 
-# Maps (q BTNH, k BSKH, v BSKH, segments, first, window=None) to BTNH in the dtype of q.
-#
-# Query head n reads key/value head n // (N / K). Scores are the products of q and k, because q was
-# multiplied by H**-0.5 before it was rounded. The queries are T tokens of the row, from index
-# `first` (an int or a traced scalar); the keys are the whole row. A token sees the tokens of its
-# own segment up to itself; with a `window` (an int) only the last `window` of them. The output of
-# padding means nothing.
+# A function that computes attention. It maps (q, k, v, segments, first_query, window=None) to the
+# outputs, (B, T, N, H) in the dtype of q:
+#   q            the queries, (B, T, N, H); the scores are the products of q and k, because the
+#                queries were multiplied by H**-0.5 before they were rounded
+#   k, v         the keys and values of the whole row, (B, S, K, H); query head n reads key/value
+#                head n // G
+#   segments     the `Segments` of queries and keys
+#   first_query  the index in the row of the first of the T queries, an int or a traced scalar
+#   window       the number of tokens that a token sees, up to and including itself, an int; None
+#                for all of its segment up to itself
+# The outputs of padding are meaningless.
 Attention = Callable[..., Array]
 
-QUERY_BLOCK = 64
-KEY_BLOCK = 128
-MOST_LENGTHS = 32  # lengths of spans of keys; the time to compile grows with their number
+QUERY_BLOCK = 64  # queries that `blocked_attention` computes together
+KEY_BLOCK = 128  # the lengths of spans of keys are multiples of it, except the longest
+MOST_LENGTHS = 32  # different lengths of spans of keys; compiling takes longer with more of them
 
 
 def visible_keys(
-    segments: Segments, first: int | Array, window: int | None = None, first_key: int | Array = 0
+    segments: Segments,
+    first_query: int | Array,
+    window: int | None = None,
+    first_key: int | Array = 0,
 ) -> Array:
-    """Returns which keys each query sees, (..., T, S) bool.
+    """Returns the mask of the keys that each query sees.
 
     Args:
         segments: The segments of the queries (..., T) and of the keys (..., S).
-        first: The index of the first query in its row.
+        first_query: The index of the first query in its row.
         window: The number of tokens that a token sees; None for all of its segment.
         first_key: The index of the first key in its row.
+
+    Returns:
+        True where the query sees the key, (..., T, S) bool.
     """
-    queries = first + jnp.arange(segments.q.shape[-1])[:, None]
-    keys = first_key + jnp.arange(segments.k.shape[-1])
-    seen = (queries >= keys) & (segments.q[..., :, None] == segments.k[..., None, :])
-    return seen if window is None else seen & (queries - keys < window)
+    query_indices = first_query + jnp.arange(segments.q.shape[-1])[:, None]
+    key_indices = first_key + jnp.arange(segments.k.shape[-1])
+    seen = query_indices >= key_indices
+    seen &= segments.q[..., :, None] == segments.k[..., None, :]
+    return seen if window is None else seen & (query_indices - key_indices < window)
 
 
 def whole_blocks(x: Array, block: int, value: int = 0) -> Array:
-    """Returns x (B, T, ...) with T filled up to a multiple of `block`."""
-    widths = [(0, 0), (0, -x.shape[1] % block), *[(0, 0)] * (x.ndim - 2)]
-    return jnp.pad(x, widths, constant_values=value)
+    """Pads an array at the end of its second axis, the tokens, to whole blocks.
+
+    Args:
+        x: The array, (B, T, ...).
+        block: The number of tokens of a block.
+        value: The value of the padding.
+
+    Returns:
+        The padded array, in which `block` divides T.
+    """
+    padding = [(0, 0), (0, -x.shape[1] % block), *[(0, 0)] * (x.ndim - 2)]
+    return jnp.pad(x, padding, constant_values=value)
 
 
 def dense_attention(
-    q: Array, k: Array, v: Array, segments: Segments, first: int | Array, window: int | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Segments,
+    first_query: int | Array,
+    window: int | None = None,
 ) -> Array:
     """Computes attention with all (T, S) scores in memory at once.
 
     This is the reference implementation of `Attention`, with which tests compare the others. The
     comment on `Attention` defines the arguments and the result.
     """
-    seen = visible_keys(segments, first, window)
-    out = einsum("BKGTS,BSKH->BTKGH", _probabilities(q, k, seen).astype(v.dtype), v)
-    return out.reshape(q.shape).astype(q.dtype)
+    seen = visible_keys(segments, first_query, window)
+    output = einsum("BKGTS,BSKH->BTKGH", _probabilities(q, k, seen).astype(v.dtype), v)
+    return output.reshape(q.shape).astype(q.dtype)
 
 
 def attention_pattern(
-    q: Array, k: Array, v: Array, segments: Segments, first: int | Array, window: int | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Segments,
+    first_query: int | Array,
+    window: int | None = None,
 ) -> Array:
-    """Returns how much each head of a token attends to the tokens of its segment.
+    """Returns the attention weights of each head of a token for the tokens of its segment.
 
     The function has the signature of `Attention`, but ignores v.
 
     Returns:
-        (B, T, N, S) in the dtype of q. Column j belongs to the token at position j of the query's
-        segment, wherever the segment lies in the row. Tokens that the query does not see have 0.
+        The weights, (B, T, N, S) in the dtype of q. Column j belongs to the token at position j of
+        the query's segment, wherever the segment lies in the row. Tokens that the query does not
+        see have the weight 0.
     """
-    seen = visible_keys(segments, first, window)
-    pattern = jnp.moveaxis(_probabilities(q, k, seen), 3, 1)  # BTKGS
+    seen = visible_keys(segments, first_query, window)
+    pattern = jnp.moveaxis(_probabilities(q, k, seen), 3, 1)  # shape BTKGS
     pattern = pattern.reshape(*q.shape[:3], k.shape[1]).astype(q.dtype)
-    same = segments.q[..., :, None] == segments.k[..., None, :]
-    columns = jnp.argmax(same, axis=-1)[..., None] + jnp.arange(k.shape[1])  # other segments have 0
+    same_segment = segments.q[..., :, None] == segments.k[..., None, :]
+    segment_starts = jnp.argmax(same_segment, axis=-1)
+    # Columns after the end of the segment wrap around or get another segment's keys. All of these
+    # have the weight 0.
+    columns = segment_starts[..., None] + jnp.arange(k.shape[1])
     return jnp.take_along_axis(pattern, columns[:, :, None] % k.shape[1], axis=-1)
 
 
 def _probabilities(q: Array, k: Array, seen: Array) -> Array:
-    """Returns the weight of every key for every query, (B, K, G, T, S) float32.
+    """Returns the softmax of the scores over the keys that each query sees.
 
     Args:
         q: The queries, (B, T, N, H).
         k: The keys, (B, S, K, H).
-        seen: Which keys each query sees, (B, T, S) bool.
+        seen: The mask of the keys that each query sees, (B, T, S) bool.
+
+    Returns:
+        The weight of every key for every query, (B, K, G, T, S) float32.
     """
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    scores = einsum("BTKGH,BSKH->BKGTS", grouped, k)
+    grouped_queries = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])  # shape BTKGH
+    scores = einsum("BTKGH,BSKH->BKGTS", grouped_queries, k)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
     return jax.nn.softmax(scores, axis=-1)
 
 
 def blocked_attention(
-    q: Array, k: Array, v: Array, segments: Segments, first: int | Array, window: int | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Segments,
+    first_query: int | Array,
+    window: int | None = None,
 ) -> Array:
-    """Computes `Attention` block by block of queries, with only the keys that a block may see.
+    """Computes attention on CPUs, one block of queries at a time.
 
-    This is for CPUs. The keys that a block may see form a span, which begins at the first token of
-    its first segment, or at the window of its first query, and ends at its last query. One program
-    is compiled for each of a few lengths of the span, and each block runs the program that it
-    needs; blocks of nothing but padding run none. Memory grows with T, not with T * S.
+    A block of queries reads a span of keys. The span ends at the block's last query. It begins
+    where the segment of the block's first query begins, or where this query's window begins if that
+    is later. Lengths of spans are rounded up to one of a few lengths. One branch of the program is
+    compiled for each of these lengths, and each block runs the branch that it needs. Blocks of
+    nothing but padding are not computed. Memory grows with T, not with T * S.
+
+    The comment on `Attention` defines the arguments and the result.
     """
-    batch, length, heads, head_dim = q.shape
-    keys, kv_heads = k.shape[1:3]
+    row_count, query_count, heads, head_dim = q.shape
+    key_count, kv_heads = k.shape[1:3]
     q = whole_blocks(q, QUERY_BLOCK)
     segments = segments._replace(q=whole_blocks(segments.q, QUERY_BLOCK))
-    per_row = q.shape[1] // QUERY_BLOCK
-    step = KEY_BLOCK * -(-keys // (KEY_BLOCK * MOST_LENGTHS))
-    sizes = [*range(step, keys, step), keys]  # lengths of spans; the last one covers all keys
-    choices = _span_choices(segments, first, sizes, window)
-    of_blocks = segments.q.reshape(-1, QUERY_BLOCK)
-    # The queries of a block and the heads of a group are rows of one product for each of K heads.
-    grouped = to_bits(q).reshape(-1, QUERY_BLOCK, kv_heads, heads // kv_heads * head_dim)
-    grouped = grouped.swapaxes(1, 2).reshape(len(of_blocks), kv_heads, -1, head_dim)
-    k_bits, v_bits = to_bits(k).swapaxes(1, 2), to_bits(v).swapaxes(1, 2)  # BKSH
+    blocks_per_row = q.shape[1] // QUERY_BLOCK
+    length_step = KEY_BLOCK * -(-key_count // (KEY_BLOCK * MOST_LENGTHS))
+    span_lengths = [*range(length_step, key_count, length_step), key_count]
+    branch_numbers = _branch_numbers(segments, first_query, span_lengths, window)
+    block_segments = segments.q.reshape(-1, QUERY_BLOCK)
+    block_count = len(block_segments)
+    # For each key/value head, the queries of a block, of all heads that read it, become the rows of
+    # one matrix product.
+    grouped_queries = to_bits(q).reshape(-1, QUERY_BLOCK, kv_heads, heads // kv_heads * head_dim)
+    grouped_queries = grouped_queries.swapaxes(1, 2).reshape(block_count, kv_heads, -1, head_dim)
+    k_bits = to_bits(k).swapaxes(1, 2)  # shape BKSH
+    v_bits = to_bits(v).swapaxes(1, 2)  # shape BKSH
 
-    def block(number: Array) -> Array:
-        row = number // per_row
-        start = first + number % per_row * QUERY_BLOCK
+    def compute_block(number: Array) -> Array:
+        row = number // blocks_per_row
+        first_of_block = first_query + number % blocks_per_row * QUERY_BLOCK
 
-        def attend_to_span(size: int) -> Array:
-            first_key = jnp.clip(start + QUERY_BLOCK - size, 0, keys - size)
-            span = (row, 0, first_key, 0), (1, kv_heads, size, head_dim)
-            of_span = lax.dynamic_slice(segments.k, (row, first_key), (1, size))[0]
-            out = _attend(
-                from_bits(grouped[number], q.dtype),
-                from_bits(lax.dynamic_slice(k_bits, *span)[0], k.dtype),
-                from_bits(lax.dynamic_slice(v_bits, *span)[0], v.dtype),
-                visible_keys(Segments(of_blocks[number], of_span), start, window, first_key),
-            )
-            return to_bits(out)
+        def attend_to_span(length: int) -> Array:
+            first_key = jnp.clip(first_of_block + QUERY_BLOCK - length, 0, key_count - length)
+            span_start = row, 0, first_key, 0
+            span_shape = 1, kv_heads, length, head_dim
+            key_segments = lax.dynamic_slice(segments.k, (row, first_key), (1, length))[0]
+            block_q = from_bits(grouped_queries[number], q.dtype)
+            span_k = from_bits(lax.dynamic_slice(k_bits, span_start, span_shape)[0], k.dtype)
+            span_v = from_bits(lax.dynamic_slice(v_bits, span_start, span_shape)[0], v.dtype)
+            span_segments = Segments(block_segments[number], key_segments)
+            seen = visible_keys(span_segments, first_of_block, window, first_key)
+            return to_bits(_attend(block_q, span_k, span_v, seen))
 
         def skip() -> Array:
-            return jnp.zeros(grouped.shape[1:], grouped.dtype)
+            return jnp.zeros(grouped_queries.shape[1:], grouped_queries.dtype)
 
-        spans = [partial(attend_to_span, size) for size in sizes]
-        return lax.switch(choices[number], [skip, *spans])
+        span_branches = [partial(attend_to_span, length) for length in span_lengths]
+        return lax.switch(branch_numbers[number], [skip, *span_branches])
 
-    out = lax.map(block, jnp.arange(len(of_blocks)))
-    out = out.reshape(len(of_blocks), kv_heads, QUERY_BLOCK, -1).swapaxes(1, 2)
-    return from_bits(out.reshape(batch, -1, heads, head_dim)[:, :length], q.dtype)
+    output = lax.map(compute_block, jnp.arange(block_count))
+    output = output.reshape(block_count, kv_heads, QUERY_BLOCK, -1).swapaxes(1, 2)
+    output = output.reshape(row_count, -1, heads, head_dim)[:, :query_count]
+    return from_bits(output, q.dtype)
 
 
-def _span_choices(
-    segments: Segments, first: int | Array, sizes: list[int], window: int | None
+def _branch_numbers(
+    segments: Segments, first_query: int | Array, span_lengths: list[int], window: int | None
 ) -> Array:
-    """Returns for each block, row by row, the number of the length of span that it needs.
+    """Returns the number of the branch that each block of queries of `blocked_attention` runs.
 
     Args:
-        segments: The segments of the queries, whose number is a multiple of QUERY_BLOCK, and of the
-            keys.
-        first: The index of the first query in its row.
-        sizes: The lengths of spans.
+        segments: The segments of the queries (B, T), where QUERY_BLOCK divides T, and of the keys
+            (B, S).
+        first_query: The index of the first query in its row.
+        span_lengths: The lengths of spans that have a branch, in ascending order.
         window: The number of tokens that a token sees; None for all of its segment.
 
     Returns:
-        Numbers of `sizes`, counted from 1, and 0 for blocks of nothing but padding: (blocks of all
-        rows,) int32.
+        For each block of queries, row by row, (B * T / QUERY_BLOCK,) int32: 0 if the block is
+        nothing but padding, otherwise 1 + the index in `span_lengths` of the length that it needs.
     """
-    firsts = segments.q[:, ::QUERY_BLOCK, None]
-    begins = jnp.argmax(segments.k[:, None, :] == firsts, axis=-1)
-    ends = first + QUERY_BLOCK * jnp.arange(1, begins.shape[1] + 1)
+    # The segment of the first query of every block.
+    first_segments = segments.q[:, ::QUERY_BLOCK, None]
+    begins = jnp.argmax(segments.k[:, None, :] == first_segments, axis=-1)
+    ends = first_query + QUERY_BLOCK * jnp.arange(1, begins.shape[1] + 1)
     if window is not None:
         begins = jnp.maximum(begins, ends - QUERY_BLOCK - window + 1)
-    needed = jnp.searchsorted(jnp.asarray(sizes), jnp.minimum(ends, sizes[-1]) - begins) + 1
-    real = segments.q.reshape(*begins.shape, QUERY_BLOCK).any(axis=-1)
-    return jnp.where(real, needed, 0).reshape(-1)
+    needed_lengths = jnp.minimum(ends, span_lengths[-1]) - begins
+    numbers = jnp.searchsorted(jnp.asarray(span_lengths), needed_lengths) + 1
+    has_tokens = segments.q.reshape(*begins.shape, QUERY_BLOCK).any(axis=-1)
+    return jnp.where(has_tokens, numbers, 0).reshape(-1)
 
 
 def _attend(q: Array, k: Array, v: Array, seen: Array) -> Array:
-    """Computes attention of one block of queries.
+    """Computes attention of one block of queries to one span of keys.
 
     Args:
         q: Q queries of G heads for each of K key/value heads, (K, Q * G, H).
-        k: The keys, (K, S, H).
-        v: The values, (K, S, H).
-        seen: Which keys each query sees, (Q, S) bool.
+        k: The keys of the span, (K, S, H).
+        v: The values of the span, (K, S, H).
+        seen: The mask of the keys that each query sees, (Q, S) bool.
 
     Returns:
-        An array with the shape and dtype of q.
+        The outputs, with the shape and dtype of q.
     """
     scores = einsum("KQH,KSH->KQS", q, k)
-    by_query = scores.reshape(len(k), len(seen), -1, k.shape[1])  # K, Q, G, S
-    by_query = jnp.where(seen[:, None], by_query, jnp.finfo(jnp.float32).min)
-    scores = by_query.reshape(scores.shape)
+    scores_by_query = scores.reshape(len(k), len(seen), -1, k.shape[1])  # shape KQGS
+    scores_by_query = jnp.where(seen[:, None], scores_by_query, jnp.finfo(jnp.float32).min)
+    scores = scores_by_query.reshape(scores.shape)
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     total = weights.sum(axis=-1, keepdims=True)
     return (einsum("KQS,KSH->KQH", weights.astype(v.dtype), v) / total).astype(q.dtype)

@@ -1,23 +1,26 @@
-"""The gated delta rule as one Pallas kernel for TPUs, in which nothing but its result reaches HBM.
+"""The gated delta rule as one Pallas kernel for TPUs, which writes only its result to HBM.
 
-It computes what `gated_delta_rule` of delta_net.py does, in the same chunks, but a chunk's system,
-its inverse and the state stay in the chip's fast memory. A program of the grid computes a block of
-two chunks of one key head and of its value heads. The blocks of a row are the last axis of the
-grid, and the state waits in scratch memory for the next one.
+The kernel computes the same as `gated_delta_rule` of delta_net.py, in the same chunks of tokens.
+The triangular system of equations between the tokens of a chunk, its inverse and the state S stay
+in the chip's fast memory. A program of the grid computes a block of two chunks, for one key head
+and its value heads. The blocks of a row are the last axis of the grid, and scratch memory keeps the
+state from one block to the next.
 
-A chunk's system would fill half of a register, and a quarter of a matrix unit. So the systems of a
-block's two chunks lie side by side, (C, 2C): row i holds what token i of the first chunk takes of
-that chunk's tokens, then the same for the second chunk. To be inverted, they are multiplied by
-arrays in which one chunk's rows lie above the other's.
+The matrix of one chunk's system, (C, C), would fill half of a register, and a quarter of a matrix
+unit. So the matrices of a block's two chunks lie side by side in one array, (C, 2C): columns 0 to
+C - 1 belong to the first chunk, and the other columns to the second. For a product, one operand
+holds the two chunks one above the other instead, (2C, ...).
 
-Products of float32 have the precision HIGHEST: each array is the sum of three arrays in bfloat16,
-and of their nine products the six largest count. With only the three largest, the errors of a
-chunk's solution would be 15 to 50 times as large. The six products are computed as one that is six
-times as deep, because each of them alone would fill half or a quarter of the depth of a matrix
-unit, which has 128 rows, and 256 in v6e. Queries and keys in bfloat16 are multiplied before they
-are normalised, while they are exact: one product with each other, three with float32.
+Products of float32 have the precision HIGHEST: each operand is the sum of three arrays in bfloat16,
+and the six largest of their nine products are added up. With only the three largest, the errors of
+a chunk's solution would be 15 to 50 times as large. The six products are computed as one product
+whose summed axis is six times as long. One of them alone would fill half or a quarter of the depth
+of a matrix unit, which has 128 rows, and 256 in v6e. Queries and keys in bfloat16 are multiplied
+before they are normalised, while they are exact. They take one product with each other, and three
+with a float32 array.
 
-The letters are those of delta_net.py.
+Letters, as in delta_net.py: B rows, T tokens, K key heads, G value heads of each key head, D key
+size, U value size, C tokens of a chunk (also I and J, where token I reads token J).
 """
 
 from typing import Any
@@ -31,9 +34,9 @@ from jax.experimental.pallas import tpu as pltpu
 from activation_extraction.model.delta_net import CHUNK, inverse_length
 from activation_extraction.model.numerics import einsum
 
-TWO_CHUNKS = 2 * CHUNK  # tokens: as many as a TPU's register has lanes
-SUBLANES = 8  # rows of a float32 register: arrays cut at multiples of it stay in place
-FORGETS = -1e30  # a log decay whose exp is 0; sums of it are finite
+TWO_CHUNKS = 2 * CHUNK  # tokens of a block, as many as a TPU's register has lanes
+SUBLANES = 8  # rows of a float32 register; cutting an array at a multiple of them moves no values
+FORGETS = -1e30  # log decay that erases the state: its exp is 0, and sums of it are finite
 
 
 def pallas_delta_rule(
@@ -45,41 +48,45 @@ def pallas_delta_rule(
     segment_ids: Array,
     interpret: bool = False,
 ) -> Array:
-    """Computes the rule on TPUs.
+    """Computes the gated delta rule on TPUs.
 
-    Segments are kept apart by their first tokens, which forget everything.
+    The first token of each segment gets a log decay that erases the state, so that no segment reads
+    another one's state.
 
     Args:
-        q: The queries. See `DeltaRule` for this and the next five arguments, and for the result.
-        k: The keys.
-        v: The values.
-        log_decay: The log decay.
-        beta: The rates.
-        segment_ids: The segment ids.
+        q: The queries, (B, T, K, D), which the kernel normalises.
+        k: The keys, (B, T, K, D), which the kernel normalises.
+        v: The values, (B, T, K, G, U).
+        log_decay: The log decays, (B, T, K, G) float32, at most 0.
+        beta: The rates with which tokens change the state, (B, T, K, G) float32.
+        segment_ids: The segment of each token, (B, T) int32; 0 for padding.
         interpret: Whether Pallas interprets the kernel, for tests without a TPU.
+
+    Returns:
+        The outputs, (B, T, K, G, U) in the dtype of v. See `DeltaRule`.
     """
-    rows, length, heads, values_per_key, value_size = v.shape
+    rows, length, key_heads, values_per_key, value_size = v.shape
     key_size = k.shape[-1]
     is_first = jnp.pad(segment_ids[:, :-1], [(0, 0), (1, 0)]) != segment_ids
     log_decay = jnp.where(is_first[..., None, None], FORGETS, log_decay.astype(jnp.float32))
     gates = jnp.concatenate([log_decay, beta.astype(jnp.float32)], axis=-1)
-    gates = jnp.moveaxis(_whole_blocks(gates), 1, 3)  # BK(2G)T
-    heads_first = [jnp.moveaxis(_whole_blocks(x), 1, -2) for x in (q, k, v)]  # BKTD, BKTD, BKGTU
+    gates = jnp.moveaxis(_whole_blocks(gates), 1, 3)  # (B, K, 2G, T)
+    # (B, K, T, D), (B, K, T, D) and (B, K, G, T, U)
+    heads_first = [jnp.moveaxis(_whole_blocks(x), 1, -2) for x in (q, k, v)]
 
-    def tokens(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, TWO_CHUNKS, width), lambda b, k, n: (b, k, n, 0))
-
-    of_values = pl.BlockSpec(
+    # The grid has a program for each row b, key head k and block of tokens n.
+    key_spec = pl.BlockSpec((None, None, TWO_CHUNKS, key_size), lambda b, k, n: (b, k, n, 0))
+    value_spec = pl.BlockSpec(
         (None, None, values_per_key, TWO_CHUNKS, value_size), lambda b, k, n: (b, k, 0, n, 0)
     )
-    of_gates = pl.BlockSpec(
+    gate_spec = pl.BlockSpec(
         (None, None, 2 * values_per_key, TWO_CHUNKS), lambda b, k, n: (b, k, 0, n)
     )
-    out = pl.pallas_call(
+    output = pl.pallas_call(
         _compute_block,
-        grid=(rows, heads, gates.shape[-1] // TWO_CHUNKS),
-        in_specs=[tokens(key_size), tokens(key_size), of_values, of_gates],
-        out_specs=of_values,
+        grid=(rows, key_heads, gates.shape[-1] // TWO_CHUNKS),
+        in_specs=[key_spec, key_spec, value_spec, gate_spec],
+        out_specs=value_spec,
         out_shape=jax.ShapeDtypeStruct(heads_first[2].shape, v.dtype),
         scratch_shapes=[pltpu.VMEM((key_size, values_per_key * value_size), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
@@ -88,188 +95,238 @@ def pallas_delta_rule(
         interpret=interpret,
         name="gated_delta_rule",
     )(*heads_first, gates)
-    return jnp.moveaxis(out, -2, 1)[:, :length]
+    return jnp.moveaxis(output, -2, 1)[:, :length]
 
 
 def _whole_blocks(x: Array) -> Array:
-    """Pads (B, T, ...) with zeros to whole blocks of tokens."""
+    """Returns an array (B, T, ...), padded with zeros so that TWO_CHUNKS divides T."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % TWO_CHUNKS), *[(0, 0)] * (x.ndim - 2)])
 
 
 def _compute_block(
     q_ref: Any, k_ref: Any, v_ref: Any, gates_ref: Any, out_ref: Any, state: Any
 ) -> None:
-    """Computes a block of T = 2C tokens.
+    """Computes the outputs of a block of 2C tokens, and the state after them.
 
-    See `_prepare` and `_step` of delta_net.py. Here a chunk reads the state before its system is
-    solved, for all heads at once:
+    Each chunk computes, for all value heads at once:
 
-        added = inverse (beta (v - since k S));  o = since q S + within added
+        added = inverse (beta (v - since k S))
+        o     = since q S + within added
+
+    `since` is the decay of S since the beginning of the chunk, `inverse` the inverse of the chunk's
+    system, and `within` the factor of each token's vector in the output of another token.
+    `_prepare` and `_step` of delta_net.py compute the same, but solve the system before S is known.
 
     Args:
-        q_ref: (T, D).
-        k_ref: (T, D).
-        v_ref: (G, T, U).
-        gates_ref: The log decays of all value heads, then their betas, (2G, T).
-        out_ref: The outputs, (G, T, U).
-        state: S of all value heads side by side, (D, GU).
+        q_ref: The queries, (2C, D).
+        k_ref: The keys, (2C, D).
+        v_ref: The values, (G, 2C, U).
+        gates_ref: The log decays of all value heads, then their rates, (2G, 2C).
+        out_ref: The outputs, (G, 2C, U).
+        state: The state S of all value heads side by side, (D, G * U).
     """
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
         state[...] = jnp.zeros_like(state)
 
-    q, k = q_ref[...], k_ref[...]
-    q_scale, k_scale = q.shape[-1] ** -0.5 * inverse_length(q), inverse_length(k)  # T1
-    k_row = jnp.broadcast_to(k_scale, (k_scale.shape[0], SUBLANES)).T[:1]  # 1T
-    among_keys, of_queries = (_beside(einsum("ID,JD->IJ", x, k)) * k_row for x in (k, q))
-    of_queries *= _beside(q_scale)
-    log_decays, betas = jnp.split(gates_ref[...].T, 2, axis=1)  # TG
+    q = q_ref[...]
+    k = k_ref[...]
+    q_scale = q.shape[-1] ** -0.5 * inverse_length(q)  # (2C, 1)
+    k_scale = inverse_length(k)  # (2C, 1)
+    k_scale_row = jnp.broadcast_to(k_scale, (k_scale.shape[0], SUBLANES)).T[:1]  # (1, 2C)
+    # Products of the keys, then of the queries, with the keys, side by side, (C, 2C).
+    key_products = _side_by_side(einsum("ID,JD->IJ", k, k)) * k_scale_row
+    query_products = _side_by_side(einsum("ID,JD->IJ", q, k)) * k_scale_row
+    query_products *= _side_by_side(q_scale)
+    log_decays, betas = jnp.split(gates_ref[...].T, 2, axis=1)  # (2C, G) each
     heads, _, value_size = v_ref.shape
+    # The following lists have an array, or a list of the arrays of two chunks, per value head.
     inverses = []
-    withins = []
-    sinces = []
-    until_ends = []
+    output_factors = []
+    decays_since_begin = []
+    decays_until_end = []
     for head in range(heads):
         within, since_begin = _decays(log_decays[:, head, None])
-        inverses.append(_inverse(_beside(betas[:, head, None] * k_scale) * among_keys * within))
-        withins.append(of_queries * within)
-        sinces.append(since_begin)
-        until_ends.append(k_scale * within[-SUBLANES:].T[:, -1:])  # T1
+        key_factors = _side_by_side(betas[:, head, None] * k_scale)
+        inverses.append(_inverse(key_factors * key_products * within))
+        output_factors.append(query_products * within)
+        decays_since_begin.append(since_begin)
+        decays_until_end.append(k_scale * within[-SUBLANES:].T[:, -1:])  # (2C, 1)
     for chunk in (0, 1):
         tokens = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
-        since = [of_head[chunk] for of_head in sinces]
-        read = _product("CD,DU->CU", jnp.concatenate([k[tokens], q[tokens]]), state[...])
-        read_by_keys, read_by_queries = jnp.split(read, 2)
-        by_keys = jnp.split(k_scale[tokens] * read_by_keys, heads, axis=1)
-        by_queries = jnp.split(q_scale[tokens] * read_by_queries, heads, axis=1)
-        added = []
+        since_begins = [decays[chunk] for decays in decays_since_begin]
+        keys_and_queries = jnp.concatenate([k[tokens], q[tokens]])
+        state_values = _product("CD,DU->CU", keys_and_queries, state[...])
+        key_reads, query_reads = jnp.split(state_values, 2)
+        key_reads_by_head = jnp.split(k_scale[tokens] * key_reads, heads, axis=1)
+        query_reads_by_head = jnp.split(q_scale[tokens] * query_reads, heads, axis=1)
+        added_vectors = []
         for head in range(heads):
-            missing = v_ref[head, tokens].astype(jnp.float32) - since[head] * by_keys[head]
-            missing *= betas[tokens, head, None]
-            added.append(_product("IJ,JU->IU", inverses[head][:, tokens], missing))
-            out = since[head] * by_queries[head]
-            out += _product("IJ,JU->IU", withins[head][:, tokens], added[head])
-            out_ref[head, tokens] = out.astype(out_ref.dtype)
-        kept = [jnp.broadcast_to(of_head[-1:], (1, value_size)) for of_head in since]
-        left_at_end = [until_ends[head][tokens] * added[head] for head in range(heads)]
-        written = _product("CD,CU->DU", k[tokens], jnp.concatenate(left_at_end, axis=1))
-        state[...] = jnp.concatenate(kept, axis=1) * state[...] + written
+            differences = v_ref[head, tokens].astype(jnp.float32)
+            differences -= since_begins[head] * key_reads_by_head[head]
+            differences *= betas[tokens, head, None]
+            added = _product("IJ,JU->IU", inverses[head][:, tokens], differences)
+            added_vectors.append(added)
+            output = since_begins[head] * query_reads_by_head[head]
+            output += _product("IJ,JU->IU", output_factors[head][:, tokens], added)
+            out_ref[head, tokens] = output.astype(out_ref.dtype)
+        state_decays = [jnp.broadcast_to(decay[-1:], (1, value_size)) for decay in since_begins]
+        decayed_vectors = [
+            decays_until_end[head][tokens] * added_vectors[head] for head in range(heads)
+        ]
+        update = _product("CD,CU->DU", k[tokens], jnp.concatenate(decayed_vectors, axis=1))
+        state[...] = jnp.concatenate(state_decays, axis=1) * state[...] + update
 
 
 def _product(equation: str, x: Array, y: Array) -> Array:
-    """Computes `einsum` in the precision HIGHEST, for a float32 y.
+    """Computes `einsum` with the precision HIGHEST, as one product of bfloat16 arrays.
 
-    The products of parts (see `_parts`) that count are one product: the parts lie one after the
-    other along the axis that is summed. The smallest products come first, because a sum of small
-    numbers is rounded little.
+    The bfloat16 arrays of x, and those of y, are concatenated along the summed axis. The smallest
+    products come first, because a sum of small numbers is rounded little.
 
     Args:
         equation: The equation, such as "CD,DU->CU"; the summed axis is the first one of y.
-        x: float32 or bfloat16.
-        y: float32.
+        x: The left operand, float32 or bfloat16.
+        y: The right operand, float32.
     """
-    x_parts = _parts(x)
-    y_parts = _parts(y)
-    left = []
-    right = []
-    for rank in (2, 1, 0):  # the product of parts i and j has the rank i + j
-        for place, x_part in enumerate(x_parts[: rank + 1]):
-            left.append(x_part)
-            right.append(y_parts[rank - place])
-    summed = equation.index(equation[3])  # of "CD,DU->CU", the D
-    return einsum(equation, jnp.concatenate(left, axis=summed), jnp.concatenate(right))
+    x_arrays = _bfloat16_arrays(x)
+    y_arrays = _bfloat16_arrays(y)
+    left_operands = []
+    right_operands = []
+    # The product of x_arrays[i] and y_arrays[j] is the smaller, the larger i + j is.
+    for index_sum in (2, 1, 0):
+        for x_index, x_array in enumerate(x_arrays[: index_sum + 1]):
+            left_operands.append(x_array)
+            right_operands.append(y_arrays[index_sum - x_index])
+    summed_axis = equation.index(equation[3])  # in "CD,DU->CU", the axis of D in x
+    left = jnp.concatenate(left_operands, axis=summed_axis)
+    return einsum(equation, left, jnp.concatenate(right_operands))
 
 
-def _parts(x: Array) -> list[Array]:
-    """Returns the arrays in bfloat16 whose sum is x, the largest first."""
+def _bfloat16_arrays(x: Array) -> list[Array]:
+    """Splits an array into one or three bfloat16 arrays of which it is the sum, largest first."""
     if x.dtype == jnp.bfloat16:
         return [x]
-    parts = []
+    arrays = []
     for _ in range(3):
-        parts.append(x.astype(jnp.bfloat16))
-        x -= parts[-1].astype(jnp.float32)
-    return parts
+        arrays.append(x.astype(jnp.bfloat16))
+        x -= arrays[-1].astype(jnp.float32)
+    return arrays
 
 
-def _places() -> tuple[Array, Array, Array]:
-    """Returns the row, the column and the chunk of every number of two systems side by side."""
-    row, lane = (lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), axis) for axis in (0, 1))
+def _indices() -> tuple[Array, Array, Array]:
+    """Returns the indices of every value of two matrices side by side, (C, 2C) int32 each.
+
+    Returns:
+        The row of the value in its matrix.
+        The column of the value in its matrix.
+        The matrix: 0 for the first one, CHUNK for the second.
+    """
+    row = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 0)
+    lane = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 1)
     return row, lane & (CHUNK - 1), lane & CHUNK
 
 
-def _beside(x: Array) -> Array:
-    """Puts the second chunk's rows beside the first one's.
+def _side_by_side(x: Array) -> Array:
+    """Puts the rows of the second chunk beside the rows of the first one.
 
-    Maps (2C, 2C) to (C, 2C), each chunk's own columns; and (2C, 1), the same for all columns.
+    Args:
+        x: A value for each pair of the block's tokens, (2C, 2C), or for each token, (2C, 1).
+
+    Returns:
+        An array (C, 2C). Of pairs of tokens, it has those within a chunk; a token's single value is
+        repeated along its row.
     """
-    return jnp.where(_places()[2] == 0, x[:CHUNK], x[CHUNK:])
+    _, _, chunk = _indices()
+    return jnp.where(chunk == 0, x[:CHUNK], x[CHUNK:])
 
 
 def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
-    """Returns what `_decays` of delta_net.py returns, for two chunks.
+    """Returns the decay of S between the tokens of each of two chunks, and since its beginning.
+
+    `_decays` of delta_net.py is the same for any number of chunks.
 
     Args:
-        log_decay: (2C, 1).
+        log_decay: The log decays, (2C, 1).
 
     Returns:
-        The decay between tokens, (C, 2C), and for each chunk, the decay since its beginning,
-        (C, 1).
+        The share of a token's change of S that is left at another token of its chunk, (C, 2C).
+        For each of the two chunks, the share of S before it that is left at each token, (C, 1).
     """
-    row, column, _ = _places()
-    log_decay = _beside(log_decay)
+    row, column, _ = _indices()
+    log_decay = _side_by_side(log_decay)
     between = jnp.where(row > column, log_decay, 0)
     distance = 1
-    while distance < CHUNK:  # each row becomes the sum of all rows until it
+    # Each row becomes the sum of itself and all rows above it.
+    while distance < CHUNK:
         between += jnp.where(row >= distance, pltpu.roll(between, distance, 0), 0)
         distance *= 2
-    since_begin = between + log_decay[:1]  # only each chunk's first column counts
-    since = [jnp.exp(since_begin[:, column, None]) for column in (0, CHUNK)]
-    return jnp.where(row >= column, jnp.exp(between), 0), since
+    # The decays since the beginning of a chunk are in the first of its columns.
+    since_first_token = between + log_decay[:1]
+    since_begin = [jnp.exp(since_first_token[:, lane, None]) for lane in (0, CHUNK)]
+    return jnp.where(row >= column, jnp.exp(between), 0), since_begin
 
 
 def _inverse(below: Array) -> Array:
     """Inverts two lower triangular matrices side by side, whose diagonals are 1.
 
-    Blocks of SUBLANES rows along a diagonal are inverted token by token. Then it goes on like
-    `_inverse` of delta_net.py: where two blocks become one, only the rows of the second change.
+    First, blocks of SUBLANES rows and columns along the diagonals are inverted token by token. Then
+    each two neighbouring blocks become one, as in `_inverse` of delta_net.py, until one block is
+    left. Each time, only the rows of the second block of two change.
 
     Args:
         below: The matrices, (C, 2C). Only the values below their diagonals are used.
+
+    Returns:
+        The inverses side by side, (C, 2C).
     """
-    row, column, chunk = _places()
+    row, column, chunk = _indices()
     inverse = (row == column).astype(jnp.float32)
-    block = row & -SUBLANES
-    for place in range(SUBLANES - 1):
-        taken = jnp.where((column == block + place) & (row > column), below, 0)
-        first = jnp.sum(jnp.where(chunk == 0, taken, 0), axis=1, keepdims=True)
-        second = jnp.sum(jnp.where(chunk == 0, 0, taken), axis=1, keepdims=True)
-        inverse -= jnp.where(chunk == 0, first, second) * _spread(inverse, place)
+    block_start = row & -SUBLANES
+    for offset in range(SUBLANES - 1):
+        in_column = (column == block_start + offset) & (row > column)
+        factors = jnp.where(in_column, below, 0)
+        first_factor = jnp.sum(jnp.where(chunk == 0, factors, 0), axis=1, keepdims=True)
+        second_factor = jnp.sum(jnp.where(chunk == 0, 0, factors), axis=1, keepdims=True)
+        row_factors = jnp.where(chunk == 0, first_factor, second_factor)
+        inverse -= row_factors * _repeat_row(inverse, offset)
     size = SUBLANES
     while size < CHUNK:
-        joined = (row & -2 * size == column & -2 * size) & (row & size > column & size)
-        earlier, later = _halves(inverse, size)
-        between = _product("IC,CJ->IJ", later, _apart(jnp.where(joined, below, 0)))
-        later -= _product("IC,CJ->IJ", between, _apart(inverse))
-        blocks = [x.reshape(-1, 1, size, TWO_CHUNKS) for x in (earlier, later)]
+        in_same_pair = row & -2 * size == column & -2 * size
+        is_between = in_same_pair & (row & size > column & size)
+        first_blocks, second_blocks = _alternate_blocks(inverse, size)
+        between = jnp.where(is_between, below, 0)
+        product = _product("IC,CJ->IJ", second_blocks, _block_diagonal(between))
+        second_blocks -= _product("IC,CJ->IJ", product, _block_diagonal(inverse))
+        blocks = [x.reshape(-1, 1, size, TWO_CHUNKS) for x in (first_blocks, second_blocks)]
         inverse = jnp.concatenate(blocks, axis=1).reshape(CHUNK, TWO_CHUNKS)
         size *= 2
     return inverse
 
 
-def _spread(x: Array, place: int) -> Array:
-    """Returns x with all rows of a block of SUBLANES rows equal to the block's row `place`."""
+def _repeat_row(x: Array, offset: int) -> Array:
+    """Returns x (C, 2C) with each block of SUBLANES rows filled with its row number `offset`."""
     blocks = x.reshape(-1, SUBLANES, x.shape[1])
-    return jnp.broadcast_to(blocks[:, place, None], blocks.shape).reshape(x.shape)
+    return jnp.broadcast_to(blocks[:, offset, None], blocks.shape).reshape(x.shape)
 
 
-def _halves(x: Array, size: int) -> list[Array]:
-    """Returns the rows of the first of every two blocks of `size` rows, and those of the second."""
-    blocks = x.reshape(-1, 2, size, x.shape[1])
-    return [blocks[:, half].reshape(-1, x.shape[1]) for half in (0, 1)]
+def _alternate_blocks(x: Array, size: int) -> tuple[Array, Array]:
+    """Separates the blocks of `size` rows with even numbers from those with odd numbers.
+
+    Args:
+        x: The array, (C, 2C).
+        size: The number of rows of a block.
+
+    Returns:
+        The rows of blocks 0, 2, 4 and so on, (C / 2, 2C).
+        The rows of blocks 1, 3, 5 and so on, (C / 2, 2C).
+    """
+    pairs = x.reshape(-1, 2, size, x.shape[1])
+    return pairs[:, 0].reshape(-1, x.shape[1]), pairs[:, 1].reshape(-1, x.shape[1])
 
 
-def _apart(x: Array) -> Array:
-    """Puts what lies side by side along a diagonal: (C, 2C) -> (2C, 2C)."""
-    second = _places()[2]
-    return jnp.concatenate([jnp.where(second == 0, x, 0), jnp.where(second == 0, 0, x)])
+def _block_diagonal(x: Array) -> Array:
+    """Moves two matrices side by side (C, 2C) onto the diagonal of an array of zeros (2C, 2C)."""
+    _, _, chunk = _indices()
+    return jnp.concatenate([jnp.where(chunk == 0, x, 0), jnp.where(chunk == 0, 0, x)])

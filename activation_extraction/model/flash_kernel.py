@@ -1,8 +1,9 @@
-"""Attention on NVIDIA GPUs: a Pallas kernel that skips keys that no query of a block sees.
+"""Attention on NVIDIA GPUs, as a Pallas kernel that skips keys that no query of a block sees.
 
-It is FlashAttention-2 (https://arxiv.org/abs/2307.08691, section 3.1) over packed rows. For each
-block of queries, it reads only keys up to the last query, from the beginning of the segment of the
-first query, or of its window if that begins later. No scores reach the GPU's memory.
+The kernel computes FlashAttention-2 (https://arxiv.org/abs/2307.08691, section 3.1) over packed
+rows. For each block of queries it reads a span of keys. The span ends at the block's last query. It
+begins where the segment of the block's first query begins, or where this query's window begins if
+that is later. No scores reach the GPU's memory.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
 """
@@ -19,12 +20,12 @@ from jax.experimental.pallas import triton as plgpu
 
 from activation_extraction.model.attention import Segments, blocked_attention, whole_blocks
 
-# The queries and the keys of a block. An H100 took 0.42 ms for 28 heads of 128 and 16,384 tokens of
-# packed documents, and 0.46 ms with blocks of 128 queries; cuDNN's attention with a mask took 1.5
-# to 2.1 ms.
+# The number of queries of a block, and the number of keys of a block. An H100 took 0.42 ms for 28
+# heads of 128 and 16,384 tokens of packed documents, and 0.46 ms with blocks of 128 queries. The
+# attention of cuDNN with a mask took 1.5 to 2.1 ms.
 QUERIES, KEYS = 64, 64
-PADDING = -1  # the segment of tokens that only fill a block
-UNSEEN = -1e30  # the score of a key that a query does not see
+PADDING = -1  # segment number of the tokens that are appended to fill the last block
+UNSEEN = -1e30  # score of a key that a query does not see
 
 
 def flash_attention(
@@ -32,111 +33,159 @@ def flash_attention(
     k: Array,
     v: Array,
     segments: Segments,
-    first: int | Array,
+    first_query: int | Array,
     window: int | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Computes attention block by block, except in float32.
+    """Computes attention on NVIDIA GPUs with a kernel, except in float32.
 
     float32 is left to `blocked_attention`, because the GPU's matrix units would round it.
 
     Args:
-        q: The queries. See `Attention` for this and the other arguments, and for the result.
-        k: The keys.
-        v: The values.
+        q: The queries, (B, T, N, H).
+        k: The keys, (B, S, K, H).
+        v: The values, (B, S, K, H).
         segments: The segments of queries and keys.
-        first: The position in the row of the first query.
-        window: The length of the window; None for none.
+        first_query: The index of the first query in its row.
+        window: The number of tokens that a token sees; None for all of its segment.
         interpret: Whether Pallas interprets the kernel, for tests without a GPU.
-    """
-    if q.dtype == jnp.float32:
-        return blocked_attention(q, k, v, segments, first, window)
-    length, size = q.shape[1], q.shape[3]
-    q, k, v = (whole_blocks(x, n) for x, n in ((q, QUERIES), (k, KEYS), (v, KEYS)))
-    of_q, of_k = (
-        whole_blocks(segments.q, QUERIES, PADDING),
-        whole_blocks(segments.k, KEYS, PADDING),
-    )
-    batch, queries, heads = q.shape[:3]
-    keys, group = k.shape[1], heads // k.shape[2]
-    begins, ends = _spans(of_q, of_k, first, window)
-    of_block = pl.BlockSpec((None, 1), lambda i, n, b: (b, i))
-    of_row = pl.BlockSpec((None, keys), lambda i, n, b: (b, 0))
-    own = pl.BlockSpec((None, QUERIES, None, size), lambda i, n, b: (b, i, n, 0))
-    shared = pl.BlockSpec((None, keys, None, size), lambda i, n, b: (b, 0, n // group, 0))
-    out = pl.pallas_call(
-        partial(_attend, window=window),
-        grid=(queries // QUERIES, heads, batch),
-        in_specs=[
-            pl.BlockSpec((1,), lambda i, n, b: (0,)),
-            of_block,
-            of_block,
-            own,
-            shared,
-            shared,
-            pl.BlockSpec((None, QUERIES), lambda i, n, b: (b, i)),
-            of_row,
-        ],
-        out_specs=own,
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3 if size <= 128 else 2),
-        interpret=interpret,
-    )(jnp.full(1, first, jnp.int32), begins, ends, q, k, v, of_q, of_k)
-    return out[:, :length]
-
-
-def _spans(of_q: Array, of_k: Array, first: int | Array, window: int | None) -> tuple[Array, Array]:
-    """Returns which blocks of keys each block of queries reads.
-
-    Args:
-        of_q: The segments of the queries, (B, T) int32, of whole blocks.
-        of_k: The segments of the keys, (B, S) int32, of whole blocks.
-        first: The position in the row of the first query.
-        window: The length of the window; None for none.
 
     Returns:
-        The number of the first block of keys and the number after the last one, (B, blocks of
-        queries) int32 each. Blocks of queries that are all padding read no keys.
+        The outputs, (B, T, N, H) in the dtype of q. See `Attention` for their definition.
     """
-    firsts = of_q[:, ::QUERIES]
-    begins = jnp.argmax(of_k[:, None, :] == firsts[..., None], axis=-1).astype(jnp.int32)
-    ends = first + QUERIES * jnp.arange(1, firsts.shape[1] + 1, dtype=jnp.int32)
+    if q.dtype == jnp.float32:
+        return blocked_attention(q, k, v, segments, first_query, window)
+    query_count = q.shape[1]
+    head_size = q.shape[3]
+    q = whole_blocks(q, QUERIES)
+    k = whole_blocks(k, KEYS)
+    v = whole_blocks(v, KEYS)
+    query_segments = whole_blocks(segments.q, QUERIES, PADDING)
+    key_segments = whole_blocks(segments.k, KEYS, PADDING)
+    row_count, padded_queries, heads = q.shape[:3]
+    padded_keys = k.shape[1]
+    heads_per_key = heads // k.shape[2]
+    begins, ends = _spans(query_segments, key_segments, first_query, window)
+    # The grid has a program for each block of queries i, query head n and row b.
+    span_spec = pl.BlockSpec((None, 1), lambda i, n, b: (b, i))
+    query_spec = pl.BlockSpec((None, QUERIES, None, head_size), lambda i, n, b: (b, i, n, 0))
+    key_spec = pl.BlockSpec(
+        (None, padded_keys, None, head_size), lambda i, n, b: (b, 0, n // heads_per_key, 0)
+    )
+    output = pl.pallas_call(
+        partial(_attend, window=window),
+        grid=(padded_queries // QUERIES, heads, row_count),
+        in_specs=[
+            pl.BlockSpec((1,), lambda i, n, b: (0,)),
+            span_spec,
+            span_spec,
+            query_spec,
+            key_spec,
+            key_spec,
+            pl.BlockSpec((None, QUERIES), lambda i, n, b: (b, i)),
+            pl.BlockSpec((None, padded_keys), lambda i, n, b: (b, 0)),
+        ],
+        out_specs=query_spec,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3 if head_size <= 128 else 2),
+        interpret=interpret,
+    )(
+        jnp.full(1, first_query, jnp.int32),
+        begins,
+        ends,
+        q,
+        k,
+        v,
+        query_segments,
+        key_segments,
+    )
+    return output[:, :query_count]
+
+
+def _spans(
+    query_segments: Array, key_segments: Array, first_query: int | Array, window: int | None
+) -> tuple[Array, Array]:
+    """Returns the span of key blocks that each block of queries reads.
+
+    Args:
+        query_segments: The segment of every query, (B, T) int32, where QUERIES divides T.
+        key_segments: The segment of every key, (B, S) int32, where KEYS divides S.
+        first_query: The index of the first query in its row.
+        window: The number of tokens that a token sees; None for all of its segment.
+
+    Returns:
+        The number of the first key block of each span, (B, T / QUERIES) int32.
+        The number after its last key block, (B, T / QUERIES) int32. It is 0, and so the span is
+        empty, for blocks of queries that are all padding.
+    """
+    # The segment of the first query of every block of queries.
+    first_segments = query_segments[:, ::QUERIES]
+    in_segment = key_segments[:, None, :] == first_segments[..., None]
+    begins = jnp.argmax(in_segment, axis=-1).astype(jnp.int32)
+    ends = first_query + QUERIES * jnp.arange(1, first_segments.shape[1] + 1, dtype=jnp.int32)
     if window is not None:
         begins = jnp.maximum(begins, ends - QUERIES - window + 1)
-    ends = jnp.where(firsts > 0, jnp.minimum(ends, of_k.shape[1]), 0)
+    ends = jnp.where(first_segments > 0, jnp.minimum(ends, key_segments.shape[1]), 0)
     return begins // KEYS, pl.cdiv(ends, KEYS)
 
 
 def _attend(
-    first_ref: Any,
+    first_query_ref: Any,
     begin_ref: Any,
     end_ref: Any,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
-    of_q_ref: Any,
-    of_k_ref: Any,
+    query_segments_ref: Any,
+    key_segments_ref: Any,
     out_ref: Any,
     window: int | None,
 ) -> None:
-    """Attends with one block of queries of one head, (QUERIES, H), to the keys of its span."""
-    q, of_q = q_ref[...], of_q_ref[...]
-    places = first_ref[0] + pl.program_id(0) * QUERIES + jnp.arange(QUERIES)
+    """Computes the outputs of one block of queries of one head.
+
+    Args:
+        first_query_ref: The index of the first query of all blocks in its row, (1,) int32.
+        begin_ref: The number of the first key block of the span, (1,) int32.
+        end_ref: The number after the last key block of the span, (1,) int32.
+        q_ref: The queries of the block, (QUERIES, H).
+        k_ref: All keys of the row, (S, H).
+        v_ref: All values of the row, (S, H).
+        query_segments_ref: The segments of the queries, (QUERIES,) int32.
+        key_segments_ref: The segments of the keys, (S,) int32.
+        out_ref: The outputs, (QUERIES, H).
+        window: The number of tokens that a token sees; None for all of its segment.
+    """
+    q = q_ref[...]
+    query_segments = query_segments_ref[...]
+    query_indices = first_query_ref[0] + pl.program_id(0) * QUERIES + jnp.arange(QUERIES)
 
     def add_keys(number: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        out, most, total = state
+        """Adds one block of keys to the running softmax.
+
+        Args:
+            number: The number of the block of keys.
+            state: Of the blocks of keys before it, for each query: the weighted sum of the values
+                (QUERIES, H), the largest score, and the sum of the weights, (QUERIES,) each.
+
+        Returns:
+            The state with this block of keys.
+        """
+        output, max_score, total = state
         block = pl.ds(number * KEYS, KEYS)
-        distances = places[:, None] - (number * KEYS + jnp.arange(KEYS))[None]
-        seen = (of_q[:, None] == of_k_ref[block][None]) & (distances >= 0)
+        distances = query_indices[:, None] - (number * KEYS + jnp.arange(KEYS))[None]
+        seen = (query_segments[:, None] == key_segments_ref[block][None]) & (distances >= 0)
         if window is not None:
             seen &= distances < window
         scores = plgpu.dot(q, k_ref[block, :].T) * math.log2(math.e)
         scores = jnp.where(seen, scores, UNSEEN)
-        new_most = jnp.maximum(most, scores.max(axis=1))
-        weights, shrink = jnp.exp2(scores - new_most[:, None]), jnp.exp2(most - new_most)
-        out = out * shrink[:, None] + plgpu.dot(weights.astype(v_ref.dtype), v_ref[block, :])
-        return out, new_most, total * shrink + weights.sum(axis=1)
+        new_max_score = jnp.maximum(max_score, scores.max(axis=1))
+        weights = jnp.exp2(scores - new_max_score[:, None])
+        rescaling = jnp.exp2(max_score - new_max_score)
+        output = output * rescaling[:, None]
+        output += plgpu.dot(weights.astype(v_ref.dtype), v_ref[block, :])
+        return output, new_max_score, total * rescaling + weights.sum(axis=1)
 
     state = jnp.zeros(q.shape, jnp.float32), jnp.full(QUERIES, UNSEEN), jnp.zeros(QUERIES)
-    out, _, total = lax.fori_loop(begin_ref[0], end_ref[0], add_keys, state)
-    out_ref[...] = (out / jnp.where(total == 0, 1, total)[:, None]).astype(out_ref.dtype)
+    output, _, total = lax.fori_loop(begin_ref[0], end_ref[0], add_keys, state)
+    # A block of nothing but padding has an empty span, so its totals are 0.
+    out_ref[...] = (output / jnp.where(total == 0, 1, total)[:, None]).astype(out_ref.dtype)

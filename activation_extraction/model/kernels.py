@@ -1,8 +1,9 @@
 """Lists the kernels of each platform for attention, experts and the gated delta rule.
 
-Splash attention on TPUs and flash attention on GPUs keep blocks of scores on the chip, so that no
-scores are written to memory. No kernel rounds float32 to a narrower dtype. trial.py chooses the
-kernels of a run.
+A kernel here is a function that computes one of the three in a way that suits a platform. Splash
+attention on TPUs and flash attention on GPUs keep blocks of scores on the chip, so that no scores
+are written to memory. No kernel rounds float32 to a narrower dtype. trial.py chooses the kernels of
+a run.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
 """
@@ -30,17 +31,23 @@ from activation_extraction.model.experts import ExpertSum, ragged_experts, tiled
 from activation_extraction.model.flash_kernel import PADDING, flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
 
-LANES = 128  # the width of a TPU's registers, of which splash attention's blocks are multiples
-MOST_IN_BLOCK = 1024  # the largest block in tokens times bytes per value: 512 tokens in bfloat16
+# Tokens. A TPU's registers have 128 lanes, and splash attention needs blocks of a multiple of them.
+LANES = 128
+# Upper limit of the tokens of a block times the bytes of a value: 512 tokens in bfloat16.
+MOST_IN_BLOCK = 1024
 
 
 class Kernels(NamedTuple):
-    """The functions for which platforms have their own kernels.
+    """The functions with which a model computes its attention, experts and gated delta rules.
+
+    The defaults work on every platform.
 
     Attributes:
-        attention: See `Attention` in attention.py.
-        experts: See `ExpertSum` in experts.py.
-        delta_rule: See `DeltaRule` in delta_net.py.
+        attention: The function that computes attention; see `Attention` in attention.py.
+        experts: The function that computes the weighted sums of experts; see `ExpertSum` in
+            experts.py.
+        delta_rule: The function that computes the gated delta rule; see `DeltaRule` in
+            delta_net.py.
     """
 
     attention: Attention = blocked_attention
@@ -53,72 +60,81 @@ def splash_attention(
     k: Array,
     v: Array,
     segments: Segments,
-    first: int | Array,
+    first_query: int | Array,
     window: int | None = None,
     interpret: bool = False,
 ) -> Array:
     """Computes attention on TPUs, with Pallas's splash attention.
 
-    The kernel is compiled for a fixed position of the first query. If `first` is traced, each of
-    its possible values, which are multiples of T, becomes a branch of the program.
+    The kernel is compiled for a fixed index of the first query. If the index is traced, the program
+    has a branch with a kernel for each index that it can have: each multiple of T below S.
 
     Args:
-        q: See `Attention`, as for the following arguments.
-        k: See `Attention`.
-        v: See `Attention`.
-        segments: See `Attention`.
-        first: See `Attention`. A traced value must be a multiple of T.
-        window: See `Attention`.
+        q: The queries, (B, T, N, H).
+        k: The keys, (B, S, K, H).
+        v: The values, (B, S, K, H).
+        segments: The segments of queries and keys.
+        first_query: The index of the first query in its row. A traced index must be a multiple of
+            T.
+        window: The number of tokens that a token sees; None for all of its segment.
         interpret: Whether Pallas interprets the kernel, for tests on CPUs.
 
     Returns:
-        See `Attention`.
+        The outputs, (B, T, N, H) in the dtype of q. See `Attention` for their definition.
     """
-    length, keys = q.shape[1], k.shape[1]
+    query_count = q.shape[1]
+    key_count = k.shape[1]
     q, k, v = (whole_blocks(x, LANES) for x in (q, k, v))
-    ids = splash.SegmentIds(*(whole_blocks(x, LANES, PADDING) for x in segments))
-    heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]  # BNTH, BKSH
-    shape = q.shape[1], k.shape[1]
-    of_queries, of_keys = (_largest_block(size, q.dtype) for size in shape)
-    blocks = splash.BlockSizes(block_q=of_queries, block_kv=of_keys)
+    segment_ids = splash.SegmentIds(
+        q=whole_blocks(segments.q, LANES, PADDING), kv=whole_blocks(segments.k, LANES, PADDING)
+    )
+    heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]  # shapes BNTH, BKSH and BKSH
+    scores_shape = q.shape[1], k.shape[1]
+    block_sizes = splash.BlockSizes(
+        block_q=_largest_block(q.shape[1], q.dtype), block_kv=_largest_block(k.shape[1], q.dtype)
+    )
 
-    def from_query(first: int) -> Array:
-        mask: Any = splash.CausalMask(shape, offset=first)
+    def attend_from(first_query: int) -> Array:
+        mask: Any = splash.CausalMask(scores_shape, offset=first_query)
         if window is not None:
-            mask = splash.LocalMask(shape, (window - 1, 0), offset=first)
+            mask = splash.LocalMask(scores_shape, (window - 1, 0), offset=first_query)
+        head_masks = splash.MultiHeadMask([mask] * q.shape[2])
         kernel = splash.make_splash_mha_single_device(
-            splash.MultiHeadMask([mask] * q.shape[2]), block_sizes=blocks, interpret=interpret
+            head_masks, block_sizes=block_sizes, interpret=interpret
         )
         # The kernel sets no precision, so a TPU would round float32 to bfloat16.
         precision = "highest" if q.dtype == jnp.float32 else "default"
         with jax.default_matmul_precision(precision):
-            return jax.vmap(kernel)(*heads_first, ids)
+            return jax.vmap(kernel)(*heads_first, segment_ids)
 
-    if isinstance(first, int):
-        out = from_query(first)
+    if isinstance(first_query, int):
+        output = attend_from(first_query)
     else:
-        branches = [partial(from_query, start) for start in range(0, keys, length)]
-        out = lax.switch(first // length, branches)
-    return out.swapaxes(1, 2)[:, :length]
+        first_queries = range(0, key_count, query_count)
+        branches = [partial(attend_from, index) for index in first_queries]
+        output = lax.switch(first_query // query_count, branches)
+    return output.swapaxes(1, 2)[:, :query_count]
 
 
 def _largest_block(length: int, dtype: Any) -> int:
-    """Returns the largest block within MOST_IN_BLOCK that divides a length, in tokens.
+    """Returns the size of the largest block that splash attention can use, in tokens.
+
+    The size is a multiple of LANES that divides the length, within the limit MOST_IN_BLOCK.
 
     Args:
-        length: The length, a multiple of LANES.
+        length: The number of queries or keys, a multiple of LANES.
         dtype: The dtype of the queries and keys.
     """
     max_tokens = min(length, MOST_IN_BLOCK // dtype.itemsize)
     return max(size for size in range(LANES, max_tokens + 1, LANES) if length % size == 0)
 
 
-# Field of `Kernels` -> name -> function, in the order of preference.
+# For each field of `Kernels`, the functions that it may have, by name, the preferred ones first.
 Candidates = Mapping[str, Mapping[str, Callable[..., Array]]]
-# Field of `Kernels` -> the name of its default, which works on every platform and comes last.
-PLAIN = {"attention": "blocked", "experts": "tiled", "delta_rule": "chunked"}
-# Platform -> the kernels that are preferred over the defaults.
-FASTER: Mapping[str, Candidates] = {
+# For each field of `Kernels`, the name of its default, which works on every platform.
+DEFAULT_NAMES = {"attention": "blocked", "experts": "tiled", "delta_rule": "chunked"}
+# For each platform, the kernels that are preferred to the defaults.
+PREFERRED: Mapping[str, Candidates] = {
     "cpu": {},
     "tpu": {
         "attention": {"splash": splash_attention},
@@ -132,11 +148,21 @@ FASTER: Mapping[str, Candidates] = {
 def candidates_for(platform: str) -> Candidates:
     """Returns the kernels that a platform may use.
 
+    Args:
+        platform: The platform, as JAX names it.
+
+    Returns:
+        For each field of `Kernels`, its candidates by name, the preferred ones first and the
+        default last.
+
     Raises:
         InputError: The platform is not supported.
     """
-    faster = FASTER.get("gpu" if platform in ("cuda", "rocm") else platform)
-    if faster is None:
+    preferred_kernels = PREFERRED.get("gpu" if platform in ("cuda", "rocm") else platform)
+    if preferred_kernels is None:
         raise InputError(f"JAX runs on the platform {platform!r}: expected cpu, gpu or tpu")
-    plain = Kernels()._asdict()
-    return {kind: {**faster.get(kind, {}), name: plain[kind]} for kind, name in PLAIN.items()}
+    candidates = {}
+    for field, default_name in DEFAULT_NAMES.items():
+        default = {default_name: getattr(Kernels(), field)}
+        candidates[field] = {**preferred_kernels.get(field, {}), **default}
+    return candidates
