@@ -17,7 +17,13 @@ import jax.numpy as jnp
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.delta_kernel import pallas_delta_rule
 from activation_extraction.model.devices import FLOAT32_TIME, Chip
-from activation_extraction.model.expert_kernel import ADDED, GATED, ROWS, WEIGHTED, block_of
+from activation_extraction.model.expert_kernel import (
+    ADDED,
+    GATED,
+    ROWS,
+    WEIGHTED,
+    columns_per_block,
+)
 from activation_extraction.model.forward import Program
 from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.step_cost import link_speed
@@ -208,10 +214,10 @@ def passes_of_expert_kernel(
     # The last tile of each expert is half full on average.
     computed_share = (full_tiles + experts / 2) * ROWS / result[0]
     if name == WEIGHTED:
-        column_blocks = outputs // block_of(outputs, inputs * 2)
+        column_blocks = outputs // columns_per_block(outputs, inputs * 2)
         reads_of_rows = column_blocks * computed_share
         return [1] * (len(first_operands) - 1) + [reads_of_rows, 1 / layers, computed_share]
-    column_blocks = outputs // block_of(outputs, 2 * inputs * 2)
+    column_blocks = outputs // columns_per_block(outputs, 2 * inputs * 2)
     *other_operands, tokens, _gate_weights = first_operands
     reads_of_tokens = column_blocks * full_tiles * ROWS / tokens[0]
     return [1] * len(other_operands) + [reads_of_tokens, 1 / layers, 1 / layers, computed_share]

@@ -1,26 +1,25 @@
-"""Experts on TPUs: three Pallas kernels, which fetch each row from its place in HBM.
+"""Experts on TPUs, as three Pallas kernels that fetch each row from its place in HBM.
 
-A row is one expert of one token. It takes this path:
+A row is one expert of one token, and a tile is ROWS rows of the same expert. The rows take this
+path:
 
-    chosen (T, X) -- sorted by expert, every expert's rows padded to whole tiles --> a table of
-    x (T, D)         the tokens of each tile
-      |  a tile's tokens are fetched row by row, the next tile's while this one is multiplied
-      v
-    tile (ROWS, D) -- silu(x gate) * (x up) --> gated (n', M), bfloat16, in the order of the tiles
-                   -- (gated down) * weight --> rows (n', D), bfloat16, in the order of the tiles
-      |  a token's rows are fetched and added in float32; rows of other devices' experts are not
-      |  fetched, and count as 0
-      v
-    sum (T, D)
+    1. A table is made from the chosen experts (T, X). It sorts the rows by expert, and pads the
+       rows of every expert to whole tiles.
+    2. The kernel GATED fetches the tokens of a tile from x (T, D), one by one, while it multiplies
+       the previous tile. It computes silu(x gate) * (x up), (n', M) bfloat16, in the order of the
+       tiles.
+    3. The kernel WEIGHTED computes (gated down) * weight, (n', D) bfloat16, in the same order.
+    4. The kernel ADDED fetches the rows of each token and adds them up in float32, (T, D). Rows of
+       other devices' experts are not fetched, and count as 0.
 
-The tiles of an expert follow each other, so its weights are read once. They are read directly from
+The tiles of an expert follow one another, so its weights are read once. They are read directly from
 the stack of all layers, because a kernel knows the layer and each tile's expert before it starts.
-Only tiles with rows are computed. Arrays of rows have the shape (n', D / 128, 128), in which the
-values of a row are contiguous, so that a kernel can fetch it. In an array (n', D), the pieces of a
-row would lie between pieces of other rows.
+Only tiles with rows are computed. Arrays of rows have the shape (n', D / LANES, LANES), in which
+the values of a row are contiguous, so that a kernel can fetch a row. In an array (n', D), the
+pieces of a row would lie between pieces of other rows.
 
-The letters are those of experts.py. n' is T * X + E * ROWS, rounded up to whole tiles: room for the
-rows and for the padding of every expert's last tile.
+Letters: T tokens, D hidden, M width of an expert, E experts, X experts of a token, and n' rows of
+all tiles with their padding: T * X + E * ROWS, rounded up to whole tiles.
 """
 
 import math
@@ -37,167 +36,204 @@ from jax.experimental.pallas import tpu as pltpu
 from activation_extraction.model.experts import LANES, Stacks, ragged_experts
 from activation_extraction.model.numerics import einsum
 
-SUBLANES = 8  # the height of a register
+SUBLANES = 8  # rows of a float32 register
 ROWS = 128  # rows of a tile
-TOKENS = 16  # tokens of a group, whose sums are computed together
-AT_ONCE = 8  # rows that a turn of a loop fetches
-GATED, WEIGHTED, ADDED = "experts_gate_up", "experts_down", "experts_sum"  # names of the kernels
-MOST_OF_WEIGHTS = 40 * 2**20  # bytes of fast memory for blocks of weights
-FAST_MEMORY = 56 * 2**20  # bytes of fast memory for a kernel: v5p has 64 MiB, v5e and v6e have more
+TOKENS = 16  # tokens of a group, whose sums one program computes together
+AT_ONCE = 8  # rows that one iteration of a loop fetches
+# The names of the three kernels in profiles.
+GATED, WEIGHTED, ADDED = "experts_gate_up", "experts_down", "experts_sum"
+MOST_OF_WEIGHTS = 40 * 2**20  # bytes of fast memory that blocks of weights may take
+# Bytes of fast memory that a kernel may take. v5p has 64 MiB; v5e and v6e have more.
+FAST_MEMORY = 56 * 2**20
 
 
 class Table(NamedTuple):
-    """The rows of each tile, and the rows of each token.
+    """The table of the rows of each tile, and of the rows of each group of tokens.
 
-    A group is TOKENS tokens that follow one another.
+    A group here is TOKENS consecutive tokens.
 
     Attributes:
-        tiles: The number of tiles with rows, which come first, () int32.
+        used_tiles: The number of tiles that have rows, () int32. These tiles come first.
         experts: The expert of each tile, (tiles,) int32.
-        counts: The number of rows of each tile, (tiles,) int32.
+        counts: The number of rows of each tile, without padding, (tiles,) int32.
         tokens: The token of each row of a tile, (tiles, 1, ROWS) int32.
-        weights: The weight of each row of a tile, (tiles, 1, ROWS) float32.
-        rows: For each group, the numbers of its rows among those of all tiles, and their places
-            among the X * TOKENS rows of the group, (groups, 2, X * TOKENS) int32. Rows to fetch
-            come first.
-        of_tokens: The number of rows to fetch for each group, (groups,) int32.
+        weights: The routing weight of each row of a tile, (tiles, 1, ROWS) float32.
+        fetches: For each group, its rows among the rows of all tiles, and the place of each row in
+            the group's buffer of X * TOKENS rows, (groups, 2, X * TOKENS) int32. Rows that are
+            fetched come first.
+        fetch_counts: The number of rows that are fetched for each group, (groups,) int32.
     """
 
-    tiles: Array
+    used_tiles: Array
     experts: Array
     counts: Array
     tokens: Array
     weights: Array
-    rows: Array
-    of_tokens: Array
+    fetches: Array
+    fetch_counts: Array
 
 
 def pallas_experts(
     x: Array, weights: Array, chosen: Array, stacks: Stacks, parts: int = 1
 ) -> Array:
-    """Computes experts with three kernels, except in float32.
+    """Computes the weighted sum of each token's experts with three kernels, except in float32.
 
-    float32, and widths that are no multiples of LANES, are left to `ragged_experts`. See
-    `ExpertSum` for the arguments and the result.
+    float32, and a D or M that is no multiple of LANES, are left to `ragged_experts`. The comment on
+    `ExpertSum` defines the arguments and the result.
     """
-    experts, hidden, width = stacks.gate.shape[1:]
+    expert_count, hidden, width = stacks.gate.shape[1:]
     if x.dtype == jnp.float32 or hidden % LANES or width % LANES:
         return ragged_experts(x, weights, chosen, stacks, parts=parts)
-    fill = [(0, -len(x) % TOKENS), (0, 0)]
-    chosen = jnp.pad(chosen, fill, constant_values=-1)
-    table = table_of(jnp.pad(weights, fill), chosen, experts)
-    rows = _weighted(table, stacks, _gated(table, stacks, x))
-    parts = parts if len(table.rows) % parts == 0 else 1
-    fetches_of_parts = jnp.split(table.rows, parts)
-    counts_of_parts = jnp.split(table.of_tokens, parts)
+    padding = [(0, -len(x) % TOKENS), (0, 0)]
+    chosen = jnp.pad(chosen, padding, constant_values=-1)
+    table = make_table(jnp.pad(weights, padding), chosen, expert_count)
+    rows = _run_weighted(table, stacks, _run_gated(table, stacks, x))
+    parts = parts if len(table.fetches) % parts == 0 else 1
+    fetches_by_part = jnp.split(table.fetches, parts)
+    counts_by_part = jnp.split(table.fetch_counts, parts)
     sums = [
-        _added(rows, fetches, counts)
-        for fetches, counts in zip(fetches_of_parts, counts_of_parts, strict=True)
+        _run_added(rows, fetches, counts)
+        for fetches, counts in zip(fetches_by_part, counts_by_part, strict=True)
     ]
     return jnp.concatenate(sums)[: len(x)]
 
 
-def table_of(weights: Array, chosen: Array, experts: int) -> Table:
-    """Returns the table of rows.
+def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
+    """Makes the table of rows with two sorts.
 
-    Rows of padding are sorted together with the rows of tokens, which gives every row its place
-    without a lookup: TPUs sort fast, but look numbers up one by one.
+    Rows of padding are sorted together with the rows of tokens. So the sort gives every row its
+    place, without lookups. TPUs sort fast, but look numbers up one by one.
 
     Args:
-        weights: The weights of each token's experts, (T, X) float32, where TOKENS divides T.
-        chosen: The numbers of each token's experts, (T, X) int32.
-        experts: The number of experts.
+        weights: The routing weights of each token's experts, (T, X) float32, where TOKENS divides
+            T.
+        chosen: The numbers of each token's experts, (T, X) int32. Numbers outside 0..E-1 make no
+            row that is fetched.
+        expert_count: E, the number of experts.
     """
-    count = chosen.size
+    row_count = chosen.size
     per_token = chosen.shape[1]
-    of_group = TOKENS * per_token
-    numbers = chosen.reshape(-1)
-    numbers = jnp.where((numbers >= 0) & (numbers < experts), numbers, experts)
-    all_experts = jnp.arange(experts)
-    rows_of_tile = jnp.arange(ROWS)
-    missing = -(numbers[:, None] == all_experts).sum(axis=0) % ROWS  # in each expert's last tile
-    is_padding = rows_of_tile < missing[:, None]
-    padding = jnp.where(is_padding, all_experts[:, None], experts).reshape(-1)
-    padding = jnp.pad(padding, (0, -count % ROWS), constant_values=experts)
+    rows_per_group = TOKENS * per_token
+    # The expert of each row; E for rows that are not computed.
+    row_experts = chosen.reshape(-1)
+    exists = (row_experts >= 0) & (row_experts < expert_count)
+    row_experts = jnp.where(exists, row_experts, expert_count)
+    experts = jnp.arange(expert_count)
+    tile_places = jnp.arange(ROWS)
+    # The number of rows that each expert's last tile lacks.
+    missing_rows = -(row_experts[:, None] == experts).sum(axis=0) % ROWS
+    is_padding = tile_places < missing_rows[:, None]
+    # The expert of each row of padding; E for rows that are not needed.
+    padding_experts = jnp.where(is_padding, experts[:, None], expert_count).reshape(-1)
+    final_padding = 0, -row_count % ROWS
+    padding_experts = jnp.pad(padding_experts, final_padding, constant_values=expert_count)
     # Odd keys sort the padding of an expert after its rows of tokens, whose keys are even.
-    keys = jnp.concatenate([2 * numbers, 2 * padding + 1])
-    places, weights = jnp.arange(keys.size), jnp.pad(weights.reshape(-1), (0, padding.size))
-    keys, row, weights = lax.sort((keys, places, weights), num_keys=1, is_stable=False)
-    real = (row < count) & (keys < 2 * experts)
+    expert_keys = jnp.concatenate([2 * row_experts, 2 * padding_experts + 1])
+    row_numbers = jnp.arange(expert_keys.size)
+    weights = jnp.pad(weights.reshape(-1), (0, padding_experts.size))
+    arrays = expert_keys, row_numbers, weights
+    expert_keys, rows, weights = lax.sort(arrays, num_keys=1, is_stable=False)
+    is_fetched = (rows < row_count) & (expert_keys < 2 * expert_count)
     # The second sort orders the rows by group and token. Rows that are not fetched come last in
     # their group.
-    in_group, tiles = row % of_group, keys[::ROWS] // 2
-    keys = 2 * row - in_group + jnp.where(real, 0, of_group)
-    keys = jnp.where(row < count, keys, 2 * count)
-    keys, places = lax.sort((keys, places), num_keys=1, is_stable=False)
-    in_group = keys[:count] % of_group
-    in_group = in_group % per_token * TOKENS + in_group // per_token
-    rows = [array.reshape(-1, 1, of_group) for array in (places[:count], in_group)]
+    group_places = rows % rows_per_group
+    tile_experts = expert_keys[::ROWS] // 2
+    group_keys = 2 * rows - group_places + jnp.where(is_fetched, 0, rows_per_group)
+    group_keys = jnp.where(rows < row_count, group_keys, 2 * row_count)
+    group_keys, places = lax.sort((group_keys, row_numbers), num_keys=1, is_stable=False)
+    # A group's buffer has first the first row of each of its tokens, then their second rows.
+    group_places = group_keys[:row_count] % rows_per_group
+    group_places = group_places % per_token * TOKENS + group_places // per_token
+    sources = places[:row_count].reshape(-1, 1, rows_per_group)
+    targets = group_places.reshape(-1, 1, rows_per_group)
     return Table(
-        tiles=(tiles < experts).sum(),
-        experts=jnp.minimum(tiles, experts - 1),
-        counts=real.reshape(-1, ROWS).sum(axis=1),
-        tokens=jnp.where(real, row // per_token, 0).reshape(-1, 1, ROWS),
+        used_tiles=(tile_experts < expert_count).sum(),
+        experts=jnp.minimum(tile_experts, expert_count - 1),
+        counts=is_fetched.reshape(-1, ROWS).sum(axis=1),
+        tokens=jnp.where(is_fetched, rows // per_token, 0).reshape(-1, 1, ROWS),
         weights=weights.reshape(-1, 1, ROWS),
-        rows=jnp.concatenate(rows, axis=1),
-        of_tokens=(numbers < experts).reshape(-1, of_group).sum(axis=1),
+        fetches=jnp.concatenate([sources, targets], axis=1),
+        fetch_counts=(row_experts < expert_count).reshape(-1, rows_per_group).sum(axis=1),
     )
 
 
-def block_of(columns: int, bytes_of_column: int) -> int:
-    """Returns the largest block of columns whose weights, held twice, fit into fast memory.
+def columns_per_block(columns: int, bytes_per_column: int) -> int:
+    """Returns the number of columns in the largest block of weights that fits in fast memory.
+
+    The limit is MOST_OF_WEIGHTS for two blocks, because the next block is read while one is used.
+    The number is a multiple of LANES that divides `columns`, and at least LANES.
 
     Args:
         columns: The number of all columns, a multiple of LANES.
-        bytes_of_column: The bytes of the weights of a column.
+        bytes_per_column: The bytes of the weights of a column.
     """
-    sizes = [size for size in range(LANES, columns + 1, LANES) if columns % size == 0]
-    return max([LANES, *(s for s in sizes if 2 * s * bytes_of_column <= MOST_OF_WEIGHTS)])
+    block_columns = LANES
+    for size in range(LANES, columns + 1, LANES):
+        if columns % size == 0 and 2 * size * bytes_per_column <= MOST_OF_WEIGHTS:
+            block_columns = size
+    return block_columns
 
 
 def _call(
     kernel: Callable[..., None], scalars: list[Array], out: Any, name: str, **options: Any
-) -> Any:
-    """Returns the call of a kernel, a function of its other inputs.
+) -> Callable[..., Array]:
+    """Returns a function that calls a kernel with its first inputs.
 
     Args:
         kernel: The kernel.
-        scalars: Its first inputs, which the index maps of blocks may read before it runs.
+        scalars: The first inputs of the kernel. The index maps of blocks may read them before the
+            kernel runs.
         out: The shape and dtype of the result.
         name: The name of the kernel in profiles.
         options: The other fields of `pltpu.PrefetchScalarGridSpec`.
+
+    Returns:
+        A function that maps the other inputs to the result.
     """
-    spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=len(scalars), **options)
+    grid_spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=len(scalars), **options)
     parameters = pltpu.CompilerParams(vmem_limit_bytes=FAST_MEMORY)
-    call = pl.pallas_call(kernel, out, grid_spec=spec, compiler_params=parameters, name=name)
+    call = pl.pallas_call(kernel, out, grid_spec=grid_spec, compiler_params=parameters, name=name)
     return partial(call, *scalars)
 
 
-def _gated(table: Table, stacks: Stacks, x: Array) -> Array:
-    """Returns silu(x gate) * (x up) of the rows of all tiles, (n', M)."""
-    (_, _, hidden, width), tiles = stacks.gate.shape, len(table.experts)
-    columns = block_of(width, 2 * hidden * x.dtype.itemsize)
+def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
+    """Computes silu(x gate) * (x up) for the rows of all tiles.
 
-    def of_expert(column: Any, step: Any, layer: Any, experts: Any, _: Any) -> tuple[Any, ...]:
+    Args:
+        table: The table of rows.
+        stacks: The weights of the experts.
+        x: The tokens, (T, D).
+
+    Returns:
+        The results in the order of the tiles, (n', M) in the dtype of x.
+    """
+    _, _, hidden, width = stacks.gate.shape
+    tile_count = len(table.experts)
+    block_columns = columns_per_block(width, 2 * hidden * x.dtype.itemsize)
+
+    # Each step fetches its own tile, and computes the previous step's tile.
+    def weight_index(
+        column: Any, step: Any, layer: Any, experts: Any, _counts: Any
+    ) -> tuple[Any, ...]:
         return layer[0], experts[jnp.maximum(step - 1, 0)], 0, column
 
-    def to_write(column: Any, step: Any, *_: Any) -> tuple[Any, ...]:
+    def result_index(column: Any, step: Any, *_: Any) -> tuple[Any, ...]:
         return jnp.maximum(step - 1, 0), column
 
     return _call(
         _multiply_fetched,
         [stacks.layer.reshape(1), table.experts, table.counts],
-        jax.ShapeDtypeStruct((tiles * ROWS, width), x.dtype),
+        jax.ShapeDtypeStruct((tile_count * ROWS, width), x.dtype),
         GATED,
-        grid=(width // columns, table.tiles + 1),
+        grid=(width // block_columns, table.used_tiles + 1),
         in_specs=[
             pl.BlockSpec(
                 (None, 1, ROWS), lambda column, step, *_: (step, 0, 0), memory_space=pltpu.SMEM
             ),
             pl.BlockSpec(memory_space=pltpu.HBM),
-            *[pl.BlockSpec((None, None, hidden, columns), of_expert)] * 2,
+            *[pl.BlockSpec((None, None, hidden, block_columns), weight_index)] * 2,
         ],
-        out_specs=pl.BlockSpec((ROWS, columns), to_write),
+        out_specs=pl.BlockSpec((ROWS, block_columns), result_index),
         scratch_shapes=[
             pltpu.VMEM((2, ROWS, hidden // LANES, LANES), x.dtype),
             pltpu.SemaphoreType.DMA((2,)),
@@ -214,10 +250,10 @@ def _multiply_fetched(
     gate_ref: Any,
     up_ref: Any,
     out_ref: Any,
-    fetched: Any,
-    arrived: Any,
+    buffers: Any,
+    semaphores: Any,
 ) -> None:
-    """Begins to fetch the rows of this step's tile, and computes those of the previous step's tile.
+    """Begins to fetch the tokens of this step's tile, and computes the previous step's tile.
 
     Args:
         _layer: The number of the layer, which only the index maps read.
@@ -227,55 +263,69 @@ def _multiply_fetched(
         x_ref: All tokens in HBM, (T, D / LANES, LANES).
         gate_ref: A block of columns of the gate projection of the previous tile's expert,
             (D, columns).
-        up_ref: The same columns of the up projection.
-        out_ref: These columns of the previous tile's result, silu(x gate) * (x up),
+        up_ref: The same columns of the up projection, (D, columns).
+        out_ref: The same columns of the previous tile's result, silu(x gate) * (x up),
             (ROWS, columns).
-        fetched: Two buffers for the rows of a tile, (2, ROWS, D / LANES, LANES).
-        arrived: The DMA semaphore of each buffer.
+        buffers: Two buffers for the tokens of a tile, (2, ROWS, D / LANES, LANES).
+        semaphores: The DMA semaphore of each buffer, (2,).
     """
-    step, (_, rows, *_) = pl.program_id(1), fetched.shape
-    turns = [pl.cdiv(counts[tile], AT_ONCE) for tile in (step, jnp.maximum(step - 1, 0))]
+    step = pl.program_id(1)
+    previous_step = jnp.maximum(step - 1, 0)
+    turns = pl.cdiv(counts[step], AT_ONCE)
+    previous_turns = pl.cdiv(counts[previous_step], AT_ONCE)
 
-    def start(turn: Any, _: None) -> None:
+    def start_copies(turn: Any, _: None) -> None:
         for row in range(AT_ONCE):
             row += turn * AT_ONCE
             source = x_ref.at[pl.ds(tokens[0, row], 1)]
-            target = fetched.at[step % 2, pl.ds(row, 1)]
-            pltpu.make_async_copy(source, target, arrived.at[step % 2]).start()
+            target = buffers.at[step % 2, pl.ds(row, 1)]
+            pltpu.make_async_copy(source, target, semaphores.at[step % 2]).start()
 
-    lax.fori_loop(0, turns[0], start, None)
+    lax.fori_loop(0, turns, start_copies, None)
 
     @pl.when(step > 0)
     def multiply() -> None:
         buffer = (step - 1) % 2
-        _wait(fetched, arrived, buffer, turns[1] * AT_ONCE)
-        x = fetched[buffer].reshape(rows, -1)
-        gate, up = (einsum("nD,DM->nM", x, weights[...]) for weights in (gate_ref, up_ref))
+        _wait(buffers, semaphores, buffer, previous_turns * AT_ONCE)
+        x = buffers[buffer].reshape(buffers.shape[1], -1)
+        gate = einsum("nD,DM->nM", x, gate_ref[...])
+        up = einsum("nD,DM->nM", x, up_ref[...])
         out_ref[...] = (jax.nn.silu(gate) * up).astype(out_ref.dtype)
 
 
-def _wait(fetched: Any, arrived: Any, buffer: Any, count: Any) -> None:
-    """Waits until rows have arrived in a buffer.
+def _wait(buffers: Any, semaphores: Any, buffer: Any, count: Any) -> None:
+    """Waits until the copies of rows into a buffer are complete.
 
     Args:
-        fetched: The two buffers.
-        arrived: The DMA semaphore of each buffer.
+        buffers: The two buffers, (2, rows of a buffer, D / LANES, LANES).
+        semaphores: The DMA semaphore of each buffer, (2,).
         buffer: The index of the buffer, 0 or 1.
-        count: The number of rows that are fetched into the buffer.
+        count: The number of rows that are copied into the buffer.
     """
 
     @pl.when(count > 0)
     def wait() -> None:
-        rows = fetched.at[buffer, pl.ds(0, count)]  # only their size matters
-        pltpu.make_async_copy(rows, rows, arrived.at[buffer]).wait()
+        # A wait subtracts the size of a copy from the semaphore. This copy is never started, and
+        # only its size matters.
+        rows = buffers.at[buffer, pl.ds(0, count)]
+        pltpu.make_async_copy(rows, rows, semaphores.at[buffer]).wait()
 
 
-def _weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
-    """Returns (gated down) * weight of the rows of all tiles, (n', D / LANES, LANES)."""
+def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
+    """Computes (gated down) * weight for the rows of all tiles.
+
+    Args:
+        table: The table of rows.
+        stacks: The weights of the experts.
+        gated: The result of `_run_gated`, (n', M).
+
+    Returns:
+        The results in the order of the tiles, (n', D / LANES, LANES) in the dtype of `gated`.
+    """
     _, _, width, hidden = stacks.down.shape
-    columns = block_of(hidden, width * gated.dtype.itemsize)
+    block_columns = columns_per_block(hidden, width * gated.dtype.itemsize)
 
-    def of_expert(column: Any, tile: Any, layer: Any, experts: Any) -> tuple[Any, ...]:
+    def weight_index(column: Any, tile: Any, layer: Any, experts: Any) -> tuple[Any, ...]:
         return layer[0], experts[tile], 0, column
 
     return _call(
@@ -283,14 +333,14 @@ def _weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
         [stacks.layer.reshape(1), table.experts],
         jax.ShapeDtypeStruct((len(gated), hidden // LANES, LANES), gated.dtype),
         WEIGHTED,
-        grid=(hidden // columns, jnp.maximum(table.tiles, 1)),
+        grid=(hidden // block_columns, jnp.maximum(table.used_tiles, 1)),
         in_specs=[
             pl.BlockSpec((None, 1, ROWS), lambda column, tile, *_: (tile, 0, 0)),
             pl.BlockSpec((ROWS, width), lambda column, tile, *_: (tile, 0)),
-            pl.BlockSpec((None, None, width, columns), of_expert),
+            pl.BlockSpec((None, None, width, block_columns), weight_index),
         ],
         out_specs=pl.BlockSpec(
-            (ROWS, columns // LANES, LANES), lambda column, tile, *_: (tile, column, 0)
+            (ROWS, block_columns // LANES, LANES), lambda column, tile, *_: (tile, column, 0)
         ),
     )(table.weights, gated, stacks.down)
 
@@ -306,77 +356,84 @@ def _multiply_down(
         weights_ref: The routing weight of each row of the tile, (1, ROWS) float32.
         gated_ref: The rows of the tile, silu(x gate) * (x up), (ROWS, M).
         down_ref: A block of columns of the expert's down projection, (M, columns).
-        out_ref: These columns of the result, (ROWS, columns / LANES, LANES).
+        out_ref: The same columns of the result, (ROWS, columns / LANES, LANES).
     """
-    weights = jnp.broadcast_to(weights_ref[...], (SUBLANES, ROWS)).T[:, :1]
+    weights = jnp.broadcast_to(weights_ref[...], (SUBLANES, ROWS)).T[:, :1]  # (ROWS, 1)
     y = weights * einsum("nM,MD->nD", gated_ref[...], down_ref[...])
     out_ref[...] = y.astype(out_ref.dtype).reshape(out_ref.shape)
 
 
-def _added(rows: Array, fetches: Array, counts: Array) -> Array:
-    """Returns the sum of each token's rows, (T, D) float32.
+def _run_added(rows: Array, fetches: Array, counts: Array) -> Array:
+    """Computes the sum of the rows of each token of some groups.
 
     Args:
         rows: The rows of all tiles, (n', D / LANES, LANES).
-        fetches: `Table.rows` of these tokens.
-        counts: `Table.of_tokens` of these tokens.
+        fetches: The groups' part of `Table.fetches`, (groups, 2, X * TOKENS) int32.
+        counts: The groups' part of `Table.fetch_counts`, (groups,) int32.
+
+    Returns:
+        The sums, (groups * TOKENS, D) float32.
     """
-    groups, _, of_group = fetches.shape
+    group_count, _, rows_per_group = fetches.shape
     hidden = math.prod(rows.shape[1:])
 
-    def to_fetch(step: Any, _: Any) -> tuple[Any, ...]:
-        return jnp.minimum(step, groups - 1), 0, 0
+    # Each step fetches its own group, and adds up the previous step's group.
+    def fetch_index(step: Any, _: Any) -> tuple[Any, ...]:
+        return jnp.minimum(step, group_count - 1), 0, 0
 
     return _call(
         _add_fetched,
         [jnp.pad(counts, (0, 1))],
-        jax.ShapeDtypeStruct((groups * TOKENS, hidden), jnp.float32),
+        jax.ShapeDtypeStruct((group_count * TOKENS, hidden), jnp.float32),
         ADDED,
-        grid=(groups + 1,),
+        grid=(group_count + 1,),
         in_specs=[
-            pl.BlockSpec((None, 2, of_group), to_fetch, memory_space=pltpu.SMEM),
+            pl.BlockSpec((None, 2, rows_per_group), fetch_index, memory_space=pltpu.SMEM),
             pl.BlockSpec(memory_space=pltpu.HBM),
         ],
         out_specs=pl.BlockSpec((TOKENS, hidden), lambda step, _: (jnp.maximum(step - 1, 0), 0)),
         scratch_shapes=[
-            pltpu.VMEM((2, of_group, *rows.shape[1:]), rows.dtype),
+            pltpu.VMEM((2, rows_per_group, *rows.shape[1:]), rows.dtype),
             pltpu.SemaphoreType.DMA((2,)),
         ],
     )(fetches, rows)
 
 
 def _add_fetched(
-    counts: Any, rows: Any, rows_ref: Any, out_ref: Any, fetched: Any, arrived: Any
+    counts: Any, fetches: Any, rows_ref: Any, out_ref: Any, buffers: Any, semaphores: Any
 ) -> None:
-    """Begins to fetch the rows of this step's group, and adds up those of the previous group.
+    """Begins to fetch the rows of this step's group, and adds up the previous step's group.
 
     Args:
-        counts: The number of rows to fetch for each group, and a 0 at the end, (groups + 1,) int32.
-        rows: For this step's group, the numbers of its rows among those of all tiles, and their
-            places in the buffer, (2, X * TOKENS) int32.
+        counts: The number of rows that are fetched for each group, and a 0 at the end,
+            (groups + 1,) int32.
+        fetches: For this step's group, its rows among the rows of all tiles, and the place of each
+            row in the buffer, (2, X * TOKENS) int32.
         rows_ref: The rows of all tiles in HBM, (n', D / LANES, LANES).
         out_ref: The sum of the rows of each token of the previous group, (TOKENS, D) float32.
-        fetched: Two buffers for the rows of a group, (2, X * TOKENS, D / LANES, LANES).
-        arrived: The DMA semaphore of each buffer.
+        buffers: Two buffers for the rows of a group, (2, X * TOKENS, D / LANES, LANES).
+        semaphores: The DMA semaphore of each buffer, (2,).
     """
-    step, (_, of_group, *_) = pl.program_id(0), fetched.shape
+    step = pl.program_id(0)
+    rows_per_group = buffers.shape[1]
 
-    @pl.when(counts[step] < of_group)
+    # Rows that are not fetched count as 0.
+    @pl.when(counts[step] < rows_per_group)
     def clear() -> None:
-        fetched[step % 2] = jnp.zeros_like(fetched[step % 2])
+        buffers[step % 2] = jnp.zeros_like(buffers[step % 2])
 
-    def start(number: Any, _: None) -> None:
-        source = rows_ref.at[pl.ds(rows[0, number], 1)]
-        target = fetched.at[step % 2, pl.ds(rows[1, number], 1)]
-        pltpu.make_async_copy(source, target, arrived.at[step % 2]).start()
+    def start_copy(number: Any, _: None) -> None:
+        source = rows_ref.at[pl.ds(fetches[0, number], 1)]
+        target = buffers.at[step % 2, pl.ds(fetches[1, number], 1)]
+        pltpu.make_async_copy(source, target, semaphores.at[step % 2]).start()
 
-    lax.fori_loop(0, counts[step], start, None)
+    lax.fori_loop(0, counts[step], start_copy, None)
 
     @pl.when(step > 0)
     def add() -> None:
         buffer = (step - 1) % 2
-        _wait(fetched, arrived, buffer, counts[step - 1])
-        total = jnp.zeros((TOKENS, *fetched.shape[2:]), jnp.float32)
-        for first in range(0, of_group, TOKENS):
-            total += fetched[buffer, pl.ds(first, TOKENS)].astype(jnp.float32)
+        _wait(buffers, semaphores, buffer, counts[step - 1])
+        total = jnp.zeros((TOKENS, *buffers.shape[2:]), jnp.float32)
+        for first_row in range(0, rows_per_group, TOKENS):
+            total += buffers[buffer, pl.ds(first_row, TOKENS)].astype(jnp.float32)
         out_ref[...] = total.reshape(out_ref.shape)

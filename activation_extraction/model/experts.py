@@ -1,12 +1,13 @@
-"""Experts are many small MLPs in a layer; every token goes through a few of them.
+"""The experts of a layer, which are many small MLPs of which each token uses a few.
 
 No token is dropped, so the result for a token does not depend on its neighbours. Each platform has
-its own way to compute the sum of a token's experts; all have the signature `ExpertSum`. Most of
-them sort the rows of all tokens by expert, so that a product consists of many small ones, of the
-rows of an expert with its weights.
+its own function that computes the weighted sum of each token's experts. All of these functions have
+the signature `ExpertSum`. Most of them sort rows by expert, where a row is one expert of one token,
+so that each expert's weights are multiplied with consecutive rows. The kernels for TPUs and GPUs
+are in expert_kernel.py and grouped_kernel.py.
 
-The letters are those of qwen2_jax.py, for example X experts of a token. T is the number of tokens
-of all rows together, and n = T * X, one row for each expert of each token.
+Letters: B batch rows, T tokens (of all batch rows together where an array has no axis B), D hidden,
+L layers, E experts, X experts of a token, M width of an expert, n = T * X rows.
 """
 
 import math
@@ -24,8 +25,8 @@ from activation_extraction.model.mesh import BOTH, Layout
 from activation_extraction.model.numerics import einsum, from_bits, to_bits
 from activation_extraction.model.parameters import StackedWeight
 
-TILE = 128  # rows
-LANES = 128  # the width of a TPU's registers
+TILE = 128  # rows of an expert that `tiled_experts` multiplies at a time
+LANES = 128  # values of a row of a TPU's register
 
 
 class Stacks(NamedTuple):
@@ -33,9 +34,9 @@ class Stacks(NamedTuple):
 
     Attributes:
         layer: The number of the layer whose experts are used, () int32.
-        gate: (L, E, D, M).
-        up: (L, E, D, M).
-        down: (L, E, M, D).
+        gate: The weights of the gate projections, (L, E, D, M).
+        up: The weights of the up projections, (L, E, D, M).
+        down: The weights of the down projections, (L, E, M, D).
     """
 
     layer: Array
@@ -44,34 +45,39 @@ class Stacks(NamedTuple):
     down: Array
 
 
-# Maps (x, weights, chosen, stacks, parts=1) to the weighted sum of the results of every token's
-# experts, (T, D) float32:
+# A function that computes experts. It maps (x, weights, chosen, stacks, parts=1) to the weighted
+# sum of the results of each token's experts, (T, D) float32:
 #   x        the tokens, (T, D)
-#   weights  the weights of each token's experts, (T, X) float32
-#   chosen   the numbers of these experts, (T, X) int32; numbers outside 0..E-1 add nothing and cost
-#            nothing
-#   stacks   the weights of the experts
-#   parts    the number of equal parts of the tokens, whose sums are computed one after the other,
-#            so that the first sums may leave early
+#   weights  the routing weights of each token's experts, (T, X) float32
+#   chosen   the numbers of each token's experts, (T, X) int32; numbers outside 0..E-1 add nothing
+#            and cost nothing
+#   stacks   the `Stacks` with the weights of the experts
+#   parts    the number of equal parts into which the tokens are divided; the parts' sums are
+#            computed one after the other, so that the first ones can be sent early
 ExpertSum = Callable[..., Array]
 
-# Maps (rows (n, D), sizes (E,) int32, stacks) to (n, D) in the dtype of the rows. The rows are
-# sorted by expert: the first sizes[0] go through expert 0, and so on. Rows after those of the last
-# expert have no expert, and the result for them means nothing.
+# A function that runs experts on sorted rows. It maps (rows, sizes, stacks) to the result of each
+# row's expert, (n, D) in the dtype of the rows:
+#   rows    the rows, (n, D): the first sizes[0] belong to expert 0, the next sizes[1] to expert 1,
+#           and so on; rows after those of the last expert have no expert, and the results for them
+#           are meaningless
+#   sizes   the number of rows of each expert, (E,) int32
+#   stacks  the `Stacks` with the weights of the experts
 SortedRows = Callable[[Array, Array, Stacks], Array]
 
 
 def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
-    """Chooses the experts of every token; of equal logits, the first ones.
+    """Chooses the experts of each token.
 
     Args:
-        logits: The logits of the router, (B, T, E).
+        logits: The logits of the router, (B, T, E). Of equal logits, the first ones are chosen.
         count: X, the number of experts per token.
-        renormalise: Whether the weights of a token's experts are divided by their sum.
+        renormalise: Whether to divide the weights of a token's experts by their sum.
 
     Returns:
-        The weights of the chosen experts, (B, T, X) float32, rounded to the dtype of the logits as
-        in transformers; and the numbers of the experts, (B, T, X) int32.
+        The weights of the chosen experts, (B, T, X) float32. They are rounded to the dtype of the
+        logits, as in transformers.
+        The numbers of the chosen experts, (B, T, X) int32.
     """
     weights, chosen = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), count)
     if renormalise:
@@ -80,28 +86,31 @@ def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
 
 
 def scattered(weights: Array, chosen: Array, count: int) -> Array:
-    """Returns the weight of every expert, (B, T, E); experts that were not chosen have 0.
+    """Returns the weight of every expert for every token, (B, T, E).
 
     Args:
         weights: The weights of the chosen experts, (B, T, X).
-        chosen: The numbers of the chosen experts, (B, T, X) int32.
-        count: E.
+        chosen: The numbers of the chosen experts, (B, T, X) int32. All other experts get the weight
+            0.
+        count: E, the number of experts.
     """
     one_hot = jax.nn.one_hot(chosen, count, dtype=weights.dtype)
     return (one_hot * weights[..., None]).sum(axis=-2)
 
 
 class Experts(nn.Module):
-    """The experts of a layer. Each is a SwiGLU; one parameter has the weights of all experts.
+    """The routed experts of a layer, each of which is a SwiGLU.
 
-    Experts are split over the mesh axis `expert`, along which the devices exchange their tokens,
-    and each of them over `model` like any MLP. Unlike other weights these have their input axis
-    first, as the TPU's kernel needs them: otherwise it would transpose all of them in every step.
+    Each of the three parameters contains the weights of all experts. The experts are divided among
+    the devices along the mesh axis `expert`, and these devices exchange their tokens. Each expert
+    is split along the mesh axis `model` like any MLP. Unlike other weights, an expert's weights
+    have their input axis first, because the kernel for TPUs needs this order. It would otherwise
+    transpose all weights in every step.
 
     Attributes:
         config: The configuration of the model.
         dtype: The dtype of the weights.
-        expert_sum: The function that computes the sums.
+        expert_sum: The function that computes the weighted sums of the experts.
         layout: The mesh.
     """
 
@@ -120,48 +129,52 @@ class Experts(nn.Module):
 
         Args:
             x: The tokens, (B, T, D).
-            weights: The weights of each token's experts, (B, T, X) float32.
-            chosen: The numbers of each token's experts, (B, T, X) int32. A number beyond the last
-                expert adds zeros and costs nothing.
+            weights: The routing weights of each token's experts, (B, T, X) float32.
+            chosen: The numbers of each token's experts, (B, T, X) int32. Numbers outside 0..E-1 add
+                nothing and cost nothing.
         """
-        (gate, layer), (up, _), (down, _) = self.gate_proj(), self.up_proj(), self.down_proj()
+        gate, layer = self.gate_proj()
+        up, _ = self.up_proj()
+        down, _ = self.down_proj()
         arrays = x, weights, chosen, layer, gate, up, down
-        inwards, outwards = ("experts", "hidden", "mlp"), ("experts", "mlp", "hidden")
-        stacks = [("layer", *axes) for axes in (inwards, inwards, outwards)]
-        axes = [STREAM, STREAM, STREAM, (), *stacks]
-        run = partial(_exchange, self.layout, self.expert_sum)
-        return self.layout.per_device(run, arrays, axes, like=0)
+        input_axes = "layer", "experts", "hidden", "mlp"
+        output_axes = "layer", "experts", "mlp", "hidden"
+        axes = [STREAM, STREAM, STREAM, (), input_axes, input_axes, output_axes]
+        compute = partial(_sum_on_device, self.layout, self.expert_sum)
+        return self.layout.per_device(compute, arrays, axes, like=0)
 
 
-def _exchange(
+def _sum_on_device(
     layout: Layout, expert_sum: ExpertSum, x: Array, weights: Array, chosen: Array, *stacks: Array
 ) -> Array:
-    """Runs one device's experts on the tokens of all devices along `expert`.
+    """Computes the weighted sums of the experts for the tokens of one device.
 
-    Sums that devices send to each other are rounded to the dtype of the tokens.
+    All devices call this function together, because the experts are divided among them. Sums that
+    devices send to each other are rounded to the dtype of the tokens.
 
     Args:
         layout: The mesh.
-        expert_sum: The function that computes the sums.
+        expert_sum: The function that computes the sums over the experts of one device.
         x: The tokens of this device, (B, T, D).
-        weights: (B, T, X) float32.
-        chosen: (B, T, X) int32.
-        stacks: The fields of `Stacks`, for the experts of this device.
+        weights: The routing weights of each token's experts, (B, T, X) float32.
+        chosen: The numbers of each token's experts, (B, T, X) int32.
+        stacks: The fields of `Stacks`, with the weights of this device's experts.
 
     Returns:
-        The sums of the tokens of this device, (B, T, D) float32.
+        The sums over the experts of all devices, (B, T, D) float32.
     """
     if layout.size("expert") > 1:
-        expert_sum = partial(_in_a_ring, layout.ring("expert"), expert_sum)
-    tokens = [array.reshape(-1, array.shape[-1]) for array in (x, weights, chosen)]
-    y = expert_sum(*tokens, Stacks(*stacks))
+        expert_sum = partial(_sum_in_ring, layout.ring("expert"), expert_sum)
+    token_arrays = [array.reshape(-1, array.shape[-1]) for array in (x, weights, chosen)]
+    y = expert_sum(*token_arrays, Stacks(*stacks))
+    # Along these mesh axes, each device has a part of every expert.
     split_axes = tuple(axis for axis in BOTH if layout.size(axis) > 1)
-    if split_axes:  # devices have parts of every expert
+    if split_axes:
         y = lax.psum(y.astype(x.dtype), split_axes).astype(jnp.float32)
     return y.reshape(x.shape)
 
 
-def _in_a_ring(
+def _sum_in_ring(
     ring: Sequence[int],
     expert_sum: ExpertSum,
     x: Array,
@@ -169,158 +182,177 @@ def _in_a_ring(
     chosen: Array,
     stacks: Stacks,
 ) -> Array:
-    """Sends the tokens around the ring of devices, and then their sums.
+    """Computes sums over the experts of all devices, by sending tokens and sums around a ring.
 
-    Half of the tokens go one way and half the other, so that both directions of the links are used.
-    Part k of the tokens that a device gets is the first half of those of the k-th device before it
-    and the second half of those of the k-th device after it. A part's sum starts at the first
-    device that its tokens reach and goes on the same way until it is home; every device adds the
-    results of its experts. So the hops of the tokens run while the rows are sorted, and the hops of
-    one part's sum while the next part is added up. The weights are read once.
+    Every device runs its experts on the tokens of all devices. First, the tokens go around the
+    ring. Half of each device's tokens go forwards and half backwards, so that both directions of
+    the links are used. The tokens that a device collects are divided into parts. Part 0 is its own
+    tokens. Part k is the first half of the tokens of the device k places before it in the ring, and
+    the second half of the tokens of the device k places after it.
+
+    Then the sums go around the ring. A part's sum starts at the first device that its tokens have
+    reached, and goes on in the same direction until it is back at the device of its tokens. Every
+    device on the way adds the results of its experts.
+
+    So the tokens are sent while rows are sorted, and the sums of one part are sent while the sums
+    of the next part are computed. Each weight is read once.
 
     Args:
         ring: The numbers of the devices in the order of the ring.
-        expert_sum: The function that computes the sums of one device's experts.
+        expert_sum: The function that computes the sums over one device's experts.
         x: The tokens of this device, (T, D).
-        weights: (T, X) float32.
-        chosen: The numbers of the experts among those of all devices, (T, X) int32.
-        stacks: The weights of the experts of this device.
+        weights: The routing weights of each token's experts, (T, X) float32.
+        chosen: The numbers of each token's experts, counted over all devices, (T, X) int32.
+        stacks: The weights of this device's experts.
 
     Returns:
-        The sums of the tokens of this device over the experts of all devices, (T, D) float32.
+        The sums for the tokens of this device, (T, D) float32.
     """
-    devices = len(ring)
-    count, width = x.shape
-    half = count // 2
-    # A kernel fetches rows from this shape. The shape of this device's tokens is cheaper to change
-    # than that of the tokens of all devices.
-    x = x.reshape(count, -1, math.gcd(width, LANES))
-    ways = [(slice(half), 1), (slice(half, None), -1)]  # the tokens, and the devices per hop
+    device_count = len(ring)
+    token_count, hidden = x.shape
+    half = token_count // 2
+    # A kernel fetches rows from this shape. It is cheaper to reshape the tokens of this device
+    # before they are sent than the tokens of all devices afterwards.
+    x = x.reshape(token_count, -1, math.gcd(hidden, LANES))
+    # The tokens that go in each direction, with the places in the ring per hop.
+    directions = [(slice(half), 1), (slice(half, None), -1)]
 
-    def hop(arrays: Any, by: int) -> Any:
-        pairs = [(device, ring[(place + by) % devices]) for place, device in enumerate(ring)]
+    def hop(arrays: Any, shift: int) -> Any:
+        pairs = [
+            (device, ring[(place + shift) % device_count]) for place, device in enumerate(ring)
+        ]
         return lax.ppermute(arrays, "expert", pairs)
 
-    parts_by_way = []
-    for tokens, by in ways:
-        parts = [[array[tokens] for array in (x, weights, chosen)]]
-        for _ in range(1, devices):
-            parts.append(hop(parts[-1], by))
-        parts_by_way.append(parts)
-    halves: list[list[Array]] = []
-    for halves_of_part in zip(*parts_by_way, strict=True):
-        halves.extend(halves_of_part)
-    x, weights, chosen = (jnp.concatenate(arrays) for arrays in zip(*halves, strict=True))
+    halves_by_direction = []
+    for tokens, shift in directions:
+        part_halves = [[array[tokens] for array in (x, weights, chosen)]]
+        for _ in range(1, device_count):
+            part_halves.append(hop(part_halves[-1], shift))
+        halves_by_direction.append(part_halves)
+    # The first half of part 0, its second half, the first half of part 1, and so on.
+    ordered_halves: list[list[Array]] = []
+    for both_halves in zip(*halves_by_direction, strict=True):
+        ordered_halves.extend(both_halves)
+    x, weights, chosen = (jnp.concatenate(arrays) for arrays in zip(*ordered_halves, strict=True))
     chosen = chosen - lax.axis_index("expert") * stacks.gate.shape[1]
-    y = expert_sum(x.reshape(-1, width), weights, chosen, stacks, parts=devices)
+    y = expert_sum(x.reshape(-1, hidden), weights, chosen, stacks, parts=device_count)
 
-    # Without barriers, XLA would put the parts together to convert and cut them.
-    own_part, *other_parts = map(lax.optimization_barrier, jnp.split(y, devices))
-    sums = []
-    for tokens, by in ways:
+    # Without barriers, XLA would concatenate the parts again, to convert and slice them together.
+    own_part, *other_parts = map(lax.optimization_barrier, jnp.split(y, device_count))
+    half_sums = []
+    for tokens, shift in directions:
         total = other_parts[0][tokens]
         for part in [*other_parts[1:], own_part]:
-            total = hop(total.astype(x.dtype), by).astype(jnp.float32) + part[tokens]
-        sums.append(total)
-    return jnp.concatenate(sums)
+            total = hop(total.astype(x.dtype), shift).astype(jnp.float32) + part[tokens]
+        half_sums.append(total)
+    return jnp.concatenate(half_sums)
 
 
 def in_sorted_rows(
     compute: SortedRows, x: Array, weights: Array, chosen: Array, stacks: Stacks, parts: int = 1
 ) -> Array:
-    """Implements `ExpertSum` with copies of the rows that are sorted by expert.
+    """Computes the weighted sum of each token's experts by sorting copies of the tokens by expert.
 
-    One row of each token is added up at a time, so that no array has all rows in float32.
-    `ExpertSum` describes the arguments after `compute`, and the result.
+    The sums take one row of each token at a time, so that no array contains all rows in float32.
 
     Args:
         compute: The function that runs the experts on the sorted rows.
-        x: As in `ExpertSum`.
-        weights: As in `ExpertSum`.
-        chosen: As in `ExpertSum`.
-        stacks: As in `ExpertSum`.
-        parts: As in `ExpertSum`.
+        x: The tokens, (T, D).
+        weights: The routing weights of each token's experts, (T, X) float32.
+        chosen: The numbers of each token's experts, (T, X) int32.
+        stacks: The weights of the experts.
+        parts: The number of equal parts of the tokens whose sums are computed one after the other.
+
+    Returns:
+        The sums, (T, D) float32. See `ExpertSum`.
     """
     per_token = chosen.shape[1]
-    experts = stacks.gate.shape[1]
-    exists = (chosen >= 0) & (chosen < experts)
-    group = jnp.where(exists, chosen, experts).reshape(-1)
-    order = jnp.argsort(group, stable=True)
-    sizes = jnp.bincount(group, length=experts + 1)[:experts].astype(jnp.int32)
-    rows = from_bits(to_bits(x)[order // per_token], x.dtype)
-    y = to_bits(compute(rows, sizes, stacks))
-    places = jnp.zeros_like(order).at[order].set(jnp.arange(order.size)).reshape(chosen.shape)
+    expert_count = stacks.gate.shape[1]
+    exists = (chosen >= 0) & (chosen < expert_count)
+    expert_of_row = jnp.where(exists, chosen, expert_count).reshape(-1)
+    row_order = jnp.argsort(expert_of_row, stable=True)
+    sizes = jnp.bincount(expert_of_row, length=expert_count + 1)[:expert_count].astype(jnp.int32)
+    sorted_rows = from_bits(to_bits(x)[row_order // per_token], x.dtype)
+    result_bits = to_bits(compute(sorted_rows, sizes, stacks))
+    # The sorted row of each of a token's experts, (T, X).
+    row_numbers = jnp.zeros_like(row_order).at[row_order].set(jnp.arange(row_order.size))
+    row_numbers = row_numbers.reshape(chosen.shape)
 
-    def added(places: Array, weights: Array, exists: Array) -> Array:
-        total = jnp.zeros((len(places), x.shape[1]), jnp.float32)
-        for number, place in enumerate(places.T):
-            row = from_bits(y[place], x.dtype).astype(jnp.float32)
-            total += jnp.where(exists[:, number, None], row * weights[:, number, None], 0)
+    def add_up(row_numbers: Array, weights: Array, exists: Array) -> Array:
+        total = jnp.zeros((len(row_numbers), x.shape[1]), jnp.float32)
+        for choice, numbers in enumerate(row_numbers.T):
+            row = from_bits(result_bits[numbers], x.dtype).astype(jnp.float32)
+            total += jnp.where(exists[:, choice, None], row * weights[:, choice, None], 0)
         return total
 
-    split = [jnp.split(array, parts) for array in (places, weights, exists)]
-    return jnp.concatenate([added(*part) for part in zip(*split, strict=True)])
+    arrays_by_part = [jnp.split(array, parts) for array in (row_numbers, weights, exists)]
+    return jnp.concatenate([add_up(*arrays) for arrays in zip(*arrays_by_part, strict=True)])
 
 
-def _in_ragged_products(x: Array, sizes: Array, stacks: Stacks) -> Array:
-    """Implements `SortedRows` by `lax.ragged_dot`, for which the TPU's compiler has a kernel.
+def _run_with_ragged_dot(x: Array, sizes: Array, stacks: Stacks) -> Array:
+    """Runs experts on sorted rows with `lax.ragged_dot`, for which XLA has a kernel on TPUs.
 
-    `lax.ragged_dot` gets the experts of all layers, because a slice of the weights would be a copy;
-    the experts of other layers have no rows. On other platforms than TPUs, `lax.ragged_dot`
-    multiplies every row with every expert.
+    The signature is `SortedRows`. `lax.ragged_dot` gets the weights of all layers, because a slice
+    of them would be a copy; the experts of other layers have no rows. On other platforms than TPUs,
+    `lax.ragged_dot` multiplies every row with every expert.
     """
     layer, gate, up, down = stacks
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    layers, experts = gate.shape[:2]
-    sizes = jnp.zeros((layers, experts), jnp.int32).at[layer].set(sizes).reshape(-1)
+    layer_count, expert_count = gate.shape[:2]
+    all_sizes = jnp.zeros((layer_count, expert_count), jnp.int32).at[layer].set(sizes).reshape(-1)
 
     def product(x: Array, stack: Array, dtype: Any) -> Array:
-        stack = stack.reshape(-1, *stack.shape[2:])
+        matrices = stack.reshape(-1, *stack.shape[2:])
         options: Any = dict(precision=precision, preferred_element_type=dtype)
-        return lax.ragged_dot(x, stack, sizes, **options)
+        return lax.ragged_dot(x, matrices, all_sizes, **options)
 
     gated = jax.nn.silu(product(x, gate, jnp.float32)) * product(x, up, jnp.float32)
     return product(gated.astype(x.dtype), down, x.dtype)
 
 
-def _in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
-    """Implements `SortedRows` one expert after the other, a tile of TILE rows at a time.
+def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
+    """Runs one expert after the other on its sorted rows, a tile of TILE rows at a time.
 
-    The last tile of an expert may extend into the rows of the next experts. The results for these
-    rows are overwritten when their own expert is computed.
+    The signature is `SortedRows`. The last tile of an expert may extend into the rows of the next
+    experts. The results for these rows are overwritten when the next experts are computed.
     """
-    count, bits = len(x), to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
-    first = jnp.cumsum(sizes) - sizes
-    layer, *matrices = map(to_bits, stacks)
+    row_count = len(x)
+    row_bits = to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
+    first_rows = jnp.cumsum(sizes) - sizes
+    layer, *stack_bits = map(to_bits, stacks)
 
-    def tile(y: Array, start: Array, gate: Array, up: Array, down: Array) -> Array:
-        rows = from_bits(lax.dynamic_slice_in_dim(bits, start, TILE), x.dtype)
+    def compute_tile(y: Array, start: Array, gate: Array, up: Array, down: Array) -> Array:
+        rows = from_bits(lax.dynamic_slice_in_dim(row_bits, start, TILE), x.dtype)
         gated = jax.nn.silu(einsum("nD,DM->nM", rows, gate)) * einsum("nD,DM->nM", rows, up)
-        out = einsum("nM,MD->nD", gated.astype(x.dtype), down).astype(x.dtype)
-        return lax.dynamic_update_slice_in_dim(y, to_bits(out), start, 0)
+        results = einsum("nM,MD->nD", gated.astype(x.dtype), down).astype(x.dtype)
+        return lax.dynamic_update_slice_in_dim(y, to_bits(results), start, 0)
 
-    def expert(number: Array, y: Array) -> Array:
-        gate, up, down = (from_bits(stack[layer, number], x.dtype) for stack in matrices)
-        tiles = (sizes[number] + TILE - 1) // TILE
+    def compute_expert(expert: Array, y: Array) -> Array:
+        gate, up, down = (from_bits(stack[layer, expert], x.dtype) for stack in stack_bits)
+        tile_count = (sizes[expert] + TILE - 1) // TILE
 
-        def next_tile(i: Array, y: Array) -> Array:
-            return tile(y, first[number] + i * TILE, gate, up, down)
+        def compute_next_tile(tile: Array, y: Array) -> Array:
+            return compute_tile(y, first_rows[expert] + tile * TILE, gate, up, down)
 
-        return lax.fori_loop(0, tiles, next_tile, y)
+        return lax.fori_loop(0, tile_count, compute_next_tile, y)
 
-    def expert_with_rows(number: Array, y: Array) -> Array:
-        return lax.cond(sizes[number] > 0, expert, lambda _, y: y, number, y)
+    def compute_expert_with_rows(expert: Array, y: Array) -> Array:
+        return lax.cond(sizes[expert] > 0, compute_expert, lambda _, y: y, expert, y)
 
-    y = lax.fori_loop(0, len(sizes), expert_with_rows, jnp.zeros_like(bits))
-    return from_bits(y[:count], x.dtype)
+    y = lax.fori_loop(0, len(sizes), compute_expert_with_rows, jnp.zeros_like(row_bits))
+    return from_bits(y[:row_count], x.dtype)
 
 
-ragged_experts = partial(in_sorted_rows, _in_ragged_products)
-tiled_experts = partial(in_sorted_rows, _in_tiles)
+ragged_experts = partial(in_sorted_rows, _run_with_ragged_dot)
+tiled_experts = partial(in_sorted_rows, _run_in_tiles)
 
 
 def one_expert_after_the_other(x: Array, weights: Array, chosen: Array, stacks: Stacks) -> Array:
-    """Implements `ExpertSum` by its definition: computes every token with every expert."""
+    """Computes every expert on every token, and adds up the results with the routing weights.
+
+    This is the reference implementation of `ExpertSum`, with which tests and trials compare the
+    others. The comment on `ExpertSum` defines the arguments and the result.
+    """
     layer, gate, up, down = stacks
     total = jnp.zeros(x.shape, jnp.float32)
     for expert in range(gate.shape[1]):

@@ -1,10 +1,11 @@
-"""Products of rows with the weights of their experts on NVIDIA GPUs: a Pallas kernel.
+"""Experts on NVIDIA GPUs, as a Pallas kernel that multiplies rows with their experts' weights.
 
-The rows are sorted by expert. Every program multiplies a tile of one expert's rows with a block of
-columns of the expert's weights. It looks up the expert and the rows in a table, so that experts
-without rows cost nothing.
+A row is one expert of one token, and the rows are sorted by expert. Every program of the kernel
+multiplies a tile of rows of one expert with a block of columns of the expert's weights. It looks up
+its expert and its rows in a table, so that experts without rows cost nothing. experts.py sorts the
+rows and adds up the results.
 
-Letters: n rows, E experts, D inputs, M outputs of an expert.
+Letters: n rows, L layers, E experts, D inputs and M outputs of the matrix that is multiplied.
 """
 
 import math
@@ -20,9 +21,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from activation_extraction.model.experts import Stacks, in_sorted_rows, tiled_experts
 
-# The rows and the columns of a tile, and the inputs that are multiplied at a time. With 16,384
-# tokens of Qwen3-30B-A3B and a kernel for each of three products, an H100 took 3.5 ms, and
-# `tiled_experts` 45 ms.
+# The number of rows of a tile, of columns of a block, and of inputs that are multiplied at a time.
+# For 16,384 tokens of Qwen3-30B-A3B, an H100 took 3.5 ms with a kernel for each of three products.
+# `tiled_experts` took 45 ms.
 ROWS, COLUMNS, INNER = 128, 128, 64
 
 
@@ -34,90 +35,106 @@ def grouped_experts(
     parts: int = 1,
     interpret: bool = False,
 ) -> Array:
-    """Computes experts with two kernels, except in float32.
+    """Computes the weighted sum of each token's experts with two kernels, except in float32.
 
     The results of the kernels have the dtype of x. float32 is left to `tiled_experts`, because the
     GPU's matrix units would round it.
 
     Args:
-        x: The tokens. See `ExpertSum` for this and the next four arguments, and for the result.
-        weights: The weights of each token's experts.
-        chosen: The numbers of each token's experts.
+        x: The tokens, (T, D).
+        weights: The routing weights of each token's experts, (T, X) float32, for X experts of a
+            token.
+        chosen: The numbers of each token's experts, (T, X) int32.
         stacks: The weights of the experts.
-        parts: The number of parts whose sums are computed one after the other.
+        parts: The number of equal parts of the tokens whose sums are computed one after the other.
         interpret: Whether Pallas interprets the kernels, for tests without a GPU.
+
+    Returns:
+        The sums, (T, D) float32. See `ExpertSum`.
     """
     if x.dtype == jnp.float32:
         return tiled_experts(x, weights, chosen, stacks, parts=parts)
-    compute = partial(_in_kernels, interpret=interpret)
+    compute = partial(_run_in_kernels, interpret=interpret)
     return in_sorted_rows(compute, x, weights, chosen, stacks, parts=parts)
 
 
-def _in_kernels(x: Array, sizes: Array, stacks: Stacks, interpret: bool) -> Array:
-    """Computes `SortedRows` with one kernel for the gate and up, and one for down."""
-    layer, *matrices = stacks
-    gate, up, down = (matrix.reshape(-1, *matrix.shape[2:]) for matrix in matrices)
-    first = layer * len(sizes)
-    gated = _product(x, [gate, up], sizes, first, interpret)
-    return _product(gated, [down], sizes, first, interpret)
+def _run_in_kernels(x: Array, sizes: Array, stacks: Stacks, interpret: bool) -> Array:
+    """Runs experts on sorted rows, with one kernel for gate and up, and one kernel for down.
+
+    See `SortedRows` for the first three arguments and the result.
+    """
+    layer, *layer_stacks = stacks
+    gate, up, down = (stack.reshape(-1, *stack.shape[2:]) for stack in layer_stacks)
+    first_expert = layer * len(sizes)
+    gated = _product(x, [gate, up], sizes, first_expert, interpret)
+    return _product(gated, [down], sizes, first_expert, interpret)
 
 
 def _product(
-    x: Array, stacks: Sequence[Array], sizes: Array, first: Array, interpret: bool
+    x: Array, stacks: Sequence[Array], sizes: Array, first_expert: Array, interpret: bool
 ) -> Array:
     """Multiplies rows with the weights of their experts.
 
     Args:
         x: The rows, sorted by expert, (n, D).
-        stacks: The weights of the experts of all layers, (L * E, D, M). With two stacks, the first
-            is that of the gate, and the result is silu(x gate) * (x up).
+        stacks: One or two arrays with the weights of the experts of all layers, (L * E, D, M). With
+            one array, the result is x times the weights. With two arrays, gate and up, it is
+            silu(x gate) * (x up).
         sizes: The number of rows of each expert of this layer, (E,) int32.
-        first: The number of the first expert of this layer in the stacks, () int32.
-        interpret: Whether Pallas interprets the kernel.
+        first_expert: The number of this layer's first expert in the stacks, () int32.
+        interpret: Whether Pallas interprets the kernel, for tests without a GPU.
 
     Returns:
-        (n, M) in the dtype of x. The values of rows without an expert mean nothing.
+        The result, (n, M) in the dtype of x. Its rows that have no expert are meaningless.
     """
-    (count, inner), columns = x.shape, stacks[0].shape[-1]
-    tiles, width = -(-count // ROWS) + len(sizes), math.gcd(columns, COLUMNS)
-    of_tile = pl.BlockSpec((1,), lambda column, tile: (tile,))
-    of_column = pl.BlockSpec((len(stacks[0]), inner, width), lambda column, tile: (0, 0, column))
-    experts, starts, ends = _tiles(sizes, tiles)
+    row_count, input_count = x.shape
+    output_count = stacks[0].shape[-1]
+    # Each expert's last tile may be partly empty.
+    tile_count = -(-row_count // ROWS) + len(sizes)
+    block_width = math.gcd(output_count, COLUMNS)
+    # The grid has a program for each block of columns and each tile of rows.
+    tile_spec = pl.BlockSpec((1,), lambda block, tile: (tile,))
+    stack_shape = len(stacks[0]), input_count, block_width
+    stack_spec = pl.BlockSpec(stack_shape, lambda block, tile: (0, 0, block))
+    experts, starts, ends = _tile_table(sizes, tile_count)
     return pl.pallas_call(
-        partial(_multiply, step=math.gcd(inner, INNER)),
-        grid=(columns // width, tiles),
+        partial(_multiply, step=math.gcd(input_count, INNER)),
+        grid=(output_count // block_width, tile_count),
         in_specs=[
-            *([of_tile] * 3),
-            pl.BlockSpec(x.shape, lambda column, tile: (0, 0)),
-            *([of_column] * len(stacks)),
+            *([tile_spec] * 3),
+            pl.BlockSpec(x.shape, lambda block, tile: (0, 0)),
+            *([stack_spec] * len(stacks)),
         ],
-        out_specs=pl.BlockSpec((count, width), lambda column, tile: (0, column)),
-        out_shape=jax.ShapeDtypeStruct((count, columns), x.dtype),
-        # Two stacks need twice the registers, and as much of a core's memory in fewer stages.
+        out_specs=pl.BlockSpec((row_count, block_width), lambda block, tile: (0, block)),
+        out_shape=jax.ShapeDtypeStruct((row_count, output_count), x.dtype),
+        # Two stacks need twice the registers, so twice the warps. They get fewer stages, because
+        # each stage takes more of a core's memory.
         compiler_params=plgpu.CompilerParams(num_warps=4 * len(stacks), num_stages=4 - len(stacks)),
         interpret=interpret,
-    )(first + experts, starts, ends, x, *stacks)
+    )(first_expert + experts, starts, ends, x, *stacks)
 
 
-def _tiles(sizes: Array, count: int) -> tuple[Array, Array, Array]:
-    """Returns the table of tiles.
+def _tile_table(sizes: Array, tile_count: int) -> tuple[Array, Array, Array]:
+    """Returns the table in which a program looks up the rows and the expert of its tile.
 
     Args:
         sizes: The number of rows of each expert, (E,) int32.
-        count: The number of tiles, which must suffice for all rows.
+        tile_count: The number of tiles, which must suffice for all rows.
 
     Returns:
-        The expert of each tile, its first row, and the end of the expert's rows, (count,) int32
-        each. Tiles that are left over start at or after the end.
+        The expert of each tile, (tile_count,) int32.
+        The first row of each tile, (tile_count,) int32. Tiles that are not needed have a first row
+        at or after the following end.
+        The number after the last row of the tile's expert, (tile_count,) int32.
     """
     tiles_per_expert = -(-sizes // ROWS)
-    ends = jnp.cumsum(sizes)
-    tiles = jnp.arange(count, dtype=jnp.int32)
+    row_ends = jnp.cumsum(sizes)
+    tiles = jnp.arange(tile_count, dtype=jnp.int32)
     tile_ends = jnp.cumsum(tiles_per_expert)
     experts = jnp.searchsorted(tile_ends, tiles, side="right").clip(max=len(sizes) - 1)
-    number = tiles - (tile_ends - tiles_per_expert)[experts]
-    starts = (ends - sizes)[experts] + number * ROWS
-    return experts.astype(jnp.int32), starts, ends[experts]
+    tile_of_expert = tiles - (tile_ends - tiles_per_expert)[experts]
+    first_rows = (row_ends - sizes)[experts] + tile_of_expert * ROWS
+    return experts.astype(jnp.int32), first_rows, row_ends[experts]
 
 
 def _multiply(
@@ -126,12 +143,12 @@ def _multiply(
     """Multiplies one tile of rows with one block of columns of one or two stacks.
 
     Args:
-        expert_ref: The number of the expert in the stacks, (1,).
-        start_ref: The first row of the tile, (1,).
-        end_ref: The end of the expert's rows, (1,).
+        expert_ref: The number of the tile's expert in the stacks, (1,) int32.
+        start_ref: The first row of the tile, (1,) int32.
+        end_ref: The number after the last row of the expert, (1,) int32.
         x_ref: All rows, (n, D).
-        stacks_and_out: The columns of each stack, (L * E, D, columns), and the columns of the
-            result, (n, columns).
+        stacks_and_out: The block of columns of each stack, (L * E, D, columns), then the same
+            columns of the result, (n, columns).
         step: The number of inputs that are multiplied at a time.
     """
     *stacks, out_ref = stacks_and_out
@@ -139,18 +156,22 @@ def _multiply(
     end = end_ref[0]
     expert = expert_ref[0]
     rows = pl.ds(start, ROWS)
-    real = (start + jnp.arange(ROWS) < end)[:, None]
+    # The rows after the expert's last one belong to other experts.
+    in_expert = (start + jnp.arange(ROWS) < end)[:, None]
 
-    def add(number: Array, totals: list[Array]) -> list[Array]:
-        inner = pl.ds(number * step, step)
-        x = plgpu.load(x_ref.at[rows, inner], mask=real, other=0.0)
-        pairs = zip(totals, stacks, strict=True)
-        return [total + plgpu.dot(x, stack[expert, inner, :]) for total, stack in pairs]
+    def add_inputs(number: Array, totals: list[Array]) -> list[Array]:
+        inputs = pl.ds(number * step, step)
+        x = plgpu.load(x_ref.at[rows, inputs], mask=in_expert, other=0.0)
+        new_totals = []
+        for total, stack in zip(totals, stacks, strict=True):
+            new_totals.append(total + plgpu.dot(x, stack[expert, inputs, :]))
+        return new_totals
 
     @pl.when(start < end)
     def _() -> None:
-        totals = [jnp.zeros((ROWS, out_ref.shape[1]), jnp.float32)] * len(stacks)
-        *gate, total = lax.fori_loop(0, x_ref.shape[1] // step, add, totals)
-        if gate:
-            total *= jax.nn.silu(gate[0])
-        plgpu.store(out_ref.at[rows, :], total.astype(out_ref.dtype), mask=real)
+        zero_totals = [jnp.zeros((ROWS, out_ref.shape[1]), jnp.float32)] * len(stacks)
+        totals = lax.fori_loop(0, x_ref.shape[1] // step, add_inputs, zero_totals)
+        product = totals[-1]
+        if len(totals) == 2:
+            product *= jax.nn.silu(totals[0])
+        plgpu.store(out_ref.at[rows, :], product.astype(out_ref.dtype), mask=in_expert)
