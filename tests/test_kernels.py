@@ -28,7 +28,7 @@ from activation_extraction.model.flash_kernel import flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
 from activation_extraction.model.host_rows import host_rows
 from activation_extraction.model.kernels import splash_attention
-from activation_extraction.model.layers import others_of_pairs, others_of_pairs_on_tpu
+from activation_extraction.model.layers import swap_pairs, swap_pairs_on_tpu
 from activation_extraction.model.mesh import build_layout
 
 splash, flash, grouped = (
@@ -194,7 +194,7 @@ def test_equal_logits_choose_the_first_experts():
 @pytest.mark.parametrize("half", [8, 32])
 def test_a_product_finds_the_other_of_each_rotated_pair_exactly(half, dtype):
     x = jax.random.normal(jax.random.key(half), (2, 5, 3, 64), dtype)
-    found, product = others_of_pairs(half, x), others_of_pairs_on_tpu(half, x)
+    found, product = swap_pairs(half, x), swap_pairs_on_tpu(half, x)
     assert found.dtype == product.dtype == jnp.float32
     np.testing.assert_array_equal(found, product)
     x = np.asarray(x.astype(jnp.float32))

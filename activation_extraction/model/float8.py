@@ -1,9 +1,10 @@
-"""Float8 checkpoints store weights in one byte per value (e4m3), and scales that multiply them.
+"""Reads float8 checkpoints, which store weights as one byte per value and multiply them by scales.
 
-The scales of a tensor X are the tensor X_scale_inv or X_scale: one scale for all of X, one for each
-row, or one for each block of rows and columns. Whether X is float8 follows from the tensors alone;
-config.json's list of modules that are not quantised is not consulted. A value is float32(code) *
-float32(scale), and is rounded once, to the dtype of the run.
+A byte, here called a code, is a float8 number of the type e4m3. The scales of a tensor X are in the
+tensor X_scale_inv or X_scale. There is one scale for all of X, one for each row, or one for each
+block of rows and columns. A value is float32(code) * float32(scale), rounded once to the dtype of
+the run. Whether X is float8 follows from the tensors alone. The list of modules that are not
+quantised in config.json is not read. checkpoint.py calls this module for each tensor.
 """
 
 import re
@@ -19,31 +20,38 @@ from activation_extraction.common.safetensors import DTYPE_NAMES, DTYPES, Tensor
 from activation_extraction.model.weight_files import FLOAT_TYPES, Index, WeightFile
 
 Shape = tuple[int, ...]
+# How the weights of a float8 checkpoint are described to the user.
 DEQUANTIZED = "float8 weights, dequantised"
-ENDINGS = ("_scale_inv", "_scale")  # both multiply, although one is called inverse
-# Scales and zero points of activations and caches, which a run does not hold in float8. Names are
-# those of compressed-tensors (quant_metadata.py, initialize.py), of vLLM's loaders
-# (get_cache_scale and maybe_remap_kv_scale_name), and of transformers' fused experts.
+# The name of a tensor of scales is the name of its tensor with one of these endings. Scales of both
+# names are factors, although one name says inverse.
+ENDINGS = ("_scale_inv", "_scale")
+# Names of scales and zero points of activations and caches, which are not read, because a run does
+# not hold activations in float8. The names come from compressed-tensors (quant_metadata.py,
+# initialize.py), from vLLM's loaders (get_cache_scale and maybe_remap_kv_scale_name), and from the
+# fused experts of transformers.
 OTHER_SCALES = re.compile(
     r"(.*[._])?(input|output|activation|prob|q|k|v|kv|cache)_(global_scale|scale|zero_point)"
 )
+# The dtypes of scales that are read, by their names in safetensors.
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
-# quant_method in config.json -> the field with details, and its values that mean float8 weights.
+# For each supported quant_method in config.json, the field that tells the number format of the
+# weights, and the values of this field that mean float8.
 METHODS = {
     "fp8": ("fmt", ("e4m3", None)),
     "compressed-tensors": ("format", ("float-quantized", "naive-quantized")),
     "modelopt": ("quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")),
 }
+# The number that each of the 256 codes stands for.
 FLOAT32_OF_CODE = np.arange(256, dtype=np.uint8).view(VALUES).astype(np.float32)
-NAN_CODE = 0x7F  # the bits of NaN, without the sign
+NAN_CODE = 0x7F  # bits of NaN, without the sign bit
 
 
 class Float8Format(NamedTuple):
-    """The form of the scales, as config.json describes it.
+    """The block size and the dtypes of the scales of a float8 checkpoint.
 
     Attributes:
-        block: The rows and the columns of a block.
-        types: The types of scales that are read, by their names in safetensors.
+        block: The number of rows and the number of columns of a block.
+        types: The dtypes that scales may have, by their names in safetensors.
     """
 
     block: tuple[int, int] = (128, 128)
@@ -51,55 +59,68 @@ class Float8Format(NamedTuple):
 
 
 def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
-    """Returns the form of the scales; None if the weights are not quantised.
+    """Returns the format of the scales that config.json describes.
 
     Args:
-        raw: Contents of config.json.
-        source: Path of config.json, for messages.
+        raw: The contents of config.json.
+        source: The path of config.json, for messages.
+
+    Returns:
+        The format; None if config.json describes no quantisation.
 
     Raises:
-        InputError: If the weights are quantised in another form than float8, or if activations are
+        InputError: The weights are quantised in another way than float8, or activations are
             transformed while the model runs.
     """
-    stated = _quantization(raw)
-    if stated is None:
+    setting = _quantization(raw)
+    if setting is None:
         return None
     quantization: Mapping[str, Any] = (
-        stated if isinstance(stated, Mapping) else {"quant_method": stated}
+        setting if isinstance(setting, Mapping) else {"quant_method": setting}
     )
-    _refuse_transforms(quantization, source)
+    _reject_transforms(quantization, source)
     method = str(quantization.get("quant_method"))
-    field, float8_details = METHODS.get(method, ("quant_algo", ()))
-    detail, groups = quantization.get(field), quantization.get("config_groups") or {}
+    format_field, float8_formats = METHODS.get(method, ("quant_algo", ()))
+    weight_format = quantization.get(format_field)
+    groups = quantization.get("config_groups") or {}
     try:
-        weights = [group["weights"] for group in groups.values() if group.get("weights")]
-        sound = all(
-            (of_group["num_bits"], of_group["type"]) == (8, "float") for of_group in weights
+        group_weights = [group["weights"] for group in groups.values() if group.get("weights")]
+        all_float8 = all(
+            (weights["num_bits"], weights["type"]) == (8, "float") for weights in group_weights
         )
-        blocks = [of_group.get("block_structure") for of_group in weights]
+        group_blocks = [weights.get("block_structure") for weights in group_weights]
     except (AttributeError, KeyError, TypeError):
-        sound = False
-    if not sound or detail not in float8_details:
-        named = f"{method}, {detail}" if detail else method
+        all_float8 = False
+    if not all_float8 or weight_format not in float8_formats:
+        description = f"{method}, {weight_format}" if weight_format else method
         raise InputError(
-            f"{source}: quantization_config ({named:.80}): quantised checkpoints are not supported,"
-            " but for float8 (fp8, and that of compressed-tensors and modelopt); use bfloat16"
+            f"{source}: quantization_config ({description:.80}): quantised checkpoints are not "
+            "supported, but for float8 (fp8, and that of compressed-tensors and modelopt); use "
+            "bfloat16"
         )
-    blocks = [size for size in (quantization.get("weight_block_size"), *blocks) if size]
-    blocks = blocks or [[128, 128]]
-    block = blocks[0]
-    sound = all(type(size) is list and size == block for size in blocks)
-    if not sound or [*map(type, block)] != [int, int] or min(block) < 1:
+    all_blocks = [quantization.get("weight_block_size"), *group_blocks]
+    blocks = [block for block in all_blocks if block] or [[128, 128]]
+    first_block = blocks[0]
+    equal_lists = all(type(block) is list and block == first_block for block in blocks)
+    if not equal_lists or [*map(type, first_block)] != [int, int] or min(first_block) < 1:
         raise InputError(f"{source}: quantization_config: {blocks!r:.80} is not one size of blocks")
-    exponents = ("U8",) if quantization.get("scale_fmt") == "ue8m0" else ()
-    return Float8Format((block[0], block[1]), SCALE_TYPES + exponents)
+    # With this scale_fmt, the scales may be stored as bytes, each of which is an exponent.
+    exponent_types = ("U8",) if quantization.get("scale_fmt") == "ue8m0" else ()
+    return Float8Format((first_block[0], first_block[1]), SCALE_TYPES + exponent_types)
 
 
-def _refuse_transforms(quantization: Mapping[str, Any], source: str) -> None:
-    """Raises InputError if the stored weights are right only with transforms of activations.
+def _reject_transforms(quantization: Mapping[str, Any], source: str) -> None:
+    """Rejects weights that are right only if activations are transformed while the model runs.
 
-    With compressed-tensors these are rotations, as in SpinQuant and QuIP. An empty transform_config
-    or one without groups is what it writes for models that have none.
+    In compressed-tensors, such transforms are rotations, as in SpinQuant and QuIP. It writes an
+    empty transform_config, or one without groups, for models that need no transforms.
+
+    Args:
+        quantization: The quantization_config of the model.
+        source: The path of config.json, for the message.
+
+    Raises:
+        InputError: The model needs transforms.
     """
     transforms = quantization.get("transform_config")
     if isinstance(transforms, Mapping) and not transforms.get("config_groups"):
@@ -121,22 +142,37 @@ def _quantization(raw: Mapping[str, Any]) -> Any:
 
 
 def scale_names(tensor: str, tensors: Collection[str]) -> list[str]:
-    """Returns the names of a tensor's scales, of which a sound checkpoint has one or none."""
-    return [name for ending in ENDINGS if (name := tensor + ending) in tensors]
+    """Returns the names of the tensors that contain a tensor's scales.
+
+    A valid checkpoint has one such tensor for a float8 tensor, and none for any other.
+
+    Args:
+        tensor: The name of the tensor.
+        tensors: The names of all tensors.
+    """
+    possible_names = [tensor + ending for ending in ENDINGS]
+    return [name for name in possible_names if name in tensors]
 
 
 def without_scales(tensors: Collection[str], source: str) -> set[str]:
-    """Returns the names of the tensors that are not scales.
+    """Returns the names of the tensors that are not scales or zero points.
+
+    Args:
+        tensors: The names of all tensors.
+        source: The path of the checkpoint, for the message.
 
     Raises:
-        InputError: If a scale of a weight has no weight.
+        InputError: A tensor of scales is there without the tensor that it belongs to.
     """
     names = {name for name in tensors if not OTHER_SCALES.fullmatch(name)}
     for name in sorted(names):
-        if ending := next(filter(name.endswith, ENDINGS), None):
-            if (scaled := name.removesuffix(ending)) not in tensors:
-                raise InputError(f"{source}: {name} is a scale without its tensor, {scaled}")
-            names.remove(name)
+        ending = next(filter(name.endswith, ENDINGS), None)
+        if ending is None:
+            continue
+        scaled_name = name.removesuffix(ending)
+        if scaled_name not in tensors:
+            raise InputError(f"{source}: {name} is a scale without its tensor, {scaled_name}")
+        names.remove(name)
     return names
 
 
@@ -146,16 +182,16 @@ class Scales:
 
     Attributes:
         tensor: The name of the tensor.
-        size: The shape of the tensor.
-        file: The file that holds the scales.
-        stored: The name of the tensor of scales in this file.
-        shared: For each axis of the tensor, how many consecutive values share a scale.
+        shape: The shape of the tensor.
+        file: The file that contains the scales.
+        stored_name: The name of the tensor of scales in this file.
+        shared: For each axis of the tensor, the number of consecutive values that share a scale.
     """
 
     tensor: str
-    size: Shape
+    shape: Shape
     file: WeightFile
-    stored: str
+    stored_name: str
     shared: Shape
 
     @classmethod
@@ -164,96 +200,136 @@ class Scales:
         tensor: str,
         tensors: Mapping[str, str],
         place: Callable[[str], tuple[WeightFile, Tensor]],
-        form: Float8Format,
+        float8: Float8Format,
     ) -> "Scales | None":
         """Returns the scales of a tensor; None for a tensor that is not float8.
 
         Args:
             tensor: The name of the tensor in the language model.
-            tensors: The names in the language model -> the names in the files.
-            place: Returns the file that holds a tensor, and where it lies there.
-            form: The form of the scales, as config.json describes it.
+            tensors: Name of each tensor in the language model -> name in the files.
+            place: A function that maps the name of a tensor to the file that contains it, and the
+                tensor's entry in the header of the file.
+            float8: The format of the scales in config.json.
 
         Raises:
-            InputError: The tensor has a type that is not read, or its scales are missing or do not
-                fit.
+            InputError: The dtype of the tensor is not supported, or its scales are missing or
+                inconsistent with it.
         """
-        (file, entry), names = place(tensor), scale_names(tensor, tensors)
-        kind, wanted = DTYPE_NAMES[entry.dtype], int(entry.dtype == VALUES)
-        where = f"{file.where}: tensor {tensor} is {kind}"
-        if not wanted and kind not in FLOAT_TYPES:
-            plain = ", ".join(FLOAT_TYPES)
-            raise InputError(f"{where}; only {plain} and, beside its scales, F8_E4M3 are read")
-        if (name := f"{tensor}_zero_point") in tensors:
-            raise InputError(f"{where} and has {name}: zero points are not read")
-        if len(names) != wanted:
+        file, entry = place(tensor)
+        names = scale_names(tensor, tensors)
+        dtype_name = DTYPE_NAMES[entry.dtype]
+        expected_count = int(entry.dtype == VALUES)
+        where = f"{file.where}: tensor {tensor} is {dtype_name}"
+        if expected_count == 0 and dtype_name not in FLOAT_TYPES:
+            float_types = ", ".join(FLOAT_TYPES)
+            raise InputError(
+                f"{where}; only {float_types} and, beside its scales, F8_E4M3 are read"
+            )
+        zero_points = f"{tensor}_zero_point"
+        if zero_points in tensors:
+            raise InputError(f"{where} and has {zero_points}: zero points are not read")
+        if len(names) != expected_count:
             listed_scales = " and ".join(names) or f"no {tensor}{ENDINGS[0]}"
             raise InputError(
-                f"{where} and has {listed_scales}, expected {wanted or 'no'} tensor of scales"
+                f"{where} and has {listed_scales}, expected {expected_count or 'no'} tensor of "
+                "scales"
             )
         if not names:
             return None
-        (beside, scales), (block, types) = place(names[0]), form
-        layouts = _layouts(entry.shape, block)
-        if DTYPE_NAMES[scales.dtype] not in types or scales.shape not in layouts:
+        scale_name = names[0]
+        scale_file, scale_entry = place(scale_name)
+        layouts = _layouts(entry.shape, float8.block)
+        scale_dtype = DTYPE_NAMES[scale_entry.dtype]
+        if scale_dtype not in float8.types or scale_entry.shape not in layouts:
             raise InputError(
-                f"{beside.where}: tensor {names[0]} is {DTYPE_NAMES[scales.dtype]} of shape "
-                f"{scales.shape}; scales of {entry.shape} in blocks of {block} are read in "
-                f"{', '.join(types)} and have one of the shapes {', '.join(map(str, layouts))}"
+                f"{scale_file.where}: tensor {scale_name} is {scale_dtype} of shape "
+                f"{scale_entry.shape}; scales of {entry.shape} in blocks of {float8.block} are "
+                f"read in {', '.join(float8.types)} and have one of the shapes "
+                f"{', '.join(map(str, layouts))}"
             )
-        return cls(tensor, entry.shape, beside, tensors[names[0]], layouts[scales.shape])
+        shared = layouts[scale_entry.shape]
+        return cls(tensor, entry.shape, scale_file, tensors[scale_name], shared)
 
     def dequantize(self, codes: np.ndarray, index: Index, dtype: Any) -> np.ndarray:
         """Returns the values of a part of the tensor.
 
-        Every scale makes a lookup table of the 256 values that codes can have. With these tables,
-        a layer of Qwen3-8B (0.2 GB) is loaded in 0.9 CPU seconds; it takes 1.4 seconds if each
-        value is multiplied and rounded.
+        Each scale makes a lookup table of the 256 values that codes can stand for. With these
+        tables, a layer of Qwen3-8B (0.2 GB) is loaded in 0.9 CPU seconds. It would take 1.4 seconds
+        to multiply and round each value.
 
         Args:
             codes: The codes of the part, as they are stored.
-            index: A (start, stop) slice for every axis of the tensor, which is the part.
+            index: The part of the tensor, as a (start, stop) slice for every axis.
             dtype: The dtype of the values.
+
+        Returns:
+            The values, like the codes in shape.
 
         Raises:
             InputError: A code or a scale is not a finite number.
         """
-        bounds = [part.indices(size)[:2] for part, size in zip(index, self.size, strict=True)]
-        *matrices, rows, columns = (
-            np.arange(*bound) // shared for bound, shared in zip(bounds, self.shared, strict=True)
-        )
+        # For each axis, the number of the scale of every index of the part.
+        scale_numbers = []
+        for axis_slice, size, shared in zip(index, self.shape, self.shared, strict=True):
+            start, stop, _ = axis_slice.indices(size)
+            scale_numbers.append(np.arange(start, stop) // shared)
+        *leading, rows, columns = scale_numbers
+        code_count = len(FLOAT32_OF_CODE)
         scales = self._read()[..., columns[0] : columns[-1] + 1]
-        of_columns, width = (columns - columns[0]) * len(FLOAT32_OF_CODE), scales.shape[-1]
+        scales_per_row = scales.shape[-1]
+        column_offsets = (columns - columns[0]) * code_count
         values = np.empty(codes.shape, dtype)
-        # So neither the values nor the tables of a piece leave a core's caches.
-        tables = len(FLOAT32_OF_CODE) * width // self.shared[-2]  # per row
-        most = max(AT_ONCE // max(len(columns), tables), 1)
+        # The rows are computed in pieces, so that neither the values of a piece nor its tables
+        # leave a core's caches.
+        table_values_per_row = code_count * scales_per_row // self.shared[-2]
+        rows_per_piece = max(AT_ONCE // max(len(columns), table_values_per_row), 1)
         for matrix in np.ndindex(codes.shape[:-2]):
-            of_matrix = scales[tuple(each[k] for each, k in zip(matrices, matrix, strict=True))]
-            for start in range(0, len(rows), most):
-                piece = slice(start, start + most)
-                bits, of_rows = codes[matrix][piece].view(np.uint8), rows[piece]
-                if (bits & NAN_CODE).max() == NAN_CODE:
+            scale_matrix = tuple(
+                numbers[number] for numbers, number in zip(leading, matrix, strict=True)
+            )
+            matrix_scales = scales[scale_matrix]
+            for start in range(0, len(rows), rows_per_piece):
+                piece = slice(start, start + rows_per_piece)
+                piece_codes = codes[matrix][piece].view(np.uint8)
+                piece_rows = rows[piece]
+                if (piece_codes & NAN_CODE).max() == NAN_CODE:
                     raise InputError(f"{self.file.where}: tensor {self.tensor} has NaN codes")
-                chosen = of_matrix[of_rows[0] : of_rows[-1] + 1, :, None]
-                table = (FLOAT32_OF_CODE * chosen).astype(dtype).reshape(-1)
-                kind = np.min_scalar_type(len(table))
-                places = np.add(bits, of_columns.astype(kind), dtype=kind)
-                of_rows = (of_rows - of_rows[0]) * len(FLOAT32_OF_CODE) * width
-                places += of_rows.astype(kind)[:, None]
-                np.take(table, places, out=values[matrix][piece], mode="wrap")  # "raise" copies
+                piece_scales = matrix_scales[piece_rows[0] : piece_rows[-1] + 1, :, None]
+                table = (FLOAT32_OF_CODE * piece_scales).astype(dtype).reshape(-1)
+                # The smallest dtype that can index the table moves the fewest bytes.
+                index_dtype = np.min_scalar_type(len(table))
+                table_indices = np.add(
+                    piece_codes, column_offsets.astype(index_dtype), dtype=index_dtype
+                )
+                row_offsets = (piece_rows - piece_rows[0]) * code_count * scales_per_row
+                table_indices += row_offsets.astype(index_dtype)[:, None]
+                # The mode "raise" would copy the values once more.
+                np.take(table, table_indices, out=values[matrix][piece], mode="wrap")
         return values
 
     def _read(self) -> np.ndarray:
-        """Returns all scales in float32, with as many axes as the tensor; they are few."""
-        entry = self.file.tensors[self.stored]
-        scales = self.file.read(self.stored, tuple(slice(0, size) for size in entry.shape))
+        """Reads the scales of the whole tensor, which are few.
+
+        Returns:
+            The scales, with as many axes as the tensor, float32.
+
+        Raises:
+            InputError: A scale is not a finite number.
+        """
+        entry = self.file.tensors[self.stored_name]
+        whole_tensor = tuple(slice(0, size) for size in entry.shape)
+        scales = self.file.read(self.stored_name, whole_tensor)
         if scales.dtype == np.uint8:
             scales = scales.view(DTYPES["F8_E8M0"])
         scales = scales.astype(np.float32)
         if not np.isfinite(scales).all():
-            raise InputError(f"{self.file.where}: tensor {self.stored} has NaN or infinite scales")
-        return scales.reshape([-(-n // k) for n, k in zip(self.size, self.shared, strict=True)])
+            raise InputError(
+                f"{self.file.where}: tensor {self.stored_name} has NaN or infinite scales"
+            )
+        scale_counts = [
+            -(-size // shared) for size, shared in zip(self.shape, self.shared, strict=True)
+        ]
+        return scales.reshape(scale_counts)
 
 
 def _layouts(shape: Shape, block: tuple[int, int]) -> dict[Shape, Shape]:
@@ -261,22 +337,24 @@ def _layouts(shape: Shape, block: tuple[int, int]) -> dict[Shape, Shape]:
 
     Args:
         shape: The shape of the tensor, (rows, columns) or (experts, rows, columns).
-        block: The rows and the columns of a block.
+        block: The number of rows and the number of columns of a block.
 
     Returns:
-        Shape of the scales -> how many consecutive values share a scale along each axis of the
-        tensor. Empty for a tensor of another number of axes.
+        Shape of the scales -> for each axis of the tensor, the number of consecutive values that
+        share a scale. Empty for a tensor that has neither 2 nor 3 axes.
     """
     if len(shape) not in (2, 3):
         return {}
     *experts, rows, columns = shape
-    alone = (1,) * len(experts)
-    blocks = -(-rows // block[0]), -(-columns // block[1])  # the last ones may be smaller
-    layouts = {(1,): shape, (*experts, rows, 1): (*alone, 1, columns)}
+    one_expert = (1,) * len(experts)  # empty without experts
+    # The last block of rows and the last block of columns may be smaller than the others.
+    block_counts = -(-rows // block[0]), -(-columns // block[1])
+    layouts = {(1,): shape, (*experts, rows, 1): (*one_expert, 1, columns)}
     if experts:
-        one_per_expert = (*experts,), (*experts, 1), (*experts, 1, 1)
-        layouts |= dict.fromkeys(one_per_expert, (*alone, rows, columns))
-    layouts |= {(*experts, *blocks): (*alone, *block)}
-    if not experts:  # the forms in which modelopt writes scales of rows and of blocks
-        layouts |= {(rows,): (1, columns), (blocks[0], 1, blocks[1], 1): block}
+        shapes_per_expert = (*experts,), (*experts, 1), (*experts, 1, 1)
+        layouts |= dict.fromkeys(shapes_per_expert, (*one_expert, rows, columns))
+    layouts |= {(*experts, *block_counts): (*one_expert, *block)}
+    if not experts:
+        # modelopt writes scales of rows and of blocks in these shapes.
+        layouts |= {(rows,): (1, columns), (block_counts[0], 1, block_counts[1], 1): block}
     return layouts

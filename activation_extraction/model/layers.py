@@ -1,9 +1,10 @@
-"""The parts that the layers of every model share: norm, projection and rotary embedding.
+"""The norm, the projection and the rotary embedding that the layers of all models use.
 
-A token passes them in this order in every layer: `RMSNorm`, `Linear`, then `rotate`, and again
-`Linear`. qwen2_jax.py puts them together, attention.py, experts.py and delta_net.py have what comes
-between projections, and decoder.py runs the layers. numerics.py has the products, and parameters.py
-declares the weights. The letters are those of qwen2_jax.py.
+qwen2_jax.py builds layers of these modules and functions. attention.py, experts.py and delta_net.py
+compute attention, experts and delta nets, numerics.py computes matrix products, and parameters.py
+declares weights.
+
+Letters: B rows, T tokens per row, D hidden, N heads, H head size.
 """
 
 from functools import partial
@@ -19,20 +20,20 @@ from activation_extraction.model.numerics import einsum, einsum_of_parts, from_b
 from activation_extraction.model.parameters import parameter
 
 STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
-# A module's intermediates by name; those of its submodules are nested. An intermediate that is a
-# function is computed only if it is called.
+# The intermediates of a module, which hooks can store: name -> array, or a function that computes
+# the array if a hook needs it. The intermediates of a submodule are a nested dict.
 Out = dict[str, Any]
 
 
 class RMSNorm(nn.Module):
-    """The root mean square norm (arXiv:1910.07467).
+    """The root mean square norm of the last axis (arXiv:1910.07467).
 
-    It is computed in float32, and the result is rounded once.
+    The norm is computed in float32, and the result is rounded once.
 
     Attributes:
-        config: The configuration of the model, which says whether its weights are stored less 1.
+        config: The configuration of the model. Its `norm_offset` is added to the weights.
         dtype: The dtype of the weights and of the result.
-        over: The letter of the axis over which it is computed, the last one.
+        over: The letter of the last axis, which gives the number of weights.
     """
 
     config: ModelConfig
@@ -41,32 +42,39 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Out]:
-        """Returns the normed array, and as intermediates `normalized` (before the weights), `out`.
+        """Returns the norm and its intermediates.
 
         Args:
-            x: The array, whose last axis is normed.
+            x: The array, whose last axis is divided by its root mean square.
+
+        Returns:
+            The result, like x in shape and with the dtype of the module.
+            The intermediates: `normalized`, the float32 array before it is multiplied by the
+            weights, and `out`, the result.
         """
         scale = from_bits(parameter(self, "weight", self.over))
         x = x.astype(jnp.float32)
         inverse_rms = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps)
         normalized = x * inverse_rms
-        out = normalized * (scale.astype(jnp.float32) + self.config.norm_offset)
-        out = out.astype(self.dtype)
-        return out, {"normalized": normalized, "out": out}
+        scaled = normalized * (scale.astype(jnp.float32) + self.config.norm_offset)
+        scaled = scaled.astype(self.dtype)
+        return scaled, {"normalized": normalized, "out": scaled}
 
 
 class Linear(nn.Module):
-    """A projection, named by its letters: `D->NH` maps (B, T, D) to (B, T, N, H).
+    """A linear projection of each token, with a bias or without.
 
-    The weight has the orientation of the checkpoint, output axes first. Products accumulate in
-    float32, the bias is added in float32, and the result is float32: the caller rounds it once.
+    The weight has its output axes first, as in the checkpoint. The product accumulates in float32,
+    and the bias is added in float32. The result is float32, so that the caller rounds it once.
 
     Attributes:
-        config: The configuration of the model.
-        mapping: The letters of the input axes, `->`, and the letters of the output axes.
+        config: The configuration of the model, which gives the size of each letter's axis.
+        mapping: The letters of the input axes, `->`, and the letters of the output axes. For
+            example, `D->NH` maps (B, T, D) to (B, T, N, H).
         use_bias: Whether there is a bias.
         dtype: The dtype of the weight and of the bias.
-        split: Whether every device has a part of the inputs, so that results are added up.
+        split: Whether each device has a part of the input axes, so that the devices add up their
+            products.
     """
 
     config: ModelConfig
@@ -77,76 +85,86 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        inputs, outputs = self.mapping.split("->")
-        weight = parameter(self, "weight", outputs + inputs)
-        product = einsum_of_parts if self.split else einsum
-        y = product(f"BT{inputs},{outputs}{inputs}->BT{outputs}", x, weight)
+        input_letters, output_letters = self.mapping.split("->")
+        weight = parameter(self, "weight", output_letters + input_letters)
+        equation = f"BT{input_letters},{output_letters}{input_letters}->BT{output_letters}"
+        multiply = einsum_of_parts if self.split else einsum
+        y = multiply(equation, x, weight)
         if self.use_bias:
-            y += parameter(self, "bias", outputs).astype(jnp.float32)
+            y += parameter(self, "bias", output_letters).astype(jnp.float32)
         return y
 
 
 def rotary_table(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
-    """Returns the cosine and the sine of the rotary embedding, both times the attention factor.
+    """Returns the cosines and sines with which `rotate` rotates queries and keys.
 
-    The sine has the sign that `rotate` needs. Dimensions that are not rotated have 1 and 0.
+    Both are multiplied by the attention factor of the rotary embedding.
 
     Args:
         positions: The position of every token in its sample, (B, T) int32.
         config: The configuration of the model.
 
     Returns:
-        Two float32 arrays (B, T, 1, H), the 1 standing for heads.
+        The cosine for each dimension of a head, (B, T, 1, H) float32; 1 for dimensions that are not
+        rotated.
+        The sine for each dimension of a head, (B, T, 1, H) float32, negative for the first half of
+        the rotated dimensions; 0 for dimensions that are not rotated.
     """
-    rope, frequencies = config.rope, config.rope.frequencies(config.head_dim)
+    frequencies = config.rope.frequencies(config.head_dim)
+    factor = config.rope.attention_factor
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
-    cos, sin = jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
-    unrotated = jnp.zeros((*angles.shape[:3], config.head_dim - 2 * len(frequencies)))
-    return (
-        jnp.concatenate([cos, cos, 1 + unrotated], -1),
-        jnp.concatenate([-sin, sin, unrotated], -1),
-    )
+    cos = jnp.cos(angles) * factor
+    sin = jnp.sin(angles) * factor
+    unrotated_zeros = jnp.zeros((*angles.shape[:3], config.head_dim - 2 * len(frequencies)))
+    all_cos = jnp.concatenate([cos, cos, 1 + unrotated_zeros], -1)
+    all_sin = jnp.concatenate([-sin, sin, unrotated_zeros], -1)
+    return all_cos, all_sin
 
 
 def rotate(x: Array, rotary: tuple[Array, Array], config: ModelConfig) -> Array:
-    """Rotates the first r dimensions of every head; r may be all of them.
+    """Applies the rotary embedding to the first r dimensions of every head, which may be all.
 
-    Dimension i pairs with i + r/2, as in Hugging Face.
+    Dimensions i and i + r/2 are rotated as a pair, as in transformers.
 
     Args:
-        x: Queries or keys, (B, T, heads, H).
-        rotary: The result of `rotary_table`.
+        x: The queries or keys, (B, T, N, H).
+        rotary: The cosines and sines from `rotary_table`.
         config: The configuration of the model.
 
     Returns:
-        The rotated array in float32.
+        The rotated queries or keys, (B, T, N, H) float32.
     """
     cos, sin = rotary
     half = len(config.rope.frequencies(config.head_dim))
-    others = lax.platform_dependent(
-        x, tpu=partial(others_of_pairs_on_tpu, half), default=partial(others_of_pairs, half)
+    partners = lax.platform_dependent(
+        x, tpu=partial(swap_pairs_on_tpu, half), default=partial(swap_pairs, half)
     )
-    return x.astype(jnp.float32) * cos + others * sin
+    return x.astype(jnp.float32) * cos + partners * sin
 
 
-def others_of_pairs(half: int, x: Array) -> Array:
-    """Returns for each rotated dimension the dimension that it pairs with, in float32.
+def swap_pairs(half: int, x: Array) -> Array:
+    """Swaps the two dimensions of every rotated pair.
 
     Args:
-        half: Half of the number of rotated dimensions.
-        x: Queries or keys, (B, T, heads, H).
+        half: The number of pairs of rotated dimensions.
+        x: The queries or keys, (B, T, N, H).
+
+    Returns:
+        The swapped values, (B, T, N, H) float32; 0 for dimensions that are not rotated.
     """
-    first, second, unrotated = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
-    return jnp.concatenate([second, first, jnp.zeros_like(unrotated)], axis=-1)
+    first_half, second_half, unrotated = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+    return jnp.concatenate([second_half, first_half, jnp.zeros_like(unrotated)], axis=-1)
 
 
-def others_of_pairs_on_tpu(half: int, x: Array) -> Array:
-    """Returns what `others_of_pairs` returns, by a matrix product, which is exact.
+def swap_pairs_on_tpu(half: int, x: Array) -> Array:
+    """Swaps the two dimensions of every rotated pair by a matrix product, which is exact.
 
-    XLA can fuse a product. Half a head would fill only half of a TPU's register, and of the memory
-    that it writes.
+    XLA can fuse this product with other operations. Half a head, as in `swap_pairs`, would fill
+    only half of a TPU's register, and half of the memory that is written for it. See `swap_pairs`
+    for the arguments and the result.
     """
-    size = x.shape[-1]
-    pairs = np.eye(size, k=half) + np.eye(size, k=-half)
-    pairs[2 * half :] = pairs[:, 2 * half :] = 0
-    return einsum("BTNH,HI->BTNI", x, jnp.asarray(pairs, x.dtype))
+    head_size = x.shape[-1]
+    permutation = np.eye(head_size, k=half) + np.eye(head_size, k=-half)
+    permutation[2 * half :] = 0
+    permutation[:, 2 * half :] = 0
+    return einsum("BTNH,HI->BTNI", x, jnp.asarray(permutation, x.dtype))

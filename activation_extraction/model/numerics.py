@@ -1,8 +1,8 @@
-"""The numerics of the model: how products accumulate, are rounded, and how numbers are moved.
+"""Matrix products that accumulate in float32, rounding, and arrays of two-byte dtypes as bits.
 
-Every matrix product of the model, outside of kernels, is an `einsum` of this module. Products
-accumulate in float32, and the caller rounds the result once. Arrays of two-byte numbers that are
-only moved are moved as their bits.
+Every matrix product of the model, outside of kernels, is computed by `einsum` or
+`einsum_of_parts`. The products accumulate in float32, and the caller rounds the result once. Arrays
+of two-byte dtypes that are only moved, not computed with, are moved as uint16.
 """
 
 from functools import partial
@@ -13,55 +13,76 @@ from jax import Array, lax
 
 
 def einsum(equation: str, x: Array, y: Array) -> Array:
-    """Computes `jnp.einsum`, accumulates in float32 and returns float32.
+    """Computes `jnp.einsum` of two arrays in float32.
 
-    float32 operands are multiplied as float32: TPUs and GPUs would otherwise round them to bfloat16
-    or TF32, which is not what somebody who asked for float32 expects.
+    float32 operands are multiplied in float32. By default, TPUs would round them to bfloat16, and
+    GPUs to TF32.
+
+    Args:
+        equation: The equation, such as "BTD,DM->BTM".
+        x: The left operand.
+        y: The right operand.
+
+    Returns:
+        The product, accumulated in float32 and not rounded to the dtype of the operands.
     """
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
 def einsum_of_parts(equation: str, x: Array, y: Array) -> Array:
-    """Computes `einsum` where devices have parts of the summed axis and add up their results.
+    """Computes `einsum` where each device has a part of the summed axis.
 
-    Accelerators round every part to the dtype of x before they add the parts, so that bfloat16
-    halves the bytes that are moved and sent. The result is rounded later anyway.
+    Each device computes the product of its parts, and the devices add these products up.
+    Accelerators round the products to the dtype of x before they are added, so that bfloat16 halves
+    the bytes that are moved and sent. The caller rounds the sum anyway.
+
+    Args:
+        equation: The equation, such as "BTM,MD->BTD".
+        x: The left operand.
+        y: The right operand.
+
+    Returns:
+        The sum of the products, float32.
     """
 
-    def rounded_before(x: Array, y: Array) -> Array:
+    def rounded_product(x: Array, y: Array) -> Array:
         return jnp.einsum(equation, x, y, preferred_element_type=x.dtype).astype(jnp.float32)
 
     exact = partial(einsum, equation)
     if x.dtype == jnp.float32:
         return exact(x, y)
-    return lax.platform_dependent(x, y, cpu=exact, default=rounded_before)
+    return lax.platform_dependent(x, y, cpu=exact, default=rounded_product)
 
 
 def rounded(x: Array, dtype: Any) -> Array:
-    """Rounds a product's float32 result to `dtype`, on TPUs before it leaves the product.
+    """Rounds the float32 result of a product to `dtype`, on TPUs as a part of the product.
 
-    Without a barrier, XLA omits a rounding that float32 arithmetic follows, and a TPU would move
-    twice the bytes. A CPU is faster without one more pass over them.
+    XLA omits a rounding if float32 arithmetic follows it, and a TPU would then write and read twice
+    the bytes. On TPUs, a barrier after the rounding prevents this. CPUs are faster without it.
+
+    Args:
+        x: The result of a product, float32.
+        dtype: The dtype of the rounded values.
     """
 
-    def in_product(x: Array) -> Array:
+    def round_with_barrier(x: Array) -> Array:
         return lax.optimization_barrier(x.astype(dtype))
 
     if x.dtype == dtype:
         return x
-    return lax.platform_dependent(x, tpu=in_product, default=lambda x: x.astype(dtype))
+    return lax.platform_dependent(x, tpu=round_with_barrier, default=lambda x: x.astype(dtype))
 
 
 def to_bits(x: Array) -> Array:
-    """Returns an array of a two-byte dtype as uint16 with the same bits, any other unchanged.
+    """Returns an array of a two-byte dtype as uint16 with the same bits, and any other unchanged.
 
-    On the CPU, XLA has no slices, gathers or updates of bfloat16: it widens whole arrays to float32
-    for them, in every step.
+    XLA for CPUs has no slices, gathers or updates of bfloat16. In every step, it would convert
+    whole arrays to float32 for them.
     """
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
 def from_bits(x: Array, dtype: Any = jnp.bfloat16) -> Array:
-    """Returns uint16 bits as `dtype`, anything else unchanged."""
+    """Returns a uint16 array as a two-byte `dtype` with the same bits, and any other unchanged."""
     return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x

@@ -1,7 +1,9 @@
-"""A module declares each of its parameters once, by letters.
+"""Declares the parameters of modules by letters, one letter for each axis.
 
-The letters of a weight give its shape (the sizes of the configuration) and its logical axes
-(`LOGICAL_AXES`). weights.py reads the values from a checkpoint, and mesh.py splits them.
+A letter gives the size of the axis (from the configuration) and its logical axis (from
+LOGICAL_AXES), as in Flax's partitioning. weights.py reads the values of parameters from a
+checkpoint, and mesh.py maps logical axes to the axes of the mesh. qwen2_jax.py and delta_net.py
+explain the letters.
 """
 
 import math
@@ -19,21 +21,21 @@ from jax import Array
 from activation_extraction.model.model_config import ModelConfig
 from activation_extraction.model.numerics import from_bits
 
-# Letter -> logical axis. qwen2_jax.py and delta_net.py explain the letters.
+# The logical axis that each letter stands for.
 LOGICAL_AXES = {
     "D": "embed",
     "N": "heads",
-    "Q": "heads",  # with a gate for each head, if the model has gates
+    "Q": "heads",  # twice as many if each head has a query and a gate
     "K": "kv_heads",
     "H": "head_dim",
     "F": "mlp",
     "E": "experts",
-    "M": "mlp",  # of an expert
-    "P": "mlp",  # of the expert that all tokens share
+    "M": "mlp",  # width of a routed expert
+    "P": "mlp",  # width of the shared expert
     "R": "router",
     "U": "one",
     "V": "vocab",
-    # Of the gated delta net:
+    # The axes of a gated delta net follow.
     "J": "key_heads",
     "G": "head_dim",
     "C": "head_dim",
@@ -42,24 +44,27 @@ LOGICAL_AXES = {
     "I": "one",
     "W": "taps",
 }
-# Weights with these letters are not split along fsdp if they are small, like weights of one axis.
-# Most layers begin with them, so that there is a product to compute while the first large weight is
-# gathered.
+# Letters of the weights that are not split along the mesh axis fsdp unless they are large. Weights
+# with one axis are never split along it. Most layers begin with a product with such a weight, which
+# devices compute while they gather the first weight that is split.
 NOT_GATHERED = "KHD", "JGD", "RD", "UD"
-SMALL = 2**22  # the largest number of values of such a weight
-# The collection of variables in which modules find the weights of all layers; see `StackedWeight`.
+SMALL = 2**22  # number of values up to which a weight with these letters is not split
+# The Flax collection of variables with the weights of all layers, which `StackedWeight` reads.
 STACKS = "stacks"
 
-ParamPath = tuple[str, ...]  # the names of modules around a parameter, and its own name
+# The names of the modules that contain a parameter, outermost first, then the parameter's name.
+ParamPath = tuple[str, ...]
 
 
 def parameter(module: Any, name: str, letters: str) -> Array:
-    """Declares a weight of a module; `init` gives zeros, since the values come from a checkpoint.
+    """Declares a parameter of a module, and returns its value.
+
+    When Flax initialises the module, the value is zeros, because the values come from a checkpoint.
 
     Args:
         module: The module, which has a `config` and a `dtype`.
         name: The name of the parameter in the module.
-        letters: The letters of its axes, from which its shape and its logical axes follow.
+        letters: The letters of the parameter's axes, which give its shape and its logical axes.
     """
     axes = tuple(LOGICAL_AXES[letter] for letter in letters)
     shape = tuple(module.config.sizes[letter] for letter in letters)
@@ -69,12 +74,16 @@ def parameter(module: Any, name: str, letters: str) -> Array:
     return module.param(name, zeros, shape, module.dtype)
 
 
-@cache  # tracing takes a while, and a run calls this several times
+@cache  # because tracing the model takes a while, and a run calls this function several times
 def declared(model: nn.Module) -> Mapping[ParamPath, Any]:
-    """Returns path -> shape and logical axes for every parameter of a model.
+    """Returns the shape and the logical axes of every parameter of a model, without allocating it.
 
     Args:
-        model: A model without a mesh, which takes token ids, segment ids and positions.
+        model: A model without a mesh, which maps token ids, segment ids and positions to a result.
+
+    Returns:
+        Path of a parameter -> Flax's box of its logical axes (`names`) around a
+        `jax.ShapeDtypeStruct` (`value`).
     """
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     abstract = jax.eval_shape(lambda *x: model.init(jax.random.key(0), *x), tokens, tokens, tokens)
@@ -82,12 +91,12 @@ def declared(model: nn.Module) -> Mapping[ParamPath, Any]:
 
 
 class Weight(nn.Module):
-    """A weight that a module uses otherwise than as a projection (see `Linear`).
+    """A weight that is not the weight of a `Linear` projection. Calling the module returns it.
 
     Attributes:
-        config: The configuration of the model.
-        letters: The letters of its axes.
-        dtype: The dtype of its values.
+        config: The configuration of the model, which gives the size of each letter's axis.
+        letters: The letters of the weight's axes.
+        dtype: The dtype of the weight.
     """
 
     config: ModelConfig
@@ -100,10 +109,16 @@ class Weight(nn.Module):
 
 
 class StackedWeight(nn.Module):
-    """A weight that is read in place from the stack of all layers, if the caller has the stack.
+    """A weight that can be read from a stack of the weights of all layers, without a copy.
 
-    The stack is then a variable of the collection STACKS: the weights of all layers, which may be
-    bits, and the number of the layer. See `Weight` for the attributes.
+    The caller may pass the stack as a variable of the collection STACKS. The variable is a tuple:
+    the weights of all layers, which may be uint16 bits, and the number of the layer. Without such a
+    variable, the weight is a parameter like any other.
+
+    Attributes:
+        config: The configuration of the model, which gives the size of each letter's axis.
+        letters: The letters of the axes of one layer's weight.
+        dtype: The dtype of the weight.
     """
 
     config: ModelConfig
@@ -112,8 +127,14 @@ class StackedWeight(nn.Module):
 
     @nn.compact
     def __call__(self) -> tuple[Array, Array]:
-        """Returns the weights of one layer or of several, layers first, and the layer's number."""
+        """Returns a stack of weights, and the number of this module's layer in it.
+
+        Returns:
+            The weights, with the axis of layers first: of all layers, or of this layer alone.
+            The number of the layer in this array, () int32.
+        """
         if self.has_variable(STACKS, "weight"):
-            stacked: Any = self.get_variable(STACKS, "weight")
-            return from_bits(stacked[0], self.dtype), stacked[1]
+            variable: Any = self.get_variable(STACKS, "weight")
+            stack, layer = variable
+            return from_bits(stack, self.dtype), layer
         return parameter(self, "weight", self.letters)[None], jnp.int32(0)

@@ -1,10 +1,11 @@
 """Reads the settings of the rotary embedding (arXiv:2104.09864) and computes its frequencies.
 
-The embedding may be scaled to a context longer than the trained one. Frequencies follow
-`transformers.modeling_rope_utils`, in float32 as there. Linear scaling divides all frequencies by
-the factor. YaRN (arXiv:2309.00071) and Llama 3.1 divide low frequencies and do not change high
-ones. YaRN also multiplies the rotated queries and keys by an attention factor. Some families rotate
-only the first dimensions of a head. layers.py applies the rotation.
+A model may scale its embedding to a context that is longer than the one it was trained on.
+Frequencies are computed in float32, as in `transformers.modeling_rope_utils`. Linear scaling
+divides all frequencies by the factor of the scaling. YaRN (arXiv:2309.00071) and Llama 3.1 divide
+low frequencies and do not change high frequencies. YaRN also multiplies the rotated queries and
+keys by an attention factor. Some families rotate only the first dimensions of a head. layers.py
+applies the rotation.
 """
 
 import math
@@ -16,9 +17,12 @@ import numpy as np
 
 from activation_extraction.common.errors import InputError
 
-BETA_FAST, BETA_SLOW = 32.0, 1.0  # YaRN's default bounds, in turns over the trained context
+# YaRN's default bounds of the range of changed frequencies, in turns over the trained context.
+BETA_FAST, BETA_SLOW = 32.0, 1.0
+# The field of config.json with the length of the context before scaling.
 TRAINED = "original_max_position_embeddings"
 LARGEST = float(np.finfo(np.float32).max)
+# The supported values of rope_type in config.json, beside "mrope".
 TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -33,12 +37,12 @@ class Rope:
         factor: Length of the scaled context relative to the trained one. 1 for types without
             scaling.
         attention_factor: Factor for rotated queries and keys with YaRN. 1 for other types.
-        blended: Range in which frequencies change from undivided to divided. With YaRN, the first
-            and last index of frequencies; with Llama 3.1, the lowest and highest number of turns
-            over the trained context. None for other types.
+        blended: First and last value of the range in which frequencies are blended, from undivided
+            to divided. With YaRN, the values are indices of frequencies; with Llama 3.1, numbers of
+            turns over the trained context. None for other types.
         trained: Length of the context before scaling in tokens, with YaRN and Llama 3.1. 0 for
             other types.
-        share: Share of the dimensions of a head that are rotated, from the first one on.
+        share: Share of the dimensions of a head that are rotated, which are the first ones.
         attn_factor: Factor that vLLM reads in configurations with YaRN, and that is ignored here,
             as in transformers. None if there is none.
     """
@@ -67,29 +71,37 @@ class Rope:
         Raises:
             InputError: The type is not in TYPES, or a number is missing or unusable.
         """
-        kind, share = _rope_type(rope, source), _rotated_share(rope, head_dim, partial, source)
+        rope_type = _rope_type(rope, source)
+        share = _rotated_share(rope, head_dim, partial, source)
         theta = positive_field(rope, "rope_theta", source)
-        factor = 1.0 if kind == "default" else positive_field(rope, "factor", source)
-        if kind in ("default", "dynamic"):
-            return cls(theta, kind, share=share)
-        if kind == "linear":
-            return cls(theta, kind, factor, share=share)
-        trained = positive_field(rope, TRAINED, source)
-        if kind == "llama3":
+        factor = 1.0 if rope_type == "default" else positive_field(rope, "factor", source)
+        if rope_type in ("default", "dynamic"):
+            return cls(theta, rope_type, share=share)
+        if rope_type == "linear":
+            return cls(theta, rope_type, factor, share=share)
+        trained_length = positive_field(rope, TRAINED, source)
+        if rope_type == "llama3":
             turns = _llama3_turns(rope, source)
-            return cls(theta, kind, factor, blended=turns, trained=trained, share=share)
-        blended = _blended(rope, theta, trained, int(head_dim * share), source)
-        attention_factor = _attention_factor(rope, factor, source)
-        ignored = rope.get("attn_factor")
-        return cls(theta, kind, factor, attention_factor, blended, trained, share, ignored)
+            return cls(theta, rope_type, factor, blended=turns, trained=trained_length, share=share)
+        return cls(
+            theta,
+            rope_type,
+            factor,
+            _attention_factor(rope, factor, source),
+            _blended_indices(rope, theta, trained_length, int(head_dim * share), source),
+            trained_length,
+            share,
+            rope.get("attn_factor"),
+        )
 
     @property
     def extended_length(self) -> int:
         """The length of the context that YaRN extends, in tokens; 0 for other types.
 
-        Model cards recommend to add YaRN to a config.json without changing its
-        max_position_embeddings. With "llama3", that field contains the length of the extended
-        context, which may be less than the factor times the trained length, as in Llama 3.2.
+        With YaRN, max_position_embeddings in config.json may be the length before scaling, because
+        model cards recommend to add YaRN to a config.json without changing this field. With
+        "llama3", max_position_embeddings is the length of the extended context. It may be less than
+        the factor times the trained length, as in Llama 3.2.
         """
         return int(self.factor * self.trained) if self.rope_type == "yarn" else 0
 
@@ -102,44 +114,45 @@ class Rope:
         Returns:
             Radians per position, float32, (rotated dimensions / 2,).
         """
-        head_dim = int(head_dim * self.share)
-        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+        rotated_dims = int(head_dim * self.share)
+        exponents = np.arange(0, rotated_dims, 2, dtype=np.float32) / np.float32(rotated_dims)
         # Powers are computed in float64, because NumPy's float32 power is wrong in the last bit,
         # and large positions multiply the error.
-        plain = 1 / (self.theta ** exponents.astype(np.float64)).astype(np.float32)
-        divided = plain / np.float32(self.factor)
+        undivided = 1 / (self.theta ** exponents.astype(np.float64)).astype(np.float32)
+        divided = undivided / np.float32(self.factor)
         if self.blended is None:
             return divided
-        first, last = self.blended
+        range_start, range_end = self.blended
         undivided_share: np.ndarray
         if self.rope_type == "llama3":
-            turns = np.float32(self.trained / (2 * math.pi)) * plain
-            undivided_share = (turns - first) / (last - first)
+            turns = np.float32(self.trained / (2 * math.pi)) * undivided
+            undivided_share = (turns - range_start) / (range_end - range_start)
         else:
-            indices = np.arange(head_dim // 2, dtype=np.float32)
-            undivided_share = 1 - (indices - first) / (last - first)
+            indices = np.arange(rotated_dims // 2, dtype=np.float32)
+            undivided_share = 1 - (indices - range_start) / (range_end - range_start)
         undivided_share = np.clip(undivided_share, 0, 1)
-        return divided * (1 - undivided_share) + plain * undivided_share
+        return divided * (1 - undivided_share) + undivided * undivided_share
 
 
 def check_rope(section: dict[str, Any], source: str) -> None:
     """Rejects RoPE settings for which transformers gives no clear error.
 
-    This function also deletes original lengths that are null, because transformers can read a
-    missing length but not a null.
+    This function also deletes lengths of the trained context that are null, because transformers
+    can read a configuration without the length but not a null.
 
     Args:
         section: The contents of config.json, or of its text_config. They are changed.
         source: The path of config.json, for messages.
 
     Raises:
-        InputError: The type is not in TYPES, or the original length is no positive number.
+        InputError: The type is not in TYPES, or the length of the trained context is no positive
+            number.
     """
-    rope = section.get("rope_scaling") or section.get("rope_parameters")
-    scaled = rope if isinstance(rope, dict) else {}
-    if _rope_type(scaled, source) not in ("llama3", "yarn"):
-        return  # other types do not use an original length
-    for fields in (section, scaled):
+    settings = section.get("rope_scaling") or section.get("rope_parameters")
+    rope = settings if isinstance(settings, dict) else {}
+    if _rope_type(rope, source) not in ("llama3", "yarn"):
+        return  # because other types do not use the length of the trained context
+    for fields in (section, rope):
         if fields.get(TRAINED) is not None:
             positive_field(fields, TRAINED, source)
         else:
@@ -164,51 +177,90 @@ def positive_field(fields: Mapping[str, Any], field: str, source: str) -> float:
 
 
 def _rope_type(rope: Mapping[str, Any], source: str) -> str:
-    """Returns the type, one of TYPES. "mrope" becomes "default", which is the same for text."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "mrope":
+    """Returns the type of a rotary embedding, one of TYPES.
+
+    "mrope" becomes "default", because the two are the same for text.
+
+    Args:
+        rope: The settings of the rotary embedding.
+        source: The path of config.json, for the message.
+
+    Raises:
+        InputError: The type is not in TYPES.
+    """
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "mrope":
         return "default"
-    if kind not in TYPES:
+    if rope_type not in TYPES:
         raise InputError(
-            f"{source}: rope_type {kind!r} is not supported; {', '.join(TYPES)} and mrope are"
+            f"{source}: rope_type {rope_type!r} is not supported; {', '.join(TYPES)} and mrope are"
         )
-    return kind
+    return rope_type
 
 
 def _rotated_share(rope: Mapping[str, Any], head_dim: int, partial: bool, source: str) -> float:
-    """Returns the share of a head's dimensions that are rotated, or raises InputError."""
+    """Returns the share of a head's dimensions that are rotated.
+
+    Args:
+        rope: The settings of the rotary embedding.
+        head_dim: The size of a head.
+        partial: Whether the family may rotate only a share of the dimensions.
+        source: The path of config.json, for messages.
+
+    Raises:
+        InputError: The share is not supported, or does not give an even number of dimensions.
+    """
     share = positive_field({"partial_rotary_factor": 1.0, **rope}, "partial_rotary_factor", source)
     if share != 1 and not partial:
         raise InputError(f"{source}: partial_rotary_factor {share!r} is not supported, only 1.0 is")
-    rotated = int(head_dim * share)
-    if share > 1 or rotated < 2 or rotated % 2:
+    rotated_dims = int(head_dim * share)
+    if share > 1 or rotated_dims < 2 or rotated_dims % 2:
         raise InputError(
-            f"{source}: partial_rotary_factor {share!r} rotates {rotated} of a head's {head_dim} "
-            "dimensions; it must be an even number of them, at least 2"
+            f"{source}: partial_rotary_factor {share!r} rotates {rotated_dims} of a head's "
+            f"{head_dim} dimensions; it must be an even number of them, at least 2"
         )
     return share
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> float:
-    """Returns YaRN's attention factor: as configured, or as the paper suggests."""
+    """Returns YaRN's attention factor.
+
+    The factor is that of the configuration if there is one, otherwise it follows from the factor of
+    the scaling as in YaRN's paper.
+
+    Args:
+        rope: The settings of the rotary embedding.
+        factor: The length of the scaled context relative to the trained one.
+        source: The path of config.json, for messages.
+
+    Raises:
+        InputError: A number of the configuration is unusable.
+    """
     if rope.get("attention_factor") is not None:
         return positive_field(rope, "attention_factor", source)
 
-    def suggested(scale: float) -> float:
+    def paper_factor(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        scale, of_all = (
-            positive_field(rope, name, source) for name in ("mscale", "mscale_all_dim")
-        )
-        return suggested(scale) / suggested(of_all)
-    return suggested(1.0)
+        scale = positive_field(rope, "mscale", source)
+        all_dim_scale = positive_field(rope, "mscale_all_dim", source)
+        return paper_factor(scale) / paper_factor(all_dim_scale)
+    return paper_factor(1.0)
 
 
 def _llama3_turns(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
-    """Returns the range in which Llama 3.1 blends frequencies, in turns over the trained context.
+    """Returns the lowest and the highest number of turns at which Llama 3.1 blends frequencies.
 
-    Frequencies below the range are divided by the factor, and those above it are not changed.
+    The number of turns of a frequency is counted over the trained context. Frequencies with fewer
+    turns are divided by the factor, and frequencies with more turns are not changed.
+
+    Args:
+        rope: The settings of the rotary embedding.
+        source: The path of config.json, for messages.
+
+    Raises:
+        InputError: A number is missing or unusable, or the lowest one is not below the highest one.
     """
     low_factor = positive_field(rope, "low_freq_factor", source)
     high_factor = positive_field(rope, "high_freq_factor", source)
@@ -219,27 +271,43 @@ def _llama3_turns(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
     return low_factor, high_factor
 
 
-def _blended(
-    rope: Mapping[str, Any], theta: float, trained: float, head_dim: int, source: str
+def _blended_indices(
+    rope: Mapping[str, Any], theta: float, trained_length: float, rotated_dims: int, source: str
 ) -> tuple[float, float]:
-    """Returns the range in which YaRN blends frequencies, as two indices.
+    """Returns the indices of the first and the last frequency that YaRN blends.
 
-    Frequencies before the range are not changed, and those after it are divided by the factor.
+    The indices need not be integers. Frequencies before the first index are not changed, and
+    frequencies after the last index are divided by the factor.
+
+    Args:
+        rope: The settings of the rotary embedding.
+        theta: The base of the wavelengths.
+        trained_length: The length of the context before scaling, in tokens.
+        rotated_dims: The number of dimensions of a head that are rotated.
+        source: The path of config.json, for messages.
+
+    Raises:
+        InputError: A number is unusable, or no index can be computed from the numbers.
     """
 
-    def with_turns(turns: float) -> float:
+    def index_with_turns(turns: float) -> float:
         """Returns the index of the frequency with this number of turns over the trained context."""
-        return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        inverse_frequency = trained_length / (turns * 2 * math.pi)
+        return rotated_dims * math.log(inverse_frequency) / (2 * math.log(theta))
 
-    turns = [
-        positive_field(rope, name, source) if rope.get(name) else default
-        for name, default in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW))
-    ]
+    turns = []
+    for field, default_turns in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW)):
+        turns.append(positive_field(rope, field, source) if rope.get(field) else default_turns)
     try:
-        first, last = map(with_turns, turns)
+        first_index, last_index = map(index_with_turns, turns)
         if rope.get("truncate", True):
-            first, last = math.floor(first), math.ceil(last)
-    except ArithmeticError:  # if theta is 1, or a beta is almost 0
+            first_index = math.floor(first_index)
+            last_index = math.ceil(last_index)
+    except ArithmeticError:  # because theta is 1, or a beta is almost 0
         raise InputError(f"{source}: no YaRN can be computed from {dict(rope)}") from None
-    first, last = max(first, 0), min(last, head_dim - 1)
-    return first, last + 0.001 * (first == last)
+    first_index = max(first_index, 0)
+    last_index = min(last_index, rotated_dims - 1)
+    # The difference of the indices is a divisor.
+    if first_index == last_index:
+        last_index += 0.001
+    return first_index, last_index

@@ -1,19 +1,21 @@
-"""One rule turns the names of a checkpoint's tensors into those of its language model.
+"""Maps the names of the tensors in a checkpoint to the names in its language model alone.
 
-The name of a tensor depends on the class that it was saved from: `layers.0...`, or the same after
-`model.`, `model.language_model.` or `thinker.model.`; and a library once repeated such a part. Here
-the names of the language model's tensors begin with `model.`, except that of its head.
+In a checkpoint, the name of a tensor depends on the class that was saved. It may be `layers.0...`,
+or the same after a prefix such as `model.`, `model.language_model.` or `thinker.model.`. A library
+once wrote such a prefix twice. In the language model, all names begin with `model.`, except
+`lm_head.weight`.
 """
 
 from collections.abc import Iterable
 
 from activation_extraction.common.errors import InputError
 
-# Modules that contain the language model.
-AROUND = {"thinker", "model", "language_model", "transformer"}
-# Modules beside the language model: inputs and outputs of other kinds, the draft of further tokens,
-# and heads of reward models, value models and classifiers. No hook needs them.
-BESIDE = {
+# Modules that may contain the language model, so that their names are parts of prefixes.
+CONTAINERS = {"thinker", "model", "language_model", "transformer"}
+# Modules that are not part of the language model, and that no hook needs: encoders and decoders of
+# images and sound, modules that draft further tokens, and heads of reward models, value models and
+# classifiers.
+OTHER_MODULES = {
     "visual",
     "audio_tower",
     "talker",
@@ -25,7 +27,9 @@ BESIDE = {
     "classifier",
     "qa_outputs",
 }
-RECOMPUTED = ".rotary_emb.inv_freq"  # some exporters write it, but it follows from rope_theta
+# The end of the name of a tensor that some exporters write. It is not read, because its values
+# follow from rope_theta.
+RECOMPUTED = ".rotary_emb.inv_freq"
 
 
 def text_name(name: str) -> str | None:
@@ -35,35 +39,43 @@ def text_name(name: str) -> str | None:
         name: The name in a checkpoint.
 
     Returns:
-        The name; None for a tensor beside the language model. Names that follow no rule are
-        returned unchanged.
+        The name in the language model. None for a tensor that is not part of the language model,
+        or that is not read. A name without a known module is returned unchanged.
     """
-    parts = name.split(".")
-    first = next((k for k, part in enumerate(parts) if part not in AROUND), len(parts))
-    inside = parts[first:]
-    if not inside or inside[0] not in {"embed_tokens", "layers", "norm", "lm_head", *BESIDE}:
+    module_names = name.split(".")
+    while module_names and module_names[0] in CONTAINERS:
+        del module_names[0]
+    if not module_names:
         return name
-    if inside[0] in BESIDE or name.endswith(RECOMPUTED):
+    module = module_names[0]
+    if module not in {"embed_tokens", "layers", "norm", "lm_head", *OTHER_MODULES}:
+        return name
+    if module in OTHER_MODULES or name.endswith(RECOMPUTED):
         return None
-    return ".".join(inside if inside[0] == "lm_head" else ["model", *inside])
+    return ".".join(module_names if module == "lm_head" else ["model", *module_names])
 
 
-def text_names(stored: Iterable[str], source: str) -> dict[str, str]:
-    """Returns the name of every tensor in the language model -> its name in the checkpoint.
+def text_names(checkpoint_names: Iterable[str], source: str) -> dict[str, str]:
+    """Returns the names of the language model's tensors, with their names in the checkpoint.
 
     Args:
-        stored: The names in the checkpoint.
-        source: The checkpoint or the file, for the message.
+        checkpoint_names: The names of tensors in the checkpoint.
+        source: The path of the checkpoint or of the file, for the message.
+
+    Returns:
+        Name in the language model -> name in the checkpoint.
 
     Raises:
         InputError: Two tensors have the same name in the language model.
     """
     names: dict[str, str] = {}
-    for name in stored:
-        text = text_name(name)
-        if text is None:
+    for checkpoint_name in checkpoint_names:
+        name = text_name(checkpoint_name)
+        if name is None:
             continue
-        if text in names:
-            raise InputError(f"{source}: {names[text]} and {name} are both the text model's {text}")
-        names[text] = name
+        if name in names:
+            raise InputError(
+                f"{source}: {names[name]} and {checkpoint_name} are both the text model's {name}"
+            )
+        names[name] = checkpoint_name
     return names
