@@ -1,19 +1,22 @@
-"""The model in Flax: the modules of all families, and the checkpoint tensors of each weight.
+"""The language model in Flax, for all families, and the checkpoint tensors of its parameters.
 
 The modules come in the order in which a token passes them: its embedding, then in every layer
-attention and an MLP or experts, then the whole model, `Qwen2`. A ModelConfig says in what the
-families differ; family.py has the table of families. At the end, `weight_table` derives from the
-modules which checkpoint tensors make each parameter. weights.py reads the tensors, mesh.py shards
-them, and qwen2_jax_with_hooks.py captures activations.
+attention and an MLP or experts, then the whole model, `Qwen2`. A ModelConfig contains the
+differences between families, and family.py the table of families. At the end, `weight_table`
+derives from the modules the checkpoint tensors that each parameter is made of. weights.py reads the
+tensors, mesh.py shards parameters, and qwen2_jax_with_hooks.py captures activations.
 
-The parameter tree mirrors the names and the orientation of the Hugging Face checkpoint. Its tensor
-`model.layers.7.self_attn.q_proj.weight` becomes row 7 of `layers/self_attn/q_proj/weight`, because
-layers are stacked for `scan`, and the flat head axis is split in two. Every module declares the
-shape and logical axes of a weight once.
+The parameter tree has the names of the Hugging Face checkpoint, and the same order of axes. For
+example, the tensor `model.layers.7.self_attn.q_proj.weight` becomes row 7 of the parameter
+`layers/self_attn/q_proj/weight`, because layers are stacked for `scan`. The axis of all heads
+becomes two axes, heads and head size.
+
+In this module, `rotary` is the result of `rotary_table`, and a segment is a sample in a row.
 
 Letters: B rows, T tokens per row, D hidden, N query heads, K key/value heads, H head size, F MLP
-width, V vocabulary, L layers. Of layers with experts: E experts, X experts of a token, M width of
-an expert, P width of the shared one, R the router's outputs (E, but never split), U one.
+width, V vocabulary, L layers, Q the heads of the query projection, which are 2 * N if heads have
+gates. In layers with experts: E experts, X experts of a token, M width of an expert, P width of the
+shared expert, R outputs of the router (as many as E, but never split over devices), U one.
 
 References: `transformers.models.qwen2.modeling_qwen2`, and the same of qwen3, qwen2_moe, qwen3_moe,
 qwen3_next, qwen3_5, qwen3_5_moe and llama, and the reports (arXiv:2407.10671, arXiv:2505.09388).
@@ -51,11 +54,15 @@ from activation_extraction.model.weights import TensorSlice, WeightSpec, WeightT
 
 
 class Embedding(nn.Module):
-    """The embedding of tokens.
+    """The embedding of tokens, a table with a vector for each token of the vocabulary.
 
-    `HookedModel` also uses this class for its head: the same module if config.json ties the head to
-    the embedding, otherwise a second one. It computes logits from the whole matrix, which `table`
-    returns.
+    `HookedModel` also uses this class for its head, whose matrix has the same shape. If config.json
+    ties the head to the embedding, both are one module, otherwise there are two modules.
+
+    Attributes:
+        config: The configuration of the model.
+        dtype: The dtype of the vectors.
+        layout: The mesh.
     """
 
     config: ModelConfig
@@ -66,16 +73,16 @@ class Embedding(nn.Module):
         self.weight = parameter(self, "weight", "VD")
 
     def __call__(self, token_ids: Array) -> Array:
-        """Returns the vectors of tokens.
+        """Looks up the vectors of tokens.
 
-        Each device along fsdp looks up its columns for all tokens, so that the devices exchange
-        vectors and not the table.
+        Each device along the mesh axis fsdp has some columns of the table, and looks them up for
+        all tokens. So the devices exchange vectors, which are smaller than the table.
 
         Args:
-            token_ids: (B, T) int32.
+            token_ids: The token ids, (B, T) int32.
 
         Returns:
-            (B, T, D).
+            The vectors, (B, T, D).
         """
         constrain = self.layout.constrain
         token_ids = constrain(token_ids, "fsdp_batch", "sequence")
@@ -83,14 +90,20 @@ class Embedding(nn.Module):
         return constrain(from_bits(columns), *STREAM)
 
     def table(self) -> Array:
-        """Returns the vectors of all tokens, (V, D), as bits."""
+        """Returns the vectors of all tokens of the vocabulary, (V, D), bfloat16 as uint16 bits."""
         return self.layout.gather(self.weight, ("vocab", "embed"))
 
 
 class SelfAttention(nn.Module):
     """Grouped-query attention, with the biases, norms and gates that the configuration names.
 
-    In a model with gates, q_proj returns for each head its query and then its gate.
+    In a model with gates, the query projection returns a query and a gate for each head.
+
+    Attributes:
+        config: The configuration of the model.
+        dtype: The dtype of weights and of the operands of matrix products.
+        attention: The function that computes attention from queries, keys and values.
+        layout: The mesh.
     """
 
     config: ModelConfig
@@ -112,16 +125,29 @@ class SelfAttention(nn.Module):
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, slides: Array | None
     ) -> tuple[Array, Out]:
-        queries = "batch", "query_sequence", "heads", "head_dim"
-        keys = "batch", "sequence", "kv_heads", "head_dim"
+        """Returns the output of attention, and its intermediates by name.
+
+        Args:
+            x: The normed residual stream, (B, T, D).
+            rotary: The cosines and sines for `rotate`.
+            segment_ids: The segment of each token, (B, T) int32; 0 for padding.
+            slides: Whether this layer has a window, () bool; None if no layer of the model has one.
+
+        Returns:
+            The output, (B, T, D), which is added to the residual stream.
+            The intermediates.
+        """
+        query_axes = "batch", "query_sequence", "heads", "head_dim"
+        key_axes = "batch", "sequence", "kv_heads", "head_dim"
         constrain = self.layout.constrain
         out: Out = {}
-        q = out["q"] = constrain(rounded(self.q_proj(x), self.dtype), *queries)
+        q = out["q"] = constrain(rounded(self.q_proj(x), self.dtype), *query_axes)
         if self.config.q_gate:
-            q = q.reshape(*q.shape[:2], -1, 2, q.shape[-1])
-            q, out["q_gate"] = constrain(q[..., 0, :], *queries), constrain(q[..., 1, :], *queries)
-        k = out["k"] = constrain(rounded(self.k_proj(x), self.dtype), *keys)
-        v = out["v"] = constrain(self.v_proj(x), *keys).astype(self.dtype)
+            queries_and_gates = q.reshape(*q.shape[:2], -1, 2, q.shape[-1])
+            q = constrain(queries_and_gates[..., 0, :], *query_axes)
+            out["q_gate"] = constrain(queries_and_gates[..., 1, :], *query_axes)
+        k = out["k"] = constrain(rounded(self.k_proj(x), self.dtype), *key_axes)
+        v = out["v"] = constrain(self.v_proj(x), *key_axes).astype(self.dtype)
         if self.config.qk_norm:
             q = out["q_normed"] = self.q_norm(q)[0]
             k = out["k_normed"] = self.k_norm(k)[0]
@@ -130,36 +156,43 @@ class SelfAttention(nn.Module):
         q = (q * self.config.head_dim**-0.5).astype(self.dtype)
         with jax.named_scope("attention"):
             out["pattern"] = partial(self._attend, attention_pattern, slides, q, k, k, segment_ids)
-            heads = self._attend(self.attention, slides, q, k, v, segment_ids)
+            head_outputs = self._attend(self.attention, slides, q, k, v, segment_ids)
         if self.config.q_gate:
             gate = jax.nn.sigmoid(out["q_gate"].astype(jnp.float32))
-            heads = (heads.astype(jnp.float32) * gate).astype(self.dtype)
-        out["z"] = heads
-        out["out"] = constrain(self.o_proj(heads).astype(self.dtype), *STREAM)
+            head_outputs = (head_outputs.astype(jnp.float32) * gate).astype(self.dtype)
+        out["z"] = head_outputs
+        out["out"] = constrain(self.o_proj(head_outputs).astype(self.dtype), *STREAM)
         return out["out"], out
 
     def _attend(self, attention: Attention, slides: Array | None, *inputs: Array) -> Array:
-        """Computes attention with or without the window.
+        """Computes attention, with the model's window if this layer has a window.
 
         Args:
             attention: The function that computes attention.
-            slides: Whether this layer has a window, bool (); None if no layer of the model has one.
-            inputs: Queries, keys, values and segment ids.
+            slides: Whether this layer has a window, () bool; None if no layer of the model has one.
+            *inputs: The queries, keys, values and segment ids.
+
+        Returns:
+            The result of `attention`.
         """
-        full = partial(self.layout.attend, attention)
+        attend_fully = partial(self.layout.attend, attention)
         if slides is None:
-            return full(*inputs)
-        window = partial(attention, window=self.config.sliding_window)
-        return jax.lax.cond(slides, partial(self.layout.attend, window), full, *inputs)
+            return attend_fully(*inputs)
+        window_attention = partial(attention, window=self.config.sliding_window)
+        attend_in_window = partial(self.layout.attend, window_attention)
+        return jax.lax.cond(slides, attend_in_window, attend_fully, *inputs)
 
 
 class MLP(nn.Module):
-    """The MLP of a dense layer, or a shared expert: down(silu(gate(x)) * up(x)).
+    """The MLP of a dense layer, or the shared expert of a layer with experts.
 
-    It is called SwiGLU (arXiv:2002.05202).
+    This MLP is called SwiGLU (arXiv:2002.05202). It computes down(silu(gate(x)) * up(x)).
 
     Attributes:
-        width: The letter of its width.
+        config: The configuration of the model.
+        dtype: The dtype of weights and of the operands of matrix products.
+        layout: The mesh.
+        width: The letter of the width of the MLP.
     """
 
     config: ModelConfig
@@ -174,18 +207,35 @@ class MLP(nn.Module):
         self.down_proj = Linear(self.config, f"{self.width}->D", dtype=self.dtype, split=split)
 
     def __call__(self, x: Array, _segment_ids: Array | None = None) -> tuple[Array, Out]:
-        gate, up = rounded(self.gate_proj(x), self.dtype), self.up_proj(x)
+        """Returns the output of the MLP, and its intermediates by name.
+
+        Args:
+            x: The normed residual stream, (B, T, D).
+            _segment_ids: Not used; `SparseMLP` has the same argument.
+
+        Returns:
+            The output, (B, T, D), which is added to the residual stream.
+            The intermediates.
+        """
+        gate = rounded(self.gate_proj(x), self.dtype)
+        up = self.up_proj(x)
         gated = (jax.nn.silu(gate.astype(jnp.float32)) * up).astype(self.dtype)
         gated = self.layout.constrain(gated, "batch", "sequence", "mlp")
-        out = self.layout.constrain(self.down_proj(gated).astype(self.dtype), *STREAM)
-        return out, {"pre": gate, "pre_linear": up, "post": gated, "out": out}
+        output = self.layout.constrain(self.down_proj(gated).astype(self.dtype), *STREAM)
+        return output, {"pre": gate, "pre_linear": up, "post": gated, "out": output}
 
 
 class SparseMLP(nn.Module):
     """A mixture of experts.
 
     Each token passes through a few routed experts, which the router chooses among many, and through
-    the shared expert if there is one. The result is the weighted sum of their results.
+    the shared expert if there is one. The output is the weighted sum of the experts' results.
+
+    Attributes:
+        config: The configuration of the model.
+        dtype: The dtype of weights and of the operands of matrix products.
+        expert_sum: The function that computes the weighted sums of the routed experts.
+        layout: The mesh.
     """
 
     config: Any
@@ -201,22 +251,33 @@ class SparseMLP(nn.Module):
             self.shared_expert_gate = Linear(self.config, "D->U", dtype=self.dtype)
 
     def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Out]:
+        """Returns the weighted sum of the experts, and the intermediates by name.
+
+        Args:
+            x: The normed residual stream, (B, T, D).
+            segment_ids: The segment of each token, (B, T) int32; 0 for padding.
+
+        Returns:
+            The sum, (B, T, D), which is added to the residual stream.
+            The intermediates.
+        """
         experts = self.config.experts
         logits = self.gate(x).astype(self.dtype)
         weights, chosen = route(logits, experts.per_token, experts.renormalise)
         out: Out = {"logits": logits, "chosen": chosen}
         out["weights"] = partial(scattered, weights, chosen, experts.count)
-        # Padding needs no expert.
-        needed = jnp.where(segment_ids[..., None] > 0, chosen, experts.count)
+        # Padding gets the number after the last expert, which costs nothing.
+        needed_experts = jnp.where(segment_ids[..., None] > 0, chosen, experts.count)
         if experts.shared_width:
-            shared, out["shared"] = self.shared_expert(x)
-            # Tokens travel to experts meanwhile, and their weights after them.
-            shared, weights = lax.optimization_barrier((shared, weights))
-        y = self.layout.constrain(self.experts(x, weights, needed), *STREAM)
+            shared_output, out["shared"] = self.shared_expert(x)
+            # The shared expert is computed while tokens are sent to other devices' experts. The
+            # barrier delays the weights, which are sent after the tokens, until it is computed.
+            shared_output, weights = lax.optimization_barrier((shared_output, weights))
+        y = self.layout.constrain(self.experts(x, weights, needed_experts), *STREAM)
         out["routed"] = y
         if experts.shared_width:
-            share = out["shared_share"] = self.shared_expert_gate(x)
-            y = y + jax.nn.sigmoid(share) * shared.astype(jnp.float32)
+            shared_logit = out["shared_share"] = self.shared_expert_gate(x)
+            y = y + jax.nn.sigmoid(shared_logit) * shared_output.astype(jnp.float32)
         out["out"] = y.astype(self.dtype)
         return out["out"], out
 
@@ -224,9 +285,11 @@ class SparseMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """A layer: attention or a gated delta net, then an MLP or experts.
 
-    It returns the residual stream after it, and the intermediates that hooks name.
-
     Attributes:
+        config: The configuration of the model.
+        dtype: The dtype of weights and of the operands of matrix products.
+        kernels: The functions that compute attention, experts and delta nets.
+        layout: The mesh.
         type_: The type of the layer, one of ModelConfig.layer_types.
     """
 
@@ -239,19 +302,33 @@ class DecoderLayer(nn.Module):
     def setup(self) -> None:
         config = self.config
         dtype = self.dtype
-        words = self.type_.split()
+        type_words = self.type_.split()
         self.input_layernorm = RMSNorm(config, dtype)
-        if LINEAR in words:
+        if LINEAR in type_words:
             self.linear_attn = GatedDeltaNet(config, dtype, self.kernels.delta_rule, self.layout)
         else:
             self.self_attn = SelfAttention(config, dtype, self.kernels.attention, self.layout)
         self.post_attention_layernorm = RMSNorm(config, dtype)
-        mlp = partial(SparseMLP, expert_sum=self.kernels.experts) if SPARSE in words else MLP
-        self.mlp = mlp(config, dtype, layout=self.layout)
+        if SPARSE in type_words:
+            self.mlp: Any = SparseMLP(config, dtype, self.kernels.experts, self.layout)
+        else:
+            self.mlp = MLP(config, dtype, self.layout)
 
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, slides: Array | None
     ) -> tuple[Array, Out]:
+        """Returns the residual stream after the layer, and the intermediates by name.
+
+        Args:
+            x: The residual stream before the layer, (B, T, D).
+            rotary: The cosines and sines for `rotate`.
+            segment_ids: The segment of each token, (B, T) int32; 0 for padding.
+            slides: Whether this layer has a window, () bool; None if no layer of the model has one.
+
+        Returns:
+            The residual stream, (B, T, D).
+            The intermediates, which include those of the modules of the layer.
+        """
         out: Out = {"resid_pre": x}
         y, out["ln1"] = self.input_layernorm(x)
         if LINEAR in self.type_.split():
@@ -260,7 +337,8 @@ class DecoderLayer(nn.Module):
             y, out["attn"] = self.self_attn(y, rotary, segment_ids, slides)
         x = x + y
         if SPARSE in self.type_.split():
-            # Experts fetch and send whole tokens; for products, TPUs would choose another layout.
+            # Experts fetch and send whole tokens, so the values of a token should be contiguous.
+            # For matrix products alone, TPUs would choose another order of the axes in memory.
             x = with_layout_constraint(x, MemoryLayout((0, 1, 2)))
         out["resid_mid"] = x
         y, out["ln2"] = self.post_attention_layernorm(x)
@@ -270,13 +348,28 @@ class DecoderLayer(nn.Module):
 
 
 def decoder(config: ModelConfig, dtype: Any, kernels: Kernels, layout: Layout) -> Decoder:
-    """Returns the layers of a model as functions of their parameters."""
-    layer = partial(DecoderLayer, config, dtype, kernels, layout, parent=None)
-    return Decoder(config, {type_: layer(type_=type_) for type_ in config.layer_types})
+    """Returns the layers of a model as functions of their parameters.
+
+    Args:
+        config: The configuration of the model.
+        dtype: The dtype of weights and of the operands of matrix products.
+        kernels: The functions that compute attention, experts and delta nets.
+        layout: The mesh.
+    """
+    make_layer = partial(DecoderLayer, config, dtype, kernels, layout, parent=None)
+    modules = {layer_type: make_layer(type_=layer_type) for layer_type in config.layer_types}
+    return Decoder(config, modules)
 
 
 class Qwen2(nn.Module):
-    """The whole language model of any family, which maps token ids to next-token logits."""
+    """The whole language model of any family, which maps token ids to next-token logits.
+
+    Attributes:
+        config: The configuration of the model.
+        dtype: The dtype of weights and of the operands of matrix products.
+        kernels: The functions that compute attention, experts and delta nets.
+        layout: The mesh.
+    """
 
     config: ModelConfig
     dtype: Any = jnp.float32
@@ -285,20 +378,21 @@ class Qwen2(nn.Module):
 
     @property
     def num_layers(self) -> int:
+        """The number of layers of the model."""
         return self.config.num_hidden_layers
 
     @nn.compact
     def __call__(self, token_ids: Array, segment_ids: Array, positions: Array) -> Array:
-        """Returns the logits of the next tokens.
+        """Computes the logits of the token that follows each token.
 
         Args:
-            token_ids: (B, T) int32.
-            segment_ids: The number of the sample that a token belongs to in its row, (B, T) int32;
-                0 for padding.
-            positions: The position of a token in its sample, (B, T) int32.
+            token_ids: The token ids, (B, T) int32.
+            segment_ids: The number, in its row, of the sample that contains the token, (B, T)
+                int32, counted from 1; 0 for padding.
+            positions: The position of each token in its sample, (B, T) int32.
 
         Returns:
-            (B, T, V) float32; those of padding are meaningless.
+            The logits, (B, T, V) float32. The logits of padding are meaningless.
         """
         layers = decoder(self.config, self.dtype, self.kernels, self.layout)
         params = self.param("layers", layers.init, self.num_layers)
@@ -315,119 +409,146 @@ class Qwen2(nn.Module):
 
 
 def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> WeightTable:
-    """Returns the shape, logical axes and checkpoint tensors of each parameter, by its path.
+    """Returns the shape, logical axes and checkpoint tensors of each parameter of a model.
 
-    It computes and allocates nothing. Stacked layers beyond `model.num_layers`, which make the
-    stages of a pipeline equally long, have no tensors.
+    This function computes and allocates nothing. In a pipeline, layers of zeros may fill the last
+    stages. These layers, which come after the first `model.num_layers` in a stack, have no tensors.
 
     Args:
-        model: A module that follows the naming of this file.
+        model: A `Qwen2` or a `HookedModel`.
         tensors: The names of the tensors in the checkpoint. They tell whether experts and the
             projections of a delta net are fused. Empty if there is no checkpoint.
+
+    Returns:
+        Path of a parameter -> its shape, logical axes and checkpoint tensors.
     """
     fused = any(name.endswith("experts.gate_up_proj") for name in tensors)
     renamed = _renamed(model.config, fused) | _interleaved(model.config.delta, tensors)
-    # The weights are the same on devices that are not here, whose kernels cannot run.
-    plain = model.clone(kernels=Kernels(), layout=Layout(), parent=None)
-    return {path: _weight(path, box, model, renamed) for path, box in declared(plain).items()}
+    # The default kernels run on this machine, even if the model is meant for another platform.
+    # Parameters do not depend on kernels or on the mesh.
+    local_model = model.clone(kernels=Kernels(), layout=Layout(), parent=None)
+    boxes = declared(local_model)
+    return {path: _weight_spec(path, box, model, renamed) for path, box in boxes.items()}
 
 
 def tensor_names(config: ModelConfig, tensors: Collection[str]) -> set[str]:
-    """Returns the names that tensors of the language model may have in a checkpoint.
+    """Returns the names that the language model's tensors may have in a checkpoint.
 
-    A checkpoint may hold a tensor for each expert besides the fused ones, and a head even where
-    config.json ties it to the embedding.
+    The names include tensors that are not read. A checkpoint may contain a tensor for each expert
+    besides the fused ones, and a head even if config.json ties the head to the embedding.
 
     Args:
         config: The configuration of the model.
-        tensors: The names in the checkpoint, as for `weight_table`.
+        tensors: The names of the tensors in the checkpoint, as for `weight_table`.
     """
     names = {HEAD}
-    for layout in ((), tensors):
-        for spec in weight_table(Qwen2(config), layout).values():
+    for checkpoint_tensors in ((), tensors):
+        for spec in weight_table(Qwen2(config), checkpoint_tensors).values():
             names.update(spec.hf_names)
     return names
 
 
-def _weight(path: ParamPath, box: Any, model: nn.Module, renamed: Mapping[str, Any]) -> WeightSpec:
+def _weight_spec(
+    path: ParamPath, box: Any, model: nn.Module, renamed: Mapping[str, Any]
+) -> WeightSpec:
+    """Returns the shape, logical axes and checkpoint tensors of one parameter.
+
+    Args:
+        path: The path of the parameter.
+        box: Flax's box of the parameter's logical axes around its shape.
+        model: The model.
+        renamed: The parameters of a layer whose tensors have other names, as from `_renamed`.
+    """
     config = model.config
     shape = box.value.shape
     axes = box.names
+    if path[0] == "lm_head":
+        head = "model.embed_tokens.weight" if config.tie_word_embeddings else HEAD
+        return WeightSpec(shape, axes, (head,))
     if path[0] != "layers":
-        if path[0] == "lm_head":
-            tied = "model.embed_tokens.weight"
-            return WeightSpec(shape, axes, (tied if config.tie_word_embeddings else HEAD,))
         return WeightSpec(shape, axes, (f"model.{path[0]}.weight",))
-    types, mixed = config.layer_types, len(set(config.layer_types)) > 1
-    inside = path[2:] if mixed else path[1:]
-    layers = [k for k in range(model.num_layers) if not mixed or types[k] == path[1]]
-    tensor, tensor_slice = renamed.get(".".join(inside), (".".join(inside), None))
-    names = [f"model.layers.{k}.{tensor}" for k in layers]
+    mixed = len(set(config.layer_types)) > 1
+    layers = list(range(model.num_layers))
+    if mixed:
+        # With several types of layers, the path has the type before the names in the layer.
+        layers = [layer for layer in layers if config.layer_types[layer] == path[1]]
+    parameter_name = ".".join(path[2:] if mixed else path[1:])
+    tensor, tensor_slice = renamed.get(parameter_name, (parameter_name, None))
+    names = [f"model.layers.{layer}.{tensor}" for layer in layers]
     per_expert = "{}" in tensor
     if per_expert:
-        names = [name.format(e) for name in names for e in range(config.experts.count)]
+        expert_numbers = range(config.experts.count)
+        names = [name.format(number) for name in names for number in expert_numbers]
     return WeightSpec(shape, axes, tuple(names), 1 + per_expert, tensor_slice)
 
 
 def _renamed(config: ModelConfig, fused: bool) -> dict[str, tuple[str, TensorSlice | None]]:
-    """Returns the parameters of a layer whose checkpoint tensors have other names.
+    """Returns the tensors of the parameters that have other names in the checkpoint.
 
     Args:
         config: The configuration of the model.
-        fused: Whether one tensor holds all experts of a layer.
+        fused: Whether one tensor contains all experts of a layer.
 
     Returns:
-        Name of the parameter -> (name of the tensor, the slice of it). In a tensor for each expert,
-        "{}" stands for the number of the expert. The slice is None for a whole tensor.
+        Name of the parameter in its layer -> (name of the tensor in the layer, the slice of the
+        tensor). The slice is None for a whole tensor. If each expert has a tensor, "{}" stands for
+        the number of the expert.
     """
     renamed: dict[str, tuple[str, TensorSlice | None]] = {}
     if config.delta is not None:
-        keys, values = config.delta.key_heads * config.delta.key_size, config.sizes["O"]
-        for letter, start in (("q", 0), ("k", keys), ("v", 2 * keys)):
-            tensor_slice = TensorSlice(0, start, 2 * keys + values)
+        key_rows = config.delta.key_heads * config.delta.key_size
+        value_rows = config.sizes["O"]
+        for letter, start in (("q", 0), ("k", key_rows), ("v", 2 * key_rows)):
+            tensor_slice = TensorSlice(0, start, 2 * key_rows + value_rows)
             for parameter_name, tensor in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
                 name = f"linear_attn.{parameter_name}_{letter}.weight"
                 renamed[name] = f"linear_attn.{tensor}.weight", tensor_slice
     if config.experts is not None:
         width = config.experts.width
-        for projection, in_fused in (
+        for projection, fused_slice in (
             ("gate_proj", ("mlp.experts.gate_up_proj", TensorSlice(1, 0, 2 * width))),
             ("up_proj", ("mlp.experts.gate_up_proj", TensorSlice(1, width, 2 * width))),
             ("down_proj", ("mlp.experts.down_proj", None)),
         ):
             per_expert = f"mlp.experts.{{}}.{projection}.weight", None
-            renamed[f"mlp.experts.{projection}.weight"] = in_fused if fused else per_expert
+            renamed[f"mlp.experts.{projection}.weight"] = fused_slice if fused else per_expert
     return renamed
 
 
 def _interleaved(
     delta: DeltaNet | None, tensors: Collection[str]
 ) -> dict[str, tuple[str, TensorSlice]]:
-    """Returns the renamed projections of a delta net that are stored key head by key head.
+    """Returns the tensors of a delta net's projections that are stored key head by key head.
 
-    Such a tensor has all rows of one key head, then those of the next. In `in_proj_qkvz`, the rows
-    of a key head are those of its query, its key, and the values and gates of its value heads.
+    Such a tensor has all rows of the first key head, then all rows of the next. In `in_proj_qkvz`,
+    the rows of a key head make its query, its key, and the values and gates of its value heads. In
+    `in_proj_ba`, they make the inputs of the rates and of the log decays of its value heads.
+
+    Args:
+        delta: The sizes of the delta net; None if the model has none.
+        tensors: The names of the tensors in the checkpoint. Empty if there is no checkpoint.
 
     Returns:
-        Name of the parameter -> (name of the tensor, the slice of it), as from `_renamed`.
+        Name of the parameter in its layer -> (name of the tensor in the layer, the slice of each
+        key head's rows), as from `_renamed`.
     """
     renamed: dict[str, tuple[str, TensorSlice]] = {}
     if delta is None or not delta.interleaved:
         return renamed
-    heads = delta.values_per_key
-    key = delta.key_size
-    value = delta.value_size
-    for shared, sizes in (
-        ("in_proj_qkvz", {"q": key, "k": key, "v": heads * value, "z": heads * value}),
-        ("in_proj_ba", {"b": heads, "a": heads}),
+    value_heads = delta.values_per_key
+    key_rows = delta.key_size
+    value_rows = value_heads * delta.value_size
+    for tensor_name, rows_by_letter in (
+        ("in_proj_qkvz", {"q": key_rows, "k": key_rows, "v": value_rows, "z": value_rows}),
+        ("in_proj_ba", {"b": value_heads, "a": value_heads}),
     ):
-        tensor = f"linear_attn.{shared}.weight"
+        tensor = f"linear_attn.{tensor_name}.weight"
+        rows_per_head = sum(rows_by_letter.values())
         start = 0
-        total = sum(sizes.values())
-        # Some who quantise such a model store it as Qwen3.5 is stored.
+        # Quantised versions of such a model may have a tensor for each projection, as Qwen3.5 has.
         if not tensors or any(name.endswith(tensor) for name in tensors):
-            for letter, size in sizes.items():
-                part = TensorSlice(0, start, total, per_head=True)
-                renamed[f"linear_attn.in_proj_{letter}.weight"] = tensor, part
-                start += size
+            for letter, rows in rows_by_letter.items():
+                tensor_slice = TensorSlice(0, start, rows_per_head, per_head=True)
+                renamed[f"linear_attn.in_proj_{letter}.weight"] = tensor, tensor_slice
+                start += rows
     return renamed

@@ -1,7 +1,11 @@
-"""The hooked model runs the layers of qwen2_jax.py and returns the values at hooks.
+"""The hooked model, which runs the layers of qwen2_jax.py and returns the values at hooks.
 
-`create_model_with_hooks` makes it for any supported model. To add a kind of hook, add a row to the
-table of kinds in hooks.py, and a line to the module of qwen2_jax.py that computes it.
+`create_model_with_hooks` makes the hooked model of any supported model. hooks.py contains the table
+of the kinds of hooks, and capture.py moves their values from the layers into the result. To add a
+kind of hook, add a row to the table, and a line to the module of qwen2_jax.py that computes the
+values.
+
+Letters: B rows, T tokens per row, D hidden.
 """
 
 import math
@@ -28,20 +32,20 @@ from qwen2_jax import Embedding, decoder
 
 
 class HookedModel(nn.Module):
-    """The layers of a model that hooks need, which return the values at the hooks.
+    """A model that runs only the layers that its hooks need, and returns the values at the hooks.
 
-    Its parameters are a part of those of `qwen2_jax.Qwen2`. Layers run in a loop, up to the deepest
-    one with a hook.
+    The parameters are a part of the parameters of `qwen2_jax.Qwen2`. Layers run in a loop, up to
+    the deepest layer with a hook.
 
     Attributes:
         config: The configuration of the model.
         hooks: The hooks in the order in which they are computed.
-        dtype: The dtype of weights and matrix products.
+        dtype: The dtype of weights and of the operands of matrix products.
         activation_dtype: The dtype in which activations are stored, or "float8".
         kernels: The functions that compute attention, experts and delta nets.
         layout: The mesh.
-        stages: The number of pipeline stages, which have equally many layers. The last ones may be
-            filled up with layers of zeros, which change nothing.
+        stages: The number of pipeline stages. All stages have the same number of layers. Layers of
+            zeros, which do not change the residual stream, may fill the last stages.
     """
 
     config: ModelConfig
@@ -54,17 +58,17 @@ class HookedModel(nn.Module):
 
     @property
     def captured_dtype(self) -> Any:
-        """The dtype of activations in the result, which the store may encode as float8."""
+        """The dtype of activations in the result. For "float8", the store encodes them later."""
         return self.dtype if self.activation_dtype == FLOAT8 else self.activation_dtype
 
     @property
     def num_layers(self) -> int:
-        """The number of layers that run: all up to the deepest one with a hook."""
+        """The number of layers that run, up to the deepest layer with a hook."""
         return self.hooks[-1].layer + 1
 
     @property
     def layers_per_stage(self) -> int:
-        """The number of layers in a pipeline stage; without a pipeline, of all layers."""
+        """The number of layers in each pipeline stage. Without a pipeline, there is one stage."""
         return stage_length(self.config.layer_types[: self.num_layers], self.stages)
 
     @property
@@ -74,16 +78,16 @@ class HookedModel(nn.Module):
 
     @property
     def predicts(self) -> bool:
-        """Whether a hook needs the logits."""
+        """Whether a hook needs the logits of the next tokens."""
         return any(hook.kind.is_prediction for hook in self.hooks)
 
     def micro_batches(self, rows: int) -> int:
-        """Returns the number of micro-batches of a step.
+        """Returns the number of micro-batches into which a pipeline divides a step.
 
-        Each has one row for each data-parallel device.
+        Each micro-batch has one row for each data-parallel device.
 
         Args:
-            rows: The rows of a step.
+            rows: The number of rows of a step.
         """
         return max(rows // self.layout.size(*RULES["batch"]), 1)
 
@@ -95,8 +99,8 @@ class HookedModel(nn.Module):
         """
         total = 0.0
         for layer in range(self.num_layers):
-            weights = _weights_of_a_token(self.config, layer)
-            total += self.config.flops_of(layer, weights, lengths)
+            weight_count = _weights_per_token(self.config, layer)
+            total += self.config.flops_of(layer, weight_count, lengths)
         if self.predicts:
             total += 2.0 * self.config.hidden_size * self.config.vocab_size * sum(lengths)
         return total
@@ -112,31 +116,32 @@ class HookedModel(nn.Module):
     def __call__(
         self, token_ids: Array, segment_ids: Array, positions: Array
     ) -> dict[VectorType, Array]:
-        """Returns the values at the hooks.
+        """Computes the values at the hooks.
 
         Args:
-            token_ids: (B, T) int32.
-            segment_ids: The number of the sample that a token belongs to in its row, (B, T) int32;
-                0 for padding.
-            positions: The position of a token in its sample, (B, T) int32.
+            token_ids: The token ids, (B, T) int32.
+            segment_ids: The number, in its row, of the sample that contains the token, (B, T)
+                int32, counted from 1; 0 for padding.
+            positions: The position of each token in its sample, (B, T) int32.
 
         Returns:
-            Vector type -> the values of its hooks, in the order of `hooks`, (hooks of this type, B,
-            T, width). Activations have `captured_dtype`.
+            A vector type is the width and the dtype of some hooks. Vector type -> the values at
+            these hooks in the order of `hooks`, (hooks of the type, B, T, width). Activations have
+            the dtype `captured_dtype`.
         """
         if self.is_initializing():
             self._declare(token_ids)
             return {}
         sizes = self.config.sizes_with(token_ids.shape[1])
         capture = Capture(self.hooks, sizes, self.captured_dtype, self.layout)
-        run = self._in_one_loop if self.stages == 1 else self._in_stages
-        return run(capture, token_ids, segment_ids, positions)
+        run_layers = self._run_in_one_loop if self.stages == 1 else self._run_in_stages
+        return run_layers(capture, token_ids, segment_ids, positions)
 
     def _declare(self, token_ids: Array) -> None:
-        """Declares the parameters outside the layers that the hooks need, by calling their modules.
+        """Declares the parameters outside the layers, as far as the hooks need them.
 
-        Flax creates the parameters of a module when the module is first called. The parameters of
-        the layers are declared in `setup`.
+        Flax creates the parameters of a module when the module is first called, so this function
+        calls the modules. `setup` declares the parameters of the layers.
 
         Args:
             token_ids: The token ids of a step, (B, T) int32.
@@ -148,41 +153,45 @@ class HookedModel(nn.Module):
             self._head().table()
 
     def _head(self) -> Embedding:
+        """Returns the module with the matrix that turns hidden states into logits."""
         return self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
 
-    def _in_one_loop(
+    def _run_in_one_loop(
         self, capture: Capture, token_ids: Array, segment_ids: Array, positions: Array
     ) -> dict[VectorType, Array]:
-        """Runs one loop over all layers. See `__call__` for the arrays and the result."""
+        """Computes the values at the hooks with one loop over all layers, without a pipeline.
+
+        See `__call__` for the arrays and the result.
+        """
         plan = capture.plan(range(self.num_layers))
-        end = capture.plan_end()
+        end_plan = capture.plan_end()
         x = self.embed_tokens(token_ids)
-        buffers = capture.buffers([plan, end], token_ids.shape)
+        buffers = capture.buffers([plan, end_plan], token_ids.shape)
         rotary = rotary_table(positions, self.config)
         with jax.named_scope("layers"):
             layers = self.decoder.stacked(self.layers)
             x, buffers = self._loop(capture, plan, layers, x, buffers, rotary, segment_ids)
         if self.runs_to_the_end:
-            values = self._end(capture, x, token_ids, positions)
-            buffers = capture.write(buffers, end, values)
+            values = self._end_values(capture, x, token_ids, positions)
+            buffers = capture.write(buffers, end_plan, values)
         return capture.values(buffers)
 
-    def _in_stages(
+    def _run_in_stages(
         self, capture: Capture, token_ids: Array, segment_ids: Array, positions: Array
     ) -> dict[VectorType, Array]:
-        """Runs all stages of a pipeline at once, each on a different micro-batch.
+        """Computes the values at the hooks with the stages of a pipeline.
 
-        At tick t, stage s works on micro-batch t - s, so M micro-batches take M + stages - 1 ticks.
-        Each stage captures the hooks of its own layers. See `__call__` for the arrays and the
-        result.
+        A tick runs all stages at once, each on a different micro-batch. At tick t, stage s runs on
+        micro-batch t - s, so M micro-batches take M + stages - 1 ticks. Each stage captures the
+        hooks of its own layers. See `__call__` for the arrays and the result.
         """
         stages = self.stages
         rows, length = token_ids.shape
-        count = self.micro_batches(rows)
+        micro_batch_count = self.micro_batches(rows)
 
         def split(x: Array) -> Array:
-            """Maps (B, T) to (micro-batches, B / micro-batches, T)."""
-            return x.reshape(-1, count, length).swapaxes(0, 1)
+            """Divides the rows among micro-batches: (B, T) -> (M, B / M, T)."""
+            return x.reshape(-1, micro_batch_count, length).swapaxes(0, 1)
 
         layers = self.decoder.stacked(self.layers)
         stage_layers = jax.tree.map(lambda x: x.reshape(stages, -1, *x.shape[1:]), layers)
@@ -190,58 +199,70 @@ class HookedModel(nn.Module):
         plan = capture.plan_stages(stages, self.layers_per_stage)
         stage_numbers = jnp.arange(stages)
 
-        def stage(
+        def run_stage(
             layers: Layers, slots: Any, x: Array, buffers: Buffers, number: Array
         ) -> tuple[Array, Buffers]:
             """Runs one stage on one micro-batch.
 
-            A stage also runs in the bubble, where it has no micro-batch. Before the first
-            micro-batch arrives, it writes meaningless values in place of that micro-batch's, and
-            overwrites them later. After the last micro-batch, it computes this one again. So
-            neither part of the bubble needs a mask.
+            A stage also runs in the bubble, the ticks in which there is no micro-batch for it. In
+            the ticks before the first micro-batch, it writes meaningless values where the values of
+            the first micro-batch will be, which overwrite them. In the ticks after the last
+            micro-batch, it computes the last one again. So the bubble needs no mask.
 
             Args:
                 layers: The layers of the stage with their parameters.
                 slots: `Plan.slots` for the layers of the stage: an int32 array (layers of the
                     stage,) for each kind of hook.
-                x: The residual stream before the stage, (B, T, D), where B is the rows of a
-                    micro-batch.
+                x: The residual stream before the stage, (B, T, D), where B is the number of rows of
+                    a micro-batch.
                 buffers: The buffers of the stage.
-                number: The number of the micro-batch, () int32. It is negative in the bubble before
-                    the first micro-batch, and at least `count` in the bubble after the last one.
+                number: The number of the micro-batch, () int32. In the bubble, it is negative, or
+                    at least the number of micro-batches.
 
             Returns:
-                The residual stream after the stage, (B, T, D), and the buffers.
+                The residual stream after the stage, (B, T, D).
+                The buffers of the stage.
             """
-            number = jnp.clip(number, 0, count - 1)
+            number = jnp.clip(number, 0, micro_batch_count - 1)
             rotary = rotary_table(micro_positions[number], self.config)
             segments = micro_segments[number]
             stage_plan = plan.with_slots(slots)
             return self._loop(capture, stage_plan, layers, x, buffers, rotary, segments, number)
 
         def tick(carry: tuple[Array, Buffers], time: Array) -> tuple[Any, Array | None]:
-            """Runs every stage once; returns the bits of the stream after the last stage."""
+            """Runs every stage once.
+
+            Args:
+                carry: The residual stream after each stage, (stages, B, T, D), and the buffers of
+                    all stages.
+                time: The number of the tick, () int32.
+
+            Returns:
+                The next carry.
+                The bits of the residual stream after the last stage, (B, T, D); None if no hook
+                comes after the last layer.
+            """
             x, buffers = carry
-            entering = micro_ids[jnp.minimum(time, count - 1)]
-            x = jnp.roll(x, 1, axis=0).at[0].set(self.embed_tokens(entering))
+            entering_ids = micro_ids[jnp.minimum(time, micro_batch_count - 1)]
+            x = jnp.roll(x, 1, axis=0).at[0].set(self.embed_tokens(entering_ids))
             x = self.layout.constrain(x, "stage", *STREAM)
-            run_stages = jax.vmap(stage, spmd_axis_name="pipeline")
+            run_stages = jax.vmap(run_stage, spmd_axis_name="pipeline")
             x, buffers = run_stages(stage_layers, plan.slots, x, buffers, time - stage_numbers)
             return (x, buffers), to_bits(x[-1]) if self.runs_to_the_end else None
 
         x = jnp.zeros((stages, *micro_ids.shape[1:], self.config.hidden_size), self.dtype)
         buffers = capture.buffers([plan], micro_ids.shape, stages)
         with jax.named_scope("layers"):
-            ticks = jnp.arange(count + stages - 1)
-            (_, buffers), streams = lax.scan(tick, (x, buffers), ticks)
-        at_end: dict[HookKind, Array] = {}
+            tick_numbers = jnp.arange(micro_batch_count + stages - 1)
+            (_, buffers), final_streams = lax.scan(tick, (x, buffers), tick_numbers)
+        end_values: dict[HookKind, Array] = {}
         if self.runs_to_the_end:
-            assert streams is not None
-            x = from_bits(streams[stages - 1 :], self.dtype).swapaxes(0, 1)
+            assert final_streams is not None
+            x = from_bits(final_streams[stages - 1 :], self.dtype).swapaxes(0, 1)
             x = self.layout.constrain(x.reshape(rows, length, -1), *STREAM)
-            values = self._end(capture, x, token_ids, positions)
-            at_end = dict(zip(capture.plan_end().kinds, values, strict=True))
-        return capture.values_of_stages(buffers, rows, self.layers_per_stage, at_end)
+            values = self._end_values(capture, x, token_ids, positions)
+            end_values = dict(zip(capture.plan_end().kinds, values, strict=True))
+        return capture.values_of_stages(buffers, rows, self.layers_per_stage, end_values)
 
     def _loop(
         self,
@@ -254,41 +275,48 @@ class HookedModel(nn.Module):
         segment_ids: Array,
         micro_batch: Array | None = None,
     ) -> tuple[Array, Buffers]:
-        """Runs all layers, or those of one stage, and writes the values at their hooks.
+        """Runs all layers, or the layers of one stage, and writes the values at their hooks.
 
         Args:
             capture: The hooks.
-            plan: The slots of these layers.
+            plan: The kinds of hooks that these layers write, and the slots of their values.
             layers: The layers with their parameters.
             x: The residual stream before the layers, (B, T, D).
-            buffers: The buffers, of this stage in a pipeline.
-            rotary: The rotary table of the rows.
+            buffers: The buffers to which the layers write; in a pipeline, the buffers of the stage.
+            rotary: The cosines and sines from `rotary_table`.
             segment_ids: The segment ids of the rows, (B, T) int32.
-            micro_batch: The number of the micro-batch in a pipeline, () int32; None without one.
+            micro_batch: The number of the micro-batch, () int32; None without a pipeline.
 
         Returns:
-            The residual stream after the layers, and the buffers.
+            The residual stream after the layers, (B, T, D).
+            The buffers with the values of these layers.
         """
 
-        def block(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
+        def run_layer(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
             x, buffers = carry
             x, values = layer(x, rotary, segment_ids)
             return x, capture.write(buffers, plan.with_slots(slots), values, micro_batch)
 
         keep = partial(capture.bits_of, plan.kinds)
-        return self.decoder.scan(layers, block, (x, buffers), plan.slots, keep)
+        return self.decoder.scan(layers, run_layer, (x, buffers), plan.slots, keep)
 
-    def _end(self, capture: Capture, x: Array, token_ids: Array, positions: Array) -> list[Array]:
-        """Returns the bits of the hooks that come after the last layer, each (B, T, width).
+    def _end_values(
+        self, capture: Capture, x: Array, token_ids: Array, positions: Array
+    ) -> list[Array]:
+        """Computes the values at the hooks that come after the last layer.
 
         Args:
             capture: The hooks.
             x: The residual stream after the last layer, (B, T, D).
-            token_ids: (B, T) int32.
-            positions: The position of a token in its sample, (B, T) int32.
+            token_ids: The token ids, (B, T) int32.
+            positions: The position of each token in its sample, (B, T) int32.
+
+        Returns:
+            The bits of the values of each kind of hook, (B, T, width), in the order of
+            `capture.plan_end().kinds`.
         """
-        hidden, final = self.norm(x)
-        out: Out = {"resid_pre": x, "final": final}
+        hidden, norm_intermediates = self.norm(x)
+        out: Out = {"resid_pre": x, "final": norm_intermediates}
         if self.predicts:
             kinds = [hook.kind for hook in self.hooks if hook.kind.is_prediction]
             with jax.named_scope("predictions"):
@@ -306,8 +334,15 @@ class HookedModel(nn.Module):
 
 
 @cache
-def _weights_of_a_token(config: ModelConfig, layer: int) -> int:
-    """Returns how many weights of this layer's matrices a token is multiplied by."""
+def _weights_per_token(config: ModelConfig, layer: int) -> int:
+    """Returns the number of weights in a layer's matrices with which a token is multiplied.
+
+    Of the weights of experts, only those of the experts of one token count.
+
+    Args:
+        config: The configuration of the model.
+        layer: The number of the layer.
+    """
     layers = decoder(config, jnp.float32, Kernels(), Layout())
     total = 0
     for path, box in layers.parameters(config.layer_types[layer]).items():
@@ -327,16 +362,20 @@ def create_model_with_hooks(
     kernels: Kernels | None = None,
     layout: Layout | None = None,
 ) -> HookedModel:
-    """Creates a model that computes hooks, and no layer beyond the deepest of them.
+    """Creates a model that returns the values at hooks, and runs no layer after the deepest hook.
 
     Args:
         config: The configuration of the model.
         hooks: The hooks, in any order.
-        dtype: The dtype of weights and matrix products, float32 or bfloat16. Sums are float32.
+        dtype: The dtype of weights and of the operands of matrix products, float32 or bfloat16.
+            Products accumulate in float32.
         activation_dtype: The dtype in which activations are stored, or "float8". None for `dtype`.
-        kernels: The functions that compute attention, experts and delta nets. None for those that
-            define them.
+        kernels: The functions that compute attention, experts and delta nets. None for the default
+            functions, which run on every platform.
         layout: The mesh to run on. None for one device.
+
+    Returns:
+        The model, whose parameters the caller passes to `apply`.
 
     Raises:
         ValueError: There are no hooks.
@@ -346,8 +385,9 @@ def create_model_with_hooks(
         raise ValueError("hooks: is empty; give at least one hook")
     layout = layout or Layout()
     stages = layout.size("pipeline")
-    deepest = max(hook.layer for hook in hooks)
-    stage_length(config.layer_types[: deepest + 1], stages)  # raises InputError
+    deepest_layer = max(hook.layer for hook in hooks)
+    # Raises InputError if the stages cannot have the same types of layers.
+    stage_length(config.layer_types[: deepest_layer + 1], stages)
     return HookedModel(
         config,
         tuple(sorted(set(hooks))),

@@ -60,6 +60,8 @@ def visible_keys(
 ) -> Array:
     """Returns the mask of the keys that each query sees.
 
+    Letters: T queries, S keys.
+
     Args:
         segments: The segments of the queries (..., T) and of the keys (..., S).
         first_query: The index of the first query in its row.
@@ -121,6 +123,8 @@ def attention_pattern(
 
     The function has the signature of `Attention`, but ignores v.
 
+    Letters: T queries, S keys, N query heads, K key/value heads, H head size.
+
     Returns:
         The weights, (B, T, N, S) in the dtype of q. Column j belongs to the token at position j of
         the query's segment, wherever the segment lies in the row. Tokens that the query does not
@@ -139,6 +143,8 @@ def attention_pattern(
 
 def _probabilities(q: Array, k: Array, seen: Array) -> Array:
     """Returns the softmax of the scores over the keys that each query sees.
+
+    Letters: T queries, S keys, N query heads, K key/value heads, G = N / K, H head size.
 
     Args:
         q: The queries, (B, T, N, H).
@@ -222,6 +228,8 @@ def _branch_numbers(
 ) -> Array:
     """Returns the number of the branch that each block of queries of `blocked_attention` runs.
 
+    Letters: T queries, S keys.
+
     Args:
         segments: The segments of the queries (B, T), where QUERY_BLOCK divides T, and of the keys
             (B, S).
@@ -247,6 +255,8 @@ def _branch_numbers(
 
 def _attend(q: Array, k: Array, v: Array, seen: Array) -> Array:
     """Computes attention of one block of queries to one span of keys.
+
+    Letters: G query heads read each of K key/value heads, S keys, H head size.
 
     Args:
         q: Q queries of G heads for each of K key/value heads, (K, Q * G, H).

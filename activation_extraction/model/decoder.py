@@ -1,9 +1,13 @@
-"""A decoder runs a stack of layers, as pure functions of their parameters, in one loop.
+"""Runs the layers of a model in one loop, as pure functions of their parameters.
 
-Layers are of one type or of a few types. Their parameters are stacked by type, so that the loop
-takes those of one layer after the other. qwen2_jax.py decides what a layer computes.
+A model has layers of one type or of a few types. The parameters of all layers of a type are
+stacked, with an axis of layers first, and each iteration of the loop uses the parameters of one
+layer. qwen2_jax.py defines the modules of the layers.
 
-Letters: B rows, T tokens per row.
+In this module, `rotary` is the result of `layers.rotary_table`, and a path is the names of the
+modules around a parameter with the parameter's own name.
+
+Letters: B rows, T tokens per row, D hidden.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,27 +30,30 @@ from activation_extraction.model.model_config import ModelConfig
 from activation_extraction.model.numerics import from_bits, to_bits
 from activation_extraction.model.parameters import STACKS, ParamPath
 
-TOKENS_AT_ONCE = 2048  # the fastest number on one CPU, whose caches can hold them
+# Tokens that go through a layer together on a CPU. This number is the fastest, because the caches
+# can hold the values of so many tokens.
+TOKENS_AT_ONCE = 2048
 
-# The stacked parameters of some layers; and for each layer whether it has a window, bool, or None
-# in a model without windows.
+# Some layers, as a tuple: their stacked parameters, and whether each layer has a window, (layers,)
+# bool. The second element is None in a model without windows.
 Layers = tuple[Any, Any]
-# Maps the intermediates of a layer to those that are kept, as a pytree of arrays.
+# A function that maps the intermediates of a layer, by name, to a pytree of the arrays to keep.
 Keep = Callable[[dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """The layers of a model, which run with parameters that are passed in.
+    """The layers of a model, as functions of parameters that the caller passes in.
 
-    The stacked parameters of a model with one type of layer are those of one layer with a leading
-    axis named "layers". With several types they are a dict: type -> the same for its layers.
+    Stacked parameters have the structure of one layer's parameters, with an axis "layers" before
+    the other axes of each. In a model with several types of layers, they are a dict: type -> the
+    stacked parameters of the layers of this type.
 
     Attributes:
         config: The configuration of the model.
-        modules: Type of layer -> its module, which maps (x, rotary, segment_ids, slides) to (x, the
-            intermediates by name). `slides` says whether the layer has a window; it is None in a
-            model without windows.
+        modules: Type of layer -> its module. The module maps (x, rotary, segment_ids, slides) to
+            the residual stream after the layer and the intermediates by name. `slides` tells
+            whether the layer has a window, () bool; it is None in a model without windows.
     """
 
     config: ModelConfig
@@ -54,46 +61,62 @@ class Decoder:
 
     @property
     def mixed(self) -> bool:
-        """Whether the layers are of several types."""
+        """Whether the model has several types of layers."""
         return len(self.modules) > 1
 
     def init(self, _: Array, length: int, stages: int = 1) -> Any:
-        """Returns zeros as the parameters of layers, with their logical axes.
+        """Returns zeros as the stacked parameters of layers, in Flax's boxes with logical axes.
 
         Args:
-            length: The number of layers in a pipeline stage. All stages have the same types.
+            _: A random key, which Flax passes to every initialiser, and which zeros do not need.
+            length: The number of layers in a pipeline stage. All stages have the same types of
+                layers.
             stages: The number of pipeline stages.
         """
         types = self.config.layer_types[:length]
         stacks = {}
-        for type_ in set(types):
-            count = stages * types.count(type_)
-            boxes = self.parameters(type_).items()
-            stacks[type_] = unflatten_dict({path: _stacked(box, count) for path, box in boxes})
+        for layer_type in set(types):
+            count = stages * types.count(layer_type)
+            boxes = {}
+            for path, box in self.parameters(layer_type).items():
+                boxes[path] = _stacked_zeros(box, count)
+            stacks[layer_type] = unflatten_dict(boxes)
         return stacks if self.mixed else stacks[types[0]]
 
-    def _example(self) -> tuple[Any, ...]:
-        """Returns inputs of a layer's module for one token; only their shapes and dtypes matter."""
-        nothing = jnp.zeros((1, 1), jnp.int32)
+    def _example_inputs(self) -> tuple[Any, ...]:
+        """Returns inputs of a layer's module for one token, of the right shapes and dtypes."""
+        zero_ids = jnp.zeros((1, 1), jnp.int32)
         dtype = self.modules[self.config.layer_types[0]].dtype
         x = jnp.zeros((1, 1, self.config.hidden_size), dtype)
         slides_by_layer = self.config.sliding(range(1))
         slides = None if slides_by_layer is None else slides_by_layer[0]
-        return x, rotary_table(nothing, self.config), nothing, slides
+        return x, rotary_table(zero_ids, self.config), zero_ids, slides
 
     def stacked(self, params: Any) -> Layers:
-        """Returns the first layers of the model, with these stacked parameters."""
+        """Returns the first layers of the model, for `scan`.
+
+        Args:
+            params: The stacked parameters of these layers.
+        """
         return params, self.config.sliding(range(self._count(params)))
 
     def _count(self, params: Any) -> int:
-        """Returns the number of layers that have these stacked parameters."""
+        """Returns the number of layers to which stacked parameters belong."""
         stacks = params.values() if self.mixed else [params]
         return sum(len(jax.tree.leaves(stack)[0]) for stack in stacks)
 
-    def parameters(self, type_: str) -> dict[ParamPath, Any]:
-        """Returns path -> shape and logical axes for the parameters of one layer of this type."""
-        module = self.modules[type_].clone(layout=Layout())
-        boxes = jax.eval_shape(lambda: _init(module, jax.random.key(0), *self._example()))
+    def parameters(self, layer_type: str) -> dict[ParamPath, Any]:
+        """Returns the shape and the logical axes of each parameter of one layer.
+
+        Args:
+            layer_type: The type of the layer.
+
+        Returns:
+            Path of a parameter -> Flax's box of its logical axes (`names`) around a
+            `jax.ShapeDtypeStruct` (`value`).
+        """
+        module = self.modules[layer_type].clone(layout=Layout())
+        boxes = jax.eval_shape(lambda: _init(module, jax.random.key(0), *self._example_inputs()))
         return flatten_dict(boxes)
 
     def scan(
@@ -104,146 +127,164 @@ class Decoder:
         per_layer: Any = None,
         keep: Keep = lambda _: None,
     ) -> Any:
-        """Runs `body` over the layers, as one loop of XLA.
+        """Runs one loop of XLA over layers.
 
         Args:
-            layers: The layers; see `stacked`.
-            body: Maps (layer, carry, per_layer[k]) to the next carry, where `layer` is layer k with
-                its parameters: it maps (x, rotary, segment_ids) to (x, the result of `keep`).
-            carry: The first carry.
-            per_layer: A pytree of arrays with one entry per layer; None if `body` needs none.
-            keep: Picks what is kept of a layer's intermediates.
+            layers: The layers, from `stacked`.
+            body: The body of the loop. It maps (layer, carry, element) to the next carry. `layer`
+                is a function with the layer's parameters, which maps (x, rotary, segment_ids) to
+                the residual stream after the layer and the result of `keep`. `element` is the
+                layer's element of `per_layer`.
+            carry: The carry before the first layer.
+            per_layer: A pytree of arrays, each with the layers as its first axis. None if `body`
+                needs none.
+            keep: A function that picks the intermediates of a layer that `layer` returns.
 
         Returns:
-            The last carry.
+            The carry after the last layer.
         """
         params, slides = layers
         types = self.config.layer_types[: self._count(params)]
         params_by_type = params if self.mixed else {types[0]: params}
-        names = sorted(params_by_type)
-        separated = {
-            type_: self._separate(type_, stacks) for type_, stacks in params_by_type.items()
+        type_names = sorted(params_by_type)
+        stacks_by_type = {
+            layer_type: self._separate(layer_type, stacked_params)
+            for layer_type, stacked_params in params_by_type.items()
         }
-        # For every layer, the number of its type and its row in the stacks of that type.
-        numbers = np.array([names.index(type_) for type_ in types], np.int32)
-        rows = np.array([types[:layer].count(type_) for layer, type_ in enumerate(types)], np.int32)
+        # For each layer, the number of its type in `type_names`, and its row in the type's stacks.
+        type_numbers = np.array([type_names.index(layer_type) for layer_type in types], np.int32)
+        stack_rows = np.array(
+            [types[:layer].count(layer_type) for layer, layer_type in enumerate(types)], np.int32
+        )
         # With a single type, the loop itself takes a layer's parameters out of the stacks.
-        copied_stacks = None if self.mixed else separated[types[0]][1]
+        scanned_params = None if self.mixed else stacks_by_type[types[0]][1]
 
-        def step(carry: Any, xs: Any) -> tuple[Any, None]:
-            number, row, copied, slides, per_layer = xs
+        def step(carry: Any, loop_element: Any) -> tuple[Any, None]:
+            type_number, row, layer_params, slides, per_layer = loop_element
 
-            def run(type_: str, *inputs: Any) -> Any:
-                stacks_in_place, stacks = separated[type_]
-                params = copied
+            def run_layer(layer_type: str, *inputs: Any) -> Any:
+                stacks_in_place, copied_stacks = stacks_by_type[layer_type]
+                params = layer_params
                 if params is None:
-                    take = partial(jax.lax.dynamic_index_in_dim, index=row, keepdims=False)
-                    params = jax.tree.map(take, stacks)
+                    take_row = partial(jax.lax.dynamic_index_in_dim, index=row, keepdims=False)
+                    params = jax.tree.map(take_row, copied_stacks)
                 in_place = {path: (stack, row) for path, stack in stacks_in_place.items()}
-                layer = self._apply(type_, params, slides, keep, in_place)
-                return in_groups(layer, self.modules[type_])(*inputs)
+                layer = self._apply(layer_type, params, slides, keep, in_place)
+                return in_groups(layer, self.modules[layer_type])(*inputs)
 
-            branches = [partial(run, type_) for type_ in names]
-            layer = partial(jax.lax.switch, number, branches)
+            branches = [partial(run_layer, layer_type) for layer_type in type_names]
+            layer = partial(jax.lax.switch, type_number, branches)
             return body(layer, carry, per_layer), None
 
-        xs = numbers, rows, copied_stacks, slides, per_layer
-        carry, _ = jax.lax.scan(step, carry, xs)
+        loop_arrays = type_numbers, stack_rows, scanned_params, slides, per_layer
+        carry, _ = jax.lax.scan(step, carry, loop_arrays)
         return carry
 
-    def _separate(self, type_: str, params: Any) -> tuple[dict[ParamPath, Array], Any]:
-        """Separates the stacks that layers read in place, which are those of experts.
+    def _separate(self, layer_type: str, params: Any) -> tuple[dict[ParamPath, Array], Any]:
+        """Separates the stacks that layers read in place from the stacks of which they get copies.
 
-        A loop copies what it takes out of a stack. Nothing is read in place if weights are gathered
-        for each layer, or if each stage of a pipeline has its own.
+        A loop copies the parameters of a layer out of their stacks. The weights of experts are too
+        large for that, so they are read in place. No stack is read in place if weights are gathered
+        for each layer, or if each stage of a pipeline has its own weights.
 
         Args:
-            type_: The type of the layers.
-            params: Their stacked parameters.
+            layer_type: The type of the layers.
+            params: The stacked parameters of all layers of this type.
 
         Returns:
-            Path -> stack that is read in place, and the other stacks as a nested dict.
+            Path of a parameter -> its stack, for the stacks that are read in place.
+            The other stacks, as a nested dict.
         """
         stacks = flatten_dict(params)
         in_place = {}
-        if self.modules[type_].layout.size("fsdp", "pipeline") == 1:
-            for path, box in self.parameters(type_).items():
+        if self.modules[layer_type].layout.size("fsdp", "pipeline") == 1:
+            for path, box in self.parameters(layer_type).items():
                 if "experts" in box.names:
                     in_place[path] = stacks.pop(path)
         return in_place, unflatten_dict(stacks)
 
     def _apply(
         self,
-        type_: str,
+        layer_type: str,
         params: Any,
         slides: Any,
         keep: Keep,
         in_place: Mapping[ParamPath, tuple[Array, Array]],
     ) -> Callable:
-        """Returns a layer as a function (x, rotary, segment_ids) -> (x, result of `keep`).
+        """Returns a layer as a function of its inputs.
 
         Args:
-            type_: The type of the layer.
-            params: Its parameters, without those that are read in place.
-            slides: Whether the layer has a window; None in a model without windows.
-            keep: Picks what is kept of the layer's intermediates.
-            in_place: Path of a parameter -> the stack of all layers, and the layer's row in it.
+            layer_type: The type of the layer.
+            params: The parameters of the layer, except the ones that are read in place.
+            slides: Whether the layer has a window, () bool; None in a model without windows.
+            keep: A function that picks the intermediates of the layer to return.
+            in_place: Path of a parameter that is read in place -> the stack of all layers, and the
+                layer's row in it.
+
+        Returns:
+            A function that maps (x, rotary, segment_ids) to the residual stream after the layer and
+            the result of `keep`.
         """
-        module = self.modules[type_]
-        boxes = self.parameters(type_)
-        gathered = {
+        module = self.modules[layer_type]
+        boxes = self.parameters(layer_type)
+        gathered_params = {
             path: from_bits(module.layout.gather(weight, boxes[path].names))
             for path, weight in flatten_dict(params).items()
         }
-        variables = {"params": unflatten_dict(gathered), STACKS: unflatten_dict(in_place)}
+        variables = {"params": unflatten_dict(gathered_params), STACKS: unflatten_dict(in_place)}
 
         def layer(*inputs: Any) -> tuple[Array, Any]:
-            x, out = module.apply(variables, *inputs, slides)
-            return x, keep(out)
+            x, intermediates = module.apply(variables, *inputs, slides)
+            return x, keep(intermediates)
 
         return layer
 
 
-def _stacked(box: Any, count: int) -> Any:
-    """Returns zeros for the parameters of several layers.
+def _stacked_zeros(box: Any, count: int) -> Any:
+    """Returns zeros as a parameter of several layers, stacked.
 
     Args:
-        box: The shape and the logical axes of the parameter of one layer.
+        box: Flax's box with the shape, the dtype and the logical axes of one layer's parameter.
         count: The number of layers.
+
+    Returns:
+        A box around the zeros, with the logical axis "layers" before the others.
     """
     zeros = jnp.zeros((count, *box.value.shape), box.value.dtype)
     return box.replace(value=zeros, names=("layers", *box.names))
 
 
-@partial(jax.jit, static_argnums=0)  # jit traces it only once
-def _init(module: nn.Module, key: Array, *example: Any) -> Any:
-    return module.init(key, *example)["params"]
+@partial(jax.jit, static_argnums=0)  # so that a module is traced only once
+def _init(module: nn.Module, key: Array, *inputs: Any) -> Any:
+    return module.init(key, *inputs)["params"]
 
 
 def stage_length(types: Sequence[str], stages: int) -> int:
-    """Returns the number of layers per pipeline stage for which all stages have the same types.
+    """Returns the number of layers in each pipeline stage.
 
-    Layers of zeros fill up the last stages.
+    All stages have the same sequence of types of layers. If the layers do not fill the last stages,
+    layers of zeros are appended.
 
     Args:
-        types: The types of the layers that run.
+        types: The type of each layer that runs.
         stages: The number of stages.
 
     Raises:
-        InputError: Every such number would leave a stage without any layer.
+        InputError: Stages have equal sequences only with so many layers per stage that fewer
+            stages would contain all layers.
     """
-    count = len(types)
-    shortest = -(-count // stages)
-    for length in range(shortest, count + 1):
-        repeats = all(type_ == types[layer % length] for layer, type_ in enumerate(types))
-        if repeats and -(-count // length) == -(-count // shortest):
+    layer_count = len(types)
+    shortest = -(-layer_count // stages)
+    for length in range(shortest, layer_count + 1):
+        repeats = all(layer_type == types[layer % length] for layer, layer_type in enumerate(types))
+        if repeats and -(-layer_count // length) == -(-layer_count // shortest):
             return length
-    runs = [f"{len([*group])} {type_}" for type_, group in groupby(types)]
+    runs = [f"{len([*run])} {layer_type}" for layer_type, run in groupby(types)]
     sequence = ", ".join(runs[:6]) + (", ..." if len(runs) > 6 else "")
     raise InputError(
         f"--mesh_shape: {stages} pipeline stages cannot have the same sequence of layers: layers 0 "
-        f"to {count - 1} are {sequence}; choose another number of stages, or a mesh without the "
-        "axis pipeline"
+        f"to {layer_count - 1} are {sequence}; choose another number of stages, or a mesh without "
+        "the axis pipeline"
     )
 
 
@@ -258,60 +299,68 @@ def intermediate(out: dict[str, Any], name: str) -> Array | None:
     Returns:
         The array; None if the layer has no such intermediate.
     """
-    value = flatten_dict(out, sep=".").get(name)
-    return value() if callable(value) else value
+    array_or_function = flatten_dict(out, sep=".").get(name)
+    return array_or_function() if callable(array_or_function) else array_or_function
 
 
 def rows_at_once(layout: Layout, rows: int, length: int) -> int:
-    """Returns how many rows go through a layer together, a divisor of `rows`.
+    """Returns the number of rows that go through a layer together, a divisor of `rows`.
 
-    All rows do, except on a single CPU device.
+    On a single CPU device, these rows have about TOKENS_AT_ONCE tokens or fewer. Elsewhere, all
+    rows go through a layer together.
 
     Args:
         layout: The mesh.
-        rows: The number of rows.
-        length: The tokens per row.
+        rows: The number of rows of a step.
+        length: T, the number of tokens per row.
     """
     mesh = layout.mesh
     if mesh is None or mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
         return rows
-    fitting = max(TOKENS_AT_ONCE // length, 1)
-    return max(size for size in range(1, min(fitting, rows) + 1) if rows % size == 0)
+    max_rows = min(max(TOKENS_AT_ONCE // length, 1), rows)
+    return max(size for size in range(1, max_rows + 1) if rows % size == 0)
 
 
 def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """Returns a layer that runs on a group of rows at a time, if that is faster.
+    """Returns a layer that takes a few rows at a time, if that is faster.
 
-    See `rows_at_once` for the size of a group. Groups of nothing but padding, as at the end of the
-    data, are not computed: they keep their x, and their other arrays are zeros.
+    `rows_at_once` gives the number of rows. If these rows are nothing but padding, as at the end of
+    the data, the layer is not computed: it returns x unchanged, and zeros as the other arrays.
 
     Args:
-        layer: Maps (x, rotary, segment_ids) to (x, a pytree of arrays (B, T, ...) of dtypes other
-            than bfloat16 and float16).
-        module: The module of the layer, which has the layout and the dtype.
+        layer: A function that maps (x, rotary, segment_ids) to the residual stream after the layer
+            and a pytree of arrays (B, T, ...), none of which is bfloat16 or float16.
+        module: The module of the layer, which has the mesh and the dtype.
+
+    Returns:
+        A function with the inputs and results of `layer`.
     """
 
-    def compute(bits: Array, rotary: Any, segment_ids: Array) -> Any:
-        x, kept = layer(from_bits(bits, module.dtype), rotary, segment_ids)
-        return to_bits(x), kept
+    def compute(x_bits: Array, rotary: Any, segment_ids: Array) -> Any:
+        x, arrays = layer(from_bits(x_bits, module.dtype), rotary, segment_ids)
+        return to_bits(x), arrays
 
-    def skip(bits: Array, rotary: Any, segment_ids: Array) -> Any:
-        _, shapes = jax.eval_shape(compute, bits, rotary, segment_ids)
-        return bits, jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
+    def skip(x_bits: Array, rotary: Any, segment_ids: Array) -> Any:
+        _, shapes = jax.eval_shape(compute, x_bits, rotary, segment_ids)
+        return x_bits, jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
 
-    def run_group(group: Any) -> Any:
-        _, _, segment_ids = group
-        return jax.lax.cond(segment_ids.any(), compute, skip, *group)
+    def run_rows(inputs: Any) -> Any:
+        _, _, segment_ids = inputs
+        return jax.lax.cond(segment_ids.any(), compute, skip, *inputs)
 
     def apply(x: Array, rotary: Any, segment_ids: Array) -> Any:
-        rows, length = x.shape[:2]
-        size = rows_at_once(module.layout, rows, length)
-        if size == rows:
+        row_count, length = x.shape[:2]
+        group_size = rows_at_once(module.layout, row_count, length)
+        if group_size == row_count:
             return layer(x, rotary, segment_ids)
-        arrays = to_bits(x), rotary, segment_ids
-        groups = jax.tree.map(lambda array: array.reshape(-1, size, *array.shape[1:]), arrays)
-        results = jax.lax.map(run_group, groups)
-        bits, kept = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), results)
-        return from_bits(bits, module.dtype), kept
+        inputs = to_bits(x), rotary, segment_ids
+        grouped_inputs = jax.tree.map(
+            lambda array: array.reshape(-1, group_size, *array.shape[1:]), inputs
+        )
+        grouped_results = jax.lax.map(run_rows, grouped_inputs)
+        x_bits, arrays = jax.tree.map(
+            lambda array: array.reshape(-1, *array.shape[2:]), grouped_results
+        )
+        return from_bits(x_bits, module.dtype), arrays
 
     return apply

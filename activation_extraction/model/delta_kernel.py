@@ -53,6 +53,9 @@ def pallas_delta_rule(
     The first token of each segment gets a log decay that erases the state, so that no segment reads
     another one's state.
 
+    Letters: B rows, T tokens per row, K key heads, G value heads of each key head, D key size, U
+    value size.
+
     Args:
         q: The queries, (B, T, K, D), which the kernel normalises.
         k: The keys, (B, T, K, D), which the kernel normalises.
@@ -70,8 +73,8 @@ def pallas_delta_rule(
     is_first = jnp.pad(segment_ids[:, :-1], [(0, 0), (1, 0)]) != segment_ids
     log_decay = jnp.where(is_first[..., None, None], FORGETS, log_decay.astype(jnp.float32))
     gates = jnp.concatenate([log_decay, beta.astype(jnp.float32)], axis=-1)
-    gates = jnp.moveaxis(_whole_blocks(gates), 1, 3)  # (B, K, 2G, T)
-    # (B, K, T, D), (B, K, T, D) and (B, K, G, T, U)
+    gates = jnp.moveaxis(_whole_blocks(gates), 1, 3)  # shape (B, K, 2G, T)
+    # shape (B, K, T, D), (B, K, T, D) and (B, K, G, T, U)
     heads_first = [jnp.moveaxis(_whole_blocks(x), 1, -2) for x in (q, k, v)]
 
     # The grid has a program for each row b, key head k and block of tokens n.
@@ -117,6 +120,8 @@ def _compute_block(
     system, and `within` the factor of each token's vector in the output of another token.
     `_prepare` and `_step` of delta_net.py compute the same, but solve the system before S is known.
 
+    Letters: C tokens of a chunk, G value heads, D key size, U value size.
+
     Args:
         q_ref: The queries, (2C, D).
         k_ref: The keys, (2C, D).
@@ -132,14 +137,14 @@ def _compute_block(
 
     q = q_ref[...]
     k = k_ref[...]
-    q_scale = q.shape[-1] ** -0.5 * inverse_length(q)  # (2C, 1)
-    k_scale = inverse_length(k)  # (2C, 1)
-    k_scale_row = jnp.broadcast_to(k_scale, (k_scale.shape[0], SUBLANES)).T[:1]  # (1, 2C)
+    q_scale = q.shape[-1] ** -0.5 * inverse_length(q)  # shape (2C, 1)
+    k_scale = inverse_length(k)  # shape (2C, 1)
+    k_scale_row = jnp.broadcast_to(k_scale, (k_scale.shape[0], SUBLANES)).T[:1]  # shape (1, 2C)
     # Products of the keys, then of the queries, with the keys, side by side, (C, 2C).
     key_products = _side_by_side(einsum("ID,JD->IJ", k, k)) * k_scale_row
     query_products = _side_by_side(einsum("ID,JD->IJ", q, k)) * k_scale_row
     query_products *= _side_by_side(q_scale)
-    log_decays, betas = jnp.split(gates_ref[...].T, 2, axis=1)  # (2C, G) each
+    log_decays, betas = jnp.split(gates_ref[...].T, 2, axis=1)  # shape (2C, G) each
     heads, _, value_size = v_ref.shape
     # The following lists have an array, or a list of the arrays of two chunks, per value head.
     inverses = []
@@ -152,7 +157,7 @@ def _compute_block(
         inverses.append(_inverse(key_factors * key_products * within))
         output_factors.append(query_products * within)
         decays_since_begin.append(since_begin)
-        decays_until_end.append(k_scale * within[-SUBLANES:].T[:, -1:])  # (2C, 1)
+        decays_until_end.append(k_scale * within[-SUBLANES:].T[:, -1:])  # shape (2C, 1)
     for chunk in (0, 1):
         tokens = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
         since_begins = [decays[chunk] for decays in decays_since_begin]
@@ -218,6 +223,8 @@ def _bfloat16_arrays(x: Array) -> list[Array]:
 def _indices() -> tuple[Array, Array, Array]:
     """Returns the indices of every value of two matrices side by side, (C, 2C) int32 each.
 
+    Letters: C tokens of a chunk.
+
     Returns:
         The row of the value in its matrix.
         The column of the value in its matrix.
@@ -231,21 +238,25 @@ def _indices() -> tuple[Array, Array, Array]:
 def _side_by_side(x: Array) -> Array:
     """Puts the rows of the second chunk beside the rows of the first one.
 
+    Letters: C tokens of a chunk.
+
     Args:
         x: A value for each pair of the block's tokens, (2C, 2C), or for each token, (2C, 1).
 
     Returns:
-        An array (C, 2C). Of pairs of tokens, it has those within a chunk; a token's single value is
-        repeated along its row.
+        The values of the pairs of tokens of the same chunk, (C, 2C). If each token has one value,
+        it is repeated in its row for all columns of its chunk.
     """
     _, _, chunk = _indices()
     return jnp.where(chunk == 0, x[:CHUNK], x[CHUNK:])
 
 
 def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
-    """Returns the decay of S between the tokens of each of two chunks, and since its beginning.
+    """Returns the decay of the state S between tokens, and since the beginning of their chunk.
 
-    `_decays` of delta_net.py is the same for any number of chunks.
+    `_decays` of delta_net.py computes the same for any number of chunks.
+
+    Letters: C tokens of a chunk.
 
     Args:
         log_decay: The log decays, (2C, 1).
@@ -274,6 +285,8 @@ def _inverse(below: Array) -> Array:
     First, blocks of SUBLANES rows and columns along the diagonals are inverted token by token. Then
     each two neighbouring blocks become one, as in `_inverse` of delta_net.py, until one block is
     left. Each time, only the rows of the second block of two change.
+
+    Letters: C tokens of a chunk.
 
     Args:
         below: The matrices, (C, 2C). Only the values below their diagonals are used.
@@ -313,6 +326,8 @@ def _repeat_row(x: Array, offset: int) -> Array:
 
 def _alternate_blocks(x: Array, size: int) -> tuple[Array, Array]:
     """Separates the blocks of `size` rows with even numbers from those with odd numbers.
+
+    Letters: C tokens of a chunk.
 
     Args:
         x: The array, (C, 2C).

@@ -1,23 +1,27 @@
-"""The gated delta net (arXiv:2412.06464) replaces attention in layers of Qwen3-Next and Qwen3.5.
+"""The gated delta net (arXiv:2412.06464), which replaces attention in layers of some families.
 
-The rule keeps a matrix S per head, which is zero before a segment's first token. A token with query
-q, key k, value v, log decay g and rate b changes it and reads it:
+The families are Qwen3-Next and Qwen3.5. The gated delta rule keeps a matrix S per value head, the
+state, which is zero before a segment's first token. A token with the query q, key k, value v, log
+decay g and rate b changes the state, and then reads its output o:
 
-    S <- exp(g) S;  S <- S + k (b (v - S^T k))^T;  o = S^T q
+    S <- exp(g) S
+    S <- S + k (b (v - S^T k))^T
+    o = S^T q
 
-Tokens are computed in chunks (arXiv:2406.06484): the effect of a chunk's tokens on each other is a
-triangular system, which is solved for all chunks at once; S goes from chunk to chunk in a loop. All
-of it is in float32, and no token sees another segment of its row.
+The tokens of a row are computed in chunks (arXiv:2406.06484). The effects of a chunk's tokens on
+each other are the solution of a triangular system of equations. The systems of all chunks are
+solved at once, and then a loop computes S for one chunk after the other. All of this is in float32,
+and no token sees another segment of its row.
 
-Key heads, each with its value heads, are split over devices. A checkpoint keeps queries, keys and
-values in one matrix, one below the other or head by head, and the convolutions one below the other;
-here each has parameters of its own, so that heads can be split.
+Key heads, each with its value heads, are divided among devices. A checkpoint contains queries, keys
+and values in one matrix, one below the other or head by head. It contains their convolutions in
+another matrix. Here each of them is a parameter of its own, so that heads can be divided.
 
-Letters of the module, besides those of qwen2_jax.py: J key heads, G value heads of each key head,
-C key size, Z value size, O all values of a token, W taps of the convolution. The functions of the
-rule have letters of their own: B rows, T tokens per row, K key heads, G value heads of each key
-head, D key size, U value size, N chunks, C tokens of a chunk (also I and J, where token I reads
-token J), X any size.
+Letters of `GatedDeltaNet`, besides B, T and D of qwen2_jax.py: J key heads, G value heads of each
+key head, C key size, Z value size, O all values of a token, W taps of the convolution. The
+functions of the rule use other letters: B rows, T tokens per row, K key heads, G value heads of
+each key head, D key size, U value size, N chunks, C tokens of a chunk (also I and J, where token I
+reads token J), X any size.
 """
 
 from collections.abc import Callable
@@ -36,30 +40,33 @@ from activation_extraction.model.model_config import ModelConfig
 from activation_extraction.model.numerics import einsum
 from activation_extraction.model.parameters import Weight, parameter
 
-CHUNK = 64  # tokens
-EPSILON = 1e-6  # added to the squared length of queries and keys
-# Logical axes of queries and keys, and of values.
-OF_KEYS = "batch", "sequence", "key_heads", "head_dim"
-OF_VALUES = *OF_KEYS, "head_dim"
+CHUNK = 64  # tokens of a chunk
+EPSILON = 1e-6  # number that is added to the squared length of queries and keys
+KEY_AXES = "batch", "sequence", "key_heads", "head_dim"  # logical axes of queries and keys
+VALUE_AXES = *KEY_AXES, "head_dim"  # logical axes of values
 
-# Maps (q, k, v, log decay, beta, segment ids) to the outputs o, (B, T, K, G, U) in the dtype of v:
-#   q, k         (B, T, K, D), which the function normalises
-#   v            (B, T, K, G, U)
-#   log decay    (B, T, K, G) float32, at most 0
-#   beta         (B, T, K, G) float32
-#   segment ids  (B, T) int32. Every segment of a row is one run of tokens, and no two have the same
-#                number. Padding has 0 and comes last; its outputs mean nothing.
+# A function that computes the gated delta rule. It maps (q, k, v, log_decay, beta, segment_ids) to
+# the outputs o, (B, T, K, G, U) in the dtype of v:
+#   q, k         the queries and keys, (B, T, K, D), which the function normalises
+#   v            the values, (B, T, K, G, U)
+#   log_decay    the log decays, (B, T, K, G) float32, at most 0
+#   beta         the rates, (B, T, K, G) float32
+#   segment_ids  the segment of each token, (B, T) int32. The tokens of a segment are consecutive,
+#                and the segments of a row have different numbers. Padding comes last, with 0.
+# The outputs of padding are meaningless.
 DeltaRule = Callable[[Array, Array, Array, Array, Array, Array], Array]
 
 
 class GatedDeltaNet(nn.Module):
-    """The gated delta net of a layer, with a convolution before the rule and a gate after it.
+    """The gated delta net of a layer.
 
-    It takes the place of attention, and maps (B, T, D) to (B, T, D).
+    It projects each token to queries, keys, values, log decays and rates. It applies a convolution
+    over tokens to the queries, keys and values, then the gated delta rule, a norm with a gate, and
+    an output projection.
 
     Attributes:
         config: The configuration of the model.
-        dtype: The dtype of weights and matrix products.
+        dtype: The dtype of weights and of the operands of matrix products.
         rule: The function that computes the gated delta rule.
         layout: The mesh.
     """
@@ -80,96 +87,126 @@ class GatedDeltaNet(nn.Module):
         self.A_log = parameter(self, "A_log", "JG")
         self.dt_bias = parameter(self, "dt_bias", "JG")
         self.norm = weight("Z")
-        # TPUs would copy (D, J, G, Z) in each step.
+        # The weight has one axis O for all values, because TPUs would copy a weight of the shape
+        # (D, J, G, Z) in each step.
         self.out_proj = linear("O->D", split=self.layout.adds_up_parts)
 
     def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Out]:
-        """Returns the result and the intermediates.
+        """Returns the output of the delta net, and its intermediates by name.
 
         Args:
             x: The normed residual stream, (B, T, D).
             segment_ids: The segment of each token, (B, T) int32; 0 for padding.
+
+        Returns:
+            The output, (B, T, D), which is added to the residual stream.
+            The intermediates.
         """
-        out = self._inputs(x, segment_ids)
+        out = self._rule_inputs(x, segment_ids)
         q, k, v = out["q"], out["k"], out["v"]
         arrays = q, k, v, out["log_decay"], out["beta"], segment_ids
-        axes = OF_KEYS, OF_KEYS, OF_VALUES, OF_KEYS, OF_KEYS, OF_KEYS[:2]
+        axes = KEY_AXES, KEY_AXES, VALUE_AXES, KEY_AXES, KEY_AXES, KEY_AXES[:2]
         with jax.named_scope("gated_delta_rule"):
-            values = self.layout.per_device(self.rule, arrays, axes, like=2)  # like v
+            # The result is split over devices like the array with the number 2, the values.
+            values = self.layout.per_device(self.rule, arrays, axes, like=2)
         out["recurrence_out"] = values
         epsilon = self.config.rms_norm_eps
         gated = gated_norm(values, out["gate_input"], self.norm(), epsilon).astype(self.dtype)
         out["gated"] = gated
-        flat = gated.reshape(*gated.shape[:2], -1)
-        out["out"] = self.layout.constrain(self.out_proj(flat).astype(self.dtype), *STREAM)
+        token_values = gated.reshape(*gated.shape[:2], -1)  # shape (B, T, O)
+        out["out"] = self.layout.constrain(self.out_proj(token_values).astype(self.dtype), *STREAM)
         return out["out"], out
 
-    def _inputs(self, x: Array, segment_ids: Array) -> Out:
-        """Returns, by name, the inputs of the rule and of the gate after it, and intermediates."""
+    def _rule_inputs(self, x: Array, segment_ids: Array) -> Out:
+        """Computes the inputs of the gated delta rule and of the gate after it.
+
+        Args:
+            x: The normed residual stream, (B, T, D).
+            segment_ids: The segment of each token, (B, T) int32; 0 for padding.
+
+        Returns:
+            The inputs and further intermediates by name. The inputs are `q`, `k`, `v`, `log_decay`,
+            `beta` and `gate_input`.
+        """
         constrain = self.layout.constrain
         out: Out = {}
-        for name, axes, projection, taps in (
-            ("q", OF_KEYS, self.in_proj_q, self.conv1d_q),
-            ("k", OF_KEYS, self.in_proj_k, self.conv1d_k),
-            ("v", OF_VALUES, self.in_proj_v, self.conv1d_v),
+        for letter, axes, projection, convolution in (
+            ("q", KEY_AXES, self.in_proj_q, self.conv1d_q),
+            ("k", KEY_AXES, self.in_proj_k, self.conv1d_k),
+            ("v", VALUE_AXES, self.in_proj_v, self.conv1d_v),
         ):
-            y = out[f"{name}_pre_conv"] = constrain(projection(x), *axes).astype(self.dtype)
-            weight = jnp.squeeze(taps(), -2)
-            if name == "k":
-                # At once, both convolutions would need more fast memory than a TPU has for them.
+            y = constrain(projection(x), *axes).astype(self.dtype)
+            out[f"{letter}_pre_conv"] = y
+            weight = jnp.squeeze(convolution(), -2)
+            if letter == "k":
+                # The barrier lets the convolution of the keys wait for that of the queries. If a
+                # TPU computed both at once, they would need more fast memory than it has for them.
                 weight, out["q"] = lax.optimization_barrier((weight, out["q"]))
-            out[name] = short_convolution(y, weight, segment_ids).astype(self.dtype)
-        out["gate_input"] = constrain(self.in_proj_z(x), *OF_VALUES).astype(self.dtype)
-        out["beta_logit"] = constrain(self.in_proj_b(x), *OF_KEYS)
+            out[letter] = short_convolution(y, weight, segment_ids).astype(self.dtype)
+        out["gate_input"] = constrain(self.in_proj_z(x), *VALUE_AXES).astype(self.dtype)
+        out["beta_logit"] = constrain(self.in_proj_b(x), *KEY_AXES)
         out["beta"] = jax.nn.sigmoid(out["beta_logit"])
         log_rate = self.A_log.astype(jnp.float32)
         bias = self.dt_bias.astype(jnp.float32)
-        step = jax.nn.softplus(constrain(self.in_proj_a(x), *OF_KEYS) + bias)
-        out["log_decay"] = -jnp.exp(log_rate) * step
+        time_step = jax.nn.softplus(constrain(self.in_proj_a(x), *KEY_AXES) + bias)
+        out["log_decay"] = -jnp.exp(log_rate) * time_step
         return out
 
 
 def short_convolution(x: Array, weight: Array, segment_ids: Array) -> Array:
-    """Returns each channel's weighted sum over the last few tokens of its segment, then silu.
+    """Computes a causal convolution of each channel over the tokens of a segment, then silu.
+
+    Letters: W taps.
 
     Args:
-        x: (B, T, ...channels).
-        weight: (...channels, taps). The last tap is that of the token itself.
-        segment_ids: (B, T) int32.
+        x: The values of each token's channels, (B, T, ...), where the further axes are channels.
+        weight: The weight of each tap for each channel, (..., W). The last tap is for the token
+            itself, and the one before it for the previous token.
+        segment_ids: The segment of each token, (B, T) int32.
 
     Returns:
-        (B, T, ...channels) float32.
+        The result, like x in shape, float32.
     """
-    # Each tap converts x to float32: if x were converted once, for all taps, XLA would write it to
+    # Each tap converts x to float32. If x were converted once for all taps, XLA would write it to
     # HBM in float32.
     weight = weight.astype(jnp.float32)
-    taps = weight.shape[-1]
-    out = x.astype(jnp.float32) * weight[..., -1]
-    for distance in range(1, taps):
-        same = _earlier(segment_ids, distance) == segment_ids
-        seen = jnp.expand_dims(same, range(2, x.ndim))
-        earlier = jnp.where(seen, _earlier(x, distance), 0).astype(jnp.float32)
-        out += earlier * weight[..., -1 - distance]
-    return jax.nn.silu(out)
+    tap_count = weight.shape[-1]
+    total = x.astype(jnp.float32) * weight[..., -1]
+    for distance in range(1, tap_count):
+        same_segment = _shifted(segment_ids, distance) == segment_ids
+        seen = jnp.expand_dims(same_segment, range(2, x.ndim))
+        earlier_values = jnp.where(seen, _shifted(x, distance), 0).astype(jnp.float32)
+        total += earlier_values * weight[..., -1 - distance]
+    return jax.nn.silu(total)
 
 
-def _earlier(x: Array, distance: int) -> Array:
-    """Returns for each token the value `distance` tokens before it; 0 before the row begins."""
-    shift = [(0, 0), (distance, 0), *[(0, 0)] * (x.ndim - 2)]
-    return jnp.pad(x, shift)[:, : x.shape[1]]
+def _shifted(x: Array, distance: int) -> Array:
+    """Returns for each token the value of the token `distance` places before it.
+
+    Args:
+        x: The values of the tokens, (B, T, ...).
+        distance: The number of places.
+
+    Returns:
+        The shifted values, like x. The first `distance` tokens of a row get 0.
+    """
+    padding = [(0, 0), (distance, 0), *[(0, 0)] * (x.ndim - 2)]
+    return jnp.pad(x, padding)[:, : x.shape[1]]
 
 
 def gated_norm(x: Array, gate: Array, weight: Array, epsilon: float) -> Array:
     """Applies an RMS norm over the last axis, then multiplies by `weight` and silu(gate).
 
+    Letters: Z value size.
+
     Args:
         x: The values, (..., Z).
-        gate: The input of the gate, like x.
-        weight: (Z,).
+        gate: The input of the gate, (..., Z).
+        weight: The weights of the norm, (Z,).
         epsilon: The number that is added to the mean square.
 
     Returns:
-        (..., Z) float32.
+        The result, (..., Z) float32.
     """
     x, gate = x.astype(jnp.float32), gate.astype(jnp.float32)
     inverse_rms = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
@@ -177,81 +214,121 @@ def gated_norm(x: Array, gate: Array, weight: Array, epsilon: float) -> Array:
 
 
 def token_by_token(*arrays: Any) -> np.ndarray:
-    """Computes the rule as it is defined, in NumPy's float64. See `DeltaRule`."""
+    """Computes the gated delta rule token by token in NumPy's float64.
+
+    This is the reference implementation, with which tests and trials compare the others.
+
+    Letters: K key heads, G value heads of each key head, U value size.
+
+    Args:
+        *arrays: The arguments of a `DeltaRule`, in the same order.
+
+    Returns:
+        The outputs, (B, T, K, G, U) float64.
+    """
     *inputs, segment_ids = map(np.asarray, arrays)
     q, k, v, log_decay, beta = (x.astype(np.float64) for x in inputs)
     q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + EPSILON) for x in (q, k))
     rows, length, key_heads, values_per_key, value_size = v.shape
-    state = np.zeros((rows, key_heads, values_per_key, k.shape[-1], value_size))  # (B, K, G, D, U)
-    out = []
-    segment_before = np.zeros(rows)
+    state = np.zeros(
+        (rows, key_heads, values_per_key, k.shape[-1], value_size)
+    )  # shape (B, K, G, D, U)
+    outputs = []
+    previous_segment = np.zeros(rows)
     for t in range(length):
         segment = segment_ids[:, t]
-        continues = (segment == segment_before)[:, None, None]
-        decay = np.where(continues, np.exp(log_decay[:, t]), 0)  # (B, K, G)
+        continues = (segment == previous_segment)[:, None, None]
+        decay = np.where(continues, np.exp(log_decay[:, t]), 0)  # shape (B, K, G)
         state *= decay[..., None, None]
-        missing = v[:, t] - np.einsum("bkgdu,bkd->bkgu", state, k[:, t])
-        state += np.einsum("bkd,bkg,bkgu->bkgdu", k[:, t], beta[:, t], missing)
-        out.append(np.einsum("bkgdu,bkd->bkgu", state, q[:, t]) * q.shape[-1] ** -0.5)
-        segment_before = segment
-    return np.stack(out, axis=1)
+        difference = v[:, t] - np.einsum("bkgdu,bkd->bkgu", state, k[:, t])
+        state += np.einsum("bkd,bkg,bkgu->bkgdu", k[:, t], beta[:, t], difference)
+        outputs.append(np.einsum("bkgdu,bkd->bkgu", state, q[:, t]) * q.shape[-1] ** -0.5)
+        previous_segment = segment
+    return np.stack(outputs, axis=1)
 
 
 def gated_delta_rule(
     q: Array, k: Array, v: Array, log_decay: Array, beta: Array, segment_ids: Array
 ) -> Array:
-    """Computes the rule in chunks. See `DeltaRule`."""
+    """Computes the gated delta rule in chunks, on any platform.
+
+    The comment on `DeltaRule` defines the arguments and the result.
+    """
     dtype = v.dtype
     q, k, v, log_decay, beta = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
     q, k = q.shape[-1] ** -0.5 * inverse_length(q) * q, inverse_length(k) * k
     per_head = q, k, v, log_decay[..., None], beta[..., None]
     chunks = _prepare(*map(_in_chunks, (*per_head, segment_ids[..., None])))
-    state = jnp.zeros((*chunks.written.shape[1:4], k.shape[-1], v.shape[-1]), jnp.float32)
-    _, out = lax.scan(_step, state, chunks)
-    out = jnp.moveaxis(out, (0, 4), (1, 2))  # (B, N, C, K, G, U)
-    return out.reshape(len(v), -1, *v.shape[2:])[:, : v.shape[1]].astype(dtype)
+    state = jnp.zeros((*chunks.initial_vectors.shape[1:4], k.shape[-1], v.shape[-1]), jnp.float32)
+    _, outputs = lax.scan(_step, state, chunks)
+    outputs = jnp.moveaxis(outputs, (0, 4), (1, 2))  # shape (B, N, C, K, G, U)
+    return outputs.reshape(len(v), -1, *v.shape[2:])[:, : v.shape[1]].astype(dtype)
 
 
 def inverse_length(x: Array) -> Array:
-    """Returns the factor that makes the last axis a unit vector: (..., 1) float32."""
+    """Returns the factors that turn the vectors of the last axis into unit vectors.
+
+    Args:
+        x: The vectors, (..., D).
+
+    Returns:
+        The factors, (..., 1) float32.
+    """
     x = x.astype(jnp.float32)
     return lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPSILON)
 
 
 def _in_chunks(x: Array) -> Array:
-    """Maps (B, T, ...heads, size) to (N, B, ...heads, C, size), padded with zeros."""
+    """Divides the tokens of an array into chunks, and pads the last chunk with zeros.
+
+    Letters: N chunks, C tokens of a chunk, X any size.
+
+    Args:
+        x: The array, (B, T, ..., X), where the axes in the middle are heads.
+
+    Returns:
+        The chunks, (N, B, ..., C, X).
+    """
     padding = [(0, 0), (0, -x.shape[1] % CHUNK), *[(0, 0)] * (x.ndim - 2)]
     x = jnp.pad(x, padding).reshape(x.shape[0], -1, CHUNK, *x.shape[2:])
     return jnp.moveaxis(x, (1, 2), (0, -2))
 
 
 class _Chunks(NamedTuple):
-    """The arrays of all chunks that the loop needs.
+    """The arrays of all chunks, from which a loop computes the state S and the outputs.
 
-    Token j of a chunk adds the outer product of its key and a vector to S. This vector is the value
-    `added` of `_step`.
+    Each token of a chunk adds the outer product of its key and a vector to S. This vector is linear
+    in S before the chunk.
+
+    Letters: N chunks, K key heads, G value heads of each key head, C tokens of a chunk (also I and
+    J), D key size, U value size.
 
     Attributes:
-        written: The vectors that tokens would add if S were zero before the chunk,
+        initial_vectors: The vectors that tokens would add if S were zero before the chunk,
             (N, B, K, G, C, U).
-        readers: The factors of S before the chunk, (N, B, K, G, 2 C, D): first the C factors for
-            the vectors that tokens add, then the C factors for the outputs.
-        within: The factor of token j's vector in the output of token i, (N, B, K, G, I, J).
-        writers: The keys, decayed until the end of the chunk, (N, B, K, G, C, D).
-        kept: The share of S before the chunk that is left after it, (N, B, K, G, 1, 1).
+        readers: The rows that are multiplied with S before the chunk, (N, B, K, G, 2 * C, D). The
+            first C products are subtracted from the vectors that the tokens add, and the other C
+            products are added to the outputs of the tokens.
+        within: The factor of token J's vector in the output of token I, (N, B, K, G, I, J).
+        decayed_keys: The keys, times the decay from their token to the end of the chunk,
+            (N, B, K, G, C, D).
+        decay: The share of S before the chunk that is left after it, (N, B, K, G, 1, 1).
     """
 
-    written: Array
+    initial_vectors: Array
     readers: Array
     within: Array
-    writers: Array
-    kept: Array
+    decayed_keys: Array
+    decay: Array
 
 
 def _prepare(
     q: Array, k: Array, v: Array, log_decay: Array, beta: Array, segments: Array
 ) -> _Chunks:
-    """Computes all that does not depend on S, for all chunks at once.
+    """Computes, for all chunks at once, the arrays that do not depend on the state S.
+
+    Letters: N chunks, K key heads, G value heads of each key head, C tokens of a chunk (also I and
+    J), D key size, U value size.
 
     Args:
         q: The normalised queries, (N, B, K, C, D).
@@ -261,90 +338,113 @@ def _prepare(
         beta: The rates, (N, B, K, G, C, 1).
         segments: The segment ids, (N, B, C, 1).
     """
-    within, since = _decays(log_decay, segments)
-    among_keys = einsum("NBKID,NBKJD->NBKIJ", k, k)[:, :, :, None]
-    of_queries = einsum("NBKID,NBKJD->NBKIJ", q, k)[:, :, :, None]
+    decay_between, decay_since_begin = _decays(log_decay, segments)
+    key_products = einsum("NBKID,NBKJD->NBKIJ", k, k)[:, :, :, None]
+    query_products = einsum("NBKID,NBKJD->NBKIJ", q, k)[:, :, :, None]
     q, k = q[:, :, :, None], k[:, :, :, None]
-    right = beta * jnp.concatenate([v, since * k], axis=-1)
-    solution = einsum("NBKGIJ,NBKGJX->NBKGIX", _inverse(beta * among_keys * within), right)
-    written, stored = jnp.split(solution, [v.shape[-1]], axis=-1)
+    right_side = beta * jnp.concatenate([v, decay_since_begin * k], axis=-1)
+    inverse = _inverse(beta * key_products * decay_between)
+    solution = einsum("NBKGIJ,NBKGJX->NBKGIX", inverse, right_side)
+    initial_vectors, vector_readers = jnp.split(solution, [v.shape[-1]], axis=-1)
     return _Chunks(
-        written=written,
-        readers=jnp.concatenate([stored, since * q], axis=-2),
-        within=of_queries * within,
-        writers=within[..., -1:, :].mT * k,
-        kept=since[..., -1:, :],
+        initial_vectors=initial_vectors,
+        readers=jnp.concatenate([vector_readers, decay_since_begin * q], axis=-2),
+        within=query_products * decay_between,
+        decayed_keys=decay_between[..., -1:, :].mT * k,
+        decay=decay_since_begin[..., -1:, :],
     )
 
 
 def _inverse(below: Array) -> Array:
-    """Inverts lower triangular matrices whose diagonal is 1.
+    """Inverts lower triangular matrices whose diagonals are 1.
 
-    It inverts blocks along the diagonal, first of one token, then of two, of four and so on. Two
-    blocks with the inverses X and Y become one block: the inverse of
+    The function inverts blocks along the diagonal, first blocks of one token, then of two, of four
+    and so on. Two neighbouring blocks A and B with the inverses X and Y become one block, whose
+    inverse is
 
-        [ A 0 ]      [    X    0 ]
-        [ M B ]  is  [ -Y M X  Y ]
+        [ A 0 ] -1   [    X    0 ]
+        [ M B ]    = [ -Y M X  Y ]
 
-    These are matrix products, while a solver would take tokens one after the other; on a CPU with
-    several devices a solver never returns.
+    These are matrix products, while a triangular solver would compute one token after the other. On
+    a CPU with several devices, JAX's triangular solver never returns.
+
+    Letters: N chunks, K key heads, G value heads of each key head; I and J are tokens of a chunk.
 
     Args:
         below: The matrices, (N, B, K, G, I, J). Only the values below the diagonal are used.
+
+    Returns:
+        The inverses, (N, B, K, G, I, J).
     """
     tokens = np.arange(CHUNK)
     inverse = jnp.eye(CHUNK)
+    multiply = partial(einsum, "NBKGIC,NBKGCJ->NBKGIJ")
     for level in range(CHUNK.bit_length() - 1):
-        block = tokens >> level
-        joined_block = tokens >> (level + 1)
-        is_joined = joined_block[:, None] == joined_block
-        is_below = block[:, None] > block
-        between = jnp.where(is_joined & is_below, below, 0)
-        if level:
-            product = partial(einsum, "NBKGIC,NBKGCJ->NBKGIJ")
-            between = product(product(inverse, between), inverse)
+        block_numbers = tokens >> level
+        joined_numbers = tokens >> (level + 1)
+        in_joined_block = joined_numbers[:, None] == joined_numbers
+        in_lower_block = block_numbers[:, None] > block_numbers
+        between = jnp.where(in_joined_block & in_lower_block, below, 0)
+        # X and Y are 1 on the first level.
+        if level > 0:
+            between = multiply(multiply(inverse, between), inverse)
         inverse = inverse - between
     return inverse
 
 
 def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
-    """Returns the decay of S between tokens of a chunk, and since the beginning of the chunk.
+    """Returns the decay of the state S between the tokens of a chunk, and since its beginning.
 
-    Only numbers of one sign are added, and nothing is subtracted, so a token that forgets
-    everything does not harm the precision of the next ones.
+    The log decays are only added, and all have the same sign. So a token that erases S, with a very
+    negative log decay, does not harm the precision of the decays of later tokens.
+
+    Letters: N chunks, K key heads, G value heads of each key head, C tokens of a chunk (also I and
+    J).
 
     Args:
-        log_decay: (N, B, K, G, C, 1).
+        log_decay: The log decays, (N, B, K, G, C, 1).
         segments: The segment ids, (N, B, C, 1).
 
     Returns:
-        The share of what token j added that is left at token i, (N, B, K, G, I, J).
-        The share of S before the chunk that is left at each token, (N, B, K, G, C, 1).
-        Both are 0 across segments.
+        The share of token J's addition to S that is left at token I, (N, B, K, G, I, J). It is 0 if
+        the tokens belong to different segments, or J comes after I.
+        The share of S before the chunk that is left at each token, (N, B, K, G, C, 1). It is 0 if
+        the token's segment begins in the chunk.
     """
-    segment = segments[:, :, None, None]  # (N, B, 1, 1, C, 1)
-    last_segment = segment[:-1, ..., -1:, :]  # the last token's, of each chunk but the last
-    segment_before = jnp.pad(last_segment, [(1, 0), *[(0, 0)] * 5], constant_values=-1)
-    seen = jnp.tril(segment == segment.mT)  # whether token I sees token J, (N, B, 1, 1, I, J)
-    until = jnp.tri(CHUNK)  # 1 where token C does not come after token I, (I, C)
-    between = einsum("IC,NBKGCJ->NBKGIJ", until, log_decay * jnp.tri(CHUNK, k=-1))
-    since_begin = einsum("IC,NBKGCJ->NBKGIJ", until, log_decay)
-    within = jnp.where(seen, jnp.exp(between), 0)
-    return within, jnp.where(segment == segment_before, jnp.exp(since_begin), 0)
+    segment = segments[:, :, None, None]  # shape (N, B, 1, 1, C, 1)
+    # The segment of the last token of each chunk, except of the last chunk.
+    last_segment = segment[:-1, ..., -1:, :]
+    # The segment of the last token before each chunk; -1 before the first chunk.
+    previous_segment = jnp.pad(last_segment, [(1, 0), *[(0, 0)] * 5], constant_values=-1)
+    # Whether token I sees token J, (N, B, 1, 1, I, J).
+    seen = jnp.tril(segment == segment.mT)
+    # 1 where token C does not come after token I, (I, C).
+    not_after = jnp.tri(CHUNK)
+    log_between = einsum("IC,NBKGCJ->NBKGIJ", not_after, log_decay * jnp.tri(CHUNK, k=-1))
+    log_since_begin = einsum("IC,NBKGCJ->NBKGIJ", not_after, log_decay)
+    decay_between = jnp.where(seen, jnp.exp(log_between), 0)
+    decay_since_begin = jnp.where(segment == previous_segment, jnp.exp(log_since_begin), 0)
+    return decay_between, decay_since_begin
 
 
 def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
-    """Computes one chunk.
+    """Computes the state S after one chunk, and the outputs of the chunk's tokens.
+
+    Letters: K key heads, G value heads of each key head, C tokens of a chunk, D key size, U value
+    size.
 
     Args:
         state: S before the chunk, (B, K, G, D, U).
         chunk: The arrays of this chunk, without the axis N.
 
     Returns:
-        S after the chunk, (B, K, G, D, U), and the outputs of its tokens, (B, K, G, C, U).
+        S after the chunk, (B, K, G, D, U).
+        The outputs of the chunk's tokens, (B, K, G, C, U).
     """
-    stored, read = jnp.split(einsum("BKGCD,BKGDU->BKGCU", chunk.readers, state), 2, axis=3)
-    added = chunk.written - stored
-    out = read + einsum("BKGIJ,BKGJU->BKGIU", chunk.within, added)
-    state = chunk.kept * state + einsum("BKGCD,BKGCU->BKGDU", chunk.writers, added)
-    return state, out
+    products = einsum("BKGCD,BKGDU->BKGCU", chunk.readers, state)
+    subtracted, state_outputs = jnp.split(products, 2, axis=3)
+    added_vectors = chunk.initial_vectors - subtracted
+    outputs = state_outputs + einsum("BKGIJ,BKGJU->BKGIU", chunk.within, added_vectors)
+    state = chunk.decay * state
+    state += einsum("BKGCD,BKGCU->BKGDU", chunk.decayed_keys, added_vectors)
+    return state, outputs

@@ -52,6 +52,8 @@ class Table(NamedTuple):
 
     A group here is TOKENS consecutive tokens.
 
+    Letters: X experts of a token.
+
     Attributes:
         used_tiles: The number of tiles that have rows, () int32. These tiles come first.
         experts: The expert of each tile, (tiles,) int32.
@@ -103,6 +105,8 @@ def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
 
     Rows of padding are sorted together with the rows of tokens. So the sort gives every row its
     place, without lookups. TPUs sort fast, but look numbers up one by one.
+
+    Letters: T tokens, E experts, X experts of a token.
 
     Args:
         weights: The routing weights of each token's experts, (T, X) float32, where TOKENS divides
@@ -198,6 +202,8 @@ def _call(
 
 def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
     """Computes silu(x gate) * (x up) for the rows of all tiles.
+
+    Letters: n' rows of all tiles, M width of an expert.
 
     Args:
         table: The table of rows.
@@ -314,6 +320,8 @@ def _wait(buffers: Any, semaphores: Any, buffer: Any, count: Any) -> None:
 def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
     """Computes (gated down) * weight for the rows of all tiles.
 
+    Letters: n' rows of all tiles, M width of an expert.
+
     Args:
         table: The table of rows.
         stacks: The weights of the experts.
@@ -350,6 +358,8 @@ def _multiply_down(
 ) -> None:
     """Multiplies a tile of rows by the down projection, and scales each row by its routing weight.
 
+    Letters: M width of an expert.
+
     Args:
         _layer: The number of the layer, which only the index maps read.
         _experts: The expert of each tile, which only the index maps read.
@@ -358,13 +368,15 @@ def _multiply_down(
         down_ref: A block of columns of the expert's down projection, (M, columns).
         out_ref: The same columns of the result, (ROWS, columns / LANES, LANES).
     """
-    weights = jnp.broadcast_to(weights_ref[...], (SUBLANES, ROWS)).T[:, :1]  # (ROWS, 1)
+    weights = jnp.broadcast_to(weights_ref[...], (SUBLANES, ROWS)).T[:, :1]  # shape (ROWS, 1)
     y = weights * einsum("nM,MD->nD", gated_ref[...], down_ref[...])
     out_ref[...] = y.astype(out_ref.dtype).reshape(out_ref.shape)
 
 
 def _run_added(rows: Array, fetches: Array, counts: Array) -> Array:
     """Computes the sum of the rows of each token of some groups.
+
+    Letters: n' rows of all tiles, X experts of a token.
 
     Args:
         rows: The rows of all tiles, (n', D / LANES, LANES).
@@ -403,6 +415,8 @@ def _add_fetched(
     counts: Any, fetches: Any, rows_ref: Any, out_ref: Any, buffers: Any, semaphores: Any
 ) -> None:
     """Begins to fetch the rows of this step's group, and adds up the previous step's group.
+
+    Letters: n' rows of all tiles, X experts of a token.
 
     Args:
         counts: The number of rows that are fetched for each group, and a 0 at the end,

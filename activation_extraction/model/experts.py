@@ -32,6 +32,8 @@ LANES = 128  # values of a row of a TPU's register
 class Stacks(NamedTuple):
     """The weights of the experts of all layers, and the number of one layer.
 
+    Letters: L layers, E experts, D hidden, M width of an expert.
+
     Attributes:
         layer: The number of the layer whose experts are used, () int32.
         gate: The weights of the gate projections, (L, E, D, M).
@@ -68,6 +70,8 @@ SortedRows = Callable[[Array, Array, Stacks], Array]
 
 def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
     """Chooses the experts of each token.
+
+    Letters: E experts, X experts of a token.
 
     Args:
         logits: The logits of the router, (B, T, E). Of equal logits, the first ones are chosen.
@@ -152,6 +156,8 @@ def _sum_on_device(
     All devices call this function together, because the experts are divided among them. Sums that
     devices send to each other are rounded to the dtype of the tokens.
 
+    Letters: X experts of a token.
+
     Args:
         layout: The mesh.
         expert_sum: The function that computes the sums over the experts of one device.
@@ -196,6 +202,8 @@ def _sum_in_ring(
 
     So the tokens are sent while rows are sorted, and the sums of one part are sent while the sums
     of the next part are computed. Each weight is read once.
+
+    Letters: T tokens, D hidden, X experts of a token.
 
     Args:
         ring: The numbers of the devices in the order of the ring.
@@ -254,6 +262,8 @@ def in_sorted_rows(
     """Computes the weighted sum of each token's experts by sorting copies of the tokens by expert.
 
     The sums take one row of each token at a time, so that no array contains all rows in float32.
+
+    Letters: T tokens, D hidden, X experts of a token.
 
     Args:
         compute: The function that runs the experts on the sorted rows.

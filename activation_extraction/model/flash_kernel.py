@@ -41,6 +41,8 @@ def flash_attention(
 
     float32 is left to `blocked_attention`, because the GPU's matrix units would round it.
 
+    Letters: T queries, S keys, N query heads, K key/value heads, H head size.
+
     Args:
         q: The queries, (B, T, N, H).
         k: The keys, (B, S, K, H).
@@ -107,6 +109,8 @@ def _spans(
 ) -> tuple[Array, Array]:
     """Returns the span of key blocks that each block of queries reads.
 
+    Letters: T queries, S keys.
+
     Args:
         query_segments: The segment of every query, (B, T) int32, where QUERIES divides T.
         key_segments: The segment of every key, (B, S) int32, where KEYS divides S.
@@ -142,6 +146,8 @@ def _attend(
     window: int | None,
 ) -> None:
     """Computes the outputs of one block of queries of one head.
+
+    Letters: S keys, H head size.
 
     Args:
         first_query_ref: The index of the first query of all blocks in its row, (1,) int32.

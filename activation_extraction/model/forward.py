@@ -1,8 +1,9 @@
-"""Compiles the forward pass of a run into one program, which computes all steps.
+"""Compiles the forward pass of a run into one program, which computes every step.
 
-`Program` describes the program, and `Forward` adds the checkpoint with the weights; model_setup.py
-makes both from the flags. `compile_step` reads the weights and compiles the program. The loop in
-the room run decides what happens between steps.
+A step computes the activations of one batch of each host. `Program` describes the program, and
+`Forward` adds the checkpoint with the weights; model_setup.py makes both from the flags.
+`compile_step` reads the weights and compiles the program. The package run calls the step for one
+batch after the other.
 
 Letters: B rows of a host, T tokens per row.
 """
@@ -40,13 +41,14 @@ from activation_extraction.model.weights import (
 from activation_extraction.text.batch import Batch
 from qwen2_jax_with_hooks import HookedModel
 
-Key = int | str  # a hook's key in the shards: its layer, or its name
-# The activations of a step: vector type (width and dtype) -> the values of its hooks, (hooks of
-# this type, rows of all hosts, T, width); or only the kept tokens, if the batch does not keep all.
+Key = int | str  # the key of a hook in the shards, which is its layer or its name
+# The activations of a step. A dict maps a vector type, which is the width and the dtype of some
+# hooks, to their stacked activations, (hooks of the type, rows of all hosts, T, width). If only
+# some tokens of the batch are kept, they are `KeptTokens`.
 Activations = dict[VectorType, Array] | KeptTokens
-# A step takes the batch of this host, or None if it has no rows left, and flags of this host. It
-# returns the activations and the number of hosts that set each flag, without waiting for the
-# devices.
+# A function that computes one step. It maps the batch of this host (None if the host has no rows
+# left) and three flags of this host to the activations and the number of hosts that set each flag,
+# (flags,) int32. It does not wait until the devices have computed them.
 Step = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
 
 
@@ -56,7 +58,7 @@ class Program:
 
     Attributes:
         model: Hooked model on its mesh.
-        weights: Parameters of the model.
+        weights: Shape, logical axes and checkpoint tensors of each parameter of the model.
         rows: Shardings of the rows that hosts feed and of the activations that they receive.
         shape: Number of rows that each host feeds in a step, and number of tokens per row.
         hooks: Key in the shards -> hook that is stored. Hooks of codes come last.
@@ -87,51 +89,59 @@ class Program:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis by its letter, including S, the number of tokens of a row."""
+        """The size of each axis by its letter, as for `HookKind.letters`."""
         return self.model.config.sizes_with(self.shape[1])
 
     def vector_type(self, hook: Hook) -> VectorType:
-        """Returns the width and dtype with which a hook's activations leave the devices."""
+        """Returns the width and the dtype with which a hook's activations leave the devices."""
         return hook.kind.vector_type(self.sizes, self.model.captured_dtype)
 
     def flops(self, lengths: Sequence[int]) -> float:
-        """Returns the floating-point operations for samples of these lengths."""
-        encoding = sum(encoder.flops for encoder in self.encoders)  # per token
-        return self.model.flops(lengths) + encoding * sum(lengths)
+        """Returns the number of floating-point operations for samples.
+
+        Args:
+            lengths: The lengths of the samples in tokens.
+        """
+        encoding_flops_per_token = sum(encoder.flops for encoder in self.encoders)
+        return self.model.flops(lengths) + encoding_flops_per_token * sum(lengths)
 
     @property
     def token_bytes(self) -> dict[str, int]:
-        """The bytes stored of a token at each hook, by the hook's name; for codes, the most."""
+        """The bytes that are stored of each token, by the name of the hook.
+
+        Codes may take fewer bytes: theirs are for a token with as many codes as possible.
+        """
         dtype = self.model.activation_dtype
-        sizes = {}
+        bytes_by_hook = {}
         for hook in self.hooks.values():
-            sizes[hook.name] = hook.kind.vector_type(self.sizes, dtype).bytes
+            bytes_by_hook[hook.name] = hook.kind.vector_type(self.sizes, dtype).bytes
         for encoder in self.encoders:
-            sizes[encoder.hook.name] = code_bytes(encoder.most, dtype)
-        return sizes
+            bytes_by_hook[encoder.hook.name] = code_bytes(encoder.most, dtype)
+        return bytes_by_hook
 
     def with_codes(
         self, computed: dict[VectorType, Array], weights: Sequence[Weights]
     ) -> dict[VectorType, Array]:
-        """Computes the codes, and selects the hooks that are stored.
+        """Computes the codes of autoencoders, and selects the hooks that are stored.
 
         Args:
-            computed: Vector type -> the activations at the hooks of the model, (hooks of this type,
-                rows of all hosts, T, width).
+            computed: Vector type -> the activations at the model's hooks of this type, (hooks of
+                the type, rows of all hosts, T, width).
             weights: The weights of each autoencoder.
 
         Returns:
-            Vector type -> the activations and codes at the hooks that are stored, (hooks of this
+            Vector type -> the activations and codes at the stored hooks of this type, (hooks of the
             type, rows of all hosts, T, width).
         """
         if not self.encoders:
             return computed
-        remaining = {vector_type: iter(stack) for vector_type, stack in computed.items()}
-        activations = {hook: next(remaining[self.vector_type(hook)]) for hook in self.model.hooks}
-        for encoder, arrays in zip(self.encoders, weights, strict=True):
+        arrays_left = {vector_type: iter(stack) for vector_type, stack in computed.items()}
+        activations = {hook: next(arrays_left[self.vector_type(hook)]) for hook in self.model.hooks}
+        for encoder, encoder_weights in zip(self.encoders, weights, strict=True):
             source = activations[encoder.source]
             target = activations[encoder.target]
-            activations[encoder.hook] = encode(encoder, arrays, source, target, self.layout)
+            codes = encode(encoder, encoder_weights, source, target, self.layout)
+            activations[encoder.hook] = codes
         stacks: dict[VectorType, list[Array]] = defaultdict(list)
         for hook in self.hooks.values():
             stacks[self.vector_type(hook)].append(activations[hook])
@@ -143,8 +153,8 @@ class Forward(Program):
     """A program with its checked weights.
 
     Attributes:
-        checkpoint: Checkpoint, with its adapter.
-        kernels: Field of `Kernels` -> kernel that was chosen.
+        checkpoint: Checkpoint with the weights, and its adapter if there is one.
+        kernels: Field of `Kernels` -> kernel that was chosen for it.
     """
 
     checkpoint: Checkpoint
@@ -158,95 +168,113 @@ class Forward(Program):
 
     @property
     def keyed_by(self) -> str | list[str]:
-        """The kind of the shards' keys: "layer" or "hook name", or the list of keys if mixed."""
+        """A description of the keys of hooks in the shards, which the identity records.
+
+        "layer" if all keys are layers, "hook name" if all are the names of their hooks, otherwise
+        the list of all keys.
+        """
         if all(isinstance(key, int) for key in self.hooks):
             return "layer"
         keys = [str(key) for key in self.hooks]
-        return "hook name" if keys == [hook.name for hook in self.hooks.values()] else keys
+        hook_names = [hook.name for hook in self.hooks.values()]
+        return "hook name" if keys == hook_names else keys
 
     def receive(self, activations: Activations) -> dict[Key, np.ndarray]:
-        """Copies the activations of this host's rows to the host.
+        """Copies the activations of this host's rows from the devices to the host.
 
         Args:
             activations: The activations of a step.
 
         Returns:
-            Key in the shards -> (B, T, width), or (kept tokens, width) row by row if only some
-            tokens are kept.
+            Key in the shards -> the activations at this hook, (B, T, width). If only some tokens
+            are kept, (kept tokens, width) in the order of the rows.
         """
         if isinstance(activations, KeptTokens):
             stacks = activations.receive()
         else:
             stacks = self.rows.receive(activations)
-        remaining = {vector_type: iter(stack) for vector_type, stack in stacks.items()}
-        return {key: next(remaining[self.vector_type(hook)]) for key, hook in self.hooks.items()}
+        arrays_left = {vector_type: iter(stack) for vector_type, stack in stacks.items()}
+        return {key: next(arrays_left[self.vector_type(hook)]) for key, hook in self.hooks.items()}
 
 
 def compile_step(forward: Forward) -> Step:
-    """Loads the weights and compiles the forward pass.
+    """Reads the weights and compiles the program.
 
-    There is one program for all steps. If the last step has few tokens, computing its padding takes
-    less time than compiling another program, on which several hosts would have to agree.
+    The same program computes all steps. If the last step has few tokens, computing its padding
+    takes less time than compiling another program, which all hosts would have to do together.
 
     Args:
         forward: The program and its checkpoint.
 
     Returns:
-        The step (see `Step`).
+        The function that computes a step. See `Step` for its arguments and results.
     """
-    rows, layout = forward.rows, forward.layout
-    params = read_weights(forward), [encoder.weights(layout) for encoder in forward.encoders]
-    began = time.perf_counter()
+    rows = forward.rows
+    model_weights = read_weights(forward)
+    encoder_weights = [encoder.weights(forward.layout) for encoder in forward.encoders]
+    params = model_weights, encoder_weights
+    start_time = time.perf_counter()
     with watch_compiling() as from_cache:
-        compiled = _compiled(forward, params)
-    where = ", from the cache" if from_cache() else ""
-    log.info("compiled in %.1f s%s", time.perf_counter() - began, where)
+        compiled_program = _compile(forward, params)
+    cache_note = ", from the cache" if from_cache() else ""
+    log.info("compiled in %.1f s%s", time.perf_counter() - start_time, cache_note)
     padding = np.zeros(forward.shape, np.int32)
 
     def step(batch: Batch | None, flags: Sequence[bool]) -> tuple[Activations, Array]:
-        arrays = [padding] * 3
+        host_arrays = [padding] * 3
         if batch is not None:
-            arrays = [batch.token_ids, batch.segment_ids, batch.positions]
-        votes = np.array([flags], np.int32)
-        activations, votes = compiled(params, *map(rows.feed, (*arrays, votes)))
+            host_arrays = [batch.token_ids, batch.segment_ids, batch.positions]
+        host_arrays.append(np.array([flags], np.int32))
+        activations, votes = compiled_program(params, *map(rows.feed, host_arrays))
         if batch is not None and batch.kept is not None:
-            # Here, so that the devices gather the tokens before they compute the next step.
+            # The kept tokens are taken in this step, before the devices get the next step to do.
             activations = take_kept(activations, batch.kept)
         return activations, votes
 
     return step
 
 
-def _compiled(program: Program, params: Any, **options: Any) -> Any:
+def _compile(program: Program, params: Any, **options: Any) -> Any:
     """Compiles the forward pass.
 
     Args:
         program: The program.
         params: The weights of the model and of each autoencoder, or their shapes and shardings.
-        options: Options of the compiler, beyond those of a run.
+        options: Options of the compiler, besides the options of every run.
+
+    Returns:
+        The compiled program. It maps (params, token ids, segment ids, positions, flags) to the
+        activations by form and the number of hosts that set each flag.
     """
-    model, rows = program.model, program.rows
+    model = program.model
+    rows = program.rows
 
     def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
         model_params, autoencoders = params
         activations: Any = model.apply({"params": model_params}, tokens, segments, positions)
         return program.with_codes(activations, autoencoders), flags.sum(axis=0)
 
-    outgoing = rows.outgoing(program.shape[1], model.layout), rows.everywhere()
-    inputs = [
-        jax.ShapeDtypeStruct((count * rows.hosts, size), jnp.int32, sharding=rows.incoming())
-        for count, size in [program.shape] * 3 + [(1, 3)]
-    ]
-    lowered = jax.jit(apply, out_shardings=outgoing).lower(params, *inputs)
+    out_shardings = rows.outgoing(program.shape[1], model.layout), rows.everywhere()
+    flags_shape = 1, 3
+    input_shapes = []
+    for host_rows, row_length in [program.shape] * 3 + [flags_shape]:
+        shape = host_rows * rows.hosts, row_length
+        input_shapes.append(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows.incoming()))
+    lowered = jax.jit(apply, out_shardings=out_shardings).lower(params, *input_shapes)
     return compile_with_options(lowered, program.platform, **options)
 
 
 def compile_unloaded(program: Program, **options: Any) -> Any:
-    """Compiles the program of a run without its weights. All hosts must call this together.
+    """Compiles the program of a run without reading its weights.
+
+    All hosts must call this function together.
 
     Args:
         program: The program.
-        options: Options of the compiler, beyond those of a run.
+        options: Options of the compiler, besides the options of every run.
+
+    Returns:
+        The compiled program; see `_compile`.
 
     Raises:
         JaxRuntimeError: The program cannot be compiled. The message contains RESOURCE_EXHAUSTED if
@@ -256,17 +284,18 @@ def compile_unloaded(program: Program, **options: Any) -> Any:
     dtype = jnp.uint16 if program.as_bits else model.dtype
     params = {}
     for path, spec in program.weights.items():
-        split = model.layout.sharding(spec.axes, spec.shape)
-        params[path] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=split)
-    encoders = [encoder.shapes(model.layout) for encoder in program.encoders]
-    return _compiled(program, (unflatten_dict(params), encoders), **options)
+        sharding = model.layout.sharding(spec.axes, spec.shape)
+        params[path] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
+    encoder_shapes = [encoder.shapes(model.layout) for encoder in program.encoders]
+    return _compile(program, (unflatten_dict(params), encoder_shapes), **options)
 
 
 def bytes_of_step(program: Program) -> float:
-    """Returns the bytes of memory that a run takes on each device, by compiling its program.
+    """Returns the bytes of memory that a run takes on each device.
 
-    They include the weights, the working memory of a step and the activations of two steps, because
-    the host copies the activations of one step while the next one computes. No weights are read.
+    The function compiles the program, but reads no weights. The bytes include the weights, the
+    working memory of a step, and the activations of two steps, because the host copies the
+    activations of one step while the devices compute the next step.
 
     Args:
         program: The program.
@@ -281,28 +310,28 @@ def bytes_of_step(program: Program) -> float:
             "the compiler does not report how much memory a step takes, which --batch_size auto "
             "and --plan need"
         )
-    output = 2 * memory.output_size_in_bytes
-    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + output
+    activation_bytes = 2 * memory.output_size_in_bytes
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + activation_bytes
 
 
 def read_weights(forward: Forward) -> dict[str, Any]:
-    """Reads the parameters directly into their shards, with a progress bar.
+    """Reads each device's part of the model's parameters, and shows a progress bar.
 
     Args:
         forward: The program and its checkpoint.
 
     Returns:
-        The parameters as a nested dict.
+        The parameters on the devices, as a nested dict.
     """
     model = forward.model
     layout = forward.layout
     weights = forward.weights
-    parameters = sum(math.prod(spec.shape) for spec in weights.values())
+    parameter_count = sum(math.prod(spec.shape) for spec in weights.values())
     log.info(
         "model: layers 0 to %d of %d, %.3g M parameters, %s%s; %s mesh: %s%s",
         model.num_layers - 1,
         model.config.num_hidden_layers,
-        parameters / 1e6,
+        parameter_count / 1e6,
         model.dtype,
         f" ({model.config.weights})" if model.config.weights else "",
         jax.default_backend(),
@@ -311,18 +340,22 @@ def read_weights(forward: Forward) -> dict[str, Any]:
     )
     if model.stages > 1:
         count = model.micro_batches(forward.shape[0] * forward.rows.hosts)
-        idle = 100 * (model.stages - 1) / (count + model.stages - 1)
-        text = "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%"
-        log.info(text, model.stages, count, idle)
-    size, quiet = parameters * model.dtype.itemsize, not on_terminal()
+        idle_percent = 100 * (model.stages - 1) / (count + model.stages - 1)
+        message = "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%"
+        log.info(message, model.stages, count, idle_percent)
     with tqdm(
-        total=size, unit="B", unit_scale=True, desc="loading weights", leave=False, disable=quiet
-    ) as bar:
+        total=parameter_count * model.dtype.itemsize,
+        unit="B",
+        unit_scale=True,
+        desc="loading weights",
+        leave=False,
+        disable=not on_terminal(),
+    ) as progress_bar:
         return load_params(
             weights,
             forward.checkpoint,
             model.dtype,
             layout,
             as_bits=forward.as_bits,
-            progress=bar.update,
+            progress=progress_bar.update,
         )

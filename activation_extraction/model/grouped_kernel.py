@@ -75,6 +75,8 @@ def _product(
 ) -> Array:
     """Multiplies rows with the weights of their experts.
 
+    Letters: n rows, L layers, E experts, D inputs, M outputs.
+
     Args:
         x: The rows, sorted by expert, (n, D).
         stacks: One or two arrays with the weights of the experts of all layers, (L * E, D, M). With
@@ -141,6 +143,8 @@ def _multiply(
     expert_ref: Any, start_ref: Any, end_ref: Any, x_ref: Any, *stacks_and_out: Any, step: int
 ) -> None:
     """Multiplies one tile of rows with one block of columns of one or two stacks.
+
+    Letters: n rows, L layers, E experts, D inputs.
 
     Args:
         expert_ref: The number of the tile's expert in the stacks, (1,) int32.

@@ -69,6 +69,8 @@ def splash_attention(
     The kernel is compiled for a fixed index of the first query. If the index is traced, the program
     has a branch with a kernel for each index that it can have: each multiple of T below S.
 
+    Letters: T queries, S keys, N query heads, K key/value heads, H head size.
+
     Args:
         q: The queries, (B, T, N, H).
         k: The keys, (B, S, K, H).
