@@ -38,7 +38,14 @@ from activation_extraction.model.decoder import Decoder
 from activation_extraction.model.delta_net import GatedDeltaNet
 from activation_extraction.model.experts import Experts, ExpertSum, route, scattered
 from activation_extraction.model.kernels import Kernels
-from activation_extraction.model.layers import STREAM, Linear, Out, RMSNorm, rotary_table, rotate
+from activation_extraction.model.layers import (
+    STREAM,
+    Intermediates,
+    Linear,
+    RMSNorm,
+    rotary_table,
+    rotate,
+)
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import (
     DENSE,
@@ -124,7 +131,7 @@ class SelfAttention(nn.Module):
 
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, slides: Array | None
-    ) -> tuple[Array, Out]:
+    ) -> tuple[Array, Intermediates]:
         """Returns the output of attention, and its intermediates by name.
 
         Args:
@@ -140,29 +147,31 @@ class SelfAttention(nn.Module):
         query_axes = "batch", "query_sequence", "heads", "head_dim"
         key_axes = "batch", "sequence", "kv_heads", "head_dim"
         constrain = self.layout.constrain
-        out: Out = {}
-        q = out["q"] = constrain(rounded(self.q_proj(x), self.dtype), *query_axes)
+        intermediates: Intermediates = {}
+        q = intermediates["q"] = constrain(rounded(self.q_proj(x), self.dtype), *query_axes)
         if self.config.q_gate:
             queries_and_gates = q.reshape(*q.shape[:2], -1, 2, q.shape[-1])
             q = constrain(queries_and_gates[..., 0, :], *query_axes)
-            out["q_gate"] = constrain(queries_and_gates[..., 1, :], *query_axes)
-        k = out["k"] = constrain(rounded(self.k_proj(x), self.dtype), *key_axes)
-        v = out["v"] = constrain(self.v_proj(x), *key_axes).astype(self.dtype)
+            intermediates["q_gate"] = constrain(queries_and_gates[..., 1, :], *query_axes)
+        k = intermediates["k"] = constrain(rounded(self.k_proj(x), self.dtype), *key_axes)
+        v = intermediates["v"] = constrain(self.v_proj(x), *key_axes).astype(self.dtype)
         if self.config.qk_norm:
-            q = out["q_normed"] = self.q_norm(q)[0]
-            k = out["k_normed"] = self.k_norm(k)[0]
-        q = out["rot_q"] = rotate(q, rotary, self.config)
-        k = out["rot_k"] = rotate(k, rotary, self.config).astype(self.dtype)
+            q = intermediates["q_normed"] = self.q_norm(q)[0]
+            k = intermediates["k_normed"] = self.k_norm(k)[0]
+        q = intermediates["rot_q"] = rotate(q, rotary, self.config)
+        k = intermediates["rot_k"] = rotate(k, rotary, self.config).astype(self.dtype)
         q = (q * self.config.head_dim**-0.5).astype(self.dtype)
         with jax.named_scope("attention"):
-            out["pattern"] = partial(self._attend, attention_pattern, slides, q, k, k, segment_ids)
+            intermediates["pattern"] = partial(
+                self._attend, attention_pattern, slides, q, k, k, segment_ids
+            )
             head_outputs = self._attend(self.attention, slides, q, k, v, segment_ids)
         if self.config.q_gate:
-            gate = jax.nn.sigmoid(out["q_gate"].astype(jnp.float32))
+            gate = jax.nn.sigmoid(intermediates["q_gate"].astype(jnp.float32))
             head_outputs = (head_outputs.astype(jnp.float32) * gate).astype(self.dtype)
-        out["z"] = head_outputs
-        out["out"] = constrain(self.o_proj(head_outputs).astype(self.dtype), *STREAM)
-        return out["out"], out
+        intermediates["z"] = head_outputs
+        intermediates["out"] = constrain(self.o_proj(head_outputs).astype(self.dtype), *STREAM)
+        return intermediates["out"], intermediates
 
     def _attend(self, attention: Attention, slides: Array | None, *inputs: Array) -> Array:
         """Computes attention, with the model's window if this layer has a window.
@@ -206,7 +215,7 @@ class MLP(nn.Module):
         split = self.layout.adds_up_parts
         self.down_proj = Linear(self.config, f"{self.width}->D", dtype=self.dtype, split=split)
 
-    def __call__(self, x: Array, _segment_ids: Array | None = None) -> tuple[Array, Out]:
+    def __call__(self, x: Array, _segment_ids: Array | None = None) -> tuple[Array, Intermediates]:
         """Returns the output of the MLP, and its intermediates by name.
 
         Args:
@@ -250,7 +259,7 @@ class SparseMLP(nn.Module):
             self.shared_expert = MLP(self.config, self.dtype, self.layout, "P")
             self.shared_expert_gate = Linear(self.config, "D->U", dtype=self.dtype)
 
-    def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Out]:
+    def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Intermediates]:
         """Returns the weighted sum of the experts, and the intermediates by name.
 
         Args:
@@ -264,22 +273,22 @@ class SparseMLP(nn.Module):
         experts = self.config.experts
         logits = self.gate(x).astype(self.dtype)
         weights, chosen = route(logits, experts.per_token, experts.renormalise)
-        out: Out = {"logits": logits, "chosen": chosen}
-        out["weights"] = partial(scattered, weights, chosen, experts.count)
+        intermediates: Intermediates = {"logits": logits, "chosen": chosen}
+        intermediates["weights"] = partial(scattered, weights, chosen, experts.count)
         # Padding gets the number after the last expert, which costs nothing.
         needed_experts = jnp.where(segment_ids[..., None] > 0, chosen, experts.count)
         if experts.shared_width:
-            shared_output, out["shared"] = self.shared_expert(x)
+            shared_output, intermediates["shared"] = self.shared_expert(x)
             # The shared expert is computed while tokens are sent to other devices' experts. The
             # barrier delays the weights, which are sent after the tokens, until it is computed.
             shared_output, weights = lax.optimization_barrier((shared_output, weights))
         y = self.layout.constrain(self.experts(x, weights, needed_experts), *STREAM)
-        out["routed"] = y
+        intermediates["routed"] = y
         if experts.shared_width:
-            shared_logit = out["shared_share"] = self.shared_expert_gate(x)
+            shared_logit = intermediates["shared_share"] = self.shared_expert_gate(x)
             y = y + jax.nn.sigmoid(shared_logit) * shared_output.astype(jnp.float32)
-        out["out"] = y.astype(self.dtype)
-        return out["out"], out
+        intermediates["out"] = y.astype(self.dtype)
+        return intermediates["out"], intermediates
 
 
 class DecoderLayer(nn.Module):
@@ -316,7 +325,7 @@ class DecoderLayer(nn.Module):
 
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, slides: Array | None
-    ) -> tuple[Array, Out]:
+    ) -> tuple[Array, Intermediates]:
         """Returns the residual stream after the layer, and the intermediates by name.
 
         Args:
@@ -329,22 +338,22 @@ class DecoderLayer(nn.Module):
             The residual stream, (B, T, D).
             The intermediates, which include those of the modules of the layer.
         """
-        out: Out = {"resid_pre": x}
-        y, out["ln1"] = self.input_layernorm(x)
+        intermediates: Intermediates = {"resid_pre": x}
+        y, intermediates["ln1"] = self.input_layernorm(x)
         if LINEAR in self.type_.split():
-            y, out["linear_attn"] = self.linear_attn(y, segment_ids)
+            y, intermediates["linear_attn"] = self.linear_attn(y, segment_ids)
         else:
-            y, out["attn"] = self.self_attn(y, rotary, segment_ids, slides)
+            y, intermediates["attn"] = self.self_attn(y, rotary, segment_ids, slides)
         x = x + y
         if SPARSE in self.type_.split():
             # Experts fetch and send whole tokens, so the values of a token should be contiguous.
             # For matrix products alone, TPUs would choose another order of the axes in memory.
             x = with_layout_constraint(x, MemoryLayout((0, 1, 2)))
-        out["resid_mid"] = x
-        y, out["ln2"] = self.post_attention_layernorm(x)
-        y, out["mlp"] = self.mlp(y, segment_ids)
-        x = out["resid_post"] = x + y
-        return x, out
+        intermediates["resid_mid"] = x
+        y, intermediates["ln2"] = self.post_attention_layernorm(x)
+        y, intermediates["mlp"] = self.mlp(y, segment_ids)
+        x = intermediates["resid_post"] = x + y
+        return x, intermediates
 
 
 def decoder(config: ModelConfig, dtype: Any, kernels: Kernels, layout: Layout) -> Decoder:

@@ -23,7 +23,7 @@ from activation_extraction.model.capture import Buffers, Capture, Plan
 from activation_extraction.model.decoder import Layers, stage_length
 from activation_extraction.model.hooks import PREDICTED, Hook, HookKind, VectorType
 from activation_extraction.model.kernels import Kernels
-from activation_extraction.model.layers import STREAM, Out, RMSNorm, rotary_table
+from activation_extraction.model.layers import STREAM, Intermediates, RMSNorm, rotary_table
 from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.model_config import ModelConfig
 from activation_extraction.model.numerics import from_bits, to_bits
@@ -316,11 +316,11 @@ class HookedModel(nn.Module):
             `capture.plan_end().kinds`.
         """
         hidden, norm_intermediates = self.norm(x)
-        out: Out = {"resid_pre": x, "final": norm_intermediates}
+        intermediates: Intermediates = {"resid_pre": x, "final": norm_intermediates}
         if self.predicts:
             kinds = [hook.kind for hook in self.hooks if hook.kind.is_prediction]
             with jax.named_scope("predictions"):
-                out["predicted"] = predictions(
+                intermediates["predicted"] = predictions(
                     hidden,
                     from_bits(self._head().table()),
                     token_ids,
@@ -330,7 +330,7 @@ class HookedModel(nn.Module):
                     dtype=self.captured_dtype,
                     layout=self.layout,
                 )
-        return capture.bits_of(capture.plan_end().kinds, out)
+        return capture.bits_of(capture.plan_end().kinds, intermediates)
 
 
 @cache

@@ -288,18 +288,18 @@ def stage_length(types: Sequence[str], stages: int) -> int:
     )
 
 
-def intermediate(out: dict[str, Any], name: str) -> Array | None:
+def intermediate(intermediates: dict[str, Any], name: str) -> Array | None:
     """Returns one of a layer's intermediates.
 
     Args:
-        out: The intermediates of the layer, nested by module.
+        intermediates: The intermediates of the layer, nested by module.
         name: The dotted path of the intermediate, such as "attn.q": the names of the modules that
             contain it, then its own name.
 
     Returns:
         The array; None if the layer has no such intermediate.
     """
-    array_or_function = flatten_dict(out, sep=".").get(name)
+    array_or_function = flatten_dict(intermediates, sep=".").get(name)
     return array_or_function() if callable(array_or_function) else array_or_function
 
 

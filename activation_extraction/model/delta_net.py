@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from activation_extraction.model.layers import STREAM, Linear, Out
+from activation_extraction.model.layers import STREAM, Intermediates, Linear
 from activation_extraction.model.mesh import Layout
 from activation_extraction.model.model_config import ModelConfig
 from activation_extraction.model.numerics import einsum
@@ -91,7 +91,7 @@ class GatedDeltaNet(nn.Module):
         # (D, J, G, Z) in each step.
         self.out_proj = linear("O->D", split=self.layout.adds_up_parts)
 
-    def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Out]:
+    def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Intermediates]:
         """Returns the output of the delta net, and its intermediates by name.
 
         Args:
@@ -102,22 +102,26 @@ class GatedDeltaNet(nn.Module):
             The output, (B, T, D), which is added to the residual stream.
             The intermediates.
         """
-        out = self._rule_inputs(x, segment_ids)
-        q, k, v = out["q"], out["k"], out["v"]
-        arrays = q, k, v, out["log_decay"], out["beta"], segment_ids
+        intermediates = self._rule_inputs(x, segment_ids)
+        q, k, v = intermediates["q"], intermediates["k"], intermediates["v"]
+        arrays = q, k, v, intermediates["log_decay"], intermediates["beta"], segment_ids
         axes = KEY_AXES, KEY_AXES, VALUE_AXES, KEY_AXES, KEY_AXES, KEY_AXES[:2]
         with jax.named_scope("gated_delta_rule"):
             # The result is split over devices like the array with the number 2, the values.
             values = self.layout.per_device(self.rule, arrays, axes, like=2)
-        out["recurrence_out"] = values
+        intermediates["recurrence_out"] = values
         epsilon = self.config.rms_norm_eps
-        gated = gated_norm(values, out["gate_input"], self.norm(), epsilon).astype(self.dtype)
-        out["gated"] = gated
+        gated = gated_norm(values, intermediates["gate_input"], self.norm(), epsilon).astype(
+            self.dtype
+        )
+        intermediates["gated"] = gated
         token_values = gated.reshape(*gated.shape[:2], -1)  # shape (B, T, O)
-        out["out"] = self.layout.constrain(self.out_proj(token_values).astype(self.dtype), *STREAM)
-        return out["out"], out
+        intermediates["out"] = self.layout.constrain(
+            self.out_proj(token_values).astype(self.dtype), *STREAM
+        )
+        return intermediates["out"], intermediates
 
-    def _rule_inputs(self, x: Array, segment_ids: Array) -> Out:
+    def _rule_inputs(self, x: Array, segment_ids: Array) -> Intermediates:
         """Computes the inputs of the gated delta rule and of the gate after it.
 
         Args:
@@ -129,28 +133,28 @@ class GatedDeltaNet(nn.Module):
             `beta` and `gate_input`.
         """
         constrain = self.layout.constrain
-        out: Out = {}
+        intermediates: Intermediates = {}
         for letter, axes, projection, convolution in (
             ("q", KEY_AXES, self.in_proj_q, self.conv1d_q),
             ("k", KEY_AXES, self.in_proj_k, self.conv1d_k),
             ("v", VALUE_AXES, self.in_proj_v, self.conv1d_v),
         ):
             y = constrain(projection(x), *axes).astype(self.dtype)
-            out[f"{letter}_pre_conv"] = y
+            intermediates[f"{letter}_pre_conv"] = y
             weight = jnp.squeeze(convolution(), -2)
             if letter == "k":
                 # The barrier lets the convolution of the keys wait for that of the queries. If a
                 # TPU computed both at once, they would need more fast memory than it has for them.
-                weight, out["q"] = lax.optimization_barrier((weight, out["q"]))
-            out[letter] = short_convolution(y, weight, segment_ids).astype(self.dtype)
-        out["gate_input"] = constrain(self.in_proj_z(x), *VALUE_AXES).astype(self.dtype)
-        out["beta_logit"] = constrain(self.in_proj_b(x), *KEY_AXES)
-        out["beta"] = jax.nn.sigmoid(out["beta_logit"])
+                weight, intermediates["q"] = lax.optimization_barrier((weight, intermediates["q"]))
+            intermediates[letter] = short_convolution(y, weight, segment_ids).astype(self.dtype)
+        intermediates["gate_input"] = constrain(self.in_proj_z(x), *VALUE_AXES).astype(self.dtype)
+        intermediates["beta_logit"] = constrain(self.in_proj_b(x), *KEY_AXES)
+        intermediates["beta"] = jax.nn.sigmoid(intermediates["beta_logit"])
         log_rate = self.A_log.astype(jnp.float32)
         bias = self.dt_bias.astype(jnp.float32)
         time_step = jax.nn.softplus(constrain(self.in_proj_a(x), *KEY_AXES) + bias)
-        out["log_decay"] = -jnp.exp(log_rate) * time_step
-        return out
+        intermediates["log_decay"] = -jnp.exp(log_rate) * time_step
+        return intermediates
 
 
 def short_convolution(x: Array, weight: Array, segment_ids: Array) -> Array:

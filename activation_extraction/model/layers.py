@@ -22,7 +22,7 @@ from activation_extraction.model.parameters import parameter
 STREAM = "batch", "sequence", "hidden"  # logical axes of the residual stream
 # The intermediates of a module, which hooks can store: name -> array, or a function that computes
 # the array if a hook needs it. The intermediates of a submodule are a nested dict.
-Out = dict[str, Any]
+Intermediates = dict[str, Any]
 
 
 class RMSNorm(nn.Module):
@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
     over: str = "D"
 
     @nn.compact
-    def __call__(self, x: Array) -> tuple[Array, Out]:
+    def __call__(self, x: Array) -> tuple[Array, Intermediates]:
         """Returns the norm and its intermediates.
 
         Args:
