@@ -119,18 +119,18 @@ class SelfAttention(nn.Module):
     layout: Layout
 
     def setup(self) -> None:
-        linear = partial(Linear, self.config, dtype=self.dtype)
-        self.q_proj = linear("D->QH", use_bias=self.config.qkv_bias)
-        self.k_proj = linear("D->KH", use_bias=self.config.qkv_bias)
-        self.v_proj = linear("D->KH", use_bias=self.config.qkv_bias)
+        make_linear = partial(Linear, self.config, dtype=self.dtype)
+        self.q_proj = make_linear("D->QH", use_bias=self.config.qkv_bias)
+        self.k_proj = make_linear("D->KH", use_bias=self.config.qkv_bias)
+        self.v_proj = make_linear("D->KH", use_bias=self.config.qkv_bias)
         split = self.layout.adds_up_parts
-        self.o_proj = linear("NH->D", use_bias=self.config.o_bias, split=split)
+        self.o_proj = make_linear("NH->D", use_bias=self.config.o_bias, split=split)
         if self.config.qk_norm:
-            self.q_norm = RMSNorm(self.config, self.dtype, over="H")
-            self.k_norm = RMSNorm(self.config, self.dtype, over="H")
+            self.q_norm = RMSNorm(self.config, self.dtype, axis_letter="H")
+            self.k_norm = RMSNorm(self.config, self.dtype, axis_letter="H")
 
     def __call__(
-        self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, slides: Array | None
+        self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, has_window: Array | None
     ) -> tuple[Array, Intermediates]:
         """Returns the output of attention, and its intermediates by name.
 
@@ -138,7 +138,7 @@ class SelfAttention(nn.Module):
             x: The normed residual stream, (B, T, D).
             rotary: The cosines and sines for `rotate`.
             segment_ids: The segment of each token, (B, T) int32; 0 for padding.
-            slides: Whether this layer has a window, () bool; None if no layer of the model has one.
+            has_window: Whether this layer has a window, () bool; None in a model without windows.
 
         Returns:
             The output, (B, T, D), which is added to the residual stream.
@@ -163,9 +163,9 @@ class SelfAttention(nn.Module):
         q = (q * self.config.head_dim**-0.5).astype(self.dtype)
         with jax.named_scope("attention"):
             intermediates["pattern"] = partial(
-                self._attend, attention_pattern, slides, q, k, k, segment_ids
+                self._attend, attention_pattern, has_window, q, k, k, segment_ids
             )
-            head_outputs = self._attend(self.attention, slides, q, k, v, segment_ids)
+            head_outputs = self._attend(self.attention, has_window, q, k, v, segment_ids)
         if self.config.q_gate:
             gate = jax.nn.sigmoid(intermediates["q_gate"].astype(jnp.float32))
             head_outputs = (head_outputs.astype(jnp.float32) * gate).astype(self.dtype)
@@ -173,23 +173,23 @@ class SelfAttention(nn.Module):
         intermediates["out"] = constrain(self.o_proj(head_outputs).astype(self.dtype), *STREAM)
         return intermediates["out"], intermediates
 
-    def _attend(self, attention: Attention, slides: Array | None, *inputs: Array) -> Array:
+    def _attend(self, attention: Attention, has_window: Array | None, *inputs: Array) -> Array:
         """Computes attention, with the model's window if this layer has a window.
 
         Args:
             attention: The function that computes attention.
-            slides: Whether this layer has a window, () bool; None if no layer of the model has one.
+            has_window: Whether this layer has a window, () bool; None in a model without windows.
             *inputs: The queries, keys, values and segment ids.
 
         Returns:
             The result of `attention`.
         """
         attend_fully = partial(self.layout.attend, attention)
-        if slides is None:
+        if has_window is None:
             return attend_fully(*inputs)
         window_attention = partial(attention, window=self.config.sliding_window)
         attend_in_window = partial(self.layout.attend, window_attention)
-        return jax.lax.cond(slides, attend_in_window, attend_fully, *inputs)
+        return jax.lax.cond(has_window, attend_in_window, attend_fully, *inputs)
 
 
 class MLP(nn.Module):
@@ -324,7 +324,7 @@ class DecoderLayer(nn.Module):
             self.mlp = MLP(config, dtype, self.layout)
 
     def __call__(
-        self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, slides: Array | None
+        self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, has_window: Array | None
     ) -> tuple[Array, Intermediates]:
         """Returns the residual stream after the layer, and the intermediates by name.
 
@@ -332,7 +332,7 @@ class DecoderLayer(nn.Module):
             x: The residual stream before the layer, (B, T, D).
             rotary: The cosines and sines for `rotate`.
             segment_ids: The segment of each token, (B, T) int32; 0 for padding.
-            slides: Whether this layer has a window, () bool; None if no layer of the model has one.
+            has_window: Whether this layer has a window, () bool; None in a model without windows.
 
         Returns:
             The residual stream, (B, T, D).
@@ -343,7 +343,7 @@ class DecoderLayer(nn.Module):
         if LINEAR in self.type_.split():
             y, intermediates["linear_attn"] = self.linear_attn(y, segment_ids)
         else:
-            y, intermediates["attn"] = self.self_attn(y, rotary, segment_ids, slides)
+            y, intermediates["attn"] = self.self_attn(y, rotary, segment_ids, has_window)
         x = x + y
         if SPARSE in self.type_.split():
             # Experts fetch and send whole tokens, so the values of a token should be contiguous.
@@ -476,12 +476,12 @@ def _weight_spec(
         return WeightSpec(shape, axes, (head,))
     if path[0] != "layers":
         return WeightSpec(shape, axes, (f"model.{path[0]}.weight",))
-    mixed = len(set(config.layer_types)) > 1
+    has_several_types = len(set(config.layer_types)) > 1
     layers = list(range(model.num_layers))
-    if mixed:
+    if has_several_types:
         # With several types of layers, the path has the type before the names in the layer.
         layers = [layer for layer in layers if config.layer_types[layer] == path[1]]
-    parameter_name = ".".join(path[2:] if mixed else path[1:])
+    parameter_name = ".".join(path[2:] if has_several_types else path[1:])
     tensor, tensor_slice = renamed.get(parameter_name, (parameter_name, None))
     names = [f"model.layers.{layer}.{tensor}" for layer in layers]
     per_expert = "{}" in tensor

@@ -73,9 +73,9 @@ def visible_keys(
     """
     query_indices = first_query + jnp.arange(segments.q.shape[-1])[:, None]
     key_indices = first_key + jnp.arange(segments.k.shape[-1])
-    seen = query_indices >= key_indices
-    seen &= segments.q[..., :, None] == segments.k[..., None, :]
-    return seen if window is None else seen & (query_indices - key_indices < window)
+    mask = query_indices >= key_indices
+    mask &= segments.q[..., :, None] == segments.k[..., None, :]
+    return mask if window is None else mask & (query_indices - key_indices < window)
 
 
 def whole_blocks(x: Array, block: int, value: int = 0) -> Array:
@@ -106,8 +106,8 @@ def dense_attention(
     This is the reference implementation of `Attention`, with which tests compare the others. The
     comment on `Attention` defines the arguments and the result.
     """
-    seen = visible_keys(segments, first_query, window)
-    output = einsum("BKGTS,BSKH->BTKGH", _probabilities(q, k, seen).astype(v.dtype), v)
+    mask = visible_keys(segments, first_query, window)
+    output = einsum("BKGTS,BSKH->BTKGH", _probabilities(q, k, mask).astype(v.dtype), v)
     return output.reshape(q.shape).astype(q.dtype)
 
 
@@ -130,8 +130,8 @@ def attention_pattern(
         the query's segment, wherever the segment lies in the row. Tokens that the query does not
         see have the weight 0.
     """
-    seen = visible_keys(segments, first_query, window)
-    pattern = jnp.moveaxis(_probabilities(q, k, seen), 3, 1)  # shape BTKGS
+    mask = visible_keys(segments, first_query, window)
+    pattern = jnp.moveaxis(_probabilities(q, k, mask), 3, 1)  # shape BTKGS
     pattern = pattern.reshape(*q.shape[:3], k.shape[1]).astype(q.dtype)
     same_segment = segments.q[..., :, None] == segments.k[..., None, :]
     segment_starts = jnp.argmax(same_segment, axis=-1)
@@ -141,7 +141,7 @@ def attention_pattern(
     return jnp.take_along_axis(pattern, columns[:, :, None] % k.shape[1], axis=-1)
 
 
-def _probabilities(q: Array, k: Array, seen: Array) -> Array:
+def _probabilities(q: Array, k: Array, mask: Array) -> Array:
     """Returns the softmax of the scores over the keys that each query sees.
 
     Letters: T queries, S keys, N query heads, K key/value heads, G = N / K, H head size.
@@ -149,14 +149,14 @@ def _probabilities(q: Array, k: Array, seen: Array) -> Array:
     Args:
         q: The queries, (B, T, N, H).
         k: The keys, (B, S, K, H).
-        seen: The mask of the keys that each query sees, (B, T, S) bool.
+        mask: The mask of the keys that each query sees, (B, T, S) bool.
 
     Returns:
         The weight of every key for every query, (B, K, G, T, S) float32.
     """
     grouped_queries = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])  # shape BTKGH
     scores = einsum("BTKGH,BSKH->BKGTS", grouped_queries, k)
-    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
     return jax.nn.softmax(scores, axis=-1)
 
 
@@ -208,8 +208,8 @@ def blocked_attention(
             span_k = from_bits(lax.dynamic_slice(k_bits, span_start, span_shape)[0], k.dtype)
             span_v = from_bits(lax.dynamic_slice(v_bits, span_start, span_shape)[0], v.dtype)
             span_segments = Segments(block_segments[number], key_segments)
-            seen = visible_keys(span_segments, first_of_block, window, first_key)
-            return to_bits(_attend(block_q, span_k, span_v, seen))
+            mask = visible_keys(span_segments, first_of_block, window, first_key)
+            return to_bits(_attend(block_q, span_k, span_v, mask))
 
         def skip() -> Array:
             return jnp.zeros(grouped_queries.shape[1:], grouped_queries.dtype)
@@ -243,17 +243,17 @@ def _branch_numbers(
     """
     # The segment of the first query of every block.
     first_segments = segments.q[:, ::QUERY_BLOCK, None]
-    begins = jnp.argmax(segments.k[:, None, :] == first_segments, axis=-1)
-    ends = first_query + QUERY_BLOCK * jnp.arange(1, begins.shape[1] + 1)
+    span_begins = jnp.argmax(segments.k[:, None, :] == first_segments, axis=-1)
+    span_ends = first_query + QUERY_BLOCK * jnp.arange(1, span_begins.shape[1] + 1)
     if window is not None:
-        begins = jnp.maximum(begins, ends - QUERY_BLOCK - window + 1)
-    needed_lengths = jnp.minimum(ends, span_lengths[-1]) - begins
-    numbers = jnp.searchsorted(jnp.asarray(span_lengths), needed_lengths) + 1
-    has_tokens = segments.q.reshape(*begins.shape, QUERY_BLOCK).any(axis=-1)
-    return jnp.where(has_tokens, numbers, 0).reshape(-1)
+        span_begins = jnp.maximum(span_begins, span_ends - QUERY_BLOCK - window + 1)
+    needed_lengths = jnp.minimum(span_ends, span_lengths[-1]) - span_begins
+    branch_numbers = jnp.searchsorted(jnp.asarray(span_lengths), needed_lengths) + 1
+    has_tokens = segments.q.reshape(*span_begins.shape, QUERY_BLOCK).any(axis=-1)
+    return jnp.where(has_tokens, branch_numbers, 0).reshape(-1)
 
 
-def _attend(q: Array, k: Array, v: Array, seen: Array) -> Array:
+def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
     """Computes attention of one block of queries to one span of keys.
 
     Letters: G query heads read each of K key/value heads, S keys, H head size.
@@ -262,15 +262,15 @@ def _attend(q: Array, k: Array, v: Array, seen: Array) -> Array:
         q: Q queries of G heads for each of K key/value heads, (K, Q * G, H).
         k: The keys of the span, (K, S, H).
         v: The values of the span, (K, S, H).
-        seen: The mask of the keys that each query sees, (Q, S) bool.
+        mask: The mask of the keys that each query sees, (Q, S) bool.
 
     Returns:
         The outputs, with the shape and dtype of q.
     """
     scores = einsum("KQH,KSH->KQS", q, k)
-    scores_by_query = scores.reshape(len(k), len(seen), -1, k.shape[1])  # shape KQGS
-    scores_by_query = jnp.where(seen[:, None], scores_by_query, jnp.finfo(jnp.float32).min)
+    scores_by_query = scores.reshape(len(k), len(mask), -1, k.shape[1])  # shape KQGS
+    scores_by_query = jnp.where(mask[:, None], scores_by_query, jnp.finfo(jnp.float32).min)
     scores = scores_by_query.reshape(scores.shape)
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    total = weights.sum(axis=-1, keepdims=True)
-    return (einsum("KQS,KSH->KQH", weights.astype(v.dtype), v) / total).astype(q.dtype)
+    weight_sums = weights.sum(axis=-1, keepdims=True)
+    return (einsum("KQS,KSH->KQH", weights.astype(v.dtype), v) / weight_sums).astype(q.dtype)

@@ -51,8 +51,8 @@ class Decoder:
 
     Attributes:
         config: The configuration of the model.
-        modules: Type of layer -> its module. The module maps (x, rotary, segment_ids, slides) to
-            the residual stream after the layer and the intermediates by name. `slides` tells
+        modules: Type of layer -> its module. The module maps (x, rotary, segment_ids, has_window)
+            to the residual stream after the layer and the intermediates by name. `has_window` tells
             whether the layer has a window, () bool; it is None in a model without windows.
     """
 
@@ -60,7 +60,7 @@ class Decoder:
     modules: Mapping[str, Any]
 
     @property
-    def mixed(self) -> bool:
+    def has_several_types(self) -> bool:
         """Whether the model has several types of layers."""
         return len(self.modules) > 1
 
@@ -81,16 +81,16 @@ class Decoder:
             for path, box in self.parameters(layer_type).items():
                 boxes[path] = _stacked_zeros(box, count)
             stacks[layer_type] = unflatten_dict(boxes)
-        return stacks if self.mixed else stacks[types[0]]
+        return stacks if self.has_several_types else stacks[types[0]]
 
     def _example_inputs(self) -> tuple[Any, ...]:
         """Returns inputs of a layer's module for one token, of the right shapes and dtypes."""
         zero_ids = jnp.zeros((1, 1), jnp.int32)
         dtype = self.modules[self.config.layer_types[0]].dtype
         x = jnp.zeros((1, 1, self.config.hidden_size), dtype)
-        slides_by_layer = self.config.sliding(range(1))
-        slides = None if slides_by_layer is None else slides_by_layer[0]
-        return x, rotary_table(zero_ids, self.config), zero_ids, slides
+        windows_by_layer = self.config.sliding(range(1))
+        has_window = None if windows_by_layer is None else windows_by_layer[0]
+        return x, rotary_table(zero_ids, self.config), zero_ids, has_window
 
     def stacked(self, params: Any) -> Layers:
         """Returns the first layers of the model, for `scan`.
@@ -102,7 +102,7 @@ class Decoder:
 
     def _count(self, params: Any) -> int:
         """Returns the number of layers to which stacked parameters belong."""
-        stacks = params.values() if self.mixed else [params]
+        stacks = params.values() if self.has_several_types else [params]
         return sum(len(jax.tree.leaves(stack)[0]) for stack in stacks)
 
     def parameters(self, layer_type: str) -> dict[ParamPath, Any]:
@@ -143,9 +143,9 @@ class Decoder:
         Returns:
             The carry after the last layer.
         """
-        params, slides = layers
+        params, has_window = layers
         types = self.config.layer_types[: self._count(params)]
-        params_by_type = params if self.mixed else {types[0]: params}
+        params_by_type = params if self.has_several_types else {types[0]: params}
         type_names = sorted(params_by_type)
         stacks_by_type = {
             layer_type: self._separate(layer_type, stacked_params)
@@ -157,10 +157,10 @@ class Decoder:
             [types[:layer].count(layer_type) for layer, layer_type in enumerate(types)], np.int32
         )
         # With a single type, the loop itself takes a layer's parameters out of the stacks.
-        scanned_params = None if self.mixed else stacks_by_type[types[0]][1]
+        scanned_params = None if self.has_several_types else stacks_by_type[types[0]][1]
 
         def step(carry: Any, loop_element: Any) -> tuple[Any, None]:
-            type_number, row, layer_params, slides, per_layer = loop_element
+            type_number, row, layer_params, has_window, per_layer = loop_element
 
             def run_layer(layer_type: str, *inputs: Any) -> Any:
                 stacks_in_place, copied_stacks = stacks_by_type[layer_type]
@@ -169,14 +169,14 @@ class Decoder:
                     take_row = partial(jax.lax.dynamic_index_in_dim, index=row, keepdims=False)
                     params = jax.tree.map(take_row, copied_stacks)
                 in_place = {path: (stack, row) for path, stack in stacks_in_place.items()}
-                layer = self._apply(layer_type, params, slides, keep, in_place)
+                layer = self._apply(layer_type, params, has_window, keep, in_place)
                 return in_groups(layer, self.modules[layer_type])(*inputs)
 
             branches = [partial(run_layer, layer_type) for layer_type in type_names]
             layer = partial(jax.lax.switch, type_number, branches)
             return body(layer, carry, per_layer), None
 
-        loop_arrays = type_numbers, stack_rows, scanned_params, slides, per_layer
+        loop_arrays = type_numbers, stack_rows, scanned_params, has_window, per_layer
         carry, _ = jax.lax.scan(step, carry, loop_arrays)
         return carry
 
@@ -207,7 +207,7 @@ class Decoder:
         self,
         layer_type: str,
         params: Any,
-        slides: Any,
+        has_window: Any,
         keep: Keep,
         in_place: Mapping[ParamPath, tuple[Array, Array]],
     ) -> Callable:
@@ -216,7 +216,7 @@ class Decoder:
         Args:
             layer_type: The type of the layer.
             params: The parameters of the layer, except the ones that are read in place.
-            slides: Whether the layer has a window, () bool; None in a model without windows.
+            has_window: Whether the layer has a window, () bool; None in a model without windows.
             keep: A function that picks the intermediates of the layer to return.
             in_place: Path of a parameter that is read in place -> the stack of all layers, and the
                 layer's row in it.
@@ -234,7 +234,7 @@ class Decoder:
         variables = {"params": unflatten_dict(gathered_params), STACKS: unflatten_dict(in_place)}
 
         def layer(*inputs: Any) -> tuple[Array, Any]:
-            x, intermediates = module.apply(variables, *inputs, slides)
+            x, intermediates = module.apply(variables, *inputs, has_window)
             return x, keep(intermediates)
 
         return layer
@@ -276,8 +276,10 @@ def stage_length(types: Sequence[str], stages: int) -> int:
     layer_count = len(types)
     shortest = -(-layer_count // stages)
     for length in range(shortest, layer_count + 1):
-        repeats = all(layer_type == types[layer % length] for layer, layer_type in enumerate(types))
-        if repeats and -(-layer_count // length) == -(-layer_count // shortest):
+        types_repeat = all(
+            layer_type == types[layer % length] for layer, layer_type in enumerate(types)
+        )
+        if types_repeat and -(-layer_count // length) == -(-layer_count // shortest):
             return length
     runs = [f"{len([*run])} {layer_type}" for layer_type, run in groupby(types)]
     sequence = ", ".join(runs[:6]) + (", ..." if len(runs) > 6 else "")

@@ -152,12 +152,12 @@ def _compute_block(
     decays_since_begin = []
     decays_until_end = []
     for head in range(heads):
-        within, since_begin = _decays(log_decays[:, head, None])
+        decay_between, since_begin = _decays(log_decays[:, head, None])
         key_factors = _side_by_side(betas[:, head, None] * k_scale)
-        inverses.append(_inverse(key_factors * key_products * within))
-        output_factors.append(query_products * within)
+        inverses.append(_inverse(key_factors * key_products * decay_between))
+        output_factors.append(query_products * decay_between)
         decays_since_begin.append(since_begin)
-        decays_until_end.append(k_scale * within[-SUBLANES:].T[:, -1:])  # shape (2C, 1)
+        decays_until_end.append(k_scale * decay_between[-SUBLANES:].T[:, -1:])  # shape (2C, 1)
     for chunk in (0, 1):
         tokens = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
         since_begins = [decays[chunk] for decays in decays_since_begin]
@@ -180,8 +180,8 @@ def _compute_block(
         decayed_vectors = [
             decays_until_end[head][tokens] * added_vectors[head] for head in range(heads)
         ]
-        update = _product("CD,CU->DU", k[tokens], jnp.concatenate(decayed_vectors, axis=1))
-        state[...] = jnp.concatenate(state_decays, axis=1) * state[...] + update
+        state_update = _product("CD,CU->DU", k[tokens], jnp.concatenate(decayed_vectors, axis=1))
+        state[...] = jnp.concatenate(state_decays, axis=1) * state[...] + state_update
 
 
 def _product(equation: str, x: Array, y: Array) -> Array:
@@ -205,8 +205,8 @@ def _product(equation: str, x: Array, y: Array) -> Array:
             left_operands.append(x_array)
             right_operands.append(y_arrays[index_sum - x_index])
     summed_axis = equation.index(equation[3])  # in "CD,DU->CU", the axis of D in x
-    left = jnp.concatenate(left_operands, axis=summed_axis)
-    return einsum(equation, left, jnp.concatenate(right_operands))
+    left_operand = jnp.concatenate(left_operands, axis=summed_axis)
+    return einsum(equation, left_operand, jnp.concatenate(right_operands))
 
 
 def _bfloat16_arrays(x: Array) -> list[Array]:
@@ -267,19 +267,19 @@ def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
     """
     row, column, _ = _indices()
     log_decay = _side_by_side(log_decay)
-    between = jnp.where(row > column, log_decay, 0)
+    log_between = jnp.where(row > column, log_decay, 0)
     distance = 1
     # Each row becomes the sum of itself and all rows above it.
     while distance < CHUNK:
-        between += jnp.where(row >= distance, pltpu.roll(between, distance, 0), 0)
+        log_between += jnp.where(row >= distance, pltpu.roll(log_between, distance, 0), 0)
         distance *= 2
     # The decays since the beginning of a chunk are in the first of its columns.
-    since_first_token = between + log_decay[:1]
+    since_first_token = log_between + log_decay[:1]
     since_begin = [jnp.exp(since_first_token[:, lane, None]) for lane in (0, CHUNK)]
-    return jnp.where(row >= column, jnp.exp(between), 0), since_begin
+    return jnp.where(row >= column, jnp.exp(log_between), 0), since_begin
 
 
-def _inverse(below: Array) -> Array:
+def _inverse(matrices: Array) -> Array:
     """Inverts two lower triangular matrices side by side, whose diagonals are 1.
 
     First, blocks of SUBLANES rows and columns along the diagonals are inverted token by token. Then
@@ -289,7 +289,7 @@ def _inverse(below: Array) -> Array:
     Letters: C tokens of a chunk.
 
     Args:
-        below: The matrices, (C, 2C). Only the values below their diagonals are used.
+        matrices: The matrices, (C, 2C). Only the values below their diagonals are used.
 
     Returns:
         The inverses side by side, (C, 2C).
@@ -299,7 +299,7 @@ def _inverse(below: Array) -> Array:
     block_start = row & -SUBLANES
     for offset in range(SUBLANES - 1):
         in_column = (column == block_start + offset) & (row > column)
-        factors = jnp.where(in_column, below, 0)
+        factors = jnp.where(in_column, matrices, 0)
         first_factor = jnp.sum(jnp.where(chunk == 0, factors, 0), axis=1, keepdims=True)
         second_factor = jnp.sum(jnp.where(chunk == 0, 0, factors), axis=1, keepdims=True)
         row_factors = jnp.where(chunk == 0, first_factor, second_factor)
@@ -307,10 +307,10 @@ def _inverse(below: Array) -> Array:
     size = SUBLANES
     while size < CHUNK:
         in_same_pair = row & -2 * size == column & -2 * size
-        is_between = in_same_pair & (row & size > column & size)
+        in_lower_left = in_same_pair & (row & size > column & size)
         first_blocks, second_blocks = _alternate_blocks(inverse, size)
-        between = jnp.where(is_between, below, 0)
-        product = _product("IC,CJ->IJ", second_blocks, _block_diagonal(between))
+        lower_left = jnp.where(in_lower_left, matrices, 0)
+        product = _product("IC,CJ->IJ", second_blocks, _block_diagonal(lower_left))
         second_blocks -= _product("IC,CJ->IJ", product, _block_diagonal(inverse))
         blocks = [x.reshape(-1, 1, size, TWO_CHUNKS) for x in (first_blocks, second_blocks)]
         inverse = jnp.concatenate(blocks, axis=1).reshape(CHUNK, TWO_CHUNKS)

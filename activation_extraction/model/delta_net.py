@@ -77,19 +77,19 @@ class GatedDeltaNet(nn.Module):
     layout: Layout
 
     def setup(self) -> None:
-        linear = partial(Linear, self.config, dtype=self.dtype)
-        weight = partial(Weight, self.config, dtype=self.dtype)
-        self.in_proj_q, self.in_proj_k = linear("D->JC"), linear("D->JC")
-        self.in_proj_v, self.in_proj_z = linear("D->JGZ"), linear("D->JGZ")
-        self.in_proj_b, self.in_proj_a = linear("D->JG"), linear("D->JG")
-        self.conv1d_q, self.conv1d_k = weight("JCIW"), weight("JCIW")
-        self.conv1d_v = weight("JGZIW")
+        make_linear = partial(Linear, self.config, dtype=self.dtype)
+        make_weight = partial(Weight, self.config, dtype=self.dtype)
+        self.in_proj_q, self.in_proj_k = make_linear("D->JC"), make_linear("D->JC")
+        self.in_proj_v, self.in_proj_z = make_linear("D->JGZ"), make_linear("D->JGZ")
+        self.in_proj_b, self.in_proj_a = make_linear("D->JG"), make_linear("D->JG")
+        self.conv1d_q, self.conv1d_k = make_weight("JCIW"), make_weight("JCIW")
+        self.conv1d_v = make_weight("JGZIW")
         self.A_log = parameter(self, "A_log", "JG")
         self.dt_bias = parameter(self, "dt_bias", "JG")
-        self.norm = weight("Z")
+        self.norm = make_weight("Z")
         # The weight has one axis O for all values, because TPUs would copy a weight of the shape
         # (D, J, G, Z) in each step.
-        self.out_proj = linear("O->D", split=self.layout.adds_up_parts)
+        self.out_proj = make_linear("O->D", split=self.layout.adds_up_parts)
 
     def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Intermediates]:
         """Returns the output of the delta net, and its intermediates by name.
@@ -178,8 +178,8 @@ def short_convolution(x: Array, weight: Array, segment_ids: Array) -> Array:
     total = x.astype(jnp.float32) * weight[..., -1]
     for distance in range(1, tap_count):
         same_segment = _shifted(segment_ids, distance) == segment_ids
-        seen = jnp.expand_dims(same_segment, range(2, x.ndim))
-        earlier_values = jnp.where(seen, _shifted(x, distance), 0).astype(jnp.float32)
+        in_segment = jnp.expand_dims(same_segment, range(2, x.ndim))
+        earlier_values = jnp.where(in_segment, _shifted(x, distance), 0).astype(jnp.float32)
         total += earlier_values * weight[..., -1 - distance]
     return jax.nn.silu(total)
 
@@ -313,7 +313,7 @@ class _Chunks(NamedTuple):
         readers: The rows that are multiplied with S before the chunk, (N, B, K, G, 2 * C, D). The
             first C products are subtracted from the vectors that the tokens add, and the other C
             products are added to the outputs of the tokens.
-        within: The factor of token J's vector in the output of token I, (N, B, K, G, I, J).
+        output_factors: The factor of token J's vector in the output of token I, (N, B, K, G, I, J).
         decayed_keys: The keys, times the decay from their token to the end of the chunk,
             (N, B, K, G, C, D).
         decay: The share of S before the chunk that is left after it, (N, B, K, G, 1, 1).
@@ -321,7 +321,7 @@ class _Chunks(NamedTuple):
 
     initial_vectors: Array
     readers: Array
-    within: Array
+    output_factors: Array
     decayed_keys: Array
     decay: Array
 
@@ -353,13 +353,13 @@ def _prepare(
     return _Chunks(
         initial_vectors=initial_vectors,
         readers=jnp.concatenate([vector_readers, decay_since_begin * q], axis=-2),
-        within=query_products * decay_between,
+        output_factors=query_products * decay_between,
         decayed_keys=decay_between[..., -1:, :].mT * k,
         decay=decay_since_begin[..., -1:, :],
     )
 
 
-def _inverse(below: Array) -> Array:
+def _inverse(matrices: Array) -> Array:
     """Inverts lower triangular matrices whose diagonals are 1.
 
     The function inverts blocks along the diagonal, first blocks of one token, then of two, of four
@@ -375,7 +375,7 @@ def _inverse(below: Array) -> Array:
     Letters: N chunks, K key heads, G value heads of each key head; I and J are tokens of a chunk.
 
     Args:
-        below: The matrices, (N, B, K, G, I, J). Only the values below the diagonal are used.
+        matrices: The matrices, (N, B, K, G, I, J). Only the values below the diagonal are used.
 
     Returns:
         The inverses, (N, B, K, G, I, J).
@@ -388,11 +388,11 @@ def _inverse(below: Array) -> Array:
         joined_numbers = tokens >> (level + 1)
         in_joined_block = joined_numbers[:, None] == joined_numbers
         in_lower_block = block_numbers[:, None] > block_numbers
-        between = jnp.where(in_joined_block & in_lower_block, below, 0)
+        lower_left = jnp.where(in_joined_block & in_lower_block, matrices, 0)
         # X and Y are 1 on the first level.
         if level > 0:
-            between = multiply(multiply(inverse, between), inverse)
-        inverse = inverse - between
+            lower_left = multiply(multiply(inverse, lower_left), inverse)
+        inverse = inverse - lower_left
     return inverse
 
 
@@ -421,12 +421,12 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
     # The segment of the last token before each chunk; -1 before the first chunk.
     previous_segment = jnp.pad(last_segment, [(1, 0), *[(0, 0)] * 5], constant_values=-1)
     # Whether token I sees token J, (N, B, 1, 1, I, J).
-    seen = jnp.tril(segment == segment.mT)
+    mask = jnp.tril(segment == segment.mT)
     # 1 where token C does not come after token I, (I, C).
     not_after = jnp.tri(CHUNK)
     log_between = einsum("IC,NBKGCJ->NBKGIJ", not_after, log_decay * jnp.tri(CHUNK, k=-1))
     log_since_begin = einsum("IC,NBKGCJ->NBKGIJ", not_after, log_decay)
-    decay_between = jnp.where(seen, jnp.exp(log_between), 0)
+    decay_between = jnp.where(mask, jnp.exp(log_between), 0)
     decay_since_begin = jnp.where(segment == previous_segment, jnp.exp(log_since_begin), 0)
     return decay_between, decay_since_begin
 
@@ -448,7 +448,7 @@ def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
     products = einsum("BKGCD,BKGDU->BKGCU", chunk.readers, state)
     subtracted, state_outputs = jnp.split(products, 2, axis=3)
     added_vectors = chunk.initial_vectors - subtracted
-    outputs = state_outputs + einsum("BKGIJ,BKGJU->BKGIU", chunk.within, added_vectors)
+    outputs = state_outputs + einsum("BKGIJ,BKGJU->BKGIU", chunk.output_factors, added_vectors)
     state = chunk.decay * state
     state += einsum("BKGCD,BKGCU->BKGDU", chunk.decayed_keys, added_vectors)
     return state, outputs

@@ -120,8 +120,8 @@ def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
     rows_per_group = TOKENS * per_token
     # The expert of each row; E for rows that are not computed.
     row_experts = chosen.reshape(-1)
-    exists = (row_experts >= 0) & (row_experts < expert_count)
-    row_experts = jnp.where(exists, row_experts, expert_count)
+    has_expert = (row_experts >= 0) & (row_experts < expert_count)
+    row_experts = jnp.where(has_expert, row_experts, expert_count)
     experts = jnp.arange(expert_count)
     tile_places = jnp.arange(ROWS)
     # The number of rows that each expert's last tile lacks.

@@ -218,12 +218,12 @@ def _sum_in_ring(
     """
     device_count = len(ring)
     token_count, hidden = x.shape
-    half = token_count // 2
+    half_count = token_count // 2
     # A kernel fetches rows from this shape. It is cheaper to reshape the tokens of this device
     # before they are sent than the tokens of all devices afterwards.
     x = x.reshape(token_count, -1, math.gcd(hidden, LANES))
     # The tokens that go in each direction, with the places in the ring per hop.
-    directions = [(slice(half), 1), (slice(half, None), -1)]
+    directions = [(slice(half_count), 1), (slice(half_count, None), -1)]
 
     def hop(arrays: Any, shift: int) -> Any:
         pairs = [
@@ -278,8 +278,8 @@ def in_sorted_rows(
     """
     per_token = chosen.shape[1]
     expert_count = stacks.gate.shape[1]
-    exists = (chosen >= 0) & (chosen < expert_count)
-    expert_of_row = jnp.where(exists, chosen, expert_count).reshape(-1)
+    has_expert = (chosen >= 0) & (chosen < expert_count)
+    expert_of_row = jnp.where(has_expert, chosen, expert_count).reshape(-1)
     row_order = jnp.argsort(expert_of_row, stable=True)
     sizes = jnp.bincount(expert_of_row, length=expert_count + 1)[:expert_count].astype(jnp.int32)
     sorted_rows = from_bits(to_bits(x)[row_order // per_token], x.dtype)
@@ -288,14 +288,14 @@ def in_sorted_rows(
     row_numbers = jnp.zeros_like(row_order).at[row_order].set(jnp.arange(row_order.size))
     row_numbers = row_numbers.reshape(chosen.shape)
 
-    def add_up(row_numbers: Array, weights: Array, exists: Array) -> Array:
+    def add_up(row_numbers: Array, weights: Array, has_expert: Array) -> Array:
         total = jnp.zeros((len(row_numbers), x.shape[1]), jnp.float32)
         for choice, numbers in enumerate(row_numbers.T):
             row = from_bits(result_bits[numbers], x.dtype).astype(jnp.float32)
-            total += jnp.where(exists[:, choice, None], row * weights[:, choice, None], 0)
+            total += jnp.where(has_expert[:, choice, None], row * weights[:, choice, None], 0)
         return total
 
-    arrays_by_part = [jnp.split(array, parts) for array in (row_numbers, weights, exists)]
+    arrays_by_part = [jnp.split(array, parts) for array in (row_numbers, weights, has_expert)]
     return jnp.concatenate([add_up(*arrays) for arrays in zip(*arrays_by_part, strict=True)])
 
 
@@ -316,8 +316,8 @@ def _run_with_ragged_dot(x: Array, sizes: Array, stacks: Stacks) -> Array:
         options: Any = dict(precision=precision, preferred_element_type=dtype)
         return lax.ragged_dot(x, matrices, all_sizes, **options)
 
-    gated = jax.nn.silu(product(x, gate, jnp.float32)) * product(x, up, jnp.float32)
-    return product(gated.astype(x.dtype), down, x.dtype)
+    gated_values = jax.nn.silu(product(x, gate, jnp.float32)) * product(x, up, jnp.float32)
+    return product(gated_values.astype(x.dtype), down, x.dtype)
 
 
 def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
@@ -333,8 +333,8 @@ def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
 
     def compute_tile(y: Array, start: Array, gate: Array, up: Array, down: Array) -> Array:
         rows = from_bits(lax.dynamic_slice_in_dim(row_bits, start, TILE), x.dtype)
-        gated = jax.nn.silu(einsum("nD,DM->nM", rows, gate)) * einsum("nD,DM->nM", rows, up)
-        results = einsum("nM,MD->nD", gated.astype(x.dtype), down).astype(x.dtype)
+        gated_values = jax.nn.silu(einsum("nD,DM->nM", rows, gate)) * einsum("nD,DM->nM", rows, up)
+        results = einsum("nM,MD->nD", gated_values.astype(x.dtype), down).astype(x.dtype)
         return lax.dynamic_update_slice_in_dim(y, to_bits(results), start, 0)
 
     def compute_expert(expert: Array, y: Array) -> Array:
@@ -366,8 +366,8 @@ def one_expert_after_the_other(x: Array, weights: Array, chosen: Array, stacks: 
     layer, gate, up, down = stacks
     total = jnp.zeros(x.shape, jnp.float32)
     for expert in range(gate.shape[1]):
-        gated = jax.nn.silu(einsum("TD,DM->TM", x, gate[layer, expert]))
-        gated *= einsum("TD,DM->TM", x, up[layer, expert])
+        gated_values = jax.nn.silu(einsum("TD,DM->TM", x, gate[layer, expert]))
+        gated_values *= einsum("TD,DM->TM", x, up[layer, expert])
         weight = jnp.where(chosen == expert, weights, 0).sum(axis=-1, keepdims=True)
-        total += weight * einsum("TM,MD->TD", gated, down[layer, expert])
+        total += weight * einsum("TM,MD->TD", gated_values, down[layer, expert])
     return total

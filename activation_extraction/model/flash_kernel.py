@@ -67,7 +67,7 @@ def flash_attention(
     row_count, padded_queries, heads = q.shape[:3]
     padded_keys = k.shape[1]
     heads_per_key = heads // k.shape[2]
-    begins, ends = _spans(query_segments, key_segments, first_query, window)
+    span_begins, span_ends = _spans(query_segments, key_segments, first_query, window)
     # The grid has a program for each block of queries i, query head n and row b.
     span_spec = pl.BlockSpec((None, 1), lambda i, n, b: (b, i))
     query_spec = pl.BlockSpec((None, QUERIES, None, head_size), lambda i, n, b: (b, i, n, 0))
@@ -93,8 +93,8 @@ def flash_attention(
         interpret=interpret,
     )(
         jnp.full(1, first_query, jnp.int32),
-        begins,
-        ends,
+        span_begins,
+        span_ends,
         q,
         k,
         v,
@@ -125,12 +125,12 @@ def _spans(
     # The segment of the first query of every block of queries.
     first_segments = query_segments[:, ::QUERIES]
     in_segment = key_segments[:, None, :] == first_segments[..., None]
-    begins = jnp.argmax(in_segment, axis=-1).astype(jnp.int32)
-    ends = first_query + QUERIES * jnp.arange(1, first_segments.shape[1] + 1, dtype=jnp.int32)
+    span_begins = jnp.argmax(in_segment, axis=-1).astype(jnp.int32)
+    span_ends = first_query + QUERIES * jnp.arange(1, first_segments.shape[1] + 1, dtype=jnp.int32)
     if window is not None:
-        begins = jnp.maximum(begins, ends - QUERIES - window + 1)
-    ends = jnp.where(first_segments > 0, jnp.minimum(ends, key_segments.shape[1]), 0)
-    return begins // KEYS, pl.cdiv(ends, KEYS)
+        span_begins = jnp.maximum(span_begins, span_ends - QUERIES - window + 1)
+    span_ends = jnp.where(first_segments > 0, jnp.minimum(span_ends, key_segments.shape[1]), 0)
+    return span_begins // KEYS, pl.cdiv(span_ends, KEYS)
 
 
 def _attend(
@@ -179,11 +179,11 @@ def _attend(
         output, max_score, total = state
         block = pl.ds(number * KEYS, KEYS)
         distances = query_indices[:, None] - (number * KEYS + jnp.arange(KEYS))[None]
-        seen = (query_segments[:, None] == key_segments_ref[block][None]) & (distances >= 0)
+        mask = (query_segments[:, None] == key_segments_ref[block][None]) & (distances >= 0)
         if window is not None:
-            seen &= distances < window
+            mask &= distances < window
         scores = plgpu.dot(q, k_ref[block, :].T) * math.log2(math.e)
-        scores = jnp.where(seen, scores, UNSEEN)
+        scores = jnp.where(mask, scores, UNSEEN)
         new_max_score = jnp.maximum(max_score, scores.max(axis=1))
         weights = jnp.exp2(scores - new_max_score[:, None])
         rescaling = jnp.exp2(max_score - new_max_score)

@@ -72,11 +72,13 @@ def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
         InputError: The weights are quantised in another way than float8, or activations are
             transformed while the model runs.
     """
-    setting = _quantization(raw)
-    if setting is None:
+    quantization_setting = _quantization(raw)
+    if quantization_setting is None:
         return None
     quantization: Mapping[str, Any] = (
-        setting if isinstance(setting, Mapping) else {"quant_method": setting}
+        quantization_setting
+        if isinstance(quantization_setting, Mapping)
+        else {"quant_method": quantization_setting}
     )
     _reject_transforms(quantization, source)
     method = str(quantization.get("quant_method"))
@@ -185,14 +187,15 @@ class Scales:
         shape: The shape of the tensor.
         file: The file that contains the scales.
         stored_name: The name of the tensor of scales in this file.
-        shared: For each axis of the tensor, the number of consecutive values that share a scale.
+        values_per_scale: For each axis of the tensor, the number of consecutive values that share
+            a scale.
     """
 
     tensor: str
     shape: Shape
     file: WeightFile
     stored_name: str
-    shared: Shape
+    values_per_scale: Shape
 
     @classmethod
     def find(
@@ -216,27 +219,27 @@ class Scales:
                 inconsistent with it.
         """
         file, entry = place(tensor)
-        names = scale_names(tensor, tensors)
+        scale_tensors = scale_names(tensor, tensors)
         dtype_name = DTYPE_NAMES[entry.dtype]
         expected_count = int(entry.dtype == VALUES)
-        where = f"{file.where}: tensor {tensor} is {dtype_name}"
+        message_start = f"{file.where}: tensor {tensor} is {dtype_name}"
         if expected_count == 0 and dtype_name not in FLOAT_TYPES:
             float_types = ", ".join(FLOAT_TYPES)
             raise InputError(
-                f"{where}; only {float_types} and, beside its scales, F8_E4M3 are read"
+                f"{message_start}; only {float_types} and, beside its scales, F8_E4M3 are read"
             )
         zero_points = f"{tensor}_zero_point"
         if zero_points in tensors:
-            raise InputError(f"{where} and has {zero_points}: zero points are not read")
-        if len(names) != expected_count:
-            listed_scales = " and ".join(names) or f"no {tensor}{ENDINGS[0]}"
+            raise InputError(f"{message_start} and has {zero_points}: zero points are not read")
+        if len(scale_tensors) != expected_count:
+            listed_scales = " and ".join(scale_tensors) or f"no {tensor}{ENDINGS[0]}"
             raise InputError(
-                f"{where} and has {listed_scales}, expected {expected_count or 'no'} tensor of "
+                f"{message_start} and has {listed_scales}, expected {expected_count or 'no'} tensor of "
                 "scales"
             )
-        if not names:
+        if not scale_tensors:
             return None
-        scale_name = names[0]
+        scale_name = scale_tensors[0]
         scale_file, scale_entry = place(scale_name)
         layouts = _layouts(entry.shape, float8.block)
         scale_dtype = DTYPE_NAMES[scale_entry.dtype]
@@ -247,8 +250,8 @@ class Scales:
                 f"read in {', '.join(float8.types)} and have one of the shapes "
                 f"{', '.join(map(str, layouts))}"
             )
-        shared = layouts[scale_entry.shape]
-        return cls(tensor, entry.shape, scale_file, tensors[scale_name], shared)
+        values_per_scale = layouts[scale_entry.shape]
+        return cls(tensor, entry.shape, scale_file, tensors[scale_name], values_per_scale)
 
     def dequantize(self, codes: np.ndarray, index: Index, dtype: Any) -> np.ndarray:
         """Returns the values of a part of the tensor.
@@ -270,10 +273,12 @@ class Scales:
         """
         # For each axis, the number of the scale of every index of the part.
         scale_numbers = []
-        for axis_slice, size, shared in zip(index, self.shape, self.shared, strict=True):
+        for axis_slice, size, axis_values_per_scale in zip(
+            index, self.shape, self.values_per_scale, strict=True
+        ):
             start, stop, _ = axis_slice.indices(size)
-            scale_numbers.append(np.arange(start, stop) // shared)
-        *leading, rows, columns = scale_numbers
+            scale_numbers.append(np.arange(start, stop) // axis_values_per_scale)
+        *expert_scale_numbers, rows, columns = scale_numbers
         code_count = len(FLOAT32_OF_CODE)
         scales = self._read()[..., columns[0] : columns[-1] + 1]
         scales_per_row = scales.shape[-1]
@@ -281,11 +286,12 @@ class Scales:
         values = np.empty(codes.shape, dtype)
         # The rows are computed in pieces, so that neither the values of a piece nor its tables
         # leave a core's caches.
-        table_values_per_row = code_count * scales_per_row // self.shared[-2]
+        table_values_per_row = code_count * scales_per_row // self.values_per_scale[-2]
         rows_per_piece = max(AT_ONCE // max(len(columns), table_values_per_row), 1)
         for matrix in np.ndindex(codes.shape[:-2]):
             scale_matrix = tuple(
-                numbers[number] for numbers, number in zip(leading, matrix, strict=True)
+                axis_numbers[expert]
+                for axis_numbers, expert in zip(expert_scale_numbers, matrix, strict=True)
             )
             matrix_scales = scales[scale_matrix]
             for start in range(0, len(rows), rows_per_piece):
@@ -327,7 +333,8 @@ class Scales:
                 f"{self.file.where}: tensor {self.stored_name} has NaN or infinite scales"
             )
         scale_counts = [
-            -(-size // shared) for size, shared in zip(self.shape, self.shared, strict=True)
+            -(-size // values_per_scale)
+            for size, values_per_scale in zip(self.shape, self.values_per_scale, strict=True)
         ]
         return scales.reshape(scale_counts)
 

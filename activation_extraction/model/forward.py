@@ -341,8 +341,8 @@ def read_weights(forward: Forward) -> dict[str, Any]:
     if model.stages > 1:
         count = model.micro_batches(forward.shape[0] * forward.rows.hosts)
         idle_percent = 100 * (model.stages - 1) / (count + model.stages - 1)
-        message = "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%"
-        log.info(message, model.stages, count, idle_percent)
+        log_format = "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%"
+        log.info(log_format, model.stages, count, idle_percent)
     with tqdm(
         total=parameter_count * model.dtype.itemsize,
         unit="B",

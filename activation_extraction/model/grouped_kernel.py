@@ -66,8 +66,8 @@ def _run_in_kernels(x: Array, sizes: Array, stacks: Stacks, interpret: bool) -> 
     layer, *layer_stacks = stacks
     gate, up, down = (stack.reshape(-1, *stack.shape[2:]) for stack in layer_stacks)
     first_expert = layer * len(sizes)
-    gated = _product(x, [gate, up], sizes, first_expert, interpret)
-    return _product(gated, [down], sizes, first_expert, interpret)
+    gated_values = _product(x, [gate, up], sizes, first_expert, interpret)
+    return _product(gated_values, [down], sizes, first_expert, interpret)
 
 
 def _product(
@@ -156,26 +156,26 @@ def _multiply(
         step: The number of inputs that are multiplied at a time.
     """
     *stacks, out_ref = stacks_and_out
-    start = start_ref[0]
-    end = end_ref[0]
+    first_row = start_ref[0]
+    end_row = end_ref[0]
     expert = expert_ref[0]
-    rows = pl.ds(start, ROWS)
+    row_slice = pl.ds(first_row, ROWS)
     # The rows after the expert's last one belong to other experts.
-    in_expert = (start + jnp.arange(ROWS) < end)[:, None]
+    in_expert = (first_row + jnp.arange(ROWS) < end_row)[:, None]
 
     def add_inputs(number: Array, totals: list[Array]) -> list[Array]:
         inputs = pl.ds(number * step, step)
-        x = plgpu.load(x_ref.at[rows, inputs], mask=in_expert, other=0.0)
+        x = plgpu.load(x_ref.at[row_slice, inputs], mask=in_expert, other=0.0)
         new_totals = []
         for total, stack in zip(totals, stacks, strict=True):
             new_totals.append(total + plgpu.dot(x, stack[expert, inputs, :]))
         return new_totals
 
-    @pl.when(start < end)
+    @pl.when(first_row < end_row)
     def _() -> None:
         zero_totals = [jnp.zeros((ROWS, out_ref.shape[1]), jnp.float32)] * len(stacks)
         totals = lax.fori_loop(0, x_ref.shape[1] // step, add_inputs, zero_totals)
         product = totals[-1]
         if len(totals) == 2:
             product *= jax.nn.silu(totals[0])
-        plgpu.store(out_ref.at[rows, :], product.astype(out_ref.dtype), mask=in_expert)
+        plgpu.store(out_ref.at[row_slice, :], product.astype(out_ref.dtype), mask=in_expert)

@@ -33,12 +33,12 @@ class RMSNorm(nn.Module):
     Attributes:
         config: The configuration of the model. Its `norm_offset` is added to the weights.
         dtype: The dtype of the weights and of the result.
-        over: The letter of the last axis, which gives the number of weights.
+        axis_letter: The letter of the last axis, which gives the number of weights.
     """
 
     config: ModelConfig
     dtype: Any = jnp.float32
-    over: str = "D"
+    axis_letter: str = "D"
 
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Intermediates]:
@@ -52,13 +52,13 @@ class RMSNorm(nn.Module):
             The intermediates: `normalized`, the float32 array before it is multiplied by the
             weights, and `out`, the result.
         """
-        scale = from_bits(parameter(self, "weight", self.over))
+        scale = from_bits(parameter(self, "weight", self.axis_letter))
         x = x.astype(jnp.float32)
         inverse_rms = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps)
         normalized = x * inverse_rms
-        scaled = normalized * (scale.astype(jnp.float32) + self.config.norm_offset)
-        scaled = scaled.astype(self.dtype)
-        return scaled, {"normalized": normalized, "out": scaled}
+        weighted_norm = normalized * (scale.astype(jnp.float32) + self.config.norm_offset)
+        weighted_norm = weighted_norm.astype(self.dtype)
+        return weighted_norm, {"normalized": normalized, "out": weighted_norm}
 
 
 class Linear(nn.Module):
@@ -135,28 +135,30 @@ def rotate(x: Array, rotary: tuple[Array, Array], config: ModelConfig) -> Array:
         The rotated queries or keys, (B, T, N, H) float32.
     """
     cos, sin = rotary
-    half = len(config.rope.frequencies(config.head_dim))
+    pair_count = len(config.rope.frequencies(config.head_dim))
     partners = lax.platform_dependent(
-        x, tpu=partial(swap_pairs_on_tpu, half), default=partial(swap_pairs, half)
+        x, tpu=partial(swap_pairs_on_tpu, pair_count), default=partial(swap_pairs, pair_count)
     )
     return x.astype(jnp.float32) * cos + partners * sin
 
 
-def swap_pairs(half: int, x: Array) -> Array:
+def swap_pairs(pair_count: int, x: Array) -> Array:
     """Swaps the two dimensions of every rotated pair.
 
     Args:
-        half: The number of pairs of rotated dimensions.
+        pair_count: The number of pairs of rotated dimensions.
         x: The queries or keys, (B, T, N, H).
 
     Returns:
         The swapped values, (B, T, N, H) float32; 0 for dimensions that are not rotated.
     """
-    first_half, second_half, unrotated = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+    first_half, second_half, unrotated = jnp.split(
+        x.astype(jnp.float32), [pair_count, 2 * pair_count], axis=-1
+    )
     return jnp.concatenate([second_half, first_half, jnp.zeros_like(unrotated)], axis=-1)
 
 
-def swap_pairs_on_tpu(half: int, x: Array) -> Array:
+def swap_pairs_on_tpu(pair_count: int, x: Array) -> Array:
     """Swaps the two dimensions of every rotated pair by a matrix product, which is exact.
 
     XLA can fuse this product with other operations. Half a head, as in `swap_pairs`, would fill
@@ -164,7 +166,7 @@ def swap_pairs_on_tpu(half: int, x: Array) -> Array:
     for the arguments and the result.
     """
     head_size = x.shape[-1]
-    permutation = np.eye(head_size, k=half) + np.eye(head_size, k=-half)
-    permutation[2 * half :] = 0
-    permutation[:, 2 * half :] = 0
+    permutation = np.eye(head_size, k=pair_count) + np.eye(head_size, k=-pair_count)
+    permutation[2 * pair_count :] = 0
+    permutation[:, 2 * pair_count :] = 0
     return einsum("BTNH,HI->BTNI", x, jnp.asarray(permutation, x.dtype))

@@ -49,10 +49,10 @@ def einsum_of_parts(equation: str, x: Array, y: Array) -> Array:
     def rounded_product(x: Array, y: Array) -> Array:
         return jnp.einsum(equation, x, y, preferred_element_type=x.dtype).astype(jnp.float32)
 
-    exact = partial(einsum, equation)
+    float32_product = partial(einsum, equation)
     if x.dtype == jnp.float32:
-        return exact(x, y)
-    return lax.platform_dependent(x, y, cpu=exact, default=rounded_product)
+        return float32_product(x, y)
+    return lax.platform_dependent(x, y, cpu=float32_product, default=rounded_product)
 
 
 def rounded(x: Array, dtype: Any) -> Array:

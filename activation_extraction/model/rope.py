@@ -239,13 +239,13 @@ def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> fl
     if rope.get("attention_factor") is not None:
         return positive_field(rope, "attention_factor", source)
 
-    def paper_factor(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    def paper_factor(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        scale = positive_field(rope, "mscale", source)
+        mscale = positive_field(rope, "mscale", source)
         all_dim_scale = positive_field(rope, "mscale_all_dim", source)
-        return paper_factor(scale) / paper_factor(all_dim_scale)
+        return paper_factor(mscale) / paper_factor(all_dim_scale)
     return paper_factor(1.0)
 
 

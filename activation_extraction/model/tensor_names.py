@@ -68,14 +68,15 @@ def text_names(checkpoint_names: Iterable[str], source: str) -> dict[str, str]:
     Raises:
         InputError: Two tensors have the same name in the language model.
     """
-    names: dict[str, str] = {}
+    checkpoint_name_of: dict[str, str] = {}
     for checkpoint_name in checkpoint_names:
         name = text_name(checkpoint_name)
         if name is None:
             continue
-        if name in names:
+        if name in checkpoint_name_of:
             raise InputError(
-                f"{source}: {names[name]} and {checkpoint_name} are both the text model's {name}"
+                f"{source}: {checkpoint_name_of[name]} and {checkpoint_name} are both the text "
+                f"model's {name}"
             )
-        names[name] = checkpoint_name
-    return names
+        checkpoint_name_of[name] = checkpoint_name
+    return checkpoint_name_of
