@@ -234,8 +234,8 @@ class Scales:
         if len(scale_tensors) != expected_count:
             listed_scales = " and ".join(scale_tensors) or f"no {tensor}{ENDINGS[0]}"
             raise InputError(
-                f"{message_start} and has {listed_scales}, expected {expected_count or 'no'} tensor of "
-                "scales"
+                f"{message_start} and has {listed_scales}, "
+                f"expected {expected_count or 'no'} tensor of scales"
             )
         if not scale_tensors:
             return None

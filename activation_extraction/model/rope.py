@@ -306,8 +306,8 @@ def _blended_indices(
     except ArithmeticError:  # because theta is 1, or a beta is almost 0
         raise InputError(f"{source}: no YaRN can be computed from {dict(rope)}") from None
     first_index = max(first_index, 0)
-    last_index = min(last_index, rotated_dims - 1)
-    # The difference of the indices is a divisor.
+    last_index = float(min(last_index, rotated_dims - 1))
+    # The difference of the indices is a divisor, so it must not be 0.
     if first_index == last_index:
         last_index += 0.001
     return first_index, last_index
