@@ -244,7 +244,7 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
 
     Returns:
         The compiled program. It maps (params, token ids, segment ids, positions, flags) to the
-        activations by form and the number of hosts that set each flag.
+        activations by vector type and the number of hosts that set each flag.
     """
     model = program.model
     rows = program.rows
