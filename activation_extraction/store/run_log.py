@@ -468,10 +468,10 @@ class RunLog:
         # metadata.json of a complete run records the number of entries, so that a missing last
         # entry is noticed, too.
         recorded_count = metadata["shards"] if metadata.get("status") == "complete" else 0
-        end = max([recorded_count, *self.commits]) + 1
+        end_number = max([recorded_count, *self.commits]) + 1
         damaged_numbers = {number_of(name) for name in self.damaged_files if name != METADATA}
-        numbers = {number for number in {*self.commits, *damaged_numbers} if number < end}
-        for gap in _gaps([0, *sorted(numbers), end]):
+        numbers = {number for number in {*self.commits, *damaged_numbers} if number < end_number}
+        for gap in _gaps([0, *sorted(numbers), end_number]):
             first_name = commit_name(gap.start)
             last_name = commit_name(gap.stop - 1)
             if first_name == last_name:

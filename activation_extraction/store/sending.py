@@ -101,8 +101,8 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
     logged_after = LOGGED_AFTER
     while not wait([answer], min(STEP, patience.silence / 4)).done:
         check_time = time.monotonic()
-        sending = is_sending()
-        if sending is False:
+        sends_bytes = is_sending()
+        if sends_bytes is False:
             silent_seconds += check_time - last_check_time
         else:
             silent_seconds = 0.0
@@ -116,7 +116,7 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
             raise FolderError(f"no answer {period}", final=False)
         if waited_seconds >= logged_after:
             logged_after *= 2
-            level, state = STATES[sending]
+            level, state = STATES[sends_bytes]
             log.log(level, "%s has been waiting for %.0f s: %s", name, waited_seconds, state)
     return answer.result()
 

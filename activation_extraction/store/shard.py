@@ -89,7 +89,8 @@ class Shard:
             encoding errors by the key of the hook, which are empty for a hook without encoded
             values.
         """
-        values, errors = dict[Key, list[Any]](), dict[Key, Errors]()
+        values: dict[Key, list[Any]] = {}
+        errors: dict[Key, Errors] = {}
         for key, hook in self.hooks.items():
             values[key], errors[key] = hook.encode(self.values[key], self.positions, threads)
         return replace(self, values=values), errors

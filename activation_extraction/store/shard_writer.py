@@ -170,7 +170,7 @@ class ShardWriter:
         self._threads.shutdown(wait=patient, cancel_futures=True)
 
     def _store(
-        self, shard: Shard, mark: Mark | None, number: int, queued: QueuedShard[StoredShard]
+        self, shard: Shard, mark: Mark | None, number: int, queued_shard: QueuedShard[StoredShard]
     ) -> StoredShard:
         """Encodes and packs a shard, and writes its files.
 
@@ -178,7 +178,7 @@ class ShardWriter:
             shard: Shard, whose values may not be encoded yet.
             mark: Mark for the commit.
             number: Number of the shard.
-            queued: Shard in the queue, whose phase is set.
+            queued_shard: Shard in the queue, whose phase is set.
 
         Returns:
             A tuple of the commit, which is not written yet, and the samples of the shard.
@@ -190,13 +190,13 @@ class ShardWriter:
         with self._packing:
             shard, errors = shard.encode(self._threads)
             hooks, sums = shard.measure(errors, self._threads)
-            packed = self.format.pack(shard, self._threads, writer)
+            packed_file = self.format.pack(shard, self._threads, writer)
         cut_counts = [sample.facts.cut for sample in shard.samples if sample.facts.cut > 0]
         lengths = [len(sample.positions) for sample in shard.samples]
         commit = replace(
             commit,
             file=shard_name(number, self.format.suffix),
-            unpacked=packed.uncompressed_bytes,
+            unpacked=packed_file.uncompressed_bytes,
             first=shard.samples[0].facts.sample_idx,
             last=shard.samples[-1].facts.sample_idx,
             count=len(lengths),
@@ -210,14 +210,14 @@ class ShardWriter:
             commit.statistics_file: pack_sums(sums, writer),
             commit.table_file: pack_table(shard.samples, writer),
         }
-        queued.phase = "writing"
-        version = self._log.write_file(commit.file, packed.parts)
-        files = {commit.file: replace(packed.facts, version=version)}
+        queued_shard.phase = "writing"
+        version = self._log.write_file(commit.file, packed_file.parts)
+        files = {commit.file: replace(packed_file.facts, version=version)}
         for name, data in small_files.items():
             digest = hashlib.sha256(data).hexdigest()
             version = self._log.write_file(name, [data])
             files[name] = FileFacts(len(data), digest, version)
-        queued.phase = "committing"
+        queued_shard.phase = "committing"
         return replace(commit, files=files), shard.samples
 
     def _commit(self, stored: StoredShard) -> None:

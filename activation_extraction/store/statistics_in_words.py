@@ -24,8 +24,8 @@ def errors_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
         statistics: Statistics by the full names of the hooks.
     """
     errors = {name: hook.error for name, hook in statistics.items() if hook.error}
-    by_mean_error = sorted(errors, key=lambda name: -errors[name]["others"].mean)
-    for hook_name in by_mean_error[:MOST_HOOKS]:
+    hook_names = sorted(errors, key=lambda name: -errors[name]["others"].mean)
+    for hook_name in hook_names[:MOST_HOOKS]:
         sink_error = errors[hook_name]["sinks"]
         other_error = errors[hook_name]["others"]
         yield (
@@ -50,10 +50,13 @@ def codes_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
     for hook_name, hook in statistics.items():
         if not hook.codes:
             continue
-        total = hook.codes["sinks"].merge(hook.codes["others"])
-        line = f"{hook_name}: {total.features / max(total.tokens, 1):.1f} features per token"
-        if total.cut:
-            line += f", {total.cut:,} cut from {counted(total.cut_tokens, 'token')} (--encode_most)"
+        code_sums = hook.codes["sinks"].merge(hook.codes["others"])
+        line = (
+            f"{hook_name}: {code_sums.features / max(code_sums.tokens, 1):.1f} features per token"
+        )
+        if code_sums.cut:
+            cut_tokens = counted(code_sums.cut_tokens, "token")
+            line += f", {code_sums.cut:,} cut from {cut_tokens} (--encode_most)"
         shares = [
             f"{sums.explained:.1%} of {KINDS_OF_TOKENS[kind]}"
             for kind, sums in hook.codes.items()

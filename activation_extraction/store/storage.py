@@ -471,7 +471,8 @@ class ActivationStorage:
             ids: Token ids of the sample; None if there are none.
             number: Number of the sample.
         """
-        shape, dtype = activation.shape, activation.dtype.name
+        shape = activation.shape
+        dtype = activation.dtype.name
         if len(shape) != 2 or not shape[1] or (ids is not None and ids.shape != shape[:1]):
             yield (
                 f"the activation has shape {shape}, expected (tokens, width) with as many "
@@ -487,14 +488,14 @@ class ActivationStorage:
         if sample is None and number != self._next_sample:
             yield f"expected sample {self._next_sample} next: samples are 0, 1, 2, ..."
         if sample is not None and len(sample.positions) != shape[0]:
-            expected = counted(len(sample.positions), "token")
-            yield f"{shape[0]}, expected {expected} as at other hooks"
+            expected_tokens = counted(len(sample.positions), "token")
+            yield f"{shape[0]}, expected {expected_tokens} as at other hooks"
         if dtype not in DTYPES:
             yield f"dtype {dtype}, expected one of {', '.join(sorted(DTYPES))}"
         hook = self._hooks[key]
         dtype = hook.stored_as(dtype)
-        default = (shape[1], hook.stored_dtype or dtype)
-        width_and_dtype = self._widths_and_dtypes.get(key, default)
+        first_width_and_dtype = (shape[1], hook.stored_dtype or dtype)
+        width_and_dtype = self._widths_and_dtypes.get(key, first_width_and_dtype)
         if (shape[1], dtype) != width_and_dtype:
             expected_width, expected_dtype = width_and_dtype
             yield (

@@ -82,8 +82,8 @@ class Totals:
         if commit.mark is not None:
             self.count_rows(commit.mark.skipped_rows, commit.mark.empty_rows)
         for hook in commit.hooks:
-            previous = self.statistics.get(hook["name"], Statistics())
-            self.statistics[hook["name"]] = previous.merge(Statistics.from_json(hook))
+            previous_statistics = self.statistics.get(hook["name"], Statistics())
+            self.statistics[hook["name"]] = previous_statistics.merge(Statistics.from_json(hook))
 
     def add_host(self, host: "Totals") -> None:
         """Adds the totals of another host.
@@ -93,8 +93,8 @@ class Totals:
         for count_name, count in host.counts.items():
             setattr(self, count_name, getattr(self, count_name) + count)
         for hook_name, statistics in host.statistics.items():
-            previous = self.statistics.get(hook_name, Statistics())
-            self.statistics[hook_name] = previous.merge(statistics)
+            previous_statistics = self.statistics.get(hook_name, Statistics())
+            self.statistics[hook_name] = previous_statistics.merge(statistics)
 
     def count_rows(self, skipped: int, empty: int) -> None:
         """Sets the counts of skipped and empty rows, unless a count is already larger.
