@@ -41,7 +41,7 @@ These modules access a folder, which is local, in a bucket, or at another URL:
     sending.py              waits for writes to a bucket
     answers.py              determines the meaning of a failed request
 
-The stored files have format version 5. They are the same in a local folder and in a bucket:
+The format (5) of the stored files is the same in a local folder and in a bucket:
 
     machine_000/                      machine_000_host_00/ if a machine has several hosts; without
                                       a folder if there is only one machine with one host
