@@ -38,7 +38,7 @@ PER_FOLDER = 2000  # samples per folder, as SpecForge groups them
 EAGLE3_LAYERS = 3  # SpecForge's EAGLE-3 draft models read the streams of exactly so many layers
 
 
-class Sample(NamedTuple):
+class TrainingSample(NamedTuple):
     """A sample as the trainers of draft models read it.
 
     Attributes:
@@ -52,7 +52,9 @@ class Sample(NamedTuple):
     values: ByHook[np.ndarray]
 
 
-def samples_in(dataset: ActivationDataset, chunks: Iterable[TokenBatch]) -> Iterator[Sample]:
+def training_samples(
+    dataset: ActivationDataset, chunks: Iterable[TokenBatch]
+) -> Iterator[TrainingSample]:
     """Yields all samples of the run that have tokens.
 
     Args:
@@ -73,7 +75,7 @@ def samples_in(dataset: ActivationDataset, chunks: Iterable[TokenBatch]) -> Iter
         sample = tokens.map(itemgetter(slice(length)))
         pending = [tokens.map(itemgetter(slice(length, None)))]
         mask = _loss_mask(dataset, number, sample)
-        yield Sample(sample.token_ids.astype(np.int64), mask, sample.activations)
+        yield TrainingSample(sample.token_ids.astype(np.int64), mask, sample.activations)
 
 
 def _loss_mask(dataset: ActivationDataset, number: int, sample: TokenBatch) -> np.ndarray:
@@ -192,7 +194,7 @@ def write_speculators(
     rows = ArrowFolder(folder, columns, "torch")
     layers = layer_ids(hooks).values()
     tokens = 0
-    for number, (ids, mask, values) in enumerate(samples_in(dataset, chunks)):
+    for number, (ids, mask, values) in enumerate(training_samples(dataset, chunks)):
         states = np.stack([values[hook] for hook in layers], axis=1)
         content = save({"hidden_states": states, "token_ids": ids})
         (folder / f"hidden_states/hs_{number}.safetensors").write_bytes(content)
@@ -235,7 +237,7 @@ def write_specforge(
             f"{dataset.url}"
         )
     tokens = 0
-    for number, (ids, mask, values) in enumerate(samples_in(dataset, chunks)):
+    for number, (ids, mask, values) in enumerate(training_samples(dataset, chunks)):
         first = number // PER_FOLDER * PER_FOLDER
         subfolder = folder / f"rows_{first}-{first + PER_FOLDER}"
         subfolder.mkdir(exist_ok=True)

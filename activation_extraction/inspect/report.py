@@ -15,7 +15,7 @@ from activation_extraction.common.visible import counted, say, visible
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.features import find_decoder
 from activation_extraction.inspect import report_numbers
-from activation_extraction.inspect.status import host_states, totals_of
+from activation_extraction.inspect.status import host_states, totals_of_hosts
 from activation_extraction.store.folder import Folder, FolderError, local_path
 from activation_extraction.store.local_files import write_file
 from activation_extraction.store.run_folders import read_folders
@@ -88,7 +88,7 @@ def make_report(root: Folder, folders: dict[str, RunLog]) -> str:
     except LookupError as error:
         undecoded = str(error)
     hooks = [report_numbers.HookReport(sample, number, name) for number, name in enumerate(names)]
-    statistics = totals_of(folders).statistics
+    statistics = totals_of_hosts(folders).statistics
     warnings = [f"Warning: {line}" for line in code_warnings(statistics)]
     return _template().render(
         dataset=dataset,

@@ -91,7 +91,7 @@ def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
     """
     folders = read_folders(root)
     hosts = host_states(folders)
-    totals = totals_of(folders)
+    totals = totals_of_hosts(folders)
     total = aggregate(folders, totals, hosts)
     problems = [problem for stored in folders.values() for problem in stored.problems]
     if as_json:
@@ -240,7 +240,7 @@ def _state(stored: RunLog, metadata: dict[str, Any], pace: Pace | None, last_sig
     return "silent" if time.time() - last_sign > patience else "running"
 
 
-def totals_of(folders: Mapping[str, RunLog]) -> Totals:
+def totals_of_hosts(folders: Mapping[str, RunLog]) -> Totals:
     """Returns the totals over all hosts.
 
     Args:

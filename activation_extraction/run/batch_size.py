@@ -1,8 +1,9 @@
-"""Chooses the number of rows that a host feeds in a step, if --batch_size gives no number.
+"""Chooses the number of rows that a host feeds to the model in a step.
 
-On a CPU, the default is the smallest step that does not lose speed, so that the first activations
-are stored soon. `--batch_size auto` finds the largest step for which accelerators have memory. The
-number of rows affects only the rounding of activations.
+This module is used if --batch_size gives no number. Without --batch_size, accelerators get a fixed
+number of rows. A CPU gets the smallest step that does not lose speed, so that the first activations
+are stored soon. `--batch_size auto` finds the largest step that fits in the memory of the
+accelerators. The number of rows affects only the rounding of activations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,25 +23,25 @@ from activation_extraction.model.forward import Forward, bytes_of_step
 from activation_extraction.model.model_setup import StepRequest, prepare_model
 from activation_extraction.run.hosts import Host, gather, together
 
-DEFAULT_ROWS = 8
-MOST_ROWS = 512  # the largest number of rows of a host that --batch_size auto tries
-STEPS_ON_HOST = 4  # steps whose activations must fit in the memory of a host together
+DEFAULT_ROWS = 8  # rows of a host per step on accelerators, without --batch_size
+MOST_ROWS = 512  # largest number of rows of a host that --batch_size auto tries
+STEPS_ON_HOST = 4  # number of steps whose activations must fit in a host's memory together
 
 
 def default_rows(
     length: int, every_device: bool, auto: bool = False, planned: Sequence[Any] | None = None
 ) -> int:
-    """Returns the default number of rows of --batch_size.
+    """Returns the number of rows of a host per step if --batch_size gives no number.
 
-    It is DEFAULT_ROWS on accelerators. On a CPU, where more than TOKENS_AT_ONCE tokens at a time
-    are not faster, it is the number of rows that they fill, at least 1 and at most DEFAULT_ROWS,
-    rounded up to a multiple of the host's devices.
+    On accelerators, the number is DEFAULT_ROWS. On a CPU, steps of more than TOKENS_AT_ONCE tokens
+    are not faster, so the number is TOKENS_AT_ONCE divided by `length`, at least 1 and at most
+    DEFAULT_ROWS. This number is rounded up to a multiple of the host's devices.
 
     Args:
         length: Tokens per row.
         every_device: Whether all devices of the host compute; otherwise only one does.
-        auto: Whether to round up on accelerators, too, so that no mesh refuses the rows before
-            `fit_rows` finds a better number.
+        auto: Whether --batch_size is "auto". The number is then rounded up on accelerators, too, so
+            that every mesh accepts it until `fit_rows` finds a better number.
         planned: The devices of a machine that is only planned. None for this machine's devices.
 
     Raises:
@@ -51,7 +52,10 @@ def default_rows(
     on_cpu = devices[0].platform == "cpu"
     if on_cpu:
         rows = min(max(TOKENS_AT_ONCE // length, 1), DEFAULT_ROWS)
-    return -(-rows // len(devices)) * len(devices) if on_cpu or auto else rows
+    if not (on_cpu or auto):
+        return rows
+    rows_per_device = -(-rows // len(devices))  # rounded up
+    return rows_per_device * len(devices)
 
 
 def fit_rows(
@@ -60,23 +64,25 @@ def fit_rows(
     forward: Forward,
     earlier: Sequence[Mapping[str, Any]],
 ) -> tuple[Forward, dict[str, Any] | None]:
-    """Finds the largest step that fits in memory. All hosts must call this together.
+    """Finds the largest number of rows with which a step fits in memory.
 
-    The rows of a host are the number of its devices times a power of two, at most MOST_ROWS. If a
-    continued run recorded a number of rows for as many devices of the same kind and for the mesh
-    that the default rows get now, that number is used without trying it. On devices that do not
-    report their memory (CPUs), the default stays.
+    All hosts must call this together. The tried numbers of rows are the number of a host's devices
+    times a power of two, up to MOST_ROWS. A continued run may have recorded its number of rows with
+    the kind and number of the devices and the mesh. If these are the same now, the recorded number
+    is used without trying others. On devices that do not report their memory (CPUs), the default
+    number of rows is used.
 
     Args:
         host: This host.
         request: The request for a step, with the default rows.
         forward: The model for this request.
-        earlier: The metadata of the run that is continued; empty for a new run.
+        earlier: The content of metadata.json of each output of this host that contains the run.
+            Empty for a new run.
 
     Returns:
-        The model for the largest step, with the same rows on all hosts, and the facts that
-        metadata.json records about the choice: rows, device, devices and mesh. The facts are None
-        if the default stays.
+        The model for the chosen number of rows, which is the same on all hosts. Then the JSON
+        object that metadata.json records as "auto_batch_size", with the keys rows, device, devices
+        and mesh. The object is None if the default number of rows is used.
 
     Raises:
         InputError: The model cannot be made for other rows, here or on another host.
@@ -84,96 +90,102 @@ def fit_rows(
         JaxRuntimeError: The compiler failed on this host, and not for lack of memory.
     """
     devices = devices_of_this_host(usable_devices(request.computing.use_data_parallel))
-    kind = devices[0].device_kind
-    limit = together(host, lambda: (devices[0].memory_stats() or {}).get("bytes_limit", 0))
-    usable = USABLE * min(gather(host, limit))
-    if not usable:
-        log.info("--batch_size auto: %d rows, the default on %s", request.shape[0], kind)
+    device_kind = devices[0].device_kind
+    memory_limit = together(host, lambda: (devices[0].memory_stats() or {}).get("bytes_limit", 0))
+    usable_bytes = USABLE * min(gather(host, memory_limit))
+    if not usable_bytes:
+        log.info("--batch_size auto: %d rows, the default on %s", request.shape[0], device_kind)
         return forward, None
-    facts = {"device": kind, "devices": len(devices) * host.count, "mesh": forward.layout.shape}
-    recorded = [metadata.get("auto_batch_size") or {} for metadata in earlier]
-    rows_recorded = [record["rows"] for record in recorded if {**record, **facts} == record]
-    rows_of_hosts = gather(host, min(rows_recorded, default=None))
+    device_count = len(devices) * host.count
+    conditions = {"device": device_kind, "devices": device_count, "mesh": forward.layout.shape}
+    records = [metadata.get("auto_batch_size") or {} for metadata in earlier]
+    matching_rows = [record["rows"] for record in records if conditions.items() <= record.items()]
+    rows_of_hosts = gather(host, min(matching_rows, default=None))
     recorded_rows = min(filter(None, rows_of_hosts), default=None)
 
     def prepare(rows: int) -> Forward:
-        shape = rows, request.shape[1]
-        return together(host, partial(prepare_model, replace(request, shape=shape), forward))
+        request_for_rows = replace(request, shape=(rows, request.shape[1]))
+        return together(host, partial(prepare_model, request_for_rows, forward))
 
     if recorded_rows is not None:
-        fitted = prepare(recorded_rows)
+        chosen_forward = prepare(recorded_rows)
         reason = "as when the run began"
     else:
-        fitted, reason = _largest(host, prepare, len(devices), usable)
-    rows, _ = fitted.shape
+        chosen_forward, reason = _largest_fitting(host, prepare, len(devices), usable_bytes)
+    rows, _ = chosen_forward.shape
     log.info("--batch_size auto: %d rows per host and step: %s", rows, reason)
-    return fitted, {"rows": rows, **facts}
+    return chosen_forward, {"rows": rows, **conditions}
 
 
-def _largest(
-    host: Host, prepare: Callable[[int], Forward], least: int, usable: float
+def _largest_fitting(
+    host: Host, prepare: Callable[[int], Forward], smallest_rows: int, usable_bytes: float
 ) -> tuple[Forward, str]:
-    """Finds the largest number of rows that fits.
+    """Finds the largest number of rows with which a step fits in memory.
 
-    A step fits if every host has room for the activations of STEPS_ON_HOST steps, one of which is
-    received while others wait to be stored, and if the compiler plans for no more than `usable`
-    bytes on a device.
+    A step fits under two conditions. Every host has memory for the activations of STEPS_ON_HOST
+    steps, because one step is received while others wait to be stored. And the compiler plans for
+    no more than `usable_bytes` on a device.
 
     Args:
         host: This host.
-        prepare: A function that returns the model for a number of rows, on all hosts.
-        least: The smallest number of rows, which is used even if it does not fit.
-        usable: Bytes of memory of a device that may be used.
+        prepare: A function that takes a number of rows and returns the model for it. All hosts
+            must call it together.
+        smallest_rows: The smallest number of rows, which is used even if it does not fit.
+        usable_bytes: Bytes of memory of a device that may be used.
 
     Returns:
-        The model for the rows that fit, and the reason why there are not more, in words.
+        The model for the largest number of rows that fits, and the reason why there are not more
+        rows, in words.
     """
-    best = tried = prepare(least)
+    largest_fitting = prepare(smallest_rows)
+    candidate = largest_fitting
     while True:
-        reason = next(filter(None, gather(host, _lacking_on_host(tried))), "")
-        # `reason` is the same on all hosts, so either all of them compile or none.
+        reason = next(filter(None, gather(host, _shortage_on_host(candidate))), "")
+        # `reason` is the same on all hosts, so either all hosts compile the step or none does.
         if not reason:
-            lacking = together(host, partial(_lacking_on_device, tried, usable))
-            reason = next(filter(None, gather(host, lacking)), "")
+            shortage = together(host, partial(_shortage_on_device, candidate, usable_bytes))
+            reason = next(filter(None, gather(host, shortage)), "")
         if reason:
-            return best, reason
-        best = tried
-        if 2 * best.shape[0] > MOST_ROWS:
-            return best, "the most that are tried"
-        tried = prepare(2 * best.shape[0])
+            return largest_fitting, reason
+        largest_fitting = candidate
+        if 2 * largest_fitting.shape[0] > MOST_ROWS:
+            return largest_fitting, "the most that are tried"
+        candidate = prepare(2 * largest_fitting.shape[0])
 
 
-def _lacking_on_host(forward: Forward) -> str:
-    """Returns why this host's memory has no room for the activations; "" if it has."""
+def _shortage_on_host(forward: Forward) -> str:
+    """Returns a message if the activations do not fit in this host's memory, otherwise ""."""
     rows, length = forward.shape
     token_bytes = sum(forward.vector_type(hook).bytes for hook in forward.hooks.values())
-    needed = STEPS_ON_HOST * rows * length * token_bytes
-    return _too_much(f"{STEPS_ON_HOST} steps of {rows}", needed, "host", available_memory())
+    needed_bytes = STEPS_ON_HOST * rows * length * token_bytes
+    return _shortage(f"{STEPS_ON_HOST} steps of {rows}", needed_bytes, "host", available_memory())
 
 
-def _lacking_on_device(forward: Forward, usable: float) -> str:
-    """Returns why a step does not fit in a device's memory; "" if it does."""
+def _shortage_on_device(forward: Forward, usable_bytes: float) -> str:
+    """Returns a message if a step needs more than `usable_bytes` of a device, otherwise ""."""
     rows, _ = forward.shape
     try:
-        return _too_much(f"{rows}", bytes_of_step(forward), "device", usable)
+        return _shortage(f"{rows}", bytes_of_step(forward), "device", usable_bytes)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return f"{rows} do not fit, says the compiler: {one_line(error):.200}"
 
 
-def _too_much(what: str, needed: float, where: str, room: float) -> str:
-    """Returns a message if more bytes are needed than there is room for, otherwise "".
+def _shortage(
+    rows_in_words: str, needed_bytes: float, memory_owner: str, usable_bytes: float
+) -> str:
+    """Returns a message if more bytes are needed than can be used, otherwise "".
 
     Args:
-        what: The number of rows or steps that need the memory.
-        needed: Bytes that are needed.
-        where: "host" or "device".
-        room: Bytes that can be used.
+        rows_in_words: The rows that need the memory, in words, such as "4 steps of 8".
+        needed_bytes: Bytes that are needed.
+        memory_owner: The owner of the memory, "host" or "device".
+        usable_bytes: Bytes that can be used.
     """
-    if needed <= room:
+    if needed_bytes <= usable_bytes:
         return ""
     return (
-        f"{what} would take {needed / GIGABYTE:.3g} GB of each {where}, where "
-        f"{room / GIGABYTE:.3g} GB can be used"
+        f"{rows_in_words} would take {needed_bytes / GIGABYTE:.3g} GB of each {memory_owner}, "
+        f"where {usable_bytes / GIGABYTE:.3g} GB can be used"
     )

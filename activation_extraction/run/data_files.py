@@ -1,9 +1,9 @@
-"""Checks that the files of a data set are those that the run began with.
+"""Checks that the files of a data set are the files that the run began with.
 
-metadata.json lists the files in the order in which they are read, local or at a URL, each with its
-size and fingerprint. A run that continues reads them in that order, even under new names, and
-refuses a file that has changed. If a local text file has grown, only the bytes that it had when the
-run began are read.
+metadata.json lists the files, local or at a URL, in the order in which they are read. Each file has
+its name, size and fingerprint there. A run that continues reads the files in that order, even if
+they have new names, and refuses a file that has changed. If a local text file has grown, only the
+bytes that it had when the run began are read. The package `text` lists the files and reads them.
 """
 
 import os
@@ -20,19 +20,24 @@ from activation_extraction.common.visible import counted
 from activation_extraction.run.digests import BLOCKS_AT_ONCE, file_fingerprint, naming_unreadable
 from activation_extraction.text.file_rows import DataFile
 
-ANEW = "a run over other data needs another --output_dir (or --gcs_prefix), or --overwrite"
-PUT_BACK = "put the file back as it was when the run began, or begin anew with --overwrite"
+NEW_RUN_REMEDY = (
+    "a run over other data needs another --output_dir (or --gcs_prefix), or --overwrite"
+)
+CHANGED_FILE_REMEDY = (
+    "put the file back as it was when the run began, or begin anew with --overwrite"
+)
 
 
 @dataclass(frozen=True)
 class RecordedFile:
-    """A file of a data set as metadata.json records it.
+    """The record of one file of a data set in metadata.json.
 
     Attributes:
         name: The name under which rows refer to the file.
         bytes: The number of bytes that the run reads.
-        fingerprint: The fingerprint of these bytes for a local file (see digests.py), otherwise the
-            version that the store reports, or the size if it reports none.
+        fingerprint: The fingerprint of these bytes if the file is local (see digests.py). For a
+            file at a URL, the version that its server reports, or its size if the server reports
+            none.
     """
 
     name: str
@@ -63,8 +68,8 @@ class DataFiles:
             with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-data") as pool:
                 recorded = list(pool.map(_record, files))
         self.recorded = tuple(recorded)
-        # The local files by the names under which rows may refer to them. In a mixture, a file's
-        # name here begins with the number of its source (see open_data.py), but not in its rows.
+        # Local files by the names under which rows may refer to them. In a mixture, `file.name`
+        # begins with the number of the source (see open_data.py), but the name in a row does not.
         self._local: defaultdict[str, list[tuple[DataFile, RecordedFile]]] = defaultdict(list)
         for file, record in zip(self.files, self.recorded, strict=True):
             if file.local:
@@ -75,54 +80,56 @@ class DataFiles:
     def as_recorded(
         cls, files: Sequence[DataFile], earlier: Sequence[Mapping[str, Any]]
     ) -> "DataFiles":
-        """Returns the files in the order, and with the sizes, that the run has recorded.
+        """Returns the files in the order and with the sizes that the run has recorded.
 
         Args:
-            files: The files that are listed now.
-            earlier: The metadata that hosts of the run have stored. Without a record of files, for
-                example in a new run, the files are taken as they are.
+            files: The files that the data set has now.
+            earlier: The metadata that hosts of the run have stored. If it contains no record of
+                files, for example in a new run, the files keep their order and sizes.
 
         Raises:
             InputError: A file differs from its record, is missing, or was added after the run
                 began; the message names the file. Or the hosts have recorded different files.
         """
-        lists: set[tuple[RecordedFile, ...]] = set()
+        recorded_lists: set[tuple[RecordedFile, ...]] = set()
         for metadata in earlier:
             if records := metadata.get("data_files"):
-                lists.add(tuple(RecordedFile(**record) for record in records))
-        if not lists:
+                recorded_lists.add(tuple(RecordedFile(**record) for record in records))
+        if not recorded_lists:
             return cls(files)
-        if len(lists) > 1:
+        if len(recorded_lists) > 1:
             raise InputError("--dataset_path: the hosts of this run have read different files")
-        recorded = lists.pop()
-        ordered = _in_recorded_order(files, recorded)
-        added = {}  # bytes that a file has grown by, by its URL
+        recorded = recorded_lists.pop()
+        ordered_files = _in_recorded_order(files, recorded)
+        growths = {}  # number of bytes by which a file has grown, by its URL
         with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-data") as pool:
-            unchanged = pool.map(_is_recorded, ordered, recorded)
-            for file, record, is_unchanged in zip(ordered, recorded, unchanged, strict=True):
+            unchanged = pool.map(_is_recorded, ordered_files, recorded)
+            for file, record, is_unchanged in zip(ordered_files, recorded, unchanged, strict=True):
                 growth = file.size - record.bytes
                 if not is_unchanged:
                     sizes = f" ({record.bytes:,} bytes then, {file.size:,} now)" if growth else ""
                     raise InputError(
                         f"--dataset_path: {file.url} is not the file that the run began with{sizes}"
-                        f"; {ANEW}"
+                        f"; {NEW_RUN_REMEDY}"
                     )
                 if growth:
-                    added[file.url] = growth
-        if added:
+                    growths[file.url] = growth
+        if growths:
             log.warning(
                 "the last %s of %s are not read: they were not there when the run began",
-                counted(sum(added.values()), "byte"),
-                min(added) if len(added) == 1 else counted(len(added), "file"),
+                counted(sum(growths.values()), "byte"),
+                min(growths) if len(growths) == 1 else counted(len(growths), "file"),
             )
-        pairs = zip(ordered, recorded, strict=True)
-        return cls([replace(file, size=record.bytes) for file, record in pairs], recorded)
+        files_of_run = []
+        for file, record in zip(ordered_files, recorded, strict=True):
+            files_of_run.append(replace(file, size=record.bytes))
+        return cls(files_of_run, recorded)
 
     def fingerprints(self) -> dict[str, str]:
         """Returns the sizes and fingerprints of the files, which hosts compare.
 
         Returns:
-            "SIZE bytes, FINGERPRINT" by "data file NAME".
+            A dict with the keys "data file NAME" and the values "SIZE bytes, FINGERPRINT".
         """
         return {
             f"data file {record.name}": f"{record.bytes} bytes, {record.fingerprint}"
@@ -130,33 +137,35 @@ class DataFiles:
         }
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Returns the files as metadata.json lists them."""
+        """Returns the records of the files as the JSON that metadata.json contains."""
         return [asdict(record) for record in self.recorded]
 
     def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Checks that the local files of some rows have not changed since the run began.
+        """Checks that the local files from which rows were read have not changed.
 
-        The fingerprint is computed again only if the file's size or modification time differs.
+        A fingerprint is computed again only if the size or modification time of the file differs.
 
         Args:
-            rows: The rows as SampleFacts has them: a row of a file has its name under "file". In a
-                mixture, the files of that name in all sources are checked.
+            rows: The rows in the form of `SampleFacts.row`. The key "file" contains the name of the
+                row's file; rows without this key are ignored. In a mixture, the files of this name
+                in all sources are checked.
 
         Raises:
             RunError: A file has changed or cannot be read.
         """
         for name in {row["file"] for row in rows if "file" in row}:
-            for file, record in self._local.get(name, ()):
+            for file, recorded_file in self._local.get(name, ()):
                 problem = f"{file.url}: has changed while the run was reading it"
                 try:
                     with naming_unreadable(file.url):
                         status = os.stat(file.url)
-                    current = replace(file, size=status.st_size, version=str(status.st_mtime_ns))
-                    if current == file or _is_recorded(current, record):
+                    version = str(status.st_mtime_ns)
+                    current_file = replace(file, size=status.st_size, version=version)
+                    if current_file == file or _is_recorded(current_file, recorded_file):
                         continue
                 except InputError as error:
                     problem = str(error)
-                raise RunError(problem, remedy=PUT_BACK)
+                raise RunError(problem, remedy=CHANGED_FILE_REMEDY)
 
 
 def _in_recorded_order(
@@ -164,38 +173,43 @@ def _in_recorded_order(
 ) -> list[DataFile]:
     """Returns the files in recorded order and under their recorded names.
 
-    A file without a recorded name is recognised by its content. The content of the others is not
-    compared.
+    A file that now has another name is recognised by its content. The content of a file with a
+    recorded name is not compared here.
+
+    Args:
+        files: The files that the data set has now.
+        recorded: The records of the files that the run reads.
 
     Raises:
         InputError: A recorded file is missing, or a file was not recorded.
     """
-    by_name = {file.name: file for file in files}
-    names = {file.name for file in recorded}
-    unknown = [file for file in files if file.name not in names]
-    unknown.sort(key=lambda file: file.size)
-    ordered = []
+    files_by_name = {file.name: file for file in files}
+    recorded_names = {file.name for file in recorded}
+    unrecorded_files = [file for file in files if file.name not in recorded_names]
+    unrecorded_files.sort(key=lambda file: file.size)
+    ordered_files = []
     for record in recorded:
-        file = by_name.get(record.name)
+        file = files_by_name.get(record.name)
         if file is None:
-            file = next((renamed for renamed in unknown if _is_recorded(renamed, record)), None)
+            renamed_files = (file for file in unrecorded_files if _is_recorded(file, record))
+            file = next(renamed_files, None)
             if file is None:
                 raise InputError(
-                    f"--dataset_path: {record.name} is missing; {ANEW}; this one needs the file "
-                    "that it began with"
+                    f"--dataset_path: {record.name} is missing; {NEW_RUN_REMEDY}; this one needs "
+                    "the file that it began with"
                 )
-            unknown.remove(file)
-        ordered.append(replace(file, name=record.name))
-    if unknown:
+            unrecorded_files.remove(file)
+        ordered_files.append(replace(file, name=record.name))
+    if unrecorded_files:
         raise InputError(
-            f"--dataset_path: {unknown[0].name} was not read when the run began; take it out, or "
-            f"give a glob that leaves it out; {ANEW}"
+            f"--dataset_path: {unrecorded_files[0].name} was not read when the run began; take it "
+            f"out, or give a glob that leaves it out; {NEW_RUN_REMEDY}"
         )
-    return ordered
+    return ordered_files
 
 
 def _is_recorded(file: DataFile, record: RecordedFile) -> bool:
-    """Returns whether a file has the recorded content. A local text file may have grown."""
+    """Returns whether a file has the recorded content, apart from lines that were appended."""
     if file.size != record.bytes and not file.may_grow:
         return False
     return _record(replace(file, size=record.bytes)).fingerprint == record.fingerprint
@@ -203,6 +217,9 @@ def _is_recorded(file: DataFile, record: RecordedFile) -> bool:
 
 def _record(file: DataFile) -> RecordedFile:
     """Returns the record of a file for metadata.json.
+
+    Args:
+        file: The file, whose `size` determines how many bytes the record covers.
 
     Raises:
         InputError: A local file cannot be read.

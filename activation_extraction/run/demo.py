@@ -1,8 +1,8 @@
 """Makes the inputs of --demo: a small Qwen2 checkpoint and sample documents.
 
-The files have the formats of real ones (config.json, safetensors, tokenizer.json; Parquet) and the
-same bytes every time. Because the weights are random, the demo shows that the pipeline works, and
-nothing that a trained model has learned.
+The checkpoint consists of config.json, a safetensors file and tokenizer.json, as a real one does.
+The documents are a Parquet file. All files have the same bytes every time. Because the weights are
+random, the demo shows that the pipeline works, but nothing that a trained model has learned.
 """
 
 import errno
@@ -29,13 +29,13 @@ from activation_extraction.store.local_files import IS_A_LINK, FolderError, writ
 from qwen2_jax import Qwen2, weight_table
 
 VOCAB_SIZE = 2048
-DOCUMENTS = 300  # number of documents
-# The number of sentences in a document is log-normal: its median, and the standard deviation of its
-# logarithm.
+DOCUMENTS = 300  # number of documents in the data set
+# The number of sentences in a document has a log-normal distribution with this median. SPREAD is
+# the standard deviation of its logarithm.
 MEDIAN_SENTENCES = 6
 SPREAD = 0.8
 END_OF_TEXT = "<|endoftext|>"
-# Qwen2 splits text like this before byte-level BPE (the pattern is in its tokenizer.json).
+# The pattern by which Qwen2 splits text before byte-level BPE, copied from its tokenizer.json.
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -61,44 +61,46 @@ MODEL_CONFIG = {
 
 
 def make_demo(output: Path) -> tuple[Path, Path]:
-    """Makes the model and the documents in the folder demo_inputs.
+    """Makes the model and the documents of --demo in the folder demo_inputs.
 
     Args:
         output: The folder in which demo_inputs is made.
 
     Returns:
-        The folder of the model, and the Parquet file of the documents.
+        The path of the model's folder, and the path of the Parquet file with the documents.
 
     Raises:
-        InputError: The files cannot be written there.
+        InputError: The files cannot be written.
     """
     folder = output / "demo_inputs"
-    model = folder / "model"
-    documents = folder / "documents.parquet"
-    weights = weight_table(Qwen2(parse_model_config(MODEL_CONFIG))).values()
-    text = resources.files(__package__).joinpath("demo_texts.txt").read_text(encoding="utf-8")
-    paragraphs = text.strip().split("\n\n")
+    model_folder = folder / "model"
+    documents_file = folder / "documents.parquet"
+    weight_specs = weight_table(Qwen2(parse_model_config(MODEL_CONFIG))).values()
+    sample_text = (
+        resources.files(__package__).joinpath("demo_texts.txt").read_text(encoding="utf-8")
+    )
+    paragraphs = sample_text.strip().split("\n\n")
     try:
-        for path in (folder, model):
+        for path in (folder, model_folder):
             if path.is_symlink():
                 raise OSError(errno.ELOOP, IS_A_LINK)
             path.mkdir(parents=True, exist_ok=True)
-        write_documents(documents, paragraphs)
-        write_tokenizer(model, paragraphs)
-        write_file(model / "config.json", [json.dumps(MODEL_CONFIG, indent=2).encode()])
-        write_weights(model / SINGLE_FILE, weights)
+        write_documents(documents_file, paragraphs)
+        write_tokenizer(model_folder, paragraphs)
+        write_file(model_folder / "config.json", [json.dumps(MODEL_CONFIG, indent=2).encode()])
+        write_weights(model_folder / SINGLE_FILE, weight_specs)
     except (OSError, FolderError) as error:
         raise InputError(f"--demo: {folder}: {reason_of(error)}") from error
-    return model, documents
+    return model_folder, documents_file
 
 
 def write_documents(path: Path, paragraphs: list[str]) -> None:
-    """Writes a Parquet file of documents.
+    """Writes a Parquet file with DOCUMENTS documents.
 
-    A document consists of consecutive sentences of the sample text.
+    A document consists of consecutive sentences of the sample text, demo_texts.txt.
 
     Args:
-        path: The file.
+        path: The path of the file.
         paragraphs: The paragraphs of the sample text.
     """
     rng = random.Random(0)
@@ -107,9 +109,9 @@ def write_documents(path: Path, paragraphs: list[str]) -> None:
         sentences += re.split(r"(?<=[.!?]) ", paragraph)
     rows = []
     for number in range(DOCUMENTS):
-        count = math.ceil(rng.lognormvariate(math.log(MEDIAN_SENTENCES), SPREAD))
-        start = rng.randrange(len(sentences))
-        text = " ".join(sentences[start : start + count])
+        sentence_count = math.ceil(rng.lognormvariate(math.log(MEDIAN_SENTENCES), SPREAD))
+        first_sentence = rng.randrange(len(sentences))
+        text = " ".join(sentences[first_sentence : first_sentence + sentence_count])
         rows.append({"text": text, "id": f"<urn:demo:{number:04d}>", "score": rng.uniform(3, 5)})
     buffer = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer, row_group_size=100)
@@ -117,7 +119,7 @@ def write_documents(path: Path, paragraphs: list[str]) -> None:
 
 
 def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
-    """Writes a byte-level BPE tokenizer that splits words as Qwen2's does.
+    """Trains and writes a byte-level BPE tokenizer that splits words as Qwen2's tokenizer does.
 
     Args:
         folder: The folder of the model.
@@ -152,11 +154,12 @@ def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
 def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
     """Writes random bfloat16 weights.
 
-    Norm weights are near 1. All others are normal with variance 1 / (length of the last axis).
+    The weights are normally distributed with variance 1 / (length of the last axis). Their mean is
+    1 for the weights of norms and 0 for all others.
 
     Args:
-        path: The safetensors file.
-        table: The weights of the model.
+        path: The path of the safetensors file.
+        table: The specifications of the model's weights.
     """
     rng = np.random.default_rng(0)
     tensors = {}

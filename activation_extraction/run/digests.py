@@ -1,8 +1,8 @@
 """Computes digests and fingerprints, which show whether two runs read the same files.
 
-A digest covers the whole content of small files. A fingerprint is for weights and data, which may
-be terabytes: it is a digest of the size and of sampled blocks, which takes milliseconds. It does
-not show an edit between the blocks that keeps the size.
+A digest covers the whole content of small files. A fingerprint is a digest of the size of a file
+and of some of its blocks. It takes milliseconds, so it suits weights and data, which may be
+terabytes. A fingerprint does not change if an edit keeps the size and lies between the blocks.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model.repository import Repository
 from activation_extraction.model.weight_files import WeightFile
 
-BLOCK = 2**16  # bytes of a sampled block
+BLOCK = 2**16  # bytes in a sampled block
 BLOCKS = 64  # number of sampled blocks; a file of at most BLOCK * BLOCKS bytes is read whole
-BLOCKS_AT_ONCE = 32  # blocks or files that are read at the same time
+BLOCKS_AT_ONCE = 32  # number of blocks or files that are read at the same time
 
 
 def model_digest(repository: Repository) -> str:
@@ -39,7 +39,7 @@ def model_digest(repository: Repository) -> str:
 def content_digest(repository: Repository) -> str:
     """Returns a digest of the configuration and of the fingerprints of the weights.
 
-    It does not depend on where the files are, nor on the names of the weight files.
+    Copies of the files in another folder, or weight files with other names, have the same digest.
 
     Args:
         repository: The files of a model or an adapter.
@@ -49,16 +49,16 @@ def content_digest(repository: Repository) -> str:
         RunError: A request for weights at a URL failed.
     """
     with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-weights") as pool:
-        weights = sorted(_weight_fingerprint(file, pool) for file in repository.weight_files)
-    lines = [digest_files([repository.file(repository.kind.config_file)]), *weights]
+        fingerprints = sorted(_weight_fingerprint(file, pool) for file in repository.weight_files)
+    lines = [digest_files([repository.file(repository.kind.config_file)]), *fingerprints]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def digest_fingerprints(paths: Sequence[Path]) -> str:
-    """Returns a digest of the fingerprints of files, without their names.
+    """Returns a digest of the fingerprints of files, which does not cover the files' names.
 
     Args:
-        paths: The files. Another order gives another digest.
+        paths: The files. The digest depends on their order.
 
     Raises:
         InputError: A file cannot be read.
@@ -88,30 +88,34 @@ def file_fingerprint(path: Path, size: int) -> str:
 
     Args:
         path: The file.
-        size: Number of bytes.
+        size: The number of bytes that the fingerprint covers.
 
     Raises:
         InputError: The file cannot be read.
     """
+    blocks = []
     with naming_unreadable(path), open(path, "rb", buffering=0) as file:
-        blocks = (
-            os.pread(file.fileno(), stop - start, start) for start, stop in sampled_blocks(size)
-        )
-        return _digest_of(size, blocks)
+        for start, stop in sampled_blocks(size):
+            blocks.append(os.pread(file.fileno(), stop - start, start))
+    return _digest_of(size, blocks)
 
 
 def sampled_blocks(size: int) -> Iterator[tuple[int, int]]:
-    """Yields the offsets of the sampled blocks of a file, start and stop.
+    """Yields the positions of the sampled blocks of a file.
 
-    The blocks cover a small file completely. In a large file, the first and the last block are at
-    its ends, and the others are spread evenly between them.
+    The blocks cover a small file completely. In a large file, the first block is at the beginning,
+    the last block is at the end, and the others are spread evenly between them.
 
     Args:
         size: The size of the file in bytes.
+
+    Yields:
+        The offset of the first byte of a block, and the offset after its last byte.
     """
     starts: Iterable[int] = range(0, size, BLOCK)
     if size > BLOCK * BLOCKS:
-        starts = ((size - BLOCK) * n // (BLOCKS - 1) for n in range(BLOCKS))
+        last_start = size - BLOCK
+        starts = (last_start * number // (BLOCKS - 1) for number in range(BLOCKS))
     for start in starts:
         yield start, min(start + BLOCK, size)
 
@@ -130,21 +134,21 @@ def naming_unreadable(path: Path | str) -> Iterator[None]:
 
 
 def _weight_fingerprint(file: WeightFile, pool: ThreadPoolExecutor) -> str:
-    """Returns the fingerprint of a weight file, which also covers its whole header.
+    """Returns the fingerprint of a weight file, which also covers the whole safetensors header.
 
     Args:
         file: The file, local or remote.
-        pool: Threads that read the blocks at the same time.
+        pool: The threads that read the blocks.
     """
     with naming_unreadable(file.where):
-        ranges = [(0, file.header.end), *sampled_blocks(file.size)]
-        starts, stops = zip(*ranges, strict=True)
+        header = (0, file.header.end)
+        starts, stops = zip(header, *sampled_blocks(file.size), strict=True)
         return _digest_of(file.size, pool.map(file.read_bytes, starts, stops))
 
 
-def _digest_of(size: int, parts: Iterable[bytes]) -> str:
-    """Returns the SHA-256 of a size and of parts of a file, in hexadecimal digits."""
+def _digest_of(size: int, blocks: Iterable[bytes]) -> str:
+    """Returns the SHA-256 of the size of a file and of some of its blocks, in hexadecimal."""
     digest = hashlib.sha256(str(size).encode())
-    for part in parts:
-        digest.update(part)
+    for block in blocks:
+        digest.update(block)
     return digest.hexdigest()

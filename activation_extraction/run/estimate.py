@@ -112,7 +112,7 @@ def print_estimate(config: Config) -> int:
     meshes = [estimate_mesh(run, request, program) for request, program in programs]
     fitting = [mesh for mesh in meshes if mesh["fits"]]
     best = max(fitting, key=lambda mesh: mesh["tokens_per_second"][1], default=None)
-    totals = totals_of(run, best, token_bytes, config)
+    totals = estimate_totals(run, best, token_bytes, config)
     if config.looking.json:
         say(json.dumps({"meshes": meshes, "best": best} | totals))
     else:
@@ -288,7 +288,7 @@ def tokens_of_a_sample(max_seq_length: int) -> int:
     return min(TOKENS_OF_A_DOCUMENT, max_seq_length)
 
 
-def totals_of(
+def estimate_totals(
     run: PlannedRun, best: Mapping[str, Any] | None, token_bytes: int, config: Config
 ) -> dict[str, Any]:
     """Returns the hours, dollars and terabytes of the whole run.
@@ -332,7 +332,7 @@ def lines_of(
     Args:
         run: The planned run.
         meshes: The results of `estimate_mesh`.
-        totals: The result of `totals_of`.
+        totals: The result of `estimate_totals`.
         token_bytes: The bytes of a stored token, before compression.
         tokens_per_second: The stored tokens per second of each host, as --tokens_per_second gives
             them. None if the speed is guessed.
