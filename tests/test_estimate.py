@@ -15,7 +15,7 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.devices import CHIPS
 from activation_extraction.run import estimate
-from activation_extraction.run.estimate import GUESSED_SHARES, Amount, amount_of, duration
+from activation_extraction.run.estimate import GUESSED_FRACTIONS, Amount, amount_of, hours_in_words
 from activation_extraction.run.topologies import topology_of
 from benchmarks.inputs import SHAPES
 
@@ -79,7 +79,7 @@ def test_a_step_takes_what_an_independent_count_says(planned):
         *_, found = planned("v5e-4", "Qwen/Qwen2.5-7B", flags)["meshes"]
         assert found["step_ms"] == pytest.approx(1e3 * (products + sent), rel=0.03)
         speed = 4 * tokens / (products + sent)
-        expected = [share * speed for share in GUESSED_SHARES]
+        expected = [fraction * speed for fraction in GUESSED_FRACTIONS]
         assert found["tokens_per_second"] == pytest.approx(expected, rel=0.03)
 
 
@@ -213,7 +213,7 @@ def test_how_much_data_there_is_and_how_much_of_it_is_kept():
     ],
 )
 def test_a_time_is_told_as_people_say_it(hours, words):
-    assert duration(hours) == words
+    assert hours_in_words(hours) == words
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """Estimates the resources of a run on a machine that is not rented yet, for --plan.
 
-The estimate has four parts: the mesh, whether the run fits in memory, its hours, and its bytes. If
-a price is given, it also has dollars. Memory and the fastest possible step follow from the formula
-by which `--mesh_type auto` chooses (step_cost.py). For TPUs, the compiler also reports the memory
-of the compiled program; that needs libtpu, but no TPU. Only config.json of the model is read, and
-nothing is computed.
+The estimate names the mesh, says whether the run fits in memory, and gives its hours and the bytes
+that it stores. If the price of a chip is known, it also gives dollars. The memory and the fastest
+possible step are computed by the formula by which `--mesh_type auto` chooses a mesh (step_cost.py).
+For TPUs, the compiler also reports the memory of the compiled program, which needs libtpu but no
+TPU. Only config.json of the model is read, and the model is not run. topologies.py describes the
+machines.
 """
 
 import json
@@ -34,17 +35,17 @@ from activation_extraction.run.prepare import step_request
 from activation_extraction.run.topologies import Topology, topology_of
 from qwen2_jax import weight_table
 
-# The guessed speed of a run, at worst and at best, as a fraction of the peak speed of its chips.
+# The lowest and the highest fraction of its chips' peak speed that a run is guessed to reach.
 # Published runs that store nothing reach 0.02 (mixtures of experts on v6e) to 0.7 (training of
 # dense models on v4 to v6e). The work of the hosts is not included.
-GUESSED_SHARES = (0.15, 0.7)
-# (data set, configuration) -> the number of its documents, from published counts.
+GUESSED_FRACTIONS = (0.15, 0.7)
+# Number of documents of a data set on the hub, by its name and configuration, as published.
 KNOWN_DOCUMENTS = {
     (DATASET[0], "sample-10BT"): 9_672_101,
     (DATASET[0], "sample-350BT"): 339_347_842,
 }
-# Environment variables that libtpu reads when it is loaded. Because there is no TPU, it would warn
-# about each missing variable. TPU_ACCELERATOR_TYPE may be any type, because a program names the
+# Environment variables that libtpu reads when it is loaded. Without a TPU, libtpu warns about each
+# of them that is missing. TPU_ACCELERATOR_TYPE may be any type, because a program names the
 # accelerator for which it is compiled.
 LIBTPU_VARIABLES = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -52,20 +53,20 @@ LIBTPU_VARIABLES = {
     "TPU_ACCELERATOR_TYPE": "v5e-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-TOKENS_OF_A_DOCUMENT = 1_000  # about the mean of FineWeb-Edu
+TOKENS_OF_A_DOCUMENT = 1_000  # approximate mean number of tokens of a document of FineWeb-Edu
 
 
 @dataclass(frozen=True)
 class Amount:
-    """The amount of work of a whole run.
+    """The amount of work of one machine in a whole run.
 
     Attributes:
-        computed: The number of tokens that go through the model.
-        stored: The number of tokens whose activations are stored.
+        computed_tokens: The number of tokens that the model computes.
+        stored_tokens: The number of tokens whose activations are stored.
     """
 
-    computed: float
-    stored: float
+    computed_tokens: float
+    stored_tokens: float
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,13 @@ class PlannedRun:
     """A run and the machine that it is planned for.
 
     Attributes:
-        raw: The content of config.json.
+        model_config: The content of the model's config.json.
         topology: The machine.
         request: The request for a step: model, hooks, mesh and shape.
-        amount: The amount of work. None if the amount of data is unknown.
+        amount: The amount of work of the machine. None if the amount of data is unknown.
     """
 
-    raw: Mapping[str, Any]
+    model_config: Mapping[str, Any]
     topology: Topology
     request: StepRequest
     amount: Amount | None
@@ -88,8 +89,8 @@ class PlannedRun:
 def print_estimate(config: Config) -> int:
     """Prints the estimate of a run, in words or as the JSON that --help describes.
 
-    It covers the mesh that the flags ask for and, if that is another one, the mesh of --mesh_type
-    auto.
+    The estimate covers the mesh that the flags ask for. If --mesh_type auto would choose another
+    mesh, the estimate covers that mesh, too.
 
     Args:
         config: The configuration, which contains --plan.
@@ -98,32 +99,35 @@ def print_estimate(config: Config) -> int:
         The exit status, 0.
 
     Raises:
-        InputError: The machine is unknown, or the run would refuse the flags, as far as config.json
-            shows that.
+        InputError: The machine is unknown, or config.json shows that a run would refuse the flags.
     """
     check_adapter(config.model.lora)
     run = planned_run(config)
-    automatic = replace(run.request.computing, mesh_type="auto", mesh_shape=None, mesh_axes=None)
-    auto = replace(run.request, computing=automatic)
-    programs = [(request, program_of(run, request)) for request in (auto, run.request)]
-    token_bytes = sum(programs[0][1].token_bytes.values())
-    if programs[0][1].layout.shape == programs[1][1].layout.shape:
-        programs.pop()
-    meshes = [estimate_mesh(run, request, program) for request, program in programs]
-    fitting = [mesh for mesh in meshes if mesh["fits"]]
-    best = max(fitting, key=lambda mesh: mesh["tokens_per_second"][1], default=None)
-    totals = estimate_totals(run, best, token_bytes, config)
+    automatic_computing = replace(
+        run.request.computing, mesh_type="auto", mesh_shape=None, mesh_axes=None
+    )
+    automatic_request = replace(run.request, computing=automatic_computing)
+    automatic_program = program_of(run, automatic_request)
+    requested_program = program_of(run, run.request)
+    token_bytes = sum(automatic_program.token_bytes.values())
+    meshes = [estimate_mesh(run, automatic_request, automatic_program)]
+    if requested_program.layout.shape != automatic_program.layout.shape:
+        meshes.append(estimate_mesh(run, run.request, requested_program))
+    fitting_meshes = [mesh for mesh in meshes if mesh["fits"]]
+    fastest_mesh = max(fitting_meshes, key=lambda mesh: mesh["tokens_per_second"][1], default=None)
+    totals = estimate_totals(run, fastest_mesh, token_bytes, config)
     if config.looking.json:
-        say(json.dumps({"meshes": meshes, "best": best} | totals))
+        say(json.dumps({"meshes": meshes, "best": fastest_mesh} | totals))
     else:
         say(*lines_of(run, meshes, totals, token_bytes, config.planning.tokens_per_second))
     return 0
 
 
 def planned_run(config: Config) -> PlannedRun:
-    """Returns the run that the flags describe, and the machine that it is planned for.
+    """Returns the run that the flags describe, with the machine that it is planned for.
 
-    It reads the model's config.json and the autoencoders, and makes JAX use only the CPU.
+    This function reads the model's config.json and the autoencoders. From then on, JAX uses only
+    the CPU.
 
     Args:
         config: The configuration, in which --plan names the machine.
@@ -132,7 +136,8 @@ def planned_run(config: Config) -> PlannedRun:
         InputError: The machine is unknown, or config.json or an autoencoder cannot be read.
     """
     topology = topology_of(config.planning.plan or "", config.planning.chips_per_host)
-    jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are left alone
+    # JAX would otherwise reserve the memory of this machine's accelerators, which are not needed.
+    jax.config.update("jax_platforms", "cpu")
     request = step_request(config, planned=topology.described())
     if config.computing.batch_size == "auto":
         log.info("--batch_size auto: a run may take more than these %d rows", request.shape[0])
@@ -140,39 +145,42 @@ def planned_run(config: Config) -> PlannedRun:
 
 
 def read_config(config: Config) -> Mapping[str, Any]:
-    """Returns the content of the model's config.json, or the known one of a released model.
+    """Returns the content of the model's config.json.
+
+    If the file cannot be read, but the model is a released model whose sizes this program contains,
+    these sizes are returned.
 
     Args:
         config: The configuration, which names the model.
 
     Raises:
-        InputError: config.json cannot be read, and no sizes of this model are known.
+        InputError: config.json cannot be read, and this program does not contain the model's sizes.
     """
     if config.demo:
         return MODEL_CONFIG
     model_path = config.model.model_path
-    released = None if os.path.exists(model_path) else released_config(model_path)
+    released_sizes = None if os.path.exists(model_path) else released_config(model_path)
     try:
         repository = Repository(model_path, config.model.model_revision)
         return read_json(repository.file("config.json"))
     except InputError as error:
-        if released is None:
+        if released_sizes is None:
             raise
         log.info("%s; the estimate uses the known sizes of this model", error)
-        return released
+        return released_sizes
 
 
 def program_of(run: PlannedRun, request: StepRequest) -> Program:
-    """Returns the program of a step.
+    """Returns the program that computes a step, which is not compiled yet.
 
     Args:
         run: The planned run.
-        request: The request for the step, which may have another mesh or devices than the run's.
+        request: The request for the step. Its mesh or devices may differ from `run.request`.
 
     Raises:
         InputError: A run would refuse the model or the mesh, or the mesh has a pipeline.
     """
-    config = parse_model_config(run.raw, request.model.model_path)
+    config = parse_model_config(run.model_config, request.model.model_path)
     model, rows = build_model(request, config)
     if model.layout.size("pipeline") > 1:
         raise InputError("--mesh_type, --mesh_axes: --plan has no formula for a pipeline")
@@ -181,7 +189,9 @@ def program_of(run: PlannedRun, request: StepRequest) -> Program:
 
 
 def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> dict[str, Any]:
-    """Estimates a step of a program, which is compiled for a TPU if libtpu is installed.
+    """Estimates the memory and the time of a step.
+
+    For a TPU, the program is also compiled if libtpu is installed.
 
     Args:
         run: The planned run.
@@ -189,53 +199,53 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
         program: The program of this request.
 
     Returns:
-        The facts about a mesh that --json prints:
+        A JSON object about the mesh, which --json prints, with these keys:
 
-        - shape: The size of each axis by its name.
+        - shape: The size of each mesh axis by its name.
         - fits: Whether the run fits in the memory of a device.
-        - memory_gb: GB on each device, by formula.
-        - compiled_gb: GB on each device, by the compiler; None if it was not asked or failed.
+        - memory_gb: Memory of each device in GB, by formula.
+        - compiled_gb: Memory of each device in GB, by the compiler. None if the program was not
+          compiled or the compiler failed.
         - step_ms: Milliseconds of a step at the peak speed of the chips.
-        - tokens_per_second: The guessed speed of the whole machine, at worst and at best.
+        - tokens_per_second: The lowest and the highest guessed speed of the whole machine.
     """
     layout = program.layout
     devices = [*program.rows.mesh.devices.flat]
     rows_of_host, length = request.shape
     rows = rows_of_host * program.rows.hosts
-    step = CostModel(program.model, program.weights, rows, length, program.encoders).estimate(
-        layout, devices
-    )
-    room = USABLE * (memory_of(devices[0]) or 0)
-    compiled = None
-    fits = step.memory <= room
+    cost_model = CostModel(program.model, program.weights, rows, length, program.encoders)
+    step_cost = cost_model.estimate(layout, devices)
+    usable_bytes = USABLE * (memory_of(devices[0]) or 0)
+    planned_bytes = None
+    does_fit = step_cost.memory <= usable_bytes
     if run.topology.is_tpu:
         try:
-            compiled = compiled_bytes(run, request)
-            if compiled is not None:
-                fits = compiled <= room
+            planned_bytes = compiled_bytes(run, request)
+            if planned_bytes is not None:
+                does_fit = planned_bytes <= usable_bytes
         except (InputError, jax.errors.JaxRuntimeError) as error:
             log.warning("mesh %s: %s", in_words(layout.shape), one_line(error))
-            fits = fits and "RESOURCE_EXHAUSTED" not in str(error)
-    speed = rows * length / step.seconds
+            does_fit = does_fit and "RESOURCE_EXHAUSTED" not in str(error)
+    peak_tokens_per_second = rows * length / step_cost.seconds
     return {
         "shape": layout.shape,
-        "fits": fits,
-        "memory_gb": step.memory / 1e9,
-        "compiled_gb": None if compiled is None else compiled / 1e9,
-        "step_ms": 1e3 * step.seconds,
-        "tokens_per_second": [share * speed for share in GUESSED_SHARES],
+        "fits": does_fit,
+        "memory_gb": step_cost.memory / 1e9,
+        "compiled_gb": None if planned_bytes is None else planned_bytes / 1e9,
+        "step_ms": 1e3 * step_cost.seconds,
+        "tokens_per_second": [fraction * peak_tokens_per_second for fraction in GUESSED_FRACTIONS],
     }
 
 
 def compiled_bytes(run: PlannedRun, request: StepRequest) -> float | None:
-    """Returns the bytes of memory that the compiler plans on each TPU.
+    """Returns the bytes of memory that a compiled step needs on each TPU.
 
     Args:
         run: The planned run.
         request: The request for the step to compile.
 
     Returns:
-        None if libtpu, the compiler, is not installed.
+        The bytes, as the compiler reports them. None if libtpu, the compiler, is not installed.
 
     Raises:
         InputError: The compiler knows no such machine, or does not say how much memory it needs.
@@ -254,69 +264,75 @@ def compiled_bytes(run: PlannedRun, request: StepRequest) -> float | None:
 
 
 def amount_of(config: Config) -> Amount | None:
-    """Returns the amount of work of a run, assuming that all documents have the mean length.
+    """Returns the amount of work of one machine in a whole run.
+
+    All documents are assumed to have TOKENS_OF_A_DOCUMENT tokens.
 
     Args:
         config: The configuration.
 
     Returns:
-        None if there is no limit and the number of documents is unknown.
+        The amount of work. None if the number of documents is unknown and neither --max_samples nor
+        --max_tokens limits the run.
     """
-    text, storage = config.text, config.storage
-    length = tokens_of_a_sample(text.max_seq_length)
-    kept_fraction = text.positions.expected(length) / length
-    computed = math.inf
-    documents = KNOWN_DOCUMENTS.get((text.dataset_name or "", text.dataset_config or ""))
+    text_options, storage_options = config.text, config.storage
+    length = tokens_of_a_sample(text_options.max_seq_length)
+    kept_fraction = text_options.positions.expected(length) / length
+    computed_tokens = math.inf
+    dataset = (text_options.dataset_name or "", text_options.dataset_config or "")
+    documents = KNOWN_DOCUMENTS.get(dataset)
     if documents is not None:
-        document_length = TOKENS_OF_A_DOCUMENT if text.long_documents == "split" else length
-        computed = documents / config.hosts.total_machines * document_length
-    if storage.max_samples is not None:
-        computed = min(computed, storage.max_samples * length)
-    if storage.max_tokens is not None and kept_fraction:
-        computed = min(computed, storage.max_tokens / kept_fraction)
-    if math.isinf(computed):
+        document_length = TOKENS_OF_A_DOCUMENT if text_options.long_documents == "split" else length
+        computed_tokens = documents / config.hosts.total_machines * document_length
+    if storage_options.max_samples is not None:
+        computed_tokens = min(computed_tokens, storage_options.max_samples * length)
+    if storage_options.max_tokens is not None and kept_fraction:
+        computed_tokens = min(computed_tokens, storage_options.max_tokens / kept_fraction)
+    if math.isinf(computed_tokens):
         return None
-    return Amount(computed, computed * kept_fraction)
+    return Amount(computed_tokens, computed_tokens * kept_fraction)
 
 
 def tokens_of_a_sample(max_seq_length: int) -> int:
-    """Returns the assumed number of tokens of a sample: a mean document, cut to a row.
+    """Returns the assumed number of tokens of a sample, which is a mean document cut to a row.
 
     Args:
-        max_seq_length: Tokens of a row.
+        max_seq_length: The number of tokens of a row.
     """
     return min(TOKENS_OF_A_DOCUMENT, max_seq_length)
 
 
 def estimate_totals(
-    run: PlannedRun, best: Mapping[str, Any] | None, token_bytes: int, config: Config
+    run: PlannedRun, fastest_mesh: Mapping[str, Any] | None, token_bytes: int, config: Config
 ) -> dict[str, Any]:
-    """Returns the hours, dollars and terabytes of the whole run.
+    """Estimates the hours, dollars and terabytes of one machine in the whole run.
 
     Args:
         run: The planned run.
-        best: The fastest mesh that fits, from `estimate_mesh`. None if no mesh fits.
+        fastest_mesh: The result of `estimate_mesh` for the fastest mesh that fits. None if no mesh
+            fits.
         token_bytes: The bytes of a stored token, before compression.
-        config: The configuration, which may contain the speed and the price.
+        config: The configuration, which may contain --tokens_per_second and --chip_hour_dollars.
 
     Returns:
-        "hours" and "dollars", each [least, most], and "terabytes" before compression. A value is
-        None if it is unknown.
+        A dict with the keys "hours" and "dollars", each with a list of the least and the most, and
+        "terabytes", with the stored terabytes before compression. A value is None if it is unknown.
     """
     hours = dollars = terabytes = None
     if run.amount is not None:
-        terabytes = run.amount.stored * token_bytes / 1e12
-        if best is not None:
-            slowest, fastest = best["tokens_per_second"]
-            tokens = run.amount.computed
-            if config.planning.tokens_per_second is not None:
-                slowest = fastest = config.planning.tokens_per_second * run.topology.hosts
-                tokens = run.amount.stored
-            hours = [tokens / fastest / 3600, tokens / slowest / 3600]
+        terabytes = run.amount.stored_tokens * token_bytes / 1e12
+        if fastest_mesh is not None:
+            if config.planning.tokens_per_second is None:
+                tokens = run.amount.computed_tokens
+                speeds = fastest_mesh["tokens_per_second"]
+            else:
+                tokens = run.amount.stored_tokens
+                speeds = [config.planning.tokens_per_second * run.topology.hosts]
+            hours = [tokens / max(speeds) / 3600, tokens / min(speeds) / 3600]
         if hours is not None and config.planning.chip_hour_dollars:
             prices = config.planning.chip_hour_dollars
-            least, most = hours[0] * min(prices), hours[1] * max(prices)
-            dollars = [run.topology.chips * least, run.topology.chips * most]
+            chip_hours = [run.topology.chips * number for number in hours]
+            dollars = [chip_hours[0] * min(prices), chip_hours[1] * max(prices)]
     return {"hours": hours, "dollars": dollars, "terabytes": terabytes}
 
 
@@ -334,86 +350,98 @@ def lines_of(
         meshes: The results of `estimate_mesh`.
         totals: The result of `estimate_totals`.
         token_bytes: The bytes of a stored token, before compression.
-        tokens_per_second: The stored tokens per second of each host, as --tokens_per_second gives
-            them. None if the speed is guessed.
+        tokens_per_second: The value of --tokens_per_second, the stored tokens per second of each
+            host. None if the speed is guessed.
     """
     machine = run.topology
     rows_of_host, length = run.request.shape
-    hosts = f"{counted(machine.chips, 'chip')} on {counted(machine.hosts, 'host')}"
-    rows = f"{counted(rows_of_host, 'row')} of {counted(length, 'token')}"
-    yield f"{machine.name}: {hosts}, each of which feeds {rows} per step"
+    chips_and_hosts = f"{counted(machine.chips, 'chip')} on {counted(machine.hosts, 'host')}"
+    rows_of_tokens = f"{counted(rows_of_host, 'row')} of {counted(length, 'token')}"
+    yield f"{machine.name}: {chips_and_hosts}, each of which feeds {rows_of_tokens} per step"
     for mesh in meshes:
-        memory = f"{short(mesh['memory_gb'])} GB per device by formula"
+        memory = f"{three_digits(mesh['memory_gb'])} GB per device by formula"
         if mesh["compiled_gb"] is not None:
-            memory += f", {short(mesh['compiled_gb'])} GB by the compiler"
+            memory += f", {three_digits(mesh['compiled_gb'])} GB by the compiler"
         yield (
             f"mesh {in_words(mesh['shape'])}: {'fits' if mesh['fits'] else 'does not fit'} "
-            f"({memory}); {short(mesh['step_ms'])} ms per step at the chips' peak speed"
+            f"({memory}); {three_digits(mesh['step_ms'])} ms per step at the chips' peak speed"
         )
     if totals["hours"] is None:
         reason = "nothing says how much data there is" if run.amount is None else "no mesh fits"
         yield f"time: unknown ({reason})"
     elif tokens_per_second is not None:
         yield (
-            f"time: {duration(totals['hours'][0])}, at {tokens_per_second:,.10g} stored tokens per "
+            f"time: {hours_in_words(totals['hours'][0])}, at {tokens_per_second:,.10g} stored tokens per "
             "second and host (--tokens_per_second)"
         )
     else:
-        low, high = (f"{share:.0%}" for share in GUESSED_SHARES)
+        time = range_in_words(map(hours_in_words, totals["hours"]))
+        lowest_fraction, highest_fraction = GUESSED_FRACTIONS
         yield (
-            f"time: {between(map(duration, totals['hours']))}; a guess, which assumes that the "
-            f"fastest mesh above reaches {low} to {high} of its chips' peak speed, and that hosts "
-            "and uploads keep up. To know it, run --max_samples 200 on this machine and give the "
-            "tokens/s of its last line, 'time: ...', as --tokens_per_second"
+            f"time: {time}; a guess, which assumes that the fastest mesh above reaches "
+            f"{lowest_fraction:.0%} to {highest_fraction:.0%} of its chips' peak speed, and that "
+            "hosts and uploads keep up. To know it, run --max_samples 200 on this machine and give "
+            "the tokens/s of its last line, 'time: ...', as --tokens_per_second"
         )
     if totals["terabytes"] is not None:
+        terabytes = terabytes_in_words(totals["terabytes"])
         yield (
-            f"stored: {size(totals['terabytes'])} before compression, {token_bytes:,} bytes per "
-            f"token; {samples_in_words(run)}"
+            f"stored: {terabytes} before compression, {token_bytes:,} bytes per token; "
+            f"{samples_in_words(run)}"
         )
     else:
         yield f"stored: {token_bytes:,} bytes per token before compression"
     if totals["dollars"] is not None:
-        yield f"cost: {between(f'${dollars:,.2f}' for dollars in totals['dollars'])}"
+        dollars = [f"${amount:,.2f}" for amount in totals["dollars"]]
+        yield f"cost: {range_in_words(dollars)}"
 
 
 def samples_in_words(run: PlannedRun) -> str:
-    """Returns the assumption about the length of samples, in words."""
-    length = tokens_of_a_sample(run.request.shape[1])
-    return f"a sample is taken to have {counted(length, 'token')}, as FineWeb-Edu's have on average"
+    """Returns a sentence that states the assumed number of tokens of a sample."""
+    sample_tokens = tokens_of_a_sample(run.request.shape[1])
+    return (
+        f"a sample is taken to have {counted(sample_tokens, 'token')}, as FineWeb-Edu's have on "
+        "average"
+    )
 
 
-def duration(hours: float) -> str:
-    """Returns a time in words with two significant digits, such as "3.5 hours".
+def hours_in_words(hours: float) -> str:
+    """Returns a duration in words with two significant digits, such as "3.5 hours".
 
     Args:
-        hours: The time in hours.
+        hours: The duration in hours.
     """
-    for unit, length in (("day", 24), ("hour", 1), ("minute", 1 / 60)):
-        number = float(f"{hours / length:.2g}")
-        if number >= 1:
-            if unit == "day" and number < 2:
-                continue
-            return f"{number:,.10g} {unit}" if number == 1 else f"{number:,.10g} {unit}s"
+    for unit_name, hours_per_unit in (("day", 24), ("hour", 1), ("minute", 1 / 60)):
+        number = float(f"{hours / hours_per_unit:.2g}")
+        least_number = 2 if unit_name == "day" else 1
+        if number >= least_number:
+            plural = "" if number == 1 else "s"
+            return f"{number:,.10g} {unit_name}{plural}"
     return "under a minute"
 
 
-def size(terabytes: float) -> str:
-    """Returns a number of bytes in words, such as "1.25 TB".
+def terabytes_in_words(terabytes: float) -> str:
+    """Returns a number of bytes in TB, GB or MB, such as "1.25 TB".
 
     Args:
-        terabytes: The number in TB. It is shown in the largest unit that gives at least 1.
+        terabytes: The number of terabytes. It is shown in the largest unit in which it is at least
+            1, otherwise in MB.
     """
-    units = {"TB": 1.0, "GB": 1e-3, "MB": 1e-6}
-    unit = next((unit for unit, length in units.items() if terabytes >= length), "MB")
-    return f"{short(terabytes / units[unit])} {unit}"
+    for unit_name, unit_terabytes in (("TB", 1.0), ("GB", 1e-3)):
+        if terabytes >= unit_terabytes:
+            return f"{three_digits(terabytes / unit_terabytes)} {unit_name}"
+    return f"{three_digits(terabytes / 1e-6)} MB"
 
 
-def between(ends: Iterable[str]) -> str:
-    """Returns a range in words, such as "1 hour to 2 hours"; equal ends are named once."""
-    return " to ".join(dict.fromkeys(ends))
+def range_in_words(limits: Iterable[str]) -> str:
+    """Returns a range in words, such as "1 hour to 2 hours", or "1 hour" if the limits are equal.
+
+    Args:
+        limits: The lower and the upper limit in words.
+    """
+    return " to ".join(dict.fromkeys(limits))
 
 
-def short(number: float) -> str:
-    """Returns a number with three significant digits."""
+def three_digits(number: float) -> str:
+    """Returns a number in words with three significant digits, such as "12,300"."""
     return f"{float(f'{number:.3g}'):,.10g}"

@@ -1,8 +1,8 @@
 """Turns one host's share of a data set into samples and batches.
 
-`Text` opens the data, the tokenizer and the chat template that the flags name, and connects the
-stages of the package `text`: rows, documents, samples, packed batches. prefetch.py prepares batches
-while the devices compute.
+`Text` opens the data, the tokenizer and the chat template that the flags name. It connects the
+stages of the package `text`, which turn rows into documents, documents into samples, and samples
+into packed batches. prefetch.py prepares batches while the devices compute.
 """
 
 import threading
@@ -47,21 +47,22 @@ from activation_extraction.text.token_choice import TokenChoice
 from activation_extraction.text.tokenizer import read_tokenizer
 from activation_extraction.text.tokens import SpecialTokens, special_tokens_of
 
-BATCHES_AHEAD = 4  # batches that are prepared in advance, besides those of the next group
+BATCHES_AHEAD = 4  # number of batches that are prepared in advance, besides the next group's
 
 
 @dataclass(frozen=True)
 class Text:
-    """The text of a run, whose rows become samples and batches as the flags ask.
+    """The text of a run, which makes samples and batches from the rows of the data set.
 
-    The tokenizer, the template and the data set are opened when they are first needed. Reading
-    these properties raises InputError if that fails.
+    The tokenizer, the chat template and the data set are opened when their properties are first
+    read. If one of them cannot be opened, reading the property raises InputError.
 
     Attributes:
         options: The flags about text.
         model: The files of the model.
         vocabulary: The number of token ids that the model has.
-        earlier: The metadata that hosts of the run have stored already; see `open_dataset`.
+        earlier: The content of metadata.json of each output that contains the run already; see
+            `open_dataset`. Empty for a new run.
         names: The names of the sources of a mixture; see `open_dataset`.
         adapter: The files of the LoRA adapter. None without an adapter.
     """
@@ -83,8 +84,8 @@ class Text:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The object that turns text into token ids. None if the data set has token ids."""
-        chosen = self.chosen_tokenizer
-        return None if chosen is None else chosen.backend
+        chosen_tokenizer = self.chosen_tokenizer
+        return None if chosen_tokenizer is None else chosen_tokenizer.backend
 
     @cached_property
     def template(self) -> ChatTemplate | None:
@@ -92,18 +93,22 @@ class Text:
         options = self.options
         if not options.messages_column:
             return None
-        chosen = self.chosen_tokenizer
-        if chosen is None:
+        chosen_tokenizer = self.chosen_tokenizer
+        if chosen_tokenizer is None:
             return None
         arguments = dict(options.chat_template_args)
         if options.chat_template is not None:
-            return ChatTemplate.of_file(chosen.pretrained, options.chat_template, arguments)
-        home, sources = choose_templates(self.model, self.adapter)
-        return ChatTemplate.of_model(chosen.pretrained, sources, home.where, arguments)
+            return ChatTemplate.of_file(
+                chosen_tokenizer.pretrained, options.chat_template, arguments
+            )
+        repository, jinja_sources = choose_templates(self.model, self.adapter)
+        return ChatTemplate.of_model(
+            chosen_tokenizer.pretrained, jinja_sources, repository.where, arguments
+        )
 
     @cached_property
     def row_form(self) -> RowForm:
-        """The form of rows: the columns to read, and the readers that make documents of them."""
+        """The settings by which rows become documents: the columns and their readers."""
         options = self.options
         readers: tuple[Reader, ...] = (TextColumn(options.text_column), ArcTask())
         if self.template is not None and options.messages_column:
@@ -116,7 +121,7 @@ class Text:
 
     @cached_property
     def sample_form(self) -> SampleForm:
-        """The form of samples: how documents become samples."""
+        """The settings by which documents become samples."""
         options = self.options
         choice = TokenChoice(options.positions, self.drop_token_ids, options.roles)
         split = options.long_documents == "split"
@@ -125,21 +130,20 @@ class Text:
 
     @cached_property
     def drop_token_ids(self) -> tuple[int, ...]:
-        """The ids of the tokens of --drop_token_ids, which names them by id or by name."""
+        """The token ids of --drop_token_ids, a flag that may also contain names of tokens."""
         return dropped_ids(self.options.drop_token_ids, self.tokenizer, self.vocabulary)
 
     @cached_property
     def dataset(self) -> Dataset:
-        """The open data sets of the run."""
+        """The open data of the run: one data set, or all data sets of a mixture."""
         return open_dataset(self.options, self.row_form, self.earlier, self.names)
 
     def check(self) -> None:
-        """Checks the chat template, and the first row of each source.
+        """Checks the chat template, and the first row of each data set.
 
         Raises:
-            InputError: The template cannot render conversations, or the flags need the roles of
-                tokens and the template does not show them, or the first row of a source cannot be
-                used.
+            InputError: The template cannot render conversations. The flags need the roles of tokens
+                and the template does not show them. Or the first row of a data set cannot be used.
         """
         if self.template is not None:
             check_roles(self.options, self.template)
@@ -153,10 +157,10 @@ class Text:
                 raise InputError(f"--mix {source.name}: {error}") from error
 
     def documents(self, worker: Worker) -> Documents:
-        """Returns the stream of a worker's documents.
+        """Returns the stream of documents in a worker's share of the data.
 
         Args:
-            worker: The machine and host, which read a share of the data.
+            worker: The machine and the host.
         """
         sources = self.dataset.sources
         options = self.options
@@ -174,8 +178,8 @@ class Text:
         ]
         if sources[0].name is None:
             return streams[0]
-        names = [str(source.name) for source in sources]
-        return Mixture(streams, names, [source.weight for source in sources])
+        source_names = [str(source.name) for source in sources]
+        return Mixture(streams, source_names, [source.weight for source in sources])
 
     def open(
         self,
@@ -187,29 +191,29 @@ class Text:
         """Returns the batches of the samples that are not stored yet, prepared in advance.
 
         Args:
-            worker: The machine and host.
-            shape: Rows of a batch, and tokens of a row.
+            worker: The machine and the host.
+            shape: The number of rows of a batch, and the number of tokens of a row.
             storage: The storage of the host, which knows the samples that are stored already.
-            watchdog: The watchdog, which also watches over the wait for the first batch. Every
-                stored sample that is skipped counts as progress.
+            watchdog: The watchdog, which ends the process if the first batch does not come in time.
+                Each stored sample that is skipped restarts its time.
 
         Returns:
-            The batches. Their `result` is the mark at the end of the data, or at the limits of the
-            run. It stays None if everything is stored already.
+            An iterable of batches. Its attribute `result` becomes the mark at the end of the data,
+            or at the limits of the run. It stays None if everything is stored already.
 
         Raises:
-            InputError: The first batch cannot be read, or there is no text at all.
+            InputError: The first batch cannot be read, or the data set contains no text.
         """
-        rows, length = shape
+        rows_of_batch, row_tokens = shape
         if storage.complete:
-            return Prefetch(pack((), rows, length), BATCHES_AHEAD)
-        skipping = threading.Event()
+            return Prefetch(pack((), rows_of_batch, row_tokens), BATCHES_AHEAD)
+        is_skipping = threading.Event()
 
         def on_stored() -> None:
             watchdog.reset()
-            skipping.set()
+            is_skipping.set()
 
-        stream = samples(
+        sample_stream = samples(
             self.documents(worker),
             self.tokenizer,
             self.sample_form,
@@ -220,72 +224,76 @@ class Text:
             on_stored=on_stored,
             **storage.limits,
         )
-        # Batches are prepared so far ahead that the whole next group of samples is read while the
-        # devices compute the batches of the current group.
-        ahead = BATCHES_AHEAD + rows_of_group(length) // rows
+        # So many batches are prepared in advance that the whole next group of samples is read while
+        # the devices compute the batches of the current group.
+        batches_ahead = BATCHES_AHEAD + rows_of_group(row_tokens) // rows_of_batch
         batches = Prefetch(
-            pack(stream, rows, length),
-            ahead,
-            skipping if worker.hosts > 1 else None,
+            pack(sample_stream, rows_of_batch, row_tokens),
+            batches_ahead,
+            is_skipping if worker.hosts > 1 else None,
             min(PATIENCE, watchdog.seconds / 4),
         )
         try:
             with watchdog:
-                first = batches.peek()
+                first_batch = batches.peek()
         except RunError as error:
             raise with_remedy(error) from error
-        if first is None and worker == Worker() and not storage.totals.samples:
+        if first_batch is None and worker == Worker() and not storage.totals.samples:
             raise InputError("the data set is empty: no row has text; expected at least one")
         return batches
 
 
 def special_tokens(options: TextOptions, tokenizer: Tokenizer | None) -> SpecialTokens:
-    """Returns the special tokens that are added to every document. Only plain text gets any.
+    """Returns the special tokens that are added to every document.
+
+    Special tokens are added only to plain text, not to conversations or token ids.
 
     Args:
         options: The flags about text.
-        tokenizer: The tokenizer. None for no tokenizer and so no special tokens.
+        tokenizer: The tokenizer, which determines the special tokens. None to add none.
 
     Raises:
         InputError: A document that is cut to --max_seq_length would have only special tokens.
     """
-    plain = not (options.messages_column or options.ids_column)
-    if tokenizer is None or not plain or options.special_tokens == "none":
+    is_plain_text = not (options.messages_column or options.ids_column)
+    if tokenizer is None or not is_plain_text or options.special_tokens == "none":
         return SpecialTokens()
     special = special_tokens_of(tokenizer)
-    length = options.max_seq_length
-    if len(special) >= length and options.long_documents == "cut":
+    sample_tokens = options.max_seq_length
+    if len(special) >= sample_tokens and options.long_documents == "cut":
         raise InputError(
-            f"--max_seq_length {length}: has no room for a text and the special tokens around it, "
-            f"{special.template}; give at least {len(special) + 1}, or --special_tokens none"
+            f"--max_seq_length {sample_tokens}: has no room for a text and the special tokens "
+            f"around it, {special.template}; give at least {len(special) + 1}, or "
+            "--special_tokens none"
         )
     return special
 
 
 def known_special_tokens(config: Config) -> SpecialTokens:
-    """Returns the special tokens of the model for --list_hooks, where there is no run.
+    """Returns the special tokens of the model for --list_hooks, which prepares no run.
 
     Args:
         config: The configuration.
 
     Returns:
-        No special tokens if the tokenizer.json of the adapter or else of the model is missing or
-        cannot be read.
+        The special tokens by the adapter's tokenizer.json or, if the adapter has none, the model's.
+        No special tokens if the file is missing or cannot be read.
 
     Raises:
         InputError: A document that is cut to --max_seq_length would have only special tokens.
     """
     tokenizer = None
-    model = config.model
+    model_options = config.model
     if not (config.demo or config.text.ids_column):
-        with suppress(InputError):  # a run reports why it cannot be read
-            path = None
-            if model.lora:
-                path = Repository(model.lora, kind=ADAPTER).find(WHOLE)
-            if path is None:
-                path = Repository(model.model_path, model.model_revision).find(WHOLE)
-            if path is not None:
-                tokenizer = read_tokenizer(path)
+        with suppress(InputError):  # an unreadable tokenizer is reported when a run is started
+            tokenizer_path = None
+            if model_options.lora:
+                tokenizer_path = Repository(model_options.lora, kind=ADAPTER).find(WHOLE)
+            if tokenizer_path is None:
+                model = Repository(model_options.model_path, model_options.model_revision)
+                tokenizer_path = model.find(WHOLE)
+            if tokenizer_path is not None:
+                tokenizer = read_tokenizer(tokenizer_path)
     return special_tokens(config.text, tokenizer)
 
 
@@ -295,24 +303,25 @@ def dropped_ids(
     """Returns the ids of the tokens to drop, in ascending order.
 
     Args:
-        tokens: The ids and names of tokens.
-        tokenizer: The tokenizer, which knows the names. None only if all tokens are ids.
+        tokens: The ids or names of the tokens to drop.
+        tokenizer: The tokenizer, which knows the names. May be None if `tokens` are all ids.
         vocabulary: The number of token ids that the model has.
 
     Raises:
-        InputError: The tokenizer or the model lacks a token, or no token would be left.
+        InputError: The tokenizer lacks a name, the model lacks an id, or all tokens of the model
+            would be dropped.
     """
     token_ids = {token for token in tokens if isinstance(token, int)}
     token_names = [token for token in tokens if isinstance(token, str)]
     for token_name in token_names:
-        assert tokenizer is not None  # cli/config.py refuses names where there is none
+        assert tokenizer is not None  # cli/config.py refuses names of tokens with --ids_column
         token_id = tokenizer.token_to_id(token_name)
         if token_id is None:
             added_tokens = tokenizer.get_added_tokens_decoder().values()
-            added = [str(token.content) for token in added_tokens]
+            added_names = [str(token.content) for token in added_tokens]
             raise InputError(
                 f"--drop_token_ids {token_name}: the tokenizer has no token of this name"
-                f"{near_miss(token_name, added)}"
+                f"{near_miss(token_name, added_names)}"
             )
         token_ids.add(token_id)
     if (largest := max(token_ids, default=0)) >= vocabulary:
@@ -328,17 +337,17 @@ def check_roles(options: TextOptions, template: ChatTemplate) -> None:
     """Checks that the chat template shows the roles of tokens if the flags need them.
 
     Args:
-        options: The flags about text; --roles and some rules of --positions need roles.
+        options: The flags about text. --roles and some rules of --positions need roles.
         template: The chat template.
 
     Raises:
         InputError: The flags need roles that the turns of the template do not show.
     """
-    needed = f"--roles {' '.join(options.roles)}" if options.roles else ""
+    flag_with_roles = f"--roles {' '.join(options.roles)}" if options.roles else ""
     if options.positions.last_of_turn:
-        needed = f"--positions {options.positions}"
-    if needed and not template.has_roles:
+        flag_with_roles = f"--positions {options.positions}"
+    if flag_with_roles and not template.has_roles:
         raise InputError(
-            f"{needed}: {template.where} writes no turns between {START} and {END}, by which the "
-            "roles of tokens are known; give another template with --chat_template"
+            f"{flag_with_roles}: {template.where} writes no turns between {START} and {END}, by "
+            "which the roles of tokens are known; give another template with --chat_template"
         )

@@ -1,7 +1,7 @@
 """Opens the data of a run: files, a data set on the hub, or a mixture of both.
 
-A run that continues reads the same data: the files that metadata.json records, and the recorded
-revisions of hub data sets.
+metadata.json records which files and which revisions of hub data sets a run reads. When the run
+continues, this module opens exactly these. text/sources.py reads the rows.
 """
 
 import re
@@ -19,7 +19,7 @@ from activation_extraction.text.file_list import is_path, list_files, refuse_rep
 from activation_extraction.text.rows import RowForm
 from activation_extraction.text.sources import Rows, open_files, open_hub_dataset
 
-FILES = "files"  # the name of a data set of files in an identity
+FILES = "files"  # name in an identity of a data set that consists of files
 
 
 class Source(NamedTuple):
@@ -28,8 +28,8 @@ class Source(NamedTuple):
     Attributes:
         rows: The rows of the data set.
         name: The name of the source in a mixture. None if there is no mixture.
-        weight: The weight of the source in a mixture, to which its share of documents is
-            proportional.
+        weight: The weight of the source in a mixture. The number of its documents is proportional
+            to it.
     """
 
     rows: Rows
@@ -41,14 +41,15 @@ class Source(NamedTuple):
 class Dataset:
     """The open data of a run.
 
-    When the run continues, name and content must be the same as before.
+    `name` and `content` are fields of the run's identity, so they must be the same when the run
+    continues.
 
     Attributes:
-        sources: The open data sets. Only a mixture has several.
-        name: The name in the identity of the run: FILES, the flags of a hub data set, or the
-            sources of a mixture with their weights.
+        sources: The open data sets, one or, in a mixture, several.
+        name: FILES for files. For a hub data set, its name, configuration and split. For a mixture,
+            its sources with their weights.
         content: The revision of a hub data set, or the revisions of all hub data sets in a mixture.
-            "" for files, which `files` compares one by one.
+            "" for files, whose content `files` compares one by one.
         files: The files of all sources.
     """
 
@@ -60,7 +61,7 @@ class Dataset:
 
 def open_dataset(
     options: TextOptions,
-    form: RowForm,
+    row_form: RowForm,
     earlier: Sequence[Mapping[str, Any]] = (),
     names: Sequence[str] = (),
 ) -> Dataset:
@@ -68,10 +69,10 @@ def open_dataset(
 
     Args:
         options: The flags about text.
-        form: The form of rows, by which they become documents.
-        earlier: The metadata that hosts of the run have stored already, this host's first. A hub
-            data set is opened at the recorded revision, and files must be the recorded ones (see
-            `DataFiles.as_recorded`). Empty for a new run.
+        row_form: The settings by which rows become documents.
+        earlier: The content of metadata.json of each output that contains the run already, this
+            host's first. A hub data set is opened at the recorded revision, and files must be the
+            recorded ones (see `DataFiles.as_recorded`). Empty for a new run.
         names: The names of the sources of a mixture, which are the same on all hosts. Empty for the
             names in the flags.
 
@@ -79,108 +80,119 @@ def open_dataset(
         The open data.
 
     Raises:
-        InputError: A source cannot be opened, or differs from the source that the run began with.
+        InputError: A data set cannot be opened, or differs from the one that the run began with.
     """
     if options.mix:
         try:
-            return _open_mixture(options.mix, form, earlier, names)
+            return _open_mixture(options.mix, row_form, earlier, names)
         except InputError as error:
             raise InputError(re.sub("--dataset_(path|name)", "--mix", str(error))) from error
-    path = options.dataset_path
-    if path is not None:
-        stored, _ = _recorded(FILES, earlier)
-        files = DataFiles.as_recorded(list_files(path), stored)
-        return Dataset((Source(open_files(path, form, files.files)),), FILES, "", files)
-    name = options.dataset_name
+    dataset_path = options.dataset_path
+    if dataset_path is not None:
+        recorded_runs, _ = _recorded(FILES, earlier)
+        files = DataFiles.as_recorded(list_files(dataset_path), recorded_runs)
+        rows = open_files(dataset_path, row_form, files.files)
+        return Dataset((Source(rows),), FILES, "", files)
+    hub_name = options.dataset_name
     subset = options.dataset_config
     split = options.dataset_split
-    assert name is not None  # cli/config.py fills it in where no other source is given
-    source = " ".join(filter(None, (name, subset, split)))
-    stored, recorded = _recorded(source, earlier)
-    _check_reader(f"--dataset_name {source}", stored)
-    rows, revision = open_hub_dataset(name, subset, split, recorded or None)
-    return Dataset((Source(rows),), source, revision)
+    assert hub_name is not None  # cli/config.py sets it if no other source is given
+    source_name = " ".join(filter(None, (hub_name, subset, split)))
+    recorded_runs, recorded_revision = _recorded(source_name, earlier)
+    _check_reader(f"--dataset_name {source_name}", recorded_runs)
+    rows, revision = open_hub_dataset(hub_name, subset, split, recorded_revision or None)
+    return Dataset((Source(rows),), source_name, revision)
 
 
 def _recorded(
-    name: str, earlier: Sequence[Mapping[str, Any]]
+    data_name: str, earlier: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Mapping[str, Any]], str]:
-    """Finds the metadata of earlier starts with the same data set.
+    """Returns the metadata of earlier starts that read the same data set.
 
-    Metadata of another data set is left out here; the start is refused later, by its identity.
+    Metadata of another data set is left out here. The start is refused later, when identities are
+    compared.
 
     Args:
-        name: The name of the data set in identities.
-        earlier: The metadata that hosts of the run have stored already.
+        data_name: The name of the data set in identities.
+        earlier: The content of metadata.json of each output that contains the run already.
 
     Returns:
-        The metadata, and the revision that the first one records; "" if there is none.
+        The metadata, and the revision of the data set that the first metadata records. The revision
+        is "" if no metadata is left.
     """
-    metadata = [record for record in earlier if identity_of(record, METADATA).data == name]
-    revision = identity_of(metadata[0], METADATA).data_revision if metadata else ""
-    return metadata, revision
+    matching_runs = [
+        metadata for metadata in earlier if identity_of(metadata, METADATA).data == data_name
+    ]
+    revision = identity_of(matching_runs[0], METADATA).data_revision if matching_runs else ""
+    return matching_runs, revision
 
 
-def _check_reader(source: str, stored: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that the run has always read a hub data set with this version of `datasets`.
+def _check_reader(flag_and_name: str, recorded_runs: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that a run has always read a hub data set with this version of `datasets`.
 
-    `datasets` divides a hub data set into pieces and orders them, and so determines which rows
-    follow a position. Another version may divide it differently. Files do not depend on `datasets`.
+    The package `datasets` divides a hub data set into pieces and orders them, so its version
+    determines the order of the rows. Reading files does not depend on `datasets`.
 
     Args:
-        source: The flag and the name of the data set, for the message.
-        stored: The metadata of the hosts of the run. Metadata without a version fits any version.
+        flag_and_name: The flag and the name of the data set, for the message.
+        recorded_runs: The metadata of the hosts of the run. Metadata may record no version.
 
     Raises:
         InputError: Another version has read the data set before.
     """
-    installed = version("datasets")
-    for metadata in stored:
-        recorded = metadata.get("versions", {}).get("datasets", installed)
-        if recorded != installed:
+    installed_version = version("datasets")
+    for metadata in recorded_runs:
+        recorded_version = metadata.get("versions", {}).get("datasets", installed_version)
+        if recorded_version != installed_version:
             raise InputError(
-                f"{source}: the run has read it with datasets {recorded}, and datasets {installed} "
-                "is installed here, which may divide or order its rows differently: rows could be "
-                f"skipped or stored twice; pip install datasets=={recorded}, or begin anew with "
-                "--overwrite or in another folder"
+                f"{flag_and_name}: the run has read it with datasets {recorded_version}, and "
+                f"datasets {installed_version} is installed here, which may divide or order its "
+                "rows differently: rows could be skipped or stored twice; pip install "
+                f"datasets=={recorded_version}, or begin anew with --overwrite or in another folder"
             )
 
 
 def _open_mixture(
     sources_and_weights: Sequence[tuple[str, float]],
-    form: RowForm,
+    row_form: RowForm,
     earlier: Sequence[Mapping[str, Any]],
-    names: Sequence[str],
+    source_names: Sequence[str],
 ) -> Dataset:
     """Opens all sources of a mixture.
 
-    Their files are listed together. The name of each file begins with the number of its source.
+    `Dataset.files` contains the files of all sources. Therefore, the name of each file begins with
+    the number of its source there.
 
     Args:
         sources_and_weights: The sources and weights of --mix.
-        form: The form of rows, by which they become documents.
-        earlier: The metadata that hosts of the run have stored already; see `open_dataset`.
-        names: The names of the sources; see `open_dataset`.
+        row_form: The settings by which rows become documents.
+        earlier: The content of metadata.json of each output that contains the run already; see
+            `open_dataset`.
+        source_names: The names of the sources; see `open_dataset`.
 
     Raises:
         InputError: A source cannot be opened, or differs from the source that the run began with.
     """
-    names = names or [plain_url(source) for source, _ in sources_and_weights]
+    source_names = source_names or [plain_url(source) for source, _ in sources_and_weights]
     named_weights = []
-    for name, (_, weight) in zip(names, sources_and_weights, strict=True):
-        named_weights.append(f"{name}={repr(weight).removesuffix('.0')}")
+    for source_name, (_, weight) in zip(source_names, sources_and_weights, strict=True):
+        named_weights.append(f"{source_name}={repr(weight).removesuffix('.0')}")
     mixture_name = " ".join(named_weights)
-    stored, recorded_revisions = _recorded(mixture_name, earlier)
-    revisions = dict(entry.rsplit("@", 1) for entry in recorded_revisions.split())
-    listed = []
+    recorded_runs, recorded_revisions = _recorded(mixture_name, earlier)
+    revisions = {}  # revision of each hub data set by the name of the source
+    for name_and_revision in recorded_revisions.split():
+        source_name, revision = name_and_revision.rsplit("@", 1)
+        revisions[source_name] = revision
+    listed_files = []
     for number, (source, _) in enumerate(sources_and_weights):
         if is_path(source):
-            listed += [replace(file, name=f"{number}/{file.name}") for file in list_files(source)]
-    refuse_repeated(listed)
-    files = DataFiles.as_recorded(listed, stored)
+            for file in list_files(source):
+                listed_files.append(replace(file, name=f"{number}/{file.name}"))
+    refuse_repeated(listed_files)
+    files = DataFiles.as_recorded(listed_files, recorded_runs)
     sources = []
     for number, (source, weight) in enumerate(sources_and_weights):
-        name = names[number]
+        source_name = source_names[number]
         if is_path(source):
             prefix = f"{number}/"
             files_of_source = [
@@ -188,15 +200,16 @@ def _open_mixture(
                 for file in files.files
                 if file.name.startswith(prefix)
             ]
-            rows = open_files(source, form, files_of_source)
+            rows = open_files(source, row_form, files_of_source)
         else:
-            hub_name, config, split, *surplus = [*source.split(":"), "", ""]
-            if any(surplus):
-                raise InputError(f"--mix {name}: no such path, and not NAME:CONFIG:SPLIT")
-            _check_reader(f"--mix {name}", stored)
-            rows, revisions[name] = open_hub_dataset(
-                hub_name, config or None, split or DATASET[2], revisions.get(name)
+            # The configuration and the split may be missing.
+            hub_name, hub_config, split, *surplus_fields = [*source.split(":"), "", ""]
+            if any(surplus_fields):
+                raise InputError(f"--mix {source_name}: no such path, and not NAME:CONFIG:SPLIT")
+            _check_reader(f"--mix {source_name}", recorded_runs)
+            rows, revisions[source_name] = open_hub_dataset(
+                hub_name, hub_config or None, split or DATASET[2], revisions.get(source_name)
             )
-        sources.append(Source(rows, name, weight))
-    content = " ".join(f"{name}@{revision}" for name, revision in revisions.items())
+        sources.append(Source(rows, source_name, weight))
+    content = " ".join(f"{source_name}@{revision}" for source_name, revision in revisions.items())
     return Dataset(tuple(sources), mixture_name, content, files)

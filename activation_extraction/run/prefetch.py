@@ -1,4 +1,8 @@
-"""Prepares items in a background thread while the caller works on earlier items."""
+"""Prepares items in a background thread while the caller works on earlier items.
+
+A run prepares batches in this way while its devices compute. The module does not depend on what the
+items are.
+"""
 
 import queue
 import threading
@@ -11,13 +15,13 @@ from activation_extraction.common.errors import RunError, one_line
 
 T = TypeVar("T")
 R = TypeVar("R")  # type of the generator's return value
-POLL = 0.2  # seconds between checks whether to stop
+POLL = 0.2  # seconds between checks whether the caller is asked to stop
 PATIENCE = 10.0  # seconds after which a host that skips samples takes a step without a batch
 
 
 @dataclass(frozen=True)
 class _End(Generic[R]):
-    """The end of the items that a thread prepares.
+    """The marker in the queue after the last item, which tells how the generator ended.
 
     Attributes:
         result: The value that the generator has returned. None if it has raised an exception.
@@ -29,14 +33,14 @@ class _End(Generic[R]):
 
 
 class Prefetch(Generic[T, R]):
-    """Yields the items of a generator, some of which a background thread prepares in advance.
+    """Yields the items of a generator, which a background thread runs in advance.
 
-    An exception in the generator is raised in place of the item that it prevented: an Exception as
-    it is, any other BaseException as a RunError.
+    If the generator raises an exception, iterating yields the items before it and then raises it.
+    An exception that is no Exception, such as SystemExit, is raised as a RunError.
 
     Attributes:
-        result: The value that the generator has returned. None until iterating here has ended,
-            even if the background thread has reached the end already.
+        result: The value that the generator has returned. None until the caller has iterated to the
+            end, even if the background thread has reached the end already.
     """
 
     def __init__(
@@ -50,17 +54,17 @@ class Prefetch(Generic[T, R]):
 
         Args:
             items: The generator.
-            depth: The largest number of items that are prepared.
-            skipping: An event that the generator sets again and again while it leaves out samples
-                that are stored already. During that time, None is yielded every `patience`
-                seconds, so that the other hosts of a pod, which wait for this one, can go on. None
-                to wait for an item however long it takes.
-            patience: The seconds after which None is yielded.
+            depth: The largest number of prepared items that wait to be taken.
+            skipping: An event that the generator sets for each stored sample that it skips. While
+                it skips samples, None is yielded every `patience` seconds instead of an item, so
+                that the other hosts of a pod need not wait for this host. If `skipping` is None,
+                the iteration waits for an item without a limit of time.
+            patience: Seconds without an item after which None is yielded while samples are skipped.
         """
         self.result: R | None = None
         self._skipping = skipping
         self._patience = patience
-        self._head: T | None = None
+        self._peeked: T | None = None
         self._ready: queue.Queue[T | _End[R]] = queue.Queue(depth)
         threading.Thread(target=self._run, args=(items,), name="prefetch", daemon=True).start()
 
@@ -71,7 +75,7 @@ class Prefetch(Generic[T, R]):
                 self._ready.put(next(items))
         except StopIteration as stop:
             end = _End(result=stop.value)
-        except BaseException as error:  # otherwise the consumer would wait forever
+        except BaseException as error:  # without an end in the queue, the caller would wait forever
             end = _End(error=error)
         self._ready.put(end)
 
@@ -81,15 +85,15 @@ class Prefetch(Generic[T, R]):
         return self._ready.qsize()
 
     def peek(self) -> T | None:
-        """Returns the next item without consuming it.
+        """Returns the next item, which stays the next item of the iteration.
 
         Returns:
-            None if there are no more items, or if the item is not ready because samples are
-            skipped.
+            The item. None if there are no more items, or if the item is not ready because samples
+            are skipped.
         """
-        if self._head is None:
-            self._head = next(iter(self), None)
-        return self._head
+        if self._peeked is None:
+            self._peeked = next(iter(self), None)
+        return self._peeked
 
     def __iter__(self) -> Iterator[T | None]:
         return self.until(lambda: False)
@@ -98,17 +102,17 @@ class Prefetch(Generic[T, R]):
         """Yields items until the end, or until the caller is asked to stop.
 
         Args:
-            stopped: A function that returns a true value when no more items are wanted. It is
-                called several times a second.
+            stopped: A function that returns a true value to end the iteration. It is called
+                several times a second.
 
         Yields:
-            The items; None for an item that is not ready because samples are skipped.
+            The next item, or None if it is not ready because samples are skipped.
         """
         waiting_since = time.monotonic()
         while not stopped():
-            if (head := self._head) is not None:
-                self._head = None
-                yield head
+            if (peeked := self._peeked) is not None:
+                self._peeked = None
+                yield peeked
                 waiting_since = time.monotonic()
                 continue
             try:
